@@ -1,0 +1,145 @@
+"""What a job file says, checked. Every default is one that a user without an opinion should have."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from gadei_ps import layout, sync
+from gadei_ps.errors import UsageError
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
+from gadei_ps.segment import JOB_NAME, check_job_name
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ScheduleConfig(_Table):
+    """[optimizer.schedule]: how the learning rate moves."""
+
+    kind: Literal["constant", "step", "cosine"] = "constant"
+    warmup_steps: int = 0
+    step_size: int = 0
+    step_gamma: float = 0.1
+    total_steps: int = 0
+    min_lr: float = 0.0
+
+
+class OptimizerConfig(_Table):
+    """[optimizer]: what the server does with a gradient; semantics of torch.optim."""
+
+    kind: Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "adamw"] = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.9
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float | None = None
+    weight_decay: float = 0.0
+    staleness_aware: bool = False
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    def spec(self) -> OptimizerSpec:
+        """The checked specification. Raises UsageError naming the field."""
+        values = self.model_dump(exclude={"kind", "schedule"})
+        schedule = self.schedule.model_dump(exclude={"kind"})
+        try:
+            return OptimizerSpec(
+                Kind[self.kind.upper()],
+                schedule=Schedule[self.schedule.kind.upper()],
+                **values,
+                **schedule,
+            )
+        except ValueError as error:
+            raise UsageError(f"optimizer: {error}") from None
+
+
+class TensorConfig(_Table):
+    """[[tensors]]: a tensor of the model, for jobs whose learners do not bring it."""
+
+    name: str
+    shape: list[Annotated[int, Field(gt=0)]]
+    role: Literal["parameter", "buffer"] = "parameter"
+
+
+class JobConfig(_Table):
+    """A job: its name, how gradients are applied, and how much memory it may take."""
+
+    name: str
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sync: str | dict[str, Any] = "asp"
+    shards: int = Field(0, ge=0, le=layout.MAX_SHARDS, description="0: by the machine")
+    slots: int = Field(2, ge=1, le=64, description="gradients that a learner's ring holds")
+    ahead: int = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
+    nonfinite: Literal["refuse", "allow"] = "refuse"
+    spin_us: float = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
+    tensors: list[TensorConfig] = []
+    weights: Path | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not JOB_NAME.fullmatch(value):
+            raise ValueError("use 1 to 48 letters, digits, '-' and '_'")
+        return value
+
+    @field_validator("sync")
+    @classmethod
+    def _sync(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            sync.parse(value)
+        except sync.SpecError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    def resolved_shards(self, elements: int) -> int:
+        """Shard threads: as asked, or a quarter of the cores; at most one for each chunk."""
+        wanted = self.shards or max(1, min(8, (os.cpu_count() or 1) // 4))
+        return max(1, min(wanted, -(-elements // layout.CHUNK)))
+
+    def resolved_spin_us(self) -> float:
+        """How long a wait spins before it sleeps.
+
+        Spinning takes the core from a learner where there are few, and pays where there are many.
+        """
+        if self.spin_us >= 0:
+            return self.spin_us
+        return 50.0 if (os.cpu_count() or 1) >= 8 else 2.0
+
+
+def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
+    """Checks values from a file or from flags; `where` stands in the error."""
+    try:
+        config = JobConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "job"
+        raise UsageError(f"{where}: {field}: {first['msg']}") from None
+    config.optimizer.spec()
+    if config.tensors and config.weights:
+        raise UsageError(f"{where}: give tensors or weights, not both")
+    return config
+
+
+def load(path: Path) -> JobConfig:
+    """Reads a job file. Its name defaults to the file's."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    try:
+        values = tomllib.loads(raw.decode())
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: {error}") from None
+    values.setdefault("name", path.stem)
+    check_job_name(str(values["name"]))
+    if isinstance(values.get("weights"), str):
+        values["weights"] = path.parent / values["weights"]
+    return from_mapping(values, str(path))

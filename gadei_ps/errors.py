@@ -1,0 +1,55 @@
+"""Errors that a user may meet. Each message is one line: what, where, what to do."""
+
+from __future__ import annotations
+
+
+class GadeiError(Exception):
+    """Base of all errors that gadei-ps raises on purpose. `exit_code` is the command line's."""
+
+    exit_code = 1
+
+
+class UsageError(GadeiError):
+    """What was asked for makes no sense; nothing was started or changed."""
+
+    exit_code = 2
+
+
+class JobNotFound(GadeiError):
+    """No job of this name is running."""
+
+
+class JobInUse(GadeiError):
+    """A job of this name is running already."""
+
+
+class NoSharedMemory(GadeiError):
+    """/dev/shm is missing, full, or too small for what is asked."""
+
+
+class SegmentError(GadeiError):
+    """A segment is foreign, truncated, half made, or of another layout version."""
+
+
+class ControlError(GadeiError):
+    """The watchdog refused a request, or does not answer."""
+
+
+class ModelMismatch(GadeiError):
+    """The learner's tensors are not the job's."""
+
+
+class JobStopped(GadeiError):
+    """The job has been stopped; there is nothing left to do for a learner."""
+
+
+class JobFailed(GadeiError):
+    """The job's parameter server is gone."""
+
+
+class Evicted(GadeiError):
+    """The job has given this learner's place away."""
+
+
+class PushTimeout(GadeiError):
+    """No slot came free, or no grant came, within the time asked for."""

@@ -1,0 +1,67 @@
+"""Processes and who they are: a pid alone may be reused, a pid with its start time may not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from gadei_ps import _native
+
+
+def start_ticks(pid: int) -> int:
+    """When the process started, in clock ticks after boot; 0 if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    # The second field is the program's name in parentheses and may hold blanks and parentheses.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def alive(pid: int, start: int) -> bool:
+    """Whether this very process still runs (a zombie does not)."""
+    return pid > 0 and start > 0 and start_ticks(pid) == start
+
+
+def dies_with_parent(parent: int, how: int = signal.SIGKILL) -> Callable[[], None]:
+    """For Popen's preexec_fn: the child gets signal `how` when the thread that started it ends.
+
+    Start such children from a thread that lives as long as they shall.
+    """
+
+    def arrange() -> None:
+        _native.die_with_parent(how)
+        if os.getppid() != parent:  # it died before the request was in place
+            os._exit(1)
+
+    return arrange
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
+    pass_fds: Sequence[int] = (),
+    how: int = signal.SIGKILL,
+) -> subprocess.Popen[bytes]:
+    """Starts a child that dies with the calling thread, in a process group of its own.
+
+    A group of its own keeps the terminal's Ctrl-C from children whose end the parent arranges.
+    """
+    return subprocess.Popen(
+        list(command),
+        env=None if env is None else dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=pass_fds,
+        process_group=0,
+        preexec_fn=dies_with_parent(os.getpid(), how),
+    )

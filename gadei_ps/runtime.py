@@ -1,0 +1,51 @@
+"""Where a job's control socket and lock file lie."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from gadei_ps.errors import ControlError
+
+
+def directory() -> Path:
+    """The user's directory for sockets, mode 0700; made if there is none.
+
+    $GADEI_PS_RUNTIME_DIR, else $XDG_RUNTIME_DIR/gadei-ps, else /tmp/gadei-ps-UID. Raises
+    ControlError if it is not this user's alone: whoever could write there could be the watchdog.
+    """
+    given = os.environ.get("GADEI_PS_RUNTIME_DIR")
+    if given:
+        path = Path(given)
+    elif os.environ.get("XDG_RUNTIME_DIR"):
+        path = Path(os.environ["XDG_RUNTIME_DIR"]) / "gadei-ps"
+    else:
+        path = Path(f"/tmp/gadei-ps-{os.getuid()}")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ControlError(
+            f"{path}: {error.strerror}; set GADEI_PS_RUNTIME_DIR to a directory you may write"
+        ) from None
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
+        raise ControlError(
+            f"{path} is not a directory that only you may write; "
+            "remove it or set GADEI_PS_RUNTIME_DIR"
+        )
+    return path
+
+
+def socket_path(job: str) -> Path:
+    """The job's control socket."""
+    return directory() / f"{job}.sock"
+
+
+def lock_path(job: str) -> Path:
+    """The file that the job's watchdog keeps locked while it lives."""
+    return directory() / f"{job}.lock"

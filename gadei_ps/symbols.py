@@ -1,0 +1,74 @@
+"""The C protocol as functions that compiled Python can call, and views of memory by address.
+
+External symbols, not ctypes pointers: code that calls a symbol can be cached on disk, code that
+holds a pointer of this process cannot. To the optimizer each call is opaque, so no load or store of
+memory that others can see moves across one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from gadei_ps import _native
+
+llvmlite.binding.load_library_permanently(_native.__file__)
+
+_u64, _u32, _f64, _void = types.uint64, types.uint32, types.float64, types.void
+
+get = types.ExternalFunction("ps_get", _u64(_u64))
+put = types.ExternalFunction("ps_set", _void(_u64, _u64))
+get32 = types.ExternalFunction("ps_get32", _u32(_u64))
+put32 = types.ExternalFunction("ps_set32", _void(_u64, _u32))
+fence = types.ExternalFunction("ps_full_fence", _void())
+wake = types.ExternalFunction("ps_wake", _void(_u64))
+bell = types.ExternalFunction("ps_bell", _void(_u64))
+clock = types.ExternalFunction("ps_clock", _f64())
+release = types.ExternalFunction("ps_release", _void(_u64, _u64, _u64))
+hand_out = types.ExternalFunction("ps_hand_out", _void(_u64, _u64))
+spin_once = types.ExternalFunction("ps_spin_once", _void())
+shard_sleep = types.ExternalFunction("ps_shard_sleep", _void(_u64, _u64, _u64, _u64, _u32, _u64))
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    """An integer address as a void pointer."""
+
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.uint64), build
+
+
+@njit(nogil=True, cache=True, inline="always")
+def floats(address: int, count: int) -> np.ndarray:
+    """`count` float32 values at an address."""
+    return carray(_pointer(np.uint64(address)), (count,), np.float32)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def halves(address: int, count: int) -> np.ndarray:
+    """`count` 16-bit values at an address."""
+    return carray(_pointer(np.uint64(address)), (count,), np.uint16)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def words(address: int, count: int) -> np.ndarray:
+    """`count` 64-bit words at an address."""
+    return carray(_pointer(np.uint64(address)), (count,), np.uint64)
+
+
+def structs(dtype: np.dtype[np.void]) -> Any:
+    """A compiled function `view(address)`: the struct at an address as an array of shape (1,)."""
+
+    @njit(nogil=True, cache=True, inline="always")
+    def view(address: int) -> np.ndarray:
+        return carray(_pointer(np.uint64(address)), (1,), dtype)
+
+    return view

@@ -1,0 +1,1 @@
+"""Learners: processes that compute gradients and push them to a running job."""

@@ -1,0 +1,467 @@
+"""A learner's connection to a job: attach, pull, push, take batches, detach.
+
+    with Client("demo", tensors={"w": numpy.zeros(10)}) as client:
+        for batch in client.batches(samples=1000, batch_size=4, epochs=3):
+            gradient = ...                      # of client.weights["w"], at batch.indices
+            client.push({"w": gradient}, loss=..., samples=len(batch.indices))
+
+A client belongs to one thread of one process. Nothing it does takes a lock that another process
+could hold, and every wait of it ends when the job ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from gadei_ps import _native, layout, process, segment, weights
+from gadei_ps.control import Attach, Connection, Detach, Offer, SetWork, TensorOffer, memory_file
+from gadei_ps.errors import (
+    Evicted,
+    GadeiError,
+    JobFailed,
+    JobStopped,
+    ModelMismatch,
+    PushTimeout,
+    UsageError,
+)
+from gadei_ps.layout import (
+    CONTROL,
+    RING,
+    WIRE_BYTES,
+    FrameKind,
+    Phase,
+    Role,
+    SegmentKind,
+    WireType,
+)
+from gadei_ps.weights import FloatArray, Model, Tensor
+
+JOB_VARIABLE = "GADEI_PS_JOB"
+SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the server lives
+GONE_S = 1.0  # how long a job may be without a server before its learners give up
+CONSISTENT_S = 1.0
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A mini-batch that the server has handed to this learner."""
+
+    epoch: int
+    index: int
+    indices: npt.NDArray[np.int64]
+    """Samples of it, shape (at most batch_size,)."""
+
+    @property
+    def id(self) -> int:
+        return layout.batch_id(self.epoch, self.index)
+
+
+class Client:
+    """One learner.
+
+    job: a job's name or its socket's path; None takes it from the environment that `gadei-ps run`
+    and `attach` set. tensors: initial values of the parameters by name (the first learner's make
+    the model; later ones must have the same names and shapes); None if the job has its model.
+    buffers: tensors that no optimizer moves, likewise; a push adds to them. wire: how gradients
+    travel, "float32", "bfloat16" or "float16".
+
+    Raises JobNotFound, ModelMismatch, NoSharedMemory, ControlError.
+    """
+
+    def __init__(
+        self,
+        job: str | None = None,
+        *,
+        tensors: Arrays | None = None,
+        buffers: Arrays | None = None,
+        wire: str = "float32",
+        name: str = "",
+    ) -> None:
+        target = job or os.environ.get(JOB_VARIABLE)
+        if not target:
+            raise UsageError(
+                f"which job? give its name, or start the program with gadei-ps run or attach "
+                f"(they set {JOB_VARIABLE})"
+            )
+        try:
+            self._wire = WireType[wire.upper()]
+        except KeyError:
+            raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
+        self._pid = os.getpid()
+        self._connection = Connection(target)
+        try:
+            if tensors is not None:
+                self._offer(tensors, buffers or {})
+            reply = self._connection.request(Attach(name=name[:31]))
+            self._map(reply)
+        except BaseException:
+            self._connection.close()
+            raise
+        self.job: str = reply["job"]
+        self.row: int = reply["row"]
+        self.generation: int = reply["generation"]
+        self.version = int(self._control["version"])
+        self.published = 0
+        self._taken: deque[int] = deque()
+        self._started = time.monotonic()
+        self._holds = 0
+        self._finalizer = weakref.finalize(
+            self, _detach, self._connection, self.row, self.generation, self._pid
+        )
+        # Before weakref's own hook, which runs after threads and modules may be gone.
+        atexit.register(self._finalizer)
+
+    # -- attaching ------------------------------------------------------------------------------
+
+    def _offer(self, tensors: Arrays, buffers: Arrays) -> None:
+        given = [Tensor(name, np.shape(array)) for name, array in tensors.items()]
+        given += [Tensor(name, np.shape(array), Role.BUFFER) for name, array in buffers.items()]
+        model = weights.place(given)
+        flat = model.flatten({**tensors, **buffers})
+        fd = memory_file(memoryview(flat))
+        try:
+            self._connection.request(
+                Offer(
+                    tensors=[
+                        TensorOffer(name=one.name, shape=list(one.shape), role=one.role.value)
+                        for one in model.tensors
+                    ]
+                ),
+                fds=[fd],
+            )
+        finally:
+            os.close(fd)
+
+    def _map(self, reply: dict[str, Any]) -> None:
+        job_id = bytes.fromhex(reply["job_id"])
+
+        def attach(part: str, kind: SegmentKind, *, writable: bool) -> segment.Segment:
+            try:
+                return segment.attach(reply[part], kind, writable=writable, job_id=job_id)
+            except FileNotFoundError:
+                raise JobFailed(
+                    f"segment {reply[part][1:]} is gone; is /dev/shm shared with the daemon, and "
+                    "did logind remove it (RemoveIPC)? gadei-ps doctor tells"
+                ) from None
+
+        self._control_segment = attach("control", SegmentKind.CONTROL, writable=False)
+        self._weights_segment = attach("weights", SegmentKind.WEIGHTS, writable=False)
+        self._ring_segment = attach("ring", SegmentKind.RING, writable=True)
+        self._control = self._control_segment.view(CONTROL)
+        self._ring = self._ring_segment.view(RING)
+        self._ring_at = self._ring_segment.address
+        self._control_at = self._control_segment.address
+        self.model: Model = weights.read_table(self._weights_segment)
+        self.flat: FloatArray = weights.data(self._weights_segment)
+        """The live weights, shape (model.elements,), read-only: the server changes them."""
+        self.weights: dict[str, FloatArray] = self.model.views(self.flat)
+        """The same by name. Reading them is a pull that copies nothing."""
+        self._tensors = {tensor.name: tensor for tensor in self.model.tensors}
+
+    # -- pull -----------------------------------------------------------------------------------
+
+    def pull(self, out: FloatArray | None = None, *, consistent: bool = False) -> FloatArray:
+        """Copies the weights: float32 of shape (model.elements,), into `out` if given.
+
+        Without locks, so that gradients may be applied while it copies (Hogwild). `consistent`:
+        each shard's part is one that it had between two gradients. model.views() cuts it up.
+        """
+        copy = np.empty(self.model.elements, np.float32) if out is None else out
+        version = int(self._control["version"])
+        if consistent:
+            self._pull_consistent(copy)
+        else:
+            np.copyto(copy, self.flat)
+        self.version = version
+        return copy
+
+    def _pull_consistent(self, copy: FloatArray) -> None:
+        if copy.shape != self.flat.shape or copy.dtype != np.float32 or not copy.flags.c_contiguous:
+            raise UsageError(f"out: need contiguous float32 of shape {self.flat.shape}")
+        shards = int(self._control["shards"])
+        self._holds = self._holds % 0xFFFFFFFF + 1
+        until = time.monotonic() + CONSISTENT_S
+        self._ring["hold"] = self._holds
+        try:
+            for index in range(shards):
+                low, high = layout.shard_range(self.model.elements, shards, index)
+                while not _native.snapshot(
+                    self._control_at,
+                    index,
+                    copy.ctypes.data + 4 * low,
+                    self.flat.ctypes.data + 4 * low,
+                    4 * (high - low),
+                ):
+                    if time.monotonic() > until:
+                        raise PushTimeout(f"no consistent copy within {CONSISTENT_S} s")
+                    time.sleep(20e-6)
+        finally:
+            self._ring["hold"] = 0
+
+    # -- push -----------------------------------------------------------------------------------
+
+    def wait_turn(self, timeout_s: float | None = None) -> None:
+        """Waits until the synchronization model lets this learner begin its next iteration."""
+        self._wait(
+            lambda ns: _native.wait_grant(self._ring_at, self._control_at, self.published, ns),
+            timeout_s,
+            "no grant to go on",
+        )
+        self.version = int(self._control["version"])
+        self._started = time.monotonic()
+
+    def push(
+        self,
+        gradients: Mapping[str, npt.NDArray[Any] | None] | FloatArray,
+        *,
+        loss: float = float("nan"),
+        samples: int = 0,
+        rate_scale: float = 1.0,
+        batch: int | None = None,
+        version: int | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Publishes one gradient and returns its sequence number.
+
+        gradients: by name (None and missing tensors count as zero), or flat, float32 of shape
+        (model.elements,). batch: id of the batch it answers; by default the one taken first of
+        those not yet answered. version: that it was computed from; by default the last pulled.
+        rate_scale multiplies the job's learning rate. Raises PushTimeout, JobStopped, JobFailed;
+        then nothing has been published.
+        """
+        slot = self.claim(timeout_s)
+        payload = slot + layout.PAYLOAD_AT
+        if isinstance(gradients, np.ndarray):
+            nonfinite = self._write_flat(payload, gradients)
+        else:
+            nonfinite = self._write_named(payload, gradients)
+        return self.publish(
+            nonfinite=nonfinite,
+            loss=loss,
+            samples=samples,
+            rate_scale=rate_scale,
+            batch=batch,
+            version=version,
+        )
+
+    def claim(self, timeout_s: float | None = None) -> int:
+        """Waits for the grant and for a free slot; returns the slot's address.
+
+        For writers of their own: fill every value of the payload at PAYLOAD_AT, then publish().
+        """
+        if os.getpid() != self._pid:
+            raise UsageError("this client belongs to the parent process; make one after the fork")
+        self._wait(
+            lambda ns: _native.wait_grant(self._ring_at, self._control_at, self.published, ns),
+            timeout_s,
+            "no grant to go on",
+        )
+        return self._wait(
+            lambda ns: _native.claim(self._ring_at, self._control_at, ns),
+            timeout_s,
+            "no slot came free: does the server apply gradients?",
+        )
+
+    def _write_flat(self, payload: int, flat: FloatArray) -> bool:
+        if flat.shape != (self.model.elements,):
+            raise ModelMismatch(
+                f"gradient has shape {list(flat.shape)}, the model [{self.model.elements}]"
+            )
+        source = np.ascontiguousarray(flat, np.float32)
+        return _native.copy(self._wire, payload, source.ctypes.data, source.size)
+
+    def _write_named(
+        self, payload: int, gradients: Mapping[str, npt.NDArray[Any] | None]
+    ) -> bool:
+        unknown = gradients.keys() - self._tensors.keys()
+        if unknown:
+            raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
+        nonfinite = False
+        for name, tensor in self._tensors.items():
+            nonfinite |= self.write(payload, tensor, gradients.get(name))
+        return nonfinite
+
+    def write(self, payload: int, tensor: Tensor, gradient: npt.NDArray[Any] | None) -> bool:
+        """Writes one tensor's gradient into a claimed slot; True if a value is not finite."""
+        width = WIRE_BYTES[self._wire]
+        at = payload + tensor.start * width
+        if gradient is None:
+            _native.zero(at, tensor.count * width)
+            return False
+        if gradient.shape != tensor.shape:
+            raise ModelMismatch(
+                f"gradient of {tensor.name!r} has shape {list(gradient.shape)}, "
+                f"the tensor {list(tensor.shape)}"
+            )
+        source = np.ascontiguousarray(gradient, np.float32)
+        return _native.copy(self._wire, at, source.ctypes.data, source.size)
+
+    def publish(
+        self,
+        *,
+        nonfinite: bool = False,
+        loss: float = float("nan"),
+        samples: int = 0,
+        rate_scale: float = 1.0,
+        batch: int | None = None,
+        version: int | None = None,
+    ) -> int:
+        """Makes the claimed slot visible; returns the gradient's sequence number."""
+        if batch is None:
+            batch = self._taken.popleft() if self._taken else layout.NO_BATCH
+        elif batch in self._taken:
+            self._taken.remove(batch)
+        sequence = _native.publish(
+            self._ring_at,
+            self._control_at,
+            self.published,
+            self.version if version is None else version,
+            FrameKind.DENSE,
+            self._wire,
+            self.model.elements * WIRE_BYTES[self._wire],
+            layout.CHECKED | (layout.NONFINITE if nonfinite else 0),
+            0,
+            batch,
+            samples,
+            rate_scale,
+            loss,
+            self._started,
+            time.monotonic(),
+        )
+        self.published += 1
+        return sequence
+
+    def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
+        """Waits until the gradient, by default the last one, is in the weights or dropped."""
+        wanted = self.published - 1 if sequence is None else sequence
+        if wanted >= 0:
+            self._wait(
+                lambda ns: _native.wait_applied(self._ring_at, self._control_at, wanted, ns),
+                timeout_s,
+                "the gradient was not applied in time",
+            )
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def set_work(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> None:
+        """Tells the server what there is to hand out; every learner may, all must say the same."""
+        if samples <= 0 or batch_size <= 0 or epochs <= 0:
+            raise UsageError("samples, batch_size and epochs must be above 0")
+        self._connection.request(
+            SetWork(batches=-(-samples // batch_size), epochs=epochs, seed=seed)
+        )
+
+    def batches(
+        self, samples: int, batch_size: int, epochs: int, seed: int = 0
+    ) -> Iterator[Batch]:
+        """Mini-batches as the server hands them out, until all epochs are done or the job stops.
+
+        samples: rows of the data set, which every learner has whole. Each epoch is shuffled anew
+        by (seed, epoch), so that all learners agree. Every batch is to be answered by one push.
+        Also waits for the turn that the synchronization model gives.
+        """
+        self.set_work(samples, batch_size, epochs, seed)
+        order = np.empty(0, np.int64)
+        epoch = -1
+        while (taken := self.take_batch()) is not None:
+            index = taken & 0xFFFFFFFF
+            if taken >> 32 != epoch:
+                epoch = taken >> 32
+                order = epoch_order(samples, seed, epoch)
+            self.wait_turn()
+            yield Batch(epoch, index, order[index * batch_size : (index + 1) * batch_size])
+
+    def take_batch(self, timeout_s: float | None = None) -> int | None:
+        """Id of the next batch handed to this learner; None when there will be no more."""
+        try:
+            taken = self._wait(
+                lambda ns: _native.take_work(self._ring_at, self._control_at, ns),
+                timeout_s,
+                "no batch was handed out",
+            )
+        except JobStopped:
+            return None
+        if taken == _native.PS_FINISHED:
+            return None
+        self._taken.append(taken)
+        return taken
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def _wait(self, attempt: Callable[[int], int], timeout_s: float | None, what: str) -> int:
+        """Repeats a native wait in slices, looking between them whether the server lives."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        gone_since = None
+        while True:
+            left = SLICE_NS
+            if until is not None:
+                left = min(left, max(0, int((until - time.monotonic()) * 1e9)))
+            result = attempt(left)
+            if result >= 0 or result == _native.PS_FINISHED:
+                return result
+            if result == _native.PS_STOPPED:
+                raise self._ended()
+            if result == _native.PS_EVICTED:
+                raise Evicted(f"job {self.job!r} has given this learner's place away")
+            now = time.monotonic()
+            if self._server_lives():
+                gone_since = None
+            elif gone_since is None:
+                gone_since = now
+            elif now - gone_since > GONE_S:
+                raise JobFailed(f"the parameter server of job {self.job!r} is gone")
+            if until is not None and now >= until:
+                raise PushTimeout(f"{what} within {timeout_s} s")
+
+    def _server_lives(self) -> bool:
+        return process.alive(int(self._control["lease_pid"]), int(self._control["lease_start"]))
+
+    def _ended(self) -> GadeiError:
+        if int(self._control["phase"]) == Phase.FAILED:
+            return JobFailed(f"job {self.job!r} has failed: its parameter server died")
+        return JobStopped(f"job {self.job!r} has been stopped")
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the job wants its learners to end."""
+        return bool(int(self._control["stop"]))
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Leaves the job. What has been published is applied; batches not answered go to others."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+
+def _detach(connection: Connection, row: int, generation: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    try:
+        connection.request(Detach(row=row, generation=generation))
+    except GadeiError:
+        pass  # the job is gone, or has let go of us already
+    finally:
+        connection.close()
+
+
+def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of an epoch's samples, shape (samples,); the same in every learner."""
+    return np.random.default_rng([seed, epoch]).permutation(samples)

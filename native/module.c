@@ -1,0 +1,409 @@
+/*
+ * gadei_ps._native: the ring's protocol for Python. Addresses are integers: the callers hold the
+ * mappings, this file holds nothing. Calls that may wait, or copy much, release the GIL.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <sys/prctl.h>
+
+#include "ps_ring.h"
+#include "ps_sync.h"
+
+#define COPY_WITH_GIL (1u << 14) /* values; below, handing the GIL over costs more than the copy */
+
+static int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, uint64_t *out)
+{
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < wanted; i++) {
+        out[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (out[i] == (uint64_t)-1 && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+#define TAKES(n)                               \
+    uint64_t arg[n];                           \
+    if (numbers(args, count, (n), arg) < 0)    \
+        return NULL;
+
+#define METHOD(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t count)
+#define UNUSED (void)self
+
+METHOD(claim)
+{
+    UNUSED;
+    TAKES(3)
+    struct ps_frame *frame;
+    int result;
+    Py_BEGIN_ALLOW_THREADS
+    frame = ps_claim((struct ps_ring *)arg[0], (const struct ps_control *)arg[1], arg[2], &result);
+    Py_END_ALLOW_THREADS
+    return frame ? PyLong_FromUnsignedLongLong((uint64_t)frame) : PyLong_FromLong(result);
+}
+
+METHOD(publish)
+{
+    UNUSED;
+    if (count != 15) {
+        PyErr_SetString(PyExc_TypeError, "takes 15 arguments");
+        return NULL;
+    }
+    uint64_t arg[11];
+    if (numbers(args, 11, 11, arg) < 0)
+        return NULL;
+    double real[4];
+    for (int i = 0; i < 4; i++) {
+        real[i] = PyFloat_AsDouble(args[11 + i]);
+        if (real[i] == -1.0 && PyErr_Occurred())
+            return NULL;
+    }
+    struct ps_ring *ring = (struct ps_ring *)arg[0];
+    struct ps_frame *frame = (struct ps_frame *)((char *)ring + ring->slots_at +
+                                                 (ring->head % ring->slots) * ring->slot_bytes);
+    *frame = (struct ps_frame){
+        .sequence = ring->head,
+        .generation = ring->header.generation,
+        .clock = arg[2],
+        .version = arg[3],
+        .kind = (uint32_t)arg[4],
+        .dtype = (uint32_t)arg[5],
+        .payload_bytes = arg[6],
+        .flags = (uint32_t)arg[7],
+        .blocks = (uint32_t)arg[8],
+        .batch = arg[9],
+        .samples = (uint32_t)arg[10],
+        .rate_scale = (float)real[0],
+        .loss = real[1],
+        .started = real[2],
+        .finished = real[3],
+    };
+    ring->pulled = arg[3];
+    ps_publish(ring, (const struct ps_control *)arg[1]);
+    return PyLong_FromUnsignedLongLong(frame->sequence);
+}
+
+METHOD(copy)
+{
+    UNUSED;
+    TAKES(4)
+    int found;
+    if (arg[3] < COPY_WITH_GIL) {
+        found = ps_copy((uint32_t)arg[0], (void *)arg[1], (const float *)arg[2], arg[3]);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        found = ps_copy((uint32_t)arg[0], (void *)arg[1], (const float *)arg[2], arg[3]);
+        Py_END_ALLOW_THREADS
+    }
+    if (found < 0) {
+        PyErr_SetString(PyExc_ValueError, "unknown dtype code");
+        return NULL;
+    }
+    return PyBool_FromLong(found);
+}
+
+METHOD(zero)
+{
+    UNUSED;
+    TAKES(2)
+    memset((void *)arg[0], 0, arg[1]);
+    Py_RETURN_NONE;
+}
+
+METHOD(wait_grant)
+{
+    UNUSED;
+    TAKES(4)
+    int result;
+    Py_BEGIN_ALLOW_THREADS
+    result = ps_wait_grant((struct ps_ring *)arg[0], (const struct ps_control *)arg[1], arg[2],
+                           arg[3]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(result);
+}
+
+METHOD(wait_applied)
+{
+    UNUSED;
+    TAKES(4)
+    int result;
+    Py_BEGIN_ALLOW_THREADS
+    result = ps_wait_applied((struct ps_ring *)arg[0], (const struct ps_control *)arg[1], arg[2],
+                             arg[3]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(result);
+}
+
+METHOD(take_work)
+{
+    UNUSED;
+    TAKES(3)
+    uint64_t item = 0;
+    int result;
+    Py_BEGIN_ALLOW_THREADS
+    result = ps_take_work((struct ps_ring *)arg[0], (const struct ps_control *)arg[1], arg[2],
+                          &item);
+    Py_END_ALLOW_THREADS
+    return result ? PyLong_FromLong(result) : PyLong_FromUnsignedLongLong(item);
+}
+
+METHOD(snapshot)
+{
+    UNUSED;
+    TAKES(5)
+    int whole;
+    Py_BEGIN_ALLOW_THREADS
+    whole = ps_snapshot((const struct ps_control *)arg[0], (uint32_t)arg[1], (void *)arg[2],
+                        (const void *)arg[3], arg[4]);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(whole);
+}
+
+METHOD(futex_wait)
+{
+    UNUSED;
+    TAKES(3)
+    Py_BEGIN_ALLOW_THREADS
+    ps_futex_wait((const uint32_t *)arg[0], (uint32_t)arg[1], arg[2]);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+METHOD(futex_wake)
+{
+    UNUSED;
+    TAKES(1)
+    ps_futex_wake((const uint32_t *)arg[0]);
+    Py_RETURN_NONE;
+}
+
+METHOD(bell)
+{
+    UNUSED;
+    TAKES(1)
+    ps_ring_bell((uint32_t *)arg[0]);
+    Py_RETURN_NONE;
+}
+
+METHOD(load)
+{
+    UNUSED;
+    TAKES(1)
+    return PyLong_FromUnsignedLongLong(ps_get(arg[0]));
+}
+
+METHOD(store)
+{
+    UNUSED;
+    TAKES(2)
+    ps_set(arg[0], arg[1]);
+    Py_RETURN_NONE;
+}
+
+METHOD(load32)
+{
+    UNUSED;
+    TAKES(1)
+    return PyLong_FromUnsignedLong(ps_get32(arg[0]));
+}
+
+METHOD(store32)
+{
+    UNUSED;
+    TAKES(2)
+    ps_set32(arg[0], (uint32_t)arg[1]);
+    Py_RETURN_NONE;
+}
+
+METHOD(address)
+{
+    UNUSED;
+    if (count != 1) {
+        PyErr_SetString(PyExc_TypeError, "takes 1 argument");
+        return NULL;
+    }
+    Py_buffer view;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    PyObject *result = PyLong_FromVoidPtr(view.buf);
+    PyBuffer_Release(&view);
+    return result;
+}
+
+METHOD(die_with_parent)
+{
+    UNUSED;
+    TAKES(1)
+    if (prctl(PR_SET_PDEATHSIG, (unsigned long)arg[0], 0, 0, 0) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static int add_field(PyObject *fields, const char *name, size_t at, size_t size)
+{
+    PyObject *pair = Py_BuildValue("(nn)", (Py_ssize_t)at, (Py_ssize_t)size);
+    int result = pair ? PyDict_SetItemString(fields, name, pair) : -1;
+    Py_XDECREF(pair);
+    return result;
+}
+
+static int add_struct(PyObject *all, const char *name, size_t size, PyObject *fields)
+{
+    if (!fields)
+        return -1;
+    PyObject *pair = Py_BuildValue("(nN)", (Py_ssize_t)size, fields);
+    int result = pair ? PyDict_SetItemString(all, name, pair) : -1;
+    Py_XDECREF(pair);
+    return result;
+}
+
+#define FIELD(type, field)                                                                \
+    if (add_field(fields, #field, offsetof(struct type, field),                           \
+                  sizeof(((struct type *)0)->field)) < 0)                                 \
+        goto failed;
+#define BEGIN(type) fields = PyDict_New(); if (!fields) goto failed;
+#define END(type)                                                                         \
+    if (add_struct(all, #type, sizeof(struct type), fields) < 0)                          \
+        goto failed_all;
+
+/* The layout as the compiler sees it, for the test that compares it with the NumPy dtypes. */
+METHOD(layout)
+{
+    UNUSED;
+    (void)args;
+    (void)count;
+    PyObject *fields = NULL, *all = PyDict_New();
+    if (!all)
+        return NULL;
+    BEGIN(ps_header)
+    FIELD(ps_header, magic) FIELD(ps_header, layout_version) FIELD(ps_header, kind)
+    FIELD(ps_header, job_id) FIELD(ps_header, bytes) FIELD(ps_header, generation)
+    FIELD(ps_header, owner_pid) FIELD(ps_header, index) FIELD(ps_header, owner_start)
+    FIELD(ps_header, job_name)
+    END(ps_header)
+    BEGIN(ps_shard)
+    FIELD(ps_shard, heartbeat) FIELD(ps_shard, sequence) FIELD(ps_shard, frames)
+    FIELD(ps_shard, parked) FIELD(ps_shard, tid) FIELD(ps_shard, seen_table)
+    END(ps_shard)
+    BEGIN(ps_entry)
+    FIELD(ps_entry, generation) FIELD(ps_entry, wanted) FIELD(ps_entry, pid) FIELD(ps_entry, gone) FIELD(ps_entry, pid_start)
+    FIELD(ps_entry, name) FIELD(ps_entry, served) FIELD(ps_entry, retired) FIELD(ps_entry, grant)
+    FIELD(ps_entry, grant_seq) FIELD(ps_entry, applied) FIELD(ps_entry, dropped)
+    FIELD(ps_entry, refused) FIELD(ps_entry, samples) FIELD(ps_entry, loss)
+    FIELD(ps_entry, started) FIELD(ps_entry, finished) FIELD(ps_entry, version)
+    FIELD(ps_entry, staleness_sum) FIELD(ps_entry, staleness_max) FIELD(ps_entry, clock)
+    FIELD(ps_entry, reason) FIELD(ps_entry, drained) FIELD(ps_entry, unasked)
+    FIELD(ps_entry, histogram) FIELD(ps_entry, outstanding)
+    END(ps_entry)
+    BEGIN(ps_control)
+    FIELD(ps_control, header) FIELD(ps_control, shards) FIELD(ps_control, slots)
+    FIELD(ps_control, ahead) FIELD(ps_control, collect) FIELD(ps_control, report)
+    FIELD(ps_control, refuse_nonfinite) FIELD(ps_control, staleness_aware)
+    FIELD(ps_control, optimizer) FIELD(ps_control, spin_ns) FIELD(ps_control, hyper)
+    FIELD(ps_control, phase) FIELD(ps_control, stop) FIELD(ps_control, pause)
+    FIELD(ps_control, model_ready) FIELD(ps_control, watchdog_pid)
+    FIELD(ps_control, watchdog_start) FIELD(ps_control, lease_generation)
+    FIELD(ps_control, lease_pid) FIELD(ps_control, lease_state) FIELD(ps_control, lease_start)
+    FIELD(ps_control, version) FIELD(ps_control, supersteps_done) FIELD(ps_control, shard_bell)
+    FIELD(ps_control, manager_bell) FIELD(ps_control, sleepers) FIELD(ps_control, superstep)
+    FIELD(ps_control, superstep_applies) FIELD(ps_control, work) FIELD(ps_control, batches)
+    FIELD(ps_control, epochs) FIELD(ps_control, seed) FIELD(ps_control, next)
+    FIELD(ps_control, epochs_done) FIELD(ps_control, requeued)
+    FIELD(ps_control, past_applied) FIELD(ps_control, past_dropped)
+    FIELD(ps_control, past_refused) FIELD(ps_control, past_samples)
+    FIELD(ps_control, requeued_total) FIELD(ps_control, shard) FIELD(ps_control, roster)
+    FIELD(ps_control, superstep_action) FIELD(ps_control, superstep_reason) FIELD(ps_control, superstep_upto)
+    FIELD(ps_control, requeue)
+    END(ps_control)
+    BEGIN(ps_tensor)
+    FIELD(ps_tensor, name) FIELD(ps_tensor, role) FIELD(ps_tensor, dims) FIELD(ps_tensor, shape)
+    FIELD(ps_tensor, start) FIELD(ps_tensor, count)
+    END(ps_tensor)
+    BEGIN(ps_weights)
+    FIELD(ps_weights, header) FIELD(ps_weights, tensors) FIELD(ps_weights, table_at)
+    FIELD(ps_weights, data_at) FIELD(ps_weights, elements) FIELD(ps_weights, parameters)
+    FIELD(ps_weights, values)
+    END(ps_weights)
+    BEGIN(ps_record)
+    FIELD(ps_record, cursor) FIELD(ps_record, ring) FIELD(ps_record, generation)
+    FIELD(ps_record, sequence) FIELD(ps_record, step) FIELD(ps_record, rate) FIELD(ps_record, version) FIELD(ps_record, applies)
+    FIELD(ps_record, steps) FIELD(ps_record, supersteps)
+    END(ps_record)
+    BEGIN(ps_state)
+    FIELD(ps_state, header) FIELD(ps_state, streams) FIELD(ps_state, slots_at)
+    FIELD(ps_state, slot_bytes) FIELD(ps_state, undo_at) FIELD(ps_state, record)
+    FIELD(ps_state, applied)
+    END(ps_state)
+    BEGIN(ps_frame)
+    FIELD(ps_frame, sequence) FIELD(ps_frame, generation) FIELD(ps_frame, clock)
+    FIELD(ps_frame, version) FIELD(ps_frame, kind) FIELD(ps_frame, dtype)
+    FIELD(ps_frame, payload_bytes) FIELD(ps_frame, flags) FIELD(ps_frame, blocks)
+    FIELD(ps_frame, batch) FIELD(ps_frame, samples) FIELD(ps_frame, rate_scale)
+    FIELD(ps_frame, loss) FIELD(ps_frame, started) FIELD(ps_frame, finished)
+    END(ps_frame)
+    BEGIN(ps_block)
+    FIELD(ps_block, tensor) FIELD(ps_block, form) FIELD(ps_block, rows)
+    FIELD(ps_block, indices_at) FIELD(ps_block, values_at)
+    END(ps_block)
+    BEGIN(ps_ring)
+    FIELD(ps_ring, header) FIELD(ps_ring, slots) FIELD(ps_ring, shards)
+    FIELD(ps_ring, slot_bytes) FIELD(ps_ring, slots_at) FIELD(ps_ring, capacity)
+    FIELD(ps_ring, head) FIELD(ps_ring, waits_slot) FIELD(ps_ring, waits_work)
+    FIELD(ps_ring, hold) FIELD(ps_ring, heartbeat) FIELD(ps_ring, pulled)
+    FIELD(ps_ring, work_tail) FIELD(ps_ring, released) FIELD(ps_ring, work_head)
+    FIELD(ps_ring, work_items) FIELD(ps_ring, tail)
+    END(ps_ring)
+    return all;
+failed:
+    Py_XDECREF(fields);
+failed_all:
+    Py_DECREF(all);
+    return NULL;
+}
+
+#define ENTRY(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
+
+static PyMethodDef methods[] = {
+    ENTRY(claim, "claim(ring, control, timeout_ns) -> address of the free slot, or a result < 0"),
+    ENTRY(publish, "publish(ring, control, clock, version, kind, dtype, payload_bytes, flags, "
+                   "blocks, batch, samples, rate_scale, loss, started, finished) -> sequence"),
+    ENTRY(copy, "copy(dtype, to, from, count) -> whether a value is not finite"),
+    ENTRY(zero, "zero(to, bytes)"),
+    ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
+    ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
+    ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),
+    ENTRY(snapshot, "snapshot(control, shard, to, from, bytes) -> whether the copy is whole"),
+    ENTRY(futex_wait, "futex_wait(word, expected, timeout_ns)"),
+    ENTRY(futex_wake, "futex_wake(word)"),
+    ENTRY(bell, "bell(word): add one and wake all"),
+    ENTRY(load, "load(word) -> 64 bits, acquire"),
+    ENTRY(store, "store(word, value), 64 bits, release"),
+    ENTRY(load32, "load32(word) -> 32 bits, acquire"),
+    ENTRY(store32, "store32(word, value), 32 bits, release"),
+    ENTRY(address, "address(buffer) -> int"),
+    ENTRY(die_with_parent, "die_with_parent(signal): PR_SET_PDEATHSIG"),
+    ENTRY(layout, "layout() -> {struct: (size, {field: (offset, size)})}"),
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "gadei_ps._native", "The ring's protocol in C.", -1, methods,
+    NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    PyObject *made = PyModule_Create(&module);
+    if (!made)
+        return NULL;
+    if (PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 || PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||
+        PyModule_AddIntMacro(made, PS_EVICTED) < 0 || PyModule_AddIntMacro(made, PS_FINISHED) < 0) {
+        Py_DECREF(made);
+        return NULL;
+    }
+    return made;
+}

@@ -1,0 +1,215 @@
+/* The ring's protocol; see ps_ring.h for the picture. */
+#include "ps_ring.h"
+
+#include <string.h>
+
+#include "ps_sync.h"
+
+#ifndef SYS_futex_waitv
+#define SYS_futex_waitv 449
+#endif
+
+/* Our own copy of the kernel's struct: headers older than 5.16 lack it. */
+struct waitv {
+    uint64_t expected;
+    uint64_t address;
+    uint32_t flags;
+    uint32_t reserved;
+};
+#define WAITV_SIZE_U32 2u
+#define WAITV_MAX 128
+
+static uint64_t slowest_tail(const struct ps_ring *ring)
+{
+    uint64_t slowest = UINT64_MAX;
+    for (uint32_t shard = 0; shard < ring->shards; shard++) {
+        uint64_t tail = ps_load_acquire(&ring->tail[shard].value); /* SYNC POINT: slot */
+        if (tail < slowest)
+            slowest = tail;
+    }
+    return slowest;
+}
+
+static int may_go_on(const struct ps_ring *ring, const struct ps_control *control)
+{
+    uint32_t stop = __atomic_load_n(&control->stop, __ATOMIC_RELAXED);
+    if (stop == PS_STOP_NOW || __atomic_load_n(&control->phase, __ATOMIC_RELAXED) >= PS_PHASE_STOPPED)
+        return PS_STOPPED;
+    uint32_t row = ring->header.index;
+    if (__atomic_load_n(&control->roster[row].wanted, __ATOMIC_RELAXED) != ring->header.generation)
+        return PS_EVICTED;
+    return 0;
+}
+
+/* The one shape of a learner's wait: spin briefly, then sleep on `bell`, at most timeout_ns.
+ * `flag`, in the ring, tells the server that a wake is wanted; the fence pairs with the one that
+ * the server makes between its store and its look at the flag. */
+#define WAIT_UNTIL(condition, flag, bell)                                                        \
+    do {                                                                                         \
+        uint64_t begin = ps_now_ns(), spin = begin + control->spin_ns, end = begin + timeout_ns; \
+        for (;;) {                                                                               \
+            if (condition)                                                                       \
+                break;                                                                           \
+            int verdict = may_go_on(ring, control);                                              \
+            if (verdict)                                                                         \
+                return verdict;                                                                  \
+            uint64_t now = ps_now_ns();                                                          \
+            if (now >= end)                                                                      \
+                return PS_TIMEOUT;                                                               \
+            if (now < spin) {                                                                    \
+                ps_relax();                                                                      \
+                continue;                                                                        \
+            }                                                                                    \
+            const uint32_t *word = (bell);                                                       \
+            uint32_t seen = ps_load_acquire32(word);                                             \
+            __atomic_store_n((flag), 1, __ATOMIC_RELAXED);                                       \
+            ps_fence();                                                                          \
+            if (!(condition)) {                                                                  \
+                uint64_t left = end - now;                                                       \
+                ps_futex_wait(word, seen, left < 50000000ull ? left : 50000000ull);              \
+            }                                                                                    \
+            __atomic_store_n((flag), 0, __ATOMIC_RELAXED);                                       \
+        }                                                                                        \
+    } while (0)
+
+static int wait_slot(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns)
+{
+    WAIT_UNTIL(ring->head - slowest_tail(ring) < ring->slots, &ring->waits_slot, &ring->released);
+    return may_go_on(ring, control);
+}
+
+struct ps_frame *ps_claim(struct ps_ring *ring, const struct ps_control *control,
+                          uint64_t timeout_ns, int *result)
+{
+    *result = wait_slot(ring, control, timeout_ns);
+    if (*result)
+        return NULL;
+    ring->heartbeat++;
+    return (struct ps_frame *)((char *)ring + ring->slots_at +
+                               (ring->head % ring->slots) * ring->slot_bytes);
+}
+
+void ps_publish(struct ps_ring *ring, const struct ps_control *control)
+{
+    ps_store_release(&ring->head, ring->head + 1); /* SYNC POINT: frame */
+    ps_fence(); /* pairs with the one in ps_shard_sleep: either we see it asleep or it sees head */
+    if (__atomic_load_n(&control->sleepers, __ATOMIC_RELAXED))
+        ps_futex_wake(ps_low_half(&ring->head));
+}
+
+int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
+                  uint64_t timeout_ns)
+{
+    const struct ps_entry *entry = &control->roster[ring->header.index];
+    /* The server wakes after every change of a grant, asked or not: a grant changes once a step. */
+    uint32_t unused;
+    WAIT_UNTIL(clock < ps_load_acquire(&entry->grant), &unused, &entry->grant_seq);
+    (void)unused;
+    return 0;
+}
+
+int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint64_t sequence,
+                    uint64_t timeout_ns)
+{
+    WAIT_UNTIL(slowest_tail(ring) > sequence, &ring->waits_slot, &ring->released);
+    return 0;
+}
+
+int ps_take_work(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns,
+                 uint64_t *item)
+{
+    uint32_t tail = (uint32_t)ring->work_tail;
+    if (__atomic_load_n(&control->stop, __ATOMIC_RELAXED) != PS_GO)
+        return PS_FINISHED;
+    if (ps_load_acquire32(&ring->work_head) == tail) {
+        WAIT_UNTIL(ps_load_acquire32(&ring->work_head) != tail || /* SYNC POINT: batch */
+                       __atomic_load_n(&control->work, __ATOMIC_ACQUIRE) == PS_WORK_DONE ||
+                       __atomic_load_n(&control->stop, __ATOMIC_RELAXED) != PS_GO,
+                   &ring->waits_work, &ring->work_head);
+        if (ps_load_acquire32(&ring->work_head) == tail)
+            return PS_FINISHED;
+    }
+    *item = ring->work_items[tail % PS_AHEAD];
+    ring->work_tail++;
+    ring->heartbeat++;
+    return 0;
+}
+
+int ps_snapshot(const struct ps_control *control, uint32_t shard, void *to, const void *from,
+                uint64_t bytes)
+{
+    const uint64_t *sequence = &control->shard[shard].sequence;
+    uint64_t before = ps_load_acquire(sequence); /* SYNC POINT: chunk of weights */
+    if (before & 1)
+        return 0;
+    memcpy(to, from, bytes);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* the copy's loads stay before the second look */
+    return __atomic_load_n(sequence, __ATOMIC_RELAXED) == before;
+}
+
+uint64_t ps_get(uint64_t address) { return ps_load_acquire((const uint64_t *)address); }
+void ps_set(uint64_t address, uint64_t value) { ps_store_release((uint64_t *)address, value); }
+uint32_t ps_get32(uint64_t address) { return ps_load_acquire32((const uint32_t *)address); }
+void ps_set32(uint64_t address, uint32_t value) { ps_store_release32((uint32_t *)address, value); }
+void ps_full_fence(void) { ps_fence(); }
+void ps_wake(uint64_t address) { ps_futex_wake((const uint32_t *)address); }
+void ps_bell(uint64_t address) { ps_ring_bell((uint32_t *)address); }
+double ps_clock(void) { return (double)ps_now_ns() * 1e-9; }
+void ps_spin_once(void) { ps_relax(); }
+
+void ps_release(uint64_t ring_address, uint64_t shard, uint64_t tail)
+{
+    struct ps_ring *ring = (struct ps_ring *)ring_address;
+    ps_store_release(&ring->tail[shard].value, tail); /* SYNC POINT: slot */
+    ps_fence();
+    if (__atomic_load_n(&ring->waits_slot, __ATOMIC_RELAXED))
+        ps_ring_bell(&ring->released);
+}
+
+void ps_hand_out(uint64_t ring_address, uint64_t item)
+{
+    struct ps_ring *ring = (struct ps_ring *)ring_address;
+    uint32_t head = ring->work_head;
+    ring->work_items[head % PS_AHEAD] = item;
+    ps_store_release32(&ring->work_head, head + 1); /* SYNC POINT: batch */
+    ps_fence();
+    if (__atomic_load_n(&ring->waits_work, __ATOMIC_RELAXED))
+        ps_futex_wake(&ring->work_head);
+}
+
+/* Sleeps until one of the rings has a head other than seen[i], the shard bell rings, or the time
+ * is up. Where the kernel has no futex_waitv (before 5.16), or for more rings than it takes, it
+ * sleeps on the bell alone and looks at the rings every 200 us. */
+void ps_shard_sleep(uint64_t control_address, uint64_t rings, uint64_t seen, uint64_t count,
+                    uint32_t bell, uint64_t timeout_ns)
+{
+    static int no_waitv; /* set once, to the same value by whoever finds out */
+    struct ps_control *control = (struct ps_control *)control_address;
+    const uint64_t *ring_address = (const uint64_t *)rings, *head_seen = (const uint64_t *)seen;
+    struct waitv waits[WAITV_MAX];
+    uint32_t entries = 0;
+
+    __atomic_fetch_add(&control->sleepers, 1, __ATOMIC_SEQ_CST);
+    ps_fence(); /* pairs with the one in ps_publish */
+    waits[entries++] = (struct waitv){bell, (uint64_t)&control->shard_bell, WAITV_SIZE_U32, 0};
+    for (uint64_t i = 0; i < count; i++) {
+        const struct ps_ring *ring = (const struct ps_ring *)ring_address[i];
+        if (ps_load_acquire(&ring->head) != head_seen[i])
+            goto awake;
+        if (entries < WAITV_MAX)
+            waits[entries++] = (struct waitv){(uint32_t)head_seen[i],
+                                              (uint64_t)ps_low_half(&ring->head),
+                                              WAITV_SIZE_U32, 0};
+    }
+    if (!no_waitv && count < WAITV_MAX) {
+        uint64_t end = ps_now_ns() + timeout_ns;
+        struct timespec limit = {(time_t)(end / 1000000000ull), (long)(end % 1000000000ull)};
+        if (syscall(SYS_futex_waitv, waits, entries, 0, &limit, CLOCK_MONOTONIC) < 0 &&
+            (errno == ENOSYS || errno == EPERM))
+            no_waitv = 1;
+    } else {
+        ps_futex_wait(&control->shard_bell, bell, timeout_ns < 200000 ? timeout_ns : 200000);
+    }
+awake:
+    __atomic_fetch_sub(&control->sleepers, 1, __ATOMIC_SEQ_CST);
+}

@@ -1,0 +1,58 @@
+/*
+ * The ring's protocol, both sides. One producer (the learner), and each shard a consumer with a
+ * tail of its own; a slot is free when every tail has passed it.
+ *
+ *   learner   claim   wait until head - slots < every tail, return slot head % slots
+ *             fill    header and payload; nobody else reads them
+ *             publish head + 1, release                                     SYNC POINT: frame
+ *   shard     peek    head, acquire                                         SYNC POINT: frame
+ *             apply
+ *             release tail + 1, release                                     SYNC POINT: slot
+ *   learner   claim   every tail, acquire                                   SYNC POINT: slot
+ *
+ * A learner that dies before its release store has pushed nothing; after it, all. Nobody waits
+ * for a lock. Whoever sleeps is woken by the other side's store, or by its own time-out.
+ */
+#ifndef PS_RING_H
+#define PS_RING_H
+
+#include "ps_layout.h"
+
+/* Results of what can wait; all negative. */
+enum { PS_TIMEOUT = -1, PS_STOPPED = -2, PS_EVICTED = -3, PS_FINISHED = -4 };
+
+/* Learner. */
+struct ps_frame *ps_claim(struct ps_ring *ring, const struct ps_control *control,
+                          uint64_t timeout_ns, int *result);
+void ps_publish(struct ps_ring *ring, const struct ps_control *control);
+int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
+                  uint64_t timeout_ns);
+int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint64_t sequence,
+                    uint64_t timeout_ns);
+int ps_take_work(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns,
+                 uint64_t *item);
+
+/* Learner: copies a shard's part of the weights unless the shard wrote meanwhile; 1 if it is whole. */
+int ps_snapshot(const struct ps_control *control, uint32_t shard, void *to, const void *from,
+                uint64_t bytes);
+
+/* Learner: one pass that copies, converts and looks for values that are not finite. Returns 1 if
+ * one was found. `to` and `from` do not overlap. */
+int ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count);
+
+/* Server; addresses come as integers because compiled Python calls these. */
+uint64_t ps_get(uint64_t address);
+void ps_set(uint64_t address, uint64_t value);
+uint32_t ps_get32(uint64_t address);
+void ps_set32(uint64_t address, uint32_t value);
+void ps_full_fence(void);
+void ps_wake(uint64_t address);
+void ps_bell(uint64_t address);
+double ps_clock(void);
+void ps_release(uint64_t ring, uint64_t shard, uint64_t tail);
+void ps_hand_out(uint64_t ring, uint64_t item);
+void ps_spin_once(void);
+void ps_shard_sleep(uint64_t control, uint64_t rings, uint64_t seen, uint64_t count, uint32_t bell,
+                    uint64_t timeout_ns);
+
+#endif

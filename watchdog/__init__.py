@@ -1,0 +1,1 @@
+"""The watchdog: owns the job's segments and control socket, supervises its processes."""

@@ -1,0 +1,210 @@
+"""The control socket's server side: never waits for a client, keeps bounded buffers for each."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gadei_ps import control
+from gadei_ps.errors import ControlError, GadeiError
+
+MAX_CLIENTS = 512
+MAX_UNSENT = 4 << 20
+MAX_FDS = 4
+MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
+UCRED = struct.Struct("3i")
+
+
+@dataclass(eq=False)
+class Client:
+    """One connection. `pid` is what the kernel says of the process that connected."""
+
+    socket: socket.socket
+    pid: int
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    fds: list[int] = field(default_factory=list)
+    since: float = 0.0
+    waiting: bool = False  # its reply is being worked on
+
+    def drop_fds(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+Handler = Callable[[Client, control.Request], "dict[str, Any] | None"]
+
+
+class ControlServer:
+    """Accepts, reads, calls `handler`, and sends its reply; None means that one comes later."""
+
+    def __init__(self, path: Path, selector: selectors.BaseSelector, handler: Handler) -> None:
+        self.path = path
+        self._selector = selector
+        self._handler = handler
+        self._clients: set[Client] = set()
+        self.refused = 0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        # Bound under a name of its own and moved into place: the socket is never seen with
+        # another mode, and one left by a dead watchdog is replaced.
+        passing = path.with_name(f".{path.name}.{os.getpid()}")
+        passing.unlink(missing_ok=True)
+        try:
+            self._listener.bind(str(passing))
+            passing.chmod(0o600)
+            self._listener.listen(64)
+            passing.rename(path)
+        except OSError as error:
+            self._listener.close()
+            passing.unlink(missing_ok=True)
+            raise ControlError(f"cannot listen at {path}: {error.strerror or error}") from None
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _accept(self, _: int) -> None:
+        while True:
+            try:
+                connection, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                return
+            connection.setblocking(False)
+            pid, uid, _gid = UCRED.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+            )
+            if uid not in (os.getuid(), 0) or len(self._clients) >= MAX_CLIENTS:
+                self.refused += 1
+                connection.close()
+                continue
+            client = Client(connection, pid)
+            self._clients.add(client)
+            self._selector.register(
+                connection, selectors.EVENT_READ, lambda mask, c=client: self._ready(c, mask)
+            )
+
+    def _ready(self, client: Client, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                self._flush(client)
+            if mask & selectors.EVENT_READ:
+                self._read(client)
+        except (OSError, ValueError):
+            self.close(client)
+
+    def _read(self, client: Client) -> None:
+        data, ancillary, _flags, _address = client.socket.recvmsg(
+            1 << 16, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, raw in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+                client.fds.extend(fds)
+        if len(client.fds) > MAX_FDS:
+            raise ValueError("too many descriptors")
+        if not data:
+            self.close(client)
+            return
+        if not client.received:
+            client.since = time.monotonic()
+        client.received += data
+        self._serve(client)
+
+    def _serve(self, client: Client) -> None:
+        while not client.waiting and len(client.received) >= control.LENGTH.size:
+            (length,) = control.LENGTH.unpack_from(client.received)
+            if length > control.MAX_MESSAGE:
+                # What follows cannot be told from payload, so the connection ends with the reply.
+                self.reply(client, failure(ControlError(f"message of {length} bytes")))
+                raise ValueError("message too long")
+            end = control.LENGTH.size + length
+            if len(client.received) < end:
+                if len(client.received) > control.MAX_MESSAGE + control.LENGTH.size:
+                    raise ValueError("more than a message")
+                return
+            raw = bytes(client.received[control.LENGTH.size : end])
+            del client.received[:end]
+            client.since = time.monotonic()
+            try:
+                answer = self._handler(client, control.parse_request(raw))
+            except GadeiError as error:
+                answer = failure(error)
+            finally:
+                client.drop_fds()
+            if answer is None:
+                client.waiting = True
+            else:
+                self.reply(client, answer)
+        # A client that pipelines while its reply is worked on may not make us keep all of it.
+        if client.waiting and len(client.received) > control.MAX_MESSAGE:
+            raise ValueError("requests sent without waiting for the reply")
+
+    def reply(self, client: Client, message: dict[str, Any]) -> None:
+        """Queues a reply; a client that does not read them is dropped."""
+        if client not in self._clients:
+            return
+        client.waiting = False
+        client.unsent += control.pack({"v": control.PROTOCOL, "ok": True} | message)
+        if len(client.unsent) > MAX_UNSENT:
+            self.close(client)
+            return
+        with contextlib.suppress(BlockingIOError):
+            try:
+                self._flush(client)
+            except BlockingIOError:
+                raise
+            except OSError:
+                self.close(client)
+
+    def _flush(self, client: Client) -> None:
+        if client.unsent:
+            try:
+                sent = client.socket.send(client.unsent)
+                del client.unsent[:sent]
+            except BlockingIOError:
+                pass
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
+        key = self._selector.get_key(client.socket)
+        if key.events != mask:
+            self._selector.modify(client.socket, mask, key.data)
+
+    def expire(self) -> None:
+        """Drops clients that began a message and do not end it."""
+        now = time.monotonic()
+        for client in list(self._clients):
+            late = now - client.since > MESSAGE_TIMEOUT_S
+            if client.received and not client.waiting and late:
+                self.close(client)
+
+    def close(self, client: Client) -> None:
+        if client in self._clients:
+            self._clients.discard(client)
+            self._selector.unregister(client.socket)
+            client.socket.close()
+            client.drop_fds()
+
+    def shut_down(self) -> None:
+        """Closes everything and removes the socket, if it is still ours."""
+        for client in list(self._clients):
+            with contextlib.suppress(OSError):
+                client.socket.setblocking(True)
+                client.socket.settimeout(1.0)
+                client.socket.sendall(client.unsent)
+            self.close(client)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+
+
+def failure(error: GadeiError) -> dict[str, Any]:
+    """The reply that says so."""
+    return {"ok": False, "error": str(error), "kind": type(error).__name__}

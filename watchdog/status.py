@@ -1,0 +1,88 @@
+"""What a job is doing, read from its control segment and rings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gadei_ps import layout
+from gadei_ps.layout import Phase, Reason, Work
+from gadei_ps.watchdog.memory import JobMemory
+
+
+def report(memory: JobMemory, sync: str) -> dict[str, Any]:
+    """The status as plain values; counters only ever grow."""
+    control = memory.control.view(layout.CONTROL)
+    roster = control["roster"]
+    learners = [_learner(memory, row) for row in sorted(memory.rings)]
+    now = {name: int(roster[name].sum()) for name in ("applied", "dropped", "refused", "samples")}
+    return {
+        "job": memory.config.name,
+        "job_id": memory.job_id.hex(),
+        "phase": Phase(int(control["phase"])).name.lower(),
+        "sync": sync,
+        "optimizer": memory.config.optimizer.kind,
+        "shards": int(control["shards"]),
+        "version": int(control["version"]),
+        "gradients_applied": int(control["past_applied"]) + now["applied"],
+        "gradients_dropped": int(control["past_dropped"]) + now["dropped"],
+        "gradients_refused": int(control["past_refused"]) + now["refused"],
+        "samples": int(control["past_samples"]) + now["samples"],
+        "batches_requeued": int(control["requeued_total"]),
+        "supersteps": int(control["supersteps_done"]),
+        "work": {
+            "state": Work(int(control["work"])).name.lower(),
+            "batches": int(control["batches"]),
+            "epochs": int(control["epochs"]),
+            "seed": int(control["seed"]),
+            "epoch": int(control["next"]) >> 32,
+            "next": int(control["next"]) & 0xFFFFFFFF,
+            "epochs_done": int(control["epochs_done"]),
+        },
+        "learners": learners,
+        "model": _model(memory),
+        "watchdog_pid": int(control["watchdog_pid"]),
+        "server_pid": int(control["lease_pid"]),
+        "shared_bytes": sum(
+            part.size
+            for part in (memory.control, memory.weights, memory.state, *memory.rings.values())
+            if part is not None
+        ),
+    }
+
+
+def _model(memory: JobMemory) -> dict[str, int] | None:
+    if memory.model is None:
+        return None
+    return {
+        "tensors": len(memory.model.tensors),
+        "values": memory.model.values,
+        "bytes": memory.model.elements * 4,
+    }
+
+
+def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
+    entry = memory.control.view(layout.CONTROL)["roster"][row]
+    ring = memory.rings[row].view(layout.RING)
+    shards = int(ring["shards"])
+    applied = int(entry["applied"])
+    return {
+        "row": row,
+        "generation": int(entry["generation"]),
+        "name": entry["name"].decode(errors="replace"),
+        "pid": int(entry["pid"]),
+        "leaving": int(entry["wanted"]) != int(entry["generation"]),
+        "published": int(ring["head"]),
+        "applied": applied,
+        "dropped": int(entry["dropped"]),
+        "refused": int(entry["refused"]),
+        "refused_because": layout.REASON_TEXT[Reason(int(entry["reason"]))],
+        "samples": int(entry["samples"]),
+        "loss": float(entry["loss"]) if math.isfinite(entry["loss"]) else None,
+        "queue": max(0, int(ring["head"]) - int(ring["tail"]["value"][:shards].min())),
+        "staleness_mean": int(entry["staleness_sum"]) / applied if applied else 0.0,
+        "staleness_max": int(entry["staleness_max"]),
+        "staleness_histogram": [int(count) for count in entry["histogram"]],
+        "outstanding": int((entry["outstanding"] != layout.NO_BATCH).sum()),
+        "unasked": int(entry["unasked"]),
+    }
