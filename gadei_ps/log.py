@@ -9,8 +9,8 @@ from typing import Any
 import structlog
 
 
-def set_up(*, as_json: bool = False, verbose: bool = False) -> None:
-    """Once, at the start of a process."""
+def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False) -> None:
+    """Once, at the start of a process. `quiet`: warnings and errors only."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -23,7 +23,7 @@ def set_up(*, as_json: bool = False, verbose: bool = False) -> None:
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(
-            logging.DEBUG if verbose else logging.INFO
+            logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
         ),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,

@@ -377,9 +377,10 @@ def main() -> None:
     parser.add_argument("job")
     parser.add_argument("sync")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    log.set_up(as_json=args.json, verbose=args.verbose)
+    log.set_up(as_json=args.json, verbose=args.verbose, quiet=args.quiet)
     try:
         code = Server(args.job, sync.parse(args.sync)).run()
     except (GadeiError, OSError) as error:

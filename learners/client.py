@@ -179,7 +179,7 @@ class Client:
         each shard's part is one that it had between two gradients. model.views() cuts it up.
         """
         copy = np.empty(self.model.elements, np.float32) if out is None else out
-        version = int(self._control["version"])
+        version = self.current_version
         if consistent:
             self._pull_consistent(copy)
         else:
@@ -219,7 +219,7 @@ class Client:
             timeout_s,
             "no grant to go on",
         )
-        self.version = int(self._control["version"])
+        self.version = self.current_version
         self._started = time.monotonic()
 
     def push(
@@ -244,9 +244,9 @@ class Client:
         slot = self.claim(timeout_s)
         payload = slot + layout.PAYLOAD_AT
         if isinstance(gradients, np.ndarray):
-            nonfinite = self._write_flat(payload, gradients)
+            nonfinite = self.write_flat(payload, gradients)
         else:
-            nonfinite = self._write_named(payload, gradients)
+            nonfinite = self.write_named(payload, gradients)
         return self.publish(
             nonfinite=nonfinite,
             loss=loss,
@@ -274,7 +274,8 @@ class Client:
             "no slot came free: does the server apply gradients?",
         )
 
-    def _write_flat(self, payload: int, flat: FloatArray) -> bool:
+    def write_flat(self, payload: int, flat: FloatArray) -> bool:
+        """Writes a whole gradient of shape (model.elements,); True if a value is not finite."""
         if flat.shape != (self.model.elements,):
             raise ModelMismatch(
                 f"gradient has shape {list(flat.shape)}, the model [{self.model.elements}]"
@@ -282,9 +283,13 @@ class Client:
         source = np.ascontiguousarray(flat, np.float32)
         return _native.copy(self._wire, payload, source.ctypes.data, source.size)
 
-    def _write_named(
+    def write_named(
         self, payload: int, gradients: Mapping[str, npt.NDArray[Any] | None]
     ) -> bool:
+        """Writes all tensors' gradients into a claimed slot; True if a value is not finite.
+
+        None and missing ones count as zero. Raises ModelMismatch.
+        """
         unknown = gradients.keys() - self._tensors.keys()
         if unknown:
             raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
@@ -432,6 +437,17 @@ class Client:
         if int(self._control["phase"]) == Phase.FAILED:
             return JobFailed(f"job {self.job!r} has failed: its parameter server died")
         return JobStopped(f"job {self.job!r} has been stopped")
+
+    @property
+    def current_version(self) -> int:
+        """Gradients that the job has applied so far."""
+        return int(self._control["version"])
+
+    @property
+    def hyper(self) -> npt.NDArray[np.float64]:
+        """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack)."""
+        packed: npt.NDArray[np.float64] = self._control["hyper"]
+        return packed
 
     @property
     def stopping(self) -> bool:

@@ -60,11 +60,19 @@ class Stopping:
 class Supervisor:
     """One job's watchdog."""
 
-    def __init__(self, config: JobConfig, *, verbose: bool = False, as_json: bool = False) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        verbose: bool = False,
+        quiet: bool = False,
+        as_json: bool = False,
+    ) -> None:
         self.config = config
         self.memory = JobMemory(config)
         self.sync = sync.parse(config.sync)
-        self._server_flags = (["--verbose"] if verbose else []) + (["--json"] if as_json else [])
+        flags = {"--verbose": verbose, "--quiet": quiet, "--json": as_json}
+        self._server_flags = [flag for flag, given in flags.items() if given]
         self._log = log.get(job=config.name)
         self._selector = selectors.DefaultSelector()
         self._sockets: ControlServer | None = None
@@ -444,9 +452,11 @@ def _read_values(fd: int, model: weights.Model) -> np.ndarray:
     return values
 
 
-def serve(config: JobConfig, *, verbose: bool = False, as_json: bool = False) -> int:
+def serve(
+    config: JobConfig, *, verbose: bool = False, quiet: bool = False, as_json: bool = False
+) -> int:
     """Runs a job's watchdog in this process until it is stopped; returns the exit code."""
-    supervisor = Supervisor(config, verbose=verbose, as_json=as_json)
+    supervisor = Supervisor(config, verbose=verbose, quiet=quiet, as_json=as_json)
     try:
         return supervisor.run()
     except GadeiError as error:

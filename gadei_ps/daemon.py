@@ -1,0 +1,155 @@
+"""A job's daemon as a child of a command: start it, wait until it is ready, end it.
+
+`python -m gadei_ps.daemon` is that child; `gadei-ps serve` runs the same watchdog in the foreground.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from gadei_ps import control, errors, log, process, runtime
+from gadei_ps.config import JobConfig, from_mapping
+from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound
+
+READY_TIMEOUT_S = 200.0
+END_TIMEOUT_S = 15.0
+CONFIG_VARIABLE = "GADEI_PS_CONFIG"
+
+
+class Daemon:
+    """A watchdog that lives as long as this process and the block it is used in.
+
+    If this process is killed, the watchdog is told by the kernel, ends the server and removes the
+    job's segments. Use it from a thread that lives as long.
+    """
+
+    def __init__(self, config: JobConfig, *, verbose: bool = False) -> None:
+        self.config = config
+        self.socket = runtime.socket_path(config.name)
+        self._command = [sys.executable, "-m", "gadei_ps.daemon"]
+        if verbose:
+            self._command.append("--verbose")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        if running(self.config.name):
+            raise JobInUse(
+                f"job {self.config.name!r} is running already; choose another name, or stop it: "
+                f"gadei-ps stop {self.config.name}"
+            )
+        read, write = os.pipe()
+        env = os.environ | {CONFIG_VARIABLE: self.config.model_dump_json()}
+        try:
+            self._process = process.spawn(
+                [*self._command, str(write)], env=env, stdout=2, pass_fds=[write], how=signal.SIGTERM
+            )
+        finally:
+            os.close(write)
+        try:
+            self._wait_ready(read)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            os.close(read)
+        return self
+
+    def _wait_ready(self, read: int) -> None:
+        """The child closes the pipe when it is ready, or writes why it is not."""
+        os.set_blocking(read, False)
+        said = b""
+        until = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                part = os.read(read, 4096)
+                said += part
+                if not part:
+                    break
+            if self.socket.exists() and running(self.config.name):
+                return
+            time.sleep(0.005)
+        text = said.decode(errors="replace").strip()
+        kind, _, message = text.partition(":")
+        if message:
+            raise _error_class(kind)(message.strip())
+        raise JobFailed("the daemon did not get ready; its messages stand above")
+
+    def check(self) -> None:
+        """Raises JobFailed if the watchdog has ended."""
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise JobFailed(f"the daemon of job {self.config.name!r} has ended")
+
+    def request(self, message: Any, timeout_s: float = 10.0) -> dict[str, Any]:
+        """One request to the job."""
+        return control.ask(str(self.socket), message, timeout_s)
+
+    def end(self) -> None:
+        """Ends the watchdog, which ends the server and cleans up; kills it if it does not."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+def running(job: str) -> bool:
+    """Whether a watchdog answers at the job's socket."""
+    try:
+        with control.Connection(job):
+            return True
+    except (JobNotFound, ControlError):
+        return False
+
+
+def jobs() -> Iterator[str]:
+    """Names of the jobs that have a socket, running or not."""
+    for path in sorted(runtime.directory().glob("*.sock")):
+        if not path.name.startswith("."):
+            yield path.stem
+
+
+def _error_class(name: str) -> type[GadeiError]:
+    found = getattr(errors, name, JobFailed)
+    return found if isinstance(found, type) and issubclass(found, GadeiError) else JobFailed
+
+
+def main() -> None:
+    """The child. Its last argument is the descriptor on which it says why it could not start."""
+    from gadei_ps.watchdog.supervisor import serve
+
+    say = int(sys.argv[-1])
+    os.set_inheritable(say, False)
+    verbose = "--verbose" in sys.argv
+    log.set_up(verbose=verbose, quiet=not verbose)
+    config = from_mapping(json.loads(os.environ.pop(CONFIG_VARIABLE)), "job")
+    try:
+        code = serve(config, verbose=verbose, quiet=not verbose)
+    except GadeiError as error:
+        os.write(say, f"{type(error).__name__}: {error}".encode())
+        code = error.exit_code
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""The kernels of the server, compiled by Numba for one core.
+
+They are called for one chunk (some 1024 values, small enough for the first cache) at a time from a
+compiled loop that holds no GIL: none allocates, each reads and writes each array once, and a call
+costs some nanoseconds. Arrays are contiguous, one-dimensional, of one length and do not overlap.
+Every sum of a product may be rounded once where `reference` rounds twice; nothing else differs, and
+infinite values and NaN go the way they go there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from gadei_ps.kernels.borrow import borrow
+from gadei_ps.kernels.optimizers import (
+    BETA1,
+    BETA2,
+    DECAY,
+    EPS,
+    FLOOR,
+    LR,
+    MASS,
+    MEAN_NEW,
+    MIN_LR,
+    MOMENTUM,
+    RATE,
+    SCHEDULE,
+    SQUARE_NEW,
+    SQUARE_OLD,
+    STALENESS_AWARE,
+    STEP_GAMMA,
+    STEP_SIZE,
+    TOTAL_STEPS,
+    UNBIAS,
+    WARMUP_STEPS,
+    WEIGHT_DECAY,
+    Kind,
+    Schedule,
+)
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Halves = NDArray[np.uint16]
+F = TypeVar("F", bound=Callable[..., object])
+
+# Plain integers: Numba would carry an enum member into the compiled code as a type of its own.
+SGD = int(Kind.SGD)
+MOMENTUM_SGD = int(Kind.MOMENTUM)
+NESTEROV = int(Kind.NESTEROV)
+ADAGRAD = int(Kind.ADAGRAD)
+ADAM = int(Kind.ADAM)
+ADAMW = int(Kind.ADAMW)
+STEP = int(Schedule.STEP)
+COSINE = int(Schedule.COSINE)
+
+
+def _kernel(function: F) -> F:
+    """Compile without the GIL, keeping NaN and Inf.
+
+    `contract` lets a product and a sum become one fused operation and allows nothing else. Without
+    NumPy's error model each division would be tested for zero, and no loop with one vectorized.
+    """
+    compiled = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(
+        function
+    )
+    return cast(F, compiled)
+
+
+@_kernel
+def learning_rate(hyper: Doubles, t: int) -> float:
+    """Return the learning rate of 0-based step t, as `OptimizerSpec` defines it.
+
+    hyper: float64 of shape (HYPER,), as `OptimizerSpec.pack` returns it.
+    """
+    lr = float(hyper[LR])
+    floor = float(hyper[MIN_LR])
+    gamma = float(hyper[STEP_GAMMA])
+    warmup = int(hyper[WARMUP_STEPS])
+    if t < warmup:
+        return lr * (t + 1) / warmup
+    since = t - warmup
+    schedule = int(hyper[SCHEDULE])
+    if schedule == STEP:
+        return lr * gamma ** (since // int(hyper[STEP_SIZE]))
+    if schedule == COSINE:
+        part = min(since / (int(hyper[TOTAL_STEPS]) - warmup), 1.0)
+        return floor + (lr - floor) * (1 + math.cos(math.pi * part)) / 2
+    return lr
+
+
+@_kernel
+def stale_rate(hyper: Doubles, lr: float, staleness: int) -> float:
+    """Return the rate for a gradient of that staleness: lr / max(1, staleness) where asked for.
+
+    staleness: version when applied less version pulled.
+    """
+    if hyper[STALENESS_AWARE] != 0:
+        return lr / max(1, staleness)
+    return lr
+
+
+@_kernel
+def coefficients(kind: int, hyper: Doubles, lr: float, t: int, out: Doubles) -> None:
+    """Write what `update` needs to know of one gradient: its scalars, the same for all chunks.
+
+    hyper: float64 of shape (HYPER,). lr: the rate of this step. t counts gradients from 1, this one
+    included (Adam's bias correction). out: float64 of shape (COEFFICIENTS,).
+    """
+    decay = hyper[WEIGHT_DECAY]
+    out[RATE] = lr
+    out[DECAY] = decay
+    out[MASS] = hyper[MOMENTUM]
+    out[FLOOR] = hyper[EPS]
+    out[MEAN_NEW] = 1 - hyper[BETA1]
+    out[SQUARE_OLD] = hyper[BETA2]
+    out[SQUARE_NEW] = 1 - hyper[BETA2]
+    out[UNBIAS] = 1.0
+    if kind in (ADAM, ADAMW):
+        out[RATE] = lr / (1 - hyper[BETA1] ** t)
+        out[UNBIAS] = 1 / math.sqrt(1 - hyper[BETA2] ** t)
+    if kind == ADAMW:
+        out[DECAY] = 1 - lr * decay
+
+
+@_kernel
+def _sgd(coef: Doubles, w: Floats, g: Floats) -> None:
+    """Update weights without a slot."""
+    rate = np.float32(coef[RATE])
+    decay = np.float32(coef[DECAY])
+    for i in range(w.size):
+        weight = w[i]
+        gradient = g[i]
+        if decay != np.float32(0):
+            gradient += decay * weight
+        w[i] = weight - rate * gradient
+
+
+@_kernel
+def _momentum(coef: Doubles, w: Floats, momentum: Floats, g: Floats) -> None:
+    """Update weights along the momentum."""
+    rate = np.float32(coef[RATE])
+    decay = np.float32(coef[DECAY])
+    mass = np.float32(coef[MASS])
+    for i in range(w.size):
+        weight = w[i]
+        gradient = g[i]
+        if decay != np.float32(0):
+            gradient += decay * weight
+        moving = mass * momentum[i] + gradient
+        momentum[i] = moving
+        w[i] = weight - rate * moving
+
+
+@_kernel
+def _nesterov(coef: Doubles, w: Floats, momentum: Floats, g: Floats) -> None:
+    """Update weights along the gradient and the momentum that follows from it."""
+    rate = np.float32(coef[RATE])
+    decay = np.float32(coef[DECAY])
+    mass = np.float32(coef[MASS])
+    for i in range(w.size):
+        weight = w[i]
+        gradient = g[i]
+        if decay != np.float32(0):
+            gradient += decay * weight
+        moving = mass * momentum[i] + gradient
+        momentum[i] = moving
+        w[i] = weight - rate * (gradient + mass * moving)
+
+
+@_kernel
+def _adagrad(coef: Doubles, w: Floats, squares: Floats, g: Floats) -> None:
+    """Update weights by the gradient over the root of the sum of its squares."""
+    rate = np.float32(coef[RATE])
+    decay = np.float32(coef[DECAY])
+    eps = np.float32(coef[FLOOR])
+    for i in range(w.size):
+        weight = w[i]
+        gradient = g[i]
+        if decay != np.float32(0):
+            gradient += decay * weight
+        total = squares[i] + gradient * gradient
+        squares[i] = total
+        w[i] = weight - rate * (gradient / (math.sqrt(total) + eps))
+
+
+@_kernel
+def _adam(coef: Doubles, w: Floats, mean: Floats, square: Floats, g: Floats) -> None:
+    """Update weights by the two moments, with coupled weight decay."""
+    rate = np.float32(coef[RATE])
+    decay = np.float32(coef[DECAY])
+    eps = np.float32(coef[FLOOR])
+    mean_new = np.float32(coef[MEAN_NEW])
+    square_old = np.float32(coef[SQUARE_OLD])
+    square_new = np.float32(coef[SQUARE_NEW])
+    unbias = np.float32(coef[UNBIAS])
+    for i in range(w.size):
+        weight = w[i]
+        gradient = g[i]
+        if decay != np.float32(0):
+            gradient += decay * weight
+        first = mean[i] + mean_new * (gradient - mean[i])
+        second = square_old * square[i] + square_new * (gradient * gradient)
+        mean[i] = first
+        square[i] = second
+        w[i] = weight - rate * (first / (math.sqrt(second) * unbias + eps))
+
+
+@_kernel
+def _adamw(coef: Doubles, w: Floats, mean: Floats, square: Floats, g: Floats) -> None:
+    """Update weights by the two moments, with decoupled weight decay."""
+    rate = np.float32(coef[RATE])
+    keep = np.float32(coef[DECAY])
+    eps = np.float32(coef[FLOOR])
+    mean_new = np.float32(coef[MEAN_NEW])
+    square_old = np.float32(coef[SQUARE_OLD])
+    square_new = np.float32(coef[SQUARE_NEW])
+    unbias = np.float32(coef[UNBIAS])
+    for i in range(w.size):
+        gradient = g[i]
+        first = mean[i] + mean_new * (gradient - mean[i])
+        second = square_old * square[i] + square_new * (gradient * gradient)
+        mean[i] = first
+        square[i] = second
+        w[i] = keep * w[i] - rate * (first / (math.sqrt(second) * unbias + eps))
+
+
+@_kernel
+def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Floats) -> None:
+    """Apply one gradient to one chunk in place; an unknown kind changes nothing.
+
+    kind: a `Kind` as a plain int. coef: float64 of shape (COEFFICIENTS,), from `coefficients`.
+    w, g: float32 of one length. s0, s1: as long where the kind has that slot, else of any length.
+    """
+    coef, w, s0, s1, g = borrow(coef), borrow(w), borrow(s0), borrow(s1), borrow(g)
+    if kind == SGD:
+        _sgd(coef, w, g)
+    elif kind == MOMENTUM_SGD:
+        _momentum(coef, w, s0, g)
+    elif kind == NESTEROV:
+        _nesterov(coef, w, s0, g)
+    elif kind == ADAGRAD:
+        _adagrad(coef, w, s0, g)
+    elif kind == ADAM:
+        _adam(coef, w, s0, s1, g)
+    elif kind == ADAMW:
+        _adamw(coef, w, s0, s1, g)
+
+
+@_kernel
+def add(w: Floats, delta: Floats) -> None:
+    """Add delta to w in place (statistics of batch norm: they are moved, not descended)."""
+    for i in range(w.size):
+        w[i] += delta[i]
+
+
+@_kernel
+def accumulate(acc: Floats, g: Floats) -> None:
+    """Add a gradient to the sum of several, in place."""
+    add(borrow(acc), borrow(g))
+
+
+@_kernel
+def scale(acc: Floats, factor: float) -> None:
+    """Multiply by a factor, rounded to float32, in place: the sum of n gradients by 1 / n."""
+    times = np.float32(factor)
+    for i in range(acc.size):
+        acc[i] *= times
+
+
+@_kernel
+def decode_bfloat16(source: Halves, out: Floats) -> None:
+    """Write bfloat16 values, given as uint16 bits, as float32 of the same length. Exact."""
+    source, out = borrow(source), borrow(out)
+    for i in range(out.size):
+        out[i] = np.uint32(np.uint32(source[i]) << np.uint32(16)).view(np.float32)
+
+
+@_kernel
+def decode_float16(source: Halves, out: Floats) -> None:
+    """Write float16 values, given as uint16 bits, as float32 of the same length.
+
+    Exact for every finite and infinite value; a NaN keeps its sign and payload. Each value goes all
+    three ways and takes one: there is no branch, and no subnormal float32 that the processor might
+    have been told to flush.
+    """
+    source, out = borrow(source), borrow(out)
+    for i in range(out.size):
+        half = np.uint32(source[i])
+        sign = np.uint32((half & np.uint32(0x8000)) << np.uint32(16))
+        low = np.uint32(half & np.uint32(0x7FFF))
+        wide = np.uint32(low << np.uint32(13))
+        # The exponent's bias is 15 there and 127 here; 31 (infinite, NaN) becomes 255.
+        normal = np.uint32(wide + np.uint32(112 << 23))
+        special = np.uint32(wide | np.uint32(0x7F800000))
+        tiny = np.float32(np.float32(np.int32(low)) * np.float32(2.0**-24)).view(np.uint32)
+        bits = special if low >= np.uint32(0x7C00) else normal
+        bits = tiny if low < np.uint32(0x0400) else bits
+        out[i] = np.uint32(bits | sign).view(np.float32)

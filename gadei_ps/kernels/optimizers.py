@@ -1,0 +1,258 @@
+"""What the server can compute: optimizers, schedules, wire types and their parameters.
+
+A specification travels from the process that starts a job to the one that applies gradients as a
+float64 array of shape (HYPER,), so that it can lie in shared memory. Index constants name its
+elements. Importing this file costs NumPy only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Kind(IntEnum):
+    """An optimizer, with the semantics of the class of that name in `torch.optim`."""
+
+    SGD = 1
+    MOMENTUM = 2
+    NESTEROV = 3
+    ADAGRAD = 4
+    ADAM = 5
+    ADAMW = 6
+
+
+class Schedule(IntEnum):
+    """How the learning rate moves once the warm-up is over."""
+
+    CONSTANT = 1
+    STEP = 2
+    COSINE = 3
+
+
+class WireType(IntEnum):
+    """The type of a gradient's values as a learner pushes them."""
+
+    FLOAT32 = 1
+    BFLOAT16 = 2
+    FLOAT16 = 3
+
+
+# Elements of a packed specification; 14 and 15 are zero.
+KIND = 0
+LR = 1
+MOMENTUM = 2
+BETA1 = 3
+BETA2 = 4
+EPS = 5
+WEIGHT_DECAY = 6
+SCHEDULE = 7
+WARMUP_STEPS = 8
+STEP_SIZE = 9
+STEP_GAMMA = 10
+TOTAL_STEPS = 11
+MIN_LR = 12
+STALENESS_AWARE = 13
+HYPER = 16
+
+# Elements of the scalars of one gradient, as `cpu.coefficients` writes them.
+RATE = 0  # what multiplies the direction; for Adam lr / (1 - beta1**t)
+DECAY = 1  # coupled: what multiplies the weight and is added to the gradient. AdamW: 1 - lr * decay
+MASS = 2  # momentum
+FLOOR = 3  # eps
+MEAN_NEW = 4  # 1 - beta1
+SQUARE_OLD = 5  # beta2
+SQUARE_NEW = 6  # 1 - beta2
+UNBIAS = 7  # 1 / sqrt(1 - beta2**t)
+COEFFICIENTS = 8
+
+_SLOTS = {
+    Kind.SGD: 0,
+    Kind.MOMENTUM: 1,
+    Kind.NESTEROV: 1,
+    Kind.ADAGRAD: 1,
+    Kind.ADAM: 2,
+    Kind.ADAMW: 2,
+}
+_EPS = {Kind.ADAGRAD: 1e-10}
+_EPS_ADAM = 1e-8
+
+# A smaller eps would be zero in the kernels' float32, and 0 / (sqrt(0) + 0) is not a number.
+_LEAST_EPS = float(np.finfo(np.float32).tiny)
+# The largest count that a float64 holds exactly together with all smaller ones.
+_LARGEST_COUNT = 2**53
+
+
+def slots(kind: int) -> int:
+    """Return how many float32 values the optimizer keeps for each weight (0, 1 or 2).
+
+    Slot 0 is the momentum buffer, Adagrad's sum of squares or Adam's first moment; slot 1 is Adam's
+    second moment. All begin at zero. Raises ValueError for an unknown kind.
+    """
+    return _SLOTS[Kind(kind)]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer with its parameters, checked when it is made.
+
+    Semantics are those of `torch.optim`: SGD without dampening, weight decay added to the gradient
+    for every kind but AdamW, Adagrad with `lr_decay` 0 and an accumulator that begins at 0, Adam
+    without `amsgrad`.
+
+    The learning rate at step t = 0, 1, 2, ... is
+
+    - for t < warmup_steps: lr * (t + 1) / warmup_steps, so that the last of them has all of lr;
+    - from then on, with u = t - warmup_steps and n = total_steps - warmup_steps,
+      CONSTANT: lr;
+      STEP: lr * step_gamma ** (u // step_size), as torch's StepLR;
+      COSINE: min_lr + (lr - min_lr) * (1 + cos(pi * u / n)) / 2 up to u = n, min_lr after it, as
+      torch's CosineAnnealingLR with T_max = n.
+
+    total_steps counts the warm-up in. With `staleness_aware`, a gradient of staleness s > 1 is
+    applied with that rate divided by s (Zhang, Gupta, Lian, Liu 2016, 'Staleness-aware async-SGD
+    for distributed deep learning').
+
+    `eps` None stands for torch's default: 1e-10 for Adagrad, 1e-8 for the others. Parameters that
+    the kind does not use are checked, carried and ignored. Raises ValueError naming the field.
+    """
+
+    kind: Kind
+    lr: float = 0.01
+    momentum: float = 0.9
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float | None = None
+    weight_decay: float = 0.0
+    schedule: Schedule = Schedule.CONSTANT
+    warmup_steps: int = 0
+    step_size: int = 0
+    step_gamma: float = 0.1
+    total_steps: int = 0
+    min_lr: float = 0.0
+    staleness_aware: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field; raise ValueError naming the first that is wrong."""
+        object.__setattr__(self, "kind", _member("kind", Kind, self.kind))
+        object.__setattr__(self, "schedule", _member("schedule", Schedule, self.schedule))
+        if self.eps is None:
+            object.__setattr__(self, "eps", _EPS.get(self.kind, _EPS_ADAM))
+
+        lr = _number("lr", self.lr)
+        _require("lr", lr, lr >= 0, "at least 0")
+        for name in ("momentum", "beta1", "beta2"):
+            value = _number(name, getattr(self, name))
+            _require(name, value, 0 <= value < 1, "in [0, 1)")
+        eps = _number("eps", self.eps)
+        _require("eps", eps, eps >= _LEAST_EPS, f"at least {_LEAST_EPS:.3g}")
+        decay = _number("weight_decay", self.weight_decay)
+        _require("weight_decay", decay, decay >= 0, "at least 0")
+        gamma = _number("step_gamma", self.step_gamma)
+        _require("step_gamma", gamma, gamma > 0, "above 0")
+        min_lr = _number("min_lr", self.min_lr)
+        _require("min_lr", min_lr, 0 <= min_lr <= lr, f"between 0 and lr ({lr})")
+        for name in ("warmup_steps", "step_size", "total_steps"):
+            _count(name, getattr(self, name))
+        if not isinstance(self.staleness_aware, bool):
+            raise ValueError(f"staleness_aware must be a bool, not {self.staleness_aware!r}")
+
+        if self.kind is Kind.NESTEROV:
+            _require("momentum", self.momentum, self.momentum > 0, "above 0 for NESTEROV")
+        if self.schedule is Schedule.STEP:
+            _require("step_size", self.step_size, self.step_size >= 1, "at least 1 for STEP")
+        if self.schedule is Schedule.COSINE:
+            rule = f"above warmup_steps ({self.warmup_steps}) for COSINE"
+            _require("total_steps", self.total_steps, self.total_steps > self.warmup_steps, rule)
+
+    def pack(self) -> NDArray[np.float64]:
+        """Return the specification as a new float64 array of shape (HYPER,)."""
+        hyper = np.zeros(HYPER, np.float64)
+        for index, field in _FIELDS.items():
+            hyper[index] = getattr(self, field)
+        return hyper
+
+    @classmethod
+    def unpack(cls, hyper: NDArray[np.float64]) -> OptimizerSpec:
+        """Return the specification that `pack` wrote, from a float64 array of shape (HYPER,).
+
+        Raises ValueError for another shape or type, and for values that no specification has.
+        """
+        if hyper.shape != (HYPER,) or hyper.dtype != np.float64:
+            raise ValueError(f"hyper must be float64 of shape ({HYPER},)")
+        values: dict[str, Any] = {}
+        for index, name in _FIELDS.items():
+            value = float(hyper[index])
+            values[name] = _RESTORE[name](value) if name in _RESTORE else value
+        return cls(**values)
+
+
+_FIELDS = {
+    KIND: "kind",
+    LR: "lr",
+    MOMENTUM: "momentum",
+    BETA1: "beta1",
+    BETA2: "beta2",
+    EPS: "eps",
+    WEIGHT_DECAY: "weight_decay",
+    SCHEDULE: "schedule",
+    WARMUP_STEPS: "warmup_steps",
+    STEP_SIZE: "step_size",
+    STEP_GAMMA: "step_gamma",
+    TOTAL_STEPS: "total_steps",
+    MIN_LR: "min_lr",
+    STALENESS_AWARE: "staleness_aware",
+}
+assert set(_FIELDS.values()) == {field.name for field in fields(OptimizerSpec)}
+
+
+def _whole(value: float) -> float | int:
+    """Return a count as an int; what is no count comes back as it is, for `_count` to refuse."""
+    return int(value) if value.is_integer() else value
+
+
+_RESTORE: dict[str, Callable[[float], object]] = {
+    "kind": _whole,
+    "schedule": _whole,
+    "warmup_steps": _whole,
+    "step_size": _whole,
+    "total_steps": _whole,
+    "staleness_aware": lambda value: bool(value) if value in (0.0, 1.0) else value,
+}
+
+E = TypeVar("E", bound=IntEnum)
+
+
+def _member(name: str, choices: type[E], value: int) -> E:
+    """Return the member of that value, or raise ValueError naming the field."""
+    try:
+        return choices(value)
+    except ValueError:
+        known = ", ".join(choice.name for choice in choices)
+        raise ValueError(f"{name} must be one of {known}, not {value!r}") from None
+
+
+def _number(name: str, value: object) -> float:
+    """Return a finite number as it is, or raise ValueError naming the field."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    return value
+
+
+def _count(name: str, value: object) -> None:
+    """Raise ValueError naming the field unless the value is a whole number that float64 holds."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not 0 <= value <= _LARGEST_COUNT:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a whole number from 0 to 2**53, not {value!r}")
+
+
+def _require(name: str, value: object, holds: bool, rule: str) -> None:
+    """Raise ValueError naming the field and the rule that its value breaks."""
+    if not holds:
+        raise ValueError(f"{name} must be {rule}, not {value!r}")

@@ -1,0 +1,112 @@
+"""What every kernel computes, written plainly in NumPy: the oracle of the tests.
+
+Arithmetic on weights is float32 throughout, each operation rounded on its own; scalars are worked
+out in float64 and rounded once. Formulas are those of `torch.optim`, in its order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gadei_ps.kernels import optimizers as o
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule, WireType
+
+Floats = NDArray[np.float32]
+Halves = NDArray[np.uint16]
+
+
+def learning_rate(hyper: NDArray[np.float64], t: int) -> float:
+    """Return the learning rate of 0-based step t, as `OptimizerSpec` defines it.
+
+    hyper: float64 of shape (HYPER,), as `OptimizerSpec.pack` returns it.
+    """
+    spec = OptimizerSpec.unpack(hyper)
+    if t < spec.warmup_steps:
+        return spec.lr * (t + 1) / spec.warmup_steps
+    since = t - spec.warmup_steps
+    if spec.schedule is Schedule.STEP:
+        return spec.lr * spec.step_gamma ** (since // spec.step_size)
+    if spec.schedule is Schedule.COSINE:
+        span = spec.total_steps - spec.warmup_steps
+        part = min(since / span, 1.0)
+        return spec.min_lr + (spec.lr - spec.min_lr) * (1 + math.cos(math.pi * part)) / 2
+    return spec.lr
+
+
+def stale_rate(hyper: NDArray[np.float64], lr: float, staleness: int) -> float:
+    """Return the rate for a gradient of that staleness: lr / max(1, staleness) where asked for.
+
+    staleness: version when applied less version pulled.
+    """
+    return lr / max(1, staleness) if hyper[o.STALENESS_AWARE] else lr
+
+
+def step(
+    spec: OptimizerSpec,
+    weights: Floats,
+    slots: Sequence[Floats],
+    gradient: Floats,
+    t: int,
+    lr: float,
+) -> None:
+    """Apply one gradient to the weights and slots in place.
+
+    weights, gradient and each of `slots(spec.kind)` slots: float32 of one shape. t counts gradients
+    from 1, this one included (Adam's bias correction). lr: the rate of this step.
+    """
+    f = np.float32
+    g = gradient
+    if spec.weight_decay != 0 and spec.kind is not Kind.ADAMW:
+        g = g + f(spec.weight_decay) * weights
+
+    if spec.kind is Kind.SGD:
+        weights -= f(lr) * g
+    elif spec.kind in (Kind.MOMENTUM, Kind.NESTEROV):
+        (momentum,) = slots
+        momentum[:] = f(spec.momentum) * momentum + g
+        direction = momentum if spec.kind is Kind.MOMENTUM else g + f(spec.momentum) * momentum
+        weights -= f(lr) * direction
+    elif spec.kind is Kind.ADAGRAD:
+        (squares,) = slots
+        squares += g * g
+        weights -= f(lr) * (g / (np.sqrt(squares) + f(spec.eps)))
+    else:
+        mean, square = slots
+        if spec.kind is Kind.ADAMW:
+            weights *= f(1 - lr * spec.weight_decay)
+        mean += f(1 - spec.beta1) * (g - mean)
+        square[:] = f(spec.beta2) * square + f(1 - spec.beta2) * (g * g)
+        unbias = math.sqrt(1 - spec.beta2**t)
+        denominator = np.sqrt(square) / f(unbias) + f(spec.eps)
+        weights -= f(lr / (1 - spec.beta1**t)) * (mean / denominator)
+
+
+def decode(wire_type: WireType, raw: Halves | Floats) -> Floats:
+    """Return as new float32 the values of a payload: uint16 bits of a half type, or float32."""
+    if wire_type is WireType.FLOAT32:
+        return raw.astype(np.float32)
+    if wire_type is WireType.BFLOAT16:
+        return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return raw.view(np.float16).astype(np.float32)
+
+
+def encode(wire_type: WireType, values: Floats) -> Halves | Floats:
+    """Return float32 values as a payload: uint16 bits of a half type, or a float32 copy.
+
+    Rounds to nearest, ties to even; what is too large becomes infinite, NaN stays NaN.
+    """
+    if wire_type is WireType.FLOAT32:
+        return values.copy()
+    if wire_type is WireType.FLOAT16:
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + (np.uint32(0x7FFF) + even)) >> np.uint32(16)).astype(np.uint16)
+    # Rounding up a NaN whose high mantissa bits are ones would carry into the sign.
+    quiet = (bits >> np.uint32(16)).astype(np.uint16) | np.uint16(0x0040)
+    return np.where(np.isnan(values), quiet, rounded)

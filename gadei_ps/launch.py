@@ -1,0 +1,116 @@
+"""Learner processes as children of a command: start, watch, start again, end. Never orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from gadei_ps import process
+from gadei_ps.errors import UsageError
+
+# Also in learners/client.py, which launchers do not import.
+JOB_VARIABLE = "GADEI_PS_JOB"
+GRACE_S = 5.0
+QUICK_S = 5.0  # a learner that dies this soon after its start has not worked
+MAX_QUICK_DEATHS = 3
+
+
+@dataclass
+class Ended:
+    """A learner process that is no more."""
+
+    index: int
+    pid: int
+    code: int
+
+    @property
+    def how(self) -> str:
+        if self.code < 0:
+            return f"was killed by {signal.Signals(-self.code).name}"
+        return f"ended with exit code {self.code}"
+
+
+class Learners:
+    """The learner processes of a command. Use it from a thread that lives as long as they shall."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        job_socket: str,
+        *,
+        stdout: int | IO[bytes] | None = None,
+    ) -> None:
+        self._command = list(command)
+        self._env = os.environ | {JOB_VARIABLE: job_socket, "GADEI_PS_LEARNERS": str(count)}
+        # As torchrun does: N processes with a thread for each core would fight for the cores.
+        threads = max(1, (os.cpu_count() or 1) // count)
+        self._env.setdefault("OMP_NUM_THREADS", str(threads))
+        self._stdout = stdout
+        self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
+        self._quick_deaths = 0
+        for index in range(count):
+            self.start(index)
+
+    def start(self, index: int) -> None:
+        """Starts the learner of this index, anew if it was there before."""
+        try:
+            child = process.spawn(
+                self._command,
+                env=self._env | {"GADEI_PS_LEARNER": str(index)},
+                stdout=self._stdout,
+            )
+        except OSError as error:
+            self.kill()
+            raise UsageError(f"cannot start {self._command[0]!r}: {error.strerror}") from None
+        self._running[index] = (child, time.monotonic())
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child, _ in self._running.values()]
+
+    def ended(self) -> list[Ended]:
+        """Those that have ended since the last call."""
+        gone = []
+        for index, (child, since) in list(self._running.items()):
+            code = child.poll()
+            if code is None:
+                continue
+            del self._running[index]
+            quick = code != 0 and time.monotonic() - since < QUICK_S
+            self._quick_deaths = self._quick_deaths + 1 if quick else 0
+            gone.append(Ended(index, child.pid, code))
+        return gone
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether starting learners again has stopped making sense."""
+        return self._quick_deaths >= MAX_QUICK_DEATHS
+
+    def end(self, grace_s: float = GRACE_S) -> None:
+        """Waits for learners that are ending by themselves, then terminates, then kills."""
+        self._wait(grace_s)
+        for child, _ in self._running.values():
+            child.terminate()
+        self._wait(1.0)
+        self.kill()
+
+    def _wait(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        for child, _ in self._running.values():
+            try:
+                child.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return
+
+    def kill(self) -> None:
+        """At once."""
+        for child, _ in self._running.values():
+            child.kill()
+            child.wait()
+        self._running.clear()

@@ -1,0 +1,71 @@
+"""Bulk synchronous parallel (BSP): a barrier after each iteration, the mean of all gradients."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from gadei_ps.sync.base import Commit, SyncModel
+
+
+class BSP(SyncModel):
+    """Supersteps of one iteration; grant = superstep + 1.
+
+    Zhao et al. 2019, section I and figure 1 with k = 1; GaDei, section 2.1, equation 2. When
+    the last learner of a superstep has pushed, one commit applies the mean of all its gradients.
+    It names them in ascending order: a sum that does not depend on who came first.
+
+    The first arrival closes a superstep: who joins before takes part in it at the clock
+    `superstep`, who joins after waits for the next one at `superstep + 1`, as if it had pushed. So
+    a stream of newcomers puts off no barrier, and a returning learner has one gradient at most.
+
+    A learner that leaves before its push is no longer waited for; the gradient of one that leaves
+    after it stays part of the superstep's mean. A refused gradient is dropped at once and counts
+    as arrived; a superstep of refused gradients only ends without a commit that applies.
+    """
+
+    name: ClassVar[str] = "bsp"
+    forms: ClassVar[tuple[str, ...]] = ("bsp",)
+    on_arrival: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._superstep = 0
+        self._computing = 0
+        self._closed = False
+        self._held: list[int] = []
+
+    def _joined(self, learner: int, now: float) -> int:
+        if self._closed:
+            return self._superstep + 1
+        self._computing += 1
+        return self._superstep
+
+    def _left(self, learner: int, clock: int, now: float) -> list[Commit]:
+        if clock == self._superstep:
+            self._computing -= 1
+        return self._barrier()
+
+    def _pushed(
+        self, learner: int, clock: int, now: float, started: float | None, refused: bool
+    ) -> list[Commit]:
+        self._computing -= 1
+        self._closed = True
+        if refused:
+            return [Commit((), (learner,)), *self._barrier()]
+        self._held.append(learner)
+        return self._barrier()
+
+    def _grant(self, learner: int, clock: int) -> int:
+        return self._superstep + 1
+
+    def _barrier(self) -> list[Commit]:
+        """Ends the superstep if it has begun and nobody is computing it any more."""
+        if self._computing or not self._closed:
+            return []
+        self._superstep += 1
+        self._closed = False
+        # Everybody who is left stands at the new superstep's clock now.
+        self._computing = len(self._clocks)
+        self._releases += 1
+        held, self._held = self._held, []
+        return [Commit(tuple(sorted(held)))] if held else []

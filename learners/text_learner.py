@@ -1,0 +1,65 @@
+"""A learner process of `gadei-ps train`: takes batches of sentences, pushes gradients.
+
+    python -m gadei_ps.learners.text_learner DATA.npz
+
+The job stands in the environment. DATA.npz, written by the launcher, holds tokens (int32, (n, L)),
+lengths (int32, (n,)), labels (int64, (n,)) and `settings`, a JSON text. A learner keeps nothing:
+killed at any time, its batches go to others and a new one can take its place.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from gadei_ps.dataset import Encoded
+from gadei_ps.errors import GadeiError, JobStopped
+from gadei_ps.learners.text import SentenceClassifier
+from gadei_ps.learners.torch import Optimizer
+
+
+def learn(path: str) -> None:
+    """Until the server has no more batches. Raises what the client raises."""
+    with np.load(path) as data:
+        sentences = Encoded(data["tokens"], data["lengths"])
+        labels = torch.from_numpy(data["labels"])
+        settings = json.loads(str(data["settings"]))
+    torch.set_num_threads(settings["threads"])
+    model = SentenceClassifier(
+        settings["vocabulary_size"],
+        settings["classes"],
+        dropout=settings["dropout"],
+        seed=settings["seed"],
+    )
+    optimizer = Optimizer(model, wire=settings["wire"])
+    # Two learners must not drop the same units in the same order.
+    torch.manual_seed(settings["seed"] * 1_000_003 + optimizer.client.generation)
+    model.train()
+    for batch in optimizer.batches(
+        len(labels), settings["batch_size"], settings["epochs"], settings["seed"]
+    ):
+        optimizer.zero_grad()
+        logits = model(torch.from_numpy(sentences.batch(batch.indices)))
+        loss = functional.cross_entropy(logits, labels[batch.indices])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.report(loss=loss)
+        optimizer.step()
+    optimizer.client.detach()
+
+
+def main() -> None:
+    try:
+        learn(sys.argv[1])
+    except JobStopped:
+        pass
+    except GadeiError as error:
+        print(f"learner: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

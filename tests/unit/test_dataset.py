@@ -1,0 +1,343 @@
+"""Reading, holding out, tokenising and numbering labelled sentences."""
+
+from __future__ import annotations
+
+import csv
+import io
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gadei_ps.dataset import (
+    MAX_LENGTH,
+    MIN_LENGTH,
+    UNSEEN_LABEL,
+    Dataset,
+    DatasetError,
+    TrainDefaults,
+    Vocabulary,
+    defaults,
+    encode,
+    read_test,
+    read_training,
+    split,
+    tokenize,
+)
+
+GOOD = "text,label\n" + "a b,x\nc d,y\n" * 5
+utf8_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)
+filled = utf8_text.map(str.strip).filter(bool)
+
+
+def written(tmp_path: Path, content: str | bytes) -> Path:
+    path = tmp_path / "data.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def error_of(path: Path, **columns: str) -> str:
+    with pytest.raises(DatasetError) as caught:
+        read_training(path, **columns)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(str(path)), "the message says where"
+    assert "; " in message, "the message says what to do"
+    return message.removeprefix(str(path))
+
+
+# Reading
+
+
+def test_labels_are_numbered_by_sorted_name(tmp_path: Path) -> None:
+    data = read_training(written(tmp_path, GOOD))
+    assert data.texts == ("a b", "c d") * 5
+    assert data.label_names == ("x", "y")
+    assert data.labels.tolist() == [0, 1] * 5
+    assert data.labels.dtype == np.int64
+    assert data.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\ufeff" + GOOD,
+        GOOD.replace("\n", "\r\n"),
+        GOOD.replace("\n", "\r"),
+        GOOD.replace("a b", '"a b"').replace(",y", ',"y"'),
+        GOOD.replace("\n", "\n\n").replace("a b", "  a b "),
+        "\n  \n" + GOOD,
+    ],
+    ids=["bom", "crlf", "cr", "quoted", "blank lines and spaces", "blank lines first"],
+)
+def test_every_common_form_reads_alike(tmp_path: Path, content: str) -> None:
+    data = read_training(written(tmp_path, content))
+    assert data.texts == ("a b", "c d") * 5
+    assert data.labels.tolist() == [0, 1] * 5
+
+
+def test_columns_are_found_by_name_and_others_are_ignored(tmp_path: Path) -> None:
+    rows = "".join(f"{i},{'pn'[i % 2]},s {i},\n" for i in range(10))
+    path = written(tmp_path, "id, mood ,words,text\n" + rows)
+    data = read_training(path, text_column="words", label_column="mood")
+    assert data.texts[3] == "s 3"
+    assert data.label_names == ("n", "p")
+
+
+@given(st.lists(st.tuples(filled, filled), min_size=1, max_size=12))
+def test_what_csv_writes_is_read_back(rows: list[tuple[str, str]]) -> None:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(["text", "label"])
+    writer.writerows(rows)
+    names = sorted({label for _, label in rows})
+    with tempfile.TemporaryDirectory() as directory:
+        data = read_test(written(Path(directory), buffer.getvalue()), names)
+    assert data.texts == tuple(text for text, _ in rows)
+    assert [names[i] for i in data.labels] == [label for _, label in rows]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", ": the file is empty"),
+        ("\ufeff\n \n", ": the file is empty"),
+        ("text,label\n", ": there is a header but no row"),
+        (
+            "sentence,label\na,b\n",
+            ":1: no column named 'text'; the columns are 'sentence', 'label'",
+        ),
+        ("\ntext;label\na;b\n", ":2: no column named 'text'; the columns are 'text;label'"),
+        ("text,label,text\na,b,c\n", ":1: 2 columns named 'text'"),
+        (GOOD + "tail,\n", ":12: the column 'label' is empty"),
+        (GOOD + "\n  ,x\n", ":13: the column 'text' is empty"),
+        (GOOD + "tail\n", ":12: the column 'label' is empty"),
+        (GOOD + "oh, dear,x\n", ":12: 3 fields where the header has 2"),
+        (GOOD + 'fine,x\n"never closed,x\nb,x\n', ":13: the row that begins here cannot be parsed"),
+        (GOOD + '"a"b,x\n', ":12: the row that begins here cannot be parsed"),
+        (GOOD + "a" * 200_000 + ",x\n", ":12: the row that begins here cannot be parsed"),
+        ('text,label\n"two\nlines",x\n,y\n', ":4: the column 'text' is empty"),
+        ("text,label\n" + "a,x\n" * 10, ": every row has the label 'x'"),
+        ("text,label\n" + "a,x\nb,y\n" * 4 + "a,x\n", ": 9 rows are too few to hold a tenth out"),
+        (GOOD.encode() + b"ab\xe9,x\n", f":12: byte 0xe9 is not UTF-8 at offset {len(GOOD) + 2}"),
+        (b"\xef\xbb\xbftext,label\n\xff", ":2: byte 0xff is not UTF-8 at offset 14"),
+        (GOOD + "a\0b,x\n", f":12: NUL byte at offset {len(GOOD) + 1}"),
+        (GOOD.encode("utf-16"), ":1: byte 0xff is not UTF-8 at offset 0"),
+    ],
+)
+def test_each_mistake_is_named(tmp_path: Path, content: str | bytes, expected: str) -> None:
+    assert error_of(written(tmp_path, content)).startswith(expected)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "none.csv").startswith(": cannot be read (No such file")
+    assert error_of(tmp_path).startswith(": cannot be read (Is a directory")
+    with pytest.raises(DatasetError, match=r"cannot be read \(embedded null byte\)") as caught:
+        read_training("a\0b")
+    assert "\0" not in str(caught.value)
+
+
+def test_long_or_odd_names_keep_the_message_short_and_on_one_line(tmp_path: Path) -> None:
+    columns = ['"a\nb"'] + [f"{'c' * 90}{i}" for i in range(40)]
+    message = error_of(written(tmp_path, ",".join(columns) + "\n"))
+    assert len(message) < 600
+    odd = tmp_path / "two\nlines.csv"
+    with pytest.raises(DatasetError) as caught:
+        read_training(odd)
+    assert "\n" not in str(caught.value)
+
+
+def test_label_numbers_do_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> None:
+    rows = [f"t,{name}\n" for name in "gbfaechd" * 2]
+    data = read_training(written(tmp_path, "text,label\n" + "".join(rows)))
+    assert data.label_names == tuple("abcdefgh")
+
+
+def test_test_rows_with_unknown_labels_are_kept_and_told(tmp_path: Path) -> None:
+    path = written(tmp_path, "text,label\na,x\nb,new\nc,y\nd,newer\ne,new\n")
+    data = read_test(path, ["y", "x"])
+    assert data.labels.tolist() == [1, UNSEEN_LABEL, 0, UNSEEN_LABEL, UNSEEN_LABEL]
+    assert data.label_names == ("y", "x")
+    (warning,) = data.warnings
+    assert warning.startswith(f"{path}:3: 3 of 5 rows have a label that the training data lack")
+    assert "'new', 'newer'" in warning
+    assert "count as wrong" in warning
+
+
+def test_one_test_row_is_enough(tmp_path: Path) -> None:
+    assert len(read_test(written(tmp_path, "text,label\na,x\n"), ["x", "y"])) == 1
+
+
+def test_a_dataset_needs_a_label_for_each_text() -> None:
+    with pytest.raises(ValueError, match="2 texts"):
+        Dataset(("a", "b"), np.zeros(3, np.int64), ("x",))
+
+
+# Defaults
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size"),
+    [(10, 2), (9_999, 2), (10_000, 4), (100_000, 4), (100_001, 32), (10**7, 32)],
+)
+def test_defaults_follow_table_3(rows: int, batch_size: int) -> None:
+    assert defaults(rows) == TrainDefaults(batch_size, 0.01, 200)
+
+
+# Holding out
+
+
+def made(counts: list[int]) -> Dataset:
+    labels = np.repeat(np.arange(len(counts)), counts)
+    order = np.random.default_rng(5).permutation(len(labels))
+    texts = tuple(f"row {i}" for i in range(len(labels)))
+    return Dataset(texts, labels[order], tuple(f"l{i:03}" for i in range(len(counts))))
+
+
+def counted(data: Dataset) -> list[int]:
+    return [int((data.labels == label).sum()) for label in range(len(data.label_names))]
+
+
+def test_split_takes_each_label_in_proportion() -> None:
+    rest, held = split(made([500, 300, 150, 50]), 0.1, seed=1)
+    assert len(held) == 100
+    assert np.abs(np.array(counted(held)) - [50, 30, 15, 5]).max() <= 1
+    assert np.add(counted(rest), counted(held)).tolist() == [500, 300, 150, 50]
+
+
+def test_split_loses_and_repeats_nothing_and_keeps_the_order() -> None:
+    data = made([40, 7, 3])
+    parts = split(data, 0.1, seed=3)
+    assert sorted(parts[0].texts + parts[1].texts) == sorted(data.texts)
+    label = dict(zip(data.texts, data.labels, strict=True))
+    for part in parts:
+        assert list(part.texts) == sorted(part.texts, key=data.texts.index)
+        assert [label[text] for text in part.texts] == part.labels.tolist()
+        assert part.label_names == data.label_names
+
+
+def test_split_holds_at_least_one_row_out() -> None:
+    assert len(split(made([3, 3]), 0.05, 0)[1]) == 1
+
+
+def test_split_depends_on_the_seed_alone() -> None:
+    data = made([60, 40])
+    assert split(data, 0.1, 7)[1].texts == split(data, 0.1, 7)[1].texts
+    assert split(data, 0.1, 7)[1].texts != split(data, 0.1, 8)[1].texts
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=20), st.integers(0, 9))
+def test_split_never_takes_the_last_row_of_a_label_if_it_can(counts: list[int], seed: int) -> None:
+    rest, held = split(made(counts), 0.3, seed)
+    assert len(held) >= 1
+    assert len(rest) >= 1
+    if max(counts) > 1:
+        assert min(counted(rest)) >= 1
+        spare = sum(counts) - len(counts)
+        assert len(held) == min(max(1, round(0.3 * sum(counts))), spare)
+
+
+@pytest.mark.parametrize(("counts", "fraction"), [([1], 0.5), ([3, 3], 0.0), ([3, 3], 1.0)])
+def test_impossible_splits_are_refused(counts: list[int], fraction: float) -> None:
+    with pytest.raises(ValueError, match="cannot hold"):
+        split(made(counts), fraction, 0)
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("It's good, isn't it?", "it 's good , is n't it ?"),
+        ("We've they're I'd she'll", "we 've they 're i 'd she 'll"),
+        ("IT'S (very) bad!", "it 's ( very ) bad !"),
+        ("don\u2019t", "do n't"),
+        ("the `60s 'em", "the `60s 'em"),
+        ('a-b/c_d; "e" f.g $9', "a b c d e f g 9"),
+        ("Gr\u00fc\u00dfe aus K\u00d6LN", "gr\u00fc\u00dfe aus k\u00f6ln"),
+        ("Cafe\u0301", "caf\u00e9"),
+        (
+            "\u0939\u093f\u0928\u094d\u0926\u0940 \u2014 \u4e2d\u6587",
+            "\u0939\u093f\u0928\u094d\u0926\u0940 \u4e2d\u6587",
+        ),
+        ("*** \u2026", ""),
+    ],
+)
+def test_tokenize_splits_as_kim_does(text: str, words: str) -> None:
+    assert tokenize(text) == words.split()
+
+
+@given(utf8_text)
+def test_tokens_tokenize_to_themselves(text: str) -> None:
+    words = tokenize(text)
+    assert tokenize(" ".join(words)) == words
+
+
+def test_vocabulary_is_ordered_by_frequency_then_name() -> None:
+    vocabulary = Vocabulary.build(["b a", "c b", "b c d"])
+    assert vocabulary.words == ("b", "c", "a", "d")
+    assert vocabulary.numbers == {"b": 2, "c": 3, "a": 4, "d": 5}
+    assert len(vocabulary) == 6
+    assert Vocabulary.build(["b a", "c b", "b c d"], min_count=2).words == ("b", "c")
+
+
+@given(st.lists(utf8_text, max_size=6))
+def test_vocabulary_and_numbers_round_trip(texts: list[str]) -> None:
+    vocabulary = Vocabulary.from_json(Vocabulary.build(texts).to_json())
+    assert vocabulary == Vocabulary.build(texts)
+    encoded = encode(texts, vocabulary)
+    for text, row, length in zip(texts, encoded.tokens, encoded.lengths, strict=True):
+        words = [vocabulary.words[number - 2] for number in row[:length] if number > 1]
+        assert words == tokenize(text)
+        assert not row[length:].any()
+
+
+def test_vocabulary_files(tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.json"
+    vocabulary = Vocabulary.build(["na\u00efve words"])
+    vocabulary.save(path)
+    assert Vocabulary.load(path) == vocabulary
+    with pytest.raises(DatasetError, match="cannot be read"):
+        Vocabulary.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[1]", "{}", '{"words": "ab"}', '{"words": [1]}', '{"words": ["a", "a"]}', "[" * 9**5],
+)
+def test_damaged_vocabulary_files_are_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "vocabulary.json"
+    path.write_text(content)
+    with pytest.raises(DatasetError, match="not a vocabulary") as caught:
+        Vocabulary.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_encode_pads_cuts_and_marks_unknown_words() -> None:
+    vocabulary = Vocabulary(("a", "b"))
+    encoded = encode(["a b", "x a", "...", "a b a b a b a"], vocabulary, max_length=6)
+    assert encoded.tokens.tolist() == [
+        [2, 3, 0, 0, 0, 0],
+        [1, 2, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0, 0],
+        [2, 3, 2, 3, 2, 3],
+    ]
+    assert encoded.lengths.tolist() == [2, 2, 1, 6]
+    assert encoded.tokens.dtype == encoded.lengths.dtype == np.int32
+    assert encode(["a " * 999], vocabulary).tokens.shape == (1, MAX_LENGTH)
+    assert encode(["a"], vocabulary).tokens.shape == (1, MIN_LENGTH)
+    assert encode([], vocabulary).tokens.shape == (0, MIN_LENGTH)
+
+
+def test_a_batch_is_no_wider_than_it_must_be() -> None:
+    encoded = encode(["a", "a " * 7, "a " * 30], Vocabulary(("a",)))
+    assert encoded.batch(np.array([0])).shape == (1, MIN_LENGTH)
+    batch = encoded.batch(np.array([1, 0]))
+    assert batch.tolist() == [[2] * 7, [2] + [0] * 6]
+    batch[:] = 9
+    assert encoded.tokens.max() == 2, "a batch is a copy"

@@ -1,0 +1,409 @@
+"""Compiled kernels against the NumPy reference, conversions bit by bit, and the specification."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gadei_ps.kernels import cpu, reference
+from gadei_ps.kernels.optimizers import (
+    COEFFICIENTS,
+    HYPER,
+    KIND,
+    LR,
+    STALENESS_AWARE,
+    WARMUP_STEPS,
+    Kind,
+    OptimizerSpec,
+    Schedule,
+    WireType,
+    slots,
+)
+
+CHUNK = 1024
+Floats = NDArray[np.float32]
+
+# Half a unit in the last place of float32: what rounding one operation may change, relatively.
+U = 2.0**-24
+
+ALL_BITS = np.arange(65536, dtype=np.uint16)
+
+
+def update_in_chunks(
+    spec: OptimizerSpec, weights: Floats, state: list[Floats], gradient: Floats, t: int, lr: float
+) -> None:
+    """Do what `reference.step` does, with the compiled kernels, chunk by chunk."""
+    kind = int(spec.kind)
+    coef = np.full(COEFFICIENTS, np.nan)
+    cpu.coefficients(kind, spec.pack(), lr, t, coef)
+    nothing = np.empty(0, np.float32)
+    s0, s1 = [*state, nothing, nothing][:2]
+    for start in range(0, weights.size, CHUNK):
+        part = slice(start, min(start + CHUNK, weights.size))
+        cpu.update(kind, coef, weights[part], s0[part], s1[part], gradient[part])
+
+
+def allowed(
+    spec: OptimizerSpec, weights: Floats, old: list[Floats], new: list[Floats], g: Floats, lr: float
+) -> list[NDArray[np.float64]]:
+    """Return by how much one step of the weights and of each slot may differ from the reference.
+
+    Both round each operation once, and the kernel may leave out the rounding of a product that is
+    then added (a fused operation). So they differ by at most U for each rounding on either side,
+    relative to the magnitudes that are added, which are larger than their sum where it cancels. No
+    value goes through more than eight roundings on a side; a root halves what reaches it.
+    """
+    w, g64 = np.abs(weights.astype(np.float64)), np.abs(g.astype(np.float64))
+    before = [slot.astype(np.float64) for slot in old]
+    after = [slot.astype(np.float64) for slot in new]
+    if spec.kind is not Kind.ADAMW:
+        g64 = g64 + spec.weight_decay * w
+    if spec.kind is Kind.SGD:
+        slot_scales, moved = [], g64
+    elif spec.kind is Kind.MOMENTUM:
+        slot_scales = [spec.momentum * np.abs(before[0]) + g64]
+        moved = slot_scales[0]
+    elif spec.kind is Kind.NESTEROV:
+        slot_scales = [spec.momentum * np.abs(before[0]) + g64]
+        moved = g64 + spec.momentum * slot_scales[0]
+    elif spec.kind is Kind.ADAGRAD:
+        slot_scales = [before[0] + g64**2]
+        moved = g64 / (np.sqrt(after[0]) + spec.eps)
+    else:
+        slot_scales = [np.abs(before[0]) + (1 - spec.beta1) * g64, before[1] + g64**2]
+        # (1 - beta) of t = 1, the largest correction.
+        moved = slot_scales[0] / (np.sqrt(after[1]) + spec.eps) / (1 - spec.beta1)
+    # Below the smallest normal number rounding is absolute.
+    tiny = 2.0**-149
+    return [16 * U * scale + tiny for scale in [w + lr * moved, *slot_scales]]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    kind=st.sampled_from(Kind),
+    length=st.integers(0, 3000),
+    decay=st.sampled_from([0.0, 0.01, 0.3]),
+    lr=st.sampled_from([1.0, 0.1, 1e-4]),
+    magnitude=st.floats(-6, 6),
+    seed=st.integers(0, 2**32),
+)
+def test_update_is_the_reference_to_rounding(
+    kind: Kind, length: int, decay: float, lr: float, magnitude: float, seed: int
+) -> None:
+    """Every kind, with and without decay, over five steps of gradients of any magnitude."""
+    random = np.random.default_rng(seed)
+    spec = OptimizerSpec(kind, lr=lr, weight_decay=decay)
+    weights = random.standard_normal(length, np.float32)
+    state = [np.zeros(length, np.float32) for _ in range(slots(kind))]
+    for t in range(1, 6):
+        gradient = random.standard_normal(length, np.float32) * np.float32(10**magnitude)
+        gradient[random.random(length) < 0.1] = 0
+        expected, expected_state = weights.copy(), [slot.copy() for slot in state]
+        reference.step(spec, expected, expected_state, gradient, t, lr)
+        bounds = allowed(spec, weights, state, expected_state, gradient, lr)
+        untouched = gradient.copy()
+        update_in_chunks(spec, weights, state, gradient, t, lr)
+        assert np.array_equal(gradient, untouched)
+        for got, wanted, bound in zip(
+            [weights, *state], [expected, *expected_state], bounds, strict=True
+        ):
+            assert np.all(np.abs(got.astype(np.float64) - wanted) <= bound)
+        # Each step is judged on its own: differences must not add up to hide a larger one.
+        weights, state = expected, expected_state
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_is_not_finite_stays_so(kind: Kind, decay: float) -> None:
+    """A gradient or weight that is infinite or NaN comes out as it does of the reference."""
+    special = np.array([np.nan, np.inf, -np.inf, 1e38, -1e38, 1e-45, 0.0, -0.0, 1.0], np.float32)
+    gradient = np.tile(np.repeat(special, special.size), 20)
+    weights = np.tile(special, special.size * 20)
+    state = [np.zeros_like(weights) for _ in range(slots(kind))]
+    expected, expected_state = weights.copy(), [slot.copy() for slot in state]
+    spec = OptimizerSpec(kind, weight_decay=decay)
+    update_in_chunks(spec, weights, state, gradient, 1, 0.1)
+    reference.step(spec, expected, expected_state, gradient, 1, 0.1)
+    for got, wanted in zip([weights, *state], [expected, *expected_state], strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=16 * U, atol=1e-9)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(0, 3000), count=st.integers(1, 50))
+def test_whole_gradients_add_exactly(seed: int, length: int, count: int) -> None:
+    """SGD with rate 1 on whole numbers is exact, so that a lost or doubled gradient shows."""
+    random = np.random.default_rng(seed)
+    gradients = random.integers(-1000, 1000, (count, length))
+    weights = np.zeros(length, np.float32)
+    for gradient in gradients:
+        update_in_chunks(
+            OptimizerSpec(Kind.SGD, lr=1.0), weights, [], gradient.astype(np.float32), 1, 1.0
+        )
+    assert np.array_equal(weights, -gradients.sum(axis=0))
+
+
+def test_unknown_kind_changes_nothing() -> None:
+    weights = np.ones(5, np.float32)
+    coef = np.ones(COEFFICIENTS)
+    cpu.update(7, coef, weights, weights.copy(), weights.copy(), weights.copy())
+    assert np.array_equal(weights, np.ones(5))
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(0, 3000))
+def test_mean_of_gradients(seed: int, length: int) -> None:
+    """`accumulate`, `add` and `scale` round as NumPy does: no product is added."""
+    random = np.random.default_rng(seed)
+    first, second, third = random.standard_normal((3, length)).astype(np.float32)
+    acc = first.copy()
+    cpu.accumulate(acc, second)
+    cpu.add(acc, third)
+    assert np.array_equal(acc, first + second + third)
+    cpu.scale(acc, 1 / 3)
+    assert np.array_equal(acc, (first + second + third) * np.float32(1 / 3))
+
+
+COMPILED: list[tuple[Any, tuple[Any, ...]]] = [
+    (cpu.update, (numba.int64, numba.float64[::1], *[numba.float32[::1]] * 4)),
+    (cpu.add, (numba.float32[::1],) * 2),
+    (cpu.accumulate, (numba.float32[::1],) * 2),
+    (cpu.scale, (numba.float32[::1], numba.float64)),
+    (cpu.decode_bfloat16, (numba.uint16[::1], numba.float32[::1])),
+    (cpu.decode_float16, (numba.uint16[::1], numba.float32[::1])),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arguments"), COMPILED, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_no_kernel_counts_references(kernel: Any, arguments: tuple[Any, ...]) -> None:
+    """Counting cost as much as the arithmetic of a chunk; Numba adds it without a word."""
+    # Anew, for code from the cache cannot be looked into.
+    fresh = numba.njit(nogil=True, error_model="numpy")(kernel.py_func)
+    fresh.compile(arguments)
+    (code,) = fresh.inspect_asm().values()
+    assert "NRT_incref" not in code
+
+
+def same_floats(got: Floats, wanted: Floats) -> None:
+    """Assert equal bits, or NaN in both."""
+    nan = np.isnan(wanted)
+    assert np.array_equal(np.isnan(got), nan)
+    assert np.array_equal(got.view(np.uint32)[~nan], wanted.view(np.uint32)[~nan])
+
+
+def test_float16_is_decoded_exactly() -> None:
+    wanted = ALL_BITS.view(np.float16).astype(np.float32)
+    got = np.empty(65536, np.float32)
+    cpu.decode_float16(ALL_BITS, got)
+    same_floats(got, wanted)
+    same_floats(reference.decode(WireType.FLOAT16, ALL_BITS), wanted)
+
+
+def test_bfloat16_is_decoded_exactly() -> None:
+    """By the definition: sign, eight bits of exponent, seven of mantissa."""
+    sign = np.where(ALL_BITS >> 15, -1.0, 1.0)
+    exponent = (ALL_BITS.astype(np.int64) >> 7) & 0xFF
+    mantissa = (ALL_BITS & 0x7F).astype(np.float64)
+    normal = np.ldexp(1 + mantissa / 128, exponent - 127)
+    value = np.where(exponent == 0, np.ldexp(mantissa / 128, -126), normal)
+    value = np.where(exponent == 255, np.where(mantissa == 0, np.inf, np.nan), value)
+    wanted = (sign * value).astype(np.float32)
+    got = np.empty(65536, np.float32)
+    cpu.decode_bfloat16(ALL_BITS, got)
+    same_floats(got, wanted)
+    same_floats(reference.decode(WireType.BFLOAT16, ALL_BITS), wanted)
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 17, 63, 1000, 1024])
+def test_decoders_of_any_length(length: int) -> None:
+    bits = np.random.default_rng(length).integers(0, 0x7C00, length).astype(np.uint16)
+    # One value longer than the chunk: what lies behind it must stay.
+    out = np.full(length + 1, 7, np.float32)
+    cpu.decode_float16(bits, out[:length])
+    same_floats(out[:length], bits.view(np.float16).astype(np.float32))
+    cpu.decode_bfloat16(bits, out[:length])
+    same_floats(out[:length], reference.decode(WireType.BFLOAT16, bits))
+    assert out[length] == 7
+
+
+@pytest.mark.parametrize("wire_type", WireType)
+def test_encoding_undoes_decoding(wire_type: WireType) -> None:
+    if wire_type is WireType.FLOAT32:
+        raw: Any = np.arange(1000, dtype=np.float32)
+    else:
+        raw = ALL_BITS
+    values = reference.decode(wire_type, raw)
+    again = reference.encode(wire_type, values)
+    assert again.dtype == raw.dtype
+    number = ~np.isnan(values)
+    assert np.array_equal(again[number], raw[number])
+    assert np.all(np.isnan(reference.decode(wire_type, again)[~number]))
+    assert not np.shares_memory(again, values)
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    bits = np.array(
+        [0x3F800000, 0x3F808000, 0x3F808001, 0x3F818000, 0x3F817FFF, 0x7F7FFFFF, 0x7F800000,
+         0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x80000000, 0x00008000, 0x00018000],
+        np.uint32,
+    )  # fmt: skip
+    wanted = np.array(
+        [0x3F80, 0x3F80, 0x3F81, 0x3F82, 0x3F81, 0x7F80, 0x7F80,
+         0xFF80, 0x7FFF, 0xFFFF, 0x7FC0, 0x8000, 0x0000, 0x0002],
+        np.uint16,
+    )  # fmt: skip
+    assert np.array_equal(reference.encode(WireType.BFLOAT16, bits.view(np.float32)), wanted)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> OptimizerSpec:
+    """Any specification that is accepted."""
+    lr = draw(st.floats(0, 10))
+    warmup = draw(st.integers(0, 1000))
+    return OptimizerSpec(
+        draw(st.sampled_from(Kind)),
+        lr=lr,
+        momentum=draw(st.floats(0.01, 0.99)),
+        beta1=draw(st.floats(0, 0.99)),
+        beta2=draw(st.floats(0, 0.9999)),
+        eps=draw(st.none() | st.floats(1e-20, 1)),
+        weight_decay=draw(st.floats(0, 1)),
+        schedule=draw(st.sampled_from(Schedule)),
+        warmup_steps=warmup,
+        step_size=draw(st.integers(1, 1000)),
+        step_gamma=draw(st.floats(0.01, 2)),
+        total_steps=warmup + draw(st.integers(1, 1000)),
+        min_lr=lr * draw(st.floats(0, 1)),
+        staleness_aware=draw(st.booleans()),
+    )
+
+
+@settings(deadline=None)
+@given(spec=specs(), t=st.integers(0, 3000))
+def test_compiled_learning_rate_is_the_reference(spec: OptimizerSpec, t: int) -> None:
+    """To the rounding of a few float64 operations and of two mathematical libraries."""
+    hyper = spec.pack()
+    wanted = reference.learning_rate(hyper, t)
+    assert cpu.learning_rate(hyper, t) == pytest.approx(wanted, rel=1e-13, abs=1e-300)
+
+
+@pytest.mark.parametrize("rate", [reference.learning_rate, cpu.learning_rate])
+def test_warm_up_then_schedule(rate: Any) -> None:
+    constant = OptimizerSpec(Kind.SGD, lr=1.0, warmup_steps=4).pack()
+    assert [rate(constant, t) for t in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    step = OptimizerSpec(
+        Kind.SGD, lr=1.0, warmup_steps=2, schedule=Schedule.STEP, step_size=3, step_gamma=0.5
+    ).pack()
+    assert [rate(step, t) for t in range(9)] == [0.5, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+    cosine = OptimizerSpec(
+        Kind.SGD, lr=1.0, warmup_steps=2, schedule=Schedule.COSINE, total_steps=6, min_lr=0.5
+    ).pack()
+    assert [rate(cosine, t) for t in (0, 1, 2, 4, 6, 7, 1000)] == [0.5, 1, 1, 0.75, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("rate", [reference.stale_rate, cpu.stale_rate])
+def test_stale_gradients_count_less_where_asked_for(rate: Any) -> None:
+    aware = OptimizerSpec(Kind.SGD, staleness_aware=True).pack()
+    assert [rate(aware, 1.0, s) for s in (0, 1, 2, 10)] == [1, 1, 0.5, 0.1]
+    unaware = OptimizerSpec(Kind.SGD).pack()
+    assert [rate(unaware, 1.0, s) for s in (0, 1, 2, 10)] == [1, 1, 1, 1]
+
+
+@given(spec=specs())
+def test_packing_keeps_every_field(spec: OptimizerSpec) -> None:
+    hyper = spec.pack()
+    assert hyper.shape == (HYPER,)
+    assert hyper.dtype == np.float64
+    again = OptimizerSpec.unpack(hyper)
+    assert again == spec
+    assert isinstance(again.kind, Kind)
+    assert isinstance(again.warmup_steps, int)
+    assert isinstance(again.staleness_aware, bool)
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "field"),
+    [
+        (KIND, 0, "kind"),
+        (KIND, 1.5, "kind"),
+        (KIND, np.nan, "kind"),
+        (LR, np.nan, "lr"),
+        (WARMUP_STEPS, 0.5, "warmup_steps"),
+        (STALENESS_AWARE, 2, "staleness_aware"),
+    ],
+)
+def test_unpacking_refuses_what_no_specification_has(index: int, value: float, field: str) -> None:
+    hyper = OptimizerSpec(Kind.SGD).pack()
+    hyper[index] = value
+    with pytest.raises(ValueError, match=rf"^{field} "):
+        OptimizerSpec.unpack(hyper)
+
+
+def test_unpacking_refuses_another_shape_or_type() -> None:
+    with pytest.raises(ValueError, match="hyper"):
+        OptimizerSpec.unpack(np.zeros(HYPER - 1))
+    with pytest.raises(ValueError, match="hyper"):
+        OptimizerSpec.unpack(np.zeros(HYPER, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "others"),
+    [
+        ("kind", 0, {}),
+        ("kind", "SGD", {}),
+        ("lr", -0.1, {}),
+        ("lr", float("inf"), {}),
+        ("lr", "0.1", {}),
+        ("lr", True, {}),
+        ("momentum", 1.0, {}),
+        ("momentum", -0.1, {}),
+        ("momentum", 0.0, {"kind": Kind.NESTEROV}),
+        ("beta1", 1.0, {}),
+        ("beta2", float("nan"), {}),
+        ("eps", 0.0, {}),
+        ("eps", 1e-40, {}),
+        ("weight_decay", -1e-9, {}),
+        ("schedule", 4, {}),
+        ("warmup_steps", -1, {}),
+        ("warmup_steps", 1.0, {}),
+        ("warmup_steps", 2**53 + 1, {}),
+        ("step_size", 0, {"schedule": Schedule.STEP}),
+        ("step_gamma", 0.0, {}),
+        ("total_steps", 5, {"schedule": Schedule.COSINE, "warmup_steps": 5}),
+        ("min_lr", 0.2, {"lr": 0.1}),
+        ("min_lr", -0.2, {}),
+        ("staleness_aware", 1, {}),
+    ],
+)
+def test_a_wrong_field_is_named(field: str, value: object, others: dict[str, Any]) -> None:
+    values: dict[str, Any] = {"kind": Kind.SGD, **others, field: value}
+    with pytest.raises(ValueError, match=rf"^{field} must be"):
+        OptimizerSpec(**values)
+
+
+def test_defaults_of_eps_are_those_of_torch() -> None:
+    assert OptimizerSpec(Kind.ADAGRAD).eps == 1e-10
+    assert OptimizerSpec(Kind.ADAM).eps == 1e-8
+    assert OptimizerSpec(Kind.ADAMW).eps == 1e-8
+    assert OptimizerSpec(Kind.ADAM, eps=1e-3).eps == 1e-3
+
+
+def test_slots_of_each_kind() -> None:
+    assert [slots(kind) for kind in Kind] == [0, 1, 1, 1, 2, 2]
+    with pytest.raises(ValueError, match="7"):
+        slots(7)
+
+
+def test_naming_an_optimizer_loads_no_compiler() -> None:
+    program = "import sys, gadei_ps.kernels.optimizers; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
