@@ -1,0 +1,149 @@
+"""Accuracy of `gadei-ps train` on real data: one learner, two, and two of which one is killed often.
+
+    python benchmarks/accuracy.py [--data DIR] [--sets trec6 mr] [--kill-every 10] [--seeds 1]
+
+DIR holds trec6/{train,test}.csv and mr/all.csv (a tenth of which is held out here as the test file).
+Writes results/accuracy.json. Takes minutes to hours: it runs the command's defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from common import table, write_results
+
+from gadei_ps import dataset
+from gadei_ps.control import Status, ask
+from gadei_ps.errors import GadeiError
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+KIM = {"trec6": 0.912, "mr": 0.761}  # Kim (2014), CNN-rand
+REACH = {"trec6": 0.88, "mr": 0.74}
+
+
+def files(data: Path, name: str, scratch: Path) -> tuple[Path, Path]:
+    """The set's training and test file; for a set without a test file a tenth is held out."""
+    if (data / name / "test.csv").exists():
+        return data / name / "train.csv", data / name / "test.csv"
+    whole = dataset.read_training(data / name / "all.csv")
+    parts = dataset.split(whole, 0.1, seed=1)
+    paths = (scratch / f"{name}-train.csv", scratch / f"{name}-test.csv")
+    for path, part in zip(paths, parts, strict=True):
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+            writer.writerow(["text", "label"])
+            for text, label in zip(part.texts, part.labels, strict=True):
+                writer.writerow([text, part.label_names[label]])
+    return paths
+
+
+class Killer:
+    """Kills a random learner of a job at a fixed interval."""
+
+    def __init__(self, job: str, every_s: float) -> None:
+        self.kills = 0
+        self._job, self._every_s = job, every_s
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Killer:
+        if self._every_s:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end.set()
+        if self._every_s:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(self._every_s):
+            try:
+                learners = ask(self._job, Status())["learners"]
+            except GadeiError:
+                continue
+            if learners:
+                os.kill(random.choice(learners)["pid"], signal.SIGKILL)
+                self.kills += 1
+
+
+def train(
+    train_file: Path, test_file: Path, learners: int, kill_every_s: float, seed: int, out: Path
+) -> dict[str, Any]:
+    """One run of the command with its defaults; its summary and the number of kills."""
+    job = f"accuracy-{os.getpid()}"
+    command = [sys.executable, "-m", "gadei_ps", "train", str(train_file), "--json"]
+    command += ["--test", str(test_file), "--learners", str(learners), "--seed", str(seed)]
+    command += ["--out", str(out), "--job", job]
+    with Killer(job, kill_every_s) as killer:
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout) | {"kills": killer.kills}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=SHARED)
+    parser.add_argument("--sets", nargs="+", default=["trec6", "mr"])
+    parser.add_argument("--kill-every", type=float, default=10.0)
+    parser.add_argument("--seeds", type=int, default=1)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    ratios: list[dict[str, Any]] = []
+    cases = [("1 learner", 1, 0.0), ("2 learners", 2, 0.0)]
+    cases.append((f"2 learners, one killed every {options.kill_every:g} s", 2, options.kill_every))
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in options.sets:
+            train_file, test_file = files(options.data, name, Path(scratch))
+            for seed in range(options.seeds):
+                for case, learners, kill_every_s in cases:
+                    told = {"contender": case, "set": name, "seed": seed}
+                    found = train(
+                        train_file, test_file, learners, kill_every_s, seed, Path(scratch) / "model"
+                    )
+                    found.pop("model_dir")
+                    rows.append(told | found)
+                    print(json.dumps(rows[-1]), flush=True)
+                    write_results("accuracy", rows, ratios)
+            mine = [row for row in rows if row["set"] == name]
+            one = next(row for row in mine if row["learners"] == 1)
+            ratios += [
+                {
+                    "set": name,
+                    "contender": row["contender"],
+                    "test_accuracy": row["test_accuracy"],
+                    "less_than_one_learner": one["test_accuracy"] - row["test_accuracy"],
+                    "reach": REACH.get(name),
+                    "kim_2014": KIM.get(name),
+                }
+                for row in mine
+            ]
+    header = ["set", "case", "test", "validation", "epochs", "samples/s", "kills"]
+    lines = [
+        [
+            row["set"],
+            row["contender"],
+            f"{row['test_accuracy']:.4f}",
+            f"{row['validation_accuracy']:.4f}",
+            str(row["epochs"]),
+            f"{row['samples_per_s']:.0f}",
+            str(row["kills"]),
+        ]
+        for row in rows
+    ]
+    print(table(header, lines))
+    print(write_results("accuracy", rows, ratios))
+
+
+if __name__ == "__main__":
+    main()

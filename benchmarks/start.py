@@ -1,0 +1,85 @@
+"""How long a daemon takes to be ready, a learner to attach, and a push to be applied.
+
+    python benchmarks/start.py [--rounds 10]
+
+Ready: from the start of `gadei-ps serve` to its socket's first answer, with warm caches. Attach:
+Client(...) in a process that has imported it, beside the same with a new model. Round trip: a 4 KB
+push until it is applied, seen from the learner, spinning and asleep alike as the job's default has
+it. Writes results/start.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from common import summary, table, write_results
+
+from gadei_ps.daemon import running
+from gadei_ps.learners.client import Client
+
+
+def start(job_file: Path) -> tuple[subprocess.Popen[bytes], float]:
+    """A daemon in the foreground of a child, and the seconds until it answered."""
+    begin = time.perf_counter()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "gadei_ps", "serve", str(job_file)], stderr=subprocess.DEVNULL
+    )
+    while not running(job_file.stem):
+        if child.poll() is not None:
+            raise SystemExit("the daemon has ended; run gadei-ps serve by hand to see why")
+        time.sleep(0.001)
+    return child, time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    seconds: dict[str, list[float]] = {"daemon ready": [], "attach": [], "4 KB push applied": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        job_file = Path(scratch) / f"start-{os.getpid()}.toml"
+        job_file.write_text('[[tensors]]\nname = "w"\nshape = [1000]\n')
+        for number in range(options.rounds + 1):
+            child, ready_s = start(job_file)
+            try:
+                begin = time.perf_counter()
+                client = Client(job_file.stem)
+                attach_s = time.perf_counter() - begin
+                gradient = {"w": np.ones(1000, np.float32)}
+                pushes = []
+                for _ in range(200):
+                    begin = time.perf_counter()
+                    client.push(gradient)
+                    client.wait_applied()
+                    pushes.append(time.perf_counter() - begin)
+                client.detach()
+            finally:
+                child.send_signal(signal.SIGTERM)
+                child.wait()
+            if number:  # the first round warms the caches
+                seconds["daemon ready"].append(ready_s)
+                seconds["attach"].append(attach_s)
+                seconds["4 KB push applied"].append(sorted(pushes)[len(pushes) // 2])
+    reach = {"daemon ready": 2.0, "attach": 0.05, "4 KB push applied": None}
+    rows = [
+        {"contender": name, **summary(taken), "reach_s": reach[name]}
+        for name, taken in seconds.items()
+    ]
+    lines = [
+        [str(row["contender"]), f"{row['median_s'] * 1e3:.3f}", f"{row['best_s'] * 1e3:.3f}"]
+        for row in rows
+    ]
+    print(table(["what", "median ms", "best ms"], lines))
+    print(write_results("start", rows, []))
+
+
+if __name__ == "__main__":
+    main()
