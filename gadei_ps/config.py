@@ -1,4 +1,4 @@
-"""What a job file says, checked. Every default is one that a user without an opinion should have."""
+"""What a job file says, checked. Defaults are for a user without an opinion."""
 
 from __future__ import annotations
 

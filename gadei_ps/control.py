@@ -1,9 +1,9 @@
 """The control protocol: what learners and tools say to a job's watchdog over its Unix socket.
 
-A message is a 4-byte length (network order) and that many bytes of JSON, at most MAX_MESSAGE. Every
-request has `v` (the protocol's version) and `op`; every reply has `ok`, and if that is false `error`
-(one line) and `kind` (name of the error's class). A request `offer` comes with the descriptor of a
-file that holds the initial weights.
+A message is a 4-byte length (network order) and that many bytes of JSON, at most MAX_MESSAGE.
+Every request has `v` (the protocol's version) and `op`; every reply has `ok`, and if that is false
+`error` (one line) and `kind` (name of the error's class). A request `offer` comes with the
+descriptor of a file that holds the initial weights.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gadei_ps import errors, runtime, segment
 from gadei_ps.errors import ControlError, JobNotFound
 
-PROTOCOL = 1
+PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20
 LENGTH = struct.Struct("!I")
 
@@ -83,9 +83,7 @@ class StopJob(_Message):
     timeout_s: float = Field(30.0, gt=0, le=3600)
 
 
-Request = Annotated[
-    Attach | Detach | Offer | SetWork | Status | StopJob, Field(discriminator="op")
-]
+Request = Annotated[Attach | Detach | Offer | SetWork | Status | StopJob, Field(discriminator="op")]
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 
 

@@ -1,6 +1,6 @@
 """A job's daemon as a child of a command: start it, wait until it is ready, end it.
 
-`python -m gadei_ps.daemon` is that child; `gadei-ps serve` runs the same watchdog in the foreground.
+`python -m gadei_ps.daemon` is that child; `gadei-ps serve` runs the same in the foreground.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ class Daemon:
         env = os.environ | {CONFIG_VARIABLE: self.config.model_dump_json()}
         try:
             self._process = process.spawn(
-                [*self._command, str(write)], env=env, stdout=2, pass_fds=[write], how=signal.SIGTERM
+                [*self._command, str(write)],
+                env=env,
+                stdout=2,
+                pass_fds=[write],
+                how=signal.SIGTERM,
             )
         finally:
             os.close(write)

@@ -11,6 +11,9 @@ Compiled; also plain Python through `.py_func`. `c` is the control segment, shap
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import numba
 import numpy as np
 
@@ -25,7 +28,13 @@ DONE = int(layout.Work.DONE)
 HALF = np.uint64(32)
 INDEX = np.uint64(2**32 - 1)
 
-compiled = numba.njit(nogil=True, cache=True)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Compiled without the GIL; keeps the signature for the type checker."""
+    made: F = numba.njit(nogil=True, cache=True)(function)
+    return made
 
 
 @compiled
@@ -124,7 +133,7 @@ def assign(c: np.ndarray, row: int) -> np.uint64:
     if free < 0 or c[0].work != WORKING:
         return NO_BATCH
     if c[0].requeued > 0:
-        batch = c[0].requeue[c[0].requeued - np.uint64(1)]
+        batch: np.uint64 = c[0].requeue[c[0].requeued - np.uint64(1)]
         c[0].roster[row].outstanding[free] = batch
         fence()
         c[0].requeued -= np.uint64(1)

@@ -59,7 +59,7 @@ class Segment:
 
     def array(self, dtype: object, count: int, at: int) -> np.ndarray:
         """`count` values that begin `at` bytes from the segment's begin."""
-        return np.frombuffer(self.memory, np.dtype(dtype), count, at)  # type: ignore[call-overload,no-any-return]
+        return np.frombuffer(self.memory, np.dtype(dtype), count, at)  # type: ignore[call-overload]
 
     @property
     def header(self) -> np.void:
@@ -225,8 +225,6 @@ def _look(name: str, job: str, part: str, uid: int) -> Found | None:
     raw = raw.ljust(layout.HEADER.itemsize, b"\0")
     header = np.frombuffer(raw, layout.HEADER, 1)[0]
     pid, start = int(header["owner_pid"]), int(header["owner_start"])
-    if pid:
-        stale = not process.alive(pid, start)
-    else:
-        stale = time.time() - status.st_mtime > HALF_MADE_S
+    half_made_s = time.time() - status.st_mtime
+    stale = not process.alive(pid, start) if pid else half_made_s > HALF_MADE_S
     return Found(f"/{name}", job, part, uid, status.st_size, pid, stale=stale, readable=True)

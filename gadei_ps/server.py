@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gadei_ps import _native, layout, log, process, segment, shard, sync, weights
+from gadei_ps import _native, layout, log, process, segment, shard, sync
 from gadei_ps.errors import GadeiError
 from gadei_ps.layout import CONTROL, ENTRY, RING, STATE, Action, Phase, Reason, SegmentKind, Work
 from gadei_ps.segment import Segment, segment_name
@@ -63,7 +63,9 @@ class Server:
         self.table = np.zeros((layout.MAX_LEARNERS, shard.TABLE), np.uint64)
         self.words = np.zeros(shard.WORDS, np.uint64)
         self.commits: collections.deque[sync.Commit] = collections.deque()
-        self.refusals: dict[tuple[int, int], int] = {}  # (row, sequence) -> reason, until carried out
+        self.refusals: dict[
+            tuple[int, int], int
+        ] = {}  # (row, sequence) -> reason, until carried out
         self.crashed: BaseException | None = None
         self.stop_asked = False
         self._manager_bell = self._word("manager_bell")
@@ -232,7 +234,7 @@ class Server:
         return bool((seen == self.words[shard.TABLE_VERSION]).all())
 
     def _retire(self) -> None:
-        """Lets go of rings that are drained: first the shards forget them, then the mapping goes."""
+        """Lets go of drained rings: first the shards forget them, then the mapping goes."""
         for member in list(self.members.values()):
             if not member.leaving or member.joined or not int(self.roster[member.row]["drained"]):
                 continue

@@ -19,6 +19,8 @@ reads this backwards.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -56,7 +58,14 @@ from gadei_ps.symbols import (
     words,
 )
 
-compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Compiled without the GIL; keeps the signature for the type checker."""
+    made: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return made
+
 
 CHUNK = layout.CHUNK
 MAX_LEARNERS = layout.MAX_LEARNERS
@@ -154,6 +163,12 @@ def streams(kind: int) -> int:
 
 
 @compiled
+def _int(value: Any) -> int:
+    """As a signed word: Numba makes a float of signed and unsigned words mixed."""
+    return np.int64(value)  # type: ignore[return-value]
+
+
+@compiled
 def check_frame(
     c: np.ndarray, frame: np.ndarray, generation: np.uint64, sequence: np.uint64, elements: int
 ) -> int:
@@ -190,7 +205,7 @@ def check_frame(
 def staleness_bin(staleness: np.uint64) -> int:
     """0 to 15 have a bin each, then one bin for each power of two; the last takes the rest."""
     if staleness < np.uint64(16):
-        return np.int64(staleness)
+        return _int(staleness)
     bin_ = 16
     rest = staleness >> np.uint64(5)
     while rest > ZERO and bin_ < HISTOGRAM - 1:
@@ -227,9 +242,7 @@ def _save(places: np.ndarray, kept: int, begin: int, count: int) -> None:
     if kept > 0:
         _copy(floats(places[UNDO_AT] + step, count), floats(places[SLOT0_AT] + at, count))
     if kept > 1:
-        _copy(
-            floats(places[UNDO_AT] + step + step, count), floats(places[SLOT1_AT] + at, count)
-        )
+        _copy(floats(places[UNDO_AT] + step + step, count), floats(places[SLOT1_AT] + at, count))
 
 
 @compiled
@@ -240,9 +253,7 @@ def _restore(places: np.ndarray, kept: int, begin: int, count: int) -> None:
     if kept > 0:
         _copy(floats(places[SLOT0_AT] + at, count), floats(places[UNDO_AT] + step, count))
     if kept > 1:
-        _copy(
-            floats(places[SLOT1_AT] + at, count), floats(places[UNDO_AT] + step + step, count)
-        )
+        _copy(floats(places[SLOT1_AT] + at, count), floats(places[UNDO_AT] + step + step, count))
 
 
 @compiled
@@ -266,7 +277,7 @@ def _apply_chunks(
     payloads, dtypes: of the gradients, the first `members` of them. Parameters are moved by the
     optimizer, buffers by plain addition.
     """
-    parameters = np.int64(places[PARAMETERS])
+    parameters = _int(places[PARAMETERS])
     chunk = first
     for begin in range(low + first * CHUNK, high, CHUNK):
         count = min(CHUNK, high - begin)
@@ -323,7 +334,7 @@ def _settle(c: np.ndarray, row: int, batch: np.uint64) -> None:
 def _top_up(c: np.ndarray, row: int, ring: np.uint64) -> bool:
     """Hands out batches until the learner holds as many as it may. True if it got one."""
     got = False
-    missing = np.int64(c[0].ahead) - ledger.held(c, row)
+    missing = _int(c[0].ahead) - ledger.held(c, row)
     for _ in range(missing):
         batch = ledger.assign(c, row)
         if batch == NO_BATCH:
@@ -373,7 +384,7 @@ def _refuse(c: np.ndarray, row: int, reason: int) -> None:
 @compiled
 def _empty(state: np.ndarray, shards: int, row: int, head: np.uint64) -> bool:
     """Whether every shard has consumed all that was published."""
-    for shard in range(shards):
+    for shard in range(shards):  # noqa: SIM110 (compiled: no generators)
         if state[0].applied[shard, row] != head:
             return False
     return True
@@ -397,8 +408,15 @@ def _finish(c: np.ndarray, state: np.ndarray, shard: int) -> None:
 
 @compiled
 def _begin(
-    state: np.ndarray, shard: int, ring: int, generation: np.uint64, sequence: np.uint64,
-    rate: float, version: np.uint64, applies: int, cursor: np.uint64,
+    state: np.ndarray,
+    shard: int,
+    ring: int,
+    generation: np.uint64,
+    sequence: np.uint64,
+    rate: float,
+    version: np.uint64,
+    applies: int,
+    cursor: np.uint64,
 ) -> None:
     """Writes down what is about to be applied."""
     record = state[0].record[shard]
@@ -445,8 +463,8 @@ def serve(shard: int, low: int, high: int, places: np.ndarray) -> int:
     table = words(places[TABLE_AT], MAX_LEARNERS * TABLE)
     table_version = places[WORDS_AT] + np.uint64(8 * TABLE_VERSION)
     quit_word = places[WORDS_AT] + np.uint64(8 * QUIT)
-    elements = np.int64(places[ELEMENTS])
-    kind = np.int64(c[0].optimizer)
+    elements = _int(places[ELEMENTS])
+    kind = _int(c[0].optimizer)
     kept = 0
     if places[SLOT0_AT] != ZERO:
         kept = 1
@@ -523,19 +541,33 @@ def serve(shard: int, low: int, high: int, places: np.ndarray) -> int:
                     at = rings[i] + table[row * TABLE + RING_SLOTS_AT] + slot
                     frame = _frame(at)
                     payloads[members] = at + PAYLOAD_AT
-                    dtypes[members] = np.int64(frame[0].dtype)
+                    dtypes[members] = _int(frame[0].dtype)
                     scale += frame[0].rate_scale
                     members += 1
                 rate = 0.0
                 if members > 0:
-                    rate = cpu.learning_rate(hyper, np.int64(record.steps)) * scale / members
-                _begin(state, shard, MAX_LEARNERS, ZERO, superstep, rate, c[0].version,
-                       members, cursor)
+                    rate = cpu.learning_rate(hyper, _int(record.steps)) * scale / members
+                _begin(
+                    state, shard, MAX_LEARNERS, ZERO, superstep, rate, c[0].version, members, cursor
+                )
                 if members > 0:
-                    cpu.coefficients(kind, hyper, rate, np.int64(record.step) + 1, coef)
+                    cpu.coefficients(kind, hyper, rate, _int(record.step) + 1, coef)
                     put(me + SEQUENCE, get(me + SEQUENCE) + ONE)
-                    _apply_chunks(places, kind, kept, low, high, 0, cursor, coef, payloads,
-                                  dtypes, members, scratch, mean)
+                    _apply_chunks(
+                        places,
+                        kind,
+                        kept,
+                        low,
+                        high,
+                        0,
+                        cursor,
+                        coef,
+                        payloads,
+                        dtypes,
+                        members,
+                        scratch,
+                        mean,
+                    )
                     put(me + SEQUENCE, get(me + SEQUENCE) + ONE)
                     consumed += members
                 if shard == 0:
@@ -553,7 +585,7 @@ def serve(shard: int, low: int, high: int, places: np.ndarray) -> int:
                             c[0].roster[row].dropped += ONE
                             ledger.requeue(c, row, frame[0].batch)
                         else:
-                            _refuse(c, row, np.int64(c[0].superstep_reason[row]))
+                            _refuse(c, row, _int(c[0].superstep_reason[row]))
                             _settle(c, row, frame[0].batch)
                     put(control + VERSION, record.version + np.uint64(members))
                 _finish(c, state, shard)
@@ -587,17 +619,30 @@ def serve(shard: int, low: int, high: int, places: np.ndarray) -> int:
                 reason = check_frame(c, frame, generations[i], tails[i], elements)
                 if reason == OK:
                     version = get(control + VERSION)
-                    rate = cpu.learning_rate(hyper, np.int64(record.steps)) * frame[0].rate_scale
+                    rate = cpu.learning_rate(hyper, _int(record.steps)) * frame[0].rate_scale
                     pulled = frame[0].version
                     if version > pulled:
-                        rate = cpu.stale_rate(hyper, rate, np.int64(version - pulled))
+                        rate = cpu.stale_rate(hyper, rate, _int(version - pulled))
                     _begin(state, shard, row, generations[i], tails[i], rate, version, 1, cursor)
-                    cpu.coefficients(kind, hyper, rate, np.int64(record.step) + 1, coef)
+                    cpu.coefficients(kind, hyper, rate, _int(record.step) + 1, coef)
                     payloads[0] = at + PAYLOAD_AT
-                    dtypes[0] = np.int64(frame[0].dtype)
+                    dtypes[0] = _int(frame[0].dtype)
                     put(me + SEQUENCE, get(me + SEQUENCE) + ONE)
-                    _apply_chunks(places, kind, kept, low, high, 0, cursor, coef, payloads,
-                                  dtypes, 1, scratch, mean)
+                    _apply_chunks(
+                        places,
+                        kind,
+                        kept,
+                        low,
+                        high,
+                        0,
+                        cursor,
+                        coef,
+                        payloads,
+                        dtypes,
+                        1,
+                        scratch,
+                        mean,
+                    )
                     put(me + SEQUENCE, get(me + SEQUENCE) + ONE)
                     if shard == 0:
                         _account(c, row, frame, version)
@@ -628,7 +673,7 @@ def serve(shard: int, low: int, high: int, places: np.ndarray) -> int:
             for i in range(count):
                 row = rows[i]
                 if c[0].roster[row].wanted != generations[i] and c[0].roster[row].drained == 0:
-                    if _empty(state, np.int64(c[0].shards), row, get(rings[i] + HEAD)):
+                    if _empty(state, _int(c[0].shards), row, get(rings[i] + HEAD)):
                         _depart(c, row)
                         bell(control + MANAGER_BELL)
                     else:
@@ -653,8 +698,9 @@ def serve(shard: int, low: int, high: int, places: np.ndarray) -> int:
         watched = count
         if collect and shard != 0:
             watched = 0
-        shard_sleep(control, rings.ctypes.data, seen.ctypes.data, np.uint64(watched), bell_seen,
-                    BEAT_NS)
+        shard_sleep(
+            control, rings.ctypes.data, seen.ctypes.data, np.uint64(watched), bell_seen, BEAT_NS
+        )
         idle_since = 0.0
 
 
@@ -676,17 +722,17 @@ def recover(shard: int, low: int, high: int, places: np.ndarray) -> int:
     in_hand = 0
     if position != IDLE:
         in_hand = 1
-        kind = np.int64(c[0].optimizer)
+        kind = _int(c[0].optimizer)
         kept = 0
         if places[SLOT0_AT] != ZERO:
             kept = 1
         if places[SLOT1_AT] != ZERO:
             kept = 2
-        chunk = np.int64(position >> ONE)
+        chunk = _int(position >> ONE)
         begin = low + chunk * CHUNK
         if position & ONE:
             count = min(CHUNK, high - begin)
-            _restore(places, kept if begin < np.int64(places[PARAMETERS]) else 0, begin, count)
+            _restore(places, kept if begin < _int(places[PARAMETERS]) else 0, begin, count)
             put(cursor, np.uint64(chunk) << ONE)
         payloads = np.zeros(MAX_LEARNERS, np.uint64)
         dtypes = np.zeros(MAX_LEARNERS, np.int64)
@@ -707,12 +753,25 @@ def recover(shard: int, low: int, high: int, places: np.ndarray) -> int:
             slot = (sequence % np.uint64(c[0].slots)) * table[row * TABLE + RING_SLOT_BYTES]
             at = ring + table[row * TABLE + RING_SLOTS_AT] + slot
             payloads[members] = at + PAYLOAD_AT
-            dtypes[members] = np.int64(_frame(at)[0].dtype)
+            dtypes[members] = _int(_frame(at)[0].dtype)
             members += 1
         if members > 0:
-            cpu.coefficients(kind, c[0].hyper, record.rate, np.int64(record.step) + 1, coef)
-            _apply_chunks(places, kind, kept, low, high, chunk, cursor, coef, payloads, dtypes,
-                          members, scratch, mean)
+            cpu.coefficients(kind, c[0].hyper, record.rate, _int(record.step) + 1, coef)
+            _apply_chunks(
+                places,
+                kind,
+                kept,
+                low,
+                high,
+                chunk,
+                cursor,
+                coef,
+                payloads,
+                dtypes,
+                members,
+                scratch,
+                mean,
+            )
         if shard == 0:
             put(control + VERSION, record.version + record.applies)
         _finish(c, state, shard)
@@ -732,4 +791,4 @@ SIGNATURE = "int64(int64, int64, int64, uint64[::1])"
 def load() -> None:
     """Loads `serve` and `recover` from Numba's cache, or compiles them (some 20 s, once)."""
     for function in (recover, serve):
-        function.compile(SIGNATURE)
+        function.compile(SIGNATURE)  # type: ignore[attr-defined]

@@ -47,19 +47,19 @@ def _pointer(context: Any, address: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, inline="always")
-def floats(address: int, count: int) -> np.ndarray:
+def floats(address: int, count: int) -> Any:
     """`count` float32 values at an address."""
     return carray(_pointer(np.uint64(address)), (count,), np.float32)
 
 
 @njit(nogil=True, cache=True, inline="always")
-def halves(address: int, count: int) -> np.ndarray:
+def halves(address: int, count: int) -> Any:
     """`count` 16-bit values at an address."""
     return carray(_pointer(np.uint64(address)), (count,), np.uint16)
 
 
 @njit(nogil=True, cache=True, inline="always")
-def words(address: int, count: int) -> np.ndarray:
+def words(address: int, count: int) -> Any:
     """`count` 64-bit words at an address."""
     return carray(_pointer(np.uint64(address)), (count,), np.uint64)
 
@@ -68,7 +68,7 @@ def structs(dtype: np.dtype[np.void]) -> Any:
     """A compiled function `view(address)`: the struct at an address as an array of shape (1,)."""
 
     @njit(nogil=True, cache=True, inline="always")
-    def view(address: int) -> np.ndarray:
+    def view(address: int) -> Any:
         return carray(_pointer(np.uint64(address)), (1,), dtype)
 
     return view

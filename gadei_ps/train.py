@@ -209,16 +209,12 @@ class _Run:
     def run(self, data: Path) -> None:
         """Trains until the epochs are done or the held-out tenth gets no better."""
         batches = -(-len(self.corpus.train) // self.batch_size)
-        self.daemon.request(
-            SetWork(batches=batches, epochs=self.epochs, seed=self.settings.seed)
-        )
+        self.daemon.request(SetWork(batches=batches, epochs=self.epochs, seed=self.settings.seed))
         command = [sys.executable, "-m", "gadei_ps.learners.text_learner", str(data)]
-        learners = Learners(
-            command, self.settings.learners, str(self.daemon.socket), stdout=2
-        )
+        learners = Learners(command, self.settings.learners, str(self.daemon.socket), stdout=2)
         try:
             self._watch(learners, batches)
-            self.status = self.daemon.request(StopJob(drain=True), timeout_s=60.0)
+            self.status = self.daemon.request(StopJob(drain=True, timeout_s=30.0), timeout_s=60.0)
             learners.end()
         finally:
             learners.kill()
@@ -358,5 +354,3 @@ class _Run:
             {**summary, "history": self.history},
         )
         return summary
-
-

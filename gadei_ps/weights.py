@@ -1,8 +1,8 @@
 """The model in memory: which tensors there are, where each lies, and views of them.
 
 Parameters come first, buffers (batch-norm statistics, which no optimizer moves) after them from a
-chunk boundary on, so that no chunk holds both. Each tensor begins at a multiple of 64 bytes. A dense
-gradient has the same layout.
+chunk boundary on, so that no chunk holds both. Each tensor begins at a multiple of 64 bytes. A
+dense gradient has the same layout.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def segment_bytes(model: Model) -> int:
 
 def data_at(tensors: int) -> int:
     """Where the values begin, bytes from the segment's begin; a whole page for devices."""
-    return layout.rounded(
-        layout.WEIGHTS.itemsize + tensors * layout.TENSOR.itemsize, layout.PAGE
-    )
+    return layout.rounded(layout.WEIGHTS.itemsize + tensors * layout.TENSOR.itemsize, layout.PAGE)
 
 
 def write_table(segment: Segment, model: Model) -> None:

@@ -130,7 +130,7 @@ class Client:
         given += [Tensor(name, np.shape(array), Role.BUFFER) for name, array in buffers.items()]
         model = weights.place(given)
         flat = model.flatten({**tensors, **buffers})
-        fd = memory_file(memoryview(flat))
+        fd = memory_file(flat.data)
         try:
             self._connection.request(
                 Offer(
@@ -283,9 +283,7 @@ class Client:
         source = np.ascontiguousarray(flat, np.float32)
         return _native.copy(self._wire, payload, source.ctypes.data, source.size)
 
-    def write_named(
-        self, payload: int, gradients: Mapping[str, npt.NDArray[Any] | None]
-    ) -> bool:
+    def write_named(self, payload: int, gradients: Mapping[str, npt.NDArray[Any] | None]) -> bool:
         """Writes all tensors' gradients into a claimed slot; True if a value is not finite.
 
         None and missing ones count as zero. Raises ModelMismatch.
@@ -368,9 +366,7 @@ class Client:
             SetWork(batches=-(-samples // batch_size), epochs=epochs, seed=seed)
         )
 
-    def batches(
-        self, samples: int, batch_size: int, epochs: int, seed: int = 0
-    ) -> Iterator[Batch]:
+    def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
         """Mini-batches as the server hands them out, until all epochs are done or the job stops.
 
         samples: rows of the data set, which every learner has whole. Each epoch is shuffled anew

@@ -1,4 +1,4 @@
-"""What a pipeline needs of the memory that a learner computes in: one interface, a file for each kind.
+"""What a pipeline needs of the memory that a learner computes in; a file for each kind of it.
 
 A device moves gradients from its own memory into a ring's slot and weights out of the segment. The
 conformance suite runs against every implementation.

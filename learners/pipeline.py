@@ -1,8 +1,8 @@
 """The paper's learner (GaDei, section 4.1 and Figure 5): compute, push and pull overlap.
 
 The main thread computes. A push thread and a pull thread move data; each is joined to it by a queue
-of size one (the paper's pushCnt and pullCnt, 0 or 1). Gradients and weights are double-buffered: one
-is computed with while the other is on its way. Buffers are swapped, never copied.
+of size one (the paper's pushCnt and pullCnt, 0 or 1). Gradients and weights are double-buffered:
+one is computed with while the other is on its way. Buffers are swapped, never copied.
 
     with Pipeline(client, Host()) as pipeline:
         while ...:

@@ -96,7 +96,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Pushes the gradients that backward() left; waits for a free slot, not for the server.
 
         With data of the learner's own it also waits for the turn that the synchronization model
@@ -130,16 +130,16 @@ class Optimizer(torch.optim.Optimizer):
         self._pull()
         return result
 
-    def report(self, *, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
+    def report(
+        self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
+    ) -> None:
         """What the next step's gradient says of itself, for status and metrics."""
         if loss is not None:
             self._loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if samples is not None:
             self._samples = samples
 
-    def batches(
-        self, samples: int, batch_size: int, epochs: int, seed: int = 0
-    ) -> Iterator[Batch]:
+    def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
         """Mini-batches that the server hands out; see Client.batches. One step() for each."""
         self._own_data = False
         for batch in self.client.batches(samples, batch_size, epochs, seed):

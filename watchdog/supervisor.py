@@ -439,7 +439,7 @@ class Supervisor:
 def _read_values(fd: int, model: weights.Model) -> np.ndarray:
     """Initial values from a learner's file; read, not mapped, so that it cannot shrink below us."""
     values = np.empty(model.elements, np.float32)
-    view = memoryview(values).cast("B")
+    view = values.data.cast("B")
     at = 0
     while at < len(view):
         try:
