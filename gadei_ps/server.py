@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gadei_ps import _native, layout, log, process, segment, shard, sync
+from gadei_ps import _native, apply, layout, log, process, segment, shard, sync
+from gadei_ps import places as place
 from gadei_ps.errors import GadeiError
 from gadei_ps.layout import CONTROL, ENTRY, RING, STATE, Action, Phase, Reason, SegmentKind, Work
 from gadei_ps.segment import Segment, segment_name
@@ -60,8 +61,8 @@ class Server:
         self.state: Segment | None = None
         self.members: dict[int, Member] = {}
         self.threads: list[threading.Thread] = []
-        self.table = np.zeros((layout.MAX_LEARNERS, shard.TABLE), np.uint64)
-        self.words = np.zeros(shard.WORDS, np.uint64)
+        self.table = np.zeros((layout.MAX_LEARNERS, place.TABLE), np.uint64)
+        self.words = np.zeros(place.WORDS, np.uint64)
         self.commits: collections.deque[sync.Commit] = collections.deque()
         self.refusals: dict[
             tuple[int, int], int
@@ -119,7 +120,7 @@ class Server:
 
     def shutdown(self) -> None:
         """Stops the shards at the end of the gradient in hand."""
-        self.words[shard.QUIT] = 1
+        self.words[place.QUIT] = 1
         _native.bell(self._shard_bell)
         for thread in self.threads:
             thread.join(SHARD_EXIT_S)
@@ -142,7 +143,7 @@ class Server:
         for index in range(shards):
             low, high = layout.shard_range(elements, shards, index)
             places = self._places(index, elements, int(head["parameters"]))
-            shard.recover(index, low, high, places)
+            apply.recover(index, low, high, places)
             thread = threading.Thread(
                 target=self._run_shard,
                 args=(index, low, high, places),
@@ -162,18 +163,18 @@ class Server:
             at = int(state["slots_at"]) + stream * int(state["slot_bytes"])
             slot[stream] = self.state.address + at
         undo_bytes = layout.MAX_STREAMS * layout.CHUNK * 4
-        places = np.zeros(shard.PLACES, np.uint64)
-        places[shard.CONTROL_AT] = self.control_segment.address
-        places[shard.STATE_AT] = self.state.address
-        places[shard.WEIGHTS_AT] = self.weights.address + int(
+        places = np.zeros(place.PLACES, np.uint64)
+        places[place.CONTROL_AT] = self.control_segment.address
+        places[place.STATE_AT] = self.state.address
+        places[place.WEIGHTS_AT] = self.weights.address + int(
             self.weights.view(layout.WEIGHTS)["data_at"]
         )
-        places[shard.SLOT0_AT], places[shard.SLOT1_AT] = slot
-        places[shard.UNDO_AT] = self.state.address + int(state["undo_at"]) + index * undo_bytes
-        places[shard.TABLE_AT] = self.table.ctypes.data
-        places[shard.WORDS_AT] = self.words.ctypes.data
-        places[shard.ELEMENTS] = elements
-        places[shard.PARAMETERS] = parameters
+        places[place.SLOT0_AT], places[place.SLOT1_AT] = slot
+        places[place.UNDO_AT] = self.state.address + int(state["undo_at"]) + index * undo_bytes
+        places[place.TABLE_AT] = self.table.ctypes.data
+        places[place.WORDS_AT] = self.words.ctypes.data
+        places[place.ELEMENTS] = elements
+        places[place.PARAMETERS] = parameters
         return places
 
     def _run_shard(self, index: int, low: int, high: int, places: np.ndarray) -> None:
@@ -224,21 +225,21 @@ class Server:
         self._wake_grant(row)
 
     def _table_changed(self) -> None:
-        address = self.words.ctypes.data + 8 * shard.TABLE_VERSION
-        _native.store(address, int(self.words[shard.TABLE_VERSION]) + 1)
+        address = self.words.ctypes.data + 8 * place.TABLE_VERSION
+        _native.store(address, int(self.words[place.TABLE_VERSION]) + 1)
         _native.bell(self._shard_bell)
 
     def _seen_by_all(self) -> bool:
         shards = int(self.control["shards"])
         seen = self.control["shard"]["seen_table"][:shards]
-        return bool((seen == self.words[shard.TABLE_VERSION]).all())
+        return bool((seen == self.words[place.TABLE_VERSION]).all())
 
     def _retire(self) -> None:
         """Lets go of drained rings: first the shards forget them, then the mapping goes."""
         for member in list(self.members.values()):
             if not member.leaving or member.joined or not int(self.roster[member.row]["drained"]):
                 continue
-            if int(self.table[member.row, shard.RING_ADDRESS]) == member.ring.address:
+            if int(self.table[member.row, place.RING_ADDRESS]) == member.ring.address:
                 self.table[member.row] = 0
                 self._table_changed()
             if self._seen_by_all():
@@ -307,7 +308,7 @@ class Server:
         control = self.control_segment.array(CONTROL, 1, 0)
         elements = int(self.weights.view(layout.WEIGHTS)["elements"])
         return int(
-            shard.check_frame(
+            apply.check_frame(
                 control,
                 frame,
                 np.uint64(member.generation),

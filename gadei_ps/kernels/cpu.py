@@ -17,6 +17,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from gadei_ps.kernels import cache  # noqa: F401 (sets where Numba keeps compiled code)
 from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.optimizers import (
     BETA1,

@@ -1,0 +1,378 @@
+"""How one gradient is applied by one shard, so that whoever takes over can finish it exactly once.
+
+    record: which frame, which step, which rate          then cursor = 0
+    for each chunk:  weights and slots -> undo log       then cursor = chunk << 1 | 1
+                     update                              then cursor = (chunk + 1) << 1
+    applied sequence, steps, version: absolute values    then cursor = IDLE
+    the ring's tail                                                    SYNC POINT: slot
+
+Every `then` is a release store through an opaque call, which no load or store crosses. `recover`
+reads this backwards. Everything here is compiled and runs in the thread of the shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numba
+import numpy as np
+
+from gadei_ps import layout
+from gadei_ps.kernels import cpu
+from gadei_ps.kernels.optimizers import COEFFICIENTS
+from gadei_ps.layout import CONTROL, FRAME, RECORD, SHARD, STATE, Action, FrameKind, Reason
+from gadei_ps.layout import WireType as Wire
+from gadei_ps.places import (
+    CONTROL_AT,
+    PARAMETERS,
+    RING_ADDRESS,
+    RING_SLOT_BYTES,
+    RING_SLOTS_AT,
+    SLOT0_AT,
+    SLOT1_AT,
+    STATE_AT,
+    TABLE,
+    TABLE_AT,
+    UNDO_AT,
+    WEIGHTS_AT,
+)
+from gadei_ps.symbols import fence, floats, get, halves, put, release, structs, words
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Compiled without the GIL; keeps the signature for the type checker."""
+    made: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return made
+
+
+CHUNK = layout.CHUNK
+MAX_LEARNERS = layout.MAX_LEARNERS
+CHUNK_BYTES = np.uint64(layout.CHUNK * 4)
+PAYLOAD_AT = np.uint64(layout.PAYLOAD_AT)
+IDLE = np.uint64(layout.IDLE)
+ONE = np.uint64(1)
+ZERO = np.uint64(0)
+CHECKED = np.uint32(layout.CHECKED)
+NONFINITE = np.uint32(layout.NONFINITE)
+# Plain integers: Numba would carry an enum member along as a type of its own.
+DENSE = int(FrameKind.DENSE)
+FLOAT32 = int(Wire.FLOAT32)
+BFLOAT16 = int(Wire.BFLOAT16)
+FLOAT16 = int(Wire.FLOAT16)
+APPLY = int(Action.APPLY)
+SKIP = int(Action.SKIP)
+OK = int(Reason.OK)
+BAD_KIND = int(Reason.BAD_KIND)
+BAD_DTYPE = int(Reason.BAD_DTYPE)
+BAD_SIZE = int(Reason.BAD_SIZE)
+BAD_GENERATION = int(Reason.BAD_GENERATION)
+BAD_SEQUENCE = int(Reason.BAD_SEQUENCE)
+UNCHECKED = int(Reason.UNCHECKED)
+NOT_FINITE = int(Reason.NOT_FINITE)
+BAD_SCALE = int(Reason.BAD_SCALE)
+
+SEQUENCE = np.uint64(layout.offset(SHARD, "sequence"))
+VERSION = np.uint64(layout.offset(CONTROL, "version"))
+
+control_at = structs(CONTROL)
+state_at = structs(STATE)
+frame_at = structs(FRAME)
+
+
+class Shard(NamedTuple):
+    """What a shard thread knows of itself; made once by `shard_of`."""
+
+    index: int
+    low: int
+    """First value of its part."""
+    high: int
+    """The one after its last."""
+    places: np.ndarray
+    c: np.ndarray
+    """CONTROL, shape (1,)."""
+    state: np.ndarray
+    """STATE, shape (1,)."""
+    control: np.uint64
+    me: np.uint64
+    """Address of its struct in control."""
+    cursor: np.uint64
+    """Address of its record's cursor."""
+    kind: int
+    kept: int
+    """Optimizer slots: 0, 1 or 2."""
+    payloads: np.ndarray
+    """Addresses of the payloads in hand, shape (MAX_LEARNERS,)."""
+    dtypes: np.ndarray
+    scratch: np.ndarray
+    mean: np.ndarray
+    coef: np.ndarray
+
+
+@compiled
+def integer(value: Any) -> int:
+    """As a signed word: Numba makes a float of signed and unsigned words mixed."""
+    return np.int64(value)  # type: ignore[return-value]
+
+
+@compiled
+def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
+    """The shard of values low to high. places: see places.py."""
+    control = places[CONTROL_AT]
+    kept = 0
+    if places[SLOT0_AT] != ZERO:
+        kept = 1
+    if places[SLOT1_AT] != ZERO:
+        kept = 2
+    c = control_at(control)
+    at = np.uint64(index)
+    return Shard(
+        index,
+        low,
+        high,
+        places,
+        c,
+        state_at(places[STATE_AT]),
+        control,
+        control + SHARDS + at * SHARD_BYTES,
+        places[STATE_AT] + RECORDS + at * RECORD_BYTES + CURSOR,
+        integer(c[0].optimizer),
+        kept,
+        np.zeros(MAX_LEARNERS, np.uint64),
+        np.zeros(MAX_LEARNERS, np.int64),
+        np.zeros(CHUNK, np.float32),
+        np.zeros(CHUNK, np.float32),
+        np.zeros(COEFFICIENTS, np.float64),
+    )
+
+
+SHARDS = np.uint64(layout.offset(CONTROL, "shard"))
+SHARD_BYTES = np.uint64(SHARD.itemsize)
+RECORDS = np.uint64(layout.offset(STATE, "record"))
+RECORD_BYTES = np.uint64(RECORD.itemsize)
+CURSOR = np.uint64(layout.offset(RECORD, "cursor"))
+
+
+@compiled
+def check_frame(
+    c: np.ndarray, frame: np.ndarray, generation: np.uint64, sequence: np.uint64, elements: int
+) -> int:
+    """Why the frame must not be applied; OK if it may. Every shard comes to the same answer.
+
+    c: CONTROL, shape (1,). frame: FRAME, shape (1,).
+    """
+    if frame[0].generation != generation:
+        return BAD_GENERATION
+    if frame[0].sequence != sequence:
+        return BAD_SEQUENCE
+    if frame[0].kind != DENSE:
+        return BAD_KIND
+    if frame[0].dtype == FLOAT32:
+        size = 4
+    elif frame[0].dtype == BFLOAT16 or frame[0].dtype == FLOAT16:
+        size = 2
+    else:
+        return BAD_DTYPE
+    if frame[0].payload_bytes != np.uint64(elements * size):
+        return BAD_SIZE
+    if c[0].refuse_nonfinite:
+        if not frame[0].flags & CHECKED:
+            return UNCHECKED
+        if frame[0].flags & NONFINITE:
+            return NOT_FINITE
+    scale = frame[0].rate_scale
+    if not (scale >= 0.0 and math.isfinite(scale)):
+        return BAD_SCALE
+    return OK
+
+
+@compiled
+def slot_of(c: np.ndarray, table: np.ndarray, row: int, sequence: np.uint64) -> np.uint64:
+    """Address of the slot that holds the frame of this number. table: (MAX_LEARNERS * TABLE,)."""
+    slot = (sequence % np.uint64(c[0].slots)) * table[row * TABLE + RING_SLOT_BYTES]
+    address: np.uint64 = (
+        table[row * TABLE + RING_ADDRESS] + table[row * TABLE + RING_SLOTS_AT] + slot
+    )
+    return address
+
+
+@compiled
+def take(s: Shard, member: int, slot: np.uint64) -> None:
+    """The frame in this slot is the member-th of those in hand."""
+    s.payloads[member] = slot + PAYLOAD_AT
+    s.dtypes[member] = integer(frame_at(slot)[0].dtype)
+
+
+@compiled
+def _gradient(s: Shard, member: int, begin: int, count: int) -> Any:
+    """Values begin to begin + count of a payload, as float32; decoded ones in `scratch`."""
+    payload = s.payloads[member]
+    if s.dtypes[member] == FLOAT32:
+        return floats(payload + np.uint64(begin * 4), count)
+    source = halves(payload + np.uint64(begin * 2), count)
+    if s.dtypes[member] == BFLOAT16:
+        cpu.decode_bfloat16(source, s.scratch[:count])
+    else:
+        cpu.decode_float16(source, s.scratch[:count])
+    return s.scratch[:count]
+
+
+@compiled
+def _copy(to: np.ndarray, source: np.ndarray) -> None:
+    for i in range(source.size):
+        to[i] = source[i]
+
+
+@compiled
+def _save(places: np.ndarray, kept: int, begin: int, count: int) -> None:
+    """The chunk's weights and slots go into the undo log."""
+    at = np.uint64(begin * 4)
+    undo = places[UNDO_AT]
+    _copy(floats(undo, count), floats(places[WEIGHTS_AT] + at, count))
+    if kept > 0:
+        _copy(floats(undo + CHUNK_BYTES, count), floats(places[SLOT0_AT] + at, count))
+    if kept > 1:
+        second = undo + CHUNK_BYTES + CHUNK_BYTES
+        _copy(floats(second, count), floats(places[SLOT1_AT] + at, count))
+
+
+@compiled
+def _restore(places: np.ndarray, kept: int, begin: int, count: int) -> None:
+    """The other way."""
+    at = np.uint64(begin * 4)
+    undo = places[UNDO_AT]
+    _copy(floats(places[WEIGHTS_AT] + at, count), floats(undo, count))
+    if kept > 0:
+        _copy(floats(places[SLOT0_AT] + at, count), floats(undo + CHUNK_BYTES, count))
+    if kept > 1:
+        second = undo + CHUNK_BYTES + CHUNK_BYTES
+        _copy(floats(places[SLOT1_AT] + at, count), floats(second, count))
+
+
+@compiled
+def begin(
+    s: Shard,
+    ring: int,
+    generation: np.uint64,
+    sequence: np.uint64,
+    rate: float,
+    version: np.uint64,
+    applies: int,
+) -> None:
+    """Writes down what is about to be applied: a frame of a ring, or (ring MAX_LEARNERS) a
+    superstep of that number."""
+    record = s.state[0].record[s.index]
+    record.ring = np.uint64(ring)
+    record.generation = generation
+    record.sequence = sequence
+    record.step = record.steps
+    record.rate = rate
+    record.version = version
+    record.applies = np.uint64(applies)
+    put(s.cursor, ZERO)
+
+
+@compiled
+def apply_chunks(s: Shard, members: int, first: int) -> None:
+    """Applies the gradient in hand, or the mean of several, from the first-th chunk on.
+
+    Parameters are moved by the optimizer, buffers by plain addition. The sequence lock of the shard
+    is odd meanwhile.
+    """
+    record = s.state[0].record[s.index]
+    cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, s.coef)
+    lock = s.me + SEQUENCE
+    put(lock, get(lock) | ONE)
+    parameters = integer(s.places[PARAMETERS])
+    chunk = first
+    for start in range(s.low + first * CHUNK, s.high, CHUNK):
+        count = min(CHUNK, s.high - start)
+        is_parameter = start < parameters
+        _save(s.places, s.kept if is_parameter else 0, start, count)
+        put(s.cursor, (np.uint64(chunk) << ONE) | ONE)
+        if members == 1:
+            g = _gradient(s, 0, start, count)
+        else:
+            _copy(s.mean, _gradient(s, 0, start, count))
+            for k in range(1, members):
+                cpu.accumulate(s.mean[:count], _gradient(s, k, start, count))
+            cpu.scale(s.mean[:count], 1.0 / members)
+            g = s.mean[:count]
+        at = np.uint64(start * 4)
+        w = floats(s.places[WEIGHTS_AT] + at, count)
+        if is_parameter:
+            s0 = floats(s.places[SLOT0_AT] + at, count if s.kept > 0 else 0)
+            s1 = floats(s.places[SLOT1_AT] + at, count if s.kept > 1 else 0)
+            cpu.update(s.kind, s.coef, w, s0, s1, g)
+        else:
+            cpu.add(w, g)
+        chunk += 1
+        put(s.cursor, np.uint64(chunk) << ONE)
+    put(lock, (get(lock) | ONE) + ONE)  # SYNC POINT: chunk of weights
+
+
+@compiled
+def finish(s: Shard) -> None:
+    """Makes what is fully applied count: absolute values only, so that twice is once."""
+    record = s.state[0].record[s.index]
+    if s.index == 0:
+        put(s.control + VERSION, record.version + record.applies)
+    if record.ring < np.uint64(MAX_LEARNERS):
+        s.state[0].applied[s.index, record.ring] = record.sequence + ONE
+    else:
+        for row in range(MAX_LEARNERS):
+            if s.c[0].superstep_action[row] != SKIP:
+                s.state[0].applied[s.index, row] = s.c[0].superstep_upto[row]
+        record.supersteps = record.sequence
+    if record.applies > ZERO:
+        record.steps = record.step + ONE
+    fence()
+    put(s.cursor, IDLE)
+
+
+@compiled
+def recover(index: int, low: int, high: int, places: np.ndarray) -> int:
+    """Finishes what a server that died was applying; whoever has taken the lease, before `serve`.
+
+    Rolls the open chunk back from the undo log and goes on from it. Returns 1 if a gradient was in
+    hand. The frame is still in its ring, because its tail moves last.
+    """
+    s = shard_of(index, low, high, places)
+    table = words(places[TABLE_AT], MAX_LEARNERS * TABLE)
+    record = s.state[0].record[index]
+    position = get(s.cursor)
+    in_hand = 0
+    if position != IDLE:
+        in_hand = 1
+        chunk = integer(position >> ONE)
+        if position & ONE:
+            start = low + chunk * CHUNK
+            is_parameter = start < integer(places[PARAMETERS])
+            _restore(places, s.kept if is_parameter else 0, start, min(CHUNK, high - start))
+            put(s.cursor, np.uint64(chunk) << ONE)
+        members = 0
+        for row in range(MAX_LEARNERS):
+            if table[row * TABLE + RING_ADDRESS] == ZERO:
+                continue
+            if record.ring == np.uint64(row):
+                sequence = record.sequence
+            elif record.ring == np.uint64(MAX_LEARNERS) and s.c[0].superstep_action[row] == APPLY:
+                sequence = s.c[0].superstep_upto[row] - ONE
+            else:
+                continue
+            take(s, members, slot_of(s.c, table, row, sequence))
+            members += 1
+        if members > 0:
+            apply_chunks(s, members, chunk)
+        finish(s)
+    lock = s.me + SEQUENCE
+    if get(lock) & ONE:
+        put(lock, get(lock) + ONE)
+    for row in range(MAX_LEARNERS):
+        ring = table[row * TABLE + RING_ADDRESS]
+        if ring != ZERO:
+            release(ring, np.uint64(index), s.state[0].applied[index, row])
+    return in_hand

@@ -1,0 +1,34 @@
+"""What the manager of a parameter server and its shard threads share: plain words of the process.
+
+Indices into uint64 arrays, because compiled code and Python both read them. The manager writes, the
+shards read.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# The table of rings: columns of an array of shape (MAX_LEARNERS, TABLE).
+TABLE: Final = 4
+RING_ADDRESS: Final = 0  # 0: the row is not served
+RING_GENERATION: Final = 1
+RING_SLOT_BYTES: Final = 2
+RING_SLOTS_AT: Final = 3
+
+# An array of shape (WORDS,).
+WORDS: Final = 2
+TABLE_VERSION: Final = 0  # goes up with every change of the table
+QUIT: Final = 1
+
+# Addresses and sizes that a shard works with: an array of shape (PLACES,).
+PLACES: Final = 10
+CONTROL_AT: Final = 0
+STATE_AT: Final = 1
+WEIGHTS_AT: Final = 2  # of the values
+SLOT0_AT: Final = 3  # of the optimizer's slots; 0 where the optimizer has none
+SLOT1_AT: Final = 4
+UNDO_AT: Final = 5  # of this shard's undo log
+TABLE_AT: Final = 6
+WORDS_AT: Final = 7
+ELEMENTS: Final = 8
+PARAMETERS: Final = 9
