@@ -86,7 +86,7 @@ frame_at = structs(FRAME)
 class Shard(NamedTuple):
     """What a shard thread knows of itself; made once by `shard_of`."""
 
-    index: int
+    number: int
     low: int
     """First value of its part."""
     high: int
@@ -264,7 +264,7 @@ def begin(
 ) -> None:
     """Writes down what is about to be applied: a frame of a ring, or (ring MAX_LEARNERS) a
     superstep of that number."""
-    record = s.state[0].record[s.index]
+    record = s.state[0].record[s.number]
     record.ring = np.uint64(ring)
     record.generation = generation
     record.sequence = sequence
@@ -282,7 +282,7 @@ def apply_chunks(s: Shard, members: int, first: int) -> None:
     Parameters are moved by the optimizer, buffers by plain addition. The sequence lock of the shard
     is odd meanwhile.
     """
-    record = s.state[0].record[s.index]
+    record = s.state[0].record[s.number]
     cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, s.coef)
     lock = s.me + SEQUENCE
     put(lock, get(lock) | ONE)
@@ -317,15 +317,15 @@ def apply_chunks(s: Shard, members: int, first: int) -> None:
 @compiled
 def finish(s: Shard) -> None:
     """Makes what is fully applied count: absolute values only, so that twice is once."""
-    record = s.state[0].record[s.index]
-    if s.index == 0:
+    record = s.state[0].record[s.number]
+    if s.number == 0:
         put(s.control + VERSION, record.version + record.applies)
     if record.ring < np.uint64(MAX_LEARNERS):
-        s.state[0].applied[s.index, record.ring] = record.sequence + ONE
+        s.state[0].applied[s.number, record.ring] = record.sequence + ONE
     else:
         for row in range(MAX_LEARNERS):
             if s.c[0].superstep_action[row] != SKIP:
-                s.state[0].applied[s.index, row] = s.c[0].superstep_upto[row]
+                s.state[0].applied[s.number, row] = s.c[0].superstep_upto[row]
         record.supersteps = record.sequence
     if record.applies > ZERO:
         record.steps = record.step + ONE

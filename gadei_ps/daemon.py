@@ -93,6 +93,14 @@ class Daemon:
         if self._process.poll() is not None:
             raise JobFailed(f"the daemon of job {self.config.name!r} has ended")
 
+    def exit_code(self, timeout_s: float = 0.0) -> int | None:
+        """The watchdog's exit code, 0 after a stop that was asked for; None while it runs."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def request(self, message: Any, timeout_s: float = 10.0) -> dict[str, Any]:
         """One request to the job."""
         return control.ask(str(self.socket), message, timeout_s)

@@ -147,6 +147,25 @@ def read_test(
     return _dataset(rows, tuple(label_names), warnings)
 
 
+class Table(NamedTuple):
+    """A CSV file's header and rows, all of the header's width, and the texts among them."""
+
+    header: tuple[str, ...]
+    rows: list[list[str]]
+    texts: list[str]
+
+
+def read_table(path: str | PathLike[str], text_column: str = "text") -> Table:
+    """Read a CSV file of sentences without labels; an empty text is a sentence of no words.
+
+    Raises DatasetError as `read_training` does for a file that cannot be read or parsed.
+    """
+    (header_line, header), *lines = _rows_of(path)
+    text_at = _column(path, header_line, header, text_column)
+    rows = [fields for _, fields in lines]
+    return Table(tuple(header), rows, [row[text_at].strip() for row in rows])
+
+
 def _dataset(rows: list[_Row], names: tuple[str, ...], warnings: tuple[str, ...]) -> Dataset:
     number = {name: i for i, name in enumerate(names)}
     labels = np.array([number.get(row.label, UNSEEN_LABEL) for row in rows], np.int64)
@@ -154,14 +173,27 @@ def _dataset(rows: list[_Row], names: tuple[str, ...], warnings: tuple[str, ...]
 
 
 def _rows(path: str | PathLike[str], text_column: str, label_column: str) -> Iterator[_Row]:
+    rows = _rows_of(path)
+    header_line, names = next(rows)
+    text_at, label_at = (
+        _column(path, header_line, names, wanted) for wanted in (text_column, label_column)
+    )
+    for line, fields in rows:
+        text, label = fields[text_at].strip(), fields[label_at].strip()
+        for value, name in ((text, text_column), (label, label_column)):
+            if not value:
+                raise _error(path, line, f"the column {name!r} is empty", "fill or delete the row")
+        yield _Row(line, text, label)
+
+
+def _rows_of(path: str | PathLike[str]) -> Iterator[tuple[int, list[str]]]:
+    """The header, then every row filled up to its width, each with its line; at least one row."""
     records = _records(path)
     header_line, header = next(records, (0, []))
     if not header:
         raise _error(path, None, "the file is empty", "give a CSV file with a header line")
     names = [name.strip() for name in header]
-    text_at, label_at = (
-        _column(path, header_line, names, wanted) for wanted in (text_column, label_column)
-    )
+    yield header_line, names
     line = 0
     for line, fields in records:
         if len(fields) > len(names):
@@ -171,12 +203,7 @@ def _rows(path: str | PathLike[str], text_column: str, label_column: str) -> Ite
                 f"{len(fields)} fields where the header has {len(names)}",
                 "put quotes around a text that contains commas",
             )
-        fields += [""] * (len(names) - len(fields))
-        text, label = fields[text_at].strip(), fields[label_at].strip()
-        for value, name in ((text, text_column), (label, label_column)):
-            if not value:
-                raise _error(path, line, f"the column {name!r} is empty", "fill or delete the row")
-        yield _Row(line, text, label)
+        yield line, fields + [""] * (len(names) - len(fields))
     if not line:
         raise _error(path, None, "there is a header but no row", "add labelled sentences")
 

@@ -107,7 +107,8 @@ def close_epochs(c: np.ndarray) -> bool:
     """Counts the epochs that have become done. True if one has, or if all are."""
     changed = False
     while c[0].epochs_done < c[0].epochs and (
-        c[0].epochs_done < c[0].next >> HALF or (c[0].next & INDEX) == c[0].batches
+        c[0].epochs_done < c[0].next >> HALF
+        or (c[0].epochs_done == c[0].next >> HALF and (c[0].next & INDEX) == c[0].batches)
     ):
         if pending(c, c[0].epochs_done):
             break

@@ -108,8 +108,9 @@ def create(
         shared.close_fd()
     segment = Segment(name, memory, _native.address(memory), size)
     header = segment.header
-    header["owner_pid"] = os.getpid()
+    # Before the pid: an owner without a start time would look dead, and the segment stale.
     header["owner_start"] = process.start_ticks(os.getpid())
+    header["owner_pid"] = os.getpid()
     header["layout_version"] = layout.LAYOUT_VERSION
     header["kind"] = kind
     header["job_id"] = np.frombuffer(job_id, np.uint8)

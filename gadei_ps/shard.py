@@ -89,7 +89,7 @@ def _look_up(s: Shard, table: np.ndarray, known: np.ndarray) -> int:
     count = 0
     for row in range(MAX_LEARNERS):
         if table[row * TABLE + RING_ADDRESS] != ZERO:
-            tail = s.state[0].applied[s.index, row]
+            tail = s.state[0].applied[s.number, row]
             known[RINGS, count] = table[row * TABLE + RING_ADDRESS]
             known[SEEN, count] = tail
             known[ROWS, count] = np.uint64(row)
@@ -119,7 +119,7 @@ def _consume(s: Shard, known: np.ndarray, i: int, tail: np.uint64) -> None:
     """Frames below `tail` are done with: the learner may fill their slots."""
     known[TAILS, i] = tail
     known[SEEN, i] = tail
-    release(known[RINGS, i], np.uint64(s.index), tail)
+    release(known[RINGS, i], np.uint64(s.number), tail)
 
 
 @compiled
@@ -133,21 +133,21 @@ def _on_arrival(s: Shard, table: np.ndarray, known: np.ndarray, i: int) -> None:
     reason = check_frame(s.c, frame, known[GENERATIONS, i], tail, integer(s.places[ELEMENTS]))
     if reason == OK:
         version = get(s.control + VERSION)
-        steps = integer(s.state[0].record[s.index].steps)
+        steps = integer(s.state[0].record[s.number].steps)
         rate = cpu.learning_rate(s.c[0].hyper, steps) * frame[0].rate_scale
         if version > frame[0].version:
             rate = cpu.stale_rate(s.c[0].hyper, rate, integer(version - frame[0].version))
         begin(s, row, known[GENERATIONS, i], tail, rate, version, 1)
         take(s, 0, slot)
         apply_chunks(s, 1, 0)
-        if s.index == 0:
+        if s.number == 0:
             count_applied(s.c, row, frame, version)
         finish(s)
     else:
-        if s.index == 0:
+        if s.number == 0:
             count_refused(s.c, row, reason)
-        s.state[0].applied[s.index, row] = tail + ONE
-    if s.index == 0:
+        s.state[0].applied[s.number, row] = tail + ONE
+    if s.number == 0:
         settle(s.c, row, batch)
         if s.c[0].work != NO_WORK:
             top_up(s.c, row, known[RINGS, i])
@@ -170,13 +170,13 @@ def _superstep(
             members += 1
     rate = 0.0
     if members > 0:
-        steps = integer(s.state[0].record[s.index].steps)
+        steps = integer(s.state[0].record[s.number].steps)
         rate = cpu.learning_rate(s.c[0].hyper, steps) * scale / members
     version = get(s.control + VERSION)
     begin(s, MAX_LEARNERS, ZERO, number, rate, version, members)
     if members > 0:
         apply_chunks(s, members, 0)
-    if s.index == 0:
+    if s.number == 0:
         for i in range(count):
             row = integer(known[ROWS, i])
             count_superstep(s.c, row, slot_of(s.c, table, row, known[TAILS, i]), version)
@@ -184,7 +184,7 @@ def _superstep(
     for i in range(count):
         row = integer(known[ROWS, i])
         if s.c[0].superstep_action[row] != SKIP:
-            _consume(s, known, i, s.state[0].applied[s.index, row])
+            _consume(s, known, i, s.state[0].applied[s.number, row])
 
 
 @compiled

@@ -77,8 +77,11 @@ def place(tensors: Iterable[Tensor]) -> Model:
         raise UsageError("the model has no tensors")
     names = set()
     for tensor in given:
-        if not tensor.name or len(tensor.name.encode()) > NAME_BYTES:
-            raise UsageError(f"tensor name {tensor.name!r}: use 1 to {NAME_BYTES} bytes")
+        raw = tensor.name.encode(errors="replace")
+        if not 1 <= len(raw) <= NAME_BYTES or b"\0" in raw or raw.decode() != tensor.name:
+            raise UsageError(
+                f"tensor name {tensor.name!r}: use 1 to {NAME_BYTES} bytes of UTF-8 without NUL"
+            )
         if tensor.name in names:
             raise UsageError(f"tensor {tensor.name!r} is given twice")
         names.add(tensor.name)

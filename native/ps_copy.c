@@ -4,8 +4,8 @@
 
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-/* One build serves old and new processors; the loader picks. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
+/* One build serves old and new processors; the loader (glibc's can) picks. */
 #define PS_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define PS_CLONES
