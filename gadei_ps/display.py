@@ -90,7 +90,7 @@ class Display:
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(),
             TaskProgressColumn(),
-            TextColumn("{task.fields[left]} left"),
+            TextColumn("at most {task.fields[left]} left"),
             console=self._console,
         )
         self._task = self._progress.add_task("", total=epochs, epoch="", left="?")
@@ -146,7 +146,7 @@ class Display:
             f"epoch {done:.2f} of at most {self._epochs}, {sum(rates.values()):,.0f} samples/s, "
             f"{len(status['learners'])} learners, queue {queue}, "
             f"staleness {sum(staleness) / len(staleness) if staleness else 0:.1f}, "
-            f"{duration(left_s)} left",
+            f"at most {duration(left_s)} left",
             file=sys.stderr,
             flush=True,
         )

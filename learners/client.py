@@ -105,9 +105,13 @@ class Client:
             if tensors is not None:
                 self._offer(tensors, buffers or {})
             reply = self._connection.request(Attach(name=name[:31]))
-            self._map(reply)
         except BaseException:
             self._connection.close()
+            raise
+        try:
+            self._map(reply)
+        except BaseException:
+            _detach(self._connection, reply["row"], reply["generation"], self._pid)
             raise
         self.job: str = reply["job"]
         self.row: int = reply["row"]
@@ -381,7 +385,10 @@ class Client:
             if taken >> 32 != epoch:
                 epoch = taken >> 32
                 order = epoch_order(samples, seed, epoch)
-            self.wait_turn()
+            try:
+                self.wait_turn()
+            except JobStopped:
+                return
             yield Batch(epoch, index, order[index * batch_size : (index + 1) * batch_size])
 
     def take_batch(self, timeout_s: float | None = None) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gadei_ps import control
+from gadei_ps import control, log
 from gadei_ps.errors import ControlError, GadeiError
 
 MAX_CLIENTS = 512
@@ -138,6 +138,9 @@ class ControlServer:
                 answer = self._handler(client, control.parse_request(raw))
             except GadeiError as error:
                 answer = failure(error)
+            except Exception as error:  # one bad request must not end the job
+                log.get().exception("a request failed", request=raw[:200])
+                answer = failure(ControlError(f"the watchdog could not do it: {error}"))
             finally:
                 client.drop_fds()
             if answer is None:

@@ -35,6 +35,7 @@ from gadei_ps.errors import (
     JobInUse,
     JobStopped,
     ModelMismatch,
+    NoSharedMemory,
     UsageError,
 )
 from gadei_ps.layout import Phase, Role, Stop, Work
@@ -159,7 +160,8 @@ class Supervisor:
                 weights.Tensor(one.name, tuple(one.shape), Role[one.role.upper()])
                 for one in self.config.tensors
             )
-            self._create_model(model, np.zeros(model.elements, np.float32))
+            # Takes no memory, so that a model too large is an error of /dev/shm.
+            self._create_model(model, np.broadcast_to(np.float32(0), (model.elements,)))
 
     def _create_model(self, model: weights.Model, values: np.ndarray) -> None:
         self.memory.create_model(model, values)
@@ -438,7 +440,10 @@ class Supervisor:
 
 def _read_values(fd: int, model: weights.Model) -> np.ndarray:
     """Initial values from a learner's file; read, not mapped, so that it cannot shrink below us."""
-    values = np.empty(model.elements, np.float32)
+    try:
+        values = np.empty(model.elements, np.float32)
+    except MemoryError:
+        raise NoSharedMemory(f"no memory for a model of {model.elements * 4 >> 20} MiB") from None
     view = values.data.cast("B")
     at = 0
     while at < len(view):
