@@ -160,13 +160,10 @@ class ControlServer:
         if len(client.unsent) > MAX_UNSENT:
             self.close(client)
             return
-        with contextlib.suppress(BlockingIOError):
-            try:
-                self._flush(client)
-            except BlockingIOError:
-                raise
-            except OSError:
-                self.close(client)
+        try:
+            self._flush(client)
+        except OSError:
+            self.close(client)
 
     def _flush(self, client: Client) -> None:
         if client.unsent:
