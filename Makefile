@@ -4,9 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.c native/*.h)
-TYPED := gadei_ps learners watchdog
 
-.PHONY: train test test-gpu lint bench docs clean
+.PHONY: train test lint bench docs clean
 
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents

@@ -286,6 +286,7 @@ def apply_chunks(s: Shard, members: int, first: int) -> None:
     cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, s.coef)
     lock = s.me + SEQUENCE
     put(lock, get(lock) | ONE)
+    fence()  # no weight is written before the lock is seen to be odd
     parameters = integer(s.places[PARAMETERS])
     chunk = first
     for start in range(s.low + first * CHUNK, s.high, CHUNK):
@@ -326,6 +327,7 @@ def finish(s: Shard) -> None:
         for row in range(MAX_LEARNERS):
             if s.c[0].superstep_action[row] != SKIP:
                 s.state[0].applied[s.number, row] = s.c[0].superstep_upto[row]
+        fence()  # the manager goes on from `applied` as soon as it sees this
         record.supersteps = record.sequence
     if record.applies > ZERO:
         record.steps = record.step + ONE

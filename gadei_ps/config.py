@@ -80,6 +80,7 @@ class JobConfig(_Table):
     spin_us: float = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
     tensors: list[TensorConfig] = []
     weights: Path | None = None
+    buffers: list[str] = Field([], description="tensors of `weights` that no optimizer moves")
 
     @field_validator("name")
     @classmethod
@@ -119,8 +120,14 @@ def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "job"
-        raise UsageError(f"{where}: {field}: {first['msg']}") from None
-    config.optimizer.spec()
+        what = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            what = "there is no such field"
+        raise UsageError(f"{where}: {field}: {what}") from None
+    try:
+        config.optimizer.spec()
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
     if config.tensors and config.weights:
         raise UsageError(f"{where}: give tensors or weights, not both")
     return config

@@ -160,6 +160,9 @@ def main() -> None:
     except GadeiError as error:
         os.write(say, f"{type(error).__name__}: {error}".encode())
         code = error.exit_code
+    except (OSError, MemoryError) as error:
+        os.write(say, f"JobFailed: the daemon could not start: {error}".encode())
+        code = 1
     sys.exit(code)
 
 

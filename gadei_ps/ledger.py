@@ -57,6 +57,8 @@ def held(c: np.ndarray, row: int) -> int:
 @compiled
 def settle(c: np.ndarray, row: int, batch: np.uint64) -> bool:
     """The learner answered the batch. False if it was not handed to it."""
+    if batch == NO_BATCH:
+        return False
     for i in range(AHEAD):
         if c[0].roster[row].outstanding[i] == batch:
             c[0].roster[row].outstanding[i] = NO_BATCH
@@ -67,6 +69,8 @@ def settle(c: np.ndarray, row: int, batch: np.uint64) -> bool:
 @compiled
 def requeue(c: np.ndarray, row: int, batch: np.uint64) -> bool:
     """The batch is to be handed out again. False if it was not with this learner."""
+    if batch == NO_BATCH:
+        return False
     for i in range(AHEAD):
         if c[0].roster[row].outstanding[i] == batch:
             c[0].requeue[c[0].requeued] = batch

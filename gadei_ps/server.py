@@ -23,7 +23,7 @@ import numpy as np
 
 from gadei_ps import _native, apply, layout, log, process, segment, shard, sync
 from gadei_ps import places as place
-from gadei_ps.errors import GadeiError
+from gadei_ps.errors import GadeiError, JobFailed
 from gadei_ps.layout import CONTROL, ENTRY, RING, STATE, Action, Phase, Reason, SegmentKind, Work
 from gadei_ps.segment import Segment, segment_name
 
@@ -207,10 +207,11 @@ class Server:
                 writable=True,
                 job_id=self.job_id,
             )
-        except (OSError, GadeiError) as error:
-            self.log.error("cannot map a ring", row=row, reason=str(error))
-            self.roster[row]["retired"] = generation
-            return
+        except FileNotFoundError:
+            # Not to be passed over: the learner would wait for a grant that never comes.
+            raise JobFailed(
+                f"the ring of learner {row} has lost its name; did logind remove it (RemoveIPC)?"
+            ) from None
         head = ring.view(RING)
         member = Member(row, generation, ring)
         self.members[row] = member
@@ -254,7 +255,10 @@ class Server:
         """Frames that the model may hear of: published for a collecting model, else applied."""
         ring = member.ring.view(RING)
         if not self.sync.on_arrival:
-            return _native.load(member.ring.address + layout.offset(RING, "head"))
+            head = _native.load(member.ring.address + layout.offset(RING, "head"))
+            # A gone learner that wrote over its head has nothing more to say.
+            nonsense = not member.reported <= head <= member.reported + int(self.control["slots"])
+            return member.reported if member.leaving and nonsense else head
         return int(ring["tail"]["value"][: int(self.control["shards"])].min())
 
     def _has_work(self, member: Member) -> bool:

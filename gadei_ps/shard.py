@@ -22,11 +22,11 @@ from gadei_ps.account import (
 )
 from gadei_ps.apply import (
     APPLY,
+    BAD_SEQUENCE,
     IDLE,
     MAX_LEARNERS,
     OK,
     ONE,
-    SKIP,
     VERSION,
     ZERO,
     Shard,
@@ -123,10 +123,23 @@ def _consume(s: Shard, known: np.ndarray, i: int, tail: np.uint64) -> None:
 
 
 @compiled
+def _is_nonsense(s: Shard, head: np.uint64, tail: np.uint64) -> bool:
+    """Whether a ring's head cannot be: it holds at most its slots. Somebody wrote over it."""
+    return bool(head - tail > np.uint64(s.c[0].slots))
+
+
+@compiled
 def _on_arrival(s: Shard, table: np.ndarray, known: np.ndarray, i: int) -> None:
     """Applies, or refuses, the oldest frame of the i-th ring."""
     row = integer(known[ROWS, i])
     tail = known[TAILS, i]
+    head = get(known[RINGS, i] + HEAD)
+    if _is_nonsense(s, head, tail):
+        if s.number == 0:
+            count_refused(s.c, row, BAD_SEQUENCE)
+        s.state[0].applied[s.number, row] = head
+        _consume(s, known, i, head)
+        return
     slot = slot_of(s.c, table, row, tail)
     frame = frame_at(slot)
     batch = frame[0].batch
@@ -149,7 +162,7 @@ def _on_arrival(s: Shard, table: np.ndarray, known: np.ndarray, i: int) -> None:
         s.state[0].applied[s.number, row] = tail + ONE
     if s.number == 0:
         settle(s.c, row, batch)
-        if s.c[0].work != NO_WORK:
+        if s.c[0].work != NO_WORK and s.c[0].roster[row].wanted == known[GENERATIONS, i]:
             top_up(s.c, row, known[RINGS, i])
     _consume(s, known, i, tail + ONE)
 
@@ -182,9 +195,10 @@ def _superstep(
             count_superstep(s.c, row, slot_of(s.c, table, row, known[TAILS, i]), version)
     finish(s)
     for i in range(count):
-        row = integer(known[ROWS, i])
-        if s.c[0].superstep_action[row] != SKIP:
-            _consume(s, known, i, s.state[0].applied[s.number, row])
+        # Not by superstep_action: the manager may be writing the next superstep already.
+        tail = s.state[0].applied[s.number, integer(known[ROWS, i])]
+        if tail != known[TAILS, i]:
+            _consume(s, known, i, tail)
 
 
 @compiled
@@ -205,7 +219,8 @@ def _keep_books(s: Shard, table: np.ndarray, known: np.ndarray, count: int) -> b
         e = s.c[0].roster[row]
         if e.wanted == known[GENERATIONS, i] or e.drained != 0:
             continue
-        if _empty(s, row, get(known[RINGS, i] + HEAD)):
+        head = get(known[RINGS, i] + HEAD)
+        if _empty(s, row, head) or _is_nonsense(s, head, known[TAILS, i]):
             depart(s.c, row)
             bell(s.control + MANAGER_BELL)
         else:

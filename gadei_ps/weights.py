@@ -22,6 +22,7 @@ from gadei_ps.segment import Segment
 
 LINE = 16  # float32 values in 64 bytes
 NAME_BYTES = 119
+MAX_ELEMENTS = 1 << 40  # far above any machine's memory; offsets in bytes stay below 2**63
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -96,6 +97,8 @@ def place(tensors: Iterable[Tensor]) -> Model:
             at = parameters = layout.rounded(at, layout.CHUNK)
         placed.append(replace(tensor, start=at))
         at = layout.rounded(at + tensor.count, LINE)
+    if at > MAX_ELEMENTS:
+        raise UsageError(f"the model has {at} values; the limit is {MAX_ELEMENTS}")
     return Model(tuple(placed), at, at if parameters is None else parameters)
 
 

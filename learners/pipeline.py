@@ -45,7 +45,10 @@ class _Copy:
 
 
 class Pipeline:
-    """Push and pull threads around a client. From now on only the pipeline uses the client."""
+    """Push and pull threads around a client.
+
+    From now on the pipeline alone pushes and pulls; batches are still taken from the client.
+    """
 
     def __init__(self, client: Client, device: Device) -> None:
         self.client = client

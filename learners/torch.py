@@ -14,9 +14,9 @@ learners' gradients show at once (Hogwild). That memory is read-only. Writing to
 surgery, load_state_dict, an in-place clamp) ends the process with a segmentation fault and a
 traceback; `view=False` gives the learner a copy of its own instead, pulled at every step.
 
-Buffers of floating point (batch-norm statistics) belong to the job too: a step pushes by how much
+Buffers of float32 (batch-norm statistics) belong to the job too: a step pushes by how much
 they have changed here, the server adds that, and the learner goes on from the sum. So the job's
-statistics have moved by every learner's batches. Integer buffers (num_batches_tracked) stay local.
+statistics have moved by every learner's batches. Others (num_batches_tracked) stay local.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Optimizer(torch.optim.Optimizer):
             array = None if gradient is None else _gradient(gradient)
             nonfinite |= self.client.write(payload, self._tensors[name], array)
         for name, buffer in self._buffers.items():
-            change = _array(buffer) - self._bases[name]
+            change = _change(_array(buffer), self._bases[name])
             nonfinite |= self.client.write(payload, self._tensors[name], change)
         self.client.publish(
             nonfinite=nonfinite,
@@ -127,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):
         self._loss = float("nan")
         if self._own_data:
             self.client.wait_turn()
-        self._pull()
+            self._pull()
         return result
 
     def report(
@@ -142,11 +142,14 @@ class Optimizer(torch.optim.Optimizer):
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
         """Mini-batches that the server hands out; see Client.batches. One step() for each."""
         self._own_data = False
-        for batch in self.client.batches(samples, batch_size, epochs, seed):
-            self._samples = len(batch.indices)
-            if not self._view:
+        try:
+            for batch in self.client.batches(samples, batch_size, epochs, seed):
+                self._samples = len(batch.indices)
                 self._pull()
-            yield batch
+                yield batch
+        finally:
+            self._own_data = True
+            self._pull()
 
     def _pull(self) -> None:
         if self._view:
@@ -190,6 +193,15 @@ def _checked(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().numpy()
+
+
+def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:
+    """By how much a buffer has changed; None if not at all. A mask may hold infinities."""
+    same = now == base
+    if same.all():
+        return None
+    with np.errstate(invalid="ignore"):
+        return np.where(same, np.float32(0), now - base)
 
 
 def _gradient(gradient: torch.Tensor) -> np.ndarray:

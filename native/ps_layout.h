@@ -91,7 +91,7 @@ struct ps_entry {          /* a row of the roster */
     uint32_t grant_seq;    /* futex of the learner: bumped when grant changes */
     uint32_t pad1;
     uint64_t pad2[4];
-    /* 0, from here on */
+    /* 0, from here on; W clears them for a new learner, before `generation` */
     uint64_t applied;      /* of this generation */
     uint64_t dropped;
     uint64_t refused;
@@ -114,7 +114,7 @@ struct ps_entry {          /* a row of the roster */
 
 struct ps_control {
     struct ps_header header;
-    /* 128: written once, before the magic */
+    /* 128: W, written once, before the magic; shards with the model, before model_ready */
     uint32_t shards;
     uint32_t slots;              /* of each ring */
     uint32_t ahead;              /* batches handed out ahead, at most PS_AHEAD */
@@ -143,7 +143,7 @@ struct ps_control {
     uint64_t pad3[5];
     /* 576: 0 */
     uint64_t version;            /* count of applied gradients */
-    uint64_t supersteps_done;
+    uint64_t supersteps_done;    /* S (manager) */
     uint64_t pad4[6];
     /* 640: futexes of the server; any of its threads, and W */
     uint32_t shard_bell;

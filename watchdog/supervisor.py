@@ -47,6 +47,7 @@ TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
 READY_TIMEOUT_S = 180.0  # the first start on a machine compiles the kernels
 LEAVE_TIMEOUT_S = 10.0
+NOW_S = 1.0  # what learners get to leave by themselves when a stop does not drain
 SERVER_EXIT_S = 5.0
 
 
@@ -153,7 +154,17 @@ class Supervisor:
                 arrays = load_file(self.config.weights)
             except Exception as error:
                 raise UsageError(f"{self.config.weights}: {error}") from None
-            model = weights.place(weights.Tensor(name, a.shape) for name, a in arrays.items())
+            missing = set(self.config.buffers) - arrays.keys()
+            if missing:
+                raise UsageError(f"{self.config.weights} has no tensor {min(missing)!r} (buffers)")
+            model = weights.place(
+                weights.Tensor(
+                    name,
+                    array.shape,
+                    Role.BUFFER if name in self.config.buffers else Role.PARAMETER,
+                )
+                for name, array in arrays.items()
+            )
             self._create_model(model, model.flatten(arrays))
         elif self.config.tensors:
             model = weights.place(
@@ -288,8 +299,10 @@ class Supervisor:
         self._log.info("stopping", drain=drain)
         self._control["stop"] = Stop.DRAIN if drain else Stop.NOW
         self._control["phase"] = Phase.DRAINING
+        until = time.monotonic() + (timeout_s if drain else NOW_S)
         if self._stopping is None:
-            self._stopping = Stopping(time.monotonic() + (timeout_s if drain else 1.0), [])
+            self._stopping = Stopping(until, [])
+        self._stopping.until = min(self._stopping.until, until)
         self._ring_bells()
 
     def _stopped(self) -> bool:
@@ -440,6 +453,9 @@ class Supervisor:
 
 def _read_values(fd: int, model: weights.Model) -> np.ndarray:
     """Initial values from a learner's file; read, not mapped, so that it cannot shrink below us."""
+    size = os.fstat(fd).st_size
+    if size != model.elements * 4:
+        raise ControlError(f"initial values: a file of {size} bytes, not {model.elements * 4}")
     try:
         values = np.empty(model.elements, np.float32)
     except MemoryError:

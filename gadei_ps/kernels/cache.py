@@ -7,9 +7,12 @@ sources that are compiled, and an upgrade never meets old code.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +20,7 @@ from pathlib import Path
 import numba
 
 KEPT = 3  # directories of earlier versions that stay
+DIGEST = re.compile("[0-9a-f]{16}")
 _PACKAGE = Path(__file__).parents[1]
 SOURCES = (
     *sorted((_PACKAGE / "kernels").glob("*.py")),
@@ -26,18 +30,27 @@ SOURCES = (
 
 
 def base() -> Path:
-    """$NUMBA_CACHE_DIR, or gadei-ps below $XDG_CACHE_HOME or ~/.cache, or one in /tmp."""
-    given = os.environ.get("NUMBA_CACHE_DIR")
-    if given:
-        return Path(given)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "gadei-ps"
+    """A gadei-ps directory in $NUMBA_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
+
+    Where none can be written, a directory that lives as long as this process: Numba's files are
+    pickles, so one that somebody else could have made is no choice.
+    """
+    given = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    home = Path(given or Path("~/.cache").expanduser()) / "gadei-ps"
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        if os.access(home, os.W_OK):
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if home.stat().st_uid == os.getuid() and os.access(home, os.W_OK):
             return home
     except OSError:
         pass
-    return Path(tempfile.gettempdir()) / f"gadei-ps-{os.getuid()}" / "cache"
+    return _temporary()
+
+
+@functools.cache
+def _temporary() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="gadei-ps-cache-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def directory() -> Path:
@@ -48,11 +61,14 @@ def directory() -> Path:
     here = base() / digest.hexdigest()[:16]
     if not here.is_dir():
         with contextlib.suppress(OSError):
-            here.mkdir(parents=True, mode=0o700)
-            others = [path for path in here.parent.iterdir() if path.is_dir() and path != here]
+            here.mkdir(mode=0o700)
+            others = [
+                path
+                for path in here.parent.iterdir()
+                if DIGEST.fullmatch(path.name) and path != here
+            ]
             for old in sorted(others, key=lambda path: path.stat().st_mtime)[:-KEPT]:
-                if len(old.name) == len(here.name):
-                    shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(old, ignore_errors=True)
     return here
 
 

@@ -1,0 +1,6 @@
+"""`python -m gadei_ps`: the command line."""
+
+from gadei_ps.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,566 @@
+"""The command line: what may be asked for, and how its end is told.
+
+A command returns its exit code, prints its result on stdout and all else on stderr; with --json the
+result is one JSON object, also for an error. Modules that take long to import are imported by the
+commands that need them, so that --help and completion are quick.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import gadei_ps
+from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobNotFound, UsageError
+
+if TYPE_CHECKING:
+    from gadei_ps.predict import Prediction
+
+TRACEBACK_VARIABLE = "GADEI_PS_TRACEBACK"
+WATCH_S = 1.0
+MOST_SILENT = 3  # questions without an answer before --watch gives up
+
+app = typer.Typer(
+    name="gadei-ps",
+    help="A parameter server for one machine.",
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class OptimizerName(StrEnum):
+    """As in a job file's [optimizer] kind."""
+
+    SGD = "sgd"
+    MOMENTUM = "momentum"
+    NESTEROV = "nesterov"
+    ADAGRAD = "adagrad"
+    ADAM = "adam"
+    ADAMW = "adamw"
+
+
+class Wire(StrEnum):
+    """How gradients travel."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Interrupted(BaseException):
+    """A signal that ends the command; whatever it has started is ended on the way out."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Name or socket of a job.")]
+Command = Annotated[
+    list[str], typer.Argument(metavar="COMMAND", help="After --: program and arguments.")
+]
+Sync = Annotated[
+    str | None,
+    typer.Option("--sync", metavar="MODEL", help="asp, ssp:S (staleness bound) or bsp."),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show the log of the job's daemon.")]
+
+
+# -- training as a service ------------------------------------------------------------------------
+
+
+@app.command()
+def train(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.csv", help="Labelled sentences, UTF-8, with a header.")
+    ],
+    test: Annotated[
+        Path | None, typer.Option(metavar="FILE.csv", help="Measure the model on these at the end.")
+    ] = None,
+    learners: Annotated[int, typer.Option(metavar="N", help="Learner processes.")] = 2,
+    epochs: Annotated[
+        int | None, typer.Option(metavar="E", help="At most so many passes. [default: 200]")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="B", help="Mini-batch. [default: 2, 4 or 32 by rows]")
+    ] = None,
+    optimizer: Annotated[
+        OptimizerName, typer.Option(help="What moves the weights.")
+    ] = OptimizerName.ADAGRAD,
+    lr: Annotated[
+        float | None, typer.Option(metavar="RATE", help="Learning rate. [default: 0.01]")
+    ] = None,
+    sync: Sync = "asp",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the model goes.")] = Path("model"),
+    patience: Annotated[
+        int, typer.Option(metavar="E", help="Stop after so many epochs without improvement.")
+    ] = 5,
+    dropout: Annotated[float, typer.Option(metavar="P", help="Share of units dropped.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of the hold-out, the weights and the order.")] = 0,
+    wire: Annotated[Wire, typer.Option(help="Number format of gradients.")] = Wire.FLOAT32,
+    text_column: Annotated[str, typer.Option(metavar="NAME", help="Column of the texts.")] = "text",
+    label_column: Annotated[
+        str, typer.Option(metavar="NAME", help="Column of the labels.")
+    ] = "label",
+    job: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the job. [default: train-PID]")
+    ] = None,
+    verbose: Verbose = False,
+    as_json: Json = False,
+) -> int:
+    """Train a sentence classifier from a CSV file; the model directory is for predict."""
+    _need_torch("train")
+    from gadei_ps import view
+    from gadei_ps.train import Settings
+    from gadei_ps.train import train as run_training
+
+    settings = Settings(
+        train_file=file,
+        test_file=test,
+        learners=learners,
+        epochs=epochs,
+        batch_size=batch_size,
+        optimizer=optimizer.value,
+        lr=lr,
+        sync=sync or "asp",
+        patience=patience,
+        dropout=dropout,
+        seed=seed,
+        wire=wire.value,
+        out=out,
+        text_column=text_column,
+        label_column=label_column,
+        job=job,
+        verbose=verbose,
+    )
+    summary = run_training(settings, display_silent=as_json)
+    if as_json:
+        _print_json(summary)
+    else:
+        view.console().print(view.trained(summary, str(test)))
+    return 0
+
+
+@app.command()
+def predict(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A model directory that train has made.")
+    ],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TEXT]...", help="Sentences; without any, lines of stdin."),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE.csv", help="Add label and probability to its rows.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.csv", help="Where --csv writes. [default: stdout]")
+    ] = None,
+    text_column: Annotated[
+        str, typer.Option(metavar="NAME", help="Column of --csv with the texts.")
+    ] = "text",
+    as_json: Json = False,
+) -> int:
+    """Label sentences: from the arguments, from standard input, or from a CSV file."""
+    if csv is not None and texts:
+        raise UsageError("give sentences or --csv, not both")
+    if out is not None and csv is None:
+        raise UsageError("--out goes with --csv")
+    _need_torch("predict")
+    from gadei_ps.predict import Predictor, predict_csv, sentences
+
+    predictor = Predictor(directory)
+    if csv is not None and (out is not None or not as_json):
+        found = predict_csv(predictor, csv, text_column, out)
+        if out is not None and not as_json:
+            print(f"{len(found):,} sentences labelled: {out}")
+    elif csv is not None:
+        from gadei_ps.dataset import read_table
+
+        found = predictor.predict(read_table(csv, text_column).texts)
+    elif texts:
+        found = predictor.predict(texts)
+    else:
+        typed = sys.stdin.isatty()
+        if typed:
+            print("one sentence a line; end with Ctrl-D", file=sys.stderr)
+        stream = predictor.stream(sentences(sys.stdin.buffer), *([1] if typed else []))
+        found = []
+        for one in stream:
+            found.append(one)
+            if not as_json:
+                _print_prediction(one)
+    if as_json:
+        _print_json(
+            {
+                "model_dir": str(directory),
+                "csv": None if out is None else str(out),
+                "predictions": [one._asdict() for one in found],
+            }
+        )
+    elif texts:
+        for one in found:
+            _print_prediction(one)
+    return 0
+
+
+def _print_prediction(one: Prediction) -> None:
+    """Label, probability and sentence, by tabs: for eyes and for cut."""
+    print(one.label, f"{one.probability:.4f}", one.text, sep="\t", flush=sys.stdout.isatty())
+
+
+def _need_torch(command: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(f"{command} needs PyTorch: pip install 'gadei-ps[torch]'")
+
+
+# -- jobs with learners of one's own --------------------------------------------------------------
+
+
+@app.command()
+def serve(
+    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
+    json_log: Annotated[bool, typer.Option("--json-log", help="Log in JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Serve a job in the foreground until SIGTERM, Ctrl-C or gadei-ps stop."""
+    from gadei_ps import config, log
+    from gadei_ps.watchdog import supervisor
+
+    begin = time.monotonic()
+    job = config.load(file)
+    log.set_up(as_json=json_log, verbose=verbose)
+    if supervisor.serve(job, verbose=verbose, as_json=json_log):
+        raise JobFailed(f"job {job.name!r} has failed; its last messages say why")
+    if as_json:
+        _print_json({"job": job.name, "seconds": time.monotonic() - begin})
+    return 0
+
+
+@app.command()
+def run(
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB",
+            help="A running job, a job file (.toml), or the name of a job to serve meanwhile.",
+        ),
+    ],
+    command: Command,
+    learners: Annotated[
+        int, typer.Option(metavar="N", min=1, max=256, help="Processes to start.")
+    ] = 1,
+    restart: Annotated[
+        int,
+        typer.Option(metavar="K", min=0, help="Start killed learners again, at most K times."),
+    ] = 0,
+    optimizer: Annotated[
+        OptimizerName | None, typer.Option(help="For a job that is not running yet.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(metavar="RATE", help="Likewise.")] = None,
+    sync: Sync = None,
+    verbose: Verbose = False,
+    as_json: Json = False,
+) -> int:
+    """Start learners and look after them until they end: gadei-ps run demo -- python my_train.py"""
+    from gadei_ps import run as running
+    from gadei_ps import view
+
+    given = {"optimizer": optimizer and optimizer.value, "lr": lr, "sync": sync}
+    summary = running.run(
+        job,
+        command,
+        running.Options(
+            learners=learners,
+            restart=restart,
+            overrides={name: value for name, value in given.items() if value is not None},
+            stdout=2 if as_json else None,
+            verbose=verbose,
+        ),
+    )
+    if as_json:
+        _print_json(summary)
+    else:
+        print(f"gadei-ps: {view.ran(summary)}", file=sys.stderr)
+    return int(summary["exit_code"])
+
+
+@app.command()
+def attach(job: JobArgument, command: Command, as_json: Json = False) -> int:
+    """Become one more learner of a running job: gadei-ps attach demo -- python my_train.py"""
+    from gadei_ps import run as running
+
+    if not as_json:
+        running.attach(job, command)
+    summary = running.attach_and_wait(job, command)
+    _print_json(summary)
+    return int(summary["exit_code"])
+
+
+@app.command()
+def status(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Name or socket. [default: all jobs]")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Show what a job is doing, or all jobs."""
+    from gadei_ps import jobs, view
+
+    if watch and as_json:
+        raise UsageError("give --watch or --json, not both")
+    if watch:
+        _watch(job)
+    elif job is None:
+        found = jobs.statuses()
+        if as_json:
+            _print_json({"jobs": found})
+        else:
+            view.console().print(view.statuses(found))
+    else:
+        report = jobs.status(job)
+        if as_json:
+            _print_json(report)
+        else:
+            view.console().print(view.job_status(report))
+    return 0
+
+
+def _watch(job: str | None) -> None:
+    """Until Ctrl-C, or until the one job has ended."""
+    from rich.live import Live
+
+    from gadei_ps import jobs, view
+    from gadei_ps.display import Rates
+
+    console = view.console()
+    rates = Rates()
+    seen, silent = False, 0
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            if job is None:
+                shown = view.statuses(jobs.statuses())
+            else:
+                try:
+                    report = jobs.status(job)
+                except JobNotFound:
+                    if not seen:
+                        raise
+                    break
+                except ControlError:  # it may be ending
+                    silent += 1
+                    if not seen or silent > MOST_SILENT:
+                        raise
+                    continue
+                shown = view.job_status(report, rates.update(report["learners"]))
+            seen, silent = True, 0
+            if console.is_terminal:
+                live.update(shown, refresh=True)
+            else:
+                console.print(shown)
+                sys.stdout.flush()
+            time.sleep(WATCH_S)
+    print(f"job {job} has ended")
+
+
+@app.command()
+def stop(
+    job: JobArgument,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Let learners finish what they have in hand.")
+    ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="S", min=0.1, max=3600, help="Seconds that --drain gives them."),
+    ] = 30.0,
+    as_json: Json = False,
+) -> int:
+    """Stop a job and wait until it is gone."""
+    from gadei_ps import jobs, view
+
+    report = jobs.stop(job, drain=drain, timeout_s=timeout)
+    if as_json:
+        _print_json(report)
+    else:
+        print(view.stopped(report))
+    return 0
+
+
+@app.command(name="ls")
+def list_jobs(as_json: Json = False) -> int:
+    """List jobs, and what dead ones have left."""
+    from dataclasses import asdict
+
+    from gadei_ps import jobs, view
+
+    found = [asdict(one) for one in jobs.jobs()]
+    if as_json:
+        _print_json({"jobs": found})
+    else:
+        view.console().print(view.jobs(found))
+    return 0
+
+
+@app.command()
+def gc(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[JOB]...", help="[default: all jobs]")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Remove segments, sockets and locks that dead jobs have left."""
+    from gadei_ps import jobs, view
+
+    left = jobs.collect(names or (), dry_run=dry_run)
+    result = {
+        "dry_run": dry_run,
+        "removed": [one.as_dict() for one in left],
+        "bytes": sum(one.bytes for one in left),
+    }
+    if as_json:
+        _print_json(result)
+    else:
+        print(view.removed(result))
+    return 0
+
+
+@app.command()
+def doctor(as_json: Json = False) -> int:
+    """Check this machine; exit code 1 if jobs cannot run here."""
+    from gadei_ps import view
+    from gadei_ps.doctor import Level, examine
+
+    checks = examine()
+    healthy = all(check.level != Level.ERROR for check in checks)
+    rows = [check.as_dict() for check in checks]
+    if as_json:
+        _print_json({"ok": healthy, "checks": rows})
+    else:
+        view.console().print(view.checks(rows))
+    return 0 if healthy else 1
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"gadei-ps {gadei_ps.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """A parameter server for one machine: jobs, learners and the models they train."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+# -- the end of a command -------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Entry point of `gadei-ps` and of `python -m gadei_ps`."""
+    sys.exit(_main(sys.argv[1:]))
+
+
+def _main(args: Sequence[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and background jobs have it
+            signal.signal(number, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    as_json = "--json" in args[: args.index("--") if "--" in args else len(args)]
+    try:
+        code = typer.main.get_command(app).main(
+            list(args), prog_name="gadei-ps", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except Interrupted as interrupted:
+        return 128 + interrupted.number
+    except BrokenPipeError:
+        _discard_stdout()
+        return 1
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE) == "1":
+            raise
+        return _report(error, as_json)
+    return code if isinstance(code, int) else 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)
+
+
+def _report(error: Exception, as_json: bool) -> int:
+    """Says what went wrong, in one line; returns the exit code."""
+    kind, message, code = _told(error)
+    line = " ".join(message.split())
+    print(f"gadei-ps: {line}", file=sys.stderr)
+    if as_json:
+        try:
+            _print_json({"error": line, "kind": kind})
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_stdout()
+    return code
+
+
+def _told(error: Exception) -> tuple[str, str, int]:
+    """Kind, message and exit code."""
+    if isinstance(error, GadeiError):
+        return type(error).__name__, str(error), error.exit_code
+    if hasattr(error, "format_message"):  # the parser's, whose class lies elsewhere in each version
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "gadei-ps"
+        what = error.format_message().replace("Value error, ", "").rstrip(".")
+        return "UsageError", f"{what}; see {path} --help", 2
+    if isinstance(error, OSError):
+        what = error.strerror or str(error) or type(error).__name__
+        return type(error).__name__, f"{error.filename}: {what}" if error.filename else what, 1
+    if isinstance(error, MemoryError):
+        return "MemoryError", "not enough memory", 1
+    return (
+        type(error).__name__,
+        f"internal error: {type(error).__name__}: {error} "
+        f"({TRACEBACK_VARIABLE}=1 shows where; please report it)",
+        1,
+    )
+
+
+def _discard_stdout() -> None:
+    """Nobody reads it any more; else the interpreter complains when it flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    print(json.dumps(_finite(value), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

@@ -1,0 +1,261 @@
+"""Jobs as seen from outside: which there are, how one is stopped, and what dead ones have left.
+
+A job lives in three places: its socket and its lock file in the runtime directory, and its segments
+in /dev/shm. The watchdog holds the lock from before it makes the first of them until after it has
+removed the last, so whoever holds the lock may remove what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gadei_ps import control, runtime, segment
+from gadei_ps.control import Connection, Status, StopJob
+from gadei_ps.errors import ControlError, JobNotFound
+
+ANSWER_TIMEOUT_S = 3.0
+STOP_MARGIN_S = 20.0  # for what a stop does after the learners have left
+PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, or what is left of one.
+
+    state: running, stopping, starting (or about to be gone), silent (its watchdog does not answer),
+    elsewhere (its socket is not in this runtime directory), stale (nobody's: gc removes it).
+    """
+
+    name: str
+    state: str
+    phase: str | None = None
+    watchdog_pid: int | None = None
+    server_pid: int | None = None
+    learners: int | None = None
+    shared_bytes: int = 0
+    segments: tuple[str, ...] = ()
+
+
+def jobs() -> list[Job]:
+    """All jobs of this user, by name; one that does not answer costs ANSWER_TIMEOUT_S."""
+    return [_look(name) for name in sorted(_names())]
+
+
+def status(job: str) -> dict[str, Any]:
+    """What the job's watchdog reports. Raises JobNotFound or ControlError."""
+    try:
+        return _plain(control.ask(job, Status(), ANSWER_TIMEOUT_S))
+    except ControlError:
+        if _answers(job):
+            raise
+        raise JobNotFound(f"job {job!r} has just ended") from None
+
+
+def statuses() -> list[dict[str, Any]]:
+    """The reports of all jobs that answer."""
+    found = []
+    for name in sorted(_names()):
+        with contextlib.suppress(JobNotFound, ControlError):
+            found.append(status(name))
+    return found
+
+
+def _names() -> set[str]:
+    names = {one.job for one in _segments()}
+    for path in runtime.directory().iterdir():
+        if path.suffix in (".sock", ".lock") and segment.JOB_NAME.fullmatch(path.stem):
+            names.add(path.stem)
+        elif match := PASSING.fullmatch(path.name):
+            names.add(match["job"])
+    return names
+
+
+def _segments(job: str | None = None) -> list[segment.Found]:
+    return [one for one in segment.find(job) if one.uid == os.getuid()]
+
+
+def _look(name: str) -> Job:
+    found = _segments(name)
+    size = sum(one.size for one in found)
+    names = tuple(one.name[1:] for one in found)
+    living = [one for one in found if not one.stale]
+    owner = living[0].owner_pid if living else None
+    try:
+        report = status(name)
+    except JobNotFound:
+        if _locked(runtime.lock_path(name)):
+            state = "starting"
+        else:
+            state = "elsewhere" if living else "stale"
+        return Job(name, state, None, owner, None, None, size, names)
+    except ControlError:
+        return Job(name, "silent", None, owner, None, None, size, names)
+    phase = report["phase"]
+    return Job(
+        name,
+        "stopping" if phase == "draining" else "running",
+        phase,
+        report["watchdog_pid"],
+        report["server_pid"],
+        len(report["learners"]),
+        size,
+        names,
+    )
+
+
+def _locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+# -- stop -----------------------------------------------------------------------------------------
+
+
+def stop(job: str, *, drain: bool, timeout_s: float) -> dict[str, Any]:
+    """Stops the job and waits until it is gone; returns its final report.
+
+    timeout_s: how long learners may take to finish, with `drain`. Raises JobNotFound, ControlError.
+    """
+    report = status(job)
+    try:
+        watchdog = os.pidfd_open(report["watchdog_pid"])
+    except ProcessLookupError:  # of another pid namespace, or ending just now
+        watchdog = -1
+    wait_s = STOP_MARGIN_S + (timeout_s if drain else 0.0)
+    try:
+        try:
+            report = _plain(
+                control.ask(job, StopJob(drain=drain, timeout_s=timeout_s), timeout_s=wait_s)
+            )
+        except (JobNotFound, ControlError):
+            # Somebody else may have stopped it between the two requests.
+            if watchdog < 0 or not _gone(watchdog, 1.0):
+                raise
+        # The watchdog answers before it has removed everything.
+        if watchdog >= 0 and not _gone(watchdog, STOP_MARGIN_S):
+            raise ControlError(
+                f"job {job!r} has stopped, but its watchdog (pid {report['watchdog_pid']}) "
+                "does not end; kill it, then gadei-ps gc"
+            )
+    finally:
+        if watchdog >= 0:
+            os.close(watchdog)
+    return report
+
+
+def _gone(pidfd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _plain(reply: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in reply.items() if key not in ("v", "ok")}
+
+
+# -- gc -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something that nobody owns: kind is segment, socket or lock."""
+
+    kind: str
+    job: str
+    path: str
+    bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftover]:
+    """Removes what dead jobs have left, or only finds it; living ones stay.
+
+    names: of jobs; none means all of this user. Raises UsageError for one that cannot be a name.
+    """
+    found: list[Leftover] = []
+    for name in [segment.check_job_name(one) for one in names] or sorted(_names()):
+        with _nobody(name, dry_run) as lock:
+            if lock is not None:
+                found += _leftovers(name, dry_run) + lock
+    return found
+
+
+@contextlib.contextmanager
+def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
+    """Holds the job's lock, so that no watchdog of that name starts meanwhile; None if one lives.
+
+    Gives and in the end removes the lock file, if there was one. A dry run makes none.
+    """
+    if _answers(job):
+        yield None
+        return
+    path = runtime.lock_path(job)
+    left = [Leftover("lock", job, str(path), 0)] if path.exists() else []
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if dry_run else os.O_CREAT), 0o600)
+    except FileNotFoundError:
+        yield []
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A watchdog that ended between open and flock has removed the file: another may
+            # have made a new one, and hold that. A file with content was never a watchdog's.
+            mine = os.path.samestat(os.fstat(fd), path.stat()) and not os.fstat(fd).st_size
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        yield left if mine else None
+        if mine and not dry_run:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
+
+
+def _answers(job: str) -> bool:
+    """Whether anybody listens at the job's socket, be it slow to answer."""
+    try:
+        with Connection(job, ANSWER_TIMEOUT_S):
+            return True
+    except JobNotFound:
+        return False
+    except ControlError:
+        return True
+
+
+def _leftovers(job: str, dry_run: bool) -> list[Leftover]:
+    """Under the job's lock."""
+    found = [
+        Leftover("segment", job, one.name[1:], one.size)
+        for one in _segments(job)
+        if one.stale and (dry_run or segment.unlink(one.name))
+    ]
+    sockets = [runtime.socket_path(job)]
+    for path in runtime.directory().glob(f".{job}.sock.*"):
+        match = PASSING.fullmatch(path.name)
+        if match and not Path(f"/proc/{match['pid']}").exists():
+            sockets.append(path)
+    for path in sockets:
+        if path.is_socket():
+            found.append(Leftover("socket", job, str(path), 0))
+            if not dry_run:
+                path.unlink(missing_ok=True)
+    return found
