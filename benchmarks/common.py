@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+# Read when the benchmark begins, before its own threads count: what else the machine was doing.
+_LOAD = os.getloadavg()[0]
 _PACKAGES = ("numpy", "numba", "llvmlite", "torch")
 
 
@@ -32,6 +34,7 @@ def machine() -> dict[str, Any]:
         "cpu": _processor(),
         "cores": cores(),
         "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_at_start": _LOAD,
         "kernel": platform.release(),
         "python": platform.python_version(),
         **versions,

@@ -179,17 +179,19 @@ def predict(
     if out is not None and csv is None:
         raise UsageError("--out goes with --csv")
     _need_torch("predict")
-    from gadei_ps.predict import Predictor, predict_csv, sentences
+    from gadei_ps import dataset
+
+    # Read first: a mistake in the file is told before the model is loaded.
+    table = None if csv is None else dataset.read_table(csv, text_column)
+    from gadei_ps.predict import Predictor, sentences, write_csv
 
     predictor = Predictor(directory)
-    if csv is not None and (out is not None or not as_json):
-        found = predict_csv(predictor, csv, text_column, out)
+    if table is not None:
+        found = predictor.predict(table.texts)
+        if out is not None or not as_json:
+            write_csv(table, found, out)
         if out is not None and not as_json:
             print(f"{len(found):,} sentences labelled: {out}")
-    elif csv is not None:
-        from gadei_ps.dataset import read_table
-
-        found = predictor.predict(read_table(csv, text_column).texts)
     elif texts:
         found = predictor.predict(texts)
     else:

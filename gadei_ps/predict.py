@@ -13,6 +13,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from gadei_ps import dataset
+from gadei_ps.dataset import Table
 from gadei_ps.errors import UsageError
 from gadei_ps.learners import text
 
@@ -68,16 +69,12 @@ def sentences(stream: IO[bytes]) -> Iterator[str]:
             yield line
 
 
-def predict_csv(
-    predictor: Predictor, source: Path, text_column: str, out: Path | None
-) -> list[Prediction]:
-    """Writes the file's rows with their label and probability to `out`, or to standard output.
+def write_csv(table: Table, predictions: Sequence[Prediction], out: Path | None) -> None:
+    """Writes the rows with their label and probability to `out`, or to standard output.
 
     The columns are called label and probability, or predicted_label and predicted_probability
-    where the file has one of those. Raises DatasetError; then `out` is as it was.
+    where the table has one of those. `out` is replaced whole or not at all. Raises OSError.
     """
-    table = dataset.read_table(source, text_column)
-    predictions = predictor.predict(table.texts)
     added = ["label", "probability"]
     if set(added) & set(table.header):
         added = [f"predicted_{name}" for name in added]
@@ -88,7 +85,7 @@ def predict_csv(
     ]
     if out is None:
         csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
-        return predictions
+        return
     fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
     try:
         with open(fresh, "w", encoding="utf-8", newline="") as file:
@@ -97,4 +94,3 @@ def predict_csv(
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-    return predictions

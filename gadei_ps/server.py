@@ -23,7 +23,7 @@ import numpy as np
 
 from gadei_ps import _native, apply, layout, log, process, segment, shard, sync
 from gadei_ps import places as place
-from gadei_ps.errors import GadeiError, JobFailed
+from gadei_ps.errors import GadeiError, JobFailed, SegmentError
 from gadei_ps.layout import CONTROL, ENTRY, RING, STATE, Action, Phase, Reason, SegmentKind, Work
 from gadei_ps.segment import Segment, segment_name
 
@@ -207,12 +207,16 @@ class Server:
                 writable=True,
                 job_id=self.job_id,
             )
+            slot_bytes, slots_at = self._geometry(ring)
+        except SegmentError as error:  # the learner has written over its own ring
+            self.log.error("a learner is refused", row=row, reason=str(error))
+            self.roster[row]["retired"] = generation
+            return
         except FileNotFoundError:
             # Not to be passed over: the learner would wait for a grant that never comes.
             raise JobFailed(
                 f"the ring of learner {row} has lost its name; did logind remove it (RemoveIPC)?"
             ) from None
-        head = ring.view(RING)
         member = Member(row, generation, ring)
         self.members[row] = member
         self.state.view(STATE)["applied"][:, row] = 0
@@ -220,10 +224,24 @@ class Server:
         entry["drained"] = 0
         entry["outstanding"] = layout.NO_BATCH
         entry["grant"] = 0 if self.sync.uses_pushes else layout.UNBOUNDED
-        self.table[row] = (ring.address, generation, int(head["slot_bytes"]), int(head["slots_at"]))
+        self.table[row] = (0, generation, slot_bytes, slots_at)
+        # The address last: a shard may be looking at the table for the sake of another row.
+        address = self.table.ctypes.data + row * self.table.strides[0]
+        _native.store(address + 8 * place.RING_ADDRESS, ring.address)
         self._table_changed()
         entry["served"] = generation
         self._wake_grant(row)
+
+    def _geometry(self, ring: Segment) -> tuple[int, int]:
+        """Bytes of a slot and where slots begin; read once, because a learner can write there."""
+        assert self.weights is not None
+        head = ring.view(RING)
+        slot_bytes, slots_at = int(head["slot_bytes"]), int(head["slots_at"])
+        payload = int(self.weights.view(layout.WEIGHTS)["elements"]) * 4
+        end = slots_at + int(self.control["slots"]) * slot_bytes
+        if slots_at < RING.itemsize or slot_bytes < layout.PAYLOAD_AT + payload or end > ring.size:
+            raise SegmentError(f"{ring.name}: sizes that cannot be")
+        return slot_bytes, slots_at
 
     def _table_changed(self) -> None:
         address = self.words.ctypes.data + 8 * place.TABLE_VERSION
@@ -253,13 +271,14 @@ class Server:
 
     def _published(self, member: Member) -> int:
         """Frames that the model may hear of: published for a collecting model, else applied."""
-        ring = member.ring.view(RING)
         if not self.sync.on_arrival:
             head = _native.load(member.ring.address + layout.offset(RING, "head"))
             # A gone learner that wrote over its head has nothing more to say.
             nonsense = not member.reported <= head <= member.reported + int(self.control["slots"])
             return member.reported if member.leaving and nonsense else head
-        return int(ring["tail"]["value"][: int(self.control["shards"])].min())
+        assert self.state is not None
+        applied = self.state.view(STATE)["applied"]
+        return int(applied[: int(self.control["shards"]), member.row].min())
 
     def _has_work(self, member: Member) -> bool:
         """False while the work ledger has nothing for this learner: no barrier waits for it."""
@@ -273,13 +292,17 @@ class Server:
             if not member.joined and not member.leaving and self._has_work(member):
                 self.sync.join(member.row, now)
                 member.joined = True
-            self._report_member(member, now)
+            held = self._report_member(member, now)
+            if held and member.leaving and self.sync.on_arrival:
+                # Applied, though nobody had granted it; the clock of the gone matters no more.
+                member.reported = self._published(member)
             behind = member.reported < self._published(member)
             if member.joined and not behind and (member.leaving or not self._has_work(member)):
                 self.commits.extend(self.sync.leave(member.row, now))
                 member.joined = False
 
-    def _report_member(self, member: Member, now: float) -> None:
+    def _report_member(self, member: Member, now: float) -> bool:
+        """Tells the model of what is new. True if some of that has not been granted yet."""
         published = self._published(member)
         while member.reported < published:
             if not member.joined:
@@ -288,7 +311,7 @@ class Server:
                 self.sync.join(member.row, now)
                 member.joined = True
             if self.sync.clock(member.row) >= self.sync.grant(member.row):
-                return
+                return True
             refused = False
             started = None
             if not self.sync.on_arrival:
@@ -301,11 +324,14 @@ class Server:
             commits = self.sync.push(member.row, now, started=started, refused=refused)
             member.reported += 1
             self.commits.extend(commits)
+        return False
 
     def _frame(self, member: Member, sequence: int) -> np.ndarray:
-        head = member.ring.view(RING)
-        slot = sequence % int(self.control["slots"]) * int(head["slot_bytes"])
-        return member.ring.array(layout.FRAME, 1, int(head["slots_at"]) + slot)
+        # Not by the words in the ring: the learner can write over them.
+        slot_bytes = int(self.table[member.row, place.RING_SLOT_BYTES])
+        slots_at = int(self.table[member.row, place.RING_SLOTS_AT])
+        slot = sequence % int(self.control["slots"]) * slot_bytes
+        return member.ring.array(layout.FRAME, 1, slots_at + slot)
 
     def _check(self, member: Member, frame: np.ndarray) -> int:
         assert self.weights is not None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ HOLD_OUT = 0.1
 RARE_FROM = 1000
 """Sentences from which on a word must occur twice to be known: half as many words on such sets, as
 accurate, and the unknown word gets trained. Smaller sets have little but such words."""
-POLL_S = 0.05
+POLL_S = 0.1
 STALLED_S = 120.0
 
 
@@ -144,14 +143,14 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         display.event(f"warning: {warning}")
     display.event(
         f"{len(corpus.train):,} sentences to train on, {len(corpus.held_out):,} held out, "
-        f"{len(corpus.train.label_names)} labels, {len(corpus.vocabulary):,} words; "
+        f"{len(corpus.train.label_names)} labels, {len(corpus.vocabulary.words):,} words; "
         f"mini-batch {batch_size}, learning rate {config.optimizer.lr}, {settings.optimizer}, "
         f"{settings.sync}, {settings.learners} learners"
     )
     threads = max(1, (os.cpu_count() or 1) // settings.learners)
     options = {
         "threads": threads,
-        "vocabulary_size": len(corpus.vocabulary) + 2,
+        "vocabulary_size": len(corpus.vocabulary),
         "classes": len(corpus.train.label_names),
         "dropout": settings.dropout,
         "seed": settings.seed,
@@ -160,11 +159,11 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         "wire": settings.wire,
     }
     with (
-        tempfile.TemporaryDirectory(prefix="gadei-ps-") as directory,
+        # A file in memory: it cannot be left behind, and only its owner can open it.
+        os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
         Daemon(config, verbose=settings.verbose) as daemon,
         display,
     ):
-        data = Path(directory) / "data.npz"
         np.savez(
             data,
             tokens=corpus.encoded.tokens,
@@ -173,7 +172,8 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
             settings=json.dumps(options),
         )
         run = _Run(settings, corpus, daemon, display, epochs, batch_size, options)
-        run.run(data)
+        data.flush()
+        run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
     return run.finish(config.optimizer.lr, time.monotonic() - begin)
 
 

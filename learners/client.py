@@ -402,6 +402,8 @@ class Client:
         except JobStopped:
             return None
         if taken == _native.PS_FINISHED:
+            if int(self._control["phase"]) == Phase.FAILED:
+                raise self._ended()
             return None
         self._taken.append(taken)
         return taken

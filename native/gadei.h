@@ -5,9 +5,10 @@
  * are, and pushes gradients into a ring of its own; the parameter server applies them. Build it
  * with four files of native/ and nothing else (-lrt is for glibc before 2.34):
  *
- *     cc -std=gnu11 -O2 -Inative learner.c native/ps_client.c native/ps_ring.c native/ps_copy.c -lrt
+ *     cc -std=gnu11 -O2 -Inative -o learner learner.c \
+ *         native/ps_client.c native/ps_attach.c native/ps_ring.c native/ps_copy.c -lrt
  *
- * From C++, compile those three with cc and link them; this header needs no other.
+ * From C++, compile those four with cc and link them; this header needs no other.
  *
  *     gadei_learner *learner;
  *     if (gadei_attach("demo", "mine", &learner) < 0)
@@ -73,20 +74,21 @@ struct gadei_tensor {
  *
  * job_or_socket: a job's name, or a path (with a '/') of its control socket; NULL or "": the
  * environment variable GADEI_PS_JOB. name: shown in the job's status, cut to 31 bytes; may be NULL.
- * Waits at most 10 s for the watchdog. GADEI_ERROR: no such job, no model, a segment that is foreign,
- * truncated or of another layout version; GADEI_STOPPED, GADEI_FAILED. The reason: gadei_error(NULL).
+ * Waits at most 10 s for the watchdog. GADEI_ERROR: no such job, no model, a segment that is
+ * foreign, truncated or of another layout version; GADEI_STOPPED, GADEI_FAILED. gadei_error(NULL)
+ * has the reason.
  */
 int gadei_attach(const char *job_or_socket, const char *name, gadei_learner **learner);
 
 /* Leaves the job and frees the handle, which may be NULL. What has been published is applied;
- * batches not answered go to others. Waits at most 10 s. In a child made by fork() it only frees. */
+ * batches not answered go to others. Waits at most 10 s. In a child of fork() it only frees. */
 void gadei_detach(gadei_learner *learner);
 
 /* The last error of this learner, or, for NULL, of this thread's last gadei_attach; one line, valid
  * until the next call. "" if there was none. */
 const char *gadei_error(const gadei_learner *learner);
 
-/* -- the model ---------------------------------------------------------------------------------- */
+/* -- the model --------------------------------------------------------------------------------- */
 
 /* The table of tensors, valid until gadei_detach; *count receives its length. */
 const struct gadei_tensor *gadei_tensors(const gadei_learner *learner, uint32_t *count);
@@ -115,7 +117,7 @@ void gadei_pull(gadei_learner *learner, float *weights);
  * GADEI_FAILED; then `weights` holds no such copy. */
 int gadei_pull_consistent(gadei_learner *learner, float *weights, int64_t timeout_ms);
 
-/* -- push --------------------------------------------------------------------------------------- */
+/* -- push -------------------------------------------------------------------------------------- */
 
 /* How this learner's gradients travel: GADEI_FLOAT32 (at first), GADEI_BFLOAT16 or GADEI_FLOAT16.
  * GADEI_ERROR for another, or once a slot has been claimed. */
@@ -132,8 +134,8 @@ int gadei_claim(gadei_learner *learner, int64_t timeout_ms);
 
 /* Writes one tensor's gradient, `values` of its count, into the claimed slot: one pass that copies,
  * converts and looks for values that are not finite. A tensor that is not written counts as zero.
- * GADEI_NONFINITE if there was one: the job refuses the gradient, unless it says nonfinite = "allow".
- * GADEI_ERROR: no slot is claimed, no such tensor. */
+ * GADEI_NONFINITE if there was one: the job refuses the gradient, unless it says
+ * nonfinite = "allow". GADEI_ERROR: no slot is claimed, no such tensor. */
 int gadei_write(gadei_learner *learner, uint32_t tensor, const float *values);
 
 /* Publishes the claimed slot. It answers the oldest batch taken and not yet answered, if there is
@@ -154,7 +156,7 @@ uint64_t gadei_published(const gadei_learner *learner);
  * GADEI_TIMEOUT, GADEI_STOPPED, GADEI_EVICTED, GADEI_FAILED. */
 int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms);
 
-/* -- batches: work that the server hands out, so that every one is answered once an epoch -------- */
+/* -- batches: work that the server hands out, so that every one is answered once an epoch ------ */
 
 /* Tells the server what there is: `batches` an epoch, `epochs` times. Every learner may; all must
  * say the same. `seed` is the learners' own business. Waits at most 10 s. GADEI_ERROR,

@@ -18,6 +18,7 @@ from gadei_ps import control, log
 from gadei_ps.errors import ControlError, GadeiError
 
 MAX_CLIENTS = 512
+MAX_CLIENTS_OF_ONE = 128  # of one process: it cannot take all places
 MAX_UNSENT = 4 << 20
 MAX_FDS = 4
 MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last

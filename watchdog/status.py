@@ -62,9 +62,10 @@ def _model(memory: JobMemory) -> dict[str, int] | None:
 
 
 def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
-    entry = memory.control.view(layout.CONTROL)["roster"][row]
+    control = memory.control.view(layout.CONTROL)
+    entry = control["roster"][row]
     ring = memory.rings[row].view(layout.RING)
-    shards = int(ring["shards"])
+    shards = int(control["shards"])  # the ring's own words may be anything
     applied = int(entry["applied"])
     return {
         "row": row,

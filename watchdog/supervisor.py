@@ -127,15 +127,21 @@ class Supervisor:
 
     def _take_lock(self) -> None:
         path = runtime.lock_path(self.config.name)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(fd)
+                raise JobInUse(
+                    f"job {self.config.name!r} is running already; choose another name, or stop "
+                    f"it: gadei-ps stop {self.config.name}"
+                ) from None
+            # Whoever held it before may have removed the file since we opened it.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), path.stat()):
+                    break
             os.close(fd)
-            raise JobInUse(
-                f"job {self.config.name!r} is running already; choose another name, or stop it: "
-                f"gadei-ps stop {self.config.name}"
-            ) from None
         self._lock = fd
 
     def _start_server(self) -> None:
@@ -222,8 +228,9 @@ class Supervisor:
         """Ends the server, answers who waits, and removes all that is the job's."""
         made = hasattr(self.memory, "control")
         if made:
-            self._control["stop"] = Stop.NOW
+            # In this order: a learner that sees the stop sees also why.
             self._control["phase"] = Phase.FAILED if self._failed else Phase.STOPPED
+            self._control["stop"] = Stop.NOW
             self._ring_bells()
         if self._server is not None:
             self._end_server()

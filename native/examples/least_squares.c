@@ -3,7 +3,7 @@
  *
  *     learner: native/examples/least_squares.c native/gadei.h
  *             cc -std=gnu11 -O2 -Wall -Wextra -Inative -o $@ $< \
- *                 native/ps_client.c native/ps_ring.c native/ps_copy.c -lrt
+ *                 native/ps_client.c native/ps_attach.c native/ps_ring.c native/ps_copy.c -lrt
  *
  * Usage: learner [JOB [STEPS]]. Without JOB it asks the environment, as `gadei-ps run` sets it.
  * Start it several times: every learner draws samples of its own and all train the same weights.
@@ -61,7 +61,7 @@ static int train(gadei_learner *learner, long steps)
     if (w < 0 || b < 0)
         return GADEI_ERROR;
     if (tensors[w].count != FEATURES || tensors[b].count != 1) {
-        fprintf(stderr, "the job's tensors should be w of shape [%d] and b of shape [1]\n", FEATURES);
+        fprintf(stderr, "the job needs w of shape [%d] and b of shape [1]\n", FEATURES);
         return GADEI_ERROR;
     }
     const float *weights = gadei_weights(learner);

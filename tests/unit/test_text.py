@@ -14,6 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn import functional  # noqa: E402
+
+from gadei_ps.dataset import UNSEEN_LABEL, Vocabulary, encode  # noqa: E402
 from gadei_ps.learners.text import (  # noqa: E402
     RESULT_FILES,
     ModelDirectoryError,
@@ -24,9 +27,6 @@ from gadei_ps.learners.text import (  # noqa: E402
     predict,
     save_result,
 )
-from torch.nn import functional  # noqa: E402
-
-from gadei_ps.dataset import UNSEEN_LABEL, Vocabulary, encode  # noqa: E402
 
 
 def small(classes: int = 3, **options: Any) -> SentenceClassifier:
@@ -142,6 +142,7 @@ def test_sizes_are_kims() -> None:
     }
     assert model.dropout == 0.5
     assert 0.04 < model.embedding[1:].abs().max() <= 0.05
+    assert 0.2 < small(embedding_range=0.25).embedding.abs().max() <= 0.25
     # Column blocks are taps; the first 100 columns of a block belong to the width 5.
     for block in (model.filters[:, :100], model.filters[:, -100:]):
         assert 0.9 * 1500**-0.5 < block.abs().max() <= 1500**-0.5

@@ -1,0 +1,61 @@
+"""Fixtures of the command line's tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `import shell`
+pytest.register_assert_rewrite("shell")
+
+from shell import Cli  # noqa: E402
+
+
+@pytest.fixture
+def cli(runtime_dir: Path, tmp_path: Path) -> Iterator[Cli]:
+    made = Cli(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The kernels are in Numba's cache, so that jobs start at once."""
+    code = "from gadei_ps import shard; shard.load()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+LEARNER = """
+    import os, pathlib, signal, sys, time
+    import numpy as np
+    from gadei_ps.learners.client import Client
+
+    epochs, lost = int(sys.argv[1]), sys.argv[2:]
+    index, learners = (os.environ.get(f"GADEI_PS_LEARNER{s}", s) for s in ("", "S"))
+    here = pathlib.Path(__file__).parent
+    with Client(tensors={"w": np.zeros(8)}) as client:
+        (here / f"attached.{index}").touch()
+        while learners.isdigit() and len(list(here.glob("attached.*"))) < int(learners):
+            time.sleep(0.001)
+        for batch in client.batches(samples=40, batch_size=4, epochs=epochs):
+            client.push({"w": -np.ones(8)}, samples=len(batch.indices), loss=1.0)
+            if client.published == 3 and index in lost:
+                os.kill(os.getpid(), signal.SIGKILL)
+    print("done", client.published)
+"""
+
+
+@pytest.fixture
+def learner(cli: Cli) -> list[str]:
+    """A command: python learner.py, to be followed by epochs and the indices of those to die.
+
+    Learners of `run` wait for each other before they begin, so that each of them gets work.
+    """
+    file = cli.directory / "learner.py"
+    file.write_text(textwrap.dedent(LEARNER))
+    return [sys.executable, str(file)]

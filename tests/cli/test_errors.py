@@ -1,0 +1,208 @@
+"""What goes wrong is said in one line, with an exit code, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shell import Cli
+
+from gadei_ps import cli as command_line
+from gadei_ps.config import OptimizerConfig
+from gadei_ps.layout import WireType
+
+ROWS = "text,label\n" + "".join(f"sentence {i},{'ab'[i % 2]}\n" for i in range(20))
+
+
+def test_import_is_quick() -> None:
+    heavy = "{'torch', 'numba', 'numpy', 'pydantic', 'psutil'}"
+    code = f"import sys, gadei_ps.cli; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_choices_are_those_of_the_job_file() -> None:
+    kinds = OptimizerConfig.model_fields["kind"].annotation
+    assert set(command_line.OptimizerName) == set(kinds.__args__)  # type: ignore[union-attr]
+    assert {one.upper() for one in command_line.Wire} == set(WireType.__members__)
+
+
+def test_help_and_version(cli: Cli) -> None:
+    assert cli("--version").out.startswith("gadei-ps ")
+    assert "Usage" in cli("run", "--help").out
+    alone = cli()
+    assert alone.code == 0
+    assert "doctor" in alone.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("trian", "No such command"),
+        ("train", "Missing argument"),
+        ("train x.csv --optimizer newton", "'newton' is not one of 'sgd', 'momentum'"),
+        ("train x.csv --learners many", "--learners"),
+        ("run demo --learners 0 -- true", "--learners"),
+        ("run demo --learners 2", "COMMAND"),
+        ("run demo --lr -1 -- true", "job demo: optimizer: lr must be at least 0"),
+        ("run demo --sync chaos -- true", "job demo: sync: unknown model 'chaos'"),
+        ("run demo -- no-such-program", "no program 'no-such-program'"),
+        ("run two.words -- true", "job name 'two.words': use 1 to 48 letters"),
+        ("run ./gone.toml -- true", "gone.toml: No such file"),
+        ("serve gone.toml", "gone.toml: No such file"),
+        ("serve .", "Is a directory"),
+        ("status --watch --json", "--watch or --json"),
+        ("predict model --out x.csv", "--out goes with --csv"),
+        ("predict model --csv x.csv text", "not both"),
+    ],
+)
+def test_usage(cli: Cli, arguments: str, said: str) -> None:
+    result = cli(*arguments.split())
+    assert result.code == 2
+    assert said in result.err
+    assert len(result.err.splitlines()) == 1
+    assert result.err.startswith("gadei-ps: ")
+    if "--json" in arguments:
+        assert said in result.json["error"]
+        assert result.json["kind"] == "UsageError"
+    else:
+        assert not result.out
+
+
+@pytest.mark.parametrize(
+    "arguments", ["status", "stop", "attach --json", "status --json", "stop --json"]
+)
+def test_unknown_job(cli: Cli, job_name: str, arguments: str) -> None:
+    command, *flags = arguments.split()
+    result = cli(command, job_name, *flags, *(["--", "true"] if command == "attach" else []))
+    assert result.code == 1
+    assert f"no job '{job_name}' is running" in result.error
+    if flags:
+        assert result.json == {"error": result.error, "kind": "JobNotFound"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optimzer = 3", "optimzer: there is no such field"),
+        ("slots = 0", "slots: Input should be greater than or equal to 1"),
+        ("sync = 'ssp'", "sync: ssp: s is missing"),
+        ("[optimizer]\nkind = 'newton'", "optimizer.kind: Input should be 'sgd'"),
+        ("[optimizer]\nlr = nan", "optimizer: lr must be"),
+        ("name = 'a b'", "job name 'a b'"),
+        ("slots = ", "Invalid value"),
+        ("[[tensors]]\nname = 'w'\nshape = [0]", "shape"),
+    ],
+)
+def test_job_file(cli: Cli, text: str, said: str) -> None:
+    (cli.directory / "job.toml").write_text(text)
+    result = cli("serve", "job.toml")
+    assert result.code == 2
+    assert said in result.error
+
+
+def test_job_file_that_is_not_text(cli: Cli) -> None:
+    (cli.directory / "job.toml").write_bytes(b"name = '\xff'")
+    assert cli("serve", "job.toml").error == "job.toml: not UTF-8 text"
+
+
+@pytest.mark.parametrize("command", ["serve {} --json", "run {} --json -- true"])
+def test_model_larger_than_dev_shm(cli: Cli, job_name: str, compiled: None, command: str) -> None:
+    free = os.statvfs("/dev/shm")
+    values = free.f_blocks * free.f_frsize
+    tensor = f"[[tensors]]\nname = 'w'\nshape = [{values}]\n"
+    (cli.directory / "big.toml").write_text(f"name = '{job_name}'\n{tensor}")
+    result = cli(*command.format("big.toml").split())
+    assert result.code == 1
+    assert result.json["kind"] == "NoSharedMemory"
+    assert "/dev/shm has" in result.json["error"]
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        (b"", "the file is empty"),
+        (b"text,label\n", "there is a header but no row"),
+        (ROWS.replace("label\n", "class\n").encode(), "no column named 'label'"),
+        (ROWS.replace(",b\n", ",a\n").encode(), "every row has the label 'a'"),
+        (ROWS.replace("sentence 3", "sent\udcffence 3").encode(errors="surrogateescape"), "UTF-8"),
+    ],
+    ids=["missing", "empty", "no rows", "no column", "one label", "bad UTF-8"],
+)
+def test_training_file(cli: Cli, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (cli.directory / "data.csv").write_bytes(content)
+    result = cli("train", "data.csv", "--json")
+    assert result.code == 2
+    assert said in result.error
+    assert result.json == {"error": result.error, "kind": "DatasetError"}
+    assert not (cli.directory / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--lr -1", "lr must be at least 0"),
+        ("--sync chaos", "unknown model 'chaos'"),
+        ("--job a/b", "use 1 to 48 letters"),
+        ("--out {directory}/data.csv", "cannot be used (Not a directory)"),
+    ],
+)
+def test_training_options(cli: Cli, arguments: str, said: str) -> None:
+    (cli.directory / "data.csv").write_text(ROWS)
+    result = cli("train", "data.csv", *arguments.format(directory=cli.directory).split())
+    assert said in result.error
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read and write everything")
+def test_no_permission(cli: Cli, job_name: str) -> None:
+    cli.directory.chmod(0o500)
+    assert "Permission denied" in cli("ls", GADEI_PS_RUNTIME_DIR=str(cli.directory / "rt")).error
+
+
+def test_runtime_directory_of_others(cli: Cli, job_name: str) -> None:
+    cli.directory.chmod(0o777)
+    result = cli("status", job_name, "--json", GADEI_PS_RUNTIME_DIR=str(cli.directory))
+    assert result.code == 1
+    assert "not a directory that only you may write" in result.json["error"]
+
+
+def test_model_directory_without_a_model(cli: Cli) -> None:
+    result = cli("predict", cli.directory, "hello", "--json")
+    assert result.code == 1
+    assert "missing or damaged" in result.json["error"]
+
+
+def test_traceback_on_request(cli: Cli, job_name: str) -> None:
+    result = cli("status", job_name, GADEI_PS_TRACEBACK="1")
+    assert result.code == 1
+    assert "Traceback" in result.err
+
+
+def test_nobody_reads_the_output(cli: Cli) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "gadei_ps", "ls", "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert done.returncode == 1
+    assert not done.stderr
+
+
+def test_bug_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line._report(ValueError("two\nlines"), as_json=True) == 1
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 1
+    assert json.loads(said.out)["kind"] == "ValueError"
+
+
+def test_module_runs_from_anywhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "gadei_ps", "--version"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)

@@ -1,0 +1,144 @@
+"""Serving, watching, stopping and cleaning up."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import support
+from shell import FOREVER, Cli, is_running, learning
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+MODEL = "[[tensors]]\nname = 'w'\nshape = [100]\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_ends_cleanly(cli: Cli, job_name: str, number: int) -> None:
+    daemon = cli.serve(job_name, MODEL)
+    assert "ready" in daemon.err
+    assert support.segments(job_name)
+    result = daemon.signal(number)
+    assert (result.code, result.out) == (0, "")
+    assert not support.segments(job_name)
+    assert not list(cli.directory.glob("*.sock"))
+
+
+def test_serve_with_json(cli: Cli, job_name: str) -> None:
+    (cli.directory / "job.toml").write_text(f"name = '{job_name}'")
+    daemon = cli.start("serve", "job.toml", "--json", "--json-log")
+    support.eventually(lambda: is_running(job_name))
+    assert cli("stop", job_name).out.startswith(f"job {job_name} has stopped: 0 gradients applied")
+    result = daemon.wait()
+    assert (result.code, result.json["job"]) == (0, job_name)
+    assert all(line.startswith("{") for line in result.err.splitlines())
+
+
+def test_status(cli: Cli, job_name: str, learner: list[str]) -> None:
+    assert cli("status").out == "no job is running\n"
+    assert cli("status", "--json").json == {"jobs": []}
+    cli.serve(job_name)
+    assert "none yet" in cli("status", job_name).out
+    attached = cli.start("attach", job_name, "--", *learner, FOREVER)
+    support.eventually(learning(job_name, attached, 1))
+    shown = cli("status", job_name).out
+    assert f"job            {job_name}, serving" in shown
+    assert "8 values in 1 tensors" in shown
+    assert str(attached.pid) in shown
+    report = cli("status", job_name, "--json").json
+    assert [one["pid"] for one in report["learners"]] == [attached.pid]
+    assert [one["job"] for one in cli("status", "--json").json["jobs"]] == [job_name]
+    assert job_name in cli("status").out
+
+
+def test_watch(cli: Cli, job_name: str) -> None:
+    assert cli("status", job_name, "--watch").code == 1
+    cli.serve(job_name)
+    one, everything = (cli.start("status", *job, "--watch") for job in ([job_name], []))
+    for watching in (one, everything):
+        support.eventually(lambda out=watching: job_name in out.out)
+    cli("stop", job_name)
+    assert one.wait().code == 0
+    assert "has ended" in one.out
+    result = everything.signal(signal.SIGINT)
+    assert (result.code, result.err) == (130, "")
+
+
+def test_stop_with_learners(cli: Cli, job_name: str, learner: list[str]) -> None:
+    daemon = cli.serve(job_name)
+    attached = cli.start("attach", job_name, "--", *learner, FOREVER)
+    support.eventually(learning(job_name, attached, 1))
+    report = cli("stop", job_name, "--drain", "--timeout", 30, "--json").json
+    assert report["gradients_applied"] > 0
+    assert not support.segments(job_name), "stop waits until the job is gone"
+    assert (daemon.wait().code, attached.wait().code) == (0, 0)
+
+
+def test_ls(cli: Cli, job_name: str) -> None:
+    assert not [one for one in cli("ls", "--json").json["jobs"] if one["name"] == job_name]
+    daemon = cli.serve(job_name, MODEL)
+    (job,) = (one for one in cli("ls", "--json").json["jobs"] if one["name"] == job_name)
+    assert (job["state"], job["watchdog_pid"]) == ("running", daemon.pid)
+    assert job["shared_bytes"] > 0
+    assert job_name in cli("ls").out
+
+
+def test_job_of_another_runtime_directory(cli: Cli, job_name: str) -> None:
+    cli.serve(job_name, MODEL)
+    other = cli.directory / "other"
+    found = cli("ls", "--json", GADEI_PS_RUNTIME_DIR=str(other)).json["jobs"]
+    assert [one["state"] for one in found if one["name"] == job_name] == ["elsewhere"]
+    assert not cli("gc", job_name, "--json", GADEI_PS_RUNTIME_DIR=str(other)).json["removed"]
+    assert support.segments(job_name)
+    assert not list(other.iterdir()), "gc leaves no lock of its own"
+
+
+def test_gc(cli: Cli, job_name: str, learner: list[str]) -> None:
+    living, dead = f"{job_name}-living", job_name
+    cli.serve(living, MODEL)
+    watchdog = cli.serve(dead)
+    attached = cli.start("attach", dead, "--", *learner, FOREVER)
+    support.eventually(learning(dead, attached, 1))
+    segments = {name for name in support.segments(dead) if f".{living}." not in name}
+    for pid in (watchdog.pid, attached.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert watchdog.wait().code == attached.wait().code == -signal.SIGKILL
+    states = {one["name"]: one["state"] for one in cli("ls", "--json").json["jobs"]}
+    assert (states[living], states[dead]) == ("running", "stale")
+    assert "gadei-ps gc" in cli("ls").out
+    assert "nobody" not in cli("status", dead).error
+
+    everything = cli("gc", "--dry-run", "--json").json
+    assert segments <= {f"/{one['path']}" for one in everything["removed"]}
+    assert living not in {one["job"] for one in everything["removed"]}
+    wanted = cli("gc", dead, living, "--dry-run", "--json").json
+    assert len(segments) == 4
+    assert segments <= set(support.segments(dead)), "a dry run removes nothing"
+    done = cli("gc", dead, living, "--json").json
+    for result in (wanted, done):
+        assert {one["job"] for one in result["removed"]} == {dead}
+        paths = {f"/{one['path']}" for one in result["removed"] if one["kind"] == "segment"}
+        assert paths == segments
+        assert {one["kind"] for one in result["removed"]} == {"segment", "socket", "lock"}
+        assert result["bytes"] == sum(one["bytes"] for one in result["removed"]) > 0
+    assert not segments & set(support.segments(dead))
+    assert is_running(living)
+    assert cli("gc", dead, living).out == "nothing to remove\n"
+
+
+def test_dead_job_starts_again(cli: Cli, job_name: str) -> None:
+    cli.serve(job_name, MODEL).signal(signal.SIGKILL)
+    daemon = cli.serve(job_name, MODEL)
+    assert daemon.signal(signal.SIGTERM).code == 0
+
+
+def test_silent_watchdog(cli: Cli, job_name: str) -> None:
+    daemon = cli.serve(job_name)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        found = cli("ls", "--json").json["jobs"]
+        assert [one["state"] for one in found if one["name"] == job_name] == ["silent"]
+        assert not cli("gc", job_name, "--json").json["removed"]
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)

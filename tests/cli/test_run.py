@@ -1,0 +1,133 @@
+"""`run` and `attach`: learners of a user's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+import support
+from shell import FOREVER, Cli, is_running, learning
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+def test_job_for_as_long_as_its_learners(cli: Cli, job_name: str, learner: list[str]) -> None:
+    flags = "--learners 2 --lr 0.5 --optimizer momentum --sync ssp:2 --json"
+    result = cli("run", job_name, *flags.split(), "--", *learner, 5)
+    assert result.code == 0, result
+    summary = result.json
+    assert summary["job"] == job_name
+    assert summary["gradients_applied"] == 50
+    assert summary["samples"] == 200
+    assert [one["exit_code"] for one in summary["ended"]] == [0, 0]
+    assert result.err.count("done") == 2, "the learners' output is not on stdout with --json"
+    assert not is_running(job_name)
+
+
+def test_job_file_with_a_flag(cli: Cli, job_name: str, learner: list[str]) -> None:
+    (cli.directory / "job.toml").write_text(
+        f'name = "{job_name}"\nslots = 3\n[optimizer]\nkind = "adam"\nlr = 0.1\n'
+    )
+    running = cli.start("run", "job.toml", "--lr", "0.2", "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 1))
+    status = cli("status", job_name, "--json").json
+    assert (status["optimizer"], len(status["learners"])) == ("adam", 1)
+    assert running.signal(signal.SIGTERM).code == 128 + signal.SIGTERM
+    assert not is_running(job_name)
+
+
+def test_learners_of_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> None:
+    cli.serve(job_name)
+    refused = cli("run", job_name, "--lr", "0.1", "--", *learner, 5)
+    assert refused.code == 2
+    assert "is running and has its configuration" in refused.error
+    result = cli("run", job_name, "--json", "--", *learner, 5)
+    assert (result.code, result.json["gradients_applied"]) == (0, 50)
+    status = support.status(job_name)
+    assert status["gradients_applied"] == 50, "the job goes on"
+    assert not status["learners"]
+
+
+def test_attach(cli: Cli, job_name: str, learner: list[str]) -> None:
+    cli.serve(job_name)
+    show = [sys.executable, "-c", "import os; print(os.environ['GADEI_PS_JOB'])"]
+    assert cli("attach", job_name, "--", *show).out == (
+        f"{os.environ['GADEI_PS_RUNTIME_DIR']}/{job_name}.sock\n"
+    )
+    assert cli("attach", job_name, "--", *show[:2], "raise SystemExit(7)").code == 7
+    assert "no program" in cli("attach", job_name, "--", "no-such-program").error
+    result = cli("attach", job_name, "--json", "--", *learner, 5)
+    assert result.json["gradients_applied"] == 50
+
+
+def test_the_others_go_on(cli: Cli, job_name: str, learner: list[str]) -> None:
+    result = cli("run", job_name, "--learners", 2, "--json", "--", *learner, 30, "1")
+    assert result.code == 0, result
+    assert "learner 1" in result.err
+    assert "was killed by SIGKILL; 1 go on" in result.err
+    assert result.json["samples"] == 1200, "every sample of every epoch"
+    assert [one["exit_code"] for one in result.json["ended"]] == [0, -signal.SIGKILL]
+
+
+def test_killed_learners_are_started_again(cli: Cli, job_name: str, learner: list[str]) -> None:
+    result = cli("run", job_name, "--restart", 2, "--json", "--", *learner, 5, "0")
+    assert result.code == 1, "all were lost in the end"
+    assert result.json["restarts"] == 2
+    assert result.json["gradients_applied"] == 9
+    assert "none is left" in result.err
+
+
+def test_failing_learner(cli: Cli, job_name: str, learner: list[str]) -> None:
+    result = cli("run", job_name, "--", sys.executable, "-c", "raise SystemExit(3)")
+    assert result.code == 1
+    assert "ended with exit code 3" in result.err
+    assert "0 gradients applied" in result.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_interrupted(cli: Cli, job_name: str, learner: list[str], number: int) -> None:
+    running = cli.start("run", job_name, "--learners", 2, "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 2))
+    result = running.signal(number)
+    assert result.code == 128 + number
+    assert "Traceback" not in result.err
+    assert not support.segments(job_name)
+    assert not is_running(job_name)
+
+
+def test_launcher_killed(cli: Cli, job_name: str, learner: list[str]) -> None:
+    """The kernel tells its children; `nothing_left` checks that they go and clean up."""
+    running = cli.start("run", job_name, "--learners", 2, "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 2))
+    assert running.signal(signal.SIGKILL).code == -signal.SIGKILL
+    support.eventually(lambda: not support.segments(job_name))
+
+
+def test_job_stopped_meanwhile(cli: Cli, job_name: str, learner: list[str]) -> None:
+    running = cli.start("run", job_name, "--learners", 2, "--json", "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 2))
+    report = cli("stop", job_name, "--drain", "--json").json
+    result = running.wait()
+    assert result.code == 0, result
+    assert report["gradients_applied"] >= result.json["gradients_applied"] > 0
+
+
+def test_server_killed(cli: Cli, job_name: str, learner: list[str]) -> None:
+    running = cli.start("run", job_name, "--json", "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 1))
+    os.kill(support.status(job_name)["server_pid"], signal.SIGKILL)
+    result = running.wait()
+    assert result.code == 1
+    assert result.json["kind"] == "JobFailed"
+
+
+def test_name_in_use(cli: Cli, job_name: str) -> None:
+    cli.serve(job_name)
+    (cli.directory / "again.toml").write_text(f'name = "{job_name}"')
+    for command in (["serve", "again.toml"], ["run", "again.toml", "--", "true"]):
+        result = cli(*command)
+        assert result.code == 1
+        assert f"job '{job_name}' is running already" in result.err.splitlines()[-1]
+    assert is_running(job_name)

@@ -1,0 +1,144 @@
+"""`train` and `predict`: from a CSV file to labels for new sentences."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import support
+from shell import Cli, Result, is_running
+
+from gadei_ps.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+WORDS = {"billing": "invoice payment charge", "claim": "accident damage report"}
+ROWS = [
+    (f"{'please help ' * (i % 3)}{word} number {i}", label)
+    for i in range(10)
+    for label, words in WORDS.items()
+    for word in words.split()
+]
+
+
+ARGUMENTS = """train train.csv --test test.csv --out model --learners 2 --epochs 6
+    --optimizer adagrad --wire bfloat16 --sync ssp:4 --seed 1"""
+
+
+def write_csv(path: Path, rows: list[tuple[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label"), *rows])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, compiled: None) -> tuple[Path, Result]:
+    """A directory with a model, and what its training said."""
+    directory = tmp_path_factory.mktemp("trained")
+    write_csv(directory / "train.csv", ROWS)
+    write_csv(directory / "test.csv", [*ROWS[:5], ("invoice", "unheard of")])
+    with pytest.MonkeyPatch.context() as patch:
+        (directory / "rt").mkdir(mode=0o700)
+        patch.setenv("GADEI_PS_RUNTIME_DIR", str(directory / "rt"))
+        result = Cli(directory)(*ARGUMENTS.split(), "--job", f"trained-{directory.name}", "--json")
+    assert not list((directory / "rt").iterdir())
+    return directory, result
+
+
+def test_summary(trained: tuple[Path, Result]) -> None:
+    directory, result = trained
+    assert result.code == 0, result
+    assert not result.err, "no progress display with --json"
+    summary = result.json
+    assert summary["validation_accuracy"] == 1.0
+    assert summary["test_accuracy"] == pytest.approx(5 / 6)
+    assert 1 <= summary["epochs"] <= 6
+    assert summary["gradients_applied"] >= 27 * summary["epochs"]
+    assert summary["gradients_dropped"] == summary["gradients_refused"] == 0
+    assert summary["samples_per_s"] > 0
+    assert (summary["learners"], summary["rows"]) == (2, 60)
+    assert (directory / summary["model_dir"] / "weights.safetensors").exists()
+
+
+def test_plain_lines_and_summary(cli: Cli, job_name: str) -> None:
+    write_csv(cli.directory / "data.csv", ROWS)
+    result = cli("train", "data.csv", "--epochs", 1, "--job", job_name, TMPDIR=str(cli.directory))
+    assert result.code == 0, result
+    assert "epoch 1: validation accuracy" in result.err
+    assert "\x1b" not in result.err + result.out
+    assert "gadei-ps predict model" in result.out
+    left = {path.name for path in cli.directory.iterdir()}
+    assert {name for name in left if "torch" not in name} == {"data.csv", "model"}
+    refused = cli("train", "data.csv", "--out", ".", "--job", job_name)
+    assert "holds other files than an earlier result" in refused.error
+
+
+def test_predict(cli: Cli, trained: tuple[Path, Result]) -> None:
+    model = trained[0] / "model"
+    texts = ["a new invoice", "the accident"]
+    lines = [line.split("\t") for line in cli("predict", model, *texts).out.splitlines()]
+    assert [(label, text) for label, _, text in lines] == [
+        ("billing", texts[0]),
+        ("claim", texts[1]),
+    ]
+    assert all(0.5 < float(probability) <= 1 for _, probability, _ in lines)
+
+    piped = cli("predict", model, "--json", stdin=b"a new invoice\n\nthe accident").json
+    assert [(one["label"], one["text"]) for one in piped["predictions"]] == [
+        ("billing", texts[0]),
+        ("claim", texts[1]),
+    ]
+
+
+def test_standard_input_that_is_not_text() -> None:
+    from gadei_ps.predict import sentences
+
+    with pytest.raises(UsageError, match="line 2: byte 0xff is not UTF-8"):
+        list(sentences(io.BytesIO(b"fine\nnot \xff fine\n")))
+
+
+def test_predict_csv(cli: Cli, trained: tuple[Path, Result]) -> None:
+    model = trained[0] / "model"
+    (cli.directory / "in.csv").write_text('id,words\n7,"invoice, please"\n8,accident\n')
+    said = cli("predict", model, "--csv", "in.csv", "--text-column", "words").out
+    rows = list(csv.DictReader(io.StringIO(said)))
+    assert [(row["id"], row["words"], row["label"]) for row in rows] == [
+        ("7", "invoice, please", "billing"),
+        ("8", "accident", "claim"),
+    ]
+    labelled = cli("predict", model, "--csv", trained[0] / "test.csv", "--out", "out.csv", "--json")
+    assert labelled.json["csv"] == "out.csv"
+    with (cli.directory / "out.csv").open(newline="") as file:
+        header, *rest = csv.reader(file)
+    assert header == ["text", "label", "predicted_label", "predicted_probability"]
+    assert len(rest) == len(labelled.json["predictions"]) == 6
+    assert "no column named 'text'" in cli("predict", model, "--csv", "in.csv").error
+
+
+def test_model_in_numbers(trained: tuple[Path, Result]) -> None:
+    metrics = json.loads((trained[0] / "model" / "metrics.json").read_text())
+    assert metrics["validation_accuracy"] == trained[1].json["validation_accuracy"]
+
+
+def test_launcher_killed(cli: Cli, job_name: str) -> None:
+    """`nothing_left` checks that daemon and learners go and clean up."""
+    write_csv(cli.directory / "data.csv", ROWS)
+    temporary = cli.directory / "tmp"
+    temporary.mkdir()
+    training = cli.start(
+        *["train", "data.csv", "--patience", "1000", "--epochs", "100000", "--job"],
+        job_name,
+        TMPDIR=str(temporary),
+    )
+    support.eventually(
+        lambda: (
+            training.process.poll() is not None
+            or (is_running(job_name) and support.status(job_name)["version"] > 0)
+        )
+    )
+    assert training.signal(signal.SIGKILL).code == -signal.SIGKILL
+    assert not (cli.directory / "model").exists()
+    assert not list(temporary.glob("gadei-ps*"))

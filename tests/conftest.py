@@ -1,0 +1,55 @@
+"""What every test gets: names and places of its own, and a check that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `import support`
+pytest.register_assert_rewrite("support")
+
+import support  # noqa: E402
+
+PR_SET_CHILD_SUBREAPER = 36
+JOBS = f"t{os.getpid()}-"
+_numbers = itertools.count()
+
+
+def pytest_configure() -> None:
+    """Orphans of killed processes become our children, so that the check below sees them."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@pytest.fixture
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for sockets; its path is short, as an address of AF_UNIX must be."""
+    path = Path(tempfile.mkdtemp(prefix="gps-", dir="/tmp"))
+    monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(path))
+    monkeypatch.delenv("GADEI_PS_JOB", raising=False)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def job_name(runtime_dir: Path) -> str:
+    """A job name that no other test has."""
+    return f"{JOBS}{next(_numbers)}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After each test no process of it runs and no segment of its jobs exists."""
+    before = support.children()
+    yield
+    support.eventually(
+        lambda: not support.children() - before, 15, lambda: support.described(before)
+    )
+    support.eventually(lambda: not support.segments(JOBS), 5, lambda: support.segments(JOBS))

@@ -1,0 +1,281 @@
+"""A learner's view of a job: what it can read, what it cannot write, what it is told."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from multiprocessing.connection import Connection
+
+import numpy as np
+import psutil
+import pytest
+from support import Child, daemon, eventually, fork, learner, status
+
+from gadei_ps import _native, layout
+from gadei_ps.control import StopJob
+from gadei_ps.errors import (
+    Evicted,
+    JobNotFound,
+    JobStopped,
+    ModelMismatch,
+    PushTimeout,
+    UsageError,
+)
+from gadei_ps.layout import Role
+from gadei_ps.learners.client import JOB_VARIABLE, Client, epoch_order
+
+VALUES = 100_000
+
+
+def _write_to(pipe: Connection, job: str, part: str) -> None:
+    client = Client(job)
+    pipe.send(client.row)
+    memory = {"weights": client._weights_segment, "control": client._control_segment}[part]
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # no traceback in the test's output
+    ctypes.memset(memory.address + memory.size - 64, 0xFF, 1)
+    pipe.send("written")
+
+
+def test_stray_writes_end_the_learner_and_nothing_else(job_name: str) -> None:
+    tensors = {"w": np.zeros(1000, np.float32)}
+    with daemon(job_name) as job, Client(job_name, tensors=tensors) as other:
+        for part in ("weights", "control"):
+            with fork(1, _write_to, job_name, part) as (child,):
+                child.receive()
+                assert child.join() == -signal.SIGSEGV
+        with pytest.raises(ValueError, match="read-only"):
+            other.flat[0] = 1
+        with pytest.raises(ValueError, match="read-only"):
+            other.weights["w"][0] = 1
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            other.flat.flags.writeable = True
+        other.push({"w": np.ones(1000)})
+        other.wait_applied()
+        np.testing.assert_array_equal(other.weights["w"], -1.0)
+        eventually(lambda: len(status(job_name)["learners"]) == 1)
+        job.check()
+
+
+def _push_ones(pipe: Connection, job: str) -> None:
+    client = Client(job)
+    pipe.send(client.row)
+    ones = np.ones(client.model.elements, np.float32)
+    while True:
+        client.push(ones)
+
+
+def test_consistent_pull(job_name: str) -> None:
+    tensors = [{"name": "w", "shape": [VALUES]}]
+    with (
+        daemon(job_name, tensors=tensors, shards=2),
+        Client(job_name) as client,
+        fork(2, _push_ones, job_name) as children,
+    ):
+        for child in children:
+            child.receive()
+        ranges = [layout.shard_range(client.model.elements, 2, index) for index in range(2)]
+        eventually(lambda: client.current_version > 100)
+        copy = np.empty(client.model.elements, np.float32)
+        whole = late = 0
+        seen = set()
+        while whole < 150:
+            try:
+                assert client.pull(copy, consistent=True) is copy
+            except PushTimeout:
+                late += 1  # on a machine that is too busy to copy in time
+                assert late < 10
+                continue
+            whole += 1
+            for low, high in ranges:
+                assert copy[low] == copy[high - 1]
+                assert (copy[low:high] == copy[low]).all()
+                seen.add(float(copy[low]))
+        assert len(seen) > 10, "the weights move meanwhile"
+        assert client.pull(consistent=False).shape == copy.shape
+
+
+def test_consistent_pull_wants_room_of_the_right_kind(job_name: str) -> None:
+    with daemon(job_name), Client(job_name, tensors={"w": np.zeros(10)}) as client:
+        for out in (np.empty(10, np.float32), np.empty(16), np.empty(32, np.float32)[::2]):
+            with pytest.raises(UsageError, match="contiguous float32"):
+                client.pull(out, consistent=True)
+        assert not client._ring["hold"]
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+def test_push_by_name_and_flat(wire: str, job_name: str) -> None:
+    tensors = {"a": np.full((3, 5), 4.0), "s": np.float64(2.0)}
+    buffers = {"m": np.arange(7.0)}
+    with (
+        daemon(job_name, shards=2),
+        Client(job_name, tensors=tensors, buffers=buffers, wire=wire) as client,
+    ):
+        np.testing.assert_array_equal(client.weights["a"], 4.0)
+        assert client.weights["s"].shape == ()
+        role = {one.name: one.role for one in client.model.tensors}
+        assert role == {"a": Role.PARAMETER, "s": Role.PARAMETER, "m": Role.BUFFER}
+        client.push({"a": np.full((3, 5), 0.5), "s": None, "m": np.ones(7)}, loss=1.5, samples=3)
+        client.push({})
+        flat = client.model.flatten({"a": np.ones((3, 5)), "s": np.ones(()), "m": np.zeros(7)})
+        client.push(flat, rate_scale=2.0)
+        client.wait_applied()
+        np.testing.assert_array_equal(client.weights["a"], 4.0 - 0.5 - 2.0)
+        assert client.weights["s"] == 0.0
+        np.testing.assert_array_equal(client.weights["m"], np.arange(7.0) + 1)
+        assert client.current_version == 3
+        with pytest.raises(ModelMismatch, match="'x'"):
+            client.push({"x": np.ones(1)})
+        with pytest.raises(ModelMismatch, match=r"'a' has shape \[5, 3\]"):
+            client.push({"a": np.ones((5, 3))})
+        with pytest.raises(ModelMismatch, match="gradient has shape"):
+            client.push(np.ones(3, np.float32))
+        client.push({"a": np.ones((3, 5))})  # the claimed slot was not published
+        client.wait_applied()
+        assert client.current_version == 4
+
+
+def test_another_model_is_refused(job_name: str) -> None:
+    with daemon(job_name):
+        with pytest.raises(ModelMismatch, match="no model yet"):
+            Client(job_name)
+        with Client(job_name, tensors={"a": np.ones(3), "b": np.ones((2, 2))}) as first:
+            for tensors, named in [
+                ({"a": np.ones(3)}, "lacks the job's tensor 'b'"),
+                ({"a": np.ones(4), "b": np.ones((2, 2))}, "'a' has shape [4], the job's has [3]"),
+                ({"a": np.ones(3), "c": np.ones((2, 2))}, "no tensor 'c'"),
+            ]:
+                with pytest.raises(ModelMismatch) as info:
+                    Client(job_name, tensors=tensors)
+                assert named in str(info.value)
+            # Others of the same shape do not overwrite what the first has made.
+            again = {"b": np.zeros((2, 2)), "a": np.zeros(3)}
+            with Client(job_name, tensors=again) as second:
+                np.testing.assert_array_equal(second.flat, first.flat)
+                np.testing.assert_array_equal(second.weights["a"], 1.0)
+            assert learner(job_name, -1) is None
+
+
+def test_which_job(runtime_dir: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=JOB_VARIABLE):
+        Client()
+    with pytest.raises(JobNotFound, match="nobody"):
+        Client("nobody")
+    monkeypatch.setenv(JOB_VARIABLE, "nobody-else")
+    with pytest.raises(JobNotFound, match="nobody-else"):
+        Client()
+    with pytest.raises(UsageError, match="float8"):
+        Client("nobody", wire="float8")
+
+
+def test_after_the_end(job_name: str) -> None:
+    with daemon(job_name) as job:
+        client = Client(job_name, tensors={"w": np.zeros(10)})
+        client.detach()
+        client.detach()
+        with pytest.raises(Evicted):
+            client.push({})
+        late = Client(job_name)
+        job.request(StopJob(drain=False))
+        with pytest.raises(JobStopped):
+            late.push({})
+        assert late.take_batch() is None
+        np.testing.assert_array_equal(late.weights["w"], 0.0)
+        late.detach()
+
+
+def test_a_child_may_not_use_its_parents_client(job_name: str) -> None:
+    with daemon(job_name), Client(job_name, tensors={"w": np.zeros(10)}) as client:
+
+        def misuse(pipe: Connection) -> None:
+            try:
+                client.push({})
+            except UsageError as error:
+                pipe.send(str(error))
+            client.detach()  # nor does its end end the parent's
+
+        child = Child(misuse)
+        assert "parent" in child.receive()
+        child.join()
+        client.push({})
+        client.wait_applied()
+        assert client.current_version == 1
+
+
+def test_time_outs(job_name: str) -> None:
+    with daemon(job_name, slots=1) as job, Client(job_name, tensors={"w": np.zeros(8)}) as client:
+        with pytest.raises(PushTimeout, match="no batch"):
+            client.take_batch(timeout_s=0.01)
+        client.push({})
+        client.wait_applied()
+        with Stopped(status(job_name)["server_pid"]):
+            client.push({})
+            with pytest.raises(PushTimeout, match="no slot"):
+                client.push({}, timeout_s=0.01)
+            with pytest.raises(PushTimeout, match="not applied in time"):
+                client.wait_applied(timeout_s=0.01)
+        client.wait_applied()
+        assert client.published == client.current_version == 2
+        job.check()
+
+
+class Stopped:
+    """A process that does not run meanwhile."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+
+    def __enter__(self) -> None:
+        self._process.suspend()
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.resume()
+
+
+def test_epochs_are_orders_of_all_samples() -> None:
+    orders = [epoch_order(100, 3, epoch) for epoch in range(3)]
+    for order in orders:
+        assert sorted(order) == list(range(100))
+    assert (orders[0] != orders[1]).any()
+    np.testing.assert_array_equal(orders[1], epoch_order(100, 3, 1))
+
+
+def _scribble(pipe: Connection, job: str, field: str) -> None:
+    """Writes over a field of its own ring, then publishes."""
+    client = Client(job)
+    client.wait_turn()
+    memory = client._ring_segment
+    header = layout.HEADER.fields
+    assert header
+    if field == "all":
+        ctypes.memset(memory.address, 0xFF, memory.size)
+    else:
+        within = layout.offset(layout.HEADER if field in header else layout.RING, field)
+        ctypes.memset(memory.address + within, 0xFF, 8)
+    head = memory.address + layout.offset(layout.RING, "head")
+    if field != "head":
+        _native.store(head, (_native.load(head) + 1) % 2**64)
+    _native.futex_wake(head)
+    pipe.send("done")
+    pipe.recv()
+
+
+SCRIBBLED = ["generation", "slots", "slot_bytes", "slots_at", "head", "tail", "work_head", "all"]
+
+
+@pytest.mark.parametrize("model", ["asp", "ssp:1", "bsp"])
+def test_rubbish_in_its_own_ring_harms_no_other(model: str, job_name: str) -> None:
+    tensors = {"w": np.zeros(2000, np.float32)}
+    with (
+        daemon(job_name, sync=model, shards=2) as job,
+        Client(job_name, tensors=tensors) as other,
+    ):
+        for field in SCRIBBLED:
+            with fork(1, _scribble, job_name, field) as (child,):
+                assert child.receive() == "done", field
+                for _ in range(20):
+                    assert status(job_name)["learners"], field
+            for _ in range(3):
+                other.push({}, timeout_s=20)
+            other.wait_applied(timeout_s=20)
+            job.check()
+        eventually(lambda: len(status(job_name)["learners"]) == 1, 20, lambda: status(job_name))

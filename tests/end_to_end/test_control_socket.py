@@ -1,0 +1,395 @@
+"""The control socket under misuse: whatever one client does, the others are answered."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import Child, daemon, eventually, status
+
+from gadei_ps import runtime
+from gadei_ps.control import MAX_MESSAGE, Connection, Status
+from gadei_ps.daemon import Daemon
+from gadei_ps.learners.client import Client
+from gadei_ps.watchdog.sockets import MAX_CLIENTS, MAX_CLIENTS_OF_ONE
+
+TENSORS = [{"name": "w", "shape": [16]}]
+
+
+@pytest.fixture
+def job(job_name: str) -> Iterator[Daemon]:
+    with daemon(job_name, tensors=TENSORS) as one:
+        yield one
+
+
+def descriptors(job: Daemon) -> int:
+    """How many the watchdog has open."""
+    pid = job.request(Status())["watchdog_pid"]
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+@pytest.fixture
+def unharmed(job: Daemon) -> Iterator[None]:
+    """The watchdog answers at the end, and holds no descriptor that it did not before."""
+    before = descriptors(job)
+    with Connection(str(job.socket)) as bystander:  # there already, and asks again at the end
+        bystander.request(Status())
+        yield
+        bystander.request(Status())
+    job.check()
+    eventually(lambda: descriptors(job) == before, what=lambda: (descriptors(job), before))
+    assert not job.request(Status())["learners"]
+
+
+def connect(job: str, timeout_s: float = 20.0) -> socket.socket:
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    raw.settimeout(timeout_s)
+    raw.connect(str(runtime.socket_path(job)))
+    return raw
+
+
+def framed(message: object) -> bytes:
+    data = message if isinstance(message, bytes) else json.dumps(message).encode()
+    return struct.pack("!I", len(data)) + data
+
+
+def receive(raw: socket.socket) -> dict[str, object] | None:
+    """The next reply; None if the connection is closed."""
+    data = b""
+    wanted = 4
+    while len(data) < wanted:
+        try:
+            part = raw.recv(wanted - len(data))
+        except ConnectionResetError:
+            return None
+        if not part:
+            return None
+        data += part
+        if len(data) == 4:
+            wanted += struct.unpack("!I", data)[0]
+    reply: dict[str, object] = json.loads(data[4:])
+    return reply
+
+
+def said(job: str, message: object) -> dict[str, object]:
+    """The reply to one message, which refuses it in one line."""
+    with connect(job) as raw:
+        raw.sendall(framed(message))
+        reply = receive(raw)
+    assert reply is not None
+    assert reply["ok"] is False
+    assert "\n" not in str(reply["error"])
+    return reply
+
+
+def in_a_child(function: Callable[..., None], *args: object) -> None:
+    """What it does to the roster ends with it."""
+
+    def run(pipe: Pipe) -> None:
+        function(*args)
+        pipe.send("done")
+
+    child = Child(run)
+    try:
+        assert child.receive(100) == "done"
+        assert child.join() == 0
+    finally:
+        child.kill()
+
+
+# -- rubbish --------------------------------------------------------------------------------------
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=40)
+    | st.just(2**64)
+    | st.just(-1),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+fields = ["v", "op", "name", "row", "generation", "tensors", "batches", "epochs", "seed", "drain"]
+tensor = st.fixed_dictionaries(
+    {"name": st.text(max_size=5), "shape": st.lists(st.integers(-1, 2**40), max_size=9)},
+    optional={"role": st.integers(0, 3)},
+)
+# Near to what is right. Never a right `stop`, which would be obeyed, nor `work`, set once only.
+requests = st.one_of(
+    st.dictionaries(st.sampled_from(fields), values, max_size=6),
+    st.fixed_dictionaries(
+        {"v": st.just(1), "op": st.sampled_from(["attach", "detach", "offer", "status", "x"])},
+        optional={
+            "name": st.text(max_size=40) | values,
+            "row": st.integers() | values,
+            "generation": st.integers() | values,
+            "tensors": st.lists(tensor, max_size=3) | values,
+        },
+    ),
+    st.fixed_dictionaries(
+        {"v": st.just(1), "op": st.sampled_from(["work", "stop"]), "extra": values}
+    ),
+)
+
+
+def _fuzz(job: str) -> None:
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(requests.map(framed) | st.binary(max_size=60), min_size=1, max_size=5))
+    def rubbish(messages: list[bytes]) -> None:
+        with connect(job) as raw:
+            try:
+                raw.sendall(b"".join(messages))
+                raw.shutdown(socket.SHUT_WR)
+                while (reply := receive(raw)) is not None:
+                    assert reply["ok"] or "\n" not in str(reply["error"])
+            except BrokenPipeError:
+                pass  # it has had enough of us
+        with Connection(job) as other:
+            other.request(Status())
+
+    rubbish()
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_rubbish(job: Daemon, job_name: str) -> None:
+    in_a_child(_fuzz, job_name)
+    eventually(lambda: not job.request(Status())["learners"])
+
+
+@pytest.mark.usefixtures("unharmed")
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b"[" * 100_000,
+        b'{"v":1,"op":"status"',
+        b'{"v":1,"op":"detach","row":' + b"9" * 10_000 + b',"generation":1}',
+        b'{"v":1,"op":"attach","name":"\\ud800"}',
+        {"op": "status", "v": 2},
+        {"v": 1},
+        {"v": 1, "op": "detach", "row": -1, "generation": 0},
+        {"v": 1, "op": "detach", "row": 0, "generation": 0},
+        {"v": 1, "op": "detach", "row": 2**70, "generation": 1},
+        {"v": 1, "op": "work", "batches": 0, "epochs": 1},
+        {"v": 1, "op": "work", "batches": 2**31, "epochs": 1},
+        {"v": 1, "op": "stop", "timeout_s": 0},
+        {"v": 1, "op": "stop", "timeout_s": 1e9},
+        {"v": 1, "op": "offer", "tensors": []},
+        {"v": 1, "op": "offer", "tensors": [{"name": "x", "shape": [1]}]},
+    ],
+    ids=lambda message: str(message)[:30],
+)
+def test_each_kind_of_rubbish_is_told_so(job: Daemon, job_name: str, message: object) -> None:
+    assert said(job_name, message)["kind"] in ("ControlError", "ModelMismatch", "Evicted")
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_a_message_that_is_too_long(job: Daemon, job_name: str) -> None:
+    with connect(job_name) as raw:
+        raw.sendall(struct.pack("!I", MAX_MESSAGE + 1))
+        reply = receive(raw)
+        assert reply is None or reply["ok"] is False
+        assert receive(raw) is None, "what follows cannot be told from payload"
+    # The longest that is allowed is read to its end.
+    assert "bad request" in str(said(job_name, b" " * MAX_MESSAGE)["error"])
+
+
+# -- offers ---------------------------------------------------------------------------------------
+
+
+def _offer(job: str, shapes: list[list[int]], fd: int | None) -> dict[str, object] | None:
+    tensors = [{"name": f"t{at}", "shape": shape} for at, shape in enumerate(shapes)]
+    message = framed({"v": 1, "op": "offer", "tensors": tensors})
+    with connect(job) as raw:
+        rights = []
+        if fd is not None:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        raw.sendmsg([message], rights)
+        return receive(raw)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[[2**39]], [[2**39] * 8], [[2**39] * 8] * 100, [[2**20]], [[0]], [[1] * 8]]
+)
+@pytest.mark.parametrize("file", ["none", "pipe", "directory", "sparse", "short", "write-only"])
+def test_offers_that_cannot_be(
+    offers: tuple[Daemon, str], shapes: list[list[int]], file: str
+) -> None:
+    job, name = offers
+    elements = 0
+    for shape in shapes:
+        count = 1
+        for size in shape:
+            count *= size
+        elements += -(-count // 16) * 16
+    with ExitStack() as stack:
+        fd: int | None = None
+        if file == "pipe":
+            read, write = os.pipe()
+            stack.callback(os.close, write)
+            fd = read
+        elif file == "directory":
+            fd = os.open("/", os.O_RDONLY)
+        elif file in ("sparse", "short"):
+            fd = os.memfd_create("test")
+            size = min(elements * 4, 2**40) if file == "sparse" else 3
+            if file == "sparse" and shapes in ([[2**20]], [[1] * 8]):
+                os.close(fd)
+                return  # that one would be right
+            os.ftruncate(fd, size)
+        elif file == "write-only":
+            path = stack.enter_context(tempfile.NamedTemporaryFile()).name
+            os.truncate(path, min(elements * 4, 2**40))
+            fd = os.open(path, os.O_WRONLY)
+        if fd is not None:
+            stack.callback(os.close, fd)
+        reply = _offer(name, shapes, fd)
+    assert reply is not None
+    assert reply["ok"] is False
+    assert "\n" not in str(reply["error"])
+    job.check()
+    assert job.request(Status())["model"] is None
+
+
+@pytest.fixture(scope="module")
+def offers() -> Iterator[tuple[Daemon, str]]:
+    """A job without a model, for all that is offered in vain."""
+    name = f"offers-{os.getpid()}"
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/tmp") as place:
+        patch.setenv("GADEI_PS_RUNTIME_DIR", place)
+        with daemon(name) as job:
+            yield job, name
+
+
+# -- clients that do not behave ------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_a_client_that_never_ends_its_message(job: Daemon, job_name: str) -> None:
+    with connect(job_name) as slow:
+        for byte in framed({"v": 1, "op": "status"})[:-1]:
+            slow.sendall(bytes([byte]))
+            assert job.request(Status())["phase"] == "serving"
+        slow.sendall(b"}")
+        reply = receive(slow)
+        assert reply
+        assert reply["ok"]
+        slow.sendall(b"\0\0")
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_a_client_that_never_reads(job: Daemon, job_name: str) -> None:
+    """Its replies are kept up to a bound, then it is dropped."""
+    question = framed({"v": 1, "op": "status"})
+    with connect(job_name) as deaf, pytest.raises((BrokenPipeError, ConnectionResetError)):
+        while True:
+            deaf.sendall(question * 100)
+            assert job.request(Status())["phase"] == "serving"
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_a_client_that_asks_without_end(job: Daemon, job_name: str) -> None:
+    """It reads its replies too, so it is not dropped; others have their turn."""
+    question = framed({"v": 1, "op": "status"})
+    over = threading.Event()
+    with connect(job_name) as eager:
+
+        def ask() -> None:
+            while not over.is_set():
+                eager.sendall(question * 200)
+
+        def read() -> None:
+            while eager.recv(1 << 16):
+                pass
+
+        asking, reading = threading.Thread(target=ask), threading.Thread(target=read)
+        asking.start()
+        reading.start()
+        for _ in range(20):
+            assert job.request(Status())["phase"] == "serving"
+        over.set()
+        asking.join()
+        eager.shutdown(socket.SHUT_WR)
+        reading.join()
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_descriptors_that_nobody_wants(job: Daemon, job_name: str) -> None:
+    files = array.array("i", [os.open(os.devnull, os.O_RDONLY) for _ in range(20)])
+    try:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files[:3])]
+        with connect(job_name) as raw:
+            for _ in range(50):
+                raw.sendmsg([framed({"v": 1, "op": "status"})], rights)
+                assert receive(raw)
+        with connect(job_name) as raw:  # in the middle of a message, then silence
+            raw.sendmsg([b"\0"], rights)
+            job.request(Status())
+        with connect(job_name) as raw:  # too many
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
+            raw.sendmsg([framed({"v": 1, "op": "status"})], rights)
+            receive(raw)
+    finally:
+        for fd in files:
+            os.close(fd)
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_one_process_may_not_take_all_places(job: Daemon, job_name: str) -> None:
+    with ExitStack() as stack:
+        mine = [stack.enter_context(connect(job_name)) for _ in range(600)]
+
+        def ask_from_another() -> None:
+            for _ in range(3):
+                with Connection(job_name) as one:
+                    one.request(Status())
+            Client(job_name).detach()
+
+        in_a_child(ask_from_another)
+        eventually(lambda: descriptors_at_most(job_name, MAX_CLIENTS_OF_ONE))
+        answered = 0
+        for raw in mine:
+            try:
+                raw.sendall(framed({"v": 1, "op": "status"}))
+            except BrokenPipeError:
+                continue
+            answered += receive(raw) is not None
+        assert answered <= MAX_CLIENTS_OF_ONE < MAX_CLIENTS
+        assert answered > MAX_CLIENTS_OF_ONE // 2
+
+
+def descriptors_at_most(job: str, count: int) -> bool:
+    """Asked from a process of its own, because this one has used its places up."""
+    found: list[int] = []
+
+    def look(pipe: Pipe) -> None:
+        pid = status(job)["watchdog_pid"]
+        pipe.send(len(list(Path(f"/proc/{pid}/fd").iterdir())))
+
+    child = Child(look)
+    found.append(child.receive())
+    child.join()
+    return found[0] <= count + 40
+
+
+def test_socket_is_the_users_alone(job: Daemon) -> None:
+    assert job.socket.stat().st_mode & 0o777 == 0o600
+    assert job.socket.parent.stat().st_mode & 0o77 == 0

@@ -1,0 +1,370 @@
+"""Learners in C against real jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+from gadei_ps import layout, process, runtime
+from gadei_ps.config import load
+from gadei_ps.control import Connection, StopJob, pack
+
+TIMEOUT, STOPPED, EVICTED, FINISHED, FAILED, ERROR = -1, -2, -3, -4, -5, -6
+NONFINITE = 1
+EXAMPLE = Path(__file__).parents[2] / "native" / "examples"
+SMALL = {"tensors": [{"name": "w", "shape": [3, 5]}, {"name": "b", "shape": [7]}]}
+
+
+def test_the_example_learns(programs: Any, job: Callable[..., Any]) -> None:
+    program = programs.build(EXAMPLE / "least_squares.c")
+    example = load(EXAMPLE / "least_squares.toml").model_dump(exclude={"name"})
+    running = job(**example)
+    environment = os.environ | {"GADEI_PS_JOB": str(running.socket)}
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    assert len(losses) == 10 and losses[-1] < 1e-3 * losses[0]
+    expected = np.append(0.25 * (np.arange(16) - 8), 0.5)
+    np.testing.assert_allclose(running.weights(), expected, atol=1e-2)
+    running.gone()
+    assert running.status()["gradients_applied"] == 500
+    assert running.status()["samples"] == 500 * 32
+
+
+def test_the_header_in_cpp_and_old_c(programs: Any, small: Any) -> None:
+    here = Path(__file__).parent
+    strict = ["-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{EXAMPLE.parent}"]
+    program = programs.build(here / "header.cpp", compiler=["c++", "-std=c++11", *strict])
+    running = small
+    done = subprocess.run([program, running.socket], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2 w\n")
+    programs.run(
+        ["cc", "-std=c99", *strict, "-fsyntax-only", "-x", "c", EXAMPLE.parent / "gadei.h"]
+    )
+
+
+def test_model_and_weights(small: Any, learner: Callable[[], Any]) -> None:
+    running, mine = small, learner()
+    mine.do("attach", running.socket, 'ünusual "name", cut after 31 bytes')
+    assert mine.ask("tensors") == (2, "w:1:3x5:0:15 b:1:7:16:7")
+    assert mine.ask("find", "b") == (1, "")
+    assert mine.ask("find", "c") == (ERROR, "the job's model has no tensor 'c'")
+    (row,) = running.status()["learners"]
+    assert row["name"] == 'ünusual "name", cut after 31 b' and row["pid"] == mine.process.pid
+    before = running.weights()
+    mine.do("claim", 1000)
+    mine.do("write", 1, 2.0)  # `w` is not written: it stays
+    mine.do("publish", 0.25, 4, 0.5)
+    mine.do("applied", 10_000)
+    expected = before.copy()
+    expected[15:] -= 1.0
+    np.testing.assert_array_equal(running.weights(), expected)
+    assert mine.values("live") == mine.values("pull") == (expected.min(), expected.max())
+    assert mine.values("pull_consistent 10000") == (expected.min(), expected.max())
+    (row,) = running.status()["learners"]
+    assert (row["applied"], row["samples"], row["loss"]) == (1, 4, 0.25)
+    mine.do("detach")
+    running.gone()
+
+
+def test_wrong_use_changes_nothing(small: Any, learner: Callable[[], Any]) -> None:
+    running, mine = small, learner()
+    mine.do("attach", running.socket)
+    before = running.weights()
+    assert mine.ask("write", 0, 1.0) == (ERROR, "no slot is claimed")
+    assert mine.ask("publish", 0, 0, 1) == (ERROR, "no slot is claimed")
+    assert mine.ask("wire", 4) == (ERROR, "unknown number format 4")
+    mine.do("applied", 0)  # nothing published, nothing to wait for
+    mine.do("claim", 1000)
+    assert mine.ask("write", 2, 1.0) == (ERROR, "no tensor 2: the model has 2")
+    assert mine.ask("wire", 2)[0] == ERROR
+    for scale in ("-1", "nan", "inf"):
+        assert mine.ask("publish", 0, 0, scale) == (ERROR, "rate_scale is negative or not finite")
+    assert mine.ask("published") == (0, "")
+    mine.do("write", 0, 1e6)
+    mine.do("claim", 1000)  # begins the slot anew: what was written is forgotten
+    mine.do("publish", 0, 0, 1)
+    mine.do("applied", 10_000)
+    np.testing.assert_array_equal(running.weights(), before)
+
+
+@pytest.mark.parametrize("wire", [1, 2, 3])
+def test_wires(wide: Any, learner: Callable[[], Any], wire: int) -> None:
+    running, mine = wide, learner()
+    mine.do("attach", running.socket)
+    mine.do("wire", wire)
+    before = running.weights()
+    mine.do("push", 0.1, 1000)
+    mine.do("applied", 10_000)
+    sent = np.array([0.1], np.float32)
+    if wire == 2:
+        sent = np.array([0x3DCD0000], np.uint32).view(np.float32)
+    elif wire == 3:
+        sent = sent.astype(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(running.weights(), before - sent)
+
+
+def test_what_is_not_finite_is_told_and_refused(small: Any, learner: Callable[[], Any]) -> None:
+    running, mine = small, learner()
+    mine.do("attach", running.socket)
+    before = running.weights()
+    mine.do("claim", 1000)
+    assert mine.ask("write_bad", 0) == (NONFINITE, "")
+    mine.do("write", 1, 1.0)
+    mine.do("publish", 0, 0, 1)
+    assert mine.ask("push", "inf", 1000) == (NONFINITE, "")
+    mine.do("applied", 10_000)
+    (row,) = running.status()["learners"]
+    assert (row["applied"], row["refused"]) == (0, 2)
+    assert row["refused_because"] == "holds a NaN or an infinity"
+    np.testing.assert_array_equal(running.weights(), before)
+    mine.do("push", 1, 1000)
+    mine.do("applied", 10_000)
+    np.testing.assert_array_equal(running.weights(), before - 1)
+
+
+def test_weights_cannot_be_written(small: Any, learner: Callable[[], Any]) -> None:
+    running, mine = small, learner()
+    mine.do("attach", running.socket)
+    before = running.weights()
+    mine.begin("poke")
+    assert mine.process.wait(60) == -signal.SIGSEGV
+    running.gone()
+    np.testing.assert_array_equal(running.weights(), before)
+
+
+# -- waits ---------------------------------------------------------------------------------------
+
+
+def fill(running: Any, mine: Any) -> None:
+    """Attaches and fills the ring while no shard empties it."""
+    mine.do("attach", running.socket)
+    running.pause(True)
+    for _ in range(int(running.control["slots"])):
+        mine.do("push", 1, 10_000)
+
+
+def blocked(running: Any, mine: Any, command: str) -> None:
+    """Begins a command and returns once it sleeps in the ring."""
+    (row,) = running.status()["learners"]
+    ring = running.ring(row["row"])
+    mine.begin(command)
+    support.eventually(lambda: int(ring["waits_slot"]))
+
+
+def test_waits_time_out_and_go_on(small: Any, learner: Callable[[], Any]) -> None:
+    running, mine = small, learner()
+    fill(running, mine)
+    slow = "no slot came free: does the server apply gradients? within 20 ms"
+    assert mine.ask("claim", 20) == (TIMEOUT, slow)
+    assert mine.ask("push", 1, 20)[0] == TIMEOUT
+    assert mine.ask("claim", 0)[0] == TIMEOUT
+    assert mine.ask("applied", 1) == (TIMEOUT, "the gradient was not applied within 1 ms")
+    assert mine.ask("published") == (2, "")
+    blocked(running, mine, "claim -1")
+    running.pause(False)
+    assert mine.end() == (0, "")
+
+
+def test_a_barrier_waits_for_the_other(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
+    running, mine, other = job(**SMALL, sync="bsp"), learner(), learner()
+    for one in (mine, other):
+        one.do("attach", running.socket)
+        one.do("turn", 10_000)
+    mine.do("push", 1, 10_000)
+    assert mine.ask("turn", 20) == (TIMEOUT, "no grant to go on within 20 ms")
+    assert mine.ask("claim", 20)[0] == TIMEOUT
+    mine.begin("turn", -1)
+    other.do("push", 3, 10_000)
+    assert mine.end() == (0, "")
+    np.testing.assert_array_equal(running.weights(), -2.0)
+    assert mine.ask("version") == (2, "")
+
+
+def test_a_stop_ends_a_wait(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
+    running, mine, late = job(**SMALL), learner(), learner()
+    fill(running, mine)
+    assert mine.ask("stopping") == (0, "")
+    blocked(running, mine, "claim -1")
+    with StopInBackground(running):
+        assert mine.end() == (STOPPED, f"job '{running.name}' has been stopped")
+        assert mine.ask("stopping") == (1, "")
+        assert mine.ask("take", -1)[0] == FINISHED
+        code, text = late.ask("attach", running.socket)
+        assert code in (STOPPED, ERROR) and "\n" not in text
+    mine.do("detach")
+
+
+class StopInBackground:
+    """Asks the job to stop and does not wait for its end."""
+
+    def __init__(self, running: Any) -> None:
+        self._connection = Connection(str(running.daemon.socket))
+        self._connection._socket.sendall(pack(StopJob().model_dump()))
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        self._connection.close()
+
+
+def test_a_dead_server_ends_a_wait(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
+    """Also while the watchdog is not there to say so."""
+    running, mine = job(**SMALL), learner()
+    fill(running, mine)
+    blocked(running, mine, "applied -1")
+    status = running.status()
+    os.kill(status["watchdog_pid"], signal.SIGSTOP)
+    try:
+        os.kill(status["server_pid"], signal.SIGKILL)
+        gone = f"the parameter server of job '{running.name}' is gone"
+        assert mine.end() == (FAILED, gone)
+    finally:
+        os.kill(status["watchdog_pid"], signal.SIGCONT)
+    support.eventually(lambda: int(running.control["phase"]) == layout.Phase.FAILED)
+    failed = f"job '{running.name}' has failed: its parameter server died"
+    assert mine.ask("claim", -1) == (FAILED, failed)
+    assert mine.ask("take", -1) == (FAILED, failed)
+    mine.do("detach")
+
+
+def test_an_evicted_learner_is_told(small: Any, learner: Callable[[], Any]) -> None:
+    running, mine = small, learner()
+    mine.do("attach", running.socket)
+    (row,) = running.status()["learners"]
+    running.control["roster"][row["row"]]["wanted"] = 0
+    evicted = f"job '{running.name}' has given this learner's place away"
+    assert mine.ask("claim", 1000) == (EVICTED, evicted)
+    mine.kill()
+    running.gone()
+
+
+# -- batches -------------------------------------------------------------------------------------
+
+
+def test_every_batch_is_handed_out_once(
+    job: Callable[..., Any], learner: Callable[[], Any]
+) -> None:
+    running, mine, other = job(**SMALL, ahead=1), learner(), learner()
+    for one in (mine, other):
+        one.do("attach", running.socket)
+        one.do("work", 10, 2, 7)
+    assert mine.ask("work", 11, 2, 7)[0] == ERROR
+    seen, going = [], [mine, other]
+    while going:
+        for one in list(going):
+            code, batch = one.ask("take", -1 if len(going) == 1 else 50)
+            if code == FINISHED:
+                assert batch == f"all batches of job '{running.name}' are done"
+                going.remove(one)
+            elif code != TIMEOUT:
+                assert code == 0
+                seen.append(tuple(map(int, batch.split())))
+                one.do("push", 0, 10_000)
+    assert sorted(seen) == [(epoch, index) for epoch in range(2) for index in range(10)]
+    status = running.status()
+    assert status["work"]["epochs_done"] == 2
+    assert all(row["unasked"] == 0 for row in status["learners"])
+
+
+# -- death ---------------------------------------------------------------------------------------
+
+
+def test_killed_while_it_writes(wide: Any, learner: Callable[[], Any]) -> None:
+    """What was published is applied, what was being written is not, and the ring is freed."""
+    running, mine = wide, learner()
+    before, applied = running.weights(), running.status()["gradients_applied"]
+    mine.do("attach", running.socket)
+    mine.do("push", 1, 10_000)
+    mine.do("applied", 10_000)
+    running.pause(True)
+    mine.do("push", 2, 10_000)
+    mine.do("claim", 10_000)
+    mine.do("write", 0, 1e6)
+    mine.kill()
+    running.pause(False)
+    running.gone()
+    np.testing.assert_array_equal(running.weights(), before - 3)
+    assert running.status()["gradients_applied"] == applied + 2
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_killed_anywhere(wide: Any, learner: Callable[[], Any], attempt: int) -> None:
+    running, mine = wide, learner()
+    before, applied = running.weights(), running.status()["gradients_applied"]
+    mine.do("attach", running.socket)
+    mine.do("flood")
+    support.eventually(lambda: running.status()["gradients_applied"] > applied + 10 * attempt)
+    mine.kill()
+    running.gone()
+    count = running.status()["gradients_applied"] - applied
+    np.testing.assert_array_equal(running.weights(), before - np.float32(count))
+
+
+# -- attaching to what is not there --------------------------------------------------------------
+
+
+def test_no_such_job(
+    job: Callable[..., Any],
+    learner: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", "")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("GADEI_PS_JOB", raising=False)
+    mine = learner()
+    looked = f"no job 'nobody' is running (looked at {tmp_path}/gadei-ps/nobody.sock); "
+    assert mine.ask("attach", "nobody") == (ERROR, looked + "gadei-ps ls shows the jobs there are")
+    assert mine.ask("attach", f"{tmp_path}/nobody.sock")[1].startswith("no job ")
+    assert mine.ask("attach", f"{tmp_path}")[0] == ERROR
+    assert mine.ask("attach", "-")[1].startswith("which job?")
+    for name in ("-x", "a.b", "x" * 49):
+        assert mine.ask("attach", name)[1].startswith(f"job name '{name}'")
+    assert mine.ask("attach", "/" + "x" * 200)[1].endswith("too long for a socket's path")
+    (tmp_path / "gadei-ps").mkdir()
+    (tmp_path / "gadei-ps").chmod(0o777)
+    assert "only you may write" in mine.ask("attach", "nobody")[1]
+
+
+def test_by_path_and_by_environment(
+    small: Any, learner: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = small
+    monkeypatch.setenv("GADEI_PS_JOB", running.name)
+    monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(running.socket.parent))
+    mine = learner()
+    mine.do("attach", "-")
+    mine.do("detach")
+    mine.do("attach", running.name)
+    assert runtime.socket_path(running.name) == running.socket
+
+
+def test_a_job_without_model(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
+    mine = learner()
+    code, text = mine.ask("attach", job().socket)
+    assert code == ERROR
+    assert text.startswith("the job has no model yet") and "give tensors in the job file" in text
+
+
+def test_a_wait_notices_reused_pids(small: Any, learner: Callable[[], Any]) -> None:
+    """A process with the server's pid and another start is not the server."""
+    running, mine = small, learner()
+    fill(running, mine)
+    start = int(running.control["lease_start"])
+    assert start == process.start_ticks(int(running.control["lease_pid"]))
+    running.control["lease_start"] = start + 1
+    assert mine.ask("claim", -1)[0] == FAILED
+    running.control["lease_start"] = start
+    running.pause(False)
+    mine.do("applied", 10_000)

@@ -1,0 +1,387 @@
+"""What tests share: waiting for a condition, processes to kill, jobs with and without a daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from gadei_ps import _native, layout, segment
+from gadei_ps import places as place
+from gadei_ps.config import JobConfig, from_mapping
+from gadei_ps.control import Status, ask
+from gadei_ps.daemon import Daemon
+from gadei_ps.layout import Action, FrameKind, Phase, Reason, WireType
+from gadei_ps.segment import Segment
+from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.weights import Model, Tensor, data
+from gadei_ps.weights import place as placed
+
+FORK = multiprocessing.get_context("fork")
+PATIENCE_S = 60.0  # for what takes milliseconds on an idle machine
+
+
+def eventually(
+    condition: Callable[[], Any],
+    timeout_s: float = PATIENCE_S,
+    what: Callable[[], object] | str = "",
+) -> Any:
+    """Waits until the condition holds and returns its value; fails when it does not."""
+    until = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > until:
+            said = what() if callable(what) else what
+            raise AssertionError(f"not within {timeout_s} s: {said or condition}")
+        time.sleep(0.001)
+    return value
+
+
+# -- processes ----------------------------------------------------------------------------------
+
+
+def children() -> set[int]:
+    """Pids of this process' children; those that have ended are reaped."""
+    found = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):
+            found |= {int(pid) for pid in path.read_text().split()}
+    for pid in list(found):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                found.discard(pid)
+    return found
+
+
+def described(before: set[int]) -> list[list[str]]:
+    """Command lines of children that were not there before."""
+    said = []
+    for pid in children() - before:
+        with contextlib.suppress(psutil.Error):
+            said.append([str(pid), *psutil.Process(pid).cmdline()])
+    return said
+
+
+def _child(function: Callable[..., None], pipe: Connection, parent: int, args: Any) -> None:
+    _native.die_with_parent(signal.SIGKILL)
+    if os.getppid() == parent:
+        function(pipe, *args)
+
+
+class Child:
+    """A forked process that runs function(pipe, *args), to be killed at any instant."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        self._pipe, theirs = FORK.Pipe()
+        self._process = FORK.Process(
+            target=_child, args=(function, theirs, os.getpid(), args), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        assert self._process.pid
+        self.pid = self._process.pid
+
+    def receive(self, timeout_s: float = PATIENCE_S) -> Any:
+        """The next thing that it sends; fails when it ends or stays silent."""
+        ready = wait([self._pipe, self._process.sentinel], timeout_s)
+        if self._pipe not in ready and not self._pipe.poll():
+            raise AssertionError(f"child {self.pid} ended: {self._process.exitcode}, {ready=}")
+        return self._pipe.recv()
+
+    def send(self, value: Any = None) -> None:
+        self._pipe.send(value)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is dead."""
+        self._process.kill()
+        self.join()
+
+    def join(self, timeout_s: float = PATIENCE_S) -> int:
+        """Its exit code, negative for a signal; fails when it does not end."""
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, f"child {self.pid} does not end"
+        self._pipe.close()
+        return self._process.exitcode
+
+
+@contextlib.contextmanager
+def fork(count: int, function: Callable[..., None], *args: Any) -> Iterator[list[Child]]:
+    """Children that are killed at the block's end, if they have not ended."""
+    made = [Child(function, *args) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for child in made:
+            child.kill()
+
+
+# -- jobs ---------------------------------------------------------------------------------------
+
+
+def segments(prefix: str) -> list[str]:
+    """Segments of the jobs whose name begins so."""
+    return [found.name for found in segment.find() if found.job.startswith(prefix)]
+
+
+def config(name: str, **values: Any) -> JobConfig:
+    """SGD with a rate of 1, so that integer gradients give integer weights, unless told."""
+    return from_mapping({"optimizer": {"kind": "sgd", "lr": 1.0}, "name": name} | values, "test")
+
+
+def daemon(name: str, **values: Any) -> Daemon:
+    """A job's daemon, to be used in a with statement."""
+    return Daemon(config(name, **values))
+
+
+def status(job: str) -> dict[str, Any]:
+    return ask(job, Status())
+
+
+def learner(job: str, pid: int) -> dict[str, Any] | None:
+    """The row of the status that this process has."""
+    return next((row for row in status(job)["learners"] if row["pid"] == pid), None)
+
+
+def ring_of(job: str, row: int) -> Segment:
+    """A learner's ring, read-only: it can be read after the learner is dead and the name gone."""
+    return segment.attach(
+        segment.segment_name(job, f"ring.{row}"), layout.SegmentKind.RING, writable=False
+    )
+
+
+def published(ring: Segment) -> int:
+    return _native.load(ring.address + layout.offset(layout.RING, "head"))
+
+
+def live_weights(job: str) -> np.ndarray:
+    """The job's weights, read-only, shape (elements,)."""
+    name = segment.segment_name(job, "weights")
+    return data(segment.attach(name, layout.SegmentKind.WEIGHTS, writable=False))
+
+
+class Rig:
+    """A job's real segments without a daemon: this process serves the shards, or a child of it.
+
+    Rows 0 to learners - 1 of the roster are taken, with generations from 1 on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        values: dict[str, np.ndarray] | None = None,
+        *,
+        learners: int = 1,
+        collect: bool = False,
+        **settings: Any,
+    ) -> None:
+        # Here: the tests that need no shard are spared Numba.
+        from gadei_ps import apply, shard, sync
+
+        self._apply, self._shard = apply, shard
+        self.memory = JobMemory(config(name, **settings))
+        self.memory.create_control(sync.parse("bsp" if collect else "asp"))
+        try:
+            self._make(placed(tensors), values, learners)
+        except BaseException:
+            self.memory.remove()
+            raise
+
+    def _make(self, model: Model, values: dict[str, np.ndarray] | None, learners: int) -> None:
+        flat = np.zeros(model.elements, np.float32) if values is None else model.flatten(values)
+        self.memory.create_model(model, flat)
+        assert self.memory.weights
+        assert self.memory.state
+        self.model = model
+        self.control_at = self.memory.control.address
+        self.control = self.memory.control.view(layout.CONTROL)
+        self.roster = self.control["roster"]
+        self.state = self.memory.state.view(layout.STATE)
+        self.weights = data(self.memory.weights)
+        self.shards = int(self.control["shards"])
+        self.slots = [
+            self.memory.state.array(
+                np.float32,
+                model.elements,
+                int(self.state["slots_at"]) + stream * int(self.state["slot_bytes"]),
+            )
+            for stream in range(int(self.state["streams"]))
+        ]
+        self.table = np.zeros((layout.MAX_LEARNERS, place.TABLE), np.uint64)
+        self.words = np.zeros(place.WORDS, np.uint64)
+        for row in range(learners):
+            self.add(row, row + 1)
+        self.control["phase"] = Phase.SERVING
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.memory.remove()
+
+    def add(self, row: int, generation: int) -> None:
+        """A learner attaches."""
+        ring = self.memory.create_ring(row, generation)
+        head = ring.view(layout.RING)
+        self.roster[row]["generation"] = self.roster[row]["wanted"] = generation
+        self.roster[row]["grant"] = layout.UNBOUNDED
+        self.state["applied"][:, row] = 0
+        self.table[row] = ring.address, generation, int(head["slot_bytes"]), int(head["slots_at"])
+        self.words[place.TABLE_VERSION] += 1
+        self.bell()
+
+    def forget(self, row: int) -> None:
+        """A learner that has departed is let go; its row may be taken again."""
+        self.table[row] = 0
+        self.words[place.TABLE_VERSION] += 1
+        self.bell()
+        seen = self.control["shard"]["seen_table"]
+        eventually(lambda: (seen[: self.shards] == self.words[place.TABLE_VERSION]).all())
+        self.memory.remove_ring(row)
+
+    def word(self, field: str) -> int:
+        return self.control_at + layout.offset(layout.CONTROL, field)
+
+    def bell(self) -> None:
+        _native.bell(self.word("shard_bell"))
+
+    def ring(self, row: int) -> np.void:
+        return self.memory.rings[row].view(layout.RING)
+
+    def range(self, index: int) -> tuple[int, int]:
+        return layout.shard_range(self.model.elements, self.shards, index)
+
+    def places(self, index: int) -> np.ndarray:
+        """What a shard works with."""
+        memory = self.memory
+        assert memory.weights
+        assert memory.state
+        undo_bytes = layout.MAX_STREAMS * layout.CHUNK * 4
+        places = np.zeros(place.PLACES, np.uint64)
+        places[place.CONTROL_AT] = self.control_at
+        places[place.STATE_AT] = memory.state.address
+        places[place.WEIGHTS_AT] = self.weights.ctypes.data
+        for stream, slot in enumerate(self.slots):
+            places[place.SLOT0_AT + stream] = slot.ctypes.data
+        places[place.UNDO_AT] = memory.state.address + int(self.state["undo_at"])
+        places[place.UNDO_AT] += np.uint64(index * undo_bytes)
+        places[place.TABLE_AT] = self.table.ctypes.data
+        places[place.WORDS_AT] = self.words.ctypes.data
+        places[place.ELEMENTS] = self.model.elements
+        places[place.PARAMETERS] = self.model.parameters
+        return places
+
+    def undo(self, index: int, stream: int) -> np.ndarray:
+        """A stream of a shard's undo log."""
+        at = int(self.state["undo_at"])
+        at += (index * layout.MAX_STREAMS + stream) * layout.CHUNK * 4
+        assert self.memory.state
+        return self.memory.state.array(np.float32, layout.CHUNK, at)
+
+    def recover(self) -> list[int]:
+        """For each shard whether a gradient was in hand."""
+        return [
+            self._apply.recover(index, *self.range(index), self.places(index))
+            for index in range(self.shards)
+        ]
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Shard threads in this process."""
+        self.words[place.QUIT] = 0
+        threads = [
+            threading.Thread(
+                target=self._shard.serve, args=(index, *self.range(index), self.places(index))
+            )
+            for index in range(self.shards)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self.words[place.QUIT] = 1
+            self.bell()
+            for thread in threads:
+                thread.join()
+
+    def publish(
+        self,
+        row: int,
+        payload: np.ndarray,
+        wire: WireType = WireType.FLOAT32,
+        timeout_s: float = PATIENCE_S,
+        **fields: Any,
+    ) -> int:
+        """Publishes a frame as a learner does; `fields` are written over what is right."""
+        ring = self.memory.rings[row]
+        slot = _native.claim(ring.address, self.control_at, int(timeout_s * 1e9))
+        assert slot >= 0, f"claim: {slot}"
+        at = slot - ring.address
+        ring.array(payload.dtype, payload.size, at + layout.PAYLOAD_AT)[:] = payload
+        head = self.ring(row)
+        sequence = int(head["head"])
+        frame = ring.array(layout.FRAME, 1, at)
+        frame[:] = 0
+        good = {
+            "sequence": sequence,
+            "generation": int(head["header"]["generation"]),
+            "clock": sequence,
+            "version": int(self.control["version"]),
+            "kind": FrameKind.DENSE,
+            "dtype": wire,
+            "payload_bytes": payload.nbytes,
+            "flags": layout.CHECKED,
+            "batch": layout.NO_BATCH,
+            "samples": 1,
+            "rate_scale": 1.0,
+        }
+        for field, value in (good | fields).items():
+            frame[0][field] = value
+        head_at = ring.address + layout.offset(layout.RING, "head")
+        _native.store(head_at, sequence + 1)
+        _native.futex_wake(head_at)
+        return sequence
+
+    def superstep(self, actions: dict[int, Action]) -> None:
+        """What the manager does: tells what becomes of these rows' oldest frames."""
+        self.control["superstep_action"] = Action.SKIP
+        for row, action in actions.items():
+            self.control["superstep_action"][row] = action
+            self.control["superstep_reason"][row] = (
+                Reason.NOT_FINITE if action == Action.REFUSE else Reason.OK
+            )
+            self.control["superstep_upto"][row] = self.state["applied"][0, row] + 1
+        _native.store(self.word("superstep"), int(self.control["superstep"]) + 1)
+        self.bell()
+
+    def superstep_done(self) -> bool:
+        done = self.state["record"]["supersteps"][: self.shards]
+        return bool((done == self.control["superstep"]).all())
+
+    def wait_tail(self, row: int, tail: int) -> None:
+        """Waits until every shard has let go of the frames below."""
+        tails = self.ring(row)["tail"]["value"]
+        eventually(lambda: (tails[: self.shards] == tail).all(), what=lambda: tails[: self.shards])
+
+    def wait_applied(self, row: int, sequence: int, timeout_s: float = PATIENCE_S) -> None:
+        result = _native.wait_applied(
+            self.memory.rings[row].address, self.control_at, sequence, int(timeout_s * 1e9)
+        )
+        assert result == 0, f"wait_applied: {result}"

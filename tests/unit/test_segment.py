@@ -1,0 +1,283 @@
+"""Segments: made, attached, refused, found stale, and never left behind."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import FORK, segments
+
+from gadei_ps import layout, process, segment
+from gadei_ps.config import JobConfig
+from gadei_ps.errors import JobInUse, NoSharedMemory, SegmentError, UsageError
+from gadei_ps.layout import SegmentKind
+from gadei_ps.segment import SHM, Segment, segment_name
+from gadei_ps.sync import parse
+from gadei_ps.watchdog.memory import JobMemory, clear_stale
+from gadei_ps.weights import Tensor, place
+
+JOB_ID = bytes(range(16))
+
+
+@pytest.fixture
+def made(job_name: str) -> Segment:
+    """A whole segment, removed with the test."""
+    one = segment.create(
+        job_name, "control", SegmentKind.CONTROL, 10_000, job_id=JOB_ID, generation=3, index=7
+    )
+    one.publish()
+    yield one
+    segment.unlink(one.name)
+
+
+def refused(name: str, kind: SegmentKind = SegmentKind.CONTROL, **how: object) -> str:
+    """Why attaching fails, in one line."""
+    with pytest.raises(SegmentError) as info:
+        segment.attach(name, kind, writable=False, **how)
+    said = str(info.value)
+    assert "\n" not in said
+    assert name in said
+    return said
+
+
+def dead() -> tuple[int, int]:
+    """Pid and start time of a process that is no more, and whose zombie is gone."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = process.start_ticks(child.pid)
+    assert process.alive(child.pid, start)
+    child.kill()
+    child.communicate()
+    return child.pid, start
+
+
+def test_attached_as_made(made: Segment, job_name: str) -> None:
+    path = SHM / made.name[1:]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert made.size % mmap.PAGESIZE == 0
+    assert path.stat().st_blocks * 512 >= made.size, "memory is not reserved"
+    other = segment.attach(made.name, SegmentKind.CONTROL, writable=True, job_id=JOB_ID)
+    assert other.size == made.size == int(other.header["bytes"])
+    assert other.header["job_name"] == job_name.encode()
+    assert int(other.header["owner_pid"]) == os.getpid()
+    assert int(other.header["owner_start"]) == process.start_ticks(os.getpid())
+    assert (int(other.header["generation"]), int(other.header["index"])) == (3, 7)
+    other.array(np.uint8, 1, 9_999)[0] = 42
+    assert made.array(np.uint8, 1, 9_999)[0] == 42
+
+
+def test_read_only_means_read_only(made: Segment) -> None:
+    other = segment.attach(made.name, SegmentKind.CONTROL, writable=False)
+    with pytest.raises(ValueError, match="read-only"):
+        other.array(np.uint8, 1, 200)[0] = 1
+
+
+def test_a_name_is_taken_once(made: Segment, job_name: str) -> None:
+    with pytest.raises(FileExistsError):
+        segment.create(job_name, "control", SegmentKind.CONTROL, 1, job_id=JOB_ID)
+    assert segment.find(job_name)
+
+
+def test_unlink(made: Segment) -> None:
+    assert segment.unlink(made.name)
+    assert not segment.unlink(made.name)
+    with pytest.raises(FileNotFoundError):
+        segment.attach(made.name, SegmentKind.CONTROL, writable=False)
+    assert made.array(np.uint8, 1, 9_999)[0] == 0, "a mapping outlives the name"
+
+
+def test_half_made(made: Segment) -> None:
+    made.header["magic"] = 0
+    assert "half made" in refused(made.name)
+
+
+def test_foreign(made: Segment) -> None:
+    made.array(np.uint8, 8, 0)[:] = np.frombuffer(b"\x7fELF\2\1\1\0", np.uint8)
+    assert "not a gadei-ps segment" in refused(made.name)
+
+
+def test_other_layout_version(made: Segment) -> None:
+    made.header["layout_version"] = layout.LAYOUT_VERSION + 1
+    said = refused(made.name)
+    assert f"version {layout.LAYOUT_VERSION + 1}" in said
+    assert "use the same gadei-ps" in said
+
+
+def test_other_kind(made: Segment) -> None:
+    assert "not ring" in refused(made.name, SegmentKind.RING)
+
+
+def test_other_job_id(made: Segment) -> None:
+    assert "another incarnation" in refused(made.name, job_id=secrets.token_bytes(16))
+
+
+@pytest.mark.parametrize("size", [0, 1, layout.HEADER.itemsize - 1, layout.HEADER.itemsize, 4096])
+def test_truncated(made: Segment, size: int) -> None:
+    os.truncate(SHM / made.name[1:], size)
+    assert "truncated" in refused(made.name) or size == 0
+
+
+def test_grown(made: Segment) -> None:
+    os.truncate(SHM / made.name[1:], made.size + 4096)
+    assert "truncated" in refused(made.name)
+
+
+def test_larger_than_free(job_name: str) -> None:
+    space = os.statvfs(SHM)
+    size = space.f_bavail * space.f_frsize + (1 << 30)
+    with pytest.raises(NoSharedMemory, match="MiB free") as info:
+        segment.create(job_name, "weights", SegmentKind.WEIGHTS, size, job_id=JOB_ID)
+    assert "\n" not in str(info.value)
+    assert not segments(job_name)
+
+
+def test_model_larger_than_free(job_name: str) -> None:
+    """The weights fit and the optimizer's state does not: nothing of the model is left."""
+    space = os.statvfs(SHM)
+    elements = space.f_bavail * space.f_frsize // 4 // 2
+    memory = JobMemory(JobConfig(name=job_name, optimizer={"kind": "adam"}))
+    memory.create_control(parse("asp"))
+    model = place([Tensor("w", (elements,))])
+    # Reserving half of the memory for a moment is too much on a busy machine: fail the second one.
+    create = segment.create
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def scarce(job: str, part: str, kind: SegmentKind, size: int, **rest: object) -> object:
+                if part == "weights":
+                    size = 1 << 20
+                return create(job, part, kind, size, **rest)
+
+            patch.setattr(segment, "create", scarce)
+            patch.setattr("gadei_ps.weights.data", lambda _: np.zeros(1, np.float32))
+            with pytest.raises(NoSharedMemory):
+                memory.create_model(model, np.zeros(1, np.float32))
+        assert memory.weights is None
+        assert memory.state is None
+        assert segments(job_name) == [memory.control.name]
+    finally:
+        memory.remove()
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a b", "a/b", "a.b", "ä", "a" * 49, "a\n"])
+def test_bad_job_names(name: str) -> None:
+    with pytest.raises(UsageError):
+        segment.check_job_name(name)
+
+
+def test_stale_by_pid_and_start(made: Segment, job_name: str) -> None:
+    (found,) = segment.find(job_name)
+    assert not found.stale
+    assert (found.name, found.part, found.owner_pid) == (made.name, "control", os.getpid())
+    with pytest.raises(JobInUse, match=str(os.getpid())):
+        clear_stale(job_name)
+    # A pid that has been given to another process.
+    made.header["owner_start"] -= 1
+    assert segment.find(job_name)[0].stale
+    made.header["owner_pid"], made.header["owner_start"] = dead()
+    assert segment.find(job_name)[0].stale
+    assert clear_stale(job_name) == [made.name]
+    assert not segments(job_name)
+
+
+def test_zombies_own_nothing(made: Segment, job_name: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    made.header["owner_pid"] = child.pid
+    made.header["owner_start"] = process.start_ticks(child.pid)
+    assert not segment.find(job_name)[0].stale
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert segment.find(job_name)[0].stale
+    child.communicate()
+
+
+def test_a_segment_being_made_is_not_stale(job_name: str) -> None:
+    """However far its creator has come with the header."""
+    path = SHM / segment_name(job_name, "control")[1:]
+    raw = np.zeros(1, layout.HEADER)
+    path.write_bytes(b"")
+    try:
+        assert not segment.find(job_name)[0].stale
+        path.write_bytes(raw.tobytes())
+        assert not segment.find(job_name)[0].stale
+        with pytest.raises(JobInUse):
+            clear_stale(job_name)
+        long_ago = time.time() - 2 * segment.HALF_MADE_S
+        os.utime(path, (long_ago, long_ago))
+        assert segment.find(job_name)[0].stale
+        assert clear_stale(job_name) == [f"/{path.name}"]
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_the_owner_is_named_last(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pid without its start time would look like a dead owner."""
+    looks = []
+
+    def ticks(pid: int) -> int:
+        looks.append([one.stale for one in segment.find(job_name)])
+        return start_ticks(pid)
+
+    start_ticks = process.start_ticks
+    monkeypatch.setattr(process, "start_ticks", ticks)
+    made = segment.create(job_name, "control", SegmentKind.CONTROL, 1, job_id=JOB_ID)
+    segment.unlink(made.name)
+    assert looks
+    assert not any(any(stale) for stale in looks)
+
+
+def test_only_names_of_the_project_are_found(job_name: str) -> None:
+    others = [f"{job_name}.control", f"gadei-ps.{os.getuid()}.{job_name}.thing"]
+    others.append(f"gadei-ps.{os.getuid() + 1}.{job_name}.control")
+    for name in others:
+        (SHM / name).touch()
+    try:
+        assert segment.find(job_name) == []
+        assert [one.uid for one in segment.find() if one.job == job_name] == [os.getuid() + 1]
+    finally:
+        for name in others:
+            (SHM / name).unlink()
+
+
+def _claim_name(job: str, results: object, go: object) -> None:
+    memory = JobMemory(JobConfig(name=job))
+    go.wait()
+    try:
+        clear_stale(job)
+        memory.create_control(parse("asp"))
+    except JobInUse:
+        results.put("in use")
+        return
+    results.put("won")
+    signal.pause()
+
+
+def test_two_claim_one_name(job_name: str) -> None:
+    """Two processes that start the same job at once; the lock file's help is not needed."""
+    for _ in range(10):
+        results, go = FORK.SimpleQueue(), FORK.Event()
+        claimers = [
+            FORK.Process(target=_claim_name, args=(job_name, results, go), daemon=True)
+            for _ in range(2)
+        ]
+        for claimer in claimers:
+            claimer.start()
+        go.set()
+        said = sorted(results.get() for _ in claimers)
+        for claimer in claimers:
+            claimer.kill()
+            claimer.join()
+        assert said == ["in use", "won"]
+        assert len(clear_stale(job_name)) == 1
+
+
+def test_names_fit_in_shm(job_name: str) -> None:
+    long = "a" * 48
+    assert len(Path(segment_name(long, "ring.255")).name) < 255
