@@ -21,6 +21,7 @@ import numpy as np
 
 from gadei_ps import layout
 from gadei_ps.kernels import cpu
+from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.optimizers import COEFFICIENTS
 from gadei_ps.layout import CONTROL, FRAME, RECORD, SHARD, STATE, Action, FrameKind, Reason
 from gadei_ps.layout import WireType as Wire
@@ -46,6 +47,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(function: F) -> F:
     """Compiled without the GIL; keeps the signature for the type checker."""
     made: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return made
+
+
+def inlined(function: F) -> F:
+    """The same, for what runs once a chunk: a call would cost as much as a part of the work."""
+    made: F = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)(function)
     return made
 
 
@@ -83,6 +90,19 @@ state_at = structs(STATE)
 frame_at = structs(FRAME)
 
 
+class Streams(NamedTuple):
+    """Addresses that a gradient is applied at; plain words, which cost nothing to hand on."""
+
+    weights: np.uint64
+    slot0: np.uint64
+    slot1: np.uint64
+    undo: np.uint64
+    scratch: np.uint64
+    """One chunk, for decoded values."""
+    mean: np.uint64
+    """One chunk, for the mean of several gradients."""
+
+
 class Shard(NamedTuple):
     """What a shard thread knows of itself; made once by `shard_of`."""
 
@@ -107,9 +127,10 @@ class Shard(NamedTuple):
     payloads: np.ndarray
     """Addresses of the payloads in hand, shape (MAX_LEARNERS,)."""
     dtypes: np.ndarray
-    scratch: np.ndarray
-    mean: np.ndarray
     coef: np.ndarray
+    room: np.ndarray
+    """Keeps the memory of scratch and mean."""
+    at: Streams
 
 
 @compiled
@@ -129,6 +150,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         kept = 2
     c = control_at(control)
     at = np.uint64(index)
+    room = np.zeros(2 * CHUNK, np.float32)
     return Shard(
         index,
         low,
@@ -143,9 +165,16 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         kept,
         np.zeros(MAX_LEARNERS, np.uint64),
         np.zeros(MAX_LEARNERS, np.int64),
-        np.zeros(CHUNK, np.float32),
-        np.zeros(CHUNK, np.float32),
         np.zeros(COEFFICIENTS, np.float64),
+        room,
+        Streams(
+            places[WEIGHTS_AT],
+            places[SLOT0_AT],
+            places[SLOT1_AT],
+            places[UNDO_AT],
+            np.uint64(room.ctypes.data),
+            np.uint64(room.ctypes.data) + CHUNK_BYTES,
+        ),
     )
 
 
@@ -206,50 +235,49 @@ def take(s: Shard, member: int, slot: np.uint64) -> None:
     s.dtypes[member] = integer(frame_at(slot)[0].dtype)
 
 
-@compiled
-def _gradient(s: Shard, member: int, begin: int, count: int) -> Any:
-    """Values begin to begin + count of a payload, as float32; decoded ones in `scratch`."""
-    payload = s.payloads[member]
-    if s.dtypes[member] == FLOAT32:
-        return floats(payload + np.uint64(begin * 4), count)
-    source = halves(payload + np.uint64(begin * 2), count)
-    if s.dtypes[member] == BFLOAT16:
-        cpu.decode_bfloat16(source, s.scratch[:count])
+@inlined
+def _gradient(
+    payload: np.uint64, dtype: int, start: int, count: int, scratch: np.uint64
+) -> np.ndarray:
+    """Values start to start + count of a payload, as float32; decoded ones in `scratch`."""
+    if dtype == FLOAT32:
+        values: np.ndarray = floats(payload + np.uint64(start * 4), count)
+        return values
+    source = halves(payload + np.uint64(start * 2), count)
+    out = floats(scratch, count)
+    if dtype == BFLOAT16:
+        cpu.decode_bfloat16(source, out)
     else:
-        cpu.decode_float16(source, s.scratch[:count])
-    return s.scratch[:count]
+        cpu.decode_float16(source, out)
+    return out  # type: ignore[no-any-return]
 
 
-@compiled
+@inlined
 def _copy(to: np.ndarray, source: np.ndarray) -> None:
     for i in range(source.size):
         to[i] = source[i]
 
 
-@compiled
-def _save(places: np.ndarray, kept: int, begin: int, count: int) -> None:
+@inlined
+def _save(at: Streams, kept: int, start: int, count: int) -> None:
     """The chunk's weights and slots go into the undo log."""
-    at = np.uint64(begin * 4)
-    undo = places[UNDO_AT]
-    _copy(floats(undo, count), floats(places[WEIGHTS_AT] + at, count))
+    here = np.uint64(start * 4)
+    _copy(floats(at.undo, count), floats(at.weights + here, count))
     if kept > 0:
-        _copy(floats(undo + CHUNK_BYTES, count), floats(places[SLOT0_AT] + at, count))
+        _copy(floats(at.undo + CHUNK_BYTES, count), floats(at.slot0 + here, count))
     if kept > 1:
-        second = undo + CHUNK_BYTES + CHUNK_BYTES
-        _copy(floats(second, count), floats(places[SLOT1_AT] + at, count))
+        _copy(floats(at.undo + CHUNK_BYTES + CHUNK_BYTES, count), floats(at.slot1 + here, count))
 
 
-@compiled
-def _restore(places: np.ndarray, kept: int, begin: int, count: int) -> None:
+@inlined
+def _restore(at: Streams, kept: int, start: int, count: int) -> None:
     """The other way."""
-    at = np.uint64(begin * 4)
-    undo = places[UNDO_AT]
-    _copy(floats(places[WEIGHTS_AT] + at, count), floats(undo, count))
+    here = np.uint64(start * 4)
+    _copy(floats(at.weights + here, count), floats(at.undo, count))
     if kept > 0:
-        _copy(floats(places[SLOT0_AT] + at, count), floats(undo + CHUNK_BYTES, count))
+        _copy(floats(at.slot0 + here, count), floats(at.undo + CHUNK_BYTES, count))
     if kept > 1:
-        second = undo + CHUNK_BYTES + CHUNK_BYTES
-        _copy(floats(places[SLOT1_AT] + at, count), floats(second, count))
+        _copy(floats(at.slot1 + here, count), floats(at.undo + CHUNK_BYTES + CHUNK_BYTES, count))
 
 
 @compiled
@@ -287,27 +315,30 @@ def apply_chunks(s: Shard, members: int, first: int) -> None:
     lock = s.me + SEQUENCE
     put(lock, get(lock) | ONE)
     fence()  # no weight is written before the lock is seen to be odd
+    coef = borrow(s.coef)
+    payloads = borrow(s.payloads)
+    dtypes = borrow(s.dtypes)
     parameters = integer(s.places[PARAMETERS])
     chunk = first
     for start in range(s.low + first * CHUNK, s.high, CHUNK):
         count = min(CHUNK, s.high - start)
         is_parameter = start < parameters
-        _save(s.places, s.kept if is_parameter else 0, start, count)
+        _save(s.at, s.kept if is_parameter else 0, start, count)
         put(s.cursor, (np.uint64(chunk) << ONE) | ONE)
-        if members == 1:
-            g = _gradient(s, 0, start, count)
-        else:
-            _copy(s.mean, _gradient(s, 0, start, count))
+        g = _gradient(payloads[0], dtypes[0], start, count, s.at.scratch)
+        if members > 1:
+            mean = floats(s.at.mean, count)
+            _copy(mean, g)
             for k in range(1, members):
-                cpu.accumulate(s.mean[:count], _gradient(s, k, start, count))
-            cpu.scale(s.mean[:count], 1.0 / members)
-            g = s.mean[:count]
-        at = np.uint64(start * 4)
-        w = floats(s.places[WEIGHTS_AT] + at, count)
+                cpu.accumulate(mean, _gradient(payloads[k], dtypes[k], start, count, s.at.scratch))
+            cpu.scale(mean, 1.0 / members)
+            g = mean
+        here = np.uint64(start * 4)
+        w = floats(s.at.weights + here, count)
         if is_parameter:
-            s0 = floats(s.places[SLOT0_AT] + at, count if s.kept > 0 else 0)
-            s1 = floats(s.places[SLOT1_AT] + at, count if s.kept > 1 else 0)
-            cpu.update(s.kind, s.coef, w, s0, s1, g)
+            s0 = floats(s.at.slot0 + here, count if s.kept > 0 else 0)
+            s1 = floats(s.at.slot1 + here, count if s.kept > 1 else 0)
+            cpu.update(s.kind, coef, w, s0, s1, g)
         else:
             cpu.add(w, g)
         chunk += 1
@@ -353,7 +384,7 @@ def recover(index: int, low: int, high: int, places: np.ndarray) -> int:
         if position & ONE:
             start = low + chunk * CHUNK
             is_parameter = start < integer(places[PARAMETERS])
-            _restore(places, s.kept if is_parameter else 0, start, min(CHUNK, high - start))
+            _restore(s.at, s.kept if is_parameter else 0, start, min(CHUNK, high - start))
             put(s.cursor, np.uint64(chunk) << ONE)
         members = 0
         for row in range(MAX_LEARNERS):

@@ -1,34 +1,29 @@
-"""The command line: what may be asked for, and how its end is told.
+"""The command line: what may be asked for.
 
 A command returns its exit code, prints its result on stdout and all else on stderr; with --json the
-result is one JSON object, also for an error. Modules that take long to import are imported by the
-commands that need them, so that --help and completion are quick.
+result is one JSON object. What goes wrong is raised; outcome.py tells it. Modules that take long to
+import are imported by the commands that need them, so that --help and completion are quick.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
-import os
-import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import gadei_ps
-from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobNotFound, UsageError
+from gadei_ps import outcome
+from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
+from gadei_ps.outcome import print_json
 
 if TYPE_CHECKING:
     from gadei_ps.predict import Prediction
 
-TRACEBACK_VARIABLE = "GADEI_PS_TRACEBACK"
 WATCH_S = 1.0
 MOST_SILENT = 3  # questions without an answer before --watch gives up
 
@@ -57,13 +52,6 @@ class Wire(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
-
-
-class Interrupted(BaseException):
-    """A signal that ends the command; whatever it has started is ended on the way out."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]
@@ -147,7 +135,7 @@ def train(
     )
     summary = run_training(settings, display_silent=as_json)
     if as_json:
-        _print_json(summary)
+        print_json(summary)
     else:
         view.console().print(view.trained(summary, str(test)))
     return 0
@@ -205,7 +193,7 @@ def predict(
             if not as_json:
                 _print_prediction(one)
     if as_json:
-        _print_json(
+        print_json(
             {
                 "model_dir": str(directory),
                 "csv": None if out is None else str(out),
@@ -248,7 +236,7 @@ def serve(
     if supervisor.serve(job, verbose=verbose, as_json=json_log):
         raise JobFailed(f"job {job.name!r} has failed; its last messages say why")
     if as_json:
-        _print_json({"job": job.name, "seconds": time.monotonic() - begin})
+        print_json({"job": job.name, "seconds": time.monotonic() - begin})
     return 0
 
 
@@ -294,7 +282,7 @@ def run(
         ),
     )
     if as_json:
-        _print_json(summary)
+        print_json(summary)
     else:
         print(f"gadei-ps: {view.ran(summary)}", file=sys.stderr)
     return int(summary["exit_code"])
@@ -308,7 +296,7 @@ def attach(job: JobArgument, command: Command, as_json: Json = False) -> int:
     if not as_json:
         running.attach(job, command)
     summary = running.attach_and_wait(job, command)
-    _print_json(summary)
+    print_json(summary)
     return int(summary["exit_code"])
 
 
@@ -330,13 +318,13 @@ def status(
     elif job is None:
         found = jobs.statuses()
         if as_json:
-            _print_json({"jobs": found})
+            print_json({"jobs": found})
         else:
             view.console().print(view.statuses(found))
     else:
         report = jobs.status(job)
         if as_json:
-            _print_json(report)
+            print_json(report)
         else:
             view.console().print(view.job_status(report))
     return 0
@@ -396,7 +384,7 @@ def stop(
 
     report = jobs.stop(job, drain=drain, timeout_s=timeout)
     if as_json:
-        _print_json(report)
+        print_json(report)
     else:
         print(view.stopped(report))
     return 0
@@ -411,7 +399,7 @@ def list_jobs(as_json: Json = False) -> int:
 
     found = [asdict(one) for one in jobs.jobs()]
     if as_json:
-        _print_json({"jobs": found})
+        print_json({"jobs": found})
     else:
         view.console().print(view.jobs(found))
     return 0
@@ -435,7 +423,7 @@ def gc(
         "bytes": sum(one.bytes for one in left),
     }
     if as_json:
-        _print_json(result)
+        print_json(result)
     else:
         print(view.removed(result))
     return 0
@@ -451,7 +439,7 @@ def doctor(as_json: Json = False) -> int:
     healthy = all(check.level != Level.ERROR for check in checks)
     rows = [check.as_dict() for check in checks]
     if as_json:
-        _print_json({"ok": healthy, "checks": rows})
+        print_json({"ok": healthy, "checks": rows})
     else:
         view.console().print(view.checks(rows))
     return 0 if healthy else 1
@@ -476,93 +464,6 @@ def _root(
         print(context.get_help())
 
 
-# -- the end of a command -------------------------------------------------------------------------
-
-
 def main() -> None:
     """Entry point of `gadei-ps` and of `python -m gadei_ps`."""
-    sys.exit(_main(sys.argv[1:]))
-
-
-def _main(args: Sequence[str]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and background jobs have it
-            signal.signal(number, _interrupt)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    as_json = "--json" in args[: args.index("--") if "--" in args else len(args)]
-    try:
-        code = typer.main.get_command(app).main(
-            list(args), prog_name="gadei-ps", standalone_mode=False
-        )
-        sys.stdout.flush()
-    except Interrupted as interrupted:
-        return 128 + interrupted.number
-    except BrokenPipeError:
-        _discard_stdout()
-        return 1
-    except Exception as error:
-        if os.environ.get(TRACEBACK_VARIABLE) == "1":
-            raise
-        return _report(error, as_json)
-    return code if isinstance(code, int) else 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)
-
-
-def _report(error: Exception, as_json: bool) -> int:
-    """Says what went wrong, in one line; returns the exit code."""
-    kind, message, code = _told(error)
-    line = " ".join(message.split())
-    print(f"gadei-ps: {line}", file=sys.stderr)
-    if as_json:
-        try:
-            _print_json({"error": line, "kind": kind})
-            sys.stdout.flush()
-        except BrokenPipeError:
-            _discard_stdout()
-    return code
-
-
-def _told(error: Exception) -> tuple[str, str, int]:
-    """Kind, message and exit code."""
-    if isinstance(error, GadeiError):
-        return type(error).__name__, str(error), error.exit_code
-    if hasattr(error, "format_message"):  # the parser's, whose class lies elsewhere in each version
-        context = getattr(error, "ctx", None)
-        path = context.command_path if context else "gadei-ps"
-        what = error.format_message().replace("Value error, ", "").rstrip(".")
-        return "UsageError", f"{what}; see {path} --help", 2
-    if isinstance(error, OSError):
-        what = error.strerror or str(error) or type(error).__name__
-        return type(error).__name__, f"{error.filename}: {what}" if error.filename else what, 1
-    if isinstance(error, MemoryError):
-        return "MemoryError", "not enough memory", 1
-    return (
-        type(error).__name__,
-        f"internal error: {type(error).__name__}: {error} "
-        f"({TRACEBACK_VARIABLE}=1 shows where; please report it)",
-        1,
-    )
-
-
-def _discard_stdout() -> None:
-    """Nobody reads it any more; else the interpreter complains when it flushes at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _print_json(value: Mapping[str, Any]) -> None:
-    print(json.dumps(_finite(value), allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return value
+    sys.exit(outcome.execute(app, sys.argv[1:]))

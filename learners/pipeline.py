@@ -73,7 +73,7 @@ class Pipeline:
         self._to_pull.put(self._back)
 
     def weights(self) -> dict[str, Any]:
-        """The newest weights that have arrived, by name; valid until the next call but one.
+        """The newest weights that have arrived, by name; valid until the next call.
 
         Starts the next pull. Raises what a thread has met.
         """

@@ -20,6 +20,7 @@ from gadei_ps.errors import ControlError, GadeiError
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process: it cannot take all places
 MAX_UNSENT = 4 << 20
+READ = 4096  # bytes at a time: all requests in them are served before the next client's
 MAX_FDS = 4
 MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
 UCRED = struct.Struct("3i")
@@ -62,7 +63,7 @@ class ControlServer:
         try:
             self._listener.bind(str(passing))
             passing.chmod(0o600)
-            self._listener.listen(64)
+            self._listener.listen(MAX_CLIENTS)
             passing.rename(path)
         except OSError as error:
             self._listener.close()
@@ -82,7 +83,9 @@ class ControlServer:
             pid, uid, _gid = UCRED.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
             )
-            if uid not in (os.getuid(), 0) or len(self._clients) >= MAX_CLIENTS:
+            of_one = sum(client.pid == pid for client in self._clients)
+            full = len(self._clients) >= MAX_CLIENTS or of_one >= MAX_CLIENTS_OF_ONE
+            if uid not in (os.getuid(), 0) or full:
                 self.refused += 1
                 connection.close()
                 continue
@@ -103,7 +106,7 @@ class ControlServer:
 
     def _read(self, client: Client) -> None:
         data, ancillary, _flags, _address = client.socket.recvmsg(
-            1 << 16, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+            READ, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -12,6 +12,7 @@ import pytest
 from shell import Cli
 
 from gadei_ps import cli as command_line
+from gadei_ps import outcome
 from gadei_ps.config import OptimizerConfig
 from gadei_ps.layout import WireType
 
@@ -197,7 +198,7 @@ def test_nobody_reads_the_output(cli: Cli) -> None:
 def test_bug_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command_line._report(ValueError("two\nlines"), as_json=True) == 1
+    assert outcome._report(ValueError("two\nlines"), as_json=True) == 1
     said = capsys.readouterr()
     assert len(said.err.splitlines()) == 1
     assert json.loads(said.out)["kind"] == "ValueError"

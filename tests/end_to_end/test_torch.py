@@ -1,0 +1,257 @@
+"""A plain PyTorch script, its optimizer line changed, does what it did."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import daemon, live_weights, status
+from torch import nn
+
+from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch import Optimizer
+
+STEPS = 50
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def batch_norm_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(10, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3))
+
+
+def data(steps: int = STEPS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    source = torch.Generator().manual_seed(11)
+    for _ in range(steps):
+        inputs = torch.randn(16, 10, generator=source)
+        yield inputs, (inputs.sum(1) > 0).long() + (inputs[:, 0] > 1).long()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    steps: int = STEPS,
+) -> list[float]:
+    """The user's loop, the same for both."""
+    losses = []
+    for inputs, targets in data(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same_state(model: nn.Module, other: nn.Module) -> None:
+    for (name, mine), theirs in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# Under BSP a lone learner goes on when its gradient is in the weights, as with torch's own.
+LOCAL: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": ({"kind": "sgd", "lr": 0.1}, lambda p: torch.optim.SGD(p, 0.1)),
+    "momentum": (
+        {"kind": "momentum", "lr": 0.05, "momentum": 0.8},
+        lambda p: torch.optim.SGD(p, 0.05, momentum=0.8),
+    ),
+    "adam": ({"kind": "adam", "lr": 0.01}, lambda p: torch.optim.Adam(p, 0.01)),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(LOCAL))
+def test_as_torch(kind: str, job_name: str) -> None:
+    settings, local = LOCAL[kind]
+    with daemon(job_name, sync="bsp", optimizer=settings, shards=1):
+        model, twin = plain_model(), plain_model()
+        optimizer = Optimizer(model, job_name)
+        losses = train(model, optimizer)
+        expected = train(twin, local(twin.parameters()))
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+        same_state(model, twin)
+        assert status(job_name)["version"] == STEPS
+        optimizer.close()
+        same_state(model, twin)
+        model[0].weight.data += 1  # the memory is the model's own now
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_scheduler_view_and_batch_norm(view: bool, job_name: str) -> None:
+    """All at once: the rate moves, weights are a view or a copy, statistics follow."""
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
+        model, twin = batch_norm_model(), batch_norm_model()
+        optimizer = Optimizer(model, job_name, view=view)
+        local = torch.optim.SGD(twin.parameters(), 0.1)
+        rate = torch.optim.lr_scheduler.StepLR
+        losses = train(model, optimizer, rate(optimizer, 10, 0.5))
+        expected = train(twin, local, rate(local, 10, 0.5))
+        np.testing.assert_allclose(losses, expected, rtol=1e-3)
+        same_state(model, twin)
+        shared = optimizer.client.weights
+        for name in ("1.running_mean", "1.running_var"):
+            np.testing.assert_allclose(
+                shared[name], twin.state_dict()[name].numpy(), rtol=1e-4, atol=1e-6
+            )
+        assert int(model[1].num_batches_tracked) == STEPS
+        assert np.shares_memory(model[0].weight.detach().numpy(), optimizer.client.flat) == view
+        if not view:
+            with torch.no_grad():
+                model[0].weight.zero_()  # the learner's own copy: no harm
+        model.eval()
+        twin.eval()
+        optimizer.close()
+
+
+def test_what_is_not_trained(job_name: str) -> None:
+    """Frozen parameters stay local; constant buffers, even infinite ones, do no harm."""
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
+        model = plain_model()
+        model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        model.register_buffer("count", torch.zeros(3, dtype=torch.long))
+        model[0].weight.requires_grad_(False)
+        frozen = model[0].weight.detach().clone()
+        optimizer = Optimizer(model, job_name)
+        assert {one.name for one in optimizer.client.model.tensors} == {
+            "0.bias",
+            "2.weight",
+            "2.bias",
+            "mask",
+        }
+        losses = train(model, optimizer)
+        torch.testing.assert_close(model[0].weight, frozen, rtol=0, atol=0)
+        row = status(job_name)["learners"][0]
+        assert (row["applied"], row["refused"]) == (STEPS, 0)
+        assert np.mean(losses[-5:]) < np.mean(losses[:5])
+        assert torch.isneginf(model.mask[0, 1])
+        optimizer.close()
+
+
+def test_what_cannot_be_trained(job_name: str) -> None:
+    with daemon(job_name):
+        model = plain_model()
+        model[2].double()
+        with pytest.raises(UsageError, match=r"'2\.weight' is torch\.float64.*float32"):
+            Optimizer(model, job_name)
+        with pytest.raises(UsageError, match="no parameters"):
+            Optimizer(nn.ReLU(), job_name)
+        with pytest.raises(UsageError, match="the model itself"):
+            Optimizer(plain_model().parameters(), job_name)
+        optimizer = Optimizer(plain_model(), job_name)
+        with pytest.raises(UsageError, match="fixed"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        other = nn.Sequential(nn.Linear(10, 41), nn.Tanh(), nn.Linear(41, 3))
+        with pytest.raises(ModelMismatch, match=r"'0\.weight' has shape \[41, 10\]"):
+            Optimizer(other, job_name)
+        optimizer.close()
+
+
+def test_closure_and_missing_gradients(job_name: str) -> None:
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
+        model = plain_model()
+        optimizer = Optimizer(model, job_name)
+        before = model[0].weight.detach().clone()
+        optimizer.step()  # no backward yet: all gradients are zero
+        torch.testing.assert_close(model[0].weight, before, rtol=0, atol=0)
+        inputs, targets = next(data())
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        assert status(job_name)["learners"][0]["loss"] == pytest.approx(float(loss))
+        assert (model[0].weight != before).any()
+        optimizer.close()
+
+
+def test_two_learners_statistics_move_by_both(job_name: str) -> None:
+    """Batch-norm statistics of the job have moved by every learner's batches."""
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.0}):
+        one, other = batch_norm_model(), batch_norm_model()
+        first, second = Optimizer(one, job_name), Optimizer(other, job_name)
+        moved = {}
+        for (inputs, _), (model, optimizer) in zip(
+            data(2), [(one, first), (other, second)], strict=True
+        ):
+            before = model[1].running_mean.clone()
+            model(inputs)
+            moved[optimizer] = (model[1].running_mean - before).numpy()
+            optimizer.step()
+            optimizer.client.wait_applied()
+        total = moved[first] + moved[second]
+        np.testing.assert_allclose(first.client.weights["1.running_mean"], total, atol=1e-6)
+        for optimizer in (first, second):
+            optimizer.close()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from gadei_ps.learners.torch import Optimizer
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Linear(20, 2)
+inputs = torch.randn(400, 20)
+targets = (inputs[:, 0] + inputs[:, 1] > 0).long()
+optimizer = Optimizer(model)
+for batch in optimizer.batches(samples=400, batch_size=10, epochs=6):
+    at = torch.from_numpy(batch.indices)
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(inputs[at]), targets[at])
+    loss.backward()
+    optimizer.report(loss=loss)
+    optimizer.step()
+optimizer.close()
+"""
+
+
+def test_two_learners_run_one_script(job_name: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
+        env = os.environ | {"GADEI_PS_JOB": job_name}
+        team = [subprocess.Popen([sys.executable, str(script)], env=env) for _ in range(2)]
+        assert [child.wait(100) for child in team] == [0, 0]
+        end = status(job_name)
+        assert end["work"]["state"] == "done"
+        assert end["gradients_applied"] == 40 * 6
+        torch.manual_seed(0)
+        model = nn.Linear(20, 2)
+        inputs = torch.randn(400, 20)
+        targets = (inputs[:, 0] + inputs[:, 1] > 0).long()
+        before = nn.functional.cross_entropy(model(inputs), targets)
+        with Client(job_name) as client:
+            assert live_weights(job_name).size == client.model.elements
+            with torch.no_grad():
+                model.weight.copy_(torch.from_numpy(client.weights["weight"].copy()))
+                model.bias.copy_(torch.from_numpy(client.weights["bias"].copy()))
+        after = nn.functional.cross_entropy(model(inputs), targets)
+        assert after < before / 2
