@@ -21,7 +21,7 @@ from gadei_ps.config import JobConfig, from_mapping
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound
 
 READY_TIMEOUT_S = 200.0
-END_TIMEOUT_S = 15.0
+END_TIMEOUT_S = 30.0  # the watchdog's own limits add up to less
 CONFIG_VARIABLE = "GADEI_PS_CONFIG"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -82,6 +83,7 @@ class Learners:
             if code is None:
                 continue
             del self._running[index]
+            _kill_group(child.pid)
             quick = code != 0 and time.monotonic() - since < QUICK_S
             self._quick_deaths = self._quick_deaths + 1 if quick else 0
             gone.append(Ended(index, child.pid, code))
@@ -113,4 +115,11 @@ class Learners:
         for child, _ in self._running.values():
             child.kill()
             child.wait()
+            _kill_group(child.pid)
         self._running.clear()
+
+
+def _kill_group(leader: int) -> None:
+    """Ends what a learner has left: the workers of a data loader, say. Each leads a group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

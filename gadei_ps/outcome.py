@@ -1,7 +1,7 @@
 """How a command ends: exit codes, errors in one line, and JSON on stdout.
 
-0: done. 1: failed. 2: asked for in a wrong way. 128 + N: ended by signal N, cleaned up. A traceback is
-shown only where GADEI_PS_TRACEBACK=1 asks for it.
+0: done. 1: failed. 2: asked for in a wrong way. 128 + N: ended by signal N, cleaned up. A traceback
+is shown only where GADEI_PS_TRACEBACK=1 asks for it.
 """
 
 from __future__ import annotations

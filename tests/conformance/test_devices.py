@@ -12,6 +12,7 @@ import pytest
 from support import daemon, eventually, fork, learner, status
 
 from gadei_ps import layout
+from gadei_ps.control import StopJob
 from gadei_ps.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed, JobStopped, ModelMismatch
 from gadei_ps.learners.client import Client
@@ -210,7 +211,7 @@ def test_errors_reach_the_main_thread(case: Case, job: Daemon, job_name: str) ->
             pytest.raises((JobStopped, JobFailed)),
             Pipeline(client, case.make()) as pipeline,
         ):
-            job.end()
+            job.request(StopJob(drain=False))
             while True:
                 pipeline.push(gradients(case, 1.0))
 

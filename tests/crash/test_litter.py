@@ -1,0 +1,282 @@
+"""Whoever dies, nothing stays behind, and memory is what the configuration says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from support import (
+    PATIENCE_S,
+    Child,
+    config,
+    daemon,
+    eventually,
+    fork,
+    live_weights,
+    segments,
+    status,
+)
+
+from gadei_ps import layout, runtime
+from gadei_ps.control import Connection as Control
+from gadei_ps.control import StopJob, ask
+from gadei_ps.daemon import Daemon
+from gadei_ps.errors import GadeiError, JobFailed, JobInUse, JobNotFound
+from gadei_ps.launch import Learners
+from gadei_ps.learners.client import Client
+
+TENSORS = [{"name": "w", "shape": [1000]}]
+
+
+def _push_until_told(pipe: Connection, job: str) -> None:
+    """Pushes until an error says that there is no use in it, and tells its name."""
+    client = Client(job)
+    client.push({})
+    client.wait_applied()
+    pipe.send("pushing")
+    try:
+        while True:
+            client.push({}, samples=1)
+    except GadeiError as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def gone(pid: int) -> bool:
+    """Ended, though perhaps nobody has asked for its exit code yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_the_server_dies(job_name: str) -> None:
+    with daemon(job_name, tensors=TENSORS) as job, fork(2, _push_until_told, job_name) as team:
+        for child in team:
+            assert child.receive() == "pushing"
+        now = status(job_name)
+        os.kill(now["server_pid"], signal.SIGKILL)
+        for child in team:
+            said = child.receive()
+            assert said.startswith("JobFailed"), said
+            assert "parameter server" in said
+            assert child.join() == 0
+        eventually(lambda: gone(now["watchdog_pid"]))
+        with pytest.raises(JobFailed):
+            job.check()
+        assert not segments(job_name)
+        assert not runtime.socket_path(job_name).exists()
+        assert not runtime.lock_path(job_name).exists()
+        with pytest.raises(JobNotFound):
+            status(job_name)
+
+
+def test_who_waits_for_a_stop_hears_of_the_failure(job_name: str) -> None:
+    with daemon(job_name, tensors=TENSORS), fork(1, _push_until_told, job_name) as (child,):
+        assert child.receive() == "pushing"
+        child.signal(signal.SIGSTOP)  # so that the stop has to wait
+        now = status(job_name)
+
+        def stop(pipe: Connection) -> None:
+            try:
+                ask(job_name, StopJob(drain=True, timeout_s=100), timeout_s=100)
+            except JobFailed as error:
+                pipe.send(str(error))
+
+        waiting = Child(stop)
+        eventually(lambda: status(job_name)["phase"] == "draining")
+        os.kill(now["server_pid"], signal.SIGKILL)
+        assert "SIGKILL" in waiting.receive()
+        waiting.join()
+
+
+def test_the_watchdog_dies(job_name: str) -> None:
+    """Server and learners end; the next start of that name reclaims what lies about."""
+    with daemon(job_name, tensors=TENSORS), fork(1, _push_until_told, job_name) as (child,):
+        assert child.receive() == "pushing"
+        now = status(job_name)
+        os.kill(now["watchdog_pid"], signal.SIGKILL)
+        eventually(lambda: gone(now["server_pid"]), what="the server ends with its watchdog")
+        assert child.receive().startswith("JobFailed")
+        assert child.join() == 0
+    left = segments(job_name)
+    assert len(left) == 4
+    with pytest.raises(JobNotFound):
+        status(job_name)
+    with daemon(job_name, tensors=TENSORS), Client(job_name) as client:
+        assert status(job_name)["job_id"] != now["job_id"]
+        client.push({"w": np.ones(1000)})
+        client.wait_applied()
+        assert client.current_version == 1
+    assert not segments(job_name)
+
+
+def _launch(pipe: Connection, job: str) -> None:
+    """A command such as `run`: a daemon and learners that live as long as it does."""
+    script = (
+        "from gadei_ps.learners.client import Client\n"
+        "client = Client()\n"
+        "while True:\n"
+        "    client.push({})\n"
+    )
+    with Daemon(config(job, tensors=TENSORS)) as job_daemon:
+        learners = Learners([sys.executable, "-c", script], 2, str(job_daemon.socket))
+        eventually(lambda: len(status(job)["learners"]) == 2)
+        now = status(job)
+        pipe.send([now["watchdog_pid"], now["server_pid"], *learners.pids])
+        pipe.recv()
+
+
+def test_the_launcher_dies(job_name: str) -> None:
+    with fork(1, _launch, job_name) as (launcher,):
+        pids = launcher.receive()
+        launcher.kill()
+        for pid in pids:
+            eventually(lambda pid=pid: gone(pid), what=f"{pid} of {pids}")
+    eventually(lambda: not segments(job_name))
+    assert not runtime.socket_path(job_name).exists()
+
+
+def test_a_clean_stop_leaves_nothing(job_name: str) -> None:
+    with daemon(job_name, tensors=TENSORS) as job, Client(job_name) as client:
+        client.push({})
+        assert len(segments(job_name)) == 4
+        with fork(1, _push_until_told, job_name) as (child,):
+            assert child.receive() == "pushing"
+            end = ask(job_name, StopJob(drain=False), timeout_s=PATIENCE_S)
+            assert child.receive().startswith("JobStopped")
+        assert end["gradients_applied"] >= 2
+        with pytest.raises(GadeiError):
+            eventually(job.check, 20)
+        assert not segments(job_name)
+        assert [path.name for path in runtime.directory().iterdir()] == []
+
+
+def _start(pipe: Connection, job: str) -> None:
+    pipe.recv()
+    try:
+        with Daemon(config(job, tensors=TENSORS)):
+            pipe.send("won")
+            pipe.recv()
+    except JobInUse as error:
+        pipe.send(str(error))
+        pipe.recv()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_two_starts_of_one_name(stale: bool, job_name: str) -> None:
+    if stale:
+        with fork(1, _launch, job_name) as (launcher,):
+            watchdog = launcher.receive()[0]
+            os.kill(watchdog, signal.SIGKILL)
+            eventually(lambda: gone(watchdog))
+        assert segments(job_name)
+    with fork(3, _start, job_name) as team:
+        for child in team:
+            child.send()
+        said = sorted(child.receive() for child in team)
+        assert said.count("won") == 1, said
+        assert all(job_name in one and "\n" not in one for one in said if one != "won")
+        with Client(job_name) as client:
+            client.push({})
+            client.wait_applied()
+        for child in team:
+            child.send()
+        for child in team:
+            assert child.join() == 0
+    assert not segments(job_name)
+
+
+def test_what_cannot_be_started_leaves_nothing(job_name: str, tmp_path: Path) -> None:
+    with pytest.raises(GadeiError, match="No such file"), daemon(job_name, weights=tmp_path / "x"):
+        pass
+    free = os.statvfs("/dev/shm")
+    huge = [{"name": "w", "shape": [free.f_bavail * free.f_frsize]}]
+    with pytest.raises(GadeiError, match="MiB free"), daemon(job_name, tensors=huge):
+        pass
+    assert not segments(job_name)
+    assert [path.name for path in runtime.directory().iterdir()] == []
+
+
+def _push_many(pipe: Connection, job: str) -> None:
+    with Client(job) as client:
+        gradient = np.ones(client.model.elements, np.float32)
+        while (count := pipe.recv()) is not None:
+            for _ in range(count):
+                client.push(gradient, samples=1, loss=1.0)
+            client.wait_applied()
+            pipe.send("done")
+
+
+@pytest.mark.parametrize("model", ["asp", "bsp"])
+def test_memory_does_not_grow_with_gradients(model: str, job_name: str) -> None:
+    with (
+        daemon(job_name, tensors=TENSORS, sync=model, shards=2),
+        fork(1, _push_many, job_name) as (child,),
+    ):
+
+        def push(count: int) -> dict[str, int]:
+            child.send(count)
+            assert child.receive(100) == "done"
+            now = status(job_name)
+            found = {"server": now["server_private_bytes"], "shared": now["shared_bytes"]}
+            found["watchdog"] = psutil.Process(now["watchdog_pid"]).memory_info().rss
+            return found
+
+        before = push(1000)
+        after = push(20_000 if model == "asp" else 4000)
+        assert after["shared"] == before["shared"]
+        assert after["server"] - before["server"] < 1 << 20
+        assert after["watchdog"] - before["watchdog"] < 1 << 20
+        child.send(None)
+        assert child.join() == 0
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_learner_costs_its_ring(slots: int, job_name: str) -> None:
+    def used() -> int:
+        return sum(
+            (Path("/dev/shm") / name[1:]).stat().st_blocks * 512 for name in segments(job_name)
+        )
+
+    with daemon(job_name, tensors=TENSORS, slots=slots), Client(job_name) as first:
+        before, claimed = used(), status(job_name)["shared_bytes"]
+        with Client(job_name):
+            payload = layout.rounded(first.model.elements * 4, layout.PAGE)
+            ring = layout.rounded(layout.RING.itemsize, layout.PAGE)
+            ring += slots * (layout.PAYLOAD_AT + payload)
+            assert used() - before == ring
+            assert status(job_name)["shared_bytes"] - claimed == ring
+        eventually(lambda: used() == before)
+        assert status(job_name)["shared_bytes"] == claimed
+
+
+def test_learners_come_and_go(job_name: str) -> None:
+    """A thousand of them, from one process: rows, rings and descriptors are given back."""
+    with daemon(job_name, tensors=TENSORS) as job, Control(job_name) as _:
+        pid = status(job_name)["watchdog_pid"]
+        server = status(job_name)["server_pid"]
+
+        def held() -> tuple[int, int, int]:
+            maps = Path(f"/proc/{server}/maps").read_text().count(job_name)
+            return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{server}/fd")), maps
+
+        with Client(job_name) as client:
+            client.push({})
+            client.wait_applied()
+        eventually(lambda: not status(job_name)["learners"])
+        before = held()
+        count = 300
+        for _ in range(count):
+            with Client(job_name) as client:
+                client.push({"w": np.ones(1000)})
+        eventually(lambda: not status(job_name)["learners"])
+        assert status(job_name)["gradients_applied"] == count + 1
+        np.testing.assert_array_equal(live_weights(job_name)[:1000], -count)
+        eventually(lambda: held() == before, what=lambda: (held(), before))
+        job.check()
