@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gadei_ps import layout, process, segment, weights
+from gadei_ps import _native, layout, process, segment, weights
 from gadei_ps.config import JobConfig
 from gadei_ps.errors import JobInUse
 from gadei_ps.kernels import optimizers
@@ -149,6 +149,11 @@ class JobMemory:
         ring.publish()
         self.rings[row] = ring
         return ring
+
+    def ring_bells(self) -> None:
+        """Wakes the server: something in control has changed."""
+        for word in ("manager_bell", "shard_bell"):
+            _native.bell(self.control.address + layout.offset(layout.CONTROL, word))
 
     def remove_ring(self, row: int) -> None:
         ring = self.rings.pop(row, None)

@@ -1,4 +1,4 @@
-"""The watchdog process: makes the job's memory, starts the parameter server, keeps the roster.
+"""The watchdog process: makes the job's memory, starts the parameter server, answers requests.
 
 One thread, one selector: the control socket, a pidfd for each process it looks after, and a timer.
 It never waits for any of them. Death is told by the kernel, through the pidfd.
@@ -29,7 +29,6 @@ from gadei_ps.config import JobConfig
 from gadei_ps.control import Attach, Detach, Offer, SetWork, Status, StopJob
 from gadei_ps.errors import (
     ControlError,
-    Evicted,
     GadeiError,
     JobFailed,
     JobInUse,
@@ -41,6 +40,7 @@ from gadei_ps.errors import (
 from gadei_ps.layout import Phase, Role, Stop, Work
 from gadei_ps.watchdog import status
 from gadei_ps.watchdog.memory import JobMemory, clear_stale
+from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
 
 TICK_S = 0.1
@@ -80,8 +80,7 @@ class Supervisor:
         self._sockets: ControlServer | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._lock: int | None = None
-        self._pidfds: dict[int, int] = {}  # row -> pidfd of its learner
-        self._generation = 0
+        self._roster = Roster(self.memory, self._selector, self._log)
         self._stopping: Stopping | None = None
         self._failed = ""
         self._signalled = False
@@ -183,7 +182,7 @@ class Supervisor:
     def _create_model(self, model: weights.Model, values: np.ndarray) -> None:
         self.memory.create_model(model, values)
         self._control["model_ready"] = 1
-        self._ring_bells()
+        self.memory.ring_bells()
         self._log.info("model", tensors=len(model.tensors), values=model.values)
 
     def _wait_until_serving(self) -> None:
@@ -206,9 +205,9 @@ class Supervisor:
     def main_loop(self) -> int:
         """Returns 0 after a stop that was asked for, 1 after a failure."""
         while True:
-            busy = self._stopping is not None or self._leaving()
+            busy = self._stopping is not None or self._roster.leaving
             self._poll(BUSY_TICK_S if busy else TICK_S)
-            self._free_rows()
+            self._roster.free_rows()
             if self._signalled and self._stopping is None:
                 self._begin_stop(drain=True, timeout_s=LEAVE_TIMEOUT_S)
             if self._failed:
@@ -231,7 +230,7 @@ class Supervisor:
             # In this order: a learner that sees the stop sees also why.
             self._control["phase"] = Phase.FAILED if self._failed else Phase.STOPPED
             self._control["stop"] = Stop.NOW
-            self._ring_bells()
+            self.memory.ring_bells()
         if self._server is not None:
             self._end_server()
         if self._sockets is not None:
@@ -240,9 +239,7 @@ class Supervisor:
                 for client in self._stopping.waiting:
                     self._sockets.reply(client, final)
             self._sockets.shut_down()
-        for fd in self._pidfds.values():
-            os.close(fd)
-        self._pidfds.clear()
+        self._roster.close()
         if made:
             self.memory.remove()
         if self._lock is not None:
@@ -272,34 +269,6 @@ class Supervisor:
         self._failed = f"the parameter server (pid {self._server.pid}) ended {how}"
         self._control["lease_state"] = 0
 
-    def _learner_died(self, row: int) -> None:
-        pid = int(self._control["roster"][row]["pid"])
-        self._log.warning("learner died", row=row, pid=pid)
-        self._leave(row, gone=2)
-
-    def _leave(self, row: int, gone: int) -> None:
-        fd = self._pidfds.pop(row, None)
-        if fd is not None:
-            self._selector.unregister(fd)
-            os.close(fd)
-        entry = self._control["roster"][row]
-        entry["gone"] = gone
-        entry["wanted"] = 0
-        self._ring_bells()
-
-    def _leaving(self) -> bool:
-        return len(self._pidfds) != len(self.memory.rings)
-
-    def _free_rows(self) -> None:
-        roster = self._control["roster"]
-        for row in list(self.memory.rings):
-            if row not in self._pidfds and roster[row]["retired"] == roster[row]["generation"]:
-                self.memory.remove_ring(row)
-
-    def _ring_bells(self) -> None:
-        for word in ("manager_bell", "shard_bell"):
-            _native.bell(self.memory.control.address + layout.offset(layout.CONTROL, word))
-
     # -- stopping -----------------------------------------------------------------------------
 
     def _begin_stop(self, drain: bool, timeout_s: float) -> None:
@@ -310,15 +279,15 @@ class Supervisor:
         if self._stopping is None:
             self._stopping = Stopping(until, [])
         self._stopping.until = min(self._stopping.until, until)
-        self._ring_bells()
+        self.memory.ring_bells()
 
     def _stopped(self) -> bool:
         assert self._stopping is not None
         if not self.memory.rings:
             return True
         if time.monotonic() > self._stopping.until:
-            if self._pidfds:
-                self._log.warning("learners still attached", rows=sorted(self._pidfds))
+            if self._roster.rows:
+                self._log.warning("learners still attached", rows=self._roster.rows)
             return True
         return False
 
@@ -375,46 +344,7 @@ class Supervisor:
                 "the job has no model yet: attach with the model's tensors, "
                 "or give tensors in the job file"
             )
-        roster = self._control["roster"]
-        free = np.flatnonzero(roster["retired"] == roster["generation"])
-        free = free[[int(row) not in self.memory.rings for row in free]]
-        if not len(free):
-            raise ControlError(f"the job has {layout.MAX_LEARNERS} learners, which is the limit")
-        row = int(free[0])
-        try:
-            pidfd = os.pidfd_open(client.pid)
-        except OSError as error:
-            raise ControlError(
-                f"cannot watch process {client.pid}: {error.strerror}; learners must share the "
-                "daemon's pid namespace"
-            ) from None
-        self._generation += 1
-        generation = self._generation
-        try:
-            ring = self.memory.create_ring(row, generation)
-        except BaseException:
-            os.close(pidfd)
-            raise
-        entry = roster[row]
-        entry["pid"] = client.pid
-        entry["pid_start"] = process.start_ticks(client.pid)
-        entry["name"] = request.name.encode()[:31]
-        entry["gone"] = 0
-        entry["drained"] = 0
-        entry["grant"] = 0
-        for field in ("applied", "dropped", "refused", "samples", "version", "clock", "unasked"):
-            entry[field] = 0
-        for field in ("staleness_sum", "staleness_max", "histogram", "reason", "loss"):
-            entry[field] = 0
-        entry["wanted"] = generation
-        at = self.memory.control.address + layout.offset(layout.CONTROL, "roster")
-        _native.store(
-            at + row * layout.ENTRY.itemsize + layout.offset(layout.ENTRY, "generation"), generation
-        )
-        self._pidfds[row] = pidfd
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._learner_died(row))
-        self._ring_bells()
-        self._log.info("learner attached", row=row, pid=client.pid)
+        row, generation = self._roster.attach(client.pid, request.name)
         return {
             "job": self.config.name,
             "job_id": self.memory.job_id.hex(),
@@ -422,19 +352,11 @@ class Supervisor:
             "generation": generation,
             "control": self.memory.control.name,
             "weights": self.memory.weights.name,
-            "ring": ring.name,
+            "ring": self.memory.rings[row].name,
         }
 
     def _detach(self, client: Client, request: Detach) -> dict[str, Any]:
-        if not 0 <= request.row < layout.MAX_LEARNERS:
-            raise ControlError(f"no row {request.row}")
-        entry = self._control["roster"][request.row]
-        if int(entry["wanted"]) != request.generation or not request.generation:
-            raise Evicted("this learner is not attached (any more)")
-        if int(entry["pid"]) != client.pid:
-            raise ControlError("a learner can detach only itself")
-        self._leave(request.row, gone=1)
-        self._log.info("learner detached", row=request.row)
+        self._roster.detach(client.pid, request.row, request.generation)
         return {}
 
     def _set_work(self, request: SetWork) -> dict[str, Any]:
@@ -454,7 +376,7 @@ class Supervisor:
         control_["epochs_done"] = 0
         address = self.memory.control.address + layout.offset(layout.CONTROL, "work")
         _native.store32(address, Work.WORKING)
-        self._ring_bells()
+        self.memory.ring_bells()
         return {"set": True}
 
 

@@ -47,6 +47,10 @@ def _push_until_told(pipe: Connection, job: str) -> None:
         pipe.send(f"{type(error).__name__}: {error}")
 
 
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
 def gone(pid: int) -> bool:
     """Ended, though perhaps nobody has asked for its exit code yet."""
     try:
@@ -264,7 +268,7 @@ def test_learners_come_and_go(job_name: str) -> None:
 
         def held() -> tuple[int, int, int]:
             maps = Path(f"/proc/{server}/maps").read_text().count(job_name)
-            return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{server}/fd")), maps
+            return open_files(pid), open_files(server), maps
 
         with Client(job_name) as client:
             client.push({})

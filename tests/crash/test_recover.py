@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,18 +11,23 @@ import numpy as np
 import pytest
 from support import Child, Rig, eventually
 
-from gadei_ps import _native, layout
+from gadei_ps import _native
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import WireType
 from gadei_ps.layout import IDLE, Action, Role
 from gadei_ps.weights import Tensor
 
-TENSORS = [Tensor("w", (40_000,)), Tensor("b", (3_000,), Role.BUFFER)]
-FRAMES = 60
+# So large that one gradient takes longer than it takes to kill a process.
+TENSORS = [Tensor("w", (1_000_000,)), Tensor("b", (100_000,), Role.BUFFER)]
+KINDS = 3  # of payloads
+LEAST, MOST = 15, 300  # steps
+ENOUGH = 4
 WIRES = list(WireType)
 
 
+@functools.cache
 def payload(elements: int, number: int, row: int) -> tuple[np.ndarray, WireType]:
+    """A few of each kind, which the runs use in the same order."""
     noise = np.random.default_rng([number, row]).standard_normal(elements).astype(np.float32)
     wire = WIRES[number % len(WIRES)]
     return reference.encode(wire, noise), wire
@@ -47,85 +53,83 @@ class Servers:
         self.child = Child(_serve, self.rig)
         self.in_hand += sum(self.child.receive())
 
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.child.kill()
+
     def maybe_kill(self) -> None:
-        """Kills at some point of a gradient, mostly; starts the next."""
-        if self.chance.random() < 0.4:
+        """Mostly at some point of a gradient; then the next one starts."""
+        if self.chance.random() < 0.3:
             return
-        cursors = self.rig.state["record"]["cursor"][: self.rig.shards]
+        cursors = self.rig.state["record"]["cursor"]
         shard = self.chance.randrange(self.rig.shards)
-        for _ in range(self.chance.randrange(3000)):
-            if cursors[shard] != IDLE and self.chance.random() < 0.05:
+        for _ in range(1000):
+            if int(cursors[shard]) != IDLE:
                 break
+        for _ in range(self.chance.randrange(200)):
+            _native.load(self.rig.control_at)
         self.child.kill()
         self.deaths += 1
         self._start()
 
 
+def _runs(name: str, actions: dict[int, Action] | None, seed: int, **how: Any) -> None:
+    """Disturbed until enough servers have died in the middle of a gradient, then undisturbed."""
+    rows = list(actions or [0])
+
+    def step(rig: Rig, number: int) -> None:
+        for row in rows:
+            data, wire = payload(rig.model.elements, number % KINDS, row)
+            rig.publish(row, data, wire=wire)
+        if actions:
+            rig.superstep(actions)
+
+    def done(rig: Rig, number: int) -> None:
+        if actions:
+            eventually(rig.superstep_done)
+        for row in rows:
+            rig.wait_tail(row, number + 1)
+
+    with Rig(name, TENSORS, **how) as rig, Servers(rig, seed) as servers:
+        steps = 0
+        while steps < LEAST or (servers.in_hand < ENOUGH and steps < MOST):
+            step(rig, steps)
+            servers.maybe_kill()
+            if actions:
+                done(rig, steps)
+            steps += 1
+        done(rig, steps - 1)
+        # The tails move last of all, so now nothing is in hand.
+        applied = (len(rows) - sum(act != Action.APPLY for act in (actions or {}).values())) * steps
+        assert int(rig.control["version"]) == applied
+        assert (rig.state["record"]["steps"][: rig.shards] == steps).all()
+        weights, slots = rig.weights.copy(), [slot.copy() for slot in rig.slots]
+        assert servers.in_hand >= ENOUGH, f"of {servers.deaths} deaths"
+
+    with Rig(name, TENSORS, **how) as rig, rig.serving():
+        for number in range(steps):
+            step(rig, number)
+            if actions:
+                done(rig, number)
+        done(rig, steps - 1)
+        np.testing.assert_array_equal(weights, rig.weights)
+        for slot, wanted in zip(slots, rig.slots, strict=True):
+            np.testing.assert_array_equal(slot, wanted)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_killed_at_random_instants(kind: str, shards: int, job_name: str) -> None:
-    how: dict[str, Any] = {"optimizer": {"kind": kind, "lr": 0.01}, "shards": shards, "slots": 2}
-    with Rig(f"{job_name}a", TENSORS, **how) as undisturbed, undisturbed.serving():
-        for number in range(FRAMES):
-            data, wire = payload(undisturbed.model.elements, number, 0)
-            last = undisturbed.publish(0, data, wire=wire)
-        undisturbed.wait_applied(0, last)
-        weights = undisturbed.weights.copy()
-        slots = [slot.copy() for slot in undisturbed.slots]
-
-    with Rig(job_name, TENSORS, **how) as rig:
-        servers = Servers(rig, 7 * shards + len(kind))
-        try:
-            for number in range(FRAMES):
-                data, wire = payload(rig.model.elements, number, 0)
-                last = rig.publish(0, data, wire=wire)
-                servers.maybe_kill()
-            rig.wait_applied(0, last)
-            # The tail moves last of all, so now nothing is in hand.
-            np.testing.assert_array_equal(rig.weights, weights)
-            for mine, wanted in zip(rig.slots, slots, strict=True):
-                np.testing.assert_array_equal(mine, wanted)
-            assert int(rig.control["version"]) == FRAMES
-            assert (rig.state["record"]["steps"][:shards] == FRAMES).all()
-        finally:
-            servers.child.kill()
-        assert servers.deaths > FRAMES // 3
-        assert servers.in_hand > 3, "kills in the middle of a gradient"
+    optimizer = {"kind": kind, "lr": 0.01}
+    _runs(job_name, None, 7 * shards + len(kind), optimizer=optimizer, shards=shards, slots=3)
 
 
 def test_killed_in_supersteps(job_name: str) -> None:
     """The mean of several learners' gradients, one of them refused."""
-    how: dict[str, Any] = {"optimizer": {"kind": "adam"}, "shards": 2, "collect": True}
     actions = {0: Action.APPLY, 1: Action.REFUSE, 2: Action.APPLY}
-    rounds = 30
-
-    def step(rig: Rig, number: int) -> None:
-        for row in actions:
-            data, wire = payload(rig.model.elements, number, row)
-            rig.publish(row, data, wire=wire)
-        rig.superstep(actions)
-
-    with Rig(f"{job_name}a", TENSORS, learners=3, **how) as undisturbed, undisturbed.serving():
-        for number in range(rounds):
-            step(undisturbed, number)
-            eventually(undisturbed.superstep_done)
-            undisturbed.wait_tail(2, number + 1)
-        weights = undisturbed.weights.copy()
-
-    with Rig(job_name, TENSORS, learners=3, **how) as rig:
-        servers = Servers(rig, 5)
-        try:
-            for number in range(rounds):
-                step(rig, number)
-                servers.maybe_kill()
-                eventually(rig.superstep_done)
-                for row in actions:
-                    rig.wait_tail(row, number + 1)
-            np.testing.assert_array_equal(rig.weights, weights)
-            assert int(rig.control["version"]) == 2 * rounds
-        finally:
-            servers.child.kill()
-        assert servers.in_hand > 3
+    _runs(job_name, actions, 5, optimizer={"kind": "adam"}, shards=2, collect=True, learners=3)
 
 
 def test_integers_from_several_learners(job_name: str) -> None:
@@ -134,17 +138,12 @@ def test_integers_from_several_learners(job_name: str) -> None:
     how: dict[str, Any] = {"learners": learners, "shards": 2, "slots": 4}
     with Rig(job_name, [Tensor("w", (30_000,))], **how) as rig:
         ones = np.ones(rig.model.elements, np.float32)
-        servers = Servers(rig, 3)
-        try:
+        with Servers(rig, 3) as servers:
             for _ in range(rounds):
                 for row in range(learners):
                     rig.publish(row, ones)
                 servers.maybe_kill()
             for row in range(learners):
                 rig.wait_applied(row, rounds - 1)
-        finally:
-            servers.child.kill()
         np.testing.assert_array_equal(rig.weights, -learners * rounds)
         assert int(rig.control["version"]) == learners * rounds
-        head = layout.offset(layout.RING, "head")
-        assert _native.load(rig.memory.rings[0].address + head) == rounds
