@@ -145,11 +145,15 @@ class Connection:
             (length,) = LENGTH.unpack(self._receive(LENGTH.size))
             if length > MAX_MESSAGE:
                 raise ControlError(f"{self.path}: the reply is too long")
-            reply: dict[str, Any] = json.loads(self._receive(length))
+            reply = json.loads(self._receive(length))
         except TimeoutError:
             raise ControlError(f"{self.path}: the watchdog does not answer") from None
         except OSError as error:
             raise ControlError(f"{self.path}: {error.strerror or error}") from None
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise ControlError(f"{self.path}: the reply makes no sense; who is it that answers?")
         if not reply.get("ok"):
             kind = getattr(errors, str(reply.get("kind", "")), ControlError)
             if not (isinstance(kind, type) and issubclass(kind, errors.GadeiError)):

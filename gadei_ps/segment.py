@@ -6,6 +6,7 @@ that other processes still use.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -21,6 +22,7 @@ from gadei_ps import _native, layout, process
 from gadei_ps.errors import NoSharedMemory, SegmentError, UsageError
 
 SHM = Path("/dev/shm")
+MEMINFO = Path("/proc/meminfo")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
 SEGMENT_NAME = re.compile(
     r"gadei-ps\.(?P<uid>\d+)\.(?P<job>[A-Za-z0-9_-]+)\.(?P<part>control|weights|state|ring\.\d+)"
@@ -94,12 +96,17 @@ def create(
     except OSError as error:
         raise NoSharedMemory(f"cannot make {name} in {SHM}: {error.strerror}") from None
     try:
+        if size > _free():  # reserving takes real memory, until somebody is killed for it
+            raise _no_space(name, size)
         try:
             os.ftruncate(shared.fd, size)
             # Without this a full /dev/shm shows itself as SIGBUS in the middle of training.
             os.posix_fallocate(shared.fd, 0, size)
         except OSError as error:
-            raise _no_space(name, size, error) from None
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise _no_space(name, size) from None
+            what = f"cannot reserve {size >> 20} MiB for {name}: {error.strerror}"
+            raise NoSharedMemory(what) from None
         memory = mmap.mmap(shared.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     except BaseException:
         posix_ipc.unlink_shared_memory(name)
@@ -121,13 +128,19 @@ def create(
     return segment
 
 
-def _no_space(name: str, size: int, error: OSError) -> NoSharedMemory:
-    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-        return NoSharedMemory(f"cannot reserve {size >> 20} MiB for {name}: {error.strerror}")
+def _free() -> int:
+    """Bytes that /dev/shm can still give: it may be larger than the memory behind it."""
     space = os.statvfs(SHM)
     free = space.f_bavail * space.f_frsize
+    with contextlib.suppress(OSError, StopIteration, ValueError), MEMINFO.open() as lines:
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        free = min(free, int(line.split()[1]) * 1024)
+    return free
+
+
+def _no_space(name: str, size: int) -> NoSharedMemory:
     return NoSharedMemory(
-        f"{SHM} has {free / 2**20:.1f} MiB free and {name[1:]} needs {size / 2**20:.1f} MiB: "
+        f"{SHM} has {_free() / 2**20:.1f} MiB free and {name[1:]} needs {size / 2**20:.1f} MiB: "
         "free some (gadei-ps gc), enlarge it (mount -o remount,size=...), or use fewer ring slots"
     )
 

@@ -23,8 +23,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from gadei_ps import _native, layout, process, segment, weights
-from gadei_ps.control import Attach, Connection, Detach, Offer, SetWork, TensorOffer, memory_file
+from gadei_ps import _native, layout, process, weights
+from gadei_ps.control import Connection, SetWork
 from gadei_ps.errors import (
     Evicted,
     GadeiError,
@@ -40,18 +40,15 @@ from gadei_ps.layout import (
     WIRE_BYTES,
     FrameKind,
     Phase,
-    Role,
-    SegmentKind,
     WireType,
 )
+from gadei_ps.learners.attach import Arrays, attach, detach, offer
 from gadei_ps.weights import FloatArray, Model, Tensor
 
 JOB_VARIABLE = "GADEI_PS_JOB"
 SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the server lives
 GONE_S = 1.0  # how long a job may be without a server before its learners give up
 CONSISTENT_S = 1.0
-
-Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -103,76 +100,35 @@ class Client:
         self._connection = Connection(target)
         try:
             if tensors is not None:
-                self._offer(tensors, buffers or {})
-            reply = self._connection.request(Attach(name=name[:31]))
+                offer(self._connection, tensors, buffers or {})
+            place = attach(self._connection, name)
         except BaseException:
             self._connection.close()
             raise
-        try:
-            self._map(reply)
-        except BaseException:
-            _detach(self._connection, reply["row"], reply["generation"], self._pid)
-            raise
-        self.job: str = reply["job"]
-        self.row: int = reply["row"]
-        self.generation: int = reply["generation"]
+        self.job: str = place.job
+        self.row: int = place.row
+        self.generation: int = place.generation
+        self._place = place  # keeps the mappings
+        self._control = place.control.view(CONTROL)
+        self._ring = place.ring.view(RING)
+        self._control_at = place.control.address
+        self._ring_at = place.ring.address
+        self.model: Model = weights.read_table(place.weights)
+        self.flat: FloatArray = weights.data(place.weights)
+        """The live weights, shape (model.elements,), read-only: the server changes them."""
+        self.weights: dict[str, FloatArray] = self.model.views(self.flat)
+        """The same by name. Reading them is a pull that copies nothing."""
+        self._tensors = {tensor.name: tensor for tensor in self.model.tensors}
         self.version = int(self._control["version"])
         self.published = 0
         self._taken: deque[int] = deque()
         self._started = time.monotonic()
         self._holds = 0
         self._finalizer = weakref.finalize(
-            self, _detach, self._connection, self.row, self.generation, self._pid
+            self, detach, self._connection, self.row, self.generation, self._pid
         )
         # Before weakref's own hook, which runs after threads and modules may be gone.
         atexit.register(self._finalizer)
-
-    # -- attaching ------------------------------------------------------------------------------
-
-    def _offer(self, tensors: Arrays, buffers: Arrays) -> None:
-        given = [Tensor(name, np.shape(array)) for name, array in tensors.items()]
-        given += [Tensor(name, np.shape(array), Role.BUFFER) for name, array in buffers.items()]
-        model = weights.place(given)
-        flat = model.flatten({**tensors, **buffers})
-        fd = memory_file(flat.data)
-        try:
-            self._connection.request(
-                Offer(
-                    tensors=[
-                        TensorOffer(name=one.name, shape=list(one.shape), role=one.role.value)
-                        for one in model.tensors
-                    ]
-                ),
-                fds=[fd],
-            )
-        finally:
-            os.close(fd)
-
-    def _map(self, reply: dict[str, Any]) -> None:
-        job_id = bytes.fromhex(reply["job_id"])
-
-        def attach(part: str, kind: SegmentKind, *, writable: bool) -> segment.Segment:
-            try:
-                return segment.attach(reply[part], kind, writable=writable, job_id=job_id)
-            except FileNotFoundError:
-                raise JobFailed(
-                    f"segment {reply[part][1:]} is gone; is /dev/shm shared with the daemon, and "
-                    "did logind remove it (RemoveIPC)? gadei-ps doctor tells"
-                ) from None
-
-        self._control_segment = attach("control", SegmentKind.CONTROL, writable=False)
-        self._weights_segment = attach("weights", SegmentKind.WEIGHTS, writable=False)
-        self._ring_segment = attach("ring", SegmentKind.RING, writable=True)
-        self._control = self._control_segment.view(CONTROL)
-        self._ring = self._ring_segment.view(RING)
-        self._ring_at = self._ring_segment.address
-        self._control_at = self._control_segment.address
-        self.model: Model = weights.read_table(self._weights_segment)
-        self.flat: FloatArray = weights.data(self._weights_segment)
-        """The live weights, shape (model.elements,), read-only: the server changes them."""
-        self.weights: dict[str, FloatArray] = self.model.views(self.flat)
-        """The same by name. Reading them is a pull that copies nothing."""
-        self._tensors = {tensor.name: tensor for tensor in self.model.tensors}
 
     # -- pull -----------------------------------------------------------------------------------
 
@@ -470,17 +426,6 @@ class Client:
 
     def __exit__(self, *exc: object) -> None:
         self.detach()
-
-
-def _detach(connection: Connection, row: int, generation: int, pid: int) -> None:
-    if os.getpid() != pid:
-        return
-    try:
-        connection.request(Detach(row=row, generation=generation))
-    except GadeiError:
-        pass  # the job is gone, or has let go of us already
-    finally:
-        connection.close()
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,34 +133,56 @@ def test_grown(made: Segment) -> None:
 
 def test_larger_than_free(job_name: str) -> None:
     space = os.statvfs(SHM)
-    size = space.f_bavail * space.f_frsize + (1 << 30)
+    size = 10 * space.f_blocks * space.f_frsize  # far more: nothing of it is reserved
     with pytest.raises(NoSharedMemory, match="MiB free") as info:
         segment.create(job_name, "weights", SegmentKind.WEIGHTS, size, job_id=JOB_ID)
     assert "\n" not in str(info.value)
     assert not segments(job_name)
 
 
-def test_model_larger_than_free(job_name: str) -> None:
-    """The weights fit and the optimizer's state does not: nothing of the model is left."""
-    space = os.statvfs(SHM)
-    elements = space.f_bavail * space.f_frsize // 4 // 2
+def test_larger_than_the_memory_behind_shm(
+    job_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Reserving it would make the kernel kill somebody."""
+    (tmp_path / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:    40 kB\n")
+    monkeypatch.setattr(segment, "MEMINFO", tmp_path / "meminfo")
+    with pytest.raises(NoSharedMemory, match=r"0\.0 MiB free"):
+        segment.create(job_name, "weights", SegmentKind.WEIGHTS, 50_000, job_id=JOB_ID)
+    assert not segments(job_name)
+    segment.unlink(
+        segment.create(job_name, "weights", SegmentKind.WEIGHTS, 30_000, job_id=JOB_ID).name
+    )
+
+
+def test_full_when_it_comes_to_reserving(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others took it between the look and the reservation."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(NoSharedMemory, match="gadei-ps gc"):
+        segment.create(job_name, "weights", SegmentKind.WEIGHTS, 50_000, job_id=JOB_ID)
+    assert not segments(job_name)
+
+
+def test_weights_fit_and_state_does_not(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the model is left then."""
     memory = JobMemory(JobConfig(name=job_name, optimizer={"kind": "adam"}))
     memory.create_control(parse("asp"))
-    model = place([Tensor("w", (elements,))])
-    # Reserving half of the memory for a moment is too much on a busy machine: fail the second one.
+    model = place([Tensor("w", (1000,))])
+    sizes = []
     create = segment.create
+
+    def scarce(job: str, part: str, kind: SegmentKind, size: int, **rest: Any) -> Segment:
+        sizes.append(part)
+        return create(job, part, kind, size << (40 if part == "state" else 0), **rest)
+
+    monkeypatch.setattr(segment, "create", scarce)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-
-            def scarce(job: str, part: str, kind: SegmentKind, size: int, **rest: object) -> object:
-                if part == "weights":
-                    size = 1 << 20
-                return create(job, part, kind, size, **rest)
-
-            patch.setattr(segment, "create", scarce)
-            patch.setattr("gadei_ps.weights.data", lambda _: np.zeros(1, np.float32))
-            with pytest.raises(NoSharedMemory):
-                memory.create_model(model, np.zeros(1, np.float32))
+        with pytest.raises(NoSharedMemory):
+            memory.create_model(model, np.zeros(model.elements, np.float32))
+        assert sizes == ["weights", "state"]
         assert memory.weights is None
         assert memory.state is None
         assert segments(job_name) == [memory.control.name]

@@ -394,7 +394,7 @@ def test_supersteps_in_quick_succession(job_name: str) -> None:
         then = np.full(layout.MAX_LEARNERS, Action.SKIP, np.uint32)
         then[0] = Action.APPLY
         rig.control["superstep_upto"][0] = 1
-        bad = {row: Action.REFUSE for row in range(1, many)}
+        bad = dict.fromkeys(range(1, many), Action.REFUSE)
         for number in range(1, rounds + 1):
             for row in bad:
                 rig.publish(row, ones(rig) * 1000, flags=layout.CHECKED | layout.NONFINITE)

@@ -1,0 +1,95 @@
+"""How a learner enters and leaves a job: offer the model, get a place, map its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gadei_ps import segment, weights
+from gadei_ps.control import Attach, Connection, Detach, Offer, TensorOffer, memory_file
+from gadei_ps.errors import GadeiError, JobFailed
+from gadei_ps.layout import Role, SegmentKind
+from gadei_ps.segment import Segment
+from gadei_ps.weights import Tensor
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row of the roster and the mapped segments: control and weights can only be read."""
+
+    job: str
+    row: int
+    generation: int
+    control: Segment
+    weights: Segment
+    ring: Segment
+
+
+def offer(connection: Connection, tensors: Arrays, buffers: Arrays) -> None:
+    """Makes the job's model, or checks that it is this one.
+
+    Raises ModelMismatch or NoSharedMemory.
+    """
+    given = [Tensor(name, np.shape(array)) for name, array in tensors.items()]
+    given += [Tensor(name, np.shape(array), Role.BUFFER) for name, array in buffers.items()]
+    model = weights.place(given)
+    fd = memory_file(model.flatten({**tensors, **buffers}).data)
+    try:
+        connection.request(
+            Offer(
+                tensors=[
+                    TensorOffer(name=one.name, shape=list(one.shape), role=one.role.value)
+                    for one in model.tensors
+                ]
+            ),
+            fds=[fd],
+        )
+    finally:
+        os.close(fd)
+
+
+def attach(connection: Connection, name: str) -> Place:
+    """Gets a place for this process. A place whose memory cannot be mapped is given back."""
+    reply = connection.request(Attach(name=name[:31]))
+    try:
+        return Place(
+            reply["job"],
+            reply["row"],
+            reply["generation"],
+            _map(reply, "control", SegmentKind.CONTROL, writable=False),
+            _map(reply, "weights", SegmentKind.WEIGHTS, writable=False),
+            _map(reply, "ring", SegmentKind.RING, writable=True),
+        )
+    except BaseException:
+        detach(connection, reply["row"], reply["generation"], os.getpid())
+        raise
+
+
+def _map(reply: dict[str, Any], part: str, kind: SegmentKind, *, writable: bool) -> Segment:
+    job_id = bytes.fromhex(reply["job_id"])
+    try:
+        return segment.attach(reply[part], kind, writable=writable, job_id=job_id)
+    except FileNotFoundError:
+        raise JobFailed(
+            f"segment {reply[part][1:]} is gone; is /dev/shm shared with the daemon, and "
+            "did logind remove it (RemoveIPC)? gadei-ps doctor tells"
+        ) from None
+
+
+def detach(connection: Connection, row: int, generation: int, pid: int) -> None:
+    """Leaves, if this is still process `pid` and not a fork of it, and closes the connection."""
+    if os.getpid() != pid:
+        return
+    try:
+        connection.request(Detach(row=row, generation=generation))
+    except GadeiError:
+        pass  # the job is gone, or has let go of us already
+    finally:
+        connection.close()

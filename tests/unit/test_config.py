@@ -1,0 +1,130 @@
+"""Job files: what is accepted, and the one line that says what is wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gadei_ps import config, layout
+from gadei_ps.config import JobConfig, from_mapping, load
+from gadei_ps.errors import UsageError
+from gadei_ps.kernels.optimizers import Kind, Schedule
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_defaults_come_from_the_files_name(tmp_path: Path) -> None:
+    job = load(write(tmp_path / "demo.toml", ""))
+    assert (job.name, job.sync, job.slots, job.nonfinite) == ("demo", "asp", 2, "refuse")
+    assert job.optimizer.spec().kind is Kind.SGD
+    assert job.resolved_shards(1) == 1
+    assert job.resolved_spin_us() > 0
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    text = """
+        name = "mine"
+        sync = { model = "ssp", s = 3 }
+        shards = 4
+        slots = 3
+        ahead = 16
+        nonfinite = "allow"
+        spin_us = 0
+        weights = "w.safetensors"
+        [optimizer]
+        kind = "adamw"
+        lr = 0.002
+        weight_decay = 0.1
+        staleness_aware = true
+        [optimizer.schedule]
+        kind = "cosine"
+        warmup_steps = 10
+        total_steps = 100
+    """
+    job = load(write(tmp_path / "other.toml", text))
+    assert (job.name, job.shards, job.slots, job.ahead) == ("mine", 4, 3, 16)
+    assert job.sync == {"model": "ssp", "s": 3}
+    assert job.weights == tmp_path / "w.safetensors", "relative to the job file"
+    assert job.resolved_spin_us() == 0
+    spec = job.optimizer.spec()
+    assert (spec.kind, spec.schedule, spec.warmup_steps) == (Kind.ADAMW, Schedule.COSINE, 10)
+    assert spec.staleness_aware
+    # As it travels to the daemon.
+    assert JobConfig.model_validate_json(job.model_dump_json()) == job
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("name = 'a b'", "name"),
+        ("name = 3", "name"),
+        ("shards = -1", "shards"),
+        ("shards = 65", "shards"),
+        ("shards = 1.5", "shards"),
+        ("slots = 0", "slots"),
+        ("ahead = 17", "ahead"),
+        ("spin_us = nan", "spin_us"),
+        ("nonfinite = 'maybe'", "nonfinite"),
+        ("sync = 'ssp'", "s is missing"),
+        ("sync = 'gossip'", "unknown model"),
+        ("learners = 3", "learners"),
+        ("[optimizer]\nkind = 'lion'", "optimizer.kind"),
+        ("[optimizer]\nlr = -1", "lr must be at least 0"),
+        ("[optimizer]\nlr = inf", "lr must be a finite number"),
+        ("[optimizer.schedule]\nkind = 'step'", "step_size"),
+        ("[[tensors]]\nname = 'w'\nshape = [0]", "tensors.0.shape.0"),
+        ("weights = 'x'\n[[tensors]]\nname = 'w'\nshape = [1]", "not both"),
+        ("= 3", "Invalid"),
+        ("name = 'x'\nname = 'y'", "overwrite"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, why: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "job.toml", text)
+    with pytest.raises(UsageError) as info:
+        load(path)
+    said = str(info.value)
+    assert why in said
+    assert "\n" not in said
+    assert str(path) in said or "name" in text or "optimizer" in text
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(UsageError, match="directory"):
+        load(tmp_path)
+    (tmp_path / "bad.toml").write_bytes(b"name = '\xff'")
+    with pytest.raises(UsageError, match="UTF-8"):
+        load(tmp_path / "bad.toml")
+    with pytest.raises(UsageError, match="job name"):
+        load(write(tmp_path / "a b.toml", ""))
+
+
+@given(elements=st.integers(1, 10**7), shards=st.integers(0, layout.MAX_SHARDS))
+def test_shards_share_the_values(elements: int, shards: int) -> None:
+    count = JobConfig(name="x", shards=shards).resolved_shards(elements)
+    assert 1 <= count <= layout.MAX_SHARDS
+    if shards:
+        assert count <= shards
+    ranges = [layout.shard_range(elements, count, index) for index in range(count)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == elements
+    for (low, high), (after, _) in zip(ranges, [*ranges[1:], (elements, 0)], strict=True):
+        assert low < high == after, "each has a part, and none is left out"
+        assert low % layout.CHUNK == 0
+
+
+def test_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = from_mapping({"name": "x"}, "test")
+    for cores, shards in [(1, 1), (4, 1), (16, 4), (256, 8)]:
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert job.resolved_shards(10**7) == shards
+        assert job.resolved_shards(1) == 1
+    assert config.JobConfig(name="x", spin_us=7).resolved_spin_us() == 7

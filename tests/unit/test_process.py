@@ -1,0 +1,87 @@
+"""Who a process is, and children that die with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+
+import pytest
+from support import Child, eventually
+
+from gadei_ps import process
+
+SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
+
+
+def test_a_process_is_its_pid_and_start() -> None:
+    me, start = os.getpid(), process.start_ticks(os.getpid())
+    assert start > 0
+    assert process.alive(me, start)
+    assert not process.alive(me, start + 1)
+    assert not process.alive(me, 0)
+    assert not process.alive(0, start)
+    assert not process.alive(-1, start)
+    assert process.start_ticks(2**22 + 1) == 0
+
+
+def test_names_of_programs_may_be_anything() -> None:
+    """The second field of /proc/PID/stat holds blanks and parentheses as they are."""
+    script = (
+        "import ctypes, signal; ctypes.CDLL(None).prctl(15, b') S 1 (', 0, 0, 0);"
+        "print(flush=True); signal.pause()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout
+        child.stdout.readline()
+        start = process.start_ticks(child.pid)
+        assert abs(start - process.start_ticks(os.getpid())) < 10**6
+        assert process.alive(child.pid, start)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_zombie_does_not_live() -> None:
+    child = process.spawn(SLEEPER)
+    start = process.start_ticks(child.pid)
+    assert process.alive(child.pid, start)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not process.alive(child.pid, start)
+    child.wait()
+
+
+def _parent(pipe: Connection, how: int) -> None:
+    child = process.spawn(SLEEPER, how=how)
+    pipe.send((child.pid, process.start_ticks(child.pid)))
+    pipe.recv()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_children_die_with_their_parent(how: int) -> None:
+    parent = Child(_parent, how)
+    pid, start = parent.receive()
+    assert process.alive(pid, start)
+    parent.kill()
+    eventually(lambda: not process.alive(pid, start))
+
+
+def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "print('began')"],
+        preexec_fn=process.dies_with_parent(1),
+        capture_output=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (1, b"")
+
+
+def test_a_spawned_child_is_on_its_own() -> None:
+    """Neither the terminal's Ctrl-C nor what we read from it is the child's."""
+    script = "import os, sys; print(os.getpgid(0) == os.getpid(), sys.stdin.read() == '')"
+    child = process.spawn([sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ)
+    assert child.communicate()[0] == b"True True\n"
