@@ -1,8 +1,8 @@
-"""Accuracy of `gadei-ps train` on real data: one learner, two, and two of which one is killed often.
+"""Accuracy of `gadei-ps train` on real data: one learner, two, and two with kills.
 
     python benchmarks/accuracy.py [--data DIR] [--sets trec6 mr] [--kill-every 10] [--seeds 1]
 
-DIR holds trec6/{train,test}.csv and mr/all.csv (a tenth of which is held out here as the test file).
+DIR holds trec6/{train,test}.csv and mr/all.csv (a tenth of it becomes the test file here).
 Writes results/accuracy.json. Takes minutes to hours: it runs the command's defaults.
 """
 

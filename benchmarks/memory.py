@@ -32,15 +32,15 @@ def main() -> None:
     name = f"memory-{os.getpid()}"
     config = from_mapping({"name": name, "optimizer": {"kind": "adam"}, "slots": 2}, "memory")
     private = []
-    with Daemon(config) as daemon:
-        with Client(name, tensors={"w": np.zeros(values, np.float32)}) as client:
-            sizes = {found.part: found.size for found in segment.find(name)}
-            gradient = {"w": np.full(values, 1e-3, np.float32)}
-            for _ in range(SAMPLES):
-                for _ in range(options.gradients // SAMPLES):
-                    client.push(gradient)
-                client.wait_applied()
-                private.append(daemon.request(Status())["server_private_bytes"])
+    tensors = {"w": np.zeros(values, np.float32)}
+    with Daemon(config) as daemon, Client(name, tensors=tensors) as client:
+        sizes = {found.part: found.size for found in segment.find(name)}
+        gradient = {"w": np.full(values, 1e-3, np.float32)}
+        for _ in range(SAMPLES):
+            for _ in range(options.gradients // SAMPLES):
+                client.push(gradient)
+            client.wait_applied()
+            private.append(daemon.request(Status())["server_private_bytes"])
     model = 4 * values
     limit = {"weights": model, "state": 2 * model, "ring.0": 2 * model}
     rows = [

@@ -48,7 +48,8 @@ from gadei_ps.weights import FloatArray, Model, Tensor
 JOB_VARIABLE = "GADEI_PS_JOB"
 SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the server lives
 GONE_S = 1.0  # how long a job may be without a server before its learners give up
-CONSISTENT_S = 1.0
+CONSISTENT_S = 5.0
+HOLD_S = 0.03  # above what a shard waits for a consistent pull
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,8 @@ class Client:
         if copy.shape != self.flat.shape or copy.dtype != np.float32 or not copy.flags.c_contiguous:
             raise UsageError(f"out: need contiguous float32 of shape {self.flat.shape}")
         shards = int(self._control["shards"])
-        self._holds = self._holds % 0xFFFFFFFF + 1
         until = time.monotonic() + CONSISTENT_S
-        self._ring["hold"] = self._holds
+        asked = 0.0
         try:
             for index in range(shards):
                 low, high = layout.shard_range(self.model.elements, shards, index)
@@ -164,8 +164,14 @@ class Client:
                     self.flat.ctypes.data + 4 * low,
                     4 * (high - low),
                 ):
-                    if time.monotonic() > until:
+                    now = time.monotonic()
+                    if now > until:
                         raise PushTimeout(f"no consistent copy within {CONSISTENT_S} s")
+                    if now > asked + HOLD_S:
+                        # The shards wait a bounded time for it; then they want a new request.
+                        self._holds = self._holds % 0xFFFFFFFF + 1
+                        self._ring["hold"] = self._holds
+                        asked = now
                     time.sleep(20e-6)
         finally:
             self._ring["hold"] = 0

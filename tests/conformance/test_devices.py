@@ -80,32 +80,35 @@ def test_buffer_load_and_views(case: Case, job: Daemon, job_name: str) -> None:
         np.testing.assert_array_equal(case.to_host(views["b"]), 1.5)
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
-def test_store(case: Case, wire: str, job: Daemon, job_name: str) -> None:
+def test_store(case: Case, job: Daemon, job_name: str) -> None:
     device = case.make()
-    with Client(job_name, tensors=arrays(0.0), wire=wire) as client:
+    for number, wire in enumerate(["float32", "bfloat16", "float16"]):
+        with Client(job_name, tensors=arrays(0.0), wire=wire) as client:
 
-        def push(given: dict[str, Any]) -> bool:
-            nonfinite = device.store(client, client.claim() + layout.PAYLOAD_AT, given)
-            client.publish(nonfinite=nonfinite)
-            client.wait_applied()
-            return nonfinite
+            def push(given: dict[str, Any], client: Client = client) -> bool:
+                nonfinite = device.store(client, client.claim() + layout.PAYLOAD_AT, given)
+                client.publish(nonfinite=nonfinite)
+                client.wait_applied()
+                return nonfinite
 
-        assert not push(gradients(case, 0.5))
-        assert not push({"a": None, "b": case.to_device(arrays(1.0)["b"])})  # the rest is zero
-        np.testing.assert_array_equal(client.weights["a"], -0.5)
-        np.testing.assert_array_equal(client.weights["b"], -1.5)
-        assert client.weights["s"] == -0.5
-        for bad in (np.nan, np.inf, -np.inf):
-            one = arrays(0.0)["b"]
-            one[-1] = bad
-            assert push({"b": case.to_device(one)})
-        row = status(job_name)["learners"][0]
-        assert (row["applied"], row["refused"]) == (2, 3)
-        with pytest.raises(ModelMismatch, match="'x'"):
-            push({"x": case.to_device(np.zeros(1, np.float32))})
-        with pytest.raises(ModelMismatch, match="'b'"):
-            push({"b": case.to_device(np.zeros(999, np.float32))})
+            before = -2.0 * number
+            assert not push(gradients(case, 0.5))
+            assert not push({"a": None, "b": case.to_device(arrays(1.5)["b"])})  # the rest is zero
+            np.testing.assert_array_equal(client.weights["a"], before - 0.5)
+            np.testing.assert_array_equal(client.weights["b"], before - 2.0)
+            assert client.weights["s"] == before - 0.5
+            for bad in (np.nan, np.inf, -np.inf):
+                one = arrays(0.0)["b"]
+                one[-1] = bad
+                assert push({"b": case.to_device(one)})
+            (row,) = (one for one in status(job_name)["learners"] if not one["leaving"])
+            assert (row["applied"], row["refused"]) == (2, 3)
+            with pytest.raises(ModelMismatch, match="'x'"):
+                push({"x": case.to_device(np.zeros(1, np.float32))})
+            with pytest.raises(ModelMismatch, match="'b'"):
+                push({"b": case.to_device(np.zeros(999, np.float32))})
+            rest = {"a": arrays(1.5)["a"], "s": arrays(1.5)["s"]}
+            push({name: case.to_device(array) for name, array in rest.items()})
 
 
 # -- the pipeline ---------------------------------------------------------------------------------
