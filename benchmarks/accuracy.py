@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common import table, write_results
+from common import RESULTS, table, write_results
 
 from gadei_ps import dataset
 from gadei_ps.control import Status, ask
@@ -97,8 +97,11 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=["trec6", "mr"])
     parser.add_argument("--kill-every", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if options.resume and (RESULTS / "accuracy.json").exists():
+        rows = json.loads((RESULTS / "accuracy.json").read_text())["rows"]
     ratios: list[dict[str, Any]] = []
     cases = [("1 learner", 1, 0.0), ("2 learners", 2, 0.0)]
     cases.append((f"2 learners, one killed every {options.kill_every:g} s", 2, options.kill_every))
@@ -108,6 +111,8 @@ def main() -> None:
             for seed in range(options.seeds):
                 for case, learners, kill_every_s in cases:
                     told = {"contender": case, "set": name, "seed": seed}
+                    if any(told.items() <= row.items() for row in rows):
+                        continue
                     found = train(
                         train_file, test_file, learners, kill_every_s, seed, Path(scratch) / "model"
                     )

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from gadei_ps import control, errors, log, process, runtime
 from gadei_ps.config import JobConfig, from_mapping
+from gadei_ps.control import Status
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound
 
 READY_TIMEOUT_S = 200.0
@@ -78,7 +79,7 @@ class Daemon:
                 said += part
                 if not part:
                     break
-            if self.socket.exists() and running(self.config.name):
+            if self.socket.exists() and self._answers():
                 return
             time.sleep(0.005)
         text = said.decode(errors="replace").strip()
@@ -86,6 +87,14 @@ class Daemon:
         if message:
             raise _error_class(kind)(message.strip())
         raise JobFailed("the daemon did not get ready; its messages stand above")
+
+    def _answers(self) -> bool:
+        """Whether a watchdog answers, and it is ours: another may have taken the name before us."""
+        assert self._process is not None
+        try:
+            return bool(self.request(Status(), 1.0)["watchdog_pid"] == self._process.pid)
+        except (JobNotFound, ControlError):
+            return False
 
     def check(self) -> None:
         """Raises JobFailed if the watchdog has ended."""

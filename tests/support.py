@@ -97,6 +97,11 @@ class Child:
             raise AssertionError(f"child {self.pid} ended: {self._process.exitcode}, {ready=}")
         return self._pipe.recv()
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether there is something to receive, its end included."""
+        return bool(wait([self._pipe, self._process.sentinel], 0))
+
     def send(self, value: Any = None) -> None:
         self._pipe.send(value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 from multiprocessing.connection import Connection
@@ -272,6 +273,9 @@ def test_rubbish_in_its_own_ring_harms_no_other(model: str, job_name: str) -> No
     ):
         for field in SCRIBBLED:
             with fork(1, _scribble, job_name, field) as (child,):
+                while not child.has_sent:  # it may wait for the end of a superstep
+                    with contextlib.suppress(PushTimeout):
+                        other.push({}, timeout_s=0.01)
                 assert child.receive() == "done", field
                 for _ in range(20):
                     assert status(job_name)["learners"], field
