@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.c native/*.h)
 
-.PHONY: train test lint bench docs clean
+.PHONY: train test lint typing bench docs clean
 
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents
@@ -13,7 +13,7 @@ train: $(VENV)/built
 test: $(VENV)/built
 	$(BIN)/python -m pytest -m "not gpu"
 
-lint: $(VENV)/built build/typing/gadei_ps
+lint: $(VENV)/built typing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy build/typing/gadei_ps
@@ -36,11 +36,10 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The tree as it is imported, for mypy: learners/ and watchdog/ are subpackages of gadei_ps.
-build/typing/gadei_ps:
-	mkdir -p $@
-	for path in gadei_ps/*; do ln -sfn ../../../$$path $@/; done
-	ln -sfn ../../../learners $@/learners
-	ln -sfn ../../../watchdog $@/watchdog
+typing:
+	mkdir -p build/typing/gadei_ps
+	for path in gadei_ps/*; do ln -sfn ../../../$$path build/typing/gadei_ps/; done
+	ln -sfn ../../../learners ../../../watchdog build/typing/gadei_ps/
 
 clean:
 	rm -rf $(VENV) build *.egg-info gadei_ps/*.so

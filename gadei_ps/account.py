@@ -9,14 +9,17 @@ import numpy as np
 
 from gadei_ps import layout, ledger
 from gadei_ps.apply import APPLY, MAX_LEARNERS, ONE, SKIP, ZERO, compiled, frame_at, integer
-from gadei_ps.layout import RING, Action
+from gadei_ps.layout import CONTROL, RING, Action
 from gadei_ps.places import RING_ADDRESS, RING_GENERATION, TABLE
-from gadei_ps.symbols import hand_out, wake
+from gadei_ps.symbols import get32, hand_out, wake
 
 HISTOGRAM = layout.HISTOGRAM
 NO_BATCH = np.uint64(layout.NO_BATCH)
 DROP = int(Action.DROP)
 NO_WORK = int(layout.Work.NONE)
+WORK = np.uint64(layout.offset(CONTROL, "work"))
+WANTS = np.uint64(layout.offset(RING, "wants"))
+WANTS_WORK = np.uint32(layout.WANTS_WORK)
 WORK_HEAD = np.uint64(layout.offset(RING, "work_head"))
 
 
@@ -86,6 +89,8 @@ def count_superstep(c: np.ndarray, row: int, slot: np.uint64, version: np.uint64
 @compiled
 def top_up(c: np.ndarray, row: int, ring: np.uint64) -> None:
     """Hands out batches until the learner holds as many as it may."""
+    if not get32(ring + WANTS) & WANTS_WORK:
+        return  # it has data of its own, or only reads
     missing = integer(c[0].ahead) - ledger.held(c, row)
     for _ in range(missing):
         batch = ledger.assign(c, row)
@@ -97,7 +102,7 @@ def top_up(c: np.ndarray, row: int, ring: np.uint64) -> None:
 @compiled
 def top_up_all(c: np.ndarray, table: np.ndarray) -> None:
     """Closes epochs and hands out what can be handed out, to every learner that is there."""
-    if c[0].work == NO_WORK:
+    if get32(np.uint64(c.ctypes.data) + WORK) == NO_WORK:  # SYNC POINT: work
         return
     changed = ledger.close_epochs(c)
     for row in range(MAX_LEARNERS):

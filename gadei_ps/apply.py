@@ -219,13 +219,11 @@ def check_frame(
 
 
 @compiled
-def slot_of(c: np.ndarray, table: np.ndarray, row: int, sequence: np.uint64) -> np.uint64:
-    """Address of the slot that holds the frame of this number. table: (MAX_LEARNERS * TABLE,)."""
-    slot = (sequence % np.uint64(c[0].slots)) * table[row * TABLE + RING_SLOT_BYTES]
-    address: np.uint64 = (
-        table[row * TABLE + RING_ADDRESS] + table[row * TABLE + RING_SLOTS_AT] + slot
-    )
-    return address
+def slot_of(
+    c: np.ndarray, ring: np.uint64, slots_at: np.uint64, slot_bytes: np.uint64, sequence: np.uint64
+) -> np.uint64:
+    """Address of the slot that holds the frame of this number."""
+    return ring + slots_at + (sequence % np.uint64(c[0].slots)) * slot_bytes
 
 
 @compiled
@@ -350,6 +348,7 @@ def apply_chunks(s: Shard, members: int, first: int) -> None:
 def finish(s: Shard) -> None:
     """Makes what is fully applied count: absolute values only, so that twice is once."""
     record = s.state[0].record[s.number]
+    fence()  # who sees the sequence below as applied sees the weights too
     if s.number == 0:
         put(s.control + VERSION, record.version + record.applies)
     if record.ring < np.uint64(MAX_LEARNERS):
@@ -396,7 +395,10 @@ def recover(index: int, low: int, high: int, places: np.ndarray) -> int:
                 sequence = s.c[0].superstep_upto[row] - ONE
             else:
                 continue
-            take(s, members, slot_of(s.c, table, row, sequence))
+            slots_at = table[row * TABLE + RING_SLOTS_AT]
+            slot_bytes = table[row * TABLE + RING_SLOT_BYTES]
+            ring = table[row * TABLE + RING_ADDRESS]
+            take(s, members, slot_of(s.c, ring, slots_at, slot_bytes, sequence))
             members += 1
         if members > 0:
             apply_chunks(s, members, chunk)

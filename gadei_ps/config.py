@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from gadei_ps import layout, sync
+from gadei_ps import layout, process, sync
 from gadei_ps.errors import UsageError
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.segment import JOB_NAME, check_job_name
@@ -100,7 +99,7 @@ class JobConfig(_Table):
 
     def resolved_shards(self, elements: int) -> int:
         """Shard threads: as asked, or a quarter of the cores; at most one for each chunk."""
-        wanted = self.shards or max(1, min(8, (os.cpu_count() or 1) // 4))
+        wanted = self.shards or max(1, min(8, process.cores() // 4))
         return max(1, min(wanted, -(-elements // layout.CHUNK)))
 
     def resolved_spin_us(self) -> float:
@@ -110,7 +109,7 @@ class JobConfig(_Table):
         """
         if self.spin_us >= 0:
             return self.spin_us
-        return 50.0 if (os.cpu_count() or 1) >= 8 else 2.0
+        return 50.0 if process.cores() >= 8 else 2.0
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:

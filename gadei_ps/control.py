@@ -93,8 +93,10 @@ def parse_request(raw: bytes) -> Request:
         return REQUEST.validate_json(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ControlError(f"bad request: {where + ': ' if where else ''}{first['msg']}") from None
+        # Both may hold what the client sent, at any length.
+        where = ".".join(str(part) for part in first["loc"])[:80]
+        what = f"{where + ': ' if where else ''}{first['msg'][:200]}"
+        raise ControlError(f"bad request: {what}") from None
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -19,9 +19,10 @@ from typing import Any, Self
 from gadei_ps import control, errors, log, process, runtime
 from gadei_ps.config import JobConfig, from_mapping
 from gadei_ps.control import Status
-from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound
+from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound, JobStopped
 
 READY_TIMEOUT_S = 200.0
+GONE_S = 2.0
 END_TIMEOUT_S = 30.0  # the watchdog's own limits add up to less
 CONFIG_VARIABLE = "GADEI_PS_CONFIG"
 
@@ -97,22 +98,26 @@ class Daemon:
             return False
 
     def check(self) -> None:
-        """Raises JobFailed if the watchdog has ended."""
+        """Raises JobFailed if the watchdog has ended, JobStopped if it was asked to."""
         assert self._process is not None
-        if self._process.poll() is not None:
-            raise JobFailed(f"the daemon of job {self.config.name!r} has ended")
-
-    def exit_code(self, timeout_s: float = 0.0) -> int | None:
-        """The watchdog's exit code, 0 after a stop that was asked for; None while it runs."""
-        assert self._process is not None
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+        code = self._process.poll()
+        if code == 0:
+            raise JobStopped(f"job {self.config.name!r} has been stopped")
+        if code is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "has failed"
+            raise JobFailed(f"the daemon of job {self.config.name!r} {how}")
 
     def request(self, message: Any, timeout_s: float = 10.0) -> dict[str, Any]:
-        """One request to the job."""
-        return control.ask(str(self.socket), message, timeout_s)
+        """One request to the job. Raises JobFailed if the watchdog has ended."""
+        try:
+            return control.ask(str(self.socket), message, timeout_s)
+        except (JobNotFound, ControlError):
+            # The socket goes a moment before the process does.
+            assert self._process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GONE_S)
+            self.check()
+            raise
 
     def end(self) -> None:
         """Ends the watchdog, which ends the server and cleans up; kills it if it does not."""

@@ -50,7 +50,7 @@ class Learners:
         self._command = list(command)
         self._env = os.environ | {JOB_VARIABLE: job_socket, "GADEI_PS_LEARNERS": str(count)}
         # As torchrun does: N processes with a thread for each core would fight for the cores.
-        threads = max(1, (os.cpu_count() or 1) // count)
+        threads = max(1, process.cores() // count)
         self._env.setdefault("OMP_NUM_THREADS", str(threads))
         self._stdout = stdout
         self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}

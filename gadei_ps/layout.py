@@ -55,6 +55,9 @@ class WireType(IntEnum):
 
 WIRE_BYTES: Final = {WireType.FLOAT32: 4, WireType.BFLOAT16: 2, WireType.FLOAT16: 2}
 
+WANTS_TURN: Final = 1
+WANTS_WORK: Final = 2
+
 CHECKED: Final = 1
 NONFINITE: Final = 2
 
@@ -341,7 +344,7 @@ RING: Final = _struct(
     ("waits_slot", u32),
     ("waits_work", u32),
     ("hold", u32),
-    ("pad2", u32),
+    ("wants", u32),
     ("heartbeat", u64),
     ("pulled", u64),
     ("work_tail", u64),

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -34,15 +35,21 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and background jobs have it
             signal.signal(number, _interrupt)
+    sys.unraisablehook = _unraisable
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        if stream is not None:  # closed by who started us
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     as_json = "--json" in args[: args.index("--") if "--" in args else len(args)]
     try:
         code = typer.main.get_command(app).main(
             list(args), prog_name="gadei-ps", standalone_mode=False
         )
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except Interrupted as interrupted:
+        name = signal.Signals(interrupted.number).name
+        if as_json:
+            print_json({"error": f"interrupted by {name}", "kind": "Interrupted"})
         return 128 + interrupted.number
     except BrokenPipeError:
         _discard_stdout()
@@ -56,6 +63,16 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
+
+
+def _unraisable(args: sys.UnraisableHookArgs) -> None:
+    """Python drops what a signal handler raises within a finalizer: then the signal comes again."""
+    if isinstance(args.exc_value, Interrupted):
+        again = threading.Timer(0.05, os.kill, (os.getpid(), args.exc_value.number))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(args)
 
 
 def _report(error: Exception, as_json: bool) -> int:

@@ -86,6 +86,11 @@ def write_csv(table: Table, predictions: Sequence[Prediction], out: Path | None)
     if out is None:
         csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
         return
+    if out.exists() and not out.is_file():  # a pipe or a device is written to, not replaced
+        with open(out, "w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+        return
+    out = out.resolve()  # through a link
     fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
     try:
         with open(fresh, "w", encoding="utf-8", newline="") as file:

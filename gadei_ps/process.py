@@ -12,6 +12,11 @@ from typing import IO
 from gadei_ps import _native
 
 
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks after boot; 0 if there is no such process."""
     try:

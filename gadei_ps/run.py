@@ -20,7 +20,7 @@ from gadei_ps import config, daemon, jobs
 from gadei_ps.config import JobConfig
 from gadei_ps.control import Connection, Status, StopJob
 from gadei_ps.daemon import Daemon
-from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
+from gadei_ps.errors import ControlError, JobNotFound, JobStopped, UsageError
 from gadei_ps.launch import JOB_VARIABLE, Ended, Learners
 from gadei_ps.segment import check_job_name
 
@@ -147,20 +147,10 @@ class _Served:
 
     def report(self) -> dict[str, Any] | None:
         """The job's status; None once somebody has stopped it. Raises JobFailed."""
-        code = self._daemon.exit_code()
-        if code is None:
-            try:
-                return self._daemon.request(Status())
-            except (JobNotFound, ControlError):
-                code = self._daemon.exit_code(LEAVE_S)
-                if code is None:
-                    raise
-        if code:
-            raise JobFailed(
-                f"job {self._daemon.config.name!r} has failed: its parameter server or watchdog "
-                "died; the messages above say more"
-            )
-        return None
+        try:
+            return self._daemon.request(Status())
+        except JobStopped:
+            return None
 
     def finish(self, pids: set[int]) -> dict[str, Any] | None:
         """Stops the job; its final report."""

@@ -258,8 +258,11 @@ class Server:
         for member in list(self.members.values()):
             if not member.leaving or member.joined or not int(self.roster[member.row]["drained"]):
                 continue
+            if not self.sync.on_arrival and self._applied(member) < member.reported:
+                continue  # a commit will still name it
             if int(self.table[member.row, place.RING_ADDRESS]) == member.ring.address:
-                self.table[member.row] = 0
+                # The address only: a shard that is a table behind compares the generation.
+                self.table[member.row, place.RING_ADDRESS] = 0
                 self._table_changed()
             if self._seen_by_all():
                 del self.members[member.row]
@@ -271,20 +274,31 @@ class Server:
 
     def _published(self, member: Member) -> int:
         """Frames that the model may hear of: published for a collecting model, else applied."""
-        if not self.sync.on_arrival:
-            head = _native.load(member.ring.address + layout.offset(RING, "head"))
-            # A gone learner that wrote over its head has nothing more to say.
-            nonsense = not member.reported <= head <= member.reported + int(self.control["slots"])
-            return member.reported if member.leaving and nonsense else head
+        applied = self._applied(member)
+        slots = int(self.control["slots"])
+        if self.sync.on_arrival:
+            if applied > max(member.granted, member.reported) + slots:
+                member.reported = applied  # it wrote over its head; those were no iterations
+            return applied
+        head = _native.load(member.ring.address + layout.offset(RING, "head"))
+        # Of one that wrote over its head nothing more can be told.
+        return head if 0 <= head - applied <= slots else member.reported
+
+    def _applied(self, member: Member) -> int:
+        """Frames that every shard has consumed."""
         assert self.state is not None
         applied = self.state.view(STATE)["applied"]
         return int(applied[: int(self.control["shards"]), member.row].min())
 
     def _has_work(self, member: Member) -> bool:
-        """False while the work ledger has nothing for this learner: no barrier waits for it."""
-        if int(self.control["work"]) == Work.NONE:
-            return True
-        return bool((self.roster[member.row]["outstanding"] != layout.NO_BATCH).any())
+        """Whether barriers are to wait for this learner.
+
+        Not for one that only reads, nor while the work ledger has nothing for one that takes work.
+        """
+        wants = _native.load32(member.ring.address + layout.offset(RING, "wants"))
+        if wants & layout.WANTS_WORK and int(self.control["work"]) != Work.NONE:
+            return bool((self.roster[member.row]["outstanding"] != layout.NO_BATCH).any())
+        return bool(wants & layout.WANTS_TURN)
 
     def _report_pushes(self) -> None:
         now = time.monotonic()

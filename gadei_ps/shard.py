@@ -49,6 +49,8 @@ from gadei_ps.places import (
     QUIT,
     RING_ADDRESS,
     RING_GENERATION,
+    RING_SLOT_BYTES,
+    RING_SLOTS_AT,
     TABLE,
     TABLE_AT,
     TABLE_VERSION,
@@ -56,9 +58,11 @@ from gadei_ps.places import (
 )
 from gadei_ps.symbols import bell, clock, get, get32, put, release, shard_sleep, spin_once, words
 
+WORK = np.uint64(layout.offset(CONTROL, "work"))
 NO_WORK = int(layout.Work.NONE)
 HEAD = np.uint64(layout.offset(RING, "head"))
 HOLD = np.uint64(layout.offset(RING, "hold"))
+ASKED = np.uint64(layout.offset(RING, "wants"))
 SHARD_BELL = np.uint64(layout.offset(CONTROL, "shard_bell"))
 MANAGER_BELL = np.uint64(layout.offset(CONTROL, "manager_bell"))
 PAUSE = np.uint64(layout.offset(CONTROL, "pause"))
@@ -69,13 +73,16 @@ SEEN_TABLE = np.uint64(layout.offset(SHARD, "seen_table"))
 
 # The rings as this shard knows them: lines of a uint64 array of shape (KNOWN, MAX_LEARNERS). A line
 # is contiguous, because shard_sleep takes the addresses and the heads as C arrays.
-KNOWN = 6
+KNOWN = 9
 RINGS = 0  # addresses
 SEEN = 1  # heads that the shard has acted on
 ROWS = 2
 GENERATIONS = 3
 TAILS = 4
 HELD = 5  # requests for a consistent pull that have had their time
+SLOTS_AT = 6
+SLOT_BYTES = 7
+WANTS = 8  # what the learner has asked for
 
 BEAT_NS = np.uint64(100_000_000)  # a sleeping shard shows a heartbeat this often
 HOLD_S = 0.02  # how long a consistent pull may keep a shard from beginning the next gradient
@@ -96,8 +103,17 @@ def _look_up(s: Shard, table: np.ndarray, known: np.ndarray) -> int:
             known[GENERATIONS, count] = table[row * TABLE + RING_GENERATION]
             known[TAILS, count] = tail
             known[HELD, count] = ZERO
+            known[SLOTS_AT, count] = table[row * TABLE + RING_SLOTS_AT]
+            known[SLOT_BYTES, count] = table[row * TABLE + RING_SLOT_BYTES]
+            known[WANTS, count] = ZERO
             count += 1
     return count
+
+
+@compiled
+def _slot(s: Shard, known: np.ndarray, i: int) -> np.uint64:
+    """Address of the oldest frame of the i-th ring. Not from the table, which may be newer."""
+    return slot_of(s.c, known[RINGS, i], known[SLOTS_AT, i], known[SLOT_BYTES, i], known[TAILS, i])
 
 
 @compiled
@@ -129,7 +145,7 @@ def _is_nonsense(s: Shard, head: np.uint64, tail: np.uint64) -> bool:
 
 
 @compiled
-def _on_arrival(s: Shard, table: np.ndarray, known: np.ndarray, i: int) -> None:
+def _on_arrival(s: Shard, known: np.ndarray, i: int) -> None:
     """Applies, or refuses, the oldest frame of the i-th ring."""
     row = integer(known[ROWS, i])
     tail = known[TAILS, i]
@@ -140,7 +156,7 @@ def _on_arrival(s: Shard, table: np.ndarray, known: np.ndarray, i: int) -> None:
         s.state[0].applied[s.number, row] = head
         _consume(s, known, i, head)
         return
-    slot = slot_of(s.c, table, row, tail)
+    slot = _slot(s, known, i)
     frame = frame_at(slot)
     batch = frame[0].batch
     reason = check_frame(s.c, frame, known[GENERATIONS, i], tail, integer(s.places[ELEMENTS]))
@@ -162,22 +178,23 @@ def _on_arrival(s: Shard, table: np.ndarray, known: np.ndarray, i: int) -> None:
         s.state[0].applied[s.number, row] = tail + ONE
     if s.number == 0:
         settle(s.c, row, batch)
-        if s.c[0].work != NO_WORK and s.c[0].roster[row].wanted == known[GENERATIONS, i]:
+        if (
+            get32(s.control + WORK) != NO_WORK
+            and s.c[0].roster[row].wanted == known[GENERATIONS, i]
+        ):
             top_up(s.c, row, known[RINGS, i])
     _consume(s, known, i, tail + ONE)
 
 
 @compiled
-def _superstep(
-    s: Shard, table: np.ndarray, known: np.ndarray, count: int, number: np.uint64
-) -> None:
+def _superstep(s: Shard, known: np.ndarray, count: int, number: np.uint64) -> None:
     """Applies the mean of the gradients that the sync model has chosen; consumes the others."""
     members = 0
     scale = 0.0
     for i in range(count):
         row = integer(known[ROWS, i])
         if s.c[0].superstep_action[row] == APPLY:
-            slot = slot_of(s.c, table, row, known[TAILS, i])
+            slot = _slot(s, known, i)
             take(s, members, slot)
             scale += frame_at(slot)[0].rate_scale
             members += 1
@@ -192,7 +209,7 @@ def _superstep(
     if s.number == 0:
         for i in range(count):
             row = integer(known[ROWS, i])
-            count_superstep(s.c, row, slot_of(s.c, table, row, known[TAILS, i]), version)
+            count_superstep(s.c, row, _slot(s, known, i), version)
     finish(s)
     for i in range(count):
         # Not by superstep_action: the manager may be writing the next superstep already.
@@ -277,7 +294,7 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
         _wait_for_pulls(s, known, count, bell_seen)
         if collect:
             if superstep > record.supersteps:
-                _superstep(s, table, known, count, superstep)
+                _superstep(s, known, count, superstep)
                 progress = True
             if index == 0:
                 for i in range(count):
@@ -287,8 +304,15 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
         else:
             for i in range(count):
                 if get(known[RINGS, i] + HEAD) != known[TAILS, i]:  # SYNC POINT: frame
-                    _on_arrival(s, table, known, i)
+                    _on_arrival(s, known, i)
                     progress = True
+        if index == 0:
+            for i in range(count):
+                wants = np.uint64(get32(known[RINGS, i] + ASKED))
+                if wants != known[WANTS, i]:
+                    known[WANTS, i] = wants
+                    books_due = True
+                    heard = True
         if progress:
             put(s.me + FRAMES, record.steps)
             books_due = True

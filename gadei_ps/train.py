@@ -8,6 +8,7 @@ gets better. It computes no gradients; learners may die and are replaced.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import dataset, segment, weights
+from gadei_ps import dataset, process, segment, weights
 from gadei_ps.config import from_mapping
 from gadei_ps.control import SetWork, Status, StopJob
 from gadei_ps.daemon import Daemon
@@ -34,6 +35,7 @@ RARE_FROM = 1000
 accurate, and the unknown word gets trained. Smaller sets have little but such words."""
 POLL_S = 0.1
 STALLED_S = 120.0
+MAX_REFUSED = 20
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Settings:
             raise UsageError("--learners must be at most 256")
         if not 0 <= self.dropout < 1:
             raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
-        if self.seed < 0:
-            raise UsageError("--seed must not be negative")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed must be between 0 and {2**63 - 1}")
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Best:
 
     def offer(self, accuracy: float, loss: float, epoch: int, flat: FloatArray) -> bool:
         """Keeps them if they are better: by accuracy, then by loss."""
-        if (accuracy, -loss) <= (self.accuracy, -self.loss):
+        if not math.isfinite(loss) or (accuracy, -loss) <= (self.accuracy, -self.loss):
             return False
         self.accuracy, self.loss, self.epoch, self.flat = accuracy, loss, epoch, flat
         return True
@@ -147,7 +149,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         f"mini-batch {batch_size}, learning rate {config.optimizer.lr}, {settings.optimizer}, "
         f"{settings.sync}, {settings.learners} learners"
     )
-    threads = max(1, (os.cpu_count() or 1) // settings.learners)
+    threads = max(1, process.cores() // settings.learners)
     options = {
         "threads": threads,
         "vocabulary_size": len(corpus.vocabulary),
@@ -230,6 +232,7 @@ class _Run:
             self.daemon.check()
             self._replace_dead(learners)
             self.status = self.daemon.request(Status())
+            self._check_refused()
             work = self.status["work"]
             now = time.monotonic()
             if self.status["version"] != progress or not last_progress:
@@ -248,6 +251,16 @@ class _Run:
                 if self._evaluate(evaluated) or evaluated >= self.epochs:
                     return
             time.sleep(POLL_S)
+
+    def _check_refused(self) -> None:
+        """Raises JobFailed once most gradients are refused: the training has diverged."""
+        refused, applied = self.status["gradients_refused"], self.status["gradients_applied"]
+        if refused > MAX_REFUSED and refused > applied:
+            reasons = {one["refused_because"] for one in self.status["learners"]} - {""}
+            raise JobFailed(
+                f"{refused} of {refused + applied} gradients were refused "
+                f"({', '.join(sorted(reasons)) or 'not finite'}): try a smaller --lr"
+            )
 
     def _left(self, done: float) -> float | None:
         if done < 0.05 or not self.train_seconds:
@@ -321,7 +334,8 @@ class _Run:
         """Measures the best weights, writes the model directory, returns the summary."""
         from gadei_ps.learners import text
 
-        assert self.best.flat is not None
+        if self.best.flat is None:
+            raise JobFailed("no epoch ended with a finite loss: try a smaller --lr")
         self._load(self.best.flat)
         test_accuracy = None
         if self.corpus.test is not None:

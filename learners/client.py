@@ -125,6 +125,7 @@ class Client:
         self._taken: deque[int] = deque()
         self._started = time.monotonic()
         self._holds = 0
+        self._copies = False  # whether gradients are computed from what pull() copied
         self._finalizer = weakref.finalize(
             self, detach, self._connection, self.row, self.generation, self._pid
         )
@@ -146,6 +147,7 @@ class Client:
         else:
             np.copyto(copy, self.flat)
         self.version = version
+        self._copies = True
         return copy
 
     def _pull_consistent(self, copy: FloatArray) -> None:
@@ -289,9 +291,7 @@ class Client:
     ) -> int:
         """Makes the claimed slot visible; returns the gradient's sequence number."""
         if batch is None:
-            batch = self._taken.popleft() if self._taken else layout.NO_BATCH
-        elif batch in self._taken:
-            self._taken.remove(batch)
+            batch = self._taken[0] if self._taken else layout.NO_BATCH
         sequence = _native.publish(
             self._ring_at,
             self._control_at,
@@ -310,6 +310,11 @@ class Client:
             time.monotonic(),
         )
         self.published += 1
+        if batch in self._taken:
+            self._taken.remove(batch)
+        self._started = time.monotonic()
+        if not self._copies:
+            self.version = self.current_version  # it reads the live weights
         return sequence
 
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
@@ -355,6 +360,10 @@ class Client:
 
     def take_batch(self, timeout_s: float | None = None) -> int | None:
         """Id of the next batch handed to this learner; None when there will be no more."""
+        if len(self._taken) >= int(self._control["ahead"]):
+            raise UsageError(
+                f"{len(self._taken)} batches wait for their gradients: push once for each batch"
+            )
         try:
             taken = self._wait(
                 lambda ns: _native.take_work(self._ring_at, self._control_at, ns),
@@ -369,6 +378,11 @@ class Client:
             return None
         self._taken.append(taken)
         return taken
+
+    @property
+    def unanswered(self) -> int:
+        """Batches taken that no push has answered yet."""
+        return len(self._taken)
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -415,6 +429,11 @@ class Client:
         """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack)."""
         packed: npt.NDArray[np.float64] = self._control["hyper"]
         return packed
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether the job's synchronization model makes learners wait for one another."""
+        return bool(int(self._control["report"]))
 
     @property
     def stopping(self) -> bool:

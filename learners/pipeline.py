@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gadei_ps import layout
-from gadei_ps.errors import JobStopped, PushTimeout
+from gadei_ps.errors import JobStopped, PushTimeout, UsageError
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.device import Device
 
@@ -51,6 +51,10 @@ class Pipeline:
     """
 
     def __init__(self, client: Client, device: Device) -> None:
+        if client.waits_for_others:
+            raise UsageError(
+                'a pipeline computes ahead of the barrier: use it in a job with sync = "asp"'
+            )
         self.client = client
         self.device = device
         self._front, self._back = (

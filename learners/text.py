@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -235,6 +236,10 @@ def check_result_directory(directory: str | os.PathLike[str]) -> None:
         parent = next(p for p in path.parents if p.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
             raise _error(path, f"{parent} is not a writable directory", _ELSEWHERE) from None
+        try:  # what access() says of root is not the whole truth
+            Path(tempfile.mkdtemp(prefix=".gadei-ps-", dir=parent)).rmdir()
+        except OSError as error:
+            raise _error(path, f"cannot be made ({error.strerror})", _ELSEWHERE) from None
         return
     except OSError as error:
         raise _error(path, f"cannot be used ({error.strerror})", _ELSEWHERE) from None

@@ -147,6 +147,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._samples = len(batch.indices)
                 self._pull()
                 yield batch
+                if self.client.unanswered:
+                    raise UsageError("a batch was left without a step(): call it once for each")
         finally:
             self._own_data = True
             self._pull()

@@ -1,11 +1,12 @@
 /*
  * The memory that the processes of a job share: one set of POSIX segments, native byte order.
  *
- *   control   lease, shard states, roster, ledger, counters     watchdog rw  server rw  learner r
- *   weights   tensor table, then the weights, float32           server rw    learner r  watchdog r
- *   state     optimizer slots, undo logs, applied sequences     server rw    watchdog r
- *   ring.K    one learner's gradient ring and its own words     learner rw   server rw  watchdog r
+ *   control   lease, shard states, roster, ledger, counters     server rw    learner r
+ *   weights   tensor table, then the weights, float32           server rw    learner r
+ *   state     optimizer slots, undo logs, applied sequences     server rw
+ *   ring.K    one learner's gradient ring and its own words     server rw    learner rw
  *
+ * The watchdog makes them all, so it maps them rw; after that it writes control only.
  * This file holds offsets and no behaviour. gadei_ps/layout.py says the same as NumPy dtypes and
  * a test compares the two field by field. A word has one writer, named beside it:
  * W watchdog, S server, 0 the thread of shard 0, L the learner that owns the ring.
@@ -44,6 +45,8 @@ enum ps_phase {
 enum ps_stop { PS_GO = 0, PS_STOP_DRAIN = 1, PS_STOP_NOW = 2 };
 enum ps_work { PS_NO_WORK = 0, PS_WORKING = 1, PS_WORK_DONE = 2 };
 enum ps_action { PS_SKIP = 0, PS_APPLY = 1, PS_DROP = 2, PS_REFUSE = 3 };
+/* A learner that never asks for a turn holds up no barrier, one that never asks for work gets none. */
+enum ps_wants { PS_WANTS_TURN = 1, PS_WANTS_WORK = 2 };
 enum ps_reason {
     PS_OK = 0, PS_BAD_KIND = 1, PS_BAD_DTYPE = 2, PS_BAD_SIZE = 3, PS_BAD_GENERATION = 4,
     PS_BAD_SEQUENCE = 5, PS_UNCHECKED = 6, PS_NOT_FINITE = 7, PS_BAD_SCALE = 8,
@@ -278,7 +281,7 @@ struct ps_ring {
     uint32_t waits_slot;     /* 1 while the learner sleeps on `released` */
     uint32_t waits_work;     /* on `work_head` */
     uint32_t hold;           /* not 0: a consistent pull is being made; a new number each time */
-    uint32_t pad2;
+    uint32_t wants;          /* enum ps_wants, set when it first asks */
     uint64_t heartbeat;
     uint64_t pulled;         /* version last pulled */
     uint64_t work_tail;      /* batches taken */

@@ -32,7 +32,7 @@ static uint64_t slowest_tail(const struct ps_ring *ring)
 
 static int may_go_on(const struct ps_ring *ring, const struct ps_control *control)
 {
-    uint32_t stop = __atomic_load_n(&control->stop, __ATOMIC_RELAXED);
+    uint32_t stop = __atomic_load_n(&control->stop, __ATOMIC_ACQUIRE);
     if (stop == PS_STOP_NOW || __atomic_load_n(&control->phase, __ATOMIC_RELAXED) >= PS_PHASE_STOPPED)
         return PS_STOPPED;
     uint32_t row = ring->header.index;
@@ -97,12 +97,25 @@ void ps_publish(struct ps_ring *ring, const struct ps_control *control)
         ps_futex_wake(ps_low_half(&ring->head));
 }
 
+/* Tells shard 0, which looks at the rings' words whenever it is awake. */
+static void ask(struct ps_ring *ring, const struct ps_control *control, uint32_t what)
+{
+    if (ring->wants & what)
+        return;
+    ps_store_release32(&ring->wants, ring->wants | what);
+    ps_fence();
+    if (__atomic_load_n(&control->sleepers, __ATOMIC_RELAXED))
+        ps_futex_wake(ps_low_half(&ring->head));
+}
+
 int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
                   uint64_t timeout_ns)
 {
     const struct ps_entry *entry = &control->roster[ring->header.index];
     /* The server wakes after every change of a grant, asked or not: a grant changes once a step. */
     uint32_t unused;
+    if (clock >= ps_load_acquire(&entry->grant))
+        ask(ring, control, PS_WANTS_TURN);
     WAIT_UNTIL(clock < ps_load_acquire(&entry->grant), &unused, &entry->grant_seq);
     (void)unused;
     return 0;
@@ -119,12 +132,13 @@ int ps_take_work(struct ps_ring *ring, const struct ps_control *control, uint64_
                  uint64_t *item)
 {
     uint32_t tail = (uint32_t)ring->work_tail;
-    if (__atomic_load_n(&control->stop, __ATOMIC_RELAXED) != PS_GO)
+    if (__atomic_load_n(&control->stop, __ATOMIC_ACQUIRE) != PS_GO)
         return PS_FINISHED;
+    ask(ring, control, PS_WANTS_WORK);
     if (ps_load_acquire32(&ring->work_head) == tail) {
         WAIT_UNTIL(ps_load_acquire32(&ring->work_head) != tail || /* SYNC POINT: batch */
                        __atomic_load_n(&control->work, __ATOMIC_ACQUIRE) == PS_WORK_DONE ||
-                       __atomic_load_n(&control->stop, __ATOMIC_RELAXED) != PS_GO,
+                       __atomic_load_n(&control->stop, __ATOMIC_ACQUIRE) != PS_GO,
                    &ring->waits_work, &ring->work_head);
         if (ps_load_acquire32(&ring->work_head) == tail)
             return PS_FINISHED;

@@ -125,6 +125,21 @@ class Child:
         return self._process.exitcode
 
 
+class Stopped:
+    """A process that does not run meanwhile, none of its threads."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+
+    def __enter__(self) -> None:
+        self._process.suspend()
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        eventually(lambda: all(b") T" in (task / "stat").read_bytes() for task in tasks.iterdir()))
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.resume()
+
+
 @contextlib.contextmanager
 def fork(count: int, function: Callable[..., None], *args: Any) -> Iterator[list[Child]]:
     """Children that are killed at the block's end, if they have not ended."""
@@ -243,6 +258,7 @@ class Rig:
     def add(self, row: int, generation: int) -> None:
         """A learner attaches."""
         ring = self.memory.create_ring(row, generation)
+        ring.view(layout.RING)["wants"] = layout.WANTS_TURN | layout.WANTS_WORK
         head = ring.view(layout.RING)
         self.roster[row]["generation"] = self.roster[row]["wanted"] = generation
         self.roster[row]["grant"] = layout.UNBOUNDED

@@ -107,6 +107,8 @@ class Roster:
         self._log.info("learner detached", row=row)
 
     def _died(self, row: int) -> None:
+        if row not in self._pidfds:
+            return  # it detached in the same round of events
         self._log.warning("learner died", row=row, pid=int(self._entries[row]["pid"]))
         self._leave(row, DIED)
 

@@ -23,6 +23,7 @@ MAX_UNSENT = 4 << 20
 READ = 4096  # bytes at a time: all requests in them are served before the next client's
 MAX_FDS = 4
 MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
+LAST_WORDS_S = 1.0  # for all clients together, at the end
 UCRED = struct.Struct("3i")
 
 
@@ -101,7 +102,7 @@ class ControlServer:
                 self._flush(client)
             if mask & selectors.EVENT_READ:
                 self._read(client)
-        except (OSError, ValueError):
+        except (OSError, ValueError, GadeiError):
             self.close(client)
 
     def _read(self, client: Client) -> None:
@@ -198,10 +199,10 @@ class ControlServer:
 
     def shut_down(self) -> None:
         """Closes everything and removes the socket, if it is still ours."""
+        until = time.monotonic() + LAST_WORDS_S
         for client in list(self._clients):
             with contextlib.suppress(OSError):
-                client.socket.setblocking(True)
-                client.socket.settimeout(1.0)
+                client.socket.settimeout(max(0.001, until - time.monotonic()))
                 client.socket.sendall(client.unsent)
             self.close(client)
         self._selector.unregister(self._listener)

@@ -96,8 +96,9 @@ class Supervisor:
         """The whole life of the job; returns the exit code."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         previous = signal.set_wakeup_fd(wake_write)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         self._selector.register(wake_read, selectors.EVENT_READ, lambda _: os.read(wake_read, 64))
         try:
             self.startup()
@@ -229,7 +230,9 @@ class Supervisor:
         if made:
             # In this order: a learner that sees the stop sees also why.
             self._control["phase"] = Phase.FAILED if self._failed else Phase.STOPPED
-            self._control["stop"] = Stop.NOW
+            _native.store32(
+                self.memory.control.address + layout.offset(layout.CONTROL, "stop"), Stop.NOW
+            )
             self.memory.ring_bells()
         if self._server is not None:
             self._end_server()
@@ -247,7 +250,8 @@ class Supervisor:
             runtime.lock_path(self.config.name).unlink(missing_ok=True)
             os.close(self._lock)
         self._selector.close()
-        self._log.info("stopped")
+        if made:
+            self._log.info("stopped")
 
     def _end_server(self) -> None:
         assert self._server is not None
@@ -273,7 +277,8 @@ class Supervisor:
 
     def _begin_stop(self, drain: bool, timeout_s: float) -> None:
         self._log.info("stopping", drain=drain)
-        self._control["stop"] = Stop.DRAIN if drain else Stop.NOW
+        wanted = Stop.DRAIN if drain else Stop.NOW
+        self._control["stop"] = max(wanted, int(self._control["stop"]))
         self._control["phase"] = Phase.DRAINING
         until = time.monotonic() + (timeout_s if drain else NOW_S)
         if self._stopping is None:

@@ -14,7 +14,7 @@ from support import daemon, eventually, fork, learner, status
 from gadei_ps import layout
 from gadei_ps.control import StopJob
 from gadei_ps.daemon import Daemon
-from gadei_ps.errors import GadeiError, JobFailed, JobStopped, ModelMismatch
+from gadei_ps.errors import GadeiError, JobFailed, JobStopped, ModelMismatch, UsageError
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.device import Device
 from gadei_ps.learners.host import Host
@@ -176,25 +176,14 @@ def test_gradients_carry_the_version_they_were_computed_from(
         assert status(job_name)["learners"][0]["staleness_max"] == 0
 
 
-@pytest.mark.parametrize("model", ["bsp", "ssp:1"])
-def test_pipeline_waits_for_its_turn(case: Case, model: str, job_name: str) -> None:
+@pytest.mark.parametrize("model", ["ssp:1", "bsp"])
+def test_no_pipeline_past_a_barrier(case: Case, model: str, job_name: str) -> None:
     with (
         daemon(job_name, sync=model),
-        Client(job_name, tensors=arrays(0.0), name="one") as one,
-        Client(job_name, name="other") as other,
+        Client(job_name, tensors=arrays(0.0)) as client,
+        pytest.raises(UsageError, match="ahead of the barrier"),
     ):
-        other.wait_turn()
-        with Pipeline(one, case.make()) as pipeline:
-            pipeline.push(gradients(case, 1.0))
-            for number in range(5):
-                other.push(flat_ones(other))
-                pipeline.push(gradients(case, 1.0))
-                eventually(lambda number=number: one.published >= number)
-            other.detach()
-            pipeline.flush()
-            one.wait_applied()
-        assert one.published == 6
-        np.testing.assert_array_equal(one.weights["a"] == one.weights["s"], True)
+        Pipeline(client, case.make())
 
 
 def test_errors_reach_the_main_thread(case: Case, job: Daemon, job_name: str) -> None:

@@ -235,7 +235,7 @@ def test_memory_does_not_grow_with_gradients(model: str, job_name: str) -> None:
         before = push(1000)
         after = push(20_000 if model == "asp" else 4000)
         assert after["shared"] == before["shared"]
-        assert after["server"] - before["server"] < 1 << 20
+        assert after["server"] - before["server"] < 2 << 20
         assert after["watchdog"] - before["watchdog"] < 1 << 20
         child.send(None)
         assert child.join() == 0

@@ -6,12 +6,10 @@ import contextlib
 import ctypes
 import signal
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
-from support import Child, daemon, eventually, fork, learner, status
+from support import Child, Stopped, daemon, eventually, fork, learner, status
 
 from gadei_ps import _native, layout
 from gadei_ps.control import StopJob
@@ -216,21 +214,6 @@ def test_time_outs(job_name: str) -> None:
         client.wait_applied()
         assert client.published == client.current_version == 2
         job.check()
-
-
-class Stopped:
-    """A process that does not run meanwhile."""
-
-    def __init__(self, pid: int) -> None:
-        self._process = psutil.Process(pid)
-
-    def __enter__(self) -> None:
-        self._process.suspend()
-        tasks = Path(f"/proc/{self._process.pid}/task")
-        eventually(lambda: all(b") T" in (task / "stat").read_bytes() for task in tasks.iterdir()))
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.resume()
 
 
 def test_epochs_are_orders_of_all_samples() -> None:

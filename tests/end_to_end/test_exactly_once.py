@@ -7,8 +7,19 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
-from support import Child, daemon, eventually, live_weights, published, ring_of, status
+from support import (
+    Child,
+    Stopped,
+    daemon,
+    eventually,
+    learner,
+    live_weights,
+    published,
+    ring_of,
+    status,
+)
 
+from gadei_ps import layout
 from gadei_ps.learners.client import Client
 from gadei_ps.segment import Segment
 
@@ -32,6 +43,18 @@ def _pushed(count: int) -> int:
     return sum(k % 3 + 1 for k in range(count))
 
 
+def consumed(ring: Segment) -> int:
+    """Frames that every shard has let go of."""
+    head = ring.view(layout.RING)
+    return int(head["tail"]["value"][: int(head["shards"])].min())
+
+
+def leaving(job: str, pid: int) -> bool:
+    """Whether the watchdog knows that this learner is gone."""
+    row = learner(job, pid)
+    return row is not None and row["leaving"]
+
+
 def _start(job: str) -> tuple[Child, Segment]:
     child = Child(_push_integers, job)
     try:
@@ -50,11 +73,22 @@ def test_killed_and_replaced(shards: int, slots: int, job_name: str) -> None:
     tensors = [{"name": "w", "shape": [VALUES]}]
     with daemon(job_name, tensors=tensors, shards=shards, slots=slots) as job:
         weights = live_weights(job_name)
+        server = status(job_name)["server_pid"]
         learners = [_start(job_name) for _ in range(LEARNERS)]
         gone: list[Segment] = []
         try:
-            for _ in range(DEATHS):
+            for death in range(DEATHS):
                 child, ring = victim = chance.choice(learners)
+                if death % 4 == 0:
+                    # It dies while the server is busy elsewhere, with all its slots full.
+                    with Stopped(server):
+                        full = consumed(ring) + slots
+                        eventually(lambda ring=ring, full=full: published(ring) == full)
+                        child.kill()
+                        eventually(lambda child=child: leaving(job_name, child.pid))
+                    gone.append(ring)
+                    learners[learners.index(victim)] = _start(job_name)
+                    continue
                 enough = published(ring) + chance.randrange(40)
                 eventually(lambda ring=ring, enough=enough: published(ring) >= enough)
                 for _ in range(chance.randrange(200)):  # anywhere between two gradients

@@ -194,21 +194,24 @@ def test_closure_and_missing_gradients(job_name: str) -> None:
 def test_two_learners_statistics_move_by_both(job_name: str) -> None:
     """Batch-norm statistics of the job have moved by every learner's batches."""
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.0}):
-        one, other = batch_norm_model(), batch_norm_model()
-        first, second = Optimizer(one, job_name), Optimizer(other, job_name)
-        moved = {}
-        for (inputs, _), (model, optimizer) in zip(
-            data(2), [(one, first), (other, second)], strict=True
-        ):
+        models = [batch_norm_model(), batch_norm_model()]
+        optimizers = [Optimizer(model, job_name) for model in models]
+        total = np.zeros(40, np.float32)
+        for number, (inputs, _) in enumerate(data(6)):
+            model, optimizer = models[number % 2], optimizers[number % 2]
             before = model[1].running_mean.clone()
             model(inputs)
-            moved[optimizer] = (model[1].running_mean - before).numpy()
+            total += (model[1].running_mean - before).numpy()
             optimizer.step()
             optimizer.client.wait_applied()
-        total = moved[first] + moved[second]
-        np.testing.assert_allclose(first.client.weights["1.running_mean"], total, atol=1e-6)
-        for optimizer in (first, second):
+            optimizer.step()  # nothing has changed: it only pulls
+            optimizer.client.wait_applied()
+            for one in optimizers:
+                shared = one.client.weights["1.running_mean"]
+                np.testing.assert_allclose(shared, total, atol=1e-6)
+        for optimizer in optimizers:
             optimizer.close()
+        torch.testing.assert_close(models[0][1].running_mean, torch.from_numpy(total))
 
 
 SCRIPT = """
