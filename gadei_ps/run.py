@@ -20,7 +20,7 @@ from gadei_ps import config, daemon, jobs
 from gadei_ps.config import JobConfig
 from gadei_ps.control import Connection, Status, StopJob
 from gadei_ps.daemon import Daemon
-from gadei_ps.errors import ControlError, JobNotFound, JobStopped, UsageError
+from gadei_ps.errors import JobNotFound, JobStopped, UsageError
 from gadei_ps.launch import JOB_VARIABLE, Ended, Learners
 from gadei_ps.segment import check_job_name
 
@@ -156,8 +156,8 @@ class _Served:
         """Stops the job; its final report."""
         try:
             return self._daemon.request(StopJob(drain=True, timeout_s=DRAIN_S), 2 * DRAIN_S)
-        except (JobNotFound, ControlError):
-            return self.report()
+        except JobStopped:
+            return None
 
 
 # -- the learners ---------------------------------------------------------------------------------
