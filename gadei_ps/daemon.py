@@ -93,7 +93,8 @@ class Daemon:
         """Whether a watchdog answers, and it is ours: another may have taken the name before us."""
         assert self._process is not None
         try:
-            return bool(self.request(Status(), 1.0)["watchdog_pid"] == self._process.pid)
+            answer = control.ask(str(self.socket), Status(), 1.0)
+            return bool(answer["watchdog_pid"] == self._process.pid)
         except (JobNotFound, ControlError):
             return False
 

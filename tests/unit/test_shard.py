@@ -220,6 +220,8 @@ def test_what_a_dead_learner_has_published_is_applied(job_name: str) -> None:
 
 
 def _set_work(rig: Rig, batches: int, epochs: int) -> None:
+    for row in rig.memory.rings:
+        rig.ring(row)["wants"] = layout.WANTS_WORK
     rig.control["batches"], rig.control["epochs"] = batches, epochs
     _native.store32(rig.word("work"), Work.WORKING)
     rig.bell()
