@@ -124,7 +124,7 @@ def test_shards_share_the_values(elements: int, shards: int) -> None:
 def test_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     job = from_mapping({"name": "x"}, "test")
     for cores, shards in [(1, 1), (4, 1), (16, 4), (256, 8)]:
-        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert job.resolved_shards(10**7) == shards
         assert job.resolved_shards(1) == 1
     assert config.JobConfig(name="x", spin_us=7).resolved_spin_us() == 7
