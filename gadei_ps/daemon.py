@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -70,7 +69,7 @@ class Daemon:
         return self
 
     def _wait_ready(self, read: int) -> None:
-        """The child closes the pipe when it is ready, or writes why it is not."""
+        """The child writes into the pipe why it could not start; it is ready when it answers."""
         os.set_blocking(read, False)
         said = b""
         until = time.monotonic() + READY_TIMEOUT_S
@@ -147,13 +146,6 @@ def running(job: str) -> bool:
             return True
     except (JobNotFound, ControlError):
         return False
-
-
-def jobs() -> Iterator[str]:
-    """Names of the jobs that have a socket, running or not."""
-    for path in sorted(runtime.directory().glob("*.sock")):
-        if not path.name.startswith("."):
-            yield path.stem
 
 
 def _error_class(name: str) -> type[GadeiError]:
