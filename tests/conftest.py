@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ _numbers = itertools.count()
 def pytest_configure() -> None:
     """Orphans of killed processes become our children, so that the check below sees them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # A shell gives what it runs in the background, as nohup does, ignored signals: the processes
+    # under test would inherit them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ def test_killed_and_replaced(shards: int, slots: int, job_name: str) -> None:
                 child, ring = victim = chance.choice(learners)
                 if death % 4 == 0:
                     # It dies while the server is busy elsewhere, with all its slots full.
+                    eventually(lambda ring=ring: published(ring), what="it has been let in")
                     with Stopped(server):
                         full = consumed(ring) + slots
                         eventually(lambda ring=ring, full=full: published(ring) == full)
