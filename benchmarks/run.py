@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ALL = ("apply", "start", "memory", "accuracy")
+ALL = ("apply", "undo", "start", "memory", "accuracy")
 
 
 def main() -> None:

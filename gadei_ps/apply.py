@@ -3,23 +3,24 @@
     record: which frame, which step, which rate          then cursor = 0
     for each chunk:  weights and slots -> undo log       then cursor = chunk << 1 | 1
                      update                              then cursor = (chunk + 1) << 1
+    shard 0: statistics and work ledger, a transaction   then booked (account.py)
     applied sequence, steps, version: absolute values    then cursor = IDLE
     the ring's tail                                                    SYNC POINT: slot
 
-Every `then` is a release store through an opaque call, which no load or store crosses. `recover`
-reads this backwards. Everything here is compiled and runs in the thread of the shard.
+Every `then` is a release store that no store crosses in the order of this thread: `put`, an opaque
+call, or for each chunk `mark`. What a server that died has left is read backwards by recover.py.
+Everything here is compiled and runs in the thread of the shard.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from gadei_ps import layout
+from gadei_ps.compiled import compiled, inlined
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.optimizers import COEFFICIENTS
@@ -28,37 +29,20 @@ from gadei_ps.layout import WireType as Wire
 from gadei_ps.places import (
     CONTROL_AT,
     PARAMETERS,
-    RING_ADDRESS,
-    RING_SLOT_BYTES,
-    RING_SLOTS_AT,
     SLOT0_AT,
     SLOT1_AT,
     STATE_AT,
-    TABLE,
-    TABLE_AT,
     UNDO_AT,
     WEIGHTS_AT,
 )
-from gadei_ps.symbols import fence, floats, get, halves, put, release, structs, words
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def compiled(function: F) -> F:
-    """Compiled without the GIL; keeps the signature for the type checker."""
-    made: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    return made
-
-
-def inlined(function: F) -> F:
-    """The same, for what runs once a chunk: a call would cost as much as a part of the work."""
-    made: F = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)(function)
-    return made
-
+from gadei_ps.symbols import fence, floats, get, halves, mark, put, structs
 
 CHUNK = layout.CHUNK
 MAX_LEARNERS = layout.MAX_LEARNERS
 CHUNK_BYTES = np.uint64(layout.CHUNK * 4)
+# Values decoded or averaged at a time, some chunks: a chunk is small for the loops that do it.
+BLOCK = 1024
+BLOCK_BYTES = np.uint64(BLOCK * 4)
 PAYLOAD_AT = np.uint64(layout.PAYLOAD_AT)
 IDLE = np.uint64(layout.IDLE)
 ONE = np.uint64(1)
@@ -70,6 +54,8 @@ DENSE = int(FrameKind.DENSE)
 FLOAT32 = int(Wire.FLOAT32)
 BFLOAT16 = int(Wire.BFLOAT16)
 FLOAT16 = int(Wire.FLOAT16)
+# What moves a buffer, beside the kinds of optimizer that move a parameter.
+BUFFER = 0
 APPLY = int(Action.APPLY)
 SKIP = int(Action.SKIP)
 OK = int(Reason.OK)
@@ -98,9 +84,9 @@ class Streams(NamedTuple):
     slot1: np.uint64
     undo: np.uint64
     scratch: np.uint64
-    """One chunk, for decoded values."""
+    """One block, for decoded values."""
     mean: np.uint64
-    """One chunk, for the mean of several gradients."""
+    """One block, for the mean of several gradients."""
 
 
 class Shard(NamedTuple):
@@ -150,7 +136,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         kept = 2
     c = control_at(control)
     at = np.uint64(index)
-    room = np.zeros(2 * CHUNK, np.float32)
+    room = np.zeros(2 * BLOCK, np.float32)
     return Shard(
         index,
         low,
@@ -173,7 +159,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
             places[SLOT1_AT],
             places[UNDO_AT],
             np.uint64(room.ctypes.data),
-            np.uint64(room.ctypes.data) + CHUNK_BYTES,
+            np.uint64(room.ctypes.data) + BLOCK_BYTES,
         ),
     )
 
@@ -236,18 +222,17 @@ def take(s: Shard, member: int, slot: np.uint64) -> None:
 @inlined
 def _gradient(
     payload: np.uint64, dtype: int, start: int, count: int, scratch: np.uint64
-) -> np.ndarray:
-    """Values start to start + count of a payload, as float32; decoded ones in `scratch`."""
+) -> np.uint64:
+    """Where values start to start + count of a payload are as float32: `scratch` if decoded."""
     if dtype == FLOAT32:
-        values: np.ndarray = floats(payload + np.uint64(start * 4), count)
-        return values
+        return payload + np.uint64(start * 4)
     source = halves(payload + np.uint64(start * 2), count)
     out = floats(scratch, count)
     if dtype == BFLOAT16:
         cpu.decode_bfloat16(source, out)
     else:
         cpu.decode_float16(source, out)
-    return out  # type: ignore[no-any-return]
+    return scratch
 
 
 @inlined
@@ -258,17 +243,26 @@ def _copy(to: np.ndarray, source: np.ndarray) -> None:
 
 @inlined
 def _save(at: Streams, kept: int, start: int, count: int) -> None:
-    """The chunk's weights and slots go into the undo log."""
+    """The chunk's weights and slots go into the undo log; in one loop, as `update` reads them."""
     here = np.uint64(start * 4)
-    _copy(floats(at.undo, count), floats(at.weights + here, count))
-    if kept > 0:
-        _copy(floats(at.undo + CHUNK_BYTES, count), floats(at.slot0 + here, count))
-    if kept > 1:
-        _copy(floats(at.undo + CHUNK_BYTES + CHUNK_BYTES, count), floats(at.slot1 + here, count))
+    old, w = floats(at.undo, count), floats(at.weights + here, count)
+    old0, s0 = floats(at.undo + CHUNK_BYTES, count), floats(at.slot0 + here, count)
+    old1, s1 = floats(at.undo + CHUNK_BYTES + CHUNK_BYTES, count), floats(at.slot1 + here, count)
+    if kept == 0:
+        _copy(old, w)
+    elif kept == 1:
+        for i in range(count):
+            old[i] = w[i]
+            old0[i] = s0[i]
+    else:
+        for i in range(count):
+            old[i] = w[i]
+            old0[i] = s0[i]
+            old1[i] = s1[i]
 
 
 @inlined
-def _restore(at: Streams, kept: int, start: int, count: int) -> None:
+def restore(at: Streams, kept: int, start: int, count: int) -> None:
     """The other way."""
     here = np.uint64(start * 4)
     _copy(floats(at.weights + here, count), floats(at.undo, count))
@@ -298,7 +292,74 @@ def begin(
     record.rate = rate
     record.version = version
     record.applies = np.uint64(applies)
+    record.booked = ZERO
     put(s.cursor, ZERO)
+
+
+@inlined
+def _change_chunk(
+    kind: int,
+    kept: int,
+    coef: cpu.Scalars,
+    at: Streams,
+    g: np.uint64,
+    cursor: np.uint64,
+    chunk: np.uint64,
+    start: int,
+    count: int,
+) -> None:
+    """Moves the values of one chunk. g: address of their gradient."""
+    _save(at, kept, start, count)
+    mark(cursor, (chunk << ONE) | ONE)
+    here = np.uint64(start * 4)
+    w, gradient = floats(at.weights + here, count), floats(g, count)
+    if kind == BUFFER:
+        cpu.add(w, gradient)
+    else:
+        s0 = floats(at.slot0 + here, count if kept > 0 else 0)
+        s1 = floats(at.slot1 + here, count if kept > 1 else 0)
+        cpu.move(kind, coef, w, s0, s1, gradient)
+    mark(cursor, (chunk + ONE) << ONE)
+
+
+@compiled
+def _change_rest(
+    kind: int,
+    kept: int,
+    coef: cpu.Scalars,
+    at: Streams,
+    g: np.uint64,
+    cursor: np.uint64,
+    chunk: int,
+    start: int,
+    count: int,
+) -> None:
+    """The same for a chunk that is not whole, once a gradient: compiled once for all kinds."""
+    _change_chunk(kind, kept, coef, at, g, cursor, np.uint64(chunk), start, count)
+
+
+@inlined
+def _change(
+    kind: int,
+    kept: int,
+    coef: cpu.Scalars,
+    at: Streams,
+    g: np.uint64,
+    cursor: np.uint64,
+    chunk: int,
+    start: int,
+    end: int,
+) -> None:
+    """Moves values start to end, whole chunks of one role. start: where the chunk-th begins.
+
+    kind and kept are constants where this is called, and so is the length of a chunk here: it is
+    too short to pay for a choice or for what is left over by a loop of vectors.
+    """
+    position = np.uint64(chunk)
+    for low in range(start, end, CHUNK):
+        _change_chunk(kind, kept, coef, at, g, cursor, position, low, CHUNK)
+        position += ONE
+        g += CHUNK_BYTES
 
 
 @compiled
@@ -313,34 +374,49 @@ def apply_chunks(s: Shard, members: int, first: int) -> None:
     lock = s.me + SEQUENCE
     put(lock, get(lock) | ONE)
     fence()  # no weight is written before the lock is seen to be odd
-    coef = borrow(s.coef)
+    coef = cpu.scalars(borrow(s.coef))
     payloads = borrow(s.payloads)
     dtypes = borrow(s.dtypes)
     parameters = integer(s.places[PARAMETERS])
-    chunk = first
-    for start in range(s.low + first * CHUNK, s.high, CHUNK):
-        count = min(CHUNK, s.high - start)
+    at, cursor = s.at, s.cursor
+    start = s.low + first * CHUNK
+    while start < s.high:
         is_parameter = start < parameters
-        _save(s.at, s.kept if is_parameter else 0, start, count)
-        put(s.cursor, (np.uint64(chunk) << ONE) | ONE)
-        g = _gradient(payloads[0], dtypes[0], start, count, s.at.scratch)
+        end = min(s.high, parameters) if is_parameter else s.high
+        if members > 1 or dtypes[0] != FLOAT32:
+            end = min(end, start + BLOCK)
+        count = end - start
+        g = _gradient(payloads[0], dtypes[0], start, count, at.scratch)
         if members > 1:
-            mean = floats(s.at.mean, count)
-            _copy(mean, g)
+            mean = floats(at.mean, count)
+            _copy(mean, floats(g, count))
             for k in range(1, members):
-                cpu.accumulate(mean, _gradient(payloads[k], dtypes[k], start, count, s.at.scratch))
+                other = _gradient(payloads[k], dtypes[k], start, count, at.scratch)
+                cpu.accumulate(mean, floats(other, count))
             cpu.scale(mean, 1.0 / members)
-            g = mean
-        here = np.uint64(start * 4)
-        w = floats(s.at.weights + here, count)
-        if is_parameter:
-            s0 = floats(s.at.slot0 + here, count if s.kept > 0 else 0)
-            s1 = floats(s.at.slot1 + here, count if s.kept > 1 else 0)
-            cpu.update(s.kind, coef, w, s0, s1, g)
-        else:
-            cpu.add(w, g)
-        chunk += 1
-        put(s.cursor, np.uint64(chunk) << ONE)
+            g = at.mean
+        chunk, rest = (start - s.low) // CHUNK, count % CHUNK
+        whole = end - rest
+        kind, kept = (s.kind, s.kept) if is_parameter else (BUFFER, 0)
+        if kind == BUFFER:
+            _change(BUFFER, 0, coef, at, g, cursor, chunk, start, whole)
+        elif kind == cpu.SGD:
+            _change(cpu.SGD, 0, coef, at, g, cursor, chunk, start, whole)
+        elif kind == cpu.MOMENTUM_SGD:
+            _change(cpu.MOMENTUM_SGD, 1, coef, at, g, cursor, chunk, start, whole)
+        elif kind == cpu.NESTEROV:
+            _change(cpu.NESTEROV, 1, coef, at, g, cursor, chunk, start, whole)
+        elif kind == cpu.ADAGRAD:
+            _change(cpu.ADAGRAD, 1, coef, at, g, cursor, chunk, start, whole)
+        elif kind == cpu.ADAM:
+            _change(cpu.ADAM, 2, coef, at, g, cursor, chunk, start, whole)
+        elif kind == cpu.ADAMW:
+            _change(cpu.ADAMW, 2, coef, at, g, cursor, chunk, start, whole)
+        if rest > 0:
+            g += np.uint64((whole - start) * 4)
+            chunk += (whole - start) // CHUNK
+            _change_rest(kind, kept, coef, at, g, cursor, chunk, whole, rest)
+        start = end
     put(lock, (get(lock) | ONE) + ONE)  # SYNC POINT: chunk of weights
 
 
@@ -363,51 +439,3 @@ def finish(s: Shard) -> None:
         record.steps = record.step + ONE
     fence()
     put(s.cursor, IDLE)
-
-
-@compiled
-def recover(index: int, low: int, high: int, places: np.ndarray) -> int:
-    """Finishes what a server that died was applying; whoever has taken the lease, before `serve`.
-
-    Rolls the open chunk back from the undo log and goes on from it. Returns 1 if a gradient was in
-    hand. The frame is still in its ring, because its tail moves last.
-    """
-    s = shard_of(index, low, high, places)
-    table = words(places[TABLE_AT], MAX_LEARNERS * TABLE)
-    record = s.state[0].record[index]
-    position = get(s.cursor)
-    in_hand = 0
-    if position != IDLE:
-        in_hand = 1
-        chunk = integer(position >> ONE)
-        if position & ONE:
-            start = low + chunk * CHUNK
-            is_parameter = start < integer(places[PARAMETERS])
-            _restore(s.at, s.kept if is_parameter else 0, start, min(CHUNK, high - start))
-            put(s.cursor, np.uint64(chunk) << ONE)
-        members = 0
-        for row in range(MAX_LEARNERS):
-            if table[row * TABLE + RING_ADDRESS] == ZERO:
-                continue
-            if record.ring == np.uint64(row):
-                sequence = record.sequence
-            elif record.ring == np.uint64(MAX_LEARNERS) and s.c[0].superstep_action[row] == APPLY:
-                sequence = s.c[0].superstep_upto[row] - ONE
-            else:
-                continue
-            slots_at = table[row * TABLE + RING_SLOTS_AT]
-            slot_bytes = table[row * TABLE + RING_SLOT_BYTES]
-            ring = table[row * TABLE + RING_ADDRESS]
-            take(s, members, slot_of(s.c, ring, slots_at, slot_bytes, sequence))
-            members += 1
-        if members > 0:
-            apply_chunks(s, members, chunk)
-        finish(s)
-    lock = s.me + SEQUENCE
-    if get(lock) & ONE:
-        put(lock, get(lock) + ONE)
-    for row in range(MAX_LEARNERS):
-        ring = table[row * TABLE + RING_ADDRESS]
-        if ring != ZERO:
-            release(ring, np.uint64(index), s.state[0].applied[index, row])
-    return in_hand

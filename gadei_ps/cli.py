@@ -8,6 +8,7 @@ import are imported by the commands that need them, so that --help and completio
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from enum import StrEnum
@@ -22,6 +23,7 @@ from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
 from gadei_ps.outcome import print_json
 
 if TYPE_CHECKING:
+    from gadei_ps.config import JobConfig
     from gadei_ps.predict import Prediction
 
 WATCH_S = 1.0
@@ -222,18 +224,42 @@ def _need_torch(command: str) -> None:
 @app.command()
 def serve(
     file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Begin anew: use neither memory left behind nor checkpoints."),
+    ] = False,
     json_log: Annotated[bool, typer.Option("--json-log", help="Log in JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Serve a job in the foreground until SIGTERM, Ctrl-C or gadei-ps stop."""
-    from gadei_ps import config, log
+    """Serve a job in the foreground until SIGTERM, Ctrl-C or gadei-ps stop.
+
+    A job whose watchdog was killed is adopted, with its learners; one that has died altogether goes
+    on from what is left in memory, else from its newest checkpoint.
+    """
+    from gadei_ps import config
+
+    return _serve(config.load(file), fresh, None, json_log, verbose, as_json)
+
+
+def _serve(
+    job: JobConfig,
+    fresh: bool,
+    checkpoint: Path | None,
+    json_log: bool,
+    verbose: bool,
+    as_json: bool,
+) -> int:
+    from gadei_ps import log
     from gadei_ps.watchdog import supervisor
+    from gadei_ps.watchdog.notify import Notify
 
     begin = time.monotonic()
-    job = config.load(file)
     log.set_up(as_json=json_log, verbose=verbose)
-    if supervisor.serve(job, verbose=verbose, as_json=json_log):
+    options = supervisor.Options(
+        fresh=fresh, checkpoint=checkpoint, verbose=verbose, as_json=json_log
+    )
+    if supervisor.serve(job, options, Notify.from_environment()):
         raise JobFailed(f"job {job.name!r} has failed; its last messages say why")
     if as_json:
         print_json({"job": job.name, "seconds": time.monotonic() - begin})
@@ -390,6 +416,194 @@ def stop(
     return 0
 
 
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+@app.command()
+def checkpoint(job: JobArgument, as_json: Json = False) -> int:
+    """Write a checkpoint of a running job now; training pauses for milliseconds."""
+    from gadei_ps import jobs, view
+
+    outcome = jobs.checkpoint(job)
+    if as_json:
+        print_json(outcome)
+    else:
+        print(view.checkpointed(outcome))
+    return 0
+
+
+@app.command()
+def restore(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|JOB.toml",
+            help="A checkpoint, a directory of them, a job file, or the name of a job.",
+        ),
+    ],
+    version: Annotated[
+        int | None, typer.Option(metavar="N", help="Of several, that version. [default: newest]")
+    ] = None,
+    json_log: Annotated[bool, typer.Option("--json-log", help="Log in JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Serve a job from a checkpoint, with the configuration that it holds or the job file's.
+
+    What a dead watchdog of the job has left in memory is dropped; a running job is stopped first by
+    gadei-ps stop.
+    """
+    from gadei_ps import saved
+
+    found = saved.find(source, version)
+    return _serve(found.job_config(), False, found.path, json_log, verbose, as_json)
+
+
+@app.command()
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB|CHECKPOINT",
+            help="A running job, a checkpoint, a directory of them, or a job file.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Ends in .safetensors, .npz or .pt (torch).")
+    ],
+    version: Annotated[
+        int | None, typer.Option(metavar="N", help="Of several checkpoints, that version.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Write plain weights for PyTorch or NumPy, from a running job or from a checkpoint."""
+    from gadei_ps import saved
+
+    result = saved.export(source, out, version)
+    if as_json:
+        print_json(result)
+    else:
+        print(f"{result['tensors']} tensors of version {result['version']} written: {out}")
+    return 0
+
+
+@app.command()
+def kill(
+    job: JobArgument,
+    learner: Annotated[
+        int | None, typer.Option(metavar="K", min=0, help="The learner that status shows as K.")
+    ] = None,
+    server: Annotated[bool, typer.Option("--server", help="The active server.")] = False,
+    standby: Annotated[bool, typer.Option("--standby", help="The server that stands by.")] = False,
+    watchdog: Annotated[bool, typer.Option("--watchdog", help="The watchdog.")] = False,
+    name: Annotated[
+        str, typer.Option("--signal", metavar="NAME", help="KILL, STOP, CONT, TERM, SEGV, ...")
+    ] = "KILL",
+    as_json: Json = False,
+) -> int:
+    """Send a signal to one process of a job, to see that nothing is lost."""
+    from gadei_ps import faults
+    from gadei_ps.faults import Role
+
+    asked = {
+        Role.LEARNER: learner is not None,
+        Role.SERVER: server,
+        Role.STANDBY: standby,
+        Role.WATCHDOG: watchdog,
+    }
+    roles = [role for role, wanted in asked.items() if wanted]
+    if len(roles) != 1:
+        raise UsageError("whom? give one of --learner K, --server, --standby and --watchdog")
+    sent = faults.kill(job, roles[0], learner, faults.signal_number(name))
+    if as_json:
+        print_json(sent)
+    else:
+        which = roles[0] if learner is None else f"learner {learner}"
+        ended = ", which is gone" if sent["ended"] else ""
+        print(
+            f"sent {sent['signal']} to the {which} of job {sent['job']}: pid {sent['pid']}{ended}"
+        )
+    return 0
+
+
+@app.command()
+def chaos(
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", help="Name or socket. [default: a job of its own]"),
+    ] = None,
+    time_: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="How long: 500ms, 60s, 2m.")
+    ] = "60s",
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHO,...",
+            help="Of server, learner, standby, watchdog. "
+            "[default: all; of a running JOB server,learner]",
+        ),
+    ] = None,
+    every: Annotated[
+        str, typer.Option(metavar="TIME", help="Mean time from one fault to the next.")
+    ] = "0.5s",
+    signals: Annotated[str, typer.Option(metavar="NAME,...", help="KILL, or KILL,STOP.")] = "KILL",
+    seed: Annotated[int | None, typer.Option(help="Of the choice of victims.")] = None,
+    learners: Annotated[
+        int, typer.Option(metavar="N", min=1, max=64, help="Of a job of its own, as what follows.")
+    ] = 2,
+    optimizer: Annotated[OptimizerName, typer.Option(help="What moves the weights.")] = (
+        OptimizerName.SGD
+    ),
+    size: Annotated[
+        str, typer.Option(metavar="BYTES", help="Of the weights: 64K, 2M, 100M.")
+    ] = "2M",
+    shards: Annotated[
+        int, typer.Option(metavar="N", min=0, max=64, help="Shard threads. [default: 0, by cores]")
+    ] = 0,
+    impatient: Annotated[
+        bool, typer.Option("--impatient", help="Kill the server also while none stands by.")
+    ] = False,
+    verbose: Verbose = False,
+    as_json: Json = False,
+) -> int:
+    """Kill and stop processes at random; exit code 1 if a gradient is lost or applied twice.
+
+    In a job of its own every gradient is counted in the weights. In a running JOB, whose weights
+    are its own business, only times and counters are told.
+    """
+    from gadei_ps import chaos as raging
+    from gadei_ps import faults, quantities, view
+    from gadei_ps.faults import Role
+
+    try:
+        wanted = targets or ",".join(Role if job is None else (Role.SERVER, Role.LEARNER))
+        roles = [Role(one.strip()) for one in wanted.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--targets: {error}; use some of {', '.join(Role)}") from None
+    report = raging.run(
+        job,
+        raging.Options(
+            seconds=quantities.duration(time_),
+            targets=list(dict.fromkeys(roles)),
+            every_s=quantities.duration(every),
+            signals=[faults.signal_number(one.strip()) for one in signals.split(",")],
+            seed=seed,
+            learners=learners,
+            optimizer=optimizer.value,
+            weight_bytes=quantities.size(size),
+            shards=shards,
+            impatient=impatient,
+            verbose=verbose,
+            say=lambda line: None if as_json else print(line, file=sys.stderr, flush=True),
+        ),
+    )
+    if as_json:
+        print_json(report)
+    else:
+        view.console().print(view.raged(report))
+    return 1 if report["clean"] is False else 0
+
+
 @app.command(name="ls")
 def list_jobs(as_json: Json = False) -> int:
     """List jobs, and what dead ones have left."""
@@ -443,6 +657,45 @@ def doctor(as_json: Json = False) -> int:
     else:
         view.console().print(view.checks(rows))
     return 0 if healthy else 1
+
+
+@app.command()
+def install_unit(
+    user: Annotated[
+        bool, typer.Option("--user", help="For your own jobs: the default, but for root.")
+    ] = False,
+    system: Annotated[
+        bool, typer.Option("--system", help="For jobs of the machine: the default for root.")
+    ] = False,
+    run_as: Annotated[
+        str | None,
+        typer.Option(metavar="USER", help="User of --system's jobs, instead of gadei-ps."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a unit that is there and differs.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "--print", help="Print the unit and write nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Write the systemd unit gadei-ps@.service, and say how to start jobs with it."""
+    from gadei_ps import unit
+
+    if user and system:
+        raise UsageError("give --user or --system, not both")
+    scope = unit.Scope.USER if user or (os.geteuid() and not system) else unit.Scope.SYSTEM
+    done = unit.install(scope, user=run_as, force=force, dry_run=dry_run)
+    if as_json:
+        print_json(done.as_dict())
+    elif dry_run:
+        print(done.text, end="")
+    else:
+        print(f"{'wrote' if done.written else 'is up to date:'} {done.path}")
+        print("\nnext, for a job named demo:\n")
+        for line in done.next:
+            print(f"  {line}")
+    return 0
 
 
 def _show_version(asked: bool) -> None:

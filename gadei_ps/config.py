@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,6 +67,23 @@ class TensorConfig(_Table):
     role: Literal["parameter", "buffer"] = "parameter"
 
 
+class CheckpointConfig(_Table):
+    """[checkpoint]: copies on the disk, from which the job goes on after everything has died."""
+
+    every_s: float = Field(300.0, ge=0, description="0: not by time")
+    every_gradients: int = Field(0, ge=0, description="0: not by count")
+    keep: int = Field(3, ge=1, le=1000, description="how many of them")
+    on_stop: bool = Field(True, description="one more when the job is stopped")
+    directory: Path | None = Field(None, description="default: the user's state directory")
+
+
+class LearnersConfig(_Table):
+    """[learners]: processes that the job starts itself, and starts again when they die."""
+
+    command: list[str] = Field(min_length=1)
+    count: int = Field(1, ge=1, le=layout.MAX_LEARNERS)
+
+
 class JobConfig(_Table):
     """A job: its name, how gradients are applied, and how much memory it may take."""
 
@@ -77,6 +95,16 @@ class JobConfig(_Table):
     ahead: int = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
     nonfinite: Literal["refuse", "allow"] = "refuse"
     spin_us: float = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
+    hang_s: float = Field(5.0, ge=0.1, description="a server that stands still so long is killed")
+    learner_timeout_s: float = Field(
+        60.0, ge=0, description="likewise a learner that others wait for; 0: never"
+    )
+    orphan_s: float = Field(
+        60.0, ge=1, description="how long servers wait for a new watchdog without learners"
+    )
+    when_idle: Literal["wait", "stop"] = "wait"
+    checkpoint: CheckpointConfig | None = None
+    learners: LearnersConfig | None = None
     tensors: list[TensorConfig] = []
     weights: Path | None = None
     buffers: list[str] = Field([], description="tensors of `weights` that no optimizer moves")
@@ -102,6 +130,12 @@ class JobConfig(_Table):
         wanted = self.shards or max(1, min(8, process.cores() // 4))
         return max(1, min(wanted, -(-elements // layout.CHUNK)))
 
+    def checkpoint_directory(self) -> Path:
+        """Where the job's checkpoints lie: of its own, so that no other job's are among them."""
+        if self.checkpoint is not None and self.checkpoint.directory is not None:
+            return self.checkpoint.directory
+        return state_directory() / self.name
+
     def resolved_spin_us(self) -> float:
         """How long a wait spins before it sleeps.
 
@@ -110,6 +144,15 @@ class JobConfig(_Table):
         if self.spin_us >= 0:
             return self.spin_us
         return 50.0 if process.cores() >= 8 else 2.0
+
+
+def state_directory() -> Path:
+    """$GADEI_PS_STATE_DIR, else gadei-ps in $XDG_STATE_HOME or ~/.local/state."""
+    given = os.environ.get("GADEI_PS_STATE_DIR")
+    if given:
+        return Path(given)
+    home = os.environ.get("XDG_STATE_HOME")
+    return (Path(home) if home else Path("~/.local/state").expanduser()) / "gadei-ps"
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
@@ -148,4 +191,8 @@ def load(path: Path) -> JobConfig:
     check_job_name(str(values["name"]))
     if isinstance(values.get("weights"), str):
         values["weights"] = path.parent / values["weights"]
+    checkpoint = values.get("checkpoint")
+    if isinstance(checkpoint, dict) and isinstance(checkpoint.get("directory"), str):
+        given = Path(checkpoint["directory"]).expanduser()
+        checkpoint["directory"] = (path.parent / given).absolute()
     return from_mapping(values, str(path))

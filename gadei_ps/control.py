@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -21,11 +22,12 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gadei_ps import errors, runtime, segment
-from gadei_ps.errors import ControlError, JobNotFound
+from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound
 
 PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20
 LENGTH = struct.Struct("!I")
+RECONNECT_S = 0.02
 
 
 class _Message(BaseModel):
@@ -75,6 +77,12 @@ class Status(_Message):
     op: Literal["status"] = "status"
 
 
+class Checkpoint(_Message):
+    """Writes a checkpoint now; the reply comes when it is on the disk."""
+
+    op: Literal["checkpoint"] = "checkpoint"
+
+
 class StopJob(_Message):
     """Ends the job; with `drain` learners first finish and what they published is applied."""
 
@@ -83,7 +91,9 @@ class StopJob(_Message):
     timeout_s: float = Field(30.0, gt=0, le=3600)
 
 
-Request = Annotated[Attach | Detach | Offer | SetWork | Status | StopJob, Field(discriminator="op")]
+Request = Annotated[
+    Attach | Checkpoint | Detach | Offer | SetWork | Status | StopJob, Field(discriminator="op")
+]
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 
 
@@ -151,7 +161,7 @@ class Connection:
         except TimeoutError:
             raise ControlError(f"{self.path}: the watchdog does not answer") from None
         except OSError as error:
-            raise ControlError(f"{self.path}: {error.strerror or error}") from None
+            raise ConnectionLost(f"{self.path}: {error.strerror or error}") from None
         except ValueError:
             reply = None
         if not isinstance(reply, dict):
@@ -168,7 +178,7 @@ class Connection:
         while count:
             part = self._socket.recv(min(count, 1 << 16))
             if not part:
-                raise ControlError(f"{self.path}: the watchdog has closed the connection")
+                raise ConnectionLost(f"{self.path}: the watchdog has closed the connection")
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
@@ -181,6 +191,40 @@ class Connection:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Lasting:
+    """A connection that outlives the watchdog at its other end: the next one is asked again."""
+
+    def __init__(self, job_or_path: str, timeout_s: float = 10.0) -> None:
+        """Raises JobNotFound or ControlError."""
+        self._timeout_s = timeout_s
+        self._connection = Connection(job_or_path, timeout_s)
+        self.path = self._connection.path
+
+    def request(
+        self, message: _Message, fds: Sequence[int] = (), patience_s: float = 10.0
+    ) -> dict[str, Any]:
+        """As Connection.request. patience_s: how long to wait for another watchdog."""
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._connection.request(message, fds)
+            except ConnectionLost:
+                if not self._connect(until):
+                    raise
+
+    def _connect(self, until: float) -> bool:
+        self._connection.close()
+        while time.monotonic() < until:
+            with contextlib.suppress(JobNotFound, ControlError):
+                self._connection = Connection(str(self.path), self._timeout_s)
+                return True
+            time.sleep(RECONNECT_S)
+        return False
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def ask(job: str, message: _Message, timeout_s: float = 10.0) -> dict[str, Any]:

@@ -15,31 +15,44 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from gadei_ps import control, errors, log, process, runtime
+from gadei_ps import control, errors, jobs, log, process, runtime
 from gadei_ps.config import JobConfig, from_mapping
 from gadei_ps.control import Status
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound, JobStopped
+from gadei_ps.watchdog import restart
+from gadei_ps.watchdog.restart import Exit, Policy
 
 READY_TIMEOUT_S = 200.0
 GONE_S = 2.0
-END_TIMEOUT_S = 30.0  # the watchdog's own limits add up to less
+END_TIMEOUT_S = 60.0  # the watchdog's own limits add up to less, but for a blocked disk
+ORPHAN_S = 10.0
+POLICY = Policy(limit=20)
 CONFIG_VARIABLE = "GADEI_PS_CONFIG"
 
 
 class Daemon:
     """A watchdog that lives as long as this process and the block it is used in.
 
-    If this process is killed, the watchdog is told by the kernel, ends the server and removes the
-    job's segments. Use it from a thread that lives as long.
+    If it is killed, the next use of this object starts another one, which adopts the job. If this
+    process is killed, the watchdog is told by the kernel, ends the servers and removes the job's
+    segments. Use it from a thread that lives as long.
+
+    The job begins anew, unless its configuration says where checkpoints lie.
     """
 
-    def __init__(self, config: JobConfig, *, verbose: bool = False) -> None:
-        self.config = config
+    def __init__(
+        self, config: JobConfig, *, verbose: bool = False, policy: Policy = POLICY
+    ) -> None:
+        """policy: how often it may be killed."""
+        # Should watchdog and launcher be killed together, nobody else would end the servers soon.
+        self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
         self.socket = runtime.socket_path(config.name)
         self._command = [sys.executable, "-m", "gadei_ps.daemon"]
         if verbose:
             self._command.append("--verbose")
         self._process: subprocess.Popen[bytes] | None = None
+        self._deaths: tuple[Exit, ...] = ()
+        self._policy = policy
 
     def __enter__(self) -> Self:
         if running(self.config.name):
@@ -47,11 +60,16 @@ class Daemon:
                 f"job {self.config.name!r} is running already; choose another name, or stop it: "
                 f"gadei-ps stop {self.config.name}"
             )
+        self._start(fresh=self.config.checkpoint is None)
+        return self
+
+    def _start(self, *, fresh: bool) -> None:
         read, write = os.pipe()
         env = os.environ | {CONFIG_VARIABLE: self.config.model_dump_json()}
+        flags = ["--fresh"] if fresh else []
         try:
             self._process = process.spawn(
-                [*self._command, str(write)],
+                [*self._command, *flags, str(write)],
                 env=env,
                 stdout=2,
                 pass_fds=[write],
@@ -66,7 +84,6 @@ class Daemon:
             raise
         finally:
             os.close(read)
-        return self
 
     def _wait_ready(self, read: int) -> None:
         """The child writes into the pipe why it could not start; it is ready when it answers."""
@@ -98,37 +115,56 @@ class Daemon:
             return False
 
     def check(self) -> None:
-        """Raises JobFailed if the watchdog has ended, JobStopped if it was asked to."""
+        """Starts another watchdog if it was killed; raises if there is no use in that.
+
+        JobFailed: the job has failed, JobStopped: somebody has stopped it.
+        """
         assert self._process is not None
         code = self._process.poll()
+        if code is None:
+            return
         if code == 0:
             raise JobStopped(f"job {self.config.name!r} has been stopped")
-        if code is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "has failed"
-            raise JobFailed(f"the daemon of job {self.config.name!r} {how}")
+        if code > 0:
+            raise JobFailed(f"the daemon of job {self.config.name!r} has failed")
+        now = time.monotonic()
+        died = Exit(now, useful=False)
+        self._deaths = restart.remembered((*self._deaths, died), self._policy)
+        if restart.delay(self._deaths, now, self._policy) == restart.GIVE_UP:
+            how = signal.Signals(-code).name
+            raise JobFailed(
+                f"the daemon of job {self.config.name!r} was killed by {how} again and again"
+            )
+        self._start(fresh=False)
 
     def request(self, message: Any, timeout_s: float = 10.0) -> dict[str, Any]:
-        """One request to the job. Raises JobFailed if the watchdog has ended."""
-        try:
-            return control.ask(str(self.socket), message, timeout_s)
-        except (JobNotFound, ControlError):
-            # The socket goes a moment before the process does.
-            assert self._process is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GONE_S)
-            self.check()
-            raise
+        """One request to the job, by its next watchdog if need be. Raises as check() does."""
+        while True:
+            try:
+                return control.ask(str(self.socket), message, timeout_s)
+            except (JobNotFound, ControlError):
+                # The socket goes a moment before the process does.
+                assert self._process is not None
+                before = self._process
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    before.wait(GONE_S)
+                self.check()
+                if self._process is before:
+                    raise
 
     def end(self) -> None:
-        """Ends the watchdog, which ends the server and cleans up; kills it if it does not."""
-        if self._process is None or self._process.poll() is not None:
+        """Ends the watchdog, which ends the servers and cleans up; if it cannot, so do we."""
+        if self._process is None:
             return
-        self._process.terminate()
-        try:
-            self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._process.returncode < 0:
+            jobs.drop(self.config.name)
 
     def __exit__(
         self,
@@ -155,7 +191,7 @@ def _error_class(name: str) -> type[GadeiError]:
 
 def main() -> None:
     """The child. Its last argument is the descriptor on which it says why it could not start."""
-    from gadei_ps.watchdog.supervisor import serve
+    from gadei_ps.watchdog.supervisor import Options, serve
 
     say = int(sys.argv[-1])
     os.set_inheritable(say, False)
@@ -163,7 +199,8 @@ def main() -> None:
     log.set_up(verbose=verbose, quiet=not verbose)
     config = from_mapping(json.loads(os.environ.pop(CONFIG_VARIABLE)), "job")
     try:
-        code = serve(config, verbose=verbose, quiet=not verbose)
+        options = Options(fresh="--fresh" in sys.argv, verbose=verbose, quiet=not verbose)
+        code = serve(config, options)
     except GadeiError as error:
         os.write(say, f"{type(error).__name__}: {error}".encode())
         code = error.exit_code

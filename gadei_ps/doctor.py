@@ -9,8 +9,12 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import pwd
+import re
 import resource
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -22,12 +26,19 @@ from gadei_ps.errors import GadeiError
 
 SHM = Path("/dev/shm")
 LITTLE_SHM = 256 << 20  # bytes free; the sentence classifier with two learners takes about 50 MiB
-FEW_FILES = 1024  # a watchdog needs three descriptors for each of at most 256 learners
+# A watchdog holds for each learner a pidfd, its ring and its connection, and for itself some more.
+FILES_OF_A_LEARNER = 3
+FILES_OF_THE_JOB = 64
+MOST_LEARNERS = 256
 LONGEST_SOCKET_PATH = 107  # of sockaddr_un, without its closing zero
 SOCKET_NAME_BYTES = len("/..sock.") + 7  # in the directory, without the job's name; 7: a pid
 LONGEST_JOB_NAME = 48
-SYSTEM_UID_MAX = 999
+SYSTEM_UID_MAX = 999  # where /etc/login.defs does not say
 SYS_FUTEX_WAITV = 449
+MUTEX_WORDS = 16  # room for a pthread_mutex_t, and for its attributes, on any machine
+PTHREAD_PROCESS_SHARED = 1
+PTHREAD_MUTEX_ROBUST = 1
+OWNER_DIES_WITHIN_S = 1.0
 
 
 class Level(StrEnum):
@@ -148,11 +159,47 @@ def _pidfd() -> tuple[Level, str, str]:
     return Level.OK, "works", ""
 
 
+def _robust_mutex() -> tuple[Level, str, str]:
+    """A thread ends with the mutex locked; the next one must be told."""
+    libc = ctypes.CDLL(None)
+    attributes, mutex = ((ctypes.c_uint64 * MUTEX_WORDS)() for _ in range(2))
+    libc.pthread_mutexattr_init(attributes)
+    libc.pthread_mutexattr_setpshared(attributes, PTHREAD_PROCESS_SHARED)
+    libc.pthread_mutexattr_setrobust(attributes, PTHREAD_MUTEX_ROBUST)
+    told = libc.pthread_mutex_init(mutex, attributes)
+    if not told:
+        owner = threading.Thread(target=libc.pthread_mutex_lock, args=(mutex,))
+        owner.start()
+        owner.join()
+        # Python's join does not wait for the kernel's end of the thread.
+        seconds, part = divmod(time.time() + OWNER_DIES_WITHIN_S, 1)
+        until = (ctypes.c_long * 2)(int(seconds), int(part * 1e9))
+        told = libc.pthread_mutex_timedlock(mutex, until)
+    if told == errno.EOWNERDEAD:
+        libc.pthread_mutex_consistent(mutex)
+        libc.pthread_mutex_unlock(mutex)
+        return Level.OK, "work", ""
+    return (
+        Level.ERROR,
+        f"do not work ({os.strerror(told)}): the death of a server cannot be told",
+        "use an ordinary Linux kernel, and a sandbox that allows set_robust_list",
+    )
+
+
 def _files() -> tuple[Level, str, str]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
-        return Level.WARNING, f"{soft} (hard {hard})", f"ulimit -n {FEW_FILES}"
-    return Level.OK, "unlimited" if soft == resource.RLIM_INFINITY else f"{soft}", ""
+    if soft == resource.RLIM_INFINITY:
+        return Level.OK, "unlimited", ""
+    learners = max(0, (soft - FILES_OF_THE_JOB) // FILES_OF_A_LEARNER)
+    if learners >= MOST_LEARNERS:
+        return Level.OK, f"{soft}", ""
+    needed = FILES_OF_THE_JOB + FILES_OF_A_LEARNER * MOST_LEARNERS
+    beyond = hard != resource.RLIM_INFINITY and hard < needed
+    return (
+        Level.WARNING,
+        f"{soft}, enough for {learners} of {MOST_LEARNERS} learners",
+        f"ulimit -n {needed}" + (f" by root: your hard limit is {hard}" if beyond else ""),
+    )
 
 
 def _runtime_directory() -> tuple[Level, str, str]:
@@ -176,18 +223,41 @@ def _runtime_directory() -> tuple[Level, str, str]:
 
 
 def _remove_ipc() -> tuple[Level, str, str]:
-    uid = os.getuid()
-    if not Path("/run/systemd/seats").exists() and not Path("/run/systemd/sessions").exists():
+    return logind(Path("/"), os.getuid())
+
+
+def logind(root: Path, uid: int) -> tuple[Level, str, str]:
+    """Whether the logind of the system below `root` takes this user's segments away."""
+    if not (root / "run/systemd/system").is_dir() or not (root / "run/systemd/seats").is_dir():
         return Level.OK, "no logind here", ""
-    if uid <= SYSTEM_UID_MAX:
-        return Level.OK, f"logind leaves the segments of a system user (uid {uid})", ""
-    if not removes_ipc(Path("/")):
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        name = str(uid)
+    if uid <= system_uid_max(root):
+        return Level.OK, f"logind leaves the segments of system users ({name}) alone", ""
+    if not removes_ipc(root):
         return Level.OK, "RemoveIPC=no", ""
+    if (root / "var/lib/systemd/linger" / name).exists():
+        return Level.OK, f"{name} lingers: logind leaves the segments alone", ""
     return (
         Level.WARNING,
         "logind removes your segments when your last session ends, also under a running job",
-        "RemoveIPC=no in /etc/systemd/logind.conf, or loginctl enable-linger, or a system user",
+        f"loginctl enable-linger {name}; or RemoveIPC=no in /etc/systemd/logind.conf and "
+        "systemctl restart systemd-logind; or run jobs as a system user",
     )
+
+
+def system_uid_max(root: Path) -> int:
+    """The highest uid of a system user, whose segments logind never removes."""
+    try:
+        text = (root / "etc/login.defs").read_text(errors="replace")
+    except OSError:
+        return SYSTEM_UID_MAX
+    said = dict(re.findall(r"^[ \t]*(SYS_UID_MAX|UID_MIN)[ \t]+([0-9]+)", text, re.MULTILINE))
+    if "SYS_UID_MAX" in said:
+        return int(said["SYS_UID_MAX"])
+    return int(said["UID_MIN"]) - 1 if "UID_MIN" in said else SYSTEM_UID_MAX
 
 
 def removes_ipc(root: Path) -> bool:
@@ -263,6 +333,7 @@ CHECKS: dict[str, Callable[[], tuple[Level, str, str]]] = {
     "cores": _cores,
     "futex_waitv": _futex_waitv,
     "pidfd_open": _pidfd,
+    "robust mutexes": _robust_mutex,
     "open files": _files,
     "runtime directory": _runtime_directory,
     "RemoveIPC": _remove_ipc,

@@ -35,6 +35,10 @@ class ControlError(GadeiError):
     """The watchdog refused a request, or does not answer."""
 
 
+class ConnectionLost(ControlError):
+    """The watchdog has gone away, perhaps to be replaced by another one."""
+
+
 class ModelMismatch(GadeiError):
     """The learner's tensors are not the job's."""
 
@@ -53,3 +57,7 @@ class Evicted(GadeiError):
 
 class PushTimeout(GadeiError):
     """No slot came free, or no grant came, within the time asked for."""
+
+
+class CheckpointError(GadeiError):
+    """A checkpoint cannot be written, or is damaged or foreign."""

@@ -11,17 +11,19 @@ import contextlib
 import fcntl
 import os
 import re
-import select
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gadei_ps import control, runtime, segment
-from gadei_ps.control import Connection, Status, StopJob
-from gadei_ps.errors import ControlError, JobNotFound
+from gadei_ps import control, process, runtime, segment
+from gadei_ps.control import Checkpoint, Connection, Status, StopJob
+from gadei_ps.errors import ControlError, JobNotFound, SegmentError
+from gadei_ps.layout import CONTROL, SegmentKind
+from gadei_ps.watchdog.memory import clear_dead
 
 ANSWER_TIMEOUT_S = 3.0
+CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
 STOP_MARGIN_S = 20.0  # for what a stop does after the learners have left
 PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
 
@@ -31,7 +33,8 @@ class Job:
     """A job, or what is left of one.
 
     state: running, stopping, starting (or about to be gone), silent (its watchdog does not answer),
-    elsewhere (its socket is not in this runtime directory), stale (nobody's: gc removes it).
+    elsewhere (its socket is not in this runtime directory), orphaned (its watchdog was killed and
+    its servers go on: serve it again, or stop it), stale (nobody's: gc removes it).
     """
 
     name: str
@@ -94,7 +97,8 @@ def _look(name: str) -> Job:
         if _locked(runtime.lock_path(name)):
             state = "starting"
         else:
-            state = "elsewhere" if living else "stale"
+            owned = any(one.owned or not one.readable for one in living)
+            state = "elsewhere" if owned else "orphaned" if living else "stale"
         return Job(name, state, None, owner, None, None, size, names)
     except ControlError:
         return Job(name, "silent", None, owner, None, None, size, names)
@@ -131,9 +135,16 @@ def _locked(path: Path) -> bool:
 def stop(job: str, *, drain: bool, timeout_s: float) -> dict[str, Any]:
     """Stops the job and waits until it is gone; returns its final report.
 
-    timeout_s: how long learners may take to finish, with `drain`. Raises JobNotFound, ControlError.
+    timeout_s: how long learners may take to finish, with `drain`. A job whose watchdog was killed
+    is ended at once. Raises JobNotFound, ControlError.
     """
-    report = status(job)
+    try:
+        report = status(job)
+    except JobNotFound:
+        orphaned = drop(job) if "/" not in job and segment.server_pids(job) else None
+        if orphaned is None:
+            raise
+        return orphaned
     try:
         watchdog = os.pidfd_open(report["watchdog_pid"])
     except ProcessLookupError:  # of another pid namespace, or ending just now
@@ -146,10 +157,10 @@ def stop(job: str, *, drain: bool, timeout_s: float) -> dict[str, Any]:
             )
         except (JobNotFound, ControlError):
             # Somebody else may have stopped it between the two requests.
-            if watchdog < 0 or not _gone(watchdog, 1.0):
+            if watchdog < 0 or not process.gone(watchdog, 1.0):
                 raise
         # The watchdog answers before it has removed everything.
-        if watchdog >= 0 and not _gone(watchdog, STOP_MARGIN_S):
+        if watchdog >= 0 and not process.gone(watchdog, STOP_MARGIN_S):
             raise ControlError(
                 f"job {job!r} has stopped, but its watchdog (pid {report['watchdog_pid']}) "
                 "does not end; kill it, then gadei-ps gc"
@@ -160,14 +171,46 @@ def stop(job: str, *, drain: bool, timeout_s: float) -> dict[str, Any]:
     return report
 
 
-def _gone(pidfd: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
-
-
 def _plain(reply: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in reply.items() if key not in ("v", "ok")}
+
+
+def drop(job: str) -> dict[str, Any] | None:
+    """Ends the servers of a job without a watchdog and removes its memory; its last counts.
+
+    None if a watchdog lives, or if there is nothing left.
+    """
+    with _nobody(job, False) as lock:
+        if lock is None or not segment.find(job):
+            return None
+        report = _last_report(job)
+        clear_dead(job)
+    return report
+
+
+def _last_report(job: str) -> dict[str, Any]:
+    """What the memory of a job without a watchdog tells."""
+    names = ("applied", "dropped", "refused", "samples")
+    counts = dict.fromkeys(names, 0)
+    with contextlib.suppress(FileNotFoundError, SegmentError):
+        control_ = segment.attach(
+            segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
+        ).view(CONTROL)
+        for name in names:
+            counts[name] = int(control_[f"past_{name}"]) + int(control_["roster"][name].sum())
+    gradients = {f"gradients_{name}": counts[name] for name in names[:3]}
+    return {"job": job, "phase": "stopped", **gradients, "samples": counts["samples"]}
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def checkpoint(job: str) -> dict[str, Any]:
+    """Has the job write a checkpoint; returns its path, version, bytes and pause_ms.
+
+    Raises JobNotFound, CheckpointError, ControlError.
+    """
+    return _plain(control.ask(job, Checkpoint(), timeout_s=CHECKPOINT_S))
 
 
 # -- gc -------------------------------------------------------------------------------------------
@@ -193,6 +236,8 @@ def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftove
     """
     found: list[Leftover] = []
     for name in [segment.check_job_name(one) for one in names] or sorted(_names()):
+        if segment.server_pids(name):
+            continue  # it goes on, until a watchdog adopts it or it is stopped
         with _nobody(name, dry_run) as lock:
             if lock is not None:
                 found += _leftovers(name, dry_run) + lock

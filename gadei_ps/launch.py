@@ -16,6 +16,7 @@ from gadei_ps.errors import UsageError
 
 # Also in learners/client.py, which launchers do not import.
 JOB_VARIABLE = "GADEI_PS_JOB"
+NAME_VARIABLE = "GADEI_PS_NAME"
 GRACE_S = 5.0
 QUICK_S = 5.0  # a learner that dies this soon after its start has not worked
 MAX_QUICK_DEATHS = 3

@@ -12,15 +12,16 @@ from typing import Final
 import numpy as np
 
 MAGIC: Final = 0x53504945444147
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 
 MAX_LEARNERS: Final = 256
 MAX_SHARDS: Final = 64
 AHEAD: Final = 16
 HISTOGRAM: Final = 32
-CHUNK: Final = 1024
+CHUNK: Final = 64
 MAX_STREAMS: Final = 3
 HYPER: Final = 32
+JOURNAL: Final = 248
 MAX_DIMS: Final = 8
 NO_BATCH: Final = 2**64 - 1
 UNBOUNDED: Final = 1 << 62
@@ -77,6 +78,14 @@ class Phase(IntEnum):
     DRAINING = 2
     STOPPED = 3
     FAILED = 4
+
+
+class ServerState(IntEnum):
+    """Where a server process is in its life; ready: it serves, or can take over at once."""
+
+    NONE = 0
+    STARTING = 1
+    READY = 2
 
 
 class Stop(IntEnum):
@@ -155,11 +164,19 @@ SHARD: Final = _struct(
     ("heartbeat", u64),
     ("sequence", u64),
     ("frames", u64),
-    ("parked", u32),
+    ("parked", u64),
     ("tid", u32),
-    ("seen_table", u64),
+    ("recovered", u32),
     ("pad0", u8, (24,)),
-    ("pad1", u8, (64,)),
+    ("lease", u64, (8,)),
+)
+
+SERVER: Final = _struct(
+    ("pid", i32),
+    ("state", u32),
+    ("start", u64),
+    ("beat", u64),
+    ("pad", u64, (5,)),
 )
 
 ENTRY: Final = _struct(
@@ -173,8 +190,9 @@ ENTRY: Final = _struct(
     ("retired", u64),
     ("grant", u64),
     ("grant_seq", u32),
-    ("pad1", u32),
-    ("pad2", u64, (4,)),
+    ("member", u32),
+    ("base", u64),
+    ("pad2", u64, (3,)),
     ("applied", u64),
     ("dropped", u64),
     ("refused", u64),
@@ -189,10 +207,11 @@ ENTRY: Final = _struct(
     ("reason", u32),
     ("drained", u32),
     ("unasked", u64),
-    ("pad3", u64, (3,)),
+    ("handed", u64),
+    ("pad3", u64, (2,)),
     ("histogram", u64, (HISTOGRAM,)),
     ("outstanding", u64, (AHEAD,)),
-    ("pad4", u64, (16,)),
+    ("items", u64, (AHEAD,)),
 )
 
 CONTROL: Final = _struct(
@@ -210,29 +229,26 @@ CONTROL: Final = _struct(
     ("hyper", f64, (HYPER,)),
     ("phase", u32),
     ("stop", u32),
-    ("pause", u32),
     ("model_ready", u32),
     ("watchdog_pid", i32),
-    ("pad1", u32),
     ("watchdog_start", u64),
+    ("pause", u64),
     ("pad2", u64, (4,)),
     ("lease_generation", u64),
     ("lease_pid", i32),
     ("lease_state", u32),
     ("lease_start", u64),
-    ("pad3", u64, (5,)),
+    ("lease_shards", u64),
+    ("pad3", u64, (4,)),
     ("version", u64),
     ("supersteps_done", u64),
     ("pad4", u64, (6,)),
     ("shard_bell", u32),
     ("manager_bell", u32),
-    ("sleepers", u32),
-    ("pad5", u32),
+    ("sleepers", u64),
     ("pad6", u64, (6,)),
     ("superstep", u64),
-    ("superstep_applies", u32),
-    ("pad7", u32),
-    ("pad8", u64, (6,)),
+    ("pad8", u64, (7,)),
     ("work", u32),
     ("pad9", u32),
     ("batches", u64),
@@ -248,6 +264,19 @@ CONTROL: Final = _struct(
     ("past_samples", u64),
     ("requeued_total", u64),
     ("pad11", u64, (3,)),
+    ("lease", u64, (8,)),
+    ("heir", u64, (8,)),
+    ("server_deaths", u64),
+    ("server_starts", u64),
+    ("learner_deaths", u64),
+    ("watchdog_starts", u64),
+    ("checkpoints", u64),
+    ("checkpoint_version", u64),
+    ("checkpoint_failures", u64),
+    ("started", u64),
+    ("config", u8, (32,)),
+    ("pad12", u64, (4,)),
+    ("server", SERVER, (2,)),
     ("shard", SHARD, (MAX_SHARDS,)),
     ("roster", ENTRY, (MAX_LEARNERS,)),
     ("superstep_action", u32, (MAX_LEARNERS,)),
@@ -288,7 +317,14 @@ RECORD: Final = _struct(
     ("applies", u64),
     ("steps", u64),
     ("supersteps", u64),
-    ("pad", u64, (6,)),
+    ("booked", u64),
+    ("pad", u64, (5,)),
+)
+
+JOURNAL_LOG: Final = _struct(
+    ("used", u64),
+    ("pad", u64, (7,)),
+    ("words", u64, (JOURNAL,)),
 )
 
 STATE: Final = _struct(
@@ -300,6 +336,7 @@ STATE: Final = _struct(
     ("pad", u64, (4,)),
     ("record", RECORD, (MAX_SHARDS,)),
     ("applied", u64, (MAX_SHARDS, MAX_LEARNERS)),
+    ("journal", JOURNAL_LOG),
 )
 
 FRAME: Final = _struct(
@@ -348,7 +385,8 @@ RING: Final = _struct(
     ("heartbeat", u64),
     ("pulled", u64),
     ("work_tail", u64),
-    ("pad3", u64, (3,)),
+    ("left", u64),
+    ("pad3", u64, (2,)),
     ("released", u32),
     ("pad4", u32),
     ("pad5", u64, (7,)),
@@ -362,11 +400,13 @@ RING: Final = _struct(
 STRUCTS: Final = {
     "ps_header": HEADER,
     "ps_shard": SHARD,
+    "ps_server": SERVER,
     "ps_entry": ENTRY,
     "ps_control": CONTROL,
     "ps_tensor": TENSOR,
     "ps_weights": WEIGHTS,
     "ps_record": RECORD,
+    "ps_journal": JOURNAL_LOG,
     "ps_state": STATE,
     "ps_frame": FRAME,
     "ps_block": BLOCK,

@@ -3,22 +3,18 @@
 It lies in the control segment and the thread of shard 0 is its only writer. A batch is in one of
 four places: not yet handed out (`next` and above), in a learner's `outstanding`, in `requeue`
 because its learner died or its gradient was dropped, or answered. Nothing counts the answered ones:
-an epoch is done when no batch of it is in the other three places. So a server that dies between two
-stores leaves at worst one batch in two places, which the next can see.
+an epoch is done when no batch of it is in the other three places. What the functions here change is
+part of a transaction (journal.py), so that a server that dies in one of them leaves no trace of it.
 
 Compiled; also plain Python through `.py_func`. `c` is the control segment, shape (1,).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import numba
 import numpy as np
 
 from gadei_ps import layout
-from gadei_ps.symbols import fence
+from gadei_ps.compiled import compiled
 
 NO_BATCH = np.uint64(layout.NO_BATCH)
 AHEAD = layout.AHEAD
@@ -27,14 +23,6 @@ WORKING = int(layout.Work.WORKING)
 DONE = int(layout.Work.DONE)
 HALF = np.uint64(32)
 INDEX = np.uint64(2**32 - 1)
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def compiled(function: F) -> F:
-    """Compiled without the GIL; keeps the signature for the type checker."""
-    made: F = numba.njit(nogil=True, cache=True)(function)
-    return made
 
 
 @compiled
@@ -74,9 +62,7 @@ def requeue(c: np.ndarray, row: int, batch: np.uint64) -> bool:
     for i in range(AHEAD):
         if c[0].roster[row].outstanding[i] == batch:
             c[0].requeue[c[0].requeued] = batch
-            fence()
             c[0].requeued += np.uint64(1)
-            fence()
             c[0].roster[row].outstanding[i] = NO_BATCH
             c[0].requeued_total += np.uint64(1)
             return True
@@ -125,6 +111,17 @@ def close_epochs(c: np.ndarray) -> bool:
 
 
 @compiled
+def left(c: np.ndarray) -> bool:
+    """Whether there is a batch to hand out just now."""
+    if c[0].work != WORKING:
+        return False
+    if c[0].requeued > 0 or (c[0].next & INDEX) != c[0].batches:
+        return True
+    epoch = (c[0].next >> HALF) + np.uint64(1)
+    return bool(epoch < c[0].epochs and c[0].epochs_done + np.uint64(1) >= epoch)
+
+
+@compiled
 def assign(c: np.ndarray, row: int) -> np.uint64:
     """Hands the next batch to the learner of this row; NO_BATCH if there is none just now.
 
@@ -135,21 +132,16 @@ def assign(c: np.ndarray, row: int) -> np.uint64:
         if c[0].roster[row].outstanding[i] == NO_BATCH:
             free = i
             break
-    if free < 0 or c[0].work != WORKING:
+    if free < 0 or not left(c):
         return NO_BATCH
     if c[0].requeued > 0:
         batch: np.uint64 = c[0].requeue[c[0].requeued - np.uint64(1)]
         c[0].roster[row].outstanding[free] = batch
-        fence()
         c[0].requeued -= np.uint64(1)
         return batch
     batch = c[0].next
     if (batch & INDEX) == c[0].batches:
-        epoch = (batch >> HALF) + np.uint64(1)
-        if epoch >= c[0].epochs or c[0].epochs_done + np.uint64(1) < epoch:
-            return NO_BATCH
-        batch = epoch << HALF
+        batch = ((batch >> HALF) + np.uint64(1)) << HALF
     c[0].roster[row].outstanding[free] = batch
-    fence()
     c[0].next = batch + np.uint64(1)
     return batch

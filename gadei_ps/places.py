@@ -1,12 +1,14 @@
 """What the manager of a parameter server and its shard threads share: plain words of the process.
 
 Indices into uint64 arrays, because compiled code and Python both read them. The manager writes, the
-shards read.
+shards read; but SEEN is theirs.
 """
 
 from __future__ import annotations
 
 from typing import Final
+
+from gadei_ps.layout import MAX_SHARDS
 
 # The table of rings: columns of an array of shape (MAX_LEARNERS, TABLE).
 TABLE: Final = 4
@@ -16,9 +18,11 @@ RING_SLOT_BYTES: Final = 2
 RING_SLOTS_AT: Final = 3
 
 # An array of shape (WORDS,).
-WORDS: Final = 2
 TABLE_VERSION: Final = 0  # goes up with every change of the table
 QUIT: Final = 1
+SEEN: Final = 2  # and on, one for each shard: the version that it works with; NOT_READING
+WORDS: Final = SEEN + MAX_SHARDS
+NOT_READING: Final = 2**64 - 1  # the shard stands by: it looks at the table before it reads it
 
 # Addresses and sizes that a shard works with: an array of shape (PLACES,).
 PLACES: Final = 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,13 @@ def alive(pid: int, start: int) -> bool:
     return pid > 0 and start > 0 and start_ticks(pid) == start
 
 
+def gone(pidfd: int, timeout_s: float) -> bool:
+    """Waits for the death of a process; False if it lives on."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 def dies_with_parent(parent: int, how: int = signal.SIGKILL) -> Callable[[], None]:
     """For Popen's preexec_fn: the child gets signal `how` when the thread that started it ends.
 
@@ -51,22 +59,24 @@ def spawn(
     command: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),
-    how: int = signal.SIGKILL,
+    how: int | None = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
     """Starts a child that dies with the calling thread, in a process group of its own.
 
+    how: signal that it gets then; None: it lives on.
     A group of its own keeps the terminal's Ctrl-C from children whose end the parent arranges.
     """
     return subprocess.Popen(
         list(command),
         env=None if env is None else dict(env),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=stdout,
         stderr=stderr,
         pass_fds=pass_fds,
         process_group=0,
-        preexec_fn=dies_with_parent(os.getpid(), how),
+        preexec_fn=None if how is None else dies_with_parent(os.getpid(), how),
     )

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -205,8 +205,30 @@ class Found:
     uid: int
     size: int
     owner_pid: int
+    owned: bool
+    """Whether its watchdog is alive."""
     stale: bool
+    """Whether nobody is: neither its watchdog nor a server of the job."""
     readable: bool
+
+
+def server_pids(job: str, uid: int | None = None) -> list[int]:
+    """Servers of the job that are alive, as its control segment names them."""
+    path = SHM / segment_name(job, "control", uid)[1:]
+    try:
+        with path.open("rb") as file:
+            raw = file.read(layout.CONTROL.itemsize)
+    except OSError:
+        return []
+    if len(raw) < layout.CONTROL.itemsize:
+        return []
+    control = np.frombuffer(raw, layout.CONTROL, 1)[0]
+    header = control["header"]
+    known = int(header["magic"]), int(header["layout_version"])
+    if known != (layout.MAGIC, layout.LAYOUT_VERSION):
+        return []
+    lines = [(int(line["pid"]), int(line["start"])) for line in control["server"]]
+    return [pid for pid, start in lines if process.alive(pid, start)]
 
 
 def find(job: str | None = None) -> list[Found]:
@@ -223,7 +245,14 @@ def find(job: str | None = None) -> list[Found]:
         ):
             continue
         found.append(_look(name, match["job"], match["part"], int(match["uid"])))
-    return [one for one in found if one is not None]
+    looked = [one for one in found if one is not None]
+    served = {
+        key: bool(server_pids(*key)) for key in {(one.job, one.uid) for one in looked if one.stale}
+    }
+    return [
+        replace(one, stale=False) if one.stale and served[one.job, one.uid] else one
+        for one in looked
+    ]
 
 
 def _look(name: str, job: str, part: str, uid: int) -> Found | None:
@@ -235,10 +264,13 @@ def _look(name: str, job: str, part: str, uid: int) -> Found | None:
     except FileNotFoundError:
         return None
     except OSError:
-        return Found(f"/{name}", job, part, uid, status.st_size, 0, stale=False, readable=False)
+        size = status.st_size
+        return Found(f"/{name}", job, part, uid, size, 0, owned=False, stale=False, readable=False)
     raw = raw.ljust(layout.HEADER.itemsize, b"\0")
     header = np.frombuffer(raw, layout.HEADER, 1)[0]
     pid, start = int(header["owner_pid"]), int(header["owner_start"])
     half_made_s = time.time() - status.st_mtime
-    stale = not process.alive(pid, start) if pid else half_made_s > HALF_MADE_S
-    return Found(f"/{name}", job, part, uid, status.st_size, pid, stale=stale, readable=True)
+    owned = process.alive(pid, start)
+    stale = not owned if pid else half_made_s > HALF_MADE_S
+    size = status.st_size
+    return Found(f"/{name}", job, part, uid, size, pid, owned=owned, stale=stale, readable=True)

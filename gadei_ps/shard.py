@@ -12,12 +12,13 @@ import numpy as np
 
 from gadei_ps import layout
 from gadei_ps.account import (
-    count_applied,
-    count_refused,
-    count_superstep,
+    book_arrival,
+    book_refusal,
+    book_superstep,
     depart,
-    settle,
-    top_up,
+    show_all_work,
+    show_work,
+    takes_work,
     top_up_all,
 )
 from gadei_ps.apply import (
@@ -33,17 +34,16 @@ from gadei_ps.apply import (
     apply_chunks,
     begin,
     check_frame,
-    compiled,
     finish,
     frame_at,
     integer,
-    recover,
     shard_of,
     slot_of,
     take,
 )
+from gadei_ps.compiled import compiled
 from gadei_ps.kernels import cpu
-from gadei_ps.layout import CONTROL, RING, SHARD
+from gadei_ps.layout import CONTROL, ENTRY, RING, SHARD, STATE
 from gadei_ps.places import (
     ELEMENTS,
     QUIT,
@@ -51,15 +51,31 @@ from gadei_ps.places import (
     RING_GENERATION,
     RING_SLOT_BYTES,
     RING_SLOTS_AT,
+    SEEN,
     TABLE,
     TABLE_AT,
     TABLE_VERSION,
     WORDS_AT,
 )
-from gadei_ps.symbols import bell, clock, get, get32, put, release, shard_sleep, spin_once, words
+from gadei_ps.recover import can_recover, recover
+from gadei_ps.symbols import (
+    bell,
+    clock,
+    get,
+    get32,
+    put,
+    release,
+    shard_sleep,
+    spin_once,
+    wide_awake,
+    words,
+)
 
-WORK = np.uint64(layout.offset(CONTROL, "work"))
-NO_WORK = int(layout.Work.NONE)
+NO_BATCH = np.uint64(layout.NO_BATCH)
+ROSTER = np.uint64(layout.offset(CONTROL, "roster"))
+ENTRY_BYTES = np.uint64(ENTRY.itemsize)
+WANTED = np.uint64(layout.offset(ENTRY, "wanted"))
+APPLIED = np.uint64(layout.offset(STATE, "applied"))
 HEAD = np.uint64(layout.offset(RING, "head"))
 HOLD = np.uint64(layout.offset(RING, "hold"))
 ASKED = np.uint64(layout.offset(RING, "wants"))
@@ -69,13 +85,13 @@ PAUSE = np.uint64(layout.offset(CONTROL, "pause"))
 SUPERSTEP = np.uint64(layout.offset(CONTROL, "superstep"))
 HEARTBEAT = np.uint64(layout.offset(SHARD, "heartbeat"))
 FRAMES = np.uint64(layout.offset(SHARD, "frames"))
-SEEN_TABLE = np.uint64(layout.offset(SHARD, "seen_table"))
+PARKED = np.uint64(layout.offset(SHARD, "parked"))
 
 # The rings as this shard knows them: lines of a uint64 array of shape (KNOWN, MAX_LEARNERS). A line
 # is contiguous, because shard_sleep takes the addresses and the heads as C arrays.
 KNOWN = 9
 RINGS = 0  # addresses
-SEEN = 1  # heads that the shard has acted on
+HEADS = 1  # heads that the shard has acted on
 ROWS = 2
 GENERATIONS = 3
 TAILS = 4
@@ -87,18 +103,24 @@ WANTS = 8  # what the learner has asked for
 BEAT_NS = np.uint64(100_000_000)  # a sleeping shard shows a heartbeat this often
 HOLD_S = 0.02  # how long a consistent pull may keep a shard from beginning the next gradient
 HOLD_POLL_NS = np.uint64(50_000)
+PAUSE_POLL_NS = np.uint64(10_000_000)
 PASSES_PER_CLOCK = 16  # polls of the rings between two looks at the clock while spinning
 
 
 @compiled
 def _look_up(s: Shard, table: np.ndarray, known: np.ndarray) -> int:
-    """Takes the table of rings over; returns how many there are."""
+    """Takes the table of rings over; returns how many there are.
+
+    Says once more in each ring what is consumed and handed out: a server that died may have had no
+    time to.
+    """
     count = 0
     for row in range(MAX_LEARNERS):
-        if table[row * TABLE + RING_ADDRESS] != ZERO:
+        address = get(np.uint64(table.ctypes.data) + np.uint64(8 * (row * TABLE + RING_ADDRESS)))
+        if address != ZERO:
             tail = s.state[0].applied[s.number, row]
-            known[RINGS, count] = table[row * TABLE + RING_ADDRESS]
-            known[SEEN, count] = tail
+            known[RINGS, count] = address
+            known[HEADS, count] = tail
             known[ROWS, count] = np.uint64(row)
             known[GENERATIONS, count] = table[row * TABLE + RING_GENERATION]
             known[TAILS, count] = tail
@@ -106,6 +128,9 @@ def _look_up(s: Shard, table: np.ndarray, known: np.ndarray) -> int:
             known[SLOTS_AT, count] = table[row * TABLE + RING_SLOTS_AT]
             known[SLOT_BYTES, count] = table[row * TABLE + RING_SLOT_BYTES]
             known[WANTS, count] = ZERO
+            release(known[RINGS, count], np.uint64(s.number), tail)
+            if s.number == 0 and s.c[0].roster[row].drained == 0:
+                show_all_work(s.c, row, known[RINGS, count])
             count += 1
     return count
 
@@ -114,6 +139,12 @@ def _look_up(s: Shard, table: np.ndarray, known: np.ndarray) -> int:
 def _slot(s: Shard, known: np.ndarray, i: int) -> np.uint64:
     """Address of the oldest frame of the i-th ring. Not from the table, which may be newer."""
     return slot_of(s.c, known[RINGS, i], known[SLOTS_AT, i], known[SLOT_BYTES, i], known[TAILS, i])
+
+
+@compiled
+def _nap(s: Shard, bell_seen: np.uint32, timeout_ns: np.uint64) -> None:
+    """Sleeps until the shards' bell rings or the time is up."""
+    shard_sleep(s.control, np.uint64(s.number), ZERO, ZERO, ZERO, bell_seen, timeout_ns)
 
 
 @compiled
@@ -126,7 +157,7 @@ def _wait_for_pulls(s: Shard, known: np.ndarray, count: int, bell_seen: np.uint3
             continue
         end = clock() + HOLD_S
         while get32(at) == request and clock() < end:
-            shard_sleep(s.control, ZERO, ZERO, ZERO, bell_seen, HOLD_POLL_NS)
+            _nap(s, bell_seen, HOLD_POLL_NS)
         known[HELD, i] = np.uint64(request)
 
 
@@ -134,7 +165,7 @@ def _wait_for_pulls(s: Shard, known: np.ndarray, count: int, bell_seen: np.uint3
 def _consume(s: Shard, known: np.ndarray, i: int, tail: np.uint64) -> None:
     """Frames below `tail` are done with: the learner may fill their slots."""
     known[TAILS, i] = tail
-    known[SEEN, i] = tail
+    known[HEADS, i] = tail
     release(known[RINGS, i], np.uint64(s.number), tail)
 
 
@@ -150,15 +181,15 @@ def _on_arrival(s: Shard, known: np.ndarray, i: int) -> None:
     row = integer(known[ROWS, i])
     tail = known[TAILS, i]
     head = get(known[RINGS, i] + HEAD)
+    ring = known[RINGS, i]
+    more = s.number == 0 and takes_work(s.c, row, ring, known[GENERATIONS, i])
+    shown = s.c[0].roster[row].handed
     if _is_nonsense(s, head, tail):
-        if s.number == 0:
-            count_refused(s.c, row, BAD_SEQUENCE)
-        s.state[0].applied[s.number, row] = head
+        _refuse(s, row, BAD_SEQUENCE, NO_BATCH, head, False)
         _consume(s, known, i, head)
         return
     slot = _slot(s, known, i)
     frame = frame_at(slot)
-    batch = frame[0].batch
     reason = check_frame(s.c, frame, known[GENERATIONS, i], tail, integer(s.places[ELEMENTS]))
     if reason == OK:
         version = get(s.control + VERSION)
@@ -170,24 +201,28 @@ def _on_arrival(s: Shard, known: np.ndarray, i: int) -> None:
         take(s, 0, slot)
         apply_chunks(s, 1, 0)
         if s.number == 0:
-            count_applied(s.c, row, frame, version)
+            book_arrival(s, row, frame, version, more)
         finish(s)
     else:
-        if s.number == 0:
-            count_refused(s.c, row, reason)
-        s.state[0].applied[s.number, row] = tail + ONE
-    if s.number == 0:
-        settle(s.c, row, batch)
-        if (
-            get32(s.control + WORK) != NO_WORK
-            and s.c[0].roster[row].wanted == known[GENERATIONS, i]
-        ):
-            top_up(s.c, row, known[RINGS, i])
+        _refuse(s, row, reason, frame[0].batch, tail + ONE, more)
+    if more:
+        show_work(s.c, row, ring, shown)
     _consume(s, known, i, tail + ONE)
 
 
 @compiled
-def _superstep(s: Shard, known: np.ndarray, count: int, number: np.uint64) -> None:
+def _refuse(s: Shard, row: int, reason: int, batch: np.uint64, upto: np.uint64, more: bool) -> None:
+    """Frames below `upto` of this row count as consumed."""
+    if s.number == 0:
+        book_refusal(s, row, reason, batch, upto, more)
+    else:
+        s.state[0].applied[s.number, row] = upto
+
+
+@compiled
+def _superstep(
+    s: Shard, table: np.ndarray, known: np.ndarray, count: int, number: np.uint64
+) -> None:
     """Applies the mean of the gradients that the sync model has chosen; consumes the others."""
     members = 0
     scale = 0.0
@@ -207,9 +242,7 @@ def _superstep(s: Shard, known: np.ndarray, count: int, number: np.uint64) -> No
     if members > 0:
         apply_chunks(s, members, 0)
     if s.number == 0:
-        for i in range(count):
-            row = integer(known[ROWS, i])
-            count_superstep(s.c, row, _slot(s, known, i), version)
+        book_superstep(s, table, version)
     finish(s)
     for i in range(count):
         # Not by superstep_action: the manager may be writing the next superstep already.
@@ -233,29 +266,59 @@ def _keep_books(s: Shard, table: np.ndarray, known: np.ndarray, count: int) -> b
     again = False
     for i in range(count):
         row = integer(known[ROWS, i])
-        e = s.c[0].roster[row]
-        if e.wanted == known[GENERATIONS, i] or e.drained != 0:
+        wanted = get(s.control + ROSTER + np.uint64(row) * ENTRY_BYTES + WANTED)
+        if wanted == known[GENERATIONS, i] or s.c[0].roster[row].drained != 0:
             continue
         head = get(known[RINGS, i] + HEAD)
         if _empty(s, row, head) or _is_nonsense(s, head, known[TAILS, i]):
-            depart(s.c, row)
+            depart(s, row)
             bell(s.control + MANAGER_BELL)
         else:
             again = True
-    top_up_all(s.c, table)
+    top_up_all(s, table)
     return again
+
+
+@compiled
+def _applied_at(s: Shard, shard: int, row: int) -> np.uint64:
+    """Address of the count of a row's frames that a shard has consumed."""
+    word = np.uint64(shard * MAX_LEARNERS + row) * np.uint64(8)
+    return np.uint64(s.state.ctypes.data) + APPLIED + word
+
+
+@compiled
+def _is_behind(s: Shard, row: int) -> bool:
+    """Whether another shard has consumed more of this row's frames."""
+    mine = s.state[0].applied[s.number, row]
+    for shard in range(s.c[0].shards):  # noqa: SIM110 (compiled: no generators)
+        if get(_applied_at(s, shard, row)) > mine:  # acquire: its frame's head is read next
+            return True
+    return False
+
+
+@compiled
+def _catch_up(s: Shard, known: np.ndarray, count: int) -> bool:
+    """During a pause: consumes what another shard has consumed already; True if there was any."""
+    found = False
+    for i in range(count):
+        if _is_behind(s, integer(known[ROWS, i])):
+            _on_arrival(s, known, i)
+            found = True
+    return found
 
 
 @compiled
 def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
     """Serves values low to high of the weights until the manager says quit; returns passes made.
 
-    Parameter server, the thread of this shard. low and high are multiples of CHUNK, but for the end
-    of the weights. places: see places.py; all memory behind it stays mapped meanwhile.
+    Parameter server, the thread that holds the lease of this shard; recover() has been called. low
+    and high are multiples of CHUNK, but for the end of the weights. places: see places.py; all
+    memory behind it stays mapped meanwhile.
     """
     s = shard_of(index, low, high, places)
     table = words(places[TABLE_AT], MAX_LEARNERS * TABLE)
     table_version = places[WORDS_AT] + np.uint64(8 * TABLE_VERSION)
+    seen_version = places[WORDS_AT] + np.uint64(8 * (SEEN + index))
     quit_word = places[WORDS_AT] + np.uint64(8 * QUIT)
     record = s.state[0].record[index]
     collect = s.c[0].collect != 0
@@ -269,6 +332,7 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
     beat = ZERO
     passes = 0
     spin_until = 0.0
+    wide_awake(s.control, np.uint64(index))  # the one before may have died asleep
 
     while True:
         beat += ONE
@@ -278,29 +342,37 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
         if get(table_version) != known_table:
             known_table = get(table_version)
             count = _look_up(s, table, known)
-            put(s.me + SEEN_TABLE, known_table)
+            put(seen_version, known_table)
             bell(s.control + MANAGER_BELL)
             books_due = True
         if get(quit_word) != ZERO:
             return integer(beat)
-        s.c[0].shard[index].parked = np.uint32(get32(s.control + PAUSE) != 0)
-        if s.c[0].shard[index].parked != 0:
-            bell(s.control + MANAGER_BELL)
-            shard_sleep(s.control, ZERO, ZERO, ZERO, bell_seen, BEAT_NS)
+        pause = get(s.control + PAUSE)
+        if pause != ZERO and superstep <= record.supersteps and clock() * 1e9 < float(pause):
+            if not collect and _catch_up(s, known, count):
+                continue
+            if get(s.me + PARKED) != pause:
+                put(s.me + PARKED, pause)  # SYNC POINT: pause
+                bell(s.control + SHARD_BELL)  # the others look again whether they are behind
+                bell(s.control + MANAGER_BELL)
+                continue
+            _nap(s, bell_seen, PAUSE_POLL_NS)
             continue
+        if s.c[0].shard[index].parked != ZERO:
+            put(s.me + PARKED, ZERO)
 
         progress = False
         heard = False
         _wait_for_pulls(s, known, count, bell_seen)
         if collect:
             if superstep > record.supersteps:
-                _superstep(s, known, count, superstep)
+                _superstep(s, table, known, count, superstep)
                 progress = True
             if index == 0:
                 for i in range(count):
                     head = get(known[RINGS, i] + HEAD)  # SYNC POINT: frame
-                    heard = heard or head != known[SEEN, i]
-                    known[SEEN, i] = head
+                    heard = heard or head != known[HEADS, i]
+                    known[HEADS, i] = head
         else:
             for i in range(count):
                 if get(known[RINGS, i] + HEAD) != known[TAILS, i]:  # SYNC POINT: frame
@@ -336,8 +408,9 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
             watched = 0
         shard_sleep(
             s.control,
+            np.uint64(index),
             known[RINGS].ctypes.data,
-            known[SEEN].ctypes.data,
+            known[HEADS].ctypes.data,
             np.uint64(watched),
             bell_seen,
             BEAT_NS,
@@ -349,6 +422,6 @@ SIGNATURE = "int64(int64, int64, int64, uint64[::1])"
 
 
 def load() -> None:
-    """Loads `serve` and `recover` from Numba's cache, or compiles them (some 20 s, once)."""
-    for function in (recover, serve):
+    """Loads what follows from Numba's cache, or compiles it (some 30 s, once)."""
+    for function in (can_recover, recover, serve):
         function.compile(SIGNATURE)  # type: ignore[attr-defined]

@@ -31,9 +31,12 @@ wake = types.ExternalFunction("ps_wake", _void(_u64))
 bell = types.ExternalFunction("ps_bell", _void(_u64))
 clock = types.ExternalFunction("ps_clock", _f64())
 release = types.ExternalFunction("ps_release", _void(_u64, _u64, _u64))
-hand_out = types.ExternalFunction("ps_hand_out", _void(_u64, _u64))
+hand_out = types.ExternalFunction("ps_hand_out", _void(_u64, _u64, _u64))
 spin_once = types.ExternalFunction("ps_spin_once", _void())
-shard_sleep = types.ExternalFunction("ps_shard_sleep", _void(_u64, _u64, _u64, _u64, _u32, _u64))
+wide_awake = types.ExternalFunction("ps_wide_awake", _void(_u64, _u64))
+shard_sleep = types.ExternalFunction(
+    "ps_shard_sleep", _void(_u64, _u64, _u64, _u64, _u64, _u32, _u64)
+)
 
 
 @intrinsic
@@ -44,6 +47,25 @@ def _pointer(context: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(types.uint64), build
+
+
+@intrinsic
+def mark(context: Any, address: Any, value: Any) -> Any:
+    """`put`, but as a part of the loop around it, which costs that loop nothing.
+
+    All stores before it come before it. All stores after it come after it in the order of this
+    thread, which is what counts for who finds its memory once it is dead: a signal ends a thread
+    between two instructions. So a fence for the compiler is enough. Between living threads the
+    processor may still let a later store overtake this one (ARM does, x86 does not).
+    """
+
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(args[1], word, "release", 8)
+        builder.fence("seq_cst", "singlethread")
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64), build
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -241,3 +241,45 @@ def stopped(report: Mapping[str, Any]) -> str:
         f"{report['gradients_dropped']:,} dropped, {report['gradients_refused']:,} refused, "
         f"{report['samples']:,} samples"
     )
+
+
+def checkpointed(outcome: dict[str, Any]) -> str:
+    """What checkpoint says."""
+    return (
+        f"checkpoint of version {outcome['version']:,}: {outcome['path']} "
+        f"({outcome['bytes'] / 2**20:,.1f} MiB; training paused {outcome['pause_ms']:.1f} ms)"
+    )
+
+
+def raged(report: Mapping[str, Any]) -> Table:
+    """The end of `chaos`."""
+    hits = [
+        f"{count:,} {role}{what}"
+        for kind, what in (("kills", ""), ("stops", " stopped"))
+        for role, count in report[kind].items()
+        if count or kind == "kills"
+    ]
+    rows = {
+        "killed": f"{', '.join(hits)} in {duration(report['seconds'])} (seed {report['seed']})",
+        "fail-over": _spread(report["failover_ms"], "kill to the next applied gradient"),
+        "restart": _spread(report["restart_ms"], "likewise, where no server stood by"),
+        "take-over": _spread(report["takeover_ms"], "kill to the next active server"),
+        "ring reclaimed": _spread(report["reclaim_ms"], "after a learner's death"),
+    }
+    counted = f"{report['applied']:,} applied, {report['dropped']:,} dropped"
+    if report["own_job"]:
+        rows["gradients"] = f"{report['published']:,} published, {counted}"
+        rows["lost"] = f"{report['lost']:,}"
+        rows["applied twice"] = f"{report['applied_twice']:,}"
+        rows["torn"] = f"{report['torn_values']:,} values, counted in the weights themselves"
+    else:
+        rows["gradients"] = f"{counted}, by the job's counters"
+        rows["lost"] = report["ledger"]
+    return facts(rows)
+
+
+def _spread(times: Mapping[str, Any], what: str) -> str:
+    if not times["samples"]:
+        return "not measured"
+    numbers = ", ".join(f"{name} {times[name]:.1f}" for name in ("p50", "p99", "max"))
+    return f"{numbers} ms {what} ({times['samples']:,} times)"

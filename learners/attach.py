@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gadei_ps import segment, weights
-from gadei_ps.control import Attach, Connection, Detach, Offer, TensorOffer, memory_file
+from gadei_ps import _native, layout, segment, weights
+from gadei_ps.control import Attach, Detach, Lasting, Offer, TensorOffer, memory_file
 from gadei_ps.errors import GadeiError, JobFailed
-from gadei_ps.layout import Role, SegmentKind
+from gadei_ps.layout import CONTROL, Phase, Role, SegmentKind
 from gadei_ps.segment import Segment
 from gadei_ps.weights import Tensor
 
+DETACH_S = 1.0
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -32,7 +33,7 @@ class Place:
     ring: Segment
 
 
-def offer(connection: Connection, tensors: Arrays, buffers: Arrays) -> None:
+def offer(connection: Lasting, tensors: Arrays, buffers: Arrays) -> None:
     """Makes the job's model, or checks that it is this one.
 
     Raises ModelMismatch or NoSharedMemory.
@@ -55,7 +56,7 @@ def offer(connection: Connection, tensors: Arrays, buffers: Arrays) -> None:
         os.close(fd)
 
 
-def attach(connection: Connection, name: str) -> Place:
+def attach(connection: Lasting, name: str) -> Place:
     """Gets a place for this process. A place whose memory cannot be mapped is given back."""
     reply = connection.request(Attach(name=name[:31]))
     try:
@@ -83,12 +84,20 @@ def _map(reply: dict[str, Any], part: str, kind: SegmentKind, *, writable: bool)
         ) from None
 
 
-def detach(connection: Connection, row: int, generation: int, pid: int) -> None:
+def detach(
+    connection: Lasting, row: int, generation: int, pid: int, place: Place | None = None
+) -> None:
     """Leaves, if this is still process `pid` and not a fork of it, and closes the connection."""
     if os.getpid() != pid:
         return
+    patience_s = DETACH_S
+    if place is not None:
+        # Without a watchdog nobody hears us; the next one reads it here.
+        _native.store(place.ring.address + layout.offset(layout.RING, "left"), 1)
+        if int(place.control.view(CONTROL)["phase"]) >= Phase.STOPPED:
+            patience_s = 0.0
     try:
-        connection.request(Detach(row=row, generation=generation))
+        connection.request(Detach(row=row, generation=generation), patience_s=patience_s)
     except GadeiError:
         pass  # the job is gone, or has let go of us already
     finally:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native, layout, process, weights
-from gadei_ps.control import Connection, SetWork
+from gadei_ps.control import Lasting, SetWork
 from gadei_ps.errors import (
     Evicted,
     GadeiError,
@@ -46,8 +46,9 @@ from gadei_ps.learners.attach import Arrays, attach, detach, offer
 from gadei_ps.weights import FloatArray, Model, Tensor
 
 JOB_VARIABLE = "GADEI_PS_JOB"
-SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the server lives
-GONE_S = 1.0  # how long a job may be without a server before its learners give up
+NAME_VARIABLE = "GADEI_PS_NAME"
+SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
+GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
 CONSISTENT_S = 5.0
 HOLD_S = 0.03  # above what a shard waits for a consistent pull
 
@@ -98,11 +99,11 @@ class Client:
         except KeyError:
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
         self._pid = os.getpid()
-        self._connection = Connection(target)
+        self._connection = Lasting(target)
         try:
             if tensors is not None:
                 offer(self._connection, tensors, buffers or {})
-            place = attach(self._connection, name)
+            place = attach(self._connection, name or os.environ.get(NAME_VARIABLE, ""))
         except BaseException:
             self._connection.close()
             raise
@@ -127,7 +128,7 @@ class Client:
         self._holds = 0
         self._copies = False  # whether gradients are computed from what pull() copied
         self._finalizer = weakref.finalize(
-            self, detach, self._connection, self.row, self.generation, self._pid
+            self, detach, self._connection, self.row, self.generation, self._pid, place
         )
         # Before weakref's own hook, which runs after threads and modules may be gone.
         atexit.register(self._finalizer)
@@ -387,7 +388,7 @@ class Client:
     # -- waiting --------------------------------------------------------------------------------
 
     def _wait(self, attempt: Callable[[int], int], timeout_s: float | None, what: str) -> int:
-        """Repeats a native wait in slices, looking between them whether the server lives."""
+        """Repeats a native wait in slices, looking between them whether the job lives."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         gone_since = None
         while True:
@@ -402,17 +403,21 @@ class Client:
             if result == _native.PS_EVICTED:
                 raise Evicted(f"job {self.job!r} has given this learner's place away")
             now = time.monotonic()
-            if self._server_lives():
+            if self._job_lives():
                 gone_since = None
             elif gone_since is None:
                 gone_since = now
             elif now - gone_since > GONE_S:
-                raise JobFailed(f"the parameter server of job {self.job!r} is gone")
+                raise JobFailed(f"the server and the watchdog of job {self.job!r} are gone")
             if until is not None and now >= until:
                 raise PushTimeout(f"{what} within {timeout_s} s")
 
-    def _server_lives(self) -> bool:
-        return process.alive(int(self._control["lease_pid"]), int(self._control["lease_start"]))
+    def _job_lives(self) -> bool:
+        """Whether a server serves, or somebody is there to start one."""
+        return any(
+            process.alive(int(self._control[f"{who}_pid"]), int(self._control[f"{who}_start"]))
+            for who in ("lease", "watchdog")
+        )
 
     def _ended(self) -> GadeiError:
         if int(self._control["phase"]) == Phase.FAILED:

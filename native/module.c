@@ -5,11 +5,17 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <errno.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 
+#include "ps_lease.h"
 #include "ps_ring.h"
 #include "ps_sync.h"
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 #define COPY_WITH_GIL (1u << 14) /* values; below, handing the GIL over costs more than the copy */
 
 static int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, uint64_t *out)
@@ -163,6 +169,52 @@ METHOD(snapshot)
     return PyBool_FromLong(whole);
 }
 
+METHOD(lease_make)
+{
+    UNUSED;
+    TAKES(1)
+    int error = -ps_lease_make(arg[0]);
+    if (error) {
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    Py_RETURN_NONE;
+}
+
+METHOD(lease_take)
+{
+    UNUSED;
+    TAKES(2)
+    int result;
+    Py_BEGIN_ALLOW_THREADS
+    result = ps_lease_take(arg[0], arg[1]);
+    Py_END_ALLOW_THREADS
+    if (result <= -1000) {
+        errno = -1000 - result;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return PyLong_FromLong(result);
+}
+
+METHOD(lease_release)
+{
+    UNUSED;
+    TAKES(1)
+    ps_lease_release(arg[0]);
+    Py_RETURN_NONE;
+}
+
+METHOD(populate)
+{
+    UNUSED;
+    TAKES(2)
+    /* Best effort: kernels before 5.14 fill them at the first access. */
+    Py_BEGIN_ALLOW_THREADS
+    madvise((void *)arg[0], arg[1], MADV_POPULATE_WRITE);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 METHOD(futex_wait)
 {
     UNUSED;
@@ -287,17 +339,22 @@ METHOD(layout)
     END(ps_header)
     BEGIN(ps_shard)
     FIELD(ps_shard, heartbeat) FIELD(ps_shard, sequence) FIELD(ps_shard, frames)
-    FIELD(ps_shard, parked) FIELD(ps_shard, tid) FIELD(ps_shard, seen_table)
+    FIELD(ps_shard, parked) FIELD(ps_shard, tid) FIELD(ps_shard, recovered)
+    FIELD(ps_shard, lease)
     END(ps_shard)
+    BEGIN(ps_server)
+    FIELD(ps_server, pid) FIELD(ps_server, state) FIELD(ps_server, start) FIELD(ps_server, beat)
+    END(ps_server)
     BEGIN(ps_entry)
     FIELD(ps_entry, generation) FIELD(ps_entry, wanted) FIELD(ps_entry, pid) FIELD(ps_entry, gone) FIELD(ps_entry, pid_start)
     FIELD(ps_entry, name) FIELD(ps_entry, served) FIELD(ps_entry, retired) FIELD(ps_entry, grant)
-    FIELD(ps_entry, grant_seq) FIELD(ps_entry, applied) FIELD(ps_entry, dropped)
+    FIELD(ps_entry, grant_seq) FIELD(ps_entry, member) FIELD(ps_entry, base)
+    FIELD(ps_entry, applied) FIELD(ps_entry, dropped)
     FIELD(ps_entry, refused) FIELD(ps_entry, samples) FIELD(ps_entry, loss)
     FIELD(ps_entry, started) FIELD(ps_entry, finished) FIELD(ps_entry, version)
     FIELD(ps_entry, staleness_sum) FIELD(ps_entry, staleness_max) FIELD(ps_entry, clock)
-    FIELD(ps_entry, reason) FIELD(ps_entry, drained) FIELD(ps_entry, unasked)
-    FIELD(ps_entry, histogram) FIELD(ps_entry, outstanding)
+    FIELD(ps_entry, reason) FIELD(ps_entry, drained) FIELD(ps_entry, unasked) FIELD(ps_entry, handed)
+    FIELD(ps_entry, histogram) FIELD(ps_entry, outstanding) FIELD(ps_entry, items)
     END(ps_entry)
     BEGIN(ps_control)
     FIELD(ps_control, header) FIELD(ps_control, shards) FIELD(ps_control, slots)
@@ -308,14 +365,21 @@ METHOD(layout)
     FIELD(ps_control, model_ready) FIELD(ps_control, watchdog_pid)
     FIELD(ps_control, watchdog_start) FIELD(ps_control, lease_generation)
     FIELD(ps_control, lease_pid) FIELD(ps_control, lease_state) FIELD(ps_control, lease_start)
+    FIELD(ps_control, lease_shards)
     FIELD(ps_control, version) FIELD(ps_control, supersteps_done) FIELD(ps_control, shard_bell)
     FIELD(ps_control, manager_bell) FIELD(ps_control, sleepers) FIELD(ps_control, superstep)
-    FIELD(ps_control, superstep_applies) FIELD(ps_control, work) FIELD(ps_control, batches)
+    FIELD(ps_control, work) FIELD(ps_control, batches)
     FIELD(ps_control, epochs) FIELD(ps_control, seed) FIELD(ps_control, next)
     FIELD(ps_control, epochs_done) FIELD(ps_control, requeued)
     FIELD(ps_control, past_applied) FIELD(ps_control, past_dropped)
     FIELD(ps_control, past_refused) FIELD(ps_control, past_samples)
-    FIELD(ps_control, requeued_total) FIELD(ps_control, shard) FIELD(ps_control, roster)
+    FIELD(ps_control, requeued_total) FIELD(ps_control, lease)
+    FIELD(ps_control, heir)
+    FIELD(ps_control, server_deaths) FIELD(ps_control, server_starts)
+    FIELD(ps_control, learner_deaths) FIELD(ps_control, watchdog_starts)
+    FIELD(ps_control, checkpoints) FIELD(ps_control, checkpoint_version)
+    FIELD(ps_control, checkpoint_failures) FIELD(ps_control, started)
+    FIELD(ps_control, config) FIELD(ps_control, server) FIELD(ps_control, shard) FIELD(ps_control, roster)
     FIELD(ps_control, superstep_action) FIELD(ps_control, superstep_reason) FIELD(ps_control, superstep_upto)
     FIELD(ps_control, requeue)
     END(ps_control)
@@ -331,12 +395,15 @@ METHOD(layout)
     BEGIN(ps_record)
     FIELD(ps_record, cursor) FIELD(ps_record, ring) FIELD(ps_record, generation)
     FIELD(ps_record, sequence) FIELD(ps_record, step) FIELD(ps_record, rate) FIELD(ps_record, version) FIELD(ps_record, applies)
-    FIELD(ps_record, steps) FIELD(ps_record, supersteps)
+    FIELD(ps_record, steps) FIELD(ps_record, supersteps) FIELD(ps_record, booked)
     END(ps_record)
+    BEGIN(ps_journal)
+    FIELD(ps_journal, used) FIELD(ps_journal, words)
+    END(ps_journal)
     BEGIN(ps_state)
     FIELD(ps_state, header) FIELD(ps_state, streams) FIELD(ps_state, slots_at)
     FIELD(ps_state, slot_bytes) FIELD(ps_state, undo_at) FIELD(ps_state, record)
-    FIELD(ps_state, applied)
+    FIELD(ps_state, applied) FIELD(ps_state, journal)
     END(ps_state)
     BEGIN(ps_frame)
     FIELD(ps_frame, sequence) FIELD(ps_frame, generation) FIELD(ps_frame, clock)
@@ -354,7 +421,7 @@ METHOD(layout)
     FIELD(ps_ring, slot_bytes) FIELD(ps_ring, slots_at) FIELD(ps_ring, capacity)
     FIELD(ps_ring, head) FIELD(ps_ring, waits_slot) FIELD(ps_ring, waits_work)
     FIELD(ps_ring, hold) FIELD(ps_ring, wants) FIELD(ps_ring, heartbeat) FIELD(ps_ring, pulled)
-    FIELD(ps_ring, work_tail) FIELD(ps_ring, released) FIELD(ps_ring, work_head)
+    FIELD(ps_ring, work_tail) FIELD(ps_ring, left) FIELD(ps_ring, released) FIELD(ps_ring, work_head)
     FIELD(ps_ring, work_items) FIELD(ps_ring, tail)
     END(ps_ring)
     return all;
@@ -377,6 +444,10 @@ static PyMethodDef methods[] = {
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
     ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),
     ENTRY(snapshot, "snapshot(control, shard, to, from, bytes) -> whether the copy is whole"),
+    ENTRY(lease_make, "lease_make(lease): when no process that knows it is alive"),
+    ENTRY(lease_take, "lease_take(lease, timeout_ns) -> whether its holder died; or PS_TIMEOUT"),
+    ENTRY(lease_release, "lease_release(lease): by the thread that holds it"),
+    ENTRY(populate, "populate(address, bytes): page tables filled, so that no access faults"),
     ENTRY(futex_wait, "futex_wait(word, expected, timeout_ns)"),
     ENTRY(futex_wake, "futex_wake(word)"),
     ENTRY(bell, "bell(word): add one and wake all"),

@@ -24,7 +24,9 @@
 #include "ps_json.h"
 #include "ps_sync.h"
 
-#define CONTROL_NS 10000000000ull /* for the watchdog to answer */
+#define CONTROL_NS 10000000000ull /* for the watchdog to answer, or for another one to come */
+#define DETACH_NS 1000000000ull
+#define RECONNECT_NS 20000000l
 #define MAX_REPLY 65536u
 #define NAME_BYTES 256 /* of a segment; the kernel's limit */
 
@@ -66,6 +68,7 @@ static int exchange(gadei_learner *learner, short event, char *bytes, size_t cou
             moved = event == POLLIN ? recv(learner->socket, bytes, count, MSG_DONTWAIT)
                                     : send(learner->socket, bytes, count,
                                            MSG_DONTWAIT | MSG_NOSIGNAL);
+        learner->lost = moved == 0 || (moved < 0 && errno != EINTR && errno != EAGAIN);
         if (moved == 0)
             return ps_fail(learner, GADEI_ERROR, "%s: the watchdog has closed the connection",
                            learner->path);
@@ -107,7 +110,50 @@ static int read_reply(gadei_learner *learner, char *text, size_t length, struct 
     return GADEI_OK;
 }
 
+static int open_control(gadei_learner *learner);
+static int request_once(gadei_learner *learner, const char *json, struct json_field *fields,
+                        size_t count);
+
+/* Waits for another watchdog at the job's socket; 0 if none comes in time. */
+static int reconnect(gadei_learner *learner, uint64_t until)
+{
+    const struct timespec nap = {0, RECONNECT_NS};
+    while (ps_now_ns() < until) {
+        if (!open_control(learner))
+            return 1;
+        if (learner->socket >= 0)
+            close(learner->socket);
+        learner->socket = -1;
+        nanosleep(&nap, NULL);
+    }
+    return 0;
+}
+
+static int lasting_request(gadei_learner *learner, const char *json, struct json_field *fields,
+                           size_t count, uint64_t patience_ns)
+{
+    uint64_t until = ps_now_ns() + patience_ns;
+    for (;;) {
+        learner->lost = 0;
+        int result = request_once(learner, json, fields, count);
+        if (!learner->lost)
+            return result;
+        char why[sizeof learner->error];
+        memcpy(why, learner->error, sizeof why);
+        if (!reconnect(learner, until)) {
+            memcpy(learner->error, why, sizeof why);
+            return result;
+        }
+    }
+}
+
 int ps_request(gadei_learner *learner, const char *json, struct json_field *fields, size_t count)
+{
+    return lasting_request(learner, json, fields, count, CONTROL_NS);
+}
+
+static int request_once(gadei_learner *learner, const char *json, struct json_field *fields,
+                        size_t count)
 {
     if (learner->socket < 0)
         return ps_fail(learner, GADEI_ERROR, "%s: the connection is lost", learner->path);
@@ -391,7 +437,14 @@ static void leave(gadei_learner *learner)
     char json[128];
     snprintf(json, sizeof json, "{\"v\":1,\"op\":\"detach\",\"row\":%u,\"generation\":%llu}",
              learner->row, (unsigned long long)learner->generation);
-    ps_request(learner, json, NULL, 0); /* fails if the job is gone or has let go of us already */
+    uint64_t patience_ns = DETACH_NS;
+    if (learner->ring) { /* without a watchdog nobody hears us; the next one reads it here */
+        ps_store_release(&learner->ring->left, 1);
+        if (__atomic_load_n(&learner->control->phase, __ATOMIC_RELAXED) >= PS_PHASE_STOPPED)
+            patience_ns = 0;
+    }
+    /* Fails if the job is gone or has let go of us already. */
+    lasting_request(learner, json, NULL, 0, patience_ns);
 }
 
 int gadei_attach(const char *job_or_socket, const char *name, gadei_learner **out)

@@ -15,7 +15,7 @@
 
 #define SLICE_NS 100000000ull /* how long a wait may sleep before it looks for the server */
 #define LONGEST_MS 1000000000000 /* thirty years: no sum of it overflows */
-#define GONE_NS 1000000000ull /* how long a job may be without a server */
+#define GONE_NS 10000000000ull /* how long a job may be without server and watchdog */
 
 static_assert((int)GADEI_TIMEOUT == PS_TIMEOUT && (int)GADEI_STOPPED == PS_STOPPED &&
               (int)GADEI_EVICTED == PS_EVICTED && (int)GADEI_FINISHED == PS_FINISHED, "results");
@@ -79,11 +79,19 @@ static uint64_t start_ticks(int32_t pid)
     return strtoull(at, NULL, 10);
 }
 
-static int server_lives(const gadei_learner *learner)
+static int alive(const int32_t *pid_word, const uint64_t *start_word)
 {
-    int32_t pid = __atomic_load_n(&learner->control->lease_pid, __ATOMIC_RELAXED);
-    uint64_t start = ps_load_acquire(&learner->control->lease_start);
+    int32_t pid = __atomic_load_n(pid_word, __ATOMIC_RELAXED);
+    uint64_t start = ps_load_acquire(start_word);
     return pid > 0 && start && start_ticks(pid) == start;
+}
+
+/* Whether a server serves, or somebody is there to start one. */
+static int job_lives(const gadei_learner *learner)
+{
+    const struct ps_control *control = learner->control;
+    return alive(&control->lease_pid, &control->lease_start) ||
+           alive(&control->watchdog_pid, &control->watchdog_start);
 }
 
 static int try_turn(gadei_learner *learner, uint64_t ns)
@@ -157,13 +165,13 @@ static int wait_for(gadei_learner *learner, int (*attempt)(gadei_learner *, uint
             return ps_fail(learner, GADEI_EVICTED, "job '%s' has given this learner's place away",
                            learner->job);
         now = ps_now_ns();
-        if (server_lives(learner))
+        if (job_lives(learner))
             gone_since = 0;
         else if (!gone_since)
             gone_since = now;
         else if (now - gone_since > GONE_NS)
-            return ps_fail(learner, GADEI_FAILED, "the parameter server of job '%s' is gone",
-                           learner->job);
+            return ps_fail(learner, GADEI_FAILED,
+                           "the server and the watchdog of job '%s' are gone", learner->job);
         if (now >= until)
             return ps_fail(learner, GADEI_TIMEOUT, "%s within %lld ms", what,
                            (long long)timeout_ms);

@@ -17,6 +17,7 @@ struct mapping {
 
 struct gadei_learner {
     int socket; /* -1 once it is of no more use */
+    int lost;   /* the other end of it went away during the last request */
     pid_t pid;
     char job[64];
     char path[108]; /* of the socket */

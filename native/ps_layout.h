@@ -20,15 +20,16 @@
 #include <stdint.h>
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 1u
+#define PS_LAYOUT_VERSION 2u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
 #define PS_AHEAD 16         /* batches a learner may hold at once */
 #define PS_HISTOGRAM 32     /* staleness 0..15 each, then one bin for each power of two */
-#define PS_CHUNK 1024       /* values between two entries of the undo log */
+#define PS_CHUNK 64         /* values between two entries of the undo log */
 #define PS_MAX_STREAMS 3    /* weights and at most two optimizer slots */
 #define PS_HYPER 32         /* packed hyper-parameters, float64 */
+#define PS_JOURNAL 248      /* words of the journal; a transaction takes some 110 at most */
 #define PS_MAX_DIMS 8
 #define PS_NO_BATCH UINT64_MAX
 #define PS_UNBOUNDED (1ull << 62)
@@ -42,6 +43,7 @@ enum ps_phase {
     PS_PHASE_STARTING = 0, PS_PHASE_SERVING = 1, PS_PHASE_DRAINING = 2, PS_PHASE_STOPPED = 3,
     PS_PHASE_FAILED = 4,
 };
+enum ps_server_state { PS_SERVER_NONE = 0, PS_SERVER_STARTING = 1, PS_SERVER_READY = 2 };
 enum ps_stop { PS_GO = 0, PS_STOP_DRAIN = 1, PS_STOP_NOW = 2 };
 enum ps_work { PS_NO_WORK = 0, PS_WORKING = 1, PS_WORK_DONE = 2 };
 enum ps_action { PS_SKIP = 0, PS_APPLY = 1, PS_DROP = 2, PS_REFUSE = 3 };
@@ -72,11 +74,19 @@ struct ps_shard {          /* S: the thread of this shard; two lines */
     uint64_t heartbeat;    /* passes of its loop */
     uint64_t sequence;     /* sequence lock over its part of the weights: odd while it writes */
     uint64_t frames;       /* gradients or supersteps applied */
-    uint32_t parked;       /* 1 while it obeys pause */
+    uint64_t parked;       /* the pause that it obeys */
     uint32_t tid;
-    uint64_t seen_table;   /* version of the ring table that it works with */
+    uint32_t recovered;    /* gradients that it finished for a server that died */
     uint8_t pad0[24];
-    uint8_t pad1[64];
+    uint64_t lease[8];     /* robust mutex: who holds it may write this shard's part (ps_lease.h) */
+};
+
+struct ps_server {         /* a server process, one line; W: pid, start, S (its manager): the rest */
+    int32_t pid;
+    uint32_t state;        /* enum ps_server_state */
+    uint64_t start;
+    uint64_t beat;         /* passes of the manager's loop */
+    uint64_t pad[5];
 };
 
 struct ps_entry {          /* a row of the roster */
@@ -84,7 +94,7 @@ struct ps_entry {          /* a row of the roster */
     uint64_t generation;   /* of the learner that has the row, or had it last */
     uint64_t wanted;       /* the same while the learner is there, 0 once it is gone */
     int32_t pid;
-    uint32_t gone;         /* why it left: 1 detached, 2 died */
+    uint32_t gone;         /* why it left: 1 detached, 2 died, 3 hung */
     uint64_t pid_start;
     char name[32];
     /* S (manager), one line */
@@ -92,8 +102,9 @@ struct ps_entry {          /* a row of the roster */
     uint64_t retired;      /* last generation that is gone and of which nothing is left to apply */
     uint64_t grant;        /* in the learner's own clock */
     uint32_t grant_seq;    /* futex of the learner: bumped when grant changes */
-    uint32_t pad1;
-    uint64_t pad2[4];
+    uint32_t member;       /* 1: the sync model waits for it */
+    uint64_t base;         /* clock in the sync model less gradients reported to it, modulo 2^64 */
+    uint64_t pad2[3];
     /* 0, from here on; W clears them for a new learner, before `generation` */
     uint64_t applied;      /* of this generation */
     uint64_t dropped;
@@ -109,10 +120,11 @@ struct ps_entry {          /* a row of the roster */
     uint32_t reason;       /* of the last refusal */
     uint32_t drained;      /* 1: gone, and all that it published is consumed and handed back */
     uint64_t unasked;      /* gradients that named a batch which was not handed to it */
-    uint64_t pad3[3];
+    uint64_t handed;       /* batches handed to it; the last of them are in items */
+    uint64_t pad3[2];
     uint64_t histogram[PS_HISTOGRAM];
     uint64_t outstanding[PS_AHEAD]; /* batches handed to it and not yet answered; PS_NO_BATCH: free */
-    uint64_t pad4[16];
+    uint64_t items[PS_AHEAD];       /* batch number n is at n % PS_AHEAD; the ring has a copy */
 };
 
 struct ps_control {
@@ -132,18 +144,18 @@ struct ps_control {
     /* 448: W */
     uint32_t phase;
     uint32_t stop;
-    uint32_t pause;
     uint32_t model_ready;        /* 1: weights and state exist */
     int32_t watchdog_pid;
-    uint32_t pad1;
     uint64_t watchdog_start;
+    uint64_t pause;              /* CLOCK_MONOTONIC ns until which shards stand still; 0: none */
     uint64_t pad2[4];
-    /* 512: S, the lease: who may write weights and state */
-    uint64_t lease_generation;
+    /* 512: S, which server is the active one */
+    uint64_t lease_generation;   /* how many have been so far */
     int32_t lease_pid;
     uint32_t lease_state;        /* 1: serving */
     uint64_t lease_start;
-    uint64_t pad3[5];
+    uint64_t lease_shards;       /* 1: a server holds the leases of all shards; others may wait */
+    uint64_t pad3[4];
     /* 576: 0 */
     uint64_t version;            /* count of applied gradients */
     uint64_t supersteps_done;    /* S (manager) */
@@ -151,14 +163,11 @@ struct ps_control {
     /* 640: futexes of the server; any of its threads, and W */
     uint32_t shard_bell;
     uint32_t manager_bell;
-    uint32_t sleepers;           /* shard threads asleep: a learner that publishes must wake them */
-    uint32_t pad5;
+    uint64_t sleepers;           /* a bit for each shard asleep: who publishes must wake them */
     uint64_t pad6[6];
     /* 704: S (manager), the open superstep of a collecting model */
     uint64_t superstep;          /* number; stored last */
-    uint32_t superstep_applies;  /* how many members' gradients are in the mean */
-    uint32_t pad7;
-    uint64_t pad8[6];
+    uint64_t pad8[7];
     /* 768: 0, the work ledger; W before `work` is set */
     uint32_t work;               /* enum ps_work */
     uint32_t pad9;
@@ -176,7 +185,22 @@ struct ps_control {
     uint64_t past_samples;
     uint64_t requeued_total;
     uint64_t pad11[3];
-    /* 896 */
+    /* 896: robust mutexes (ps_lease.h) */
+    uint64_t lease[8];           /* who holds it writes the roster's S words and supersteps */
+    uint64_t heir[8];            /* who holds it may wait for the others: one server stands by */
+    /* 1024: W, what has happened to the job so far */
+    uint64_t server_deaths;
+    uint64_t server_starts;
+    uint64_t learner_deaths;
+    uint64_t watchdog_starts;
+    uint64_t checkpoints;
+    uint64_t checkpoint_version; /* of the last one written */
+    uint64_t checkpoint_failures;
+    uint64_t started;            /* CLOCK_REALTIME seconds */
+    /* 1088: W */
+    uint8_t config[32];          /* SHA-256 of what an adopting watchdog must have in common */
+    uint64_t pad12[4];
+    struct ps_server server[2];  /* 1152 */
     struct ps_shard shard[PS_MAX_SHARDS];
     struct ps_entry roster[PS_MAX_LEARNERS];
     uint32_t superstep_action[PS_MAX_LEARNERS]; /* enum ps_action of each ring's oldest frame */
@@ -219,9 +243,18 @@ struct ps_record {           /* S: the thread of this shard */
     uint64_t applies;        /* gradients in it: 1, or those in a superstep's mean */
     uint64_t steps;          /* optimizer steps finished */
     uint64_t supersteps;     /* number of the last one finished */
-    uint64_t pad[6];
+    uint64_t booked;         /* rows of the gradient in hand that the books know of; shard 0 only */
+    uint64_t pad[5];
 };
 #define PS_IDLE UINT64_MAX
+
+/* Old values of what the transaction in hand changes. A block: the old words, then one word that
+ * says where they belong. `used` is stored with release after each; 0: nothing in hand. */
+struct ps_journal {          /* 0 */
+    uint64_t used;
+    uint64_t pad[7];
+    uint64_t words[PS_JOURNAL];
+};
 
 struct ps_state {
     struct ps_header header;
@@ -232,6 +265,7 @@ struct ps_state {
     uint64_t pad[4];
     struct ps_record record[PS_MAX_SHARDS];
     uint64_t applied[PS_MAX_SHARDS][PS_MAX_LEARNERS]; /* frames consumed of each ring's generation */
+    struct ps_journal journal;
 };
 
 /* A frame: this header, then at PS_PAYLOAD_AT of the slot its payload. */
@@ -285,7 +319,8 @@ struct ps_ring {
     uint64_t heartbeat;
     uint64_t pulled;         /* version last pulled */
     uint64_t work_tail;      /* batches taken */
-    uint64_t pad3[3];
+    uint64_t left;           /* 1: it has detached, though no watchdog may have heard it */
+    uint64_t pad3[2];
     /* 320: S, any shard's thread */
     uint32_t released;       /* futex of the learner: bumped when a slot may have come free */
     uint32_t pad4;
@@ -304,9 +339,11 @@ struct ps_ring {
 PS_AT(ps_header, job_name, 64);
 static_assert(sizeof(struct ps_header) == 128, "header");
 static_assert(sizeof(struct ps_shard) == 128, "shard");
+static_assert(sizeof(struct ps_server) == 64, "server");
 PS_AT(ps_entry, served, 64);
 PS_AT(ps_entry, applied, 128);
 PS_AT(ps_entry, histogram, 256);
+PS_AT(ps_entry, items, 640);
 static_assert(sizeof(struct ps_entry) == 768, "entry");
 PS_AT(ps_control, hyper, 192);
 PS_AT(ps_control, phase, 448);
@@ -316,7 +353,11 @@ PS_AT(ps_control, shard_bell, 640);
 PS_AT(ps_control, superstep, 704);
 PS_AT(ps_control, work, 768);
 PS_AT(ps_control, past_applied, 832);
-PS_AT(ps_control, shard, 896);
+PS_AT(ps_control, lease, 896);
+PS_AT(ps_control, server_deaths, 1024);
+PS_AT(ps_control, config, 1088);
+PS_AT(ps_control, server, 1152);
+PS_AT(ps_control, shard, 1280);
 static_assert(sizeof(struct ps_tensor) == 256, "tensor");
 static_assert(sizeof(struct ps_weights) == 192, "weights");
 static_assert(sizeof(struct ps_record) == 128, "record");

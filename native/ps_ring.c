@@ -84,7 +84,7 @@ struct ps_frame *ps_claim(struct ps_ring *ring, const struct ps_control *control
     *result = wait_slot(ring, control, timeout_ns);
     if (*result)
         return NULL;
-    ring->heartbeat++;
+    __atomic_fetch_add(&ring->heartbeat, 1, __ATOMIC_RELAXED);
     return (struct ps_frame *)((char *)ring + ring->slots_at +
                                (ring->head % ring->slots) * ring->slot_bytes);
 }
@@ -100,9 +100,10 @@ void ps_publish(struct ps_ring *ring, const struct ps_control *control)
 /* Tells shard 0, which looks at the rings' words whenever it is awake. */
 static void ask(struct ps_ring *ring, const struct ps_control *control, uint32_t what)
 {
-    if (ring->wants & what)
+    /* Two threads of a learner may ask, the one that takes batches and the one that pushes. */
+    if (__atomic_load_n(&ring->wants, __ATOMIC_RELAXED) & what)
         return;
-    ps_store_release32(&ring->wants, ring->wants | what);
+    __atomic_fetch_or(&ring->wants, what, __ATOMIC_SEQ_CST);
     ps_fence();
     if (__atomic_load_n(&control->sleepers, __ATOMIC_RELAXED))
         ps_futex_wake(ps_low_half(&ring->head));
@@ -145,7 +146,7 @@ int ps_take_work(struct ps_ring *ring, const struct ps_control *control, uint64_
     }
     *item = ring->work_items[tail % PS_AHEAD];
     ring->work_tail++;
-    ring->heartbeat++;
+    __atomic_fetch_add(&ring->heartbeat, 1, __ATOMIC_RELAXED);
     return 0;
 }
 
@@ -180,22 +181,27 @@ void ps_release(uint64_t ring_address, uint64_t shard, uint64_t tail)
         ps_ring_bell(&ring->released);
 }
 
-void ps_hand_out(uint64_t ring_address, uint64_t item)
+void ps_hand_out(uint64_t ring_address, uint64_t number, uint64_t item)
 {
     struct ps_ring *ring = (struct ps_ring *)ring_address;
-    uint32_t head = ring->work_head;
-    ring->work_items[head % PS_AHEAD] = item;
-    ps_store_release32(&ring->work_head, head + 1); /* SYNC POINT: batch */
+    ring->work_items[number % PS_AHEAD] = item;
+    ps_store_release32(&ring->work_head, (uint32_t)number + 1); /* SYNC POINT: batch */
     ps_fence();
     if (__atomic_load_n(&ring->waits_work, __ATOMIC_RELAXED))
         ps_futex_wake(&ring->work_head);
 }
 
+void ps_wide_awake(uint64_t control_address, uint64_t shard)
+{
+    struct ps_control *control = (struct ps_control *)control_address;
+    __atomic_fetch_and(&control->sleepers, ~(1ull << shard), __ATOMIC_SEQ_CST);
+}
+
 /* Sleeps until one of the rings has a head other than seen[i], the shard bell rings, or the time
  * is up. Where the kernel has no futex_waitv (before 5.16), or for more rings than it takes, it
  * sleeps on the bell alone and looks at the rings every 200 us. */
-void ps_shard_sleep(uint64_t control_address, uint64_t rings, uint64_t seen, uint64_t count,
-                    uint32_t bell, uint64_t timeout_ns)
+void ps_shard_sleep(uint64_t control_address, uint64_t shard, uint64_t rings, uint64_t seen,
+                    uint64_t count, uint32_t bell, uint64_t timeout_ns)
 {
     static int no_waitv; /* set once, to the same value by whoever finds out */
     struct ps_control *control = (struct ps_control *)control_address;
@@ -203,7 +209,8 @@ void ps_shard_sleep(uint64_t control_address, uint64_t rings, uint64_t seen, uin
     struct waitv waits[WAITV_MAX];
     uint32_t entries = 0;
 
-    __atomic_fetch_add(&control->sleepers, 1, __ATOMIC_SEQ_CST);
+    /* A bit, not a count: whoever takes over from a shard that died asleep can clear it. */
+    __atomic_fetch_or(&control->sleepers, 1ull << shard, __ATOMIC_SEQ_CST);
     ps_fence(); /* pairs with the one in ps_publish */
     waits[entries++] = (struct waitv){bell, (uint64_t)&control->shard_bell, WAITV_SIZE_U32, 0};
     for (uint64_t i = 0; i < count; i++) {
@@ -215,15 +222,15 @@ void ps_shard_sleep(uint64_t control_address, uint64_t rings, uint64_t seen, uin
                                               (uint64_t)ps_low_half(&ring->head),
                                               WAITV_SIZE_U32, 0};
     }
-    if (!no_waitv && count < WAITV_MAX) {
+    if (!__atomic_load_n(&no_waitv, __ATOMIC_RELAXED) && count < WAITV_MAX) {
         uint64_t end = ps_now_ns() + timeout_ns;
         struct timespec limit = {(time_t)(end / 1000000000ull), (long)(end % 1000000000ull)};
         if (syscall(SYS_futex_waitv, waits, entries, 0, &limit, CLOCK_MONOTONIC) < 0 &&
             (errno == ENOSYS || errno == EPERM))
-            no_waitv = 1;
+            __atomic_store_n(&no_waitv, 1, __ATOMIC_RELAXED);
     } else {
         ps_futex_wait(&control->shard_bell, bell, timeout_ns < 200000 ? timeout_ns : 200000);
     }
 awake:
-    __atomic_fetch_sub(&control->sleepers, 1, __ATOMIC_SEQ_CST);
+    ps_wide_awake(control_address, shard);
 }

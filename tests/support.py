@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gadei_ps import _native, layout, segment
+from gadei_ps import _native, layout, process, segment
 from gadei_ps import places as place
 from gadei_ps.config import JobConfig, from_mapping
 from gadei_ps.control import Status, ask
@@ -151,6 +151,27 @@ def fork(count: int, function: Callable[..., None], *args: Any) -> Iterator[list
             child.kill()
 
 
+def gone(pid: int) -> bool:
+    """Ended with all its threads, though perhaps nobody has asked for its exit code yet."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return process.gone(pidfd, 0)
+    finally:
+        os.close(pidfd)
+
+
+def kill_all(job: str, socket: Path | None = None) -> None:
+    """SIGKILL for the job's watchdog and servers, all at once; its memory stays."""
+    pids = [status(str(socket or job))["watchdog_pid"], *segment.server_pids(job)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        eventually(lambda pid=pid: gone(pid), what=f"{pid} of {pids}")
+
+
 # -- jobs ---------------------------------------------------------------------------------------
 
 
@@ -212,9 +233,9 @@ class Rig:
         **settings: Any,
     ) -> None:
         # Here: the tests that need no shard are spared Numba.
-        from gadei_ps import apply, shard, sync
+        from gadei_ps import recover, shard, sync
 
-        self._apply, self._shard = apply, shard
+        self._recover, self._shard = recover, shard
         self.memory = JobMemory(config(name, **settings))
         self.memory.create_control(sync.parse("bsp" if collect else "asp"))
         try:
@@ -263,6 +284,9 @@ class Rig:
         self.roster[row]["generation"] = self.roster[row]["wanted"] = generation
         self.roster[row]["grant"] = layout.UNBOUNDED
         self.state["applied"][:, row] = 0
+        for field in ("drained", "handed", "unasked"):
+            self.roster[row][field] = 0
+        self.roster[row]["outstanding"] = layout.NO_BATCH
         self.table[row] = ring.address, generation, int(head["slot_bytes"]), int(head["slots_at"])
         self.words[place.TABLE_VERSION] += 1
         self.bell()
@@ -272,8 +296,8 @@ class Rig:
         self.table[row] = 0
         self.words[place.TABLE_VERSION] += 1
         self.bell()
-        seen = self.control["shard"]["seen_table"]
-        eventually(lambda: (seen[: self.shards] == self.words[place.TABLE_VERSION]).all())
+        seen = self.words[place.SEEN : place.SEEN + self.shards]
+        eventually(lambda: (seen == self.words[place.TABLE_VERSION]).all())
         self.memory.remove_ring(row)
 
     def word(self, field: str) -> int:
@@ -318,7 +342,7 @@ class Rig:
     def recover(self) -> list[int]:
         """For each shard whether a gradient was in hand."""
         return [
-            self._apply.recover(index, *self.range(index), self.places(index))
+            self._recover.recover(index, *self.range(index), self.places(index))
             for index in range(self.shards)
         ]
 

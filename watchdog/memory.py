@@ -1,34 +1,53 @@
-"""The job's segments: made, filled and removed by the watchdog, their creator and owner."""
+"""The job's segments: made, filled, adopted and removed by the watchdog, their owner."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
 import secrets
+import signal
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from gadei_ps import _native, layout, process, segment, weights
+from gadei_ps.checkpoint import Snapshot
 from gadei_ps.config import JobConfig
-from gadei_ps.errors import JobInUse
+from gadei_ps.errors import JobInUse, SegmentError
 from gadei_ps.kernels import optimizers
-from gadei_ps.layout import SegmentKind
+from gadei_ps.layout import Phase, SegmentKind, Stop
 from gadei_ps.segment import Segment
 from gadei_ps.sync import SyncModel
 from gadei_ps.weights import Model
 
+KILL_S = 10.0
 RING_SLOTS_AT = layout.rounded(layout.RING.itemsize, layout.PAGE)
 
 
-def clear_stale(job: str) -> list[str]:
-    """Removes what a job of this name that is no more has left. Raises JobInUse if one lives."""
+def clear_dead(job: str) -> list[str]:
+    """Removes what a job of this name that has no watchdog any more has left; ends its servers.
+
+    The caller holds the job's lock. Raises JobInUse if a watchdog lives after all: one with another
+    runtime directory.
+    """
     found = segment.find(job)
-    living = [one for one in found if not one.stale]
-    if living:
+    owned = [one for one in found if one.owned]
+    if owned:
         raise JobInUse(
-            f"job {job!r} is in use: process {living[0].owner_pid} owns {living[0].name[1:]}; "
+            f"job {job!r} is in use: process {owned[0].owner_pid} owns {owned[0].name[1:]}; "
             "choose another name or stop it (gadei-ps stop)"
         )
+    for pid in segment.server_pids(job):
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            try:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                process.gone(pidfd, KILL_S)
+            finally:
+                os.close(pidfd)
     return [one.name for one in found if segment.unlink(one.name)]
 
 
@@ -67,14 +86,110 @@ class JobMemory:
         control["optimizer"] = spec.kind
         control["spin_ns"] = int(self.config.resolved_spin_us() * 1e3)
         control["hyper"][: optimizers.HYPER] = spec.pack()
-        control["watchdog_pid"] = os.getpid()
-        control["watchdog_start"] = process.start_ticks(os.getpid())
         control["roster"]["outstanding"] = layout.NO_BATCH
+        control["config"] = np.frombuffer(self._digest(), np.uint8)
+        control["started"] = int(time.time())
+        self._own()
         self.control.publish()
 
-    def create_model(self, model: Model, values: np.ndarray) -> None:
+    def _digest(self) -> bytes:
+        """Of what a watchdog that adopts this memory must have in common with who made it."""
+        fields = ("optimizer", "sync", "slots", "shards", "ahead", "nonfinite", "tensors")
+        said = self.config.model_dump(mode="json", include=set(fields))
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
+
+    def _own(self) -> None:
+        """This process is the job's watchdog from now on."""
+        control = self.control.view(layout.CONTROL)
+        control["watchdog_start"] = process.start_ticks(os.getpid())
+        control["watchdog_pid"] = os.getpid()
+        control["watchdog_starts"] += 1
+        parts = (self.control, self.weights, self.state, *self.rings.values())
+        for part in parts:
+            if part is not None:
+                part.header["owner_start"] = process.start_ticks(os.getpid())
+                part.header["owner_pid"] = os.getpid()
+
+    # -- adoption -------------------------------------------------------------------------------
+
+    def adopt(self) -> bool:
+        """Takes over the memory that a dead watchdog has left; False if there is none to use.
+
+        The caller holds the job's lock. Raises JobInUse where the memory is another
+        configuration's: whoever wants to lose it says so.
+        """
+        try:
+            self.control = segment.attach(
+                segment.segment_name(self.config.name, "control"),
+                SegmentKind.CONTROL,
+                writable=True,
+            )
+        except (FileNotFoundError, SegmentError):
+            return False
+        control = self.control.view(layout.CONTROL)
+        if process.alive(int(control["watchdog_pid"]), int(control["watchdog_start"])):
+            raise JobInUse(
+                f"job {self.config.name!r} is in use: its watchdog is process "
+                f"{int(control['watchdog_pid'])}; choose another name or stop it (gadei-ps stop)"
+            )
+        ended = int(control["phase"]) >= Phase.STOPPED or int(control["stop"]) != Stop.GO
+        if ended or not int(control["model_ready"]):
+            return False
+        if control["config"].tobytes() != self._digest():
+            raise JobInUse(
+                f"job {self.config.name!r} is still in memory, with another configuration: serve "
+                "it with the job file that it had, or drop it with serve --fresh"
+            )
+        self.job_id = control["header"]["job_id"].tobytes()
+        try:
+            self.weights = self._attach("weights", SegmentKind.WEIGHTS)
+            self.state = self._attach("state", SegmentKind.STATE)
+        except (FileNotFoundError, SegmentError):
+            self.weights = self.state = None
+            return False
+        self.model = weights.read_table(self.weights)
+        self._adopt_rings()
+        self._own()
+        return True
+
+    def _attach(self, part: str, kind: SegmentKind) -> Segment:
+        name = segment.segment_name(self.config.name, part)
+        return segment.attach(name, kind, writable=True, job_id=self.job_id)
+
+    def _adopt_rings(self) -> None:
+        """Those of learners that are served or leaving; others are nobody's."""
+        roster = self.control.view(layout.CONTROL)["roster"]
+        for found in segment.find(self.config.name):
+            if not found.part.startswith("ring."):
+                continue
+            row = int(found.part.removeprefix("ring."))
+            generation = int(roster[row]["generation"])
+            ring = None
+            if generation != int(roster[row]["retired"]):
+                with contextlib.suppress(FileNotFoundError, SegmentError):
+                    ring = self._attach(found.part, SegmentKind.RING)
+            if ring is not None and int(ring.header["generation"]) == generation:
+                self.rings[row] = ring
+            else:
+                segment.unlink(found.name)
+
+    def names_lost(self) -> list[str]:
+        """Segments that are mapped but whose names somebody has removed."""
+        parts = (self.control, self.weights, self.state, *self.rings.values())
+        return [
+            part.name
+            for part in parts
+            if part is not None and not (segment.SHM / part.name[1:]).exists()
+        ]
+
+    # -- making ---------------------------------------------------------------------------------
+
+    def create_model(
+        self, model: Model, values: np.ndarray, snapshot: Snapshot | None = None
+    ) -> None:
         """Makes weights and state; values: float32 of shape (model.elements,).
 
+        snapshot: of a checkpoint, for the optimizer's slots, the counts and the work ledger too.
         Raises NoSharedMemory; then nothing of it is left.
         """
         control = self.control.view(layout.CONTROL)
@@ -94,9 +209,33 @@ class JobMemory:
             self._drop_model()
             raise
         control["shards"] = self.config.resolved_shards(model.elements)
+        if snapshot is not None:
+            self._restore(snapshot)
         self.weights.publish()
         self.state.publish()
         self.model = model
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Everything but the weights, as a checkpoint has it."""
+        assert self.state is not None
+        control = self.control.view(layout.CONTROL)
+        state = self.state.view(layout.STATE)
+        for stream, values in enumerate(snapshot.slots):
+            at = int(state["slots_at"]) + stream * int(state["slot_bytes"])
+            self.state.array(np.float32, values.size, at)[:] = values
+        state["record"]["steps"] = snapshot.steps
+        state["record"]["supersteps"] = snapshot.supersteps
+        control["superstep"] = control["supersteps_done"] = snapshot.supersteps
+        control["version"] = snapshot.version
+        control["checkpoint_version"] = snapshot.version
+        for field_ in ("batches", "epochs", "seed", "next", "epochs_done"):
+            control[field_] = snapshot.work[field_]
+        control["requeue"][: snapshot.requeue.size] = snapshot.requeue
+        control["requeued"] = snapshot.requeue.size
+        for field_ in ("applied", "dropped", "refused", "samples"):
+            control[f"past_{field_}"] = snapshot.counts[field_]
+        control["requeued_total"] = snapshot.counts["requeued_total"]
+        control["work"] = snapshot.work["state"]
 
     def _create_state(self, model: Model, streams: int) -> Segment:
         undo_at = layout.rounded(layout.STATE.itemsize, layout.PAGE)

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
 from gadei_ps import _native, layout, process
 from gadei_ps.errors import ControlError, Evicted
+from gadei_ps.watchdog.liveness import Watch
 from gadei_ps.watchdog.memory import JobMemory
 
 DETACHED = 1
 DIED = 2
+HUNG = 3
 # Counted by the server for one learner; cleared for the next one.
 COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unasked", "loss")
 STALENESS = ("staleness_sum", "staleness_max", "histogram", "reason")
@@ -31,8 +35,14 @@ STALENESS = ("staleness_sum", "staleness_max", "histogram", "reason")
 class Roster:
     """Attached learners and their pidfds. Watchdog only."""
 
-    def __init__(self, memory: JobMemory, selector: selectors.BaseSelector, log: Any) -> None:
+    def __init__(
+        self, memory: JobMemory, selector: selectors.BaseSelector, log: Any, timeout_s: float
+    ) -> None:
+        """timeout_s: how long a learner that others wait for may do nothing; 0: for ever."""
         self._memory = memory
+        self._timeout_s = timeout_s
+        self._stuck = Watch(timeout_s)
+        self._killed: set[int] = set()  # rows of learners that hung
         self._selector = selector
         self._log = log
         self._pidfds: dict[int, int] = {}  # row -> pidfd of its learner
@@ -52,6 +62,37 @@ class Roster:
     def leaving(self) -> bool:
         """Whether a learner is gone whose ring is not free yet."""
         return len(self._pidfds) != len(self._memory.rings)
+
+    def adopt(self) -> None:
+        """Watches the learners that a dead watchdog has left; those that died meanwhile leave."""
+        entries = self._entries
+        self._generation = int(max(entries["generation"].max(), entries["wanted"].max()))
+        for row, ring in self._memory.rings.items():
+            self._generation = max(self._generation, int(ring.header["generation"]))
+            entry = entries[row]
+            generation = int(entry["generation"])
+            if int(entry["wanted"]) != generation:
+                entry["wanted"] = 0
+                continue
+            pid = int(entry["pid"])
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                pidfd = -1
+            if pidfd >= 0 and process.alive(pid, int(entry["pid_start"])):
+                self._watch(row, pidfd)
+                if int(ring.view(layout.RING)["left"]):
+                    self._leave(row, DETACHED)
+                else:
+                    self._log.info("learner adopted", row=row, pid=pid)
+                continue
+            if pidfd >= 0:
+                os.close(pidfd)
+            entry["gone"] = DIED
+            entry["wanted"] = 0
+            self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
+            self._log.warning("learner died", row=row, pid=pid)
+        self._memory.ring_bells()
 
     def attach(self, pid: int, name: str) -> tuple[int, int]:
         """Gives the process a row and a ring; returns row and generation.
@@ -82,17 +123,21 @@ class Roster:
         entry["pid"] = pid
         entry["pid_start"] = process.start_ticks(pid)
         entry["name"] = name.encode()[:31]
-        for field in ("gone", "drained", "grant", *COUNTS, *STALENESS):
+        for field in ("gone", "drained", "grant", "handed", *COUNTS, *STALENESS):
             entry[field] = 0
+        entry["outstanding"] = layout.NO_BATCH
         entry["wanted"] = self._generation
         at = self._memory.control.address + layout.offset(layout.CONTROL, "roster")
         at += row * layout.ENTRY.itemsize + layout.offset(layout.ENTRY, "generation")
         _native.store(at, self._generation)
-        self._pidfds[row] = pidfd
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._died(row))
+        self._watch(row, pidfd)
         self._memory.ring_bells()
         self._log.info("learner attached", row=row, pid=pid)
         return row, self._generation
+
+    def _watch(self, row: int, pidfd: int) -> None:
+        self._pidfds[row] = pidfd
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._died(row))
 
     def detach(self, pid: int, row: int, generation: int) -> None:
         """A learner leaves by itself. Raises Evicted or ControlError if it is not this one."""
@@ -109,11 +154,45 @@ class Roster:
     def _died(self, row: int) -> None:
         if row not in self._pidfds:
             return  # it detached in the same round of events
-        self._log.warning("learner died", row=row, pid=int(self._entries[row]["pid"]))
-        self._leave(row, DIED)
+        hung = row in self._killed
+        self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
+        pid = int(self._entries[row]["pid"])
+        self._log.warning("learner killed: it hung" if hung else "learner died", row=row, pid=pid)
+        self._leave(row, HUNG if hung else DIED)
+
+    def kill_hung(self, now: float) -> None:
+        """Kills learners that hold up others and do nothing. Their death is then like any other.
+
+        Not evicted alive: what it publishes after that some shards might apply and others not.
+        """
+        if not self._timeout_s:
+            return
+        signs: dict[Hashable, Hashable] = {}
+        for row in self._pidfds:
+            ring = self._memory.rings[row].view(layout.RING)
+            entry = self._entries[row]
+            head, tail = int(ring["head"]), int(entry["applied"])
+            awaited = int(entry["member"]) or (entry["outstanding"] != layout.NO_BATCH).any()
+            # One that waits itself, for a slot or for its turn, is not to blame.
+            may_go_on = head < int(entry["grant"]) and not self._is_full(row)
+            if awaited and may_go_on:
+                beat = int(ring["heartbeat"]), int(ring["work_tail"]), int(ring["pulled"])
+                signs[row, int(entry["generation"])] = (head, tail, *beat)
+        for key in self._stuck.look(now, signs):
+            row = key[0]  # type: ignore[index]
+            if row not in self._killed:
+                self._killed.add(row)
+                signal.pidfd_send_signal(self._pidfds[row], signal.SIGKILL)
+
+    def _is_full(self, row: int) -> bool:
+        control = self._memory.control.view(layout.CONTROL)
+        ring = self._memory.rings[row].view(layout.RING)
+        tails = ring["tail"]["value"][: int(control["shards"])]
+        return bool(int(ring["head"]) - int(tails.min()) >= int(control["slots"]))
 
     def _leave(self, row: int, gone: int) -> None:
         fd = self._pidfds.pop(row)
+        self._killed.discard(row)
         self._selector.unregister(fd)
         os.close(fd)
         entry = self._entries[row]

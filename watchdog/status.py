@@ -43,6 +43,14 @@ def report(memory: JobMemory, sync: str) -> dict[str, Any]:
         "model": _model(memory),
         "watchdog_pid": int(control["watchdog_pid"]),
         "server_pid": int(control["lease_pid"]),
+        "server_generation": int(control["lease_generation"]),
+        "server_deaths": int(control["server_deaths"]),
+        "learner_deaths": int(control["learner_deaths"]),
+        "watchdog_starts": int(control["watchdog_starts"]),
+        "checkpoints": int(control["checkpoints"]),
+        "checkpoint_version": int(control["checkpoint_version"]),
+        "checkpoint_failures": int(control["checkpoint_failures"]),
+        "started": int(control["started"]),
         "shared_bytes": sum(
             part.size
             for part in (memory.control, memory.weights, memory.state, *memory.rings.values())

@@ -1,11 +1,12 @@
-"""The watchdog process: makes the job's memory, starts the parameter server, answers requests.
+"""The watchdog process: owns the job's memory, supervises its processes, answers requests.
 
 One thread, one selector: the control socket, a pidfd for each process it looks after, and a timer.
-It never waits for any of them. Death is told by the kernel, through the pidfd.
+It never waits for any of them. Death is told by the kernel, through the pidfd. Servers and learners
+live on when it dies; the next watchdog of the job adopts them.
 
-    startup     lock the job's name, remove what a dead job left, make control, start the server
-    main_loop   until a stop is asked for and done, or the server dies
-    shutdown    end the server, remove sockets and segments
+    startup     lock the job's name, adopt what lives or begin anew, start the servers
+    main_loop   until a stop is asked for and done, or there is no use in going on
+    shutdown    end the servers, remove sockets and segments
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import fcntl
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from gadei_ps import _native, control, layout, log, process, runtime, sync, weights
+from gadei_ps import _native, checkpoint, control, layout, log, runtime, sync, weights
+from gadei_ps.checkpoint import Snapshot
 from gadei_ps.config import JobConfig
-from gadei_ps.control import Attach, Detach, Offer, SetWork, Status, StopJob
+from gadei_ps.control import Attach, Checkpoint, Detach, Offer, SetWork, Status, StopJob
 from gadei_ps.errors import (
+    CheckpointError,
     ControlError,
     GadeiError,
     JobFailed,
@@ -39,16 +40,22 @@ from gadei_ps.errors import (
 )
 from gadei_ps.layout import Phase, Role, Stop, Work
 from gadei_ps.watchdog import status
-from gadei_ps.watchdog.memory import JobMemory, clear_stale
+from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.learners import JobLearners
+from gadei_ps.watchdog.memory import JobMemory, clear_dead
+from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.roster import Roster
+from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
 
 TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
+SLOW_TICK_S = 1.0  # for what may be seen a second late
 READY_TIMEOUT_S = 180.0  # the first start on a machine compiles the kernels
 LEAVE_TIMEOUT_S = 10.0
 NOW_S = 1.0  # what learners get to leave by themselves when a stop does not drain
-SERVER_EXIT_S = 5.0
+SAVE_S = 600.0  # for the last checkpoint; a disk that blocks must not keep the job for ever
+ENDING_S = 15.0  # for what comes after that
 
 
 @dataclass
@@ -57,34 +64,65 @@ class Stopping:
 
     until: float
     waiting: list[Client]
+    saving_until: float = 0.0
+    saved: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a watchdog is started.
+
+    fresh: what a dead watchdog has left in memory, and checkpoints, are not used. checkpoint: to go
+    on from instead of what is in memory. quiet, verbose, as_json: of the servers' log.
+    """
+
+    fresh: bool = False
+    checkpoint: Path | None = None
+    verbose: bool = False
+    quiet: bool = False
+    as_json: bool = False
+
+    @property
+    def flags(self) -> list[str]:
+        given = {"--verbose": self.verbose, "--quiet": self.quiet, "--json": self.as_json}
+        return [flag for flag, wanted in given.items() if wanted]
 
 
 class Supervisor:
     """One job's watchdog."""
 
     def __init__(
-        self,
-        config: JobConfig,
-        *,
-        verbose: bool = False,
-        quiet: bool = False,
-        as_json: bool = False,
+        self, config: JobConfig, options: Options | None = None, notify: Notify | None = None
     ) -> None:
         self.config = config
+        self.options = options or Options()
         self.memory = JobMemory(config)
         self.sync = sync.parse(config.sync)
-        flags = {"--verbose": verbose, "--quiet": quiet, "--json": as_json}
-        self._server_flags = [flag for flag, given in flags.items() if given]
+        self._notify = notify or Notify()
         self._log = log.get(job=config.name)
         self._selector = selectors.DefaultSelector()
         self._sockets: ControlServer | None = None
-        self._server: subprocess.Popen[bytes] | None = None
         self._lock: int | None = None
-        self._roster = Roster(self.memory, self._selector, self._log)
+        self._roster = Roster(self.memory, self._selector, self._log, config.learner_timeout_s)
+        self._servers = Servers(
+            self.memory,
+            self._selector,
+            self._log,
+            str(self.sync),
+            self.options.flags,
+            config.hang_s,
+            config.orphan_s,
+            self._fail,
+        )
+        self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
+        self._learners: JobLearners | None = None
         self._stopping: Stopping | None = None
         self._failed = ""
         self._signalled = False
-        self._expire_at = 0.0
+        self._had_learners = False
+        self._names_lost = False
+        self._slow_at = 0.0
+        self._rate = (0.0, 0)
 
     @property
     def _control(self) -> np.void:
@@ -115,15 +153,30 @@ class Supervisor:
     def startup(self) -> None:
         """Raises GadeiError when the job cannot be started; shutdown() then cleans up."""
         self._take_lock()
-        for name in clear_stale(self.config.name):
-            self._log.warning("removed a dead job's segment", segment=name[1:])
-        self.memory.create_control(self.sync)
-        self._start_server()
-        self._make_configured_model()
+        anew = self.options.fresh or self.options.checkpoint is not None
+        adopted = not anew and self.memory.adopt()
+        if adopted:
+            self._servers.adopt()
+            self._roster.adopt()
+        else:
+            for name in clear_dead(self.config.name):
+                self._log.warning("removed a dead job's segment", segment=name[1:])
+            self.memory.create_control(self.sync)
+            self._make_first_model()
         self._wait_until_serving()
         path = runtime.socket_path(self.config.name)
         self._sockets = ControlServer(path, self._selector, self._handle)
-        self._log.info("ready", socket=str(path), pid=os.getpid(), sync=str(self.sync))
+        if self.config.learners is not None:
+            self._learners = JobLearners(self.config.learners, self.memory, str(path), self._log)
+            self._learners.adopt()
+        self._notify.ready()
+        self._log.info(
+            "adopted" if adopted else "ready",
+            socket=str(path),
+            pid=os.getpid(),
+            sync=str(self.sync),
+            version=int(self._control["version"]),
+        )
 
     def _take_lock(self) -> None:
         path = runtime.lock_path(self.config.name)
@@ -144,12 +197,51 @@ class Supervisor:
             os.close(fd)
         self._lock = fd
 
-    def _start_server(self) -> None:
-        command = [sys.executable, "-m", "gadei_ps.server", self.config.name, str(self.sync)]
-        # The server writes the log to stderr: stdout belongs to the command's result.
-        self._server = process.spawn(command + self._server_flags, stdout=2)
-        fd = os.pidfd_open(self._server.pid)
-        self._selector.register(fd, selectors.EVENT_READ, lambda _: self._server_died(fd))
+    def _make_first_model(self) -> None:
+        """From a checkpoint, from the job file, or not yet: then the first learner brings it."""
+        if not self.options.fresh:
+            snapshot = self._find_checkpoint()
+            if snapshot is not None:
+                self._restore(snapshot)
+                return
+        self._make_configured_model()
+
+    def _find_checkpoint(self) -> Snapshot | None:
+        """The one asked for, or the newest whole one."""
+        if self.options.checkpoint is not None:
+            return checkpoint.read(self.options.checkpoint)
+        directory = self.config.checkpoint_directory()
+        snapshot, path, problems = checkpoint.newest(directory)
+        for problem in problems:
+            self._log.error("a checkpoint cannot be used", problem=problem)
+        if problems and snapshot is None:
+            raise CheckpointError(
+                f"{directory}: none of {len(problems)} checkpoints can be used; begin anew with "
+                "serve --fresh, or put a whole one there"
+            )
+        if path is not None:
+            self._log.warning("going on from a checkpoint", path=str(path))
+        return snapshot
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        made_by, mine = snapshot.config.get("optimizer"), self.config.model_dump(mode="json")
+        if made_by != mine["optimizer"] and snapshot.slots:
+            kinds = [one.get("kind") if isinstance(one, dict) else None for one in (made_by,)]
+            if kinds != [self.config.optimizer.kind]:
+                raise CheckpointError(
+                    f"the checkpoint is of optimizer {kinds[0]}, the job of "
+                    f"{self.config.optimizer.kind}: begin anew (serve --fresh), or export the "
+                    "weights (gadei-ps export) and give them as `weights`"
+                )
+        if self.config.tensors:
+            weights.check_same(snapshot.model, self._configured_tensors())
+        self._create_model(snapshot.model, snapshot.weights, snapshot)
+
+    def _configured_tensors(self) -> list[weights.Tensor]:
+        return [
+            weights.Tensor(one.name, tuple(one.shape), Role[one.role.upper()])
+            for one in self.config.tensors
+        ]
 
     def _make_configured_model(self) -> None:
         if self.config.weights is not None:
@@ -173,15 +265,14 @@ class Supervisor:
             )
             self._create_model(model, model.flatten(arrays))
         elif self.config.tensors:
-            model = weights.place(
-                weights.Tensor(one.name, tuple(one.shape), Role[one.role.upper()])
-                for one in self.config.tensors
-            )
+            model = weights.place(self._configured_tensors())
             # Takes no memory, so that a model too large is an error of /dev/shm.
             self._create_model(model, np.broadcast_to(np.float32(0), (model.elements,)))
 
-    def _create_model(self, model: weights.Model, values: np.ndarray) -> None:
-        self.memory.create_model(model, values)
+    def _create_model(
+        self, model: weights.Model, values: np.ndarray, snapshot: Snapshot | None = None
+    ) -> None:
+        self.memory.create_model(model, values, snapshot)
         self._control["model_ready"] = 1
         self.memory.ring_bells()
         self._log.info("model", tensors=len(model.tensors), values=model.values)
@@ -189,18 +280,20 @@ class Supervisor:
     def _wait_until_serving(self) -> None:
         until = time.monotonic() + READY_TIMEOUT_S
         told = time.monotonic() + 3.0
-        while not int(self._control["lease_state"]):
+        while not self._servers.serving or not int(self._control["lease_state"]):
+            now = time.monotonic()
+            self._servers.look(now)
             self._poll(0.01)
             if self._failed:
                 raise JobFailed(self._failed)
             if self._signalled:
                 raise JobStopped("stopped before the job was ready")
-            now = time.monotonic()
             if now > until:
                 raise JobFailed("the parameter server did not get ready; see its messages above")
             if told and now > told:
                 self._log.info("compiling the kernels; later starts take them from the cache")
                 told = 0.0
+            self._notify.watchdog()
         self._control["phase"] = Phase.SERVING
 
     def main_loop(self) -> int:
@@ -208,17 +301,67 @@ class Supervisor:
         while True:
             busy = self._stopping is not None or self._roster.leaving
             self._poll(BUSY_TICK_S if busy else TICK_S)
+            now = time.monotonic()
             self._roster.free_rows()
             if self._signalled and self._stopping is None:
                 self._begin_stop(drain=True, timeout_s=LEAVE_TIMEOUT_S)
+            self._servers.look(now)
             if self._failed:
                 self._log.error("the job has failed", reason=self._failed)
                 return 1
-            if self._stopping is not None and self._stopped():
+            if self._stopping is not None and self._stopped(now):
                 return 0
-            if self._sockets is not None and time.monotonic() > self._expire_at:
-                self._sockets.expire()
-                self._expire_at = time.monotonic() + 1.0
+            if now >= self._slow_at:
+                self._slow_at = now + SLOW_TICK_S
+                self._look_around(now)
+            self._notify.watchdog()
+
+    def _look_around(self, now: float) -> None:
+        """What need not be seen at once."""
+        if self._sockets is not None:
+            self._sockets.expire()
+        self._roster.kill_hung(now)
+        if self._stopping is None:
+            self._checkpoints.look(now)
+        if self._learners is not None:
+            self._learners.look(now, self._stopping is not None)
+        self._had_learners = self._had_learners or bool(self._roster.rows)
+        if self._is_idle() and self._stopping is None:
+            self._log.info("the last learner has left: stopping")
+            self._begin_stop(drain=True, timeout_s=LEAVE_TIMEOUT_S)
+        lost = self.memory.names_lost()
+        if lost and not self._names_lost:
+            self._names_lost = True
+            self._log.error(
+                "segments have lost their names: what runs goes on, but no learner, server or "
+                "checkpoint can be added; stop the job. Did logind remove them (RemoveIPC)? "
+                "gadei-ps doctor tells",
+                segment=lost[0][1:],
+            )
+        self._tell_status(now)
+
+    def _is_idle(self) -> bool:
+        """Whether the last learner has left and the job shall not wait for another."""
+        if self.config.when_idle != "stop" or self._roster.rows or self._roster.leaving:
+            return False
+        if self._learners is not None:
+            return self._learners.over
+        return self._had_learners
+
+    def _tell_status(self, now: float) -> None:
+        if not self._notify.enabled:
+            return
+        version = int(self._control["version"])
+        since, before = self._rate
+        self._rate = (now, version)
+        rate = (version - before) / (now - since) if since else 0.0
+        count = len(self._roster.rows)
+        self._notify.status(
+            f"{count} learner{'' if count == 1 else 's'}, version {version}, {rate:.0f}/s"
+        )
+
+    def _fail(self, why: str) -> None:
+        self._failed = why
 
     def _poll(self, timeout_s: float) -> None:
         for key, mask in self._selector.select(timeout_s):
@@ -234,8 +377,10 @@ class Supervisor:
                 self.memory.control.address + layout.offset(layout.CONTROL, "stop"), Stop.NOW
             )
             self.memory.ring_bells()
-        if self._server is not None:
-            self._end_server()
+        if self._learners is not None:
+            self._learners.end()
+        self._checkpoints.end()
+        self._servers.end()
         if self._sockets is not None:
             if self._stopping is not None:
                 final = failure(JobFailed(self._failed)) if self._failed else self._report()
@@ -250,28 +395,9 @@ class Supervisor:
             runtime.lock_path(self.config.name).unlink(missing_ok=True)
             os.close(self._lock)
         self._selector.close()
+        self._notify.close()
         if made:
             self._log.info("stopped")
-
-    def _end_server(self) -> None:
-        assert self._server is not None
-        self._server.terminate()
-        try:
-            self._server.wait(SERVER_EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
-
-    # -- processes ----------------------------------------------------------------------------
-
-    def _server_died(self, fd: int) -> None:
-        self._selector.unregister(fd)
-        os.close(fd)
-        assert self._server is not None
-        code = self._server.wait()
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self._failed = f"the parameter server (pid {self._server.pid}) ended {how}"
-        self._control["lease_state"] = 0
 
     # -- stopping -----------------------------------------------------------------------------
 
@@ -285,16 +411,32 @@ class Supervisor:
             self._stopping = Stopping(until, [])
         self._stopping.until = min(self._stopping.until, until)
         self.memory.ring_bells()
+        self._notify.stopping(timeout_s + ENDING_S + (SAVE_S if self._saves_at_the_end else 0.0))
 
-    def _stopped(self) -> bool:
-        assert self._stopping is not None
-        if not self.memory.rings:
-            return True
-        if time.monotonic() > self._stopping.until:
+    @property
+    def _saves_at_the_end(self) -> bool:
+        wanted = self.config.checkpoint is not None and self.config.checkpoint.on_stop
+        return wanted and self.memory.state is not None
+
+    def _stopped(self, now: float) -> bool:
+        """Whether nothing is left to wait for: learners, then the last checkpoint."""
+        stopping = self._stopping
+        assert stopping is not None
+        if not stopping.saving_until:
+            if self.memory.rings and now <= stopping.until:
+                return False
             if self._roster.rows:
                 self._log.warning("learners still attached", rows=self._roster.rows)
-            return True
-        return False
+            stopping.saving_until = now + SAVE_S
+            fresh = int(self._control["version"]) != int(self._control["checkpoint_version"])
+            if not self._saves_at_the_end or not (fresh or not int(self._control["checkpoints"])):
+                return True
+
+            def heard(_: dict[str, Any]) -> None:
+                stopping.saved = True
+
+            self._checkpoints.ask(heard)
+        return stopping.saved or now > stopping.saving_until
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -310,6 +452,9 @@ class Supervisor:
                 return self._detach(client, request)
             case SetWork():
                 return self._set_work(request)
+            case Checkpoint():
+                self._checkpoint(client)
+                return None
             case StopJob():
                 self._begin_stop(request.drain, request.timeout_s)
                 assert self._stopping is not None
@@ -318,11 +463,23 @@ class Supervisor:
 
     def _report(self) -> dict[str, Any]:
         report = status.report(self.memory, str(self.sync))
-        if self._server is not None:
-            with contextlib.suppress(psutil.Error):
-                memory = psutil.Process(self._server.pid).memory_info()
-                report["server_private_bytes"] = memory.rss - memory.shared
+        report["server_private_bytes"] = self._servers.private_bytes()
+        report["standby_pid"] = self._servers.standby_pid
+        report["last_checkpoint"] = self._checkpoints.last or None
+        report["names_lost"] = self._names_lost
         return report
+
+    def _checkpoint(self, client: Client) -> None:
+        """The reply comes when the checkpoint is on the disk, or is not."""
+        self._refuse_when_stopping()
+
+        def heard(outcome: dict[str, Any]) -> None:
+            if self._sockets is not None:
+                failed = not outcome["ok"]
+                error = CheckpointError(outcome.get("error", ""))
+                self._sockets.reply(client, failure(error) if failed else outcome)
+
+        self._checkpoints.ask(heard)
 
     def _refuse_when_stopping(self) -> None:
         if self._stopping is not None:
@@ -407,11 +564,9 @@ def _read_values(fd: int, model: weights.Model) -> np.ndarray:
     return values
 
 
-def serve(
-    config: JobConfig, *, verbose: bool = False, quiet: bool = False, as_json: bool = False
-) -> int:
+def serve(config: JobConfig, options: Options | None = None, notify: Notify | None = None) -> int:
     """Runs a job's watchdog in this process until it is stopped; returns the exit code."""
-    supervisor = Supervisor(config, verbose=verbose, quiet=quiet, as_json=as_json)
+    supervisor = Supervisor(config, options, notify)
     try:
         return supervisor.run()
     except GadeiError as error:

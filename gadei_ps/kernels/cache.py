@@ -25,7 +25,10 @@ _PACKAGE = Path(__file__).parents[1]
 SOURCES = (
     *sorted((_PACKAGE / "kernels").glob("*.py")),
     *(_PACKAGE / name for name in ("layout.py", "symbols.py", "ledger.py", "places.py")),
-    *(_PACKAGE / name for name in ("apply.py", "account.py", "shard.py")),
+    *(
+        _PACKAGE / name
+        for name in ("apply.py", "account.py", "shard.py", "journal.py", "compiled.py")
+    ),
 )
 
 

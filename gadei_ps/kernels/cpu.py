@@ -1,6 +1,6 @@
 """The kernels of the server, compiled by Numba for one core.
 
-They are called for one chunk (some 1024 values, small enough for the first cache) at a time from a
+They are called for one chunk (64 to 1024 values, small enough for the first cache) at a time from a
 compiled loop that holds no GIL: none allocates, each reads and writes each array once, and a call
 costs some nanoseconds. Arrays are contiguous, one-dimensional, of one length and do not overlap.
 Every sum of a product may be rounded once where `reference` rounds twice; nothing else differs, and
@@ -48,6 +48,7 @@ from gadei_ps.kernels.optimizers import (
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Halves = NDArray[np.uint16]
+Scalars = tuple[float, ...]
 F = TypeVar("F", bound=Callable[..., object])
 
 # Plain integers: Numba would carry an enum member into the compiled code as a type of its own.
@@ -136,7 +137,13 @@ def coefficients(kind: int, hyper: Doubles, lr: float, t: int, out: Doubles) -> 
 
 
 @_kernel
-def _sgd(coef: Doubles, w: Floats, g: Floats) -> None:
+def scalars(coef: Doubles) -> Scalars:
+    """Return what `coefficients` wrote as values, which a loop over chunks keeps in registers."""
+    return (coef[0], coef[1], coef[2], coef[3], coef[4], coef[5], coef[6], coef[7])
+
+
+@_kernel
+def _sgd(coef: Scalars, w: Floats, g: Floats) -> None:
     """Update weights without a slot."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
@@ -149,7 +156,7 @@ def _sgd(coef: Doubles, w: Floats, g: Floats) -> None:
 
 
 @_kernel
-def _momentum(coef: Doubles, w: Floats, momentum: Floats, g: Floats) -> None:
+def _momentum(coef: Scalars, w: Floats, momentum: Floats, g: Floats) -> None:
     """Update weights along the momentum."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
@@ -165,7 +172,7 @@ def _momentum(coef: Doubles, w: Floats, momentum: Floats, g: Floats) -> None:
 
 
 @_kernel
-def _nesterov(coef: Doubles, w: Floats, momentum: Floats, g: Floats) -> None:
+def _nesterov(coef: Scalars, w: Floats, momentum: Floats, g: Floats) -> None:
     """Update weights along the gradient and the momentum that follows from it."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
@@ -181,7 +188,7 @@ def _nesterov(coef: Doubles, w: Floats, momentum: Floats, g: Floats) -> None:
 
 
 @_kernel
-def _adagrad(coef: Doubles, w: Floats, squares: Floats, g: Floats) -> None:
+def _adagrad(coef: Scalars, w: Floats, squares: Floats, g: Floats) -> None:
     """Update weights by the gradient over the root of the sum of its squares."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
@@ -197,7 +204,7 @@ def _adagrad(coef: Doubles, w: Floats, squares: Floats, g: Floats) -> None:
 
 
 @_kernel
-def _adam(coef: Doubles, w: Floats, mean: Floats, square: Floats, g: Floats) -> None:
+def _adam(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Floats) -> None:
     """Update weights by the two moments, with coupled weight decay."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
@@ -219,7 +226,7 @@ def _adam(coef: Doubles, w: Floats, mean: Floats, square: Floats, g: Floats) -> 
 
 
 @_kernel
-def _adamw(coef: Doubles, w: Floats, mean: Floats, square: Floats, g: Floats) -> None:
+def _adamw(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Floats) -> None:
     """Update weights by the two moments, with decoupled weight decay."""
     rate = np.float32(coef[RATE])
     keep = np.float32(coef[DECAY])
@@ -244,7 +251,13 @@ def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Float
     kind: a `Kind` as a plain int. coef: float64 of shape (COEFFICIENTS,), from `coefficients`.
     w, g: float32 of one length. s0, s1: as long where the kind has that slot, else of any length.
     """
-    coef, w, s0, s1, g = borrow(coef), borrow(w), borrow(s0), borrow(s1), borrow(g)
+    move(kind, scalars(borrow(coef)), w, s0, s1, g)
+
+
+@_kernel
+def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Floats) -> None:
+    """Do what `update` does, with the `scalars` of its coefficients."""
+    w, s0, s1, g = borrow(w), borrow(s0), borrow(s1), borrow(g)
     if kind == SGD:
         _sgd(coef, w, g)
     elif kind == MOMENTUM_SGD:

@@ -129,6 +129,8 @@ class Cli:
             one.process.terminate()
         for one in self._running:
             one.wait()
+        for job in self._served:
+            jobs.drop(job)
         jobs.collect(self._served)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
+import support
 from shell import Cli
 
 from gadei_ps import doctor
@@ -28,7 +28,8 @@ def test_errors_are_exit_code_1(cli: Cli) -> None:
 
 
 def test_litter(cli: Cli, job_name: str, compiled: None) -> None:
-    cli.serve(job_name).signal(signal.SIGKILL)
+    cli.serve(job_name)
+    support.kill_all(job_name)
     (found,) = (
         one for one in cli("doctor", "--json").json["checks"] if one["name"] == "left by dead jobs"
     )
@@ -67,8 +68,74 @@ def test_litter(cli: Cli, job_name: str, compiled: None) -> None:
     ],
 )
 def test_remove_ipc(tmp_path: Path, files: dict[str, str], removes: bool) -> None:
+    _write(tmp_path, files)
+    assert doctor.removes_ipc(tmp_path) is removes
+
+
+def _write(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
-        path = tmp_path / name
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert doctor.removes_ipc(tmp_path) is removes
+
+
+@pytest.mark.parametrize(
+    ("text", "highest"),
+    [
+        (None, 999),
+        ("", 999),
+        ("#SYS_UID_MAX 100\nUID_MIN\t\t\t 500\n", 499),
+        ("UID_MIN 1000\n SYS_UID_MAX 400 # of all\n", 400),
+        ("UID_MIN many\n", 999),
+    ],
+)
+def test_system_users(tmp_path: Path, text: str | None, highest: int) -> None:
+    _write(tmp_path, {} if text is None else {"etc/login.defs": text})
+    assert doctor.system_uid_max(tmp_path) == highest
+
+
+NOBODYS_UID = 54321
+
+
+def test_logind(tmp_path: Path) -> None:
+    """Concerned is who is no system user, does not linger, and whose logind removes."""
+    assert doctor.logind(tmp_path, NOBODYS_UID)[:2] == (doctor.Level.OK, "no logind here")
+    for name in ("system", "seats"):
+        (tmp_path / "run/systemd" / name).mkdir(parents=True)
+    level, finding, remedy = doctor.logind(tmp_path, NOBODYS_UID)
+    assert level == doctor.Level.WARNING
+    assert "removes your segments" in finding
+    assert f"loginctl enable-linger {NOBODYS_UID}" in remedy
+    assert "system users (root)" in doctor.logind(tmp_path, 0)[1]
+    lingers = {f"var/lib/systemd/linger/{NOBODYS_UID}": ""}
+    _write(tmp_path, lingers)
+    assert "lingers" in doctor.logind(tmp_path, NOBODYS_UID)[1]
+    (tmp_path / next(iter(lingers))).unlink()
+    _write(tmp_path, {"etc/login.defs": f"SYS_UID_MAX {NOBODYS_UID}\n"})
+    assert doctor.logind(tmp_path, NOBODYS_UID)[0] == doctor.Level.OK
+    (tmp_path / "etc/login.defs").unlink()
+    _write(tmp_path, {"usr/lib/systemd/logind.conf.d/a.conf": "[Login]\nRemoveIPC=no\n"})
+    assert doctor.logind(tmp_path, NOBODYS_UID)[1] == "RemoveIPC=no"
+
+
+@pytest.mark.parametrize(
+    ("limits", "level", "said"),
+    [
+        ((-1, -1), "ok", "unlimited"),
+        ((1024, 4096), "ok", "1024"),
+        ((832, 832), "ok", "832"),
+        ((364, 4096), "warning", "enough for 100 of 256 learners"),
+        ((10, 500), "warning", "enough for 0 of 256 learners"),
+    ],
+)
+def test_open_files(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], level: str, said: str
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
+    found, finding, remedy = doctor.CHECKS["open files"]()
+    assert (found, said in finding) == (level, True)
+    assert ("hard limit is 500" in remedy) == (limits[1] == 500)
+
+
+def test_a_dead_threads_mutex_is_told() -> None:
+    assert doctor.CHECKS["robust mutexes"]() == (doctor.Level.OK, "work", "")

@@ -101,8 +101,8 @@ def test_gc(cli: Cli, job_name: str, learner: list[str]) -> None:
     attached = cli.start("attach", dead, "--", *learner, FOREVER)
     support.eventually(learning(dead, attached, 1))
     segments = {name for name in support.segments(dead) if f".{living}." not in name}
-    for pid in (watchdog.pid, attached.pid):
-        os.kill(pid, signal.SIGKILL)
+    os.kill(attached.pid, signal.SIGKILL)
+    support.kill_all(dead)
     assert watchdog.wait().code == attached.wait().code == -signal.SIGKILL
     states = {one["name"]: one["state"] for one in cli("ls", "--json").json["jobs"]}
     assert (states[living], states[dead]) == ("running", "stale")
@@ -128,9 +128,36 @@ def test_gc(cli: Cli, job_name: str, learner: list[str]) -> None:
 
 
 def test_dead_job_starts_again(cli: Cli, job_name: str) -> None:
-    cli.serve(job_name, MODEL).signal(signal.SIGKILL)
+    cli.serve(job_name, MODEL)
+    support.kill_all(job_name)
     daemon = cli.serve(job_name, MODEL)
     assert daemon.signal(signal.SIGTERM).code == 0
+
+
+def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
+    """Without its watchdog a job goes on; it can be adopted, or stopped."""
+    daemon = cli.serve(job_name)
+    attached = cli.start("attach", job_name, "--", *learner, FOREVER)
+    support.eventually(learning(job_name, attached, 1))
+    assert daemon.signal(signal.SIGKILL).code == -signal.SIGKILL
+
+    def state() -> str:
+        return next(
+            one["state"] for one in cli("ls", "--json").json["jobs"] if one["name"] == job_name
+        )
+
+    assert state() == "orphaned"
+    assert not cli("gc", job_name, "--json").json["removed"]
+    cli.serve(job_name)
+    report = support.status(job_name)
+    assert [one["pid"] for one in report["learners"]] == [attached.pid]
+    support.eventually(lambda: support.status(job_name)["version"] > report["version"])
+    os.kill(report["watchdog_pid"], signal.SIGKILL)
+    support.eventually(lambda: support.gone(report["watchdog_pid"]))
+    stopped = cli("stop", job_name, "--json").json
+    assert stopped["gradients_applied"] >= report["version"]
+    assert attached.wait().code != 0
+    assert not support.segments(job_name)
 
 
 def test_silent_watchdog(cli: Cli, job_name: str) -> None:

@@ -114,13 +114,26 @@ def test_job_stopped_meanwhile(cli: Cli, job_name: str, learner: list[str]) -> N
     assert report["gradients_applied"] >= result.json["gradients_applied"] > 0
 
 
-def test_server_killed(cli: Cli, job_name: str, learner: list[str]) -> None:
-    running = cli.start("run", job_name, "--json", "--", *learner, FOREVER)
-    support.eventually(learning(job_name, running, 1))
-    os.kill(support.status(job_name)["server_pid"], signal.SIGKILL)
-    result = running.wait()
-    assert result.code == 1
-    assert result.json["kind"] == "JobFailed"
+@pytest.mark.parametrize("who", ["server_pid", "watchdog_pid"])
+def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str) -> None:
+    """Server or watchdog: the learners go on, and every gradient of theirs is applied."""
+    running = cli.start("run", job_name, "--learners", 2, "--json", "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 2))
+    support.eventually(lambda: support.status(job_name)["standby_pid"])
+    before = support.status(job_name)
+    os.kill(before[who], signal.SIGKILL)
+    support.eventually(lambda: support.gone(before[who]))
+
+    def goes_on() -> bool:
+        return is_running(job_name) and support.status(job_name)["version"] > before["version"] + 9
+
+    support.eventually(goes_on)
+    report = support.status(job_name)
+    assert report[who] != before[who]
+    assert {one["pid"] for one in report["learners"]} == {one["pid"] for one in before["learners"]}
+    stopped = cli("stop", job_name, "--drain", "--json").json
+    assert stopped["gradients_applied"] >= report["version"]
+    assert running.wait().code == 0
 
 
 def test_name_in_use(cli: Cli, job_name: str) -> None:

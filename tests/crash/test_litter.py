@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,17 +14,18 @@ import psutil
 import pytest
 from support import (
     PATIENCE_S,
-    Child,
     config,
     daemon,
     eventually,
     fork,
+    gone,
+    kill_all,
     live_weights,
     segments,
     status,
 )
 
-from gadei_ps import layout, runtime
+from gadei_ps import layout, runtime, segment
 from gadei_ps.control import Connection as Control
 from gadei_ps.control import StopJob, ask
 from gadei_ps.daemon import Daemon
@@ -51,65 +53,25 @@ def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-def gone(pid: int) -> bool:
-    """Ended, though perhaps nobody has asked for its exit code yet."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def test_the_server_dies(job_name: str) -> None:
-    with daemon(job_name, tensors=TENSORS) as job, fork(2, _push_until_told, job_name) as team:
-        for child in team:
-            assert child.receive() == "pushing"
-        now = status(job_name)
-        os.kill(now["server_pid"], signal.SIGKILL)
-        for child in team:
-            said = child.receive()
-            assert said.startswith("JobFailed"), said
-            assert "parameter server" in said
-            assert child.join() == 0
-        eventually(lambda: gone(now["watchdog_pid"]))
-        with pytest.raises(JobFailed):
-            job.check()
-        assert not segments(job_name)
-        assert not runtime.socket_path(job_name).exists()
-        assert not runtime.lock_path(job_name).exists()
-        with pytest.raises(JobNotFound):
-            status(job_name)
-
-
-def test_who_waits_for_a_stop_hears_of_the_failure(job_name: str) -> None:
+def test_everything_dies_but_the_learners(job_name: str) -> None:
+    """They wait for a new watchdog for a while, then say what has happened."""
     with daemon(job_name, tensors=TENSORS), fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
-        child.signal(signal.SIGSTOP)  # so that the stop has to wait
-        now = status(job_name)
-
-        def stop(pipe: Connection) -> None:
-            try:
-                ask(job_name, StopJob(drain=True, timeout_s=100), timeout_s=100)
-            except JobFailed as error:
-                pipe.send(str(error))
-
-        waiting = Child(stop)
-        eventually(lambda: status(job_name)["phase"] == "draining")
-        os.kill(now["server_pid"], signal.SIGKILL)
-        assert "SIGKILL" in waiting.receive()
-        waiting.join()
-
-
-def test_the_watchdog_dies(job_name: str) -> None:
-    """Server and learners end; the next start of that name reclaims what lies about."""
-    with daemon(job_name, tensors=TENSORS), fork(1, _push_until_told, job_name) as (child,):
-        assert child.receive() == "pushing"
-        now = status(job_name)
-        os.kill(now["watchdog_pid"], signal.SIGKILL)
-        eventually(lambda: gone(now["server_pid"]), what="the server ends with its watchdog")
-        assert child.receive().startswith("JobFailed")
+        kill_all(job_name)
+        said = child.receive()
+        assert said.startswith("JobFailed"), said
+        assert "watchdog" in said
         assert child.join() == 0
+
+
+def test_everything_dies(job_name: str) -> None:
+    """The next start of that name, told to begin anew, reclaims what lies about."""
+    with fork(1, _launch, job_name) as (launcher,):
+        launcher.receive()
+        now = status(job_name)
+        kill_all(job_name)
     left = segments(job_name)
-    assert len(left) == 4
+    assert len(left) == 5
     with pytest.raises(JobNotFound):
         status(job_name)
     with daemon(job_name, tensors=TENSORS), Client(job_name) as client:
@@ -118,6 +80,28 @@ def test_the_watchdog_dies(job_name: str) -> None:
         client.wait_applied()
         assert client.current_version == 1
     assert not segments(job_name)
+
+
+def test_servers_that_die_at_once_are_given_up(job_name: str) -> None:
+    """Each start is in vain: the job fails, says so, and leaves nothing."""
+    with daemon(job_name, tensors=TENSORS) as job, fork(1, _push_until_told, job_name) as (child,):
+        assert child.receive() == "pushing"
+        pid = status(job_name)["watchdog_pid"]
+
+        def failed() -> bool:
+            for server in segment.server_pids(job_name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(server, signal.SIGKILL)
+            return gone(pid)
+
+        eventually(failed)
+        said = child.receive()
+        assert said.startswith("JobFailed"), said
+        with pytest.raises(JobFailed):
+            job.check()
+    assert not segments(job_name)
+    assert not runtime.socket_path(job_name).exists()
+    assert not runtime.lock_path(job_name).exists()
 
 
 def _launch(pipe: Connection, job: str) -> None:
@@ -176,9 +160,8 @@ def _start(pipe: Connection, job: str) -> None:
 def test_two_starts_of_one_name(stale: bool, job_name: str) -> None:
     if stale:
         with fork(1, _launch, job_name) as (launcher,):
-            watchdog = launcher.receive()[0]
-            os.kill(watchdog, signal.SIGKILL)
-            eventually(lambda: gone(watchdog))
+            launcher.receive()
+            kill_all(job_name)
         assert segments(job_name)
     with fork(3, _start, job_name) as team:
         for child in team:

@@ -156,11 +156,11 @@ class Job:
 
     def pause(self, on: bool) -> None:
         """Parks the shards: what is published stays in the rings."""
-        self.control["pause"] = on
+        self.control["pause"] = layout.UNBOUNDED if on else 0
         _native.bell(self._control.address + layout.offset(CONTROL, "shard_bell"))
         shards = int(self.control["shards"])
         parked = self.control["shard"]["parked"]
-        support.eventually(lambda: (parked[:shards] == int(on)).all())
+        support.eventually(lambda: ((parked[:shards] != 0) == on).all())
 
     def gone(self) -> None:
         """Waits until every learner has left and its ring is freed."""

@@ -40,10 +40,13 @@ static void *shard(void *argument)
     for (uint64_t tail = 0; tail < frames;) {
         uint32_t bell = ps_get32((uint64_t)(uintptr_t)&control->shard_bell);
         while (me == 0 && handed < frames && handed < tail + PS_AHEAD) /* each frame answers one */
-            ps_hand_out(address, handed++ << 32 | 7);
+        {
+            ps_hand_out(address, handed, handed << 32 | 7);
+            handed++;
+        }
         uint64_t head = ps_get((uint64_t)(uintptr_t)&ring->head);
         if (head == tail) {
-            ps_shard_sleep((uint64_t)(uintptr_t)control, (uint64_t)(uintptr_t)&address,
+            ps_shard_sleep((uint64_t)(uintptr_t)control, me, (uint64_t)(uintptr_t)&address,
                            (uint64_t)(uintptr_t)&tail, 1, bell, 1000000);
             continue;
         }

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import support
 
-from gadei_ps import layout, process, runtime
+from gadei_ps import process, runtime
 from gadei_ps.config import load
 from gadei_ps.control import Connection, StopJob, pack
 
@@ -218,23 +218,14 @@ class StopInBackground:
         self._connection.close()
 
 
-def test_a_dead_server_ends_a_wait(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
-    """Also while the watchdog is not there to say so."""
+def test_a_dead_job_ends_a_wait(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
+    """Once neither a server nor a watchdog, which would start one, has been there for a while."""
     running, mine = job(**SMALL), learner()
     fill(running, mine)
     blocked(running, mine, "applied -1")
-    status = running.status()
-    os.kill(status["watchdog_pid"], signal.SIGSTOP)
-    try:
-        os.kill(status["server_pid"], signal.SIGKILL)
-        gone = f"the parameter server of job '{running.name}' is gone"
-        assert mine.end() == (FAILED, gone)
-    finally:
-        os.kill(status["watchdog_pid"], signal.SIGCONT)
-    support.eventually(lambda: int(running.control["phase"]) == layout.Phase.FAILED)
-    failed = f"job '{running.name}' has failed: its parameter server died"
-    assert mine.ask("claim", -1) == (FAILED, failed)
-    assert mine.ask("take", -1) == (FAILED, failed)
+    support.kill_all(running.name, running.socket)
+    gone = f"the server and the watchdog of job '{running.name}' are gone"
+    assert mine.end() == (FAILED, gone)
     mine.do("detach")
 
 
@@ -358,13 +349,15 @@ def test_a_job_without_model(job: Callable[..., Any], learner: Callable[[], Any]
 
 
 def test_a_wait_notices_reused_pids(small: Any, learner: Callable[[], Any]) -> None:
-    """A process with the server's pid and another start is not the server."""
+    """A process with the server's or the watchdog's pid and another start is neither."""
     running, mine = small, learner()
     fill(running, mine)
-    start = int(running.control["lease_start"])
-    assert start == process.start_ticks(int(running.control["lease_pid"]))
-    running.control["lease_start"] = start + 1
+    starts = {who: int(running.control[f"{who}_start"]) for who in ("lease", "watchdog")}
+    for who, start in starts.items():
+        assert start == process.start_ticks(int(running.control[f"{who}_pid"]))
+        running.control[f"{who}_start"] = start + 1
     assert mine.ask("claim", -1)[0] == FAILED
-    running.control["lease_start"] = start
+    for who, start in starts.items():
+        running.control[f"{who}_start"] = start
     running.pause(False)
     mine.do("applied", 10_000)

@@ -249,7 +249,10 @@ def damages(memory: JobMemory) -> list[tuple[Callable[[], None], str]]:
     for part, dtype in kinds:
         common += [
             (head(part, dtype, magic=0), "only half made"),
-            (head(part, dtype, layout_version=2), "layout version 2, this program speaks 1"),
+            (
+                head(part, dtype, layout_version=99),
+                f"layout version 99, this program speaks {layout.LAYOUT_VERSION}",
+            ),
             (head(part, dtype, kind=layout.SegmentKind.STATE), "is of kind 3"),
             (head(part, dtype, bytes=part.size + 1), "truncated"),
             (head(part, dtype, job_id=np.zeros(16, np.uint8)), "another incarnation of the job"),

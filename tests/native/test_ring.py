@@ -30,9 +30,10 @@ _u64, _u32 = ctypes.c_uint64, ctypes.c_uint32
 ps_release = _library.ps_release
 ps_release.argtypes, ps_release.restype = [_u64, _u64, _u64], None
 ps_hand_out = _library.ps_hand_out
-ps_hand_out.argtypes, ps_hand_out.restype = [_u64, _u64], None
+ps_hand_out.argtypes, ps_hand_out.restype = [_u64, _u64, _u64], None
 ps_shard_sleep = _library.ps_shard_sleep
-ps_shard_sleep.argtypes, ps_shard_sleep.restype = [_u64, _u64, _u64, _u64, _u32, _u64], None
+ps_shard_sleep.argtypes = [_u64, _u64, _u64, _u64, _u64, _u32, _u64]
+ps_shard_sleep.restype = None
 
 
 class Ring:
@@ -97,7 +98,7 @@ class Ring:
         return _native.take_work(self.at, self.control_at, timeout_ns)
 
     def hand_out(self, item: int) -> None:
-        ps_hand_out(self.at, item)
+        ps_hand_out(self.at, int(self.ring["work_head"]), item)
 
     def word(self, field: str) -> int:
         return self.at + layout.offset(RING, field)
@@ -238,7 +239,7 @@ def test_a_frame_wakes_a_shard(begin: int) -> None:
     rings, seen = np.array([ring.at], np.uint64), np.array([begin], np.uint64)
 
     def sleep() -> None:
-        ps_shard_sleep(ring.control_at, rings.ctypes.data, seen.ctypes.data, 1, 0, LONG_NS)
+        ps_shard_sleep(ring.control_at, 0, rings.ctypes.data, seen.ctypes.data, 1, 0, LONG_NS)
 
     asleep = Later(sleep)
     support.eventually(lambda: ring.control["sleepers"] == 1)

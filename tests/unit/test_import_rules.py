@@ -70,12 +70,18 @@ BASE = {CEXT} | LEAVES
 MAY: dict[str, set[str]] = {
     "layout": set(),
     "errors": set(),
-    "places": set(),
+    "places": named("layout"),
+    "files": named("errors"),
+    "snapshot": LEAVES | named("files", "weights") | {PACKAGE},
+    "export": named("errors", "files", "snapshot"),
+    "checkpoint": named("errors", "export", "files", "snapshot"),
+    "compiled": {f"{PACKAGE}.kernels.cache"},
+    "journal": LEAVES | named("compiled", "symbols"),
     "process": {CEXT},
     "symbols": {CEXT},
     "segment": BASE | named("process"),
     "weights": LEAVES | named("segment"),
-    "ledger": BASE | named("symbols"),
+    "ledger": BASE | named("compiled", "symbols"),
     "runtime": LEAVES,
     "control": LEAVES | named("runtime", "segment"),
     "log": set(),
@@ -106,6 +112,7 @@ def test_packages_that_know_only_themselves(package: str) -> None:
 
 
 SERVER = named("server", "shard", "apply", "account", "places", "ledger", "symbols")
+SERVER |= named("compiled", "driver", "journal", "recover", "rings")
 
 
 def test_learners_and_watchdog_know_neither_each_other_nor_the_server() -> None:

@@ -174,6 +174,7 @@ def test_mean_of_gradients(seed: int, length: int) -> None:
 
 COMPILED: list[tuple[Any, tuple[Any, ...]]] = [
     (cpu.update, (numba.int64, numba.float64[::1], *[numba.float32[::1]] * 4)),
+    (cpu.move, (numba.int64, numba.types.UniTuple(numba.float64, 8), *[numba.float32[::1]] * 4)),
     (cpu.add, (numba.float32[::1],) * 2),
     (cpu.accumulate, (numba.float32[::1],) * 2),
     (cpu.scale, (numba.float32[::1], numba.float64)),

@@ -23,7 +23,7 @@ from gadei_ps.errors import JobInUse, NoSharedMemory, SegmentError, UsageError
 from gadei_ps.layout import SegmentKind
 from gadei_ps.segment import SHM, Segment, segment_name
 from gadei_ps.sync import parse
-from gadei_ps.watchdog.memory import JobMemory, clear_stale
+from gadei_ps.watchdog.memory import JobMemory, clear_dead
 from gadei_ps.weights import Tensor, place
 
 JOB_ID = bytes(range(16))
@@ -201,13 +201,13 @@ def test_stale_by_pid_and_start(made: Segment, job_name: str) -> None:
     assert not found.stale
     assert (found.name, found.part, found.owner_pid) == (made.name, "control", os.getpid())
     with pytest.raises(JobInUse, match=str(os.getpid())):
-        clear_stale(job_name)
+        clear_dead(job_name)
     # A pid that has been given to another process.
     made.header["owner_start"] -= 1
     assert segment.find(job_name)[0].stale
     made.header["owner_pid"], made.header["owner_start"] = dead()
     assert segment.find(job_name)[0].stale
-    assert clear_stale(job_name) == [made.name]
+    assert clear_dead(job_name) == [made.name]
     assert not segments(job_name)
 
 
@@ -232,11 +232,11 @@ def test_a_segment_being_made_is_not_stale(job_name: str) -> None:
         path.write_bytes(raw.tobytes())
         assert not segment.find(job_name)[0].stale
         with pytest.raises(JobInUse):
-            clear_stale(job_name)
+            clear_dead(job_name)
         long_ago = time.time() - 2 * segment.HALF_MADE_S
         os.utime(path, (long_ago, long_ago))
         assert segment.find(job_name)[0].stale
-        assert clear_stale(job_name) == [f"/{path.name}"]
+        assert clear_dead(job_name) == [f"/{path.name}"]
     finally:
         path.unlink(missing_ok=True)
 
@@ -274,7 +274,7 @@ def _claim_name(job: str, results: object, go: object) -> None:
     memory = JobMemory(JobConfig(name=job))
     go.wait()
     try:
-        clear_stale(job)
+        clear_dead(job)
         memory.create_control(parse("asp"))
     except JobInUse:
         results.put("in use")
@@ -299,7 +299,7 @@ def test_two_claim_one_name(job_name: str) -> None:
             claimer.kill()
             claimer.join()
         assert said == ["in use", "won"]
-        assert len(clear_stale(job_name)) == 1
+        assert len(clear_dead(job_name)) == 1
 
 
 def test_names_fit_in_shm(job_name: str) -> None:

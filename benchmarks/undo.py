@@ -1,0 +1,195 @@
+"""What the undo log costs: applying a gradient with it against the same loop without it.
+
+    python benchmarks/undo.py [--sizes 2e6 25e6 100e6] [--rounds 40] [--optimizers SGD ADAM]
+
+One thread applies one dense float32 gradient over and over to the same memory, which is shared as
+that of a job is. `with` is the server's own `apply_chunks`; `without` computes the same, chunk by
+chunk, and neither saves old values nor moves the cursor. Once a size both are checked to leave the
+same bits.
+
+Times of one gradient are medians with half the distance between the quartiles. The ratio is with
+over without, so 1.05 says that the log costs 5 %: the median over the rounds, then the fastest
+round over the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from common import alternate, ratios_of, summary, table, write_results
+from numpy.typing import NDArray
+
+from gadei_ps import layout
+from gadei_ps import places as place
+from gadei_ps.apply import Shard, apply_chunks, shard_of
+from gadei_ps.kernels import cpu, optimizers
+from gadei_ps.kernels.borrow import borrow
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.symbols import floats
+
+# Chunks of the loop without the log: the length that it was fastest with.
+CHUNK = 1024
+FLOAT32 = int(layout.WireType.FLOAT32)
+Floats = NDArray[np.float32]
+Words = NDArray[np.uint64]
+
+# So small that weights stay in the range where they began, however many gradients are applied.
+LR = 1e-9
+
+
+@numba.njit(nogil=True)
+def with_log(high: int, places: Words, payload: int, times: int) -> None:
+    """Apply the gradient at an address that many times, as the server does."""
+    s = shard_of(0, 0, high, places)
+    s.payloads[0] = np.uint64(payload)
+    s.dtypes[0] = FLOAT32
+    for _ in range(times):
+        apply_chunks(s, 1, 0)
+
+
+@numba.njit(nogil=True, forceinline=True, error_model="numpy")
+def _chunk(
+    kind: int, kept: int, s: Shard, coef: cpu.Scalars, payload: int, start: int, count: int
+) -> None:
+    """Apply a part of the gradient."""
+    here = np.uint64(start * 4)
+    s0 = floats(s.at.slot0 + here, count if kept > 0 else 0)
+    s1 = floats(s.at.slot1 + here, count if kept > 1 else 0)
+    w, g = floats(s.at.weights + here, count), floats(np.uint64(payload) + here, count)
+    cpu.move(kind, coef, w, s0, s1, g)
+
+
+@numba.njit(nogil=True, forceinline=True, error_model="numpy")
+def _chunks(kind: int, kept: int, s: Shard, coef: cpu.Scalars, payload: int) -> None:
+    """Pass over the weights once; kind and kept are constants where this is called."""
+    rest = s.high % CHUNK
+    for start in range(0, s.high - rest, CHUNK):
+        _chunk(kind, kept, s, coef, payload, start, CHUNK)
+    if rest > 0:
+        _chunk(kind, kept, s, coef, payload, s.high - rest, rest)
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def without_log(high: int, places: Words, payload: int, times: int) -> None:
+    """Do the same without the log: each optimizer has a loop of its own there too."""
+    s = shard_of(0, 0, high, places)
+    record = s.state[0].record[0]
+    for _ in range(times):
+        cpu.coefficients(s.kind, s.c[0].hyper, record.rate, np.int64(record.step) + 1, s.coef)
+        coef = cpu.scalars(borrow(s.coef))
+        if s.kind == cpu.SGD:
+            _chunks(cpu.SGD, 0, s, coef, payload)
+        elif s.kind == cpu.MOMENTUM_SGD:
+            _chunks(cpu.MOMENTUM_SGD, 1, s, coef, payload)
+        elif s.kind == cpu.NESTEROV:
+            _chunks(cpu.NESTEROV, 1, s, coef, payload)
+        elif s.kind == cpu.ADAGRAD:
+            _chunks(cpu.ADAGRAD, 1, s, coef, payload)
+        elif s.kind == cpu.ADAM:
+            _chunks(cpu.ADAM, 2, s, coef, payload)
+        elif s.kind == cpu.ADAMW:
+            _chunks(cpu.ADAMW, 2, s, coef, payload)
+
+
+class Work:
+    """The memory of a job with one shard, and one gradient."""
+
+    def __init__(self, kind: Kind, size: int) -> None:
+        """Make weights, slots and a gradient of size float32 values each."""
+        self.size = size
+        stream = layout.rounded(size * 4, layout.PAGE)
+        undo = layout.rounded(layout.MAX_STREAMS * layout.CHUNK * 4, layout.PAGE)
+        state = layout.rounded(layout.STATE.itemsize, layout.PAGE)
+        control = layout.rounded(layout.CONTROL.itemsize, layout.PAGE)
+        sizes = [control, state, undo, *[stream] * 4]
+        memory = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)  # shared: pages as of a segment
+        ends = np.cumsum(sizes)
+        parts = [memory[end - some : end] for end, some in zip(ends, sizes, strict=True)]
+        at = [part.ctypes.data for part in parts]
+        spec = OptimizerSpec(kind, lr=LR)
+        control_view = parts[0][: layout.CONTROL.itemsize].view(layout.CONTROL)[0]
+        control_view["optimizer"] = int(kind)
+        control_view["hyper"][: optimizers.HYPER] = spec.pack()
+        record = parts[1][: layout.STATE.itemsize].view(layout.STATE)[0]["record"][0]
+        record["rate"], record["step"] = LR, 1000
+        self.streams = [part[: size * 4].view(np.float32) for part in parts[3:]]
+        self.fill()
+        kept = optimizers.slots(kind)
+        self.places = np.zeros(place.PLACES, np.uint64)
+        self.places[place.CONTROL_AT], self.places[place.STATE_AT] = at[0], at[1]
+        self.places[place.UNDO_AT], self.places[place.WEIGHTS_AT] = at[2], at[3]
+        self.places[place.SLOT0_AT] = at[4] if kept > 0 else 0
+        self.places[place.SLOT1_AT] = at[5] if kept > 1 else 0
+        self.places[place.ELEMENTS] = self.places[place.PARAMETERS] = size
+        self.gradient = at[6]
+
+    def fill(self) -> None:
+        """Write the same values as ever."""
+        random = np.random.default_rng(0)
+        for values in self.streams:
+            values[:] = random.random(self.size, np.float32)
+
+    def bits(self, run: Callable[..., None]) -> list[bytes]:
+        """Return what three gradients make of them."""
+        self.fill()
+        run(self.size, self.places, self.gradient, 3)
+        return [values.tobytes() for values in self.streams]
+
+
+def timed(run: Callable[..., None], work: Work, times: int) -> Callable[[], float]:
+    """Return a function that measures the seconds of one gradient, after an unmeasured one."""
+
+    def measure() -> float:
+        run(work.size, work.places, work.gradient, 1)
+        start = time.perf_counter()
+        run(work.size, work.places, work.gradient, times)
+        return (time.perf_counter() - start) / times
+
+    return measure
+
+
+def main() -> None:
+    """Measure, print the table and write `results/undo.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", type=float, default=[2e6, 25e6, 100e6], help="bytes")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--call-s", type=float, default=0.005)
+    kinds = [kind.name for kind in Kind]
+    parser.add_argument("--optimizers", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--name", default="undo", help="of the file in results/")
+    options = parser.parse_args()
+
+    contenders: dict[str, Callable[..., None]] = {"without": without_log, "with": with_log}
+    rows: list[dict[str, Any]] = []
+    ratios: list[dict[str, Any]] = []
+    lines: list[list[str]] = []
+    for size in options.sizes:
+        for name in options.optimizers:
+            work = Work(Kind[name], int(size) // 4)
+            bits = [work.bits(run) for run in contenders.values()]
+            assert bits[0] == bits[1], f"{name}: not the same results"
+            times = max(1, round(options.call_s / timed(without_log, work, 2)()))
+            seconds = alternate(
+                {who: timed(run, work, times) for who, run in contenders.items()}, options.rounds
+            )
+            told = {"optimizer": name, "bytes": int(size), "threads": 1}
+            line = [name, f"{size / 1e6:g} MB"]
+            for who, taken in seconds.items():
+                figures = summary(taken)
+                rows.append({"contender": who, **told, "passes": times, **figures})
+                line.append(f"{figures['median_s'] * 1e6:.1f} ±{figures['spread']:.0%}")
+            found = ratios_of(seconds["without"], seconds["with"])
+            ratios.append({"of": "with", "to": "without", **told, **found})
+            lines.append([*line, f"{found['ratio']:.3f} {found['best_ratio']:.3f}"])
+    print(table(["optimizer", "weights", "without us", "with us", "with/without"], lines))
+    print(write_results(options.name, rows, ratios))
+
+
+if __name__ == "__main__":
+    main()

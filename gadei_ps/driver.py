@@ -1,0 +1,251 @@
+"""Drives the job's synchronization model: hears of pushes, publishes grants and supersteps.
+
+By the manager of the active server. The model itself lives in this process only; what the next
+server needs to make an equal one stands in the roster (`member`, `base`).
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from gadei_ps import _native, apply, layout, sync
+from gadei_ps.layout import CONTROL, ENTRY, Action, Reason, Work
+from gadei_ps.rings import Mapped
+from gadei_ps.segment import Segment
+from gadei_ps.sync import NotGranted
+
+
+@dataclass(eq=False)
+class Member:
+    """A learner whose ring is served."""
+
+    mapped: Mapped
+    reported: int = 0  # frames that the sync model has heard of
+    joined: bool = False
+    leaving: bool = False
+    granted: int = -1
+
+    @property
+    def row(self) -> int:
+        return self.mapped.row
+
+    @property
+    def generation(self) -> int:
+        return self.mapped.generation
+
+
+class Driver:
+    """One active server's."""
+
+    def __init__(
+        self, model: sync.SyncModel, control: Segment, state: Segment, elements: int
+    ) -> None:
+        self.sync = model
+        self.members: dict[int, Member] = {}
+        self._segment = control
+        self._control = control.view(CONTROL)
+        self._roster = self._control["roster"]
+        self._state = state.view(layout.STATE)
+        self._elements = elements
+        self._slots = int(self._control["slots"])
+        self._shards = int(self._control["shards"])
+        self._commits: collections.deque[sync.Commit] = collections.deque()
+        self._refusals: dict[tuple[int, int], int] = {}  # (row, sequence) -> reason
+        self._resumed = False
+
+    def run(self) -> None:
+        """One pass, after anything may have happened."""
+        if not self.sync.uses_pushes:
+            return
+        if not self._resumed:
+            if not self._supersteps_done():
+                return  # the shards are still finishing what the server before had published
+            self._resume()
+            self._resumed = True
+        self._report_pushes()
+        self._carry_out()
+        self._publish_grants()
+
+    def done_with(self, member: Member) -> bool:
+        """Whether nothing in the model refers to a learner that is gone."""
+        if member.joined:
+            return False
+        if not self.sync.uses_pushes:
+            return True
+        # A commit may still name it.
+        return self._resumed and (self.sync.on_arrival or self._applied(member) >= member.reported)
+
+    # -- take-over ------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Makes the model what it was in the server before: the same members, clocks apart alike.
+
+        For models that hold gradients, what lies unconsumed in the rings is reported again.
+        """
+        now = time.monotonic()
+        found = [one for one in self.members.values() if int(self._roster[one.row]["member"])]
+        clocks = {}
+        for member in self.members.values():
+            member.reported = self._applied(member)
+        for member in found:
+            base = int(self._roster[member.row]["base"].astype(np.int64))
+            clocks[member.row] = base + member.reported
+            self.sync.join(member.row, now)
+            member.joined = True
+        first = min(clocks.values(), default=0)
+        if self.sync.on_arrival:
+            for member in found:
+                for _ in range(clocks[member.row] - first):
+                    try:
+                        self.sync.push(member.row, now)
+                    except NotGranted:  # it had published what nobody had granted
+                        break
+        for member in found:
+            self._note_clock(member)
+
+    def _note_clock(self, member: Member) -> None:
+        """Writes down where the learner stands, for the next server."""
+        entry = self._roster[member.row]
+        if member.joined:
+            entry["base"] = (self.sync.clock(member.row) - member.reported) % 2**64
+        entry["member"] = member.joined
+
+    # -- pushes ---------------------------------------------------------------------------------
+
+    def _published(self, member: Member) -> int:
+        """Frames that the model may hear of: published for a collecting model, else applied."""
+        applied = self._applied(member)
+        if self.sync.on_arrival:
+            if applied > max(member.granted, member.reported) + self._slots:
+                member.reported = applied  # it wrote over its head; those were no iterations
+            return applied
+        head = member.mapped.head
+        # Of one that wrote over its head nothing more can be told.
+        return head if 0 <= head - applied <= self._slots else member.reported
+
+    def _applied(self, member: Member) -> int:
+        """Frames that every shard has consumed."""
+        return int(self._state["applied"][: self._shards, member.row].min())
+
+    def _has_work(self, member: Member) -> bool:
+        """Whether barriers are to wait for this learner.
+
+        Not for one that only reads, nor while the work ledger has nothing for one that takes work.
+        """
+        wants = member.mapped.wants
+        if wants & layout.WANTS_WORK and int(self._control["work"]) != Work.NONE:
+            return bool((self._roster[member.row]["outstanding"] != layout.NO_BATCH).any())
+        return bool(wants & layout.WANTS_TURN)
+
+    def _report_pushes(self) -> None:
+        now = time.monotonic()
+        for member in list(self.members.values()):
+            if not member.joined and not member.leaving and self._has_work(member):
+                self._join(member, now)
+            held = self._report_member(member, now)
+            if held and member.leaving and self.sync.on_arrival:
+                # Applied, though nobody had granted it; the clock of the gone matters no more.
+                member.reported = self._published(member)
+            behind = member.reported < self._published(member)
+            if member.joined and not behind and (member.leaving or not self._has_work(member)):
+                self._commits.extend(self.sync.leave(member.row, now))
+                member.joined = False
+                self._note_clock(member)
+
+    def _join(self, member: Member, now: float) -> None:
+        self.sync.join(member.row, now)
+        member.joined = True
+        self._note_clock(member)
+
+    def _report_member(self, member: Member, now: float) -> bool:
+        """Tells the model of what is new. True if some of that has not been granted yet."""
+        published = self._published(member)
+        while member.reported < published:
+            if not member.joined:
+                # Frames of a learner that is out of the membership: it published what it was not
+                # granted, or left its last batch unnamed. They count as one more iteration.
+                self._join(member, now)
+            if self.sync.clock(member.row) >= self.sync.grant(member.row):
+                return True
+            refused = False
+            started = None
+            if not self.sync.on_arrival:
+                frame = member.mapped.frame(member.reported, self._slots)
+                reason = self._check(member, frame)
+                refused = reason != Reason.OK
+                started = float(frame[0]["started"])
+                if refused:
+                    self._refusals[member.row, member.reported] = reason
+            commits = self.sync.push(member.row, now, started=started, refused=refused)
+            member.reported += 1
+            self._commits.extend(commits)
+        return False
+
+    def _check(self, member: Member, frame: np.ndarray) -> int:
+        return int(
+            apply.check_frame(
+                self._segment.array(CONTROL, 1, 0),
+                frame,
+                np.uint64(member.generation),
+                np.uint64(member.reported),
+                self._elements,
+            )
+        )
+
+    # -- supersteps and grants --------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        """Publishes the next superstep once every shard is done with the one before."""
+        if not self._commits or not self._supersteps_done() or self._paused():
+            return
+        commit = self._commits.popleft()
+        action, upto = self._control["superstep_action"], self._control["superstep_upto"]
+        action[:] = Action.SKIP
+        tail = {row: int(self._state["applied"][0, row]) for row in self.members}
+        for row in commit.apply:
+            action[row] = Action.APPLY
+            upto[row] = tail[row] + 1
+        for row in commit.drop:
+            reason = self._refusals.pop((row, tail[row]), Reason.OK)
+            action[row] = Action.DROP if reason == Reason.OK else Action.REFUSE
+            self._control["superstep_reason"][row] = reason
+            upto[row] = tail[row] + 1
+        _native.store(self._word("superstep"), int(self._control["superstep"]) + 1)
+        _native.bell(self._word("shard_bell"))
+
+    def _paused(self) -> bool:
+        """Whether a checkpoint is being taken; the next superstep waits until it is."""
+        return _native.load(self._word("pause")) > time.monotonic_ns()
+
+    def _supersteps_done(self) -> bool:
+        done = self._state["record"]["supersteps"][: self._shards]
+        finished = bool((done == self._control["superstep"]).all())
+        if finished:
+            self._control["supersteps_done"] = self._control["superstep"]
+        return finished
+
+    def _publish_grants(self) -> None:
+        """In a learner's own clock: iterations begun since it attached."""
+        if self._commits or not self._supersteps_done():
+            return  # a grant tells that all it stands on is in the weights
+        for member in self.members.values():
+            if not member.joined:
+                continue
+            ahead = self.sync.grant(member.row) - self.sync.clock(member.row)
+            grant = min(member.reported + ahead, layout.UNBOUNDED)
+            if grant != member.granted:
+                member.granted = grant
+                self.publish_grant(member.row, grant)
+
+    def publish_grant(self, row: int, grant: int) -> None:
+        """The learner of this row may begin iterations below `grant`."""
+        at = self._word("roster") + row * ENTRY.itemsize
+        _native.store(at + layout.offset(ENTRY, "grant"), grant)
+        _native.bell(at + layout.offset(ENTRY, "grant_seq"))
+
+    def _word(self, field: str) -> int:
+        return self._segment.address + layout.offset(CONTROL, field)

@@ -1,0 +1,241 @@
+"""Files of tensors and text: hashed on their way to the disk, verified on their way back.
+
+Safetensors files are read and written here and not by their library, because each block is to be
+hashed between the memory and the disk, and because the library maps what it reads: then an error of
+the disk kills the process. Little-endian machines only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from gadei_ps.errors import CheckpointError
+
+_BLOCK: Final = 4 << 20  # bytes hashed and written at once
+_MOST_TEXT: Final = 100 << 20  # bytes of a manifest or a header; the library's own limit
+_CODES: Final = {np.dtype(np.float32): "F32", np.dtype(np.uint64): "U64"}
+_RESERVED: Final = "__metadata__"
+ANOTHER: Final = "use another checkpoint"
+
+Tensors = Mapping[str, tuple[tuple[int, ...], np.ndarray]]
+"""By name: shape, and the values, (count,) and contiguous."""
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def safetensors(tensors: Tensors) -> Iterator[memoryview]:
+    """The blocks of a safetensors file: length of the header, header, values.
+
+    Raises ValueError for a name that the format cannot hold.
+    """
+    header, at = {}, 0
+    for name, (shape, values) in tensors.items():
+        if name == _RESERVED:
+            raise ValueError(f"a safetensors file cannot hold a tensor named {name!r}")
+        header[name] = {
+            "dtype": _CODES[values.dtype],
+            "shape": [int(size) for size in shape],
+            "data_offsets": [at, at + values.nbytes],
+        }
+        at += values.nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values begin aligned
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for _, values in tensors.values():
+        if values.nbytes:  # an empty view cannot be cast
+            view = values.data.cast("B")
+            for begin in range(0, len(view), _BLOCK):
+                yield view[begin : begin + _BLOCK]
+
+
+def write(path: Path, blocks: Iterable[memoryview | bytes]) -> tuple[str, int]:
+    """Writes a new file to the disk. Returns its SHA-256 and its bytes."""
+    digest = hashlib.sha256()
+    with open(path, "xb") as file:
+        for block in blocks:
+            digest.update(block)
+            file.write(block)
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest(), size
+
+
+def sync(directory: Path) -> None:
+    """What was made, renamed or removed in the directory stays so after a power failure."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that knows no such thing
+            raise
+    finally:
+        os.close(fd)
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+class File:
+    """A file read from its begin to its end, and hashed meanwhile. `left`: bytes not read yet.
+
+    Raises ValueError where the file does not hold what is asked for.
+    """
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self.left = os.fstat(raw.fileno()).st_size
+        self._raw = raw
+        self._digest = hashlib.sha256()
+
+    def fill(self, view: memoryview) -> None:
+        """The next len(view) bytes."""
+        while view:
+            count = self._raw.readinto(view[:_BLOCK])
+            if not count:
+                raise ValueError("it ends too early")
+            self._digest.update(view[:count])
+            self.left -= count
+            view = view[count:]
+
+    def take(self, size: int) -> bytes:
+        """The next bytes, for text."""
+        self.need(size)
+        if size > _MOST_TEXT:
+            raise ValueError(f"{size} bytes of text are too many")
+        text = bytearray(size)
+        self.fill(memoryview(text))
+        return bytes(text)
+
+    def need(self, size: int) -> None:
+        """To be called before memory is taken for what is to be read."""
+        if size > self.left:
+            raise ValueError(f"it has {self.left} bytes where {size} are needed")
+
+    def digest(self) -> str:
+        """SHA-256 of the whole file."""
+        block = bytearray(_BLOCK)
+        while count := self._raw.readinto(block):
+            self._digest.update(memoryview(block)[:count])
+        return self._digest.hexdigest()
+
+    def fill_tensors(self, wanted: Tensors) -> None:
+        """Reads a safetensors file that holds these tensors, in any order, and no others."""
+        header = parse_object(self.take(int.from_bytes(self.take(8), "little")))
+        header.pop(_RESERVED, None)
+        for name in wanted:
+            if name not in header:
+                raise ValueError(f"tensor {name!r} is missing")
+        order = []
+        for name, entry in header.items():
+            if name not in wanted:
+                raise ValueError(f"tensor {name!r} is not one of the checkpoint's")
+            if not isinstance(entry, dict):
+                raise ValueError(f"tensor {name!r} is not described")
+            shape, values = wanted[name]
+            for field, value in (("dtype", _CODES[values.dtype]), ("shape", list(shape))):
+                if entry.get(field) != value:
+                    raise ValueError(
+                        f"tensor {name!r} has {field} {entry.get(field)!r}, not {value!r}"
+                    )
+            offsets = entry.get("data_offsets")
+            if not isinstance(offsets, list) or [type(at) for at in offsets] != [int, int]:
+                raise ValueError(f"tensor {name!r} has data_offsets {offsets!r}")
+            order.append((offsets, name))
+        at = 0
+        for offsets, name in sorted(order):
+            values = wanted[name][1]
+            if offsets != [at, at + values.nbytes]:
+                raise ValueError(f"tensor {name!r} has data_offsets {offsets!r}, not {at} and up")
+            at += values.nbytes
+            if values.nbytes:
+                self.fill(values.data.cast("B"))
+        if self.left:
+            raise ValueError(f"it has {self.left} bytes behind the last tensor")
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def _open(path: str, flags: int) -> int:
+    """Does not hang where the name is that of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[File]:
+    """Raises CheckpointError if the file cannot be read."""
+    try:
+        with io.FileIO(path, "rb", opener=_open) as raw:
+            yield File(raw)
+    except OSError as error:
+        what = "missing" if error.errno == errno.ENOENT else f"cannot be read ({reason(error)})"
+        raise failure(path, what, ANOTHER) from None
+
+
+@contextlib.contextmanager
+def verified(path: Path, digest: str | None) -> Iterator[File]:
+    """A file whose SHA-256 must be `digest`; otherwise CheckpointError.
+
+    What its reader raises as ValueError is told only if the file is the one that was written:
+    in a damaged one, anything may seem to be wrong.
+    """
+    with opened(path) as file:
+        wrong = None
+        try:
+            yield file
+        except ValueError as error:
+            wrong = error
+        if file.digest() != digest:
+            raise damaged(path, "its SHA-256 is not the one in SHA256SUMS")
+        if wrong is not None:
+            raise failure(path, str(wrong), ANOTHER)
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def reason(error: OSError) -> str:
+    """What the system says."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def unwritten(path: Path, what: str, error: OSError) -> CheckpointError:
+    """Why something could not be written, and what helps."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some space or name another place"
+    elif error.errno == errno.EFBIG:
+        remedy = "raise the limit of file sizes (ulimit -f)"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "make it writable or name another place"
+    else:
+        remedy = "name another place"
+    return failure(path, f"{what} ({reason(error)})", remedy)
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """A file that is not what was written."""
+    return failure(path, f"damaged ({what})", ANOTHER)
+
+
+def failure(path: Path, what: str, remedy: str) -> CheckpointError:
+    """One line, whatever stands in it."""
+    return CheckpointError(" ".join(f"{path}: {what}; {remedy}".split()))

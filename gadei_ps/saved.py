@@ -1,0 +1,109 @@
+"""Which checkpoint a user means: a directory, a job file or a job's name say where to look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gadei_ps import checkpoint, config, control, segment, weights
+from gadei_ps.checkpoint import Snapshot
+from gadei_ps.config import JobConfig
+from gadei_ps.control import Status
+from gadei_ps.errors import CheckpointError, JobNotFound, UsageError
+from gadei_ps.layout import CONTROL, SegmentKind
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint and, if a job file led to it, that file's configuration."""
+
+    path: Path
+    snapshot: Snapshot
+    job: JobConfig | None
+
+    def job_config(self) -> JobConfig:
+        """To serve it with. Raises UsageError for a configuration of another release."""
+        if self.job is not None:
+            return self.job
+        return config.from_mapping(self.snapshot.config, str(self.path))
+
+
+def find(source: str, version: int | None = None) -> Saved:
+    """The newest whole checkpoint of `source`, or that of a version.
+
+    source: a checkpoint, a directory of them, a job file, or a job's name (in the state directory).
+    Raises CheckpointError, UsageError.
+    """
+    job = None
+    path = Path(source)
+    if source.endswith(".toml"):
+        job = config.load(path)
+        path = job.checkpoint_directory()
+    elif not path.is_dir() and "/" not in source:
+        path = config.state_directory() / segment.check_job_name(source)
+    if (path / checkpoint.MANIFEST).exists() or (path / checkpoint.SUMS).exists():
+        if version is not None:
+            raise UsageError(f"{path} is one checkpoint; --version goes with a directory of them")
+        return Saved(path, checkpoint.read(path), job)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; where are the checkpoints?")
+    if version is not None:
+        for one in checkpoint.found(path):
+            if one.version == version:
+                return Saved(one.path, checkpoint.read(one.path), job)
+        there = ", ".join(str(one.version) for one in checkpoint.found(path)[:8]) or "none"
+        raise CheckpointError(f"{path}: no checkpoint of version {version}; there are: {there}")
+    snapshot, newest, problems = checkpoint.newest(path)
+    if snapshot is None or newest is None:
+        what = problems[0] if problems else f"{path}: no checkpoint there"
+        raise CheckpointError(what)
+    return Saved(newest, snapshot, job)
+
+
+def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]:
+    """Writes plain weights of a running job, else of a checkpoint; says what was written.
+
+    Raises CheckpointError, UsageError.
+    """
+    snapshot = None
+    named = "/" not in source and not source.endswith(".toml")
+    if version is None and named and not Path(source).is_dir():
+        snapshot = _live(source)
+    if snapshot is None:
+        snapshot = find(source, version).snapshot
+    checkpoint.export(snapshot, out)
+    return {
+        "out": str(out),
+        "job": snapshot.job,
+        "version": snapshot.version,
+        "tensors": len(snapshot.model.tensors),
+        "values": snapshot.model.values,
+    }
+
+
+def _live(job: str) -> Snapshot | None:
+    """The weights of a running job as they are, without locks; None if there is no such job."""
+    import numpy as np
+
+    try:
+        control.ask(job, Status())
+        names = [segment.segment_name(job, part) for part in ("weights", "control")]
+        mapped = segment.attach(names[0], SegmentKind.WEIGHTS, writable=False)
+        words = segment.attach(names[1], SegmentKind.CONTROL, writable=False).view(CONTROL)
+    except (JobNotFound, FileNotFoundError):
+        return None
+    return Snapshot(
+        job=job,
+        config={},
+        model=weights.read_table(mapped),
+        weights=weights.data(mapped).copy(),
+        slots=(),
+        version=int(words["version"]),
+        steps=0,
+        supersteps=0,
+        work={},
+        requeue=np.empty(0, np.uint64),
+        counts={},
+        clocks={},
+    )

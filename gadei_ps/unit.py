@@ -1,0 +1,354 @@
+"""The systemd unit of a job's watchdog, and where `gadei-ps install-unit` puts it.
+
+A template: gadei-ps@demo.service serves the job in demo.toml. systemd/gadei-ps@.service in the
+sources is what text() gives for the system; change it here and write that file anew.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shlex
+import stat
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from gadei_ps.errors import UsageError
+
+NAME = "gadei-ps@.service"
+SERVICE_USER = "gadei-ps"
+HIDDEN = ("/tmp", "/var/tmp")
+SYSTEM_PROGRAM = "/usr/local/bin/gadei-ps"  # where pip puts it for the system
+USER_NAME = re.compile(r"[a-z_][a-z0-9_-]{0,30}", re.IGNORECASE)
+# systemd reads quotes, backslashes and dollars in a command line, and has no line breaks in it.
+UNFIT = re.compile(r"[\x00-\x1f\x7f\"'\\$]")
+
+
+class Scope(StrEnum):
+    """Whose manager runs the job."""
+
+    SYSTEM = "system"
+    USER = "user"
+
+
+class Found(StrEnum):
+    """What was at the unit's place."""
+
+    NOTHING = "nothing"
+    SAME = "the same"
+    ANOTHER = "another"
+
+
+TEMPLATE = """\
+# A gadei-ps job for each instance: gadei-ps@demo.service serves the job demo of the file
+# $jobs/demo.toml. The name of a job is that of its file: leave `name` out of the file.
+# Letters, digits, '-' and '_' stand for themselves in an instance's name, so that no job's name
+# needs systemd-escape; %i is used everywhere, because %I would read '-' as '/'.
+#
+# Written by `gadei-ps install-unit --$scope`. Changes belong into a drop-in:
+# `systemctl$flag edit gadei-ps@` for all jobs, `systemctl$flag edit gadei-ps@demo` for one.
+
+[Unit]
+Description=gadei-ps job %i
+# Makes the device files of GPUs, which the processes of this unit may not.
+After=nvidia-persistenced.service
+StartLimitIntervalSec=120
+StartLimitBurst=10
+
+[Service]
+# Ready when learners can attach. The first start on a machine compiles for about half a minute.
+Type=notify
+NotifyAccess=main
+TimeoutStartSec=210
+WatchdogSec=30
+ExecStart=$program serve --json-log %E/gadei-ps/%i.toml
+ExecReload=$program checkpoint %i
+
+# A stop lets learners finish, applies what they have published, and writes a checkpoint. The
+# watchdog bounds each of these itself; this is more than their sum.
+TimeoutStopSec=90
+SuccessExitStatus=143
+Restart=on-failure
+RestartSec=500ms
+# A mistake in the job file: the next start would make it again.
+RestartPreventExitStatus=2
+
+# Signals go to the watchdog only. It ends the servers and the learners that it has started; if it
+# dies itself they go on, and the next start adopts them with all they have done. systemd then
+# says that it found left-over processes, which is what is wanted here.
+KillMode=process
+OOMPolicy=continue
+
+# 256 learners with their threads; files and sockets of as many; segments pinned for GPUs.
+TasksMax=32768
+LimitNOFILE=65536
+LimitMEMLOCK=infinity
+
+$places
+
+$hardening
+
+[Install]
+WantedBy=$target
+"""
+
+SYSTEM_PLACES = """\
+# Learners must be this user, or root; `sudo -u $user env GADEI_PS_RUNTIME_DIR=/run/gadei-ps
+# gadei-ps status demo` is how to look. logind leaves the shared memory of a system user alone.
+User=$user
+UMask=0077
+# All jobs share the directories, so the end of one must not remove them.
+RuntimeDirectory=gadei-ps
+RuntimeDirectoryMode=0700
+RuntimeDirectoryPreserve=yes
+Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps
+# Checkpoints.
+StateDirectory=gadei-ps
+StateDirectoryMode=0700
+Environment=GADEI_PS_STATE_DIR=%S/gadei-ps
+# Compiled kernels; gadei-ps is appended to it.
+CacheDirectory=gadei-ps
+CacheDirectoryMode=0700
+Environment=NUMBA_CACHE_DIR=%C"""
+
+USER_PLACES = """\
+# As in a shell, so that commands find the job without being told where. Checkpoints and compiled
+# kernels are where commands have them too: nothing is said of them here.
+RuntimeDirectory=gadei-ps
+RuntimeDirectoryMode=0700
+RuntimeDirectoryPreserve=yes
+Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps"""
+
+# What needs no privilege: seccomp and prctl.
+COMMON_HARDENING = """\
+NoNewPrivileges=yes
+LockPersonality=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM"""
+
+SYSTEM_HARDENING = f"""\
+# Learners and servers inherit all of this. What must stay as it is:
+#   MemoryDenyWriteExecute  Numba compiles the kernels when it loads them.
+#   PrivateDevices, DevicePolicy, DeviceAllow, ProtectClock  would take the GPUs away
+#                           (ProtectClock because it implies a DeviceAllow).
+#   PrivateIPC, PrivateUsers, ProtectProc, ProcSubset  learners outside of this unit attach:
+#                           they need the segments, and the watchdog needs to see them.
+#   RemoveIPC               would remove the segments from under the servers that go on.
+# /dev/shm stays writable under ProtectSystem. Where a job's learners write elsewhere than in
+# the directories above, a drop-in has to name the place: ReadWritePaths=/srv/models.
+RemoveIPC=no
+PrivateIPC=no
+PrivateDevices=no
+PrivateTmp=yes
+ProtectSystem=strict
+ProtectHome=read-only
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+{COMMON_HARDENING}"""
+
+USER_HARDENING = f"""\
+# Only what needs no privilege. File system protection would put the job into a user namespace of
+# its own, where it cannot watch learners outside. MemoryDenyWriteExecute must not be set: Numba
+# compiles the kernels when it loads them.
+{COMMON_HARDENING}"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What install() has found and done."""
+
+    scope: Scope
+    path: Path
+    found: Found
+    written: bool
+    text: str
+    next: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "scope": self.scope.value,
+            "path": str(self.path),
+            "found": self.found.value,
+            "written": self.written,
+            "unit": self.text,
+            "next": list(self.next),
+        }
+
+
+def program() -> str:
+    """This installation's gadei-ps as the beginning of a command line, quoted for systemd."""
+    found = [Path(sys.argv[0]).absolute(), Path(sysconfig.get_path("scripts")) / "gadei-ps"]
+    for path in found:
+        if path.name == "gadei-ps" and path.is_file() and os.access(path, os.X_OK):
+            return quoted(str(path))
+    return f"{quoted(sys.executable)} -P -m gadei_ps"
+
+
+def quoted(path: str) -> str:
+    """One word of a command line. Raises UsageError for a path that systemd cannot be told."""
+    if UNFIT.search(path):
+        raise UsageError(f"{path!r}: systemd cannot start a program of such a path")
+    path = path.replace("%", "%%")
+    return f'"{path}"' if re.search(r"\s|^[-@:+!|;]", path) else path
+
+
+def text(scope: Scope, command: str, user: str = SERVICE_USER) -> str:
+    """The unit; `command` as from program()."""
+    system = scope == Scope.SYSTEM
+    return Template(TEMPLATE).substitute(
+        scope=scope.value,
+        flag="" if system else " --user",
+        jobs="/etc/gadei-ps" if system else "~/.config/gadei-ps",
+        program=command,
+        places=Template(SYSTEM_PLACES).substitute(user=user) if system else USER_PLACES,
+        hardening=SYSTEM_HARDENING if system else USER_HARDENING,
+        target="multi-user.target" if system else "default.target",
+    )
+
+
+def directory(scope: Scope) -> Path:
+    """Where the manager looks for units of this machine, or of this user."""
+    if scope == Scope.SYSTEM:
+        return Path("/etc/systemd/system")
+    return _config_home() / "systemd/user"
+
+
+def _config_home() -> Path:
+    given = os.environ.get("XDG_CONFIG_HOME", "")
+    # The specification has relative paths ignored.
+    return Path(given) if given.startswith("/") else Path("~/.config").expanduser()
+
+
+def install(
+    scope: Scope,
+    *,
+    user: str | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    where: Path | None = None,
+) -> Installed:
+    """Writes the unit into `where`, by default directory(scope).
+
+    Raises UsageError, and has then changed nothing, for what cannot work, and for a unit there that
+    is another one, unless forced.
+    """
+    if user is not None and scope == Scope.USER:
+        raise UsageError("--run-as goes with --system: a user's jobs run as that user")
+    user = user or SERVICE_USER
+    if not USER_NAME.fullmatch(user):
+        raise UsageError(f"{user!r} is not the name of a user")
+    if scope == Scope.SYSTEM and not dry_run and where is None and os.geteuid():
+        raise UsageError("--system needs root: sudo gadei-ps install-unit --system, or use --user")
+    if scope == Scope.SYSTEM and not dry_run:
+        check_reach(user, places())
+    unit = text(scope, program(), user)
+    path = (where or directory(scope)) / NAME
+    found = _look(path, unit)
+    if found == Found.ANOTHER and not force and not dry_run:
+        raise UsageError(
+            f"{path} is there already and differs: --print shows the new one, --force writes it; "
+            "changes of your own belong into a drop-in (systemctl edit gadei-ps@)"
+        )
+    write = found != Found.SAME and not dry_run
+    if write:
+        _write(path, unit)
+    return Installed(scope, path, found, write, unit, tuple(_next(scope, user)))
+
+
+def _look(path: Path, unit: str) -> Found:
+    if path.is_symlink():  # masked, or linked into place: not ours to follow
+        return Found.ANOTHER
+    try:
+        there = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return Found.NOTHING
+    return Found.SAME if there == unit else Found.ANOTHER
+
+
+def _write(path: Path, unit: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    passing = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        passing.write_text(unit)
+        passing.chmod(0o644)
+        passing.replace(path)
+    finally:
+        passing.unlink(missing_ok=True)
+
+
+def places() -> tuple[Path, ...]:
+    """What a start needs: the code, the interpreter, and what a link to that leads to."""
+    interpreter = Path(sys.executable)
+    return Path(__file__), interpreter, interpreter.resolve()
+
+
+def check_reach(user: str, needed: Sequence[Path]) -> None:
+    """Raises UsageError where the system's unit could not run this installation."""
+    remedy = "install gadei-ps for all users, for instance in /opt"
+    for place in needed:
+        if any(place.is_relative_to(hidden) for hidden in HIDDEN):
+            raise UsageError(f"{place} is hidden from the unit by PrivateTmp; {remedy}")
+        for folder in place.parents:
+            status = folder.stat()
+            if not status.st_mode & stat.S_IXOTH and not _belongs(status, user):
+                raise UsageError(
+                    f"{place} cannot be reached by the user {user} ({folder} is closed); "
+                    f"{remedy}, or give --run-as"
+                )
+
+
+def _belongs(status: os.stat_result, user: str) -> bool:
+    """Whether a closed folder is open for this user as its owner or through a group."""
+    try:
+        entry = pwd.getpwnam(user)
+    except KeyError:
+        return False
+    if entry.pw_uid == 0:
+        return True
+    if status.st_uid == entry.pw_uid:
+        return bool(status.st_mode & stat.S_IXUSR)
+    groups = os.getgrouplist(user, entry.pw_gid)
+    return status.st_gid in groups and bool(status.st_mode & stat.S_IXGRP)
+
+
+def _next(scope: Scope, user: str) -> Sequence[str]:
+    """Commands that make a job of it."""
+    if scope == Scope.USER:
+        jobs = shlex.quote(str(_config_home() / "gadei-ps"))
+        return (
+            f"mkdir -p {jobs} && touch {jobs}/demo.toml",
+            "systemctl --user daemon-reload",
+            "systemctl --user enable --now gadei-ps@demo",
+            "loginctl enable-linger  # else the job and its memory end with your last session",
+        )
+    commands = [
+        "mkdir -p /etc/gadei-ps && touch /etc/gadei-ps/demo.toml",
+        "systemctl daemon-reload",
+        "systemctl enable --now gadei-ps@demo",
+    ]
+    try:
+        pwd.getpwnam(user)
+    except KeyError:
+        commands.insert(
+            0,
+            "useradd --system --user-group --home-dir /var/lib/gadei-ps "
+            f"--shell /usr/sbin/nologin {user}",
+        )
+    return commands

@@ -1,0 +1,60 @@
+/* See ps_lease.h. */
+#include "ps_lease.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <string.h>
+#include <time.h>
+
+#include "ps_ring.h"
+
+static_assert(sizeof(pthread_mutex_t) <= 64, "a lease has one line");
+
+int ps_lease_make(uint64_t lease)
+{
+    pthread_mutexattr_t how;
+    int error = pthread_mutexattr_init(&how);
+    if (error)
+        return -error;
+    error = pthread_mutexattr_setpshared(&how, PTHREAD_PROCESS_SHARED);
+    if (!error)
+        error = pthread_mutexattr_setrobust(&how, PTHREAD_MUTEX_ROBUST);
+    if (!error) {
+        memset((void *)lease, 0, 64);
+        error = pthread_mutex_init((pthread_mutex_t *)lease, &how);
+    }
+    pthread_mutexattr_destroy(&how);
+    return -error;
+}
+
+int ps_lease_take(uint64_t lease, uint64_t timeout_ns)
+{
+    pthread_mutex_t *mutex = (pthread_mutex_t *)lease;
+    int error = pthread_mutex_trylock(mutex);
+    if (error == EBUSY && timeout_ns) {
+        /* The portable call takes a time of day; should the clock be set, the caller asks again. */
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        uint64_t ns = (uint64_t)until.tv_nsec + timeout_ns;
+        until.tv_sec += (time_t)(ns / 1000000000ull);
+        until.tv_nsec = (long)(ns % 1000000000ull);
+        error = pthread_mutex_timedlock(mutex, &until);
+    }
+    switch (error) {
+    case 0:
+        return PS_LEASE_CLEAN;
+    case EOWNERDEAD: /* SYNC POINT: lease. All that the dead thread stored is seen from here on. */
+        pthread_mutex_consistent(mutex);
+        return PS_LEASE_DIED;
+    case EBUSY:
+    case ETIMEDOUT:
+        return PS_TIMEOUT;
+    default:
+        return -1000 - error;
+    }
+}
+
+void ps_lease_release(uint64_t lease)
+{
+    pthread_mutex_unlock((pthread_mutex_t *)lease);
+}

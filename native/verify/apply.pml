@@ -1,0 +1,212 @@
+/* One learner's gradients through a ring of N slots into two shards of two chunks each.
+ *
+ * Code: native/ps_ring.c ps_claim, ps_publish, ps_release; gadei_ps/apply.py begin, apply_chunks,
+ * finish, recover; gadei_ps/shard.py _on_arrival; the lease in control.shard[k].
+ *
+ * Processes: the learner; the shard threads of INCS servers, of which the first serves and each
+ * next one waits for the leases; a killer (at most KILLS servers and the learner, each at any step);
+ * the kernel, which ends the threads of a killed server one by one, later, in any order, and hands
+ * on the lease of each thread as it ends.
+ *
+ * Abstractions, and why they lose nothing:
+ * - A value is the number of gradients in it; addition is the only thing that must not happen twice
+ *   or never. TORN stands for whatever half a store leaves: of weights, undo log or payload.
+ * - Weights, optimizer slots of a chunk are one value: they are saved, changed and restored together.
+ * - Memory is sequentially consistent. Each store that another thread waits for is a release store
+ *   met by an acquire load, so there is no cycle that a weaker order would add; the two places that
+ *   need a fence are in sleep.pml.
+ * - Waiting is a guard: what it costs to sleep and wake is in sleep.pml.
+ * - Two chunks: every chunk but the first and the last is as its neighbours are.
+ *
+ * -DN=1..3 slots. Left out or wrong on purpose, to see the check fail: -DNO_UNDO, -DNO_LEASE,
+ * -DTAIL_FIRST (slot given back before the last chunk is done), -DIDLE_FIRST (cursor idle before
+ * the sequence counts as applied). */
+#ifndef N
+#define N 2
+#endif
+#ifndef F
+#define F (N + 1) /* frames, so that every slot is used again at least once */
+#endif
+#ifndef KILLS
+#define KILLS 2
+#endif
+#define INCS (KILLS + 1)
+#ifndef S
+#define S 1
+#endif
+#ifndef C
+#define C 2
+#endif
+#define IDLE 15
+#define TORN 200
+#define NOBODY 9
+
+byte slot[N];    /* sequence + 1 of the frame in it */
+byte head;
+byte tail[S];
+byte others;      /* the slowest tail of all other shards */
+byte w[S * C];       /* weights, by shard * C + chunk */
+byte undo[S];
+byte cursor[S] = IDLE;
+byte record[S];  /* sequence of the frame in hand */
+byte record_step[S];
+byte steps[S];
+byte applied[S];
+byte lease[S] = NOBODY;
+byte up;         /* the server that was started last and not killed; those below are killed */
+bool dead[INCS * S];    /* threads, by server * S + shard */
+bool learner_killed, learner_gone, done;
+
+inline apply_chunks() {
+    do
+    :: c < C ->
+#ifndef NO_UNDO
+        undo[k] = TORN;
+        undo[k] = w[k * C + c];
+#endif
+        cursor[k] = c * 2 + 1;
+        d_step { assert(slot[record[k] % N] == record[k] + 1); x = w[k * C + c]; w[k * C + c] = TORN }
+#ifdef TAIL_FIRST
+        if
+        :: c == C - 1 -> tail[k] = record[k] + 1
+        :: else
+        fi;
+#endif
+        d_step {
+            assert(slot[record[k] % N] == record[k] + 1);
+            w[k * C + c] = (x == TORN -> TORN : x + 1);
+            x = 0
+        }
+        d_step { c++; cursor[k] = c * 2 }
+    :: else -> break
+    od;
+    c = 0
+}
+
+inline finish() {
+    steps[k] = record_step[k] + 1;
+#ifdef IDLE_FIRST
+    cursor[k] = IDLE;
+    applied[k] = record[k] + 1;
+#else
+    applied[k] = record[k] + 1;
+    cursor[k] = IDLE;
+#endif
+}
+
+proctype Shard(byte me; byte k) {
+    byte c, x;
+end_spare: {
+#ifdef NO_LEASE
+        me <= up;
+#else
+        atomic { me <= up && lease[k] == NOBODY -> lease[k] = me }
+#endif
+        /* recover */
+        if
+        :: cursor[k] == IDLE
+        :: else ->
+            c = cursor[k] / 2;
+#ifndef NO_UNDO
+            if
+            :: cursor[k] % 2 -> w[k * C + c] = TORN; w[k * C + c] = undo[k]; cursor[k] = c * 2
+            :: else
+            fi;
+#endif
+            apply_chunks();
+            finish()
+        fi;
+        tail[k] = applied[k];
+        /* serve */
+end_idle: do
+        :: head != tail[k] ->
+            d_step { record[k] = tail[k]; record_step[k] = steps[k] } /* counts only from cursor on */
+            cursor[k] = 0;
+            apply_chunks();
+            finish();
+            tail[k] = record[k] + 1
+        od
+    } unless { atomic { dead[me * S + k]; c = 0; x = 0 } }
+}
+
+#define FREE(k) head - tail[(k) % S] < N
+
+proctype Learner() {
+    {
+        do
+        :: head < F ->
+            FREE(0) && FREE(1) && (S > 1 || head - others < N);
+            slot[head % N] = TORN;
+            slot[head % N] = head + 1;
+            head++
+        :: else -> break
+        od
+    } unless { learner_killed };
+    learner_gone = true
+}
+
+proctype Others() {
+end: do
+    :: others < head -> others++
+    od
+}
+
+proctype Killer() {
+    do
+    :: up < KILLS -> up++
+    :: !learner_killed -> learner_killed = true
+    :: break
+    od
+}
+
+#define ENDS(i, k) i < up && !dead[i * S + k] -> \
+    atomic { dead[i * S + k] = true; if :: lease[k] == i -> lease[k] = NOBODY :: else fi }
+
+proctype Kernel() {
+end: do
+    :: ENDS(0, 0)
+#if KILLS > 1
+    :: ENDS(1, 0)
+#endif
+#if S > 1
+    :: ENDS(0, 1)
+#if KILLS > 1
+    :: ENDS(1, 1)
+#endif
+#endif
+    od
+}
+
+/* Runs when nothing else can: a deadlock ends up here with work undone. */
+proctype Monitor() {
+    byte i;
+    timeout ->
+    d_step {
+        assert(learner_gone);
+        assert(learner_killed || head == F);
+        for (i : 0 .. S * C - 1) { assert(w[i] == head) }
+        for (i : 0 .. S - 1) {
+            assert(applied[i] == head && steps[i] == head && tail[i] == head && cursor[i] == IDLE)
+        }
+        done = true
+    }
+}
+
+ltl progress { <> done }
+
+init {
+    atomic {
+        byte i;
+        for (i : 0 .. INCS - 1) {
+            run Shard(i, 0);
+#if S > 1
+            run Shard(i, 1)
+#endif
+        }
+        run Learner();
+#if S == 1
+        run Others();
+#endif
+        run Killer(); run Kernel(); run Monitor()
+    }
+}

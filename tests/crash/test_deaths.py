@@ -1,0 +1,219 @@
+"""Each process of a job dies or stands still, alone and together, at the worst moment."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from support import Child, eventually, segments, status
+from team import Team, seen, send, spin, stopped, tids
+
+from gadei_ps import checkpoint, faults, process, segment
+from gadei_ps.control import Checkpoint, ask
+from gadei_ps.errors import CheckpointError, GadeiError
+from gadei_ps.faults import Role, Target
+
+SERVERS = (Role.SERVER, Role.STANDBY)
+VALUES = 2_000_000  # so that copying them takes a while
+
+
+def _known(team: Team, roles: tuple[Role, ...]) -> list[Target]:
+    return [team.find(role) for role in roles]
+
+
+TOGETHER: list[tuple[Role, ...]] = [
+    (Role.SERVER,),
+    (Role.STANDBY,),
+    (Role.WATCHDOG,),
+    (Role.SERVER, Role.WATCHDOG),
+    (Role.WATCHDOG, Role.SERVER),
+    SERVERS,
+    (*SERVERS, Role.WATCHDOG),
+]
+
+
+def test_deaths_alone_and_together(job_name: str, tmp_path: Path) -> None:
+    with Team(job_name, tmp_path) as team:
+        for roles in TOGETHER:
+            for target in _known(team, roles):
+                send(target)
+            if Role.STANDBY not in roles:
+                team.goes_on()  # the other server needs nobody's help
+            team.watch()
+            team.goes_on()
+        team.find(Role.STANDBY)
+        team.settle()
+
+
+@pytest.mark.parametrize("instant", ["lease", "later"])
+def test_killed_again_while_it_takes_over(instant: str, job_name: str, tmp_path: Path) -> None:
+    chance = random.Random(instant)
+    with Team(job_name, tmp_path, values=300_000) as team:
+        for _ in range(team.rounds(3)):
+            server, standby = _known(team, SERVERS)
+            before, generation = tids(team.control), int(team.control["lease_generation"])
+            send(server)
+            assert seen(
+                lambda before=before, generation=generation: (
+                    tids(team.control) != before
+                    or int(team.control["lease_generation"]) != generation
+                )
+            )
+            if instant == "later":
+                spin(chance, 0.005)
+            send(standby)
+            team.goes_on()
+        team.settle()
+
+
+def test_stopped_for_a_while(job_name: str, tmp_path: Path) -> None:
+    with Team(job_name, tmp_path, hang_s=60.0) as team:
+        everyone = [team.processes.learners()[0], *_known(team, (*SERVERS, Role.WATCHDOG))]
+        for target in everyone * 2:
+            with stopped(target):
+                if target.role is not Role.SERVER:
+                    team.goes_on()
+            team.goes_on()
+        assert all(target.alive for target in everyone)
+        team.settle()
+        assert status(job_name)["server_deaths"] == 0
+
+
+def test_a_server_that_hangs_is_replaced(job_name: str, tmp_path: Path) -> None:
+    with Team(job_name, tmp_path, hang_s=0.5) as team:
+        team.goes_on()
+        server = team.find(Role.SERVER)
+        with stopped(server):
+            eventually(lambda: not server.alive, what="it is killed")
+            team.goes_on()
+        team.settle()
+
+
+def test_everything_dies_and_goes_on_from_memory(job_name: str, tmp_path: Path) -> None:
+    with Team(job_name, tmp_path) as team:
+        team.goes_on()
+        for _ in range(2):
+            everyone = _known(team, (Role.WATCHDOG, *SERVERS))
+            job = status(job_name)["job_id"]
+            for target in everyone:
+                send(target)
+            team.fire()
+            team.serve_again()
+            assert status(job_name)["job_id"] == job
+            team.hire()
+            team.goes_on()
+        team.settle()
+
+
+def test_everything_dies_and_goes_on_from_a_checkpoint(job_name: str, tmp_path: Path) -> None:
+    with Team(job_name, tmp_path) as team:
+        team.goes_on()
+        saved = ask(job_name, Checkpoint())
+        team.goes_on()
+        for target in _known(team, (Role.WATCHDOG, *SERVERS)):
+            send(target)
+        team.fire()
+        for name in segments(job_name):
+            segment.unlink(name)
+        team.forget()
+        team.serve_again()
+        assert team.version == saved["version"]
+        team.hire()
+        team.goes_on()
+        team.settle(before=saved["version"])
+
+
+# -- checkpoints --------------------------------------------------------------------------------
+
+
+def _ask(pipe: object, job: str) -> None:
+    try:
+        answer = ask(job, Checkpoint(), 60.0)
+    except GadeiError as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    pipe.send(answer)  # type: ignore[attr-defined]
+
+
+def _saver(team: Team) -> Target:
+    watchdog = psutil.Process(team.find(Role.WATCHDOG).pid)
+
+    def look() -> Target | None:
+        for child in watchdog.children():
+            if "gadei_ps.watchdog.saver" in child.cmdline():
+                return Target(Role.WATCHDOG, child.pid, process.start_ticks(child.pid))
+        return None
+
+    found: Target = eventually(look)
+    return found
+
+
+@pytest.mark.parametrize("victim", ["saver", Role.SERVER, Role.WATCHDOG])
+def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> None:
+    """Training goes on; what a checkpoint says it holds, it holds."""
+    with Team(job_name, tmp_path, values=VALUES) as team:
+        hits = tries = 0
+        while hits < 2:
+            tries += 1
+            assert tries < 20, "the pause is over before it is seen"
+            target = None if victim == "saver" else team.find(Role(victim))
+            asker = Child(_ask, job_name)
+            target = target or _saver(team)
+            seen(lambda asker=asker: int(team.control["pause"]) or asker.has_sent)
+            hit = bool(int(team.control["pause"])) and faults.send(target, signal.SIGKILL)
+            answer = asker.receive()
+            asker.join()
+            if hit and victim == "saver":
+                assert "CheckpointError" in answer["error"]
+            team.watch()
+            team.goes_on()
+            hits += bool(hit)
+        last = ask(job_name, Checkpoint(), 60.0)
+        snapshot = checkpoint.read(Path(last["path"]))
+        assert snapshot.version == last["version"]
+        np.testing.assert_array_equal(snapshot.weights[:VALUES], -last["version"])
+        team.settle()
+
+
+def test_a_checkpoint_taken_under_fire(job_name: str, tmp_path: Path) -> None:
+    """Whatever dies meanwhile, each checkpoint is the job between two gradients."""
+    chance = random.Random(1)
+    with Team(job_name, tmp_path, values=500_000) as team:
+        whole = 0
+        for _ in range(4):
+            server = team.find(Role.SERVER)
+            asker = Child(_ask, job_name)
+            spin(chance, 0.4)
+            send(server)
+            answer = asker.receive()
+            asker.join()
+            if "error" in answer:
+                continue
+            whole += 1
+            snapshot = checkpoint.read(Path(answer["path"]))
+            np.testing.assert_array_equal(snapshot.weights[:500_000], -snapshot.version)
+            assert snapshot.counts["applied"] == snapshot.version
+        assert whole
+        team.goes_on()
+        team.settle()
+        with pytest.raises(CheckpointError):
+            checkpoint.read(tmp_path / "nothing")
+
+
+def test_learners_outlive_the_signals(job_name: str, tmp_path: Path) -> None:
+    """A learner that the watchdog takes for dead is dead."""
+    with Team(job_name, tmp_path, learners=3) as team:
+        team.goes_on()
+        victim = team.learners[1]
+        row, generation = victim.row, victim.generation
+        victim.child.signal(signal.SIGSTOP)
+        server = team.find(Role.SERVER)
+        send(server)
+        team.goes_on()
+        assert int(team.control["roster"][row]["wanted"]) == generation
+        victim.kill()
+        eventually(lambda: int(team.control["roster"][row]["retired"]) == generation)
+        team.settle()

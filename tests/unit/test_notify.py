@@ -1,0 +1,191 @@
+"""What systemd hears: a real datagram socket in its place."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gadei_ps.watchdog.notify import Notify
+
+VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+
+
+class Manager:
+    """systemd's end."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind("\0" + address[1:] if address[0] == "@" else address)
+        self.socket.setblocking(False)
+
+    def heard(self) -> list[str]:
+        """Every datagram since the last call."""
+        found = []
+        while True:
+            try:
+                found.append(self.socket.recv(4096).decode())
+            except BlockingIOError:
+                return found
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterator[Manager]:
+    path = str(runtime_dir / "notify")
+    made = Manager(path if request.param == "path" else f"@{path}")
+    yield made
+    made.socket.close()
+
+
+@pytest.fixture
+def notify(manager: Manager) -> Iterator[Notify]:
+    made = Notify(manager.address)
+    yield made
+    made.close()
+
+
+def test_a_life(manager: Manager, notify: Notify) -> None:
+    notify.extend_timeout(2.5)
+    notify.status("recovering")
+    notify.ready()
+    notify.reloading()
+    notify.ready()
+    notify.stopping(12)
+    said = manager.heard()
+    assert said[:3] == ["EXTEND_TIMEOUT_USEC=2500000", "STATUS=recovering", "READY=1"]
+    kind, _, at = said[3].partition("\nMONOTONIC_USEC=")
+    assert kind == "RELOADING=1"
+    assert 0 <= time.monotonic_ns() // 1000 - int(at) < 10**7
+    assert said[4:] == ["READY=1", "STOPPING=1\nEXTEND_TIMEOUT_USEC=12000000"]
+    notify.stopping()
+    assert manager.heard() == ["STOPPING=1"]
+
+
+def test_a_status_is_one_line_and_said_once(manager: Manager, notify: Notify) -> None:
+    for _ in range(3):
+        notify.status("2 learners,\nSTOPPING=1 \udcff")
+    assert manager.heard() == ["STATUS=2 learners, STOPPING=1 ?"]
+    notify.status("3 learners")
+    assert manager.heard() == ["STATUS=3 learners"]
+
+
+def test_the_environment(manager: Manager) -> None:
+    environ = {
+        "NOTIFY_SOCKET": manager.address,
+        "WATCHDOG_USEC": "3000000",
+        "WATCHDOG_PID": str(os.getpid()),
+        "HOME": "/",
+    }
+    notify = Notify.from_environment(environ)
+    assert environ == {"HOME": "/"}
+    assert notify.enabled
+    assert notify.interval_s == 1.5
+    notify.ready()
+    assert manager.heard() == ["READY=1"]
+    notify.close()
+
+
+def test_children_do_not_inherit_it(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES, (manager.address, "1000", str(os.getpid())), strict=True):
+        monkeypatch.setenv(name, value)
+    notify = Notify.from_environment()
+    script = f"import os; print([name for name in {VARIABLES} if name in os.environ])"
+    script += f"; print(os.path.exists('/proc/self/fd/{notify._socket.fileno()}'))"  # type: ignore[union-attr]
+    child = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, check=True, close_fds=False
+    )
+    assert child.stdout == b"[]\nFalse\n"
+    notify.close()
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "1"},  # asked of the parent
+        {"WATCHDOG_USEC": "0"},
+        {"WATCHDOG_USEC": "soon"},
+        {"WATCHDOG_USEC": "9" * 400},
+        {"NOTIFY_SOCKET": "", "WATCHDOG_USEC": "-1"},
+        {"NOTIFY_SOCKET": "vsock:2:1234"},
+        {"NOTIFY_SOCKET": "relative"},
+        {"NOTIFY_SOCKET": "/no/such/socket"},
+        {"NOTIFY_SOCKET": "/" + "x" * 200},
+        {"NOTIFY_SOCKET": "@"},
+    ],
+)
+def test_with_nobody_to_tell_nothing_happens(environ: dict[str, str]) -> None:
+    notify = Notify.from_environment(environ)
+    assert environ == {}
+    assert notify.interval_s is None
+    notify.status("text")
+    notify.ready()
+    notify.watchdog()
+    notify.reloading()
+    notify.extend_timeout(1)
+    notify.stopping(1)
+    notify.close()
+    notify.ready()
+    notify.close()
+
+
+def test_pings_come_once_in_an_interval(manager: Manager) -> None:
+    notify = Notify(manager.address, interval_s=0.2)
+    begin = time.monotonic()
+    turns = 0
+    while time.monotonic() < begin + 0.5:
+        notify.watchdog()
+        turns += 1
+    said = manager.heard()
+    assert set(said) == {"WATCHDOG=1"}
+    assert len(said) <= 3 < turns
+    notify.close()
+
+
+def test_without_a_watchdog_there_are_no_pings(manager: Manager, notify: Notify) -> None:
+    for _ in range(3):
+        notify.watchdog()
+    assert manager.heard() == []
+
+
+def test_a_slow_manager_is_not_waited_for_and_hears_the_rest_later(
+    manager: Manager, notify: Notify
+) -> None:
+    begin = time.monotonic()
+    for number in range(2000):  # more than any queue of datagrams holds
+        notify.status(f"number {number}")
+    notify.extend_timeout(5)
+    notify.ready()
+    assert time.monotonic() - begin < 5
+    taken = manager.heard()
+    assert "READY=1" not in "".join(taken)
+    assert 0 < len(taken) < 2000
+    notify.watchdog()
+    assert manager.heard() == ["STATUS=number 1999\nREADY=1"]
+    notify.watchdog()
+    assert manager.heard() == []
+
+
+def test_a_manager_may_go_and_come_back(runtime_dir: Path) -> None:
+    path = runtime_dir / "notify"
+    first = Manager(str(path))
+    notify = Notify(str(path), interval_s=0.001)
+    first.socket.close()
+    notify.reloading()
+    notify.ready()
+    notify.watchdog()
+    path.unlink()
+    notify.status("on")
+    second = Manager(str(path))
+    time.sleep(0.002)
+    notify.watchdog()
+    assert second.heard() == ["READY=1\nSTATUS=on\nWATCHDOG=1"]
+    second.socket.close()
+    notify.close()

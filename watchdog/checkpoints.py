@@ -1,0 +1,160 @@
+"""When checkpoints are made, and who waits for one; the work is a saver's (saver.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gadei_ps import _native, layout, process
+from gadei_ps.errors import CheckpointError
+from gadei_ps.layout import CONTROL
+from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.saver import Task, task_line
+
+KEEP = 3  # of those asked for by hand, where the job file says nothing
+OUTCOME_BYTES = 1 << 16
+RETRY_S = 60.0  # after a failure, on a disk that is full, say
+
+Heard = Callable[[dict[str, Any]], None]
+
+
+@dataclass(eq=False)
+class Checkpoints:
+    """Those of one job; at most one is being made."""
+
+    memory: JobMemory
+    selector: selectors.BaseSelector
+    log: Any
+    last: dict[str, Any] = field(default_factory=dict)
+    """The outcome of the last one."""
+    _saver: subprocess.Popen[bytes] | None = None
+    _heard: list[Heard] = field(default_factory=list)
+    _next: list[Heard] = field(default_factory=list)
+    _said: bytearray = field(default_factory=bytearray)
+    _last_at: float = field(default_factory=time.monotonic)
+    _failed_at: float = float("-inf")
+
+    @property
+    def _control(self) -> np.void:
+        return self.memory.control.view(CONTROL)
+
+    @property
+    def busy(self) -> bool:
+        return self._saver is not None
+
+    def ask(self, heard: Heard) -> None:
+        """Makes one that begins now; `heard` is called with the outcome.
+
+        One that is under way does not count: it may hold less than the asker has seen applied.
+        Raises CheckpointError where there is nothing to save.
+        """
+        if self.memory.state is None:
+            raise CheckpointError("the job has no model yet: there is nothing to save")
+        if self._saver is not None:
+            self._next.append(heard)
+            return
+        self._heard.append(heard)
+        self._begin()
+
+    def look(self, now: float) -> None:
+        """Begins one if it is due. Every tick."""
+        config = self.memory.config.checkpoint
+        if config is None or self._saver is not None or self.memory.state is None:
+            return
+        fresh = int(self._control["version"]) - int(self._control["checkpoint_version"])
+        due = 0 < config.every_s <= now - self._last_at
+        due = due or 0 < config.every_gradients <= fresh
+        if due and fresh and now - self._failed_at > RETRY_S:
+            self._begin()
+
+    def _begin(self) -> None:
+        config = self.memory.config
+        task = Task(
+            config.name,
+            self.memory.job_id.hex(),
+            str(config.checkpoint_directory()),
+            config.checkpoint.keep if config.checkpoint else KEEP,
+            config.model_dump(mode="json"),
+        )
+        self._last_at = time.monotonic()
+        read, write = os.pipe()
+        file = os.memfd_create("gadei-ps-task")
+        try:
+            with os.fdopen(os.dup(file), "w") as text:
+                text.write(task_line(task))
+            os.lseek(file, 0, os.SEEK_SET)
+            self._saver = process.spawn(
+                [sys.executable, "-m", "gadei_ps.watchdog.saver"], stdin=file, stdout=write
+            )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+            os.close(file)
+        os.set_blocking(read, False)
+        self._said.clear()
+        self.selector.register(read, selectors.EVENT_READ, lambda _: self._hear(read))
+
+    def _hear(self, pipe: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            part = os.read(pipe, OUTCOME_BYTES)
+            if part and len(self._said) < OUTCOME_BYTES:
+                self._said += part
+                return
+            self.selector.unregister(pipe)
+            os.close(pipe)
+            self._end()
+
+    def _end(self) -> None:
+        assert self._saver is not None
+        code = self._saver.wait()  # it has closed its output: it is ending
+        self._saver = None
+        if code < 0:
+            # Otherwise the pause would last until its deadline.
+            _native.store(self.memory.control.address + layout.offset(CONTROL, "pause"), 0)
+            self.memory.ring_bells()
+        try:
+            outcome = json.loads(self._said)
+        except ValueError:
+            outcome = {"ok": False, "error": f"the saver ended with code {code}"}
+        control = self._control
+        if outcome["ok"]:
+            control["checkpoints"] += 1
+            control["checkpoint_version"] = outcome["version"]
+            self.log.info(
+                "checkpoint",
+                path=outcome["path"],
+                version=outcome["version"],
+                pause_ms=round(outcome["pause_ms"], 1),
+            )
+            if outcome["problem"]:
+                self.log.warning("checkpoint", problem=outcome["problem"])
+        else:
+            control["checkpoint_failures"] += 1
+            self._failed_at = time.monotonic()
+            self.log.error("no checkpoint; training goes on", reason=outcome["error"])
+        self.last = outcome | {"time": time.time()}
+        heard, self._heard = self._heard, self._next
+        self._next = []
+        for one in heard:
+            one(outcome)
+        if self._heard:
+            self._begin()
+
+    def end(self) -> None:
+        """Ends one that is being made; at the end of the job."""
+        if self._saver is not None:
+            self._saver.kill()
+            self._saver.wait()
+            self._saver = None

@@ -1,0 +1,144 @@
+"""Learners that the job file names: started, and started again when they die, by the watchdog.
+
+They outlive a watchdog that is killed. The next one knows them by the names they attached under.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gadei_ps import process
+from gadei_ps.config import LearnersConfig
+from gadei_ps.launch import JOB_VARIABLE, NAME_VARIABLE
+from gadei_ps.layout import CONTROL, Work
+from gadei_ps.watchdog import restart
+from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
+
+NAME = re.compile(r"learner-(\d+)")
+USEFUL_S = 5.0  # one that lived so long was not started in vain
+END_S = 1.0
+
+
+@dataclass(eq=False)
+class One:
+    """The learner of an index, as it goes on through its processes."""
+
+    index: int
+    child: subprocess.Popen[bytes] | None = None
+    pid: int = 0
+    start: int = 0
+    since: float = 0.0
+    exits: tuple[Exit, ...] = ()
+    finished: bool = False
+    given_up: bool = False
+
+
+@dataclass(eq=False)
+class JobLearners:
+    """All of them."""
+
+    config: LearnersConfig
+    memory: JobMemory
+    socket: str
+    log: Any
+    policy: Policy = field(default_factory=lambda: Policy(limit=5))
+    all: list[One] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.all = [One(index) for index in range(self.config.count)]
+
+    @property
+    def _roster(self) -> np.ndarray:
+        roster: np.ndarray = self.memory.control.view(CONTROL)["roster"]
+        return roster
+
+    def adopt(self) -> None:
+        """Takes over those that a dead watchdog has left."""
+        for entry in self._roster[self._roster["wanted"] != 0]:
+            match = NAME.fullmatch(entry["name"].decode(errors="replace"))
+            if match and int(match[1]) < len(self.all):
+                one = self.all[int(match[1])]
+                one.pid, one.start = int(entry["pid"]), int(entry["pid_start"])
+                one.since = time.monotonic()
+
+    def look(self, now: float, stopping: bool) -> None:
+        """Starts those that are missing and due. Every tick."""
+        for one in self.all:
+            if one.pid and not self._runs(one):
+                self._ended(one, now)
+            if one.pid or one.finished or one.given_up or stopping:
+                continue
+            wait = restart.delay(one.exits, now, self.policy)
+            if wait == GIVE_UP:
+                one.given_up = True
+                self.log.error("a learner fails again and again", learner=one.index)
+            elif not one.exits or now >= one.exits[-1].at + wait:
+                self._start(one)
+
+    @property
+    def over(self) -> bool:
+        """Whether none runs nor will be started again."""
+        return all(not one.pid and (one.finished or one.given_up) for one in self.all)
+
+    def _runs(self, one: One) -> bool:
+        if one.child is not None:
+            return one.child.poll() is None
+        return process.alive(one.pid, one.start)
+
+    def _ended(self, one: One, now: float) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(one.pid, signal.SIGKILL)  # what it has left: workers of a data loader, say
+        code = None if one.child is None else one.child.returncode
+        # Of an adopted one nobody tells us the code.
+        done = int(self.memory.control.view(CONTROL)["work"]) == Work.DONE
+        one.finished = code == 0 if code is not None else done
+        exit_ = Exit(now, now - one.since > USEFUL_S)
+        one.exits = restart.remembered((*one.exits, exit_), self.policy)
+        if not one.finished:
+            self.log.warning("a learner ended", learner=one.index, pid=one.pid, code=code)
+        one.pid, one.child = 0, None
+
+    def _start(self, one: One) -> None:
+        env = os.environ | {
+            JOB_VARIABLE: self.socket,
+            NAME_VARIABLE: f"learner-{one.index}",
+            "GADEI_PS_LEARNER": str(one.index),
+            "GADEI_PS_LEARNERS": str(self.config.count),
+        }
+        # As torchrun does: N processes with a thread for each core would fight for the cores.
+        env.setdefault("OMP_NUM_THREADS", str(max(1, process.cores() // self.config.count)))
+        try:
+            one.child = process.spawn(self.config.command, env=env, stdout=2, how=None)
+        except OSError as error:
+            self.log.error(
+                "cannot start a learner", command=self.config.command[0], reason=error.strerror
+            )
+            one.given_up = True
+            return
+        one.pid, one.start = one.child.pid, process.start_ticks(one.child.pid)
+        one.since = time.monotonic()
+
+    def end(self) -> None:
+        """Terminates, then kills; at the end of the job."""
+        running = [one for one in self.all if one.pid and self._runs(one)]
+        for one in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGTERM)
+        until = time.monotonic() + END_S
+        while time.monotonic() < until and any(self._runs(one) for one in running):
+            time.sleep(0.01)
+        for one in running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(one.pid, signal.SIGKILL)
+            if one.child is not None:
+                one.child.wait()

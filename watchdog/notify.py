@@ -1,0 +1,110 @@
+"""What the watchdog tells systemd: ready, what it is doing, still alive, stopping.
+
+The protocol of sd_notify(3): datagrams of NAME=VALUE lines to the socket in $NOTIFY_SOCKET. Nothing
+here waits or fails: without that socket, or with nobody behind it, every call does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import MutableMapping
+from typing import Self
+
+DIGITS = re.compile("[0-9]{1,19}")  # of an unsigned 64-bit number
+PASSING = ("WATCHDOG", "EXTEND_TIMEOUT_USEC")  # says something of this moment only
+
+
+class Notify:
+    """One service's line to its manager."""
+
+    def __init__(self, address: str | None = None, interval_s: float | None = None) -> None:
+        """`address`: a path, or @NAME for the abstract namespace; None: nobody listens."""
+        self.interval_s = interval_s
+        self._address = ""
+        self._socket: socket.socket | None = None
+        self._status = ""
+        self._pinged = -float("inf")
+        # State that the manager could not take yet: a lost READY would fail the whole start.
+        self._unsaid: dict[str, str] = {}
+        if address and address[0] in "/@":
+            self._address = "\0" + address[1:] if address[0] == "@" else address
+            kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            with contextlib.suppress(OSError):
+                self._socket = socket.socket(socket.AF_UNIX, kind)
+
+    @classmethod
+    def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Self:
+        """As systemd has set it up. The variables go: children must not speak in our name."""
+        address = environ.pop("NOTIFY_SOCKET", None)
+        within_us = environ.pop("WATCHDOG_USEC", "")
+        ours = environ.pop("WATCHDOG_PID", "") in ("", str(os.getpid()))
+        asked = ours and DIGITS.fullmatch(within_us) is not None and int(within_us) > 0
+        # Half of what is allowed, as sd_watchdog_enabled(3) recommends.
+        return cls(address, int(within_us) / 2e6 if asked else None)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is somebody to tell."""
+        return self._socket is not None
+
+    def ready(self) -> None:
+        """The start, or a reload, is complete."""
+        self._unsaid.pop("RELOADING", None)
+        self._unsaid.pop("MONOTONIC_USEC", None)
+        self._say(READY="1")
+
+    def reloading(self) -> None:
+        """A reload begins; it ends with ready()."""
+        self._unsaid.pop("READY", None)
+        self._say(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
+
+    def stopping(self, timeout_s: float = 0.0) -> None:
+        """The end begins, and takes at most `timeout_s` where that is more than the unit allows."""
+        self._say(STOPPING="1", **_extension(timeout_s))
+
+    def extend_timeout(self, timeout_s: float) -> None:
+        """The start or stop under way may take so long from now."""
+        self._say(**_extension(timeout_s))
+
+    def status(self, text: str) -> None:
+        """One line for `systemctl status`; sent only when it is another one."""
+        text = " ".join(text.split())
+        if text != self._status:
+            self._status = text
+            self._say(STATUS=text)
+
+    def watchdog(self) -> None:
+        """Still alive. Call it on every turn of the main loop: it sends once in `interval_s`."""
+        if self.interval_s is None:
+            if self._unsaid:
+                self._say()
+        elif (now := time.monotonic()) >= self._pinged + self.interval_s:
+            self._pinged = now
+            self._say(WATCHDOG="1")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _say(self, **values: str) -> None:
+        if self._socket is None:
+            return
+        self._unsaid |= values
+        message = "\n".join(f"{name}={value}" for name, value in self._unsaid.items())
+        try:
+            self._socket.sendto(message.encode(errors="replace"), self._address)
+        except OSError:
+            # It is slow or restarting: the next call says it again.
+            for name in PASSING:
+                self._unsaid.pop(name, None)
+        else:
+            self._unsaid.clear()
+
+
+def _extension(timeout_s: float) -> dict[str, str]:
+    return {"EXTEND_TIMEOUT_USEC": str(round(timeout_s * 1e6))} if timeout_s > 0 else {}

@@ -1,0 +1,54 @@
+"""When to start a dead process again: pure decisions on the history of its exits.
+
+A process that was of use is started again at once, however often it is killed. One that dies again
+and again without having been of use is started ever more slowly, and in the end no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Exit:
+    """One death. at: seconds of a monotonic clock."""
+
+    at: float
+    useful: bool
+    """Whether it got ready, and did something or had nothing to do."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """limit: useless deaths in a row before giving up; within: those older are forgiven, s."""
+
+    limit: int = 10
+    first_s: float = 0.1
+    longest_s: float = 5.0
+    within_s: float = 120.0
+
+
+GIVE_UP = float("inf")
+
+
+def delay(exits: Sequence[Exit], now: float, policy: Policy) -> float:
+    """Seconds from the last death until the next start; GIVE_UP if there shall be none.
+
+    exits: oldest first. The first useless death is answered at once, then the wait doubles.
+    """
+    useless = 0
+    for one in reversed(exits):
+        if one.useful or now - one.at > policy.within_s:
+            break
+        useless += 1
+    if useless >= policy.limit:
+        return GIVE_UP
+    if useless <= 1:
+        return 0.0
+    return float(min(policy.longest_s, policy.first_s * 2 ** (useless - 2)))
+
+
+def remembered(exits: Sequence[Exit], policy: Policy) -> tuple[Exit, ...]:
+    """As many of them as a decision can depend on."""
+    return tuple(exits[-policy.limit :])

@@ -1,0 +1,211 @@
+"""A process that makes one checkpoint: copies the job between two gradients, then writes the copy.
+
+Not the watchdog itself: a disk may block whoever writes to it. Its only wish that others obey, the
+pause, ends by itself, so nobody waits for a saver that has died. It tells the outcome as one line
+of JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gadei_ps import _native, checkpoint, layout, process, segment, weights
+from gadei_ps.checkpoint import Snapshot
+from gadei_ps.errors import CheckpointError, GadeiError
+from gadei_ps.layout import CONTROL, SHARD, STATE, SegmentKind
+from gadei_ps.segment import segment_name
+
+PAUSE_S = 1.0  # and a second for each gigabyte
+ATTEMPTS_S = 20.0  # a take-over, or a gradient that takes long, may come in between
+COPY_BYTES = 4 << 20  # a piece that one thread copies at a time
+SLEEP_NS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to save where. config: as it goes into the checkpoint."""
+
+    job: str
+    job_id: str
+    directory: str
+    keep: int
+    config: dict[str, Any]
+
+
+class Saver:
+    """One checkpoint of one job."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        job_id = bytes.fromhex(task.job_id)
+
+        def attach(part: str, kind: SegmentKind, writable: bool) -> segment.Segment:
+            name = segment_name(task.job, part)
+            return segment.attach(name, kind, writable=writable, job_id=job_id)
+
+        self._segment = attach("control", SegmentKind.CONTROL, True)
+        self._control = self._segment.view(CONTROL)
+        weights_segment = attach("weights", SegmentKind.WEIGHTS, False)
+        state_segment = attach("state", SegmentKind.STATE, False)
+        self._state = state_segment.view(STATE)
+        self._shards = int(self._control["shards"])
+        self._model = weights.read_table(weights_segment)
+        elements = self._model.elements
+        self._sources = [weights.data(weights_segment)]
+        for stream in range(int(self._state["streams"])):
+            at = int(self._state["slots_at"]) + stream * int(self._state["slot_bytes"])
+            self._sources.append(state_segment.array(np.float32, elements, at))
+        # Real memory before the pause: a first access of each page would take longer than the copy.
+        size = max(1, len(self._sources) * elements * 4)
+        self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        _native.populate(_native.address(self._memory), size)
+        flat = np.frombuffer(self._memory, np.float32, len(self._sources) * elements)
+        self._copies = np.split(flat, len(self._sources))
+        self._bytes = size
+        self._pool = ThreadPoolExecutor(max(1, min(4, process.cores())))
+        self._pool.submit(int).result()  # its first thread is there
+
+    def save(self) -> dict[str, Any]:
+        """The outcome. Raises CheckpointError."""
+        snapshot, pause_s = self._take()
+        written = checkpoint.write(Path(self.task.directory), snapshot, self.task.keep)
+        return {
+            "ok": True,
+            "path": str(written.path),
+            "bytes": written.bytes,
+            "version": snapshot.version,
+            "pause_ms": pause_s * 1e3,
+            "write_s": written.seconds,
+            "problem": written.problem,
+        }
+
+    def _take(self) -> tuple[Snapshot, float]:
+        """A consistent copy and how long the shards stood still for it, s."""
+        until = time.monotonic() + ATTEMPTS_S
+        limit_s = PAUSE_S + self._bytes / 1e9
+        while time.monotonic() < until:
+            begin = time.monotonic()
+            deadline = time.monotonic_ns() + int(limit_s * 1e9)
+            self._pause(deadline)
+            try:
+                if not self._wait_parked(deadline):
+                    continue
+                snapshot = self._copy()
+                if self._is_paused(deadline):
+                    self._pause(0)
+                    return snapshot, time.monotonic() - begin
+                limit_s *= 2
+            finally:
+                self._pause(0)
+        raise CheckpointError(
+            f"no moment to copy job {self.task.job!r} within {ATTEMPTS_S:.0f} s: is a server alive?"
+        )
+
+    def _pause(self, deadline: int) -> None:
+        _native.store(self._word("pause"), deadline)
+        for bell in ("shard_bell", "manager_bell"):
+            _native.bell(self._word(bell))
+
+    def _word(self, field: str) -> int:
+        return self._segment.address + layout.offset(CONTROL, field)
+
+    def _wait_parked(self, deadline: int) -> bool:
+        """Waits until every shard stands at the same gradient; False if the time is up."""
+        while time.monotonic_ns() < deadline:
+            bell = _native.load32(self._word("manager_bell"))
+            if self._all_parked(deadline):
+                return True
+            _native.futex_wait(self._word("manager_bell"), bell, SLEEP_NS)
+        return False
+
+    def _all_parked(self, deadline: int) -> bool:
+        shards = slice(self._shards)
+        at = self._word("shard") + layout.offset(SHARD, "parked")
+        parked = [_native.load(at + index * SHARD.itemsize) for index in range(self._shards)]
+        if any(one != deadline for one in parked):
+            return False
+        applied = self._state["applied"][shards]
+        records = self._state["record"][shards]
+        return bool(
+            (applied == applied[0]).all()
+            and (records["cursor"] == layout.IDLE).all()
+            and (records["steps"] == records["steps"][0]).all()
+            and (records["supersteps"] == self._control["superstep"]).all()
+        )
+
+    def _is_paused(self, deadline: int) -> bool:
+        """Whether nothing can have moved since the shards parked."""
+        mine = _native.load(self._word("pause")) == deadline
+        return mine and time.monotonic_ns() < deadline and self._all_parked(deadline)
+
+    def _copy(self) -> Snapshot:
+        step = COPY_BYTES // 4
+        jobs = [
+            self._pool.submit(np.copyto, copy[at : at + step], source[at : at + step])
+            for copy, source in zip(self._copies, self._sources, strict=True)
+            for at in range(0, source.size, step)
+        ]
+        control = self._control
+        roster = control["roster"]
+        outstanding = roster["outstanding"].reshape(-1)
+        requeue = np.concatenate(
+            [
+                control["requeue"][: int(control["requeued"])],
+                outstanding[outstanding != layout.NO_BATCH],
+            ]
+        )
+        counts = {
+            name: int(control[f"past_{name}"]) + int(roster[name].sum())
+            for name in ("applied", "dropped", "refused", "samples")
+        }
+        names = ("batches", "epochs", "seed", "next", "epochs_done")
+        snapshot = Snapshot(
+            job=self.task.job,
+            config=self.task.config,
+            model=self._model,
+            weights=self._copies[0],
+            slots=tuple(self._copies[1:]),
+            version=int(control["version"]),
+            steps=int(self._state["record"]["steps"][0]),
+            supersteps=int(control["superstep"]),
+            work={name: int(control[name]) for name in names} | {"state": int(control["work"])},
+            requeue=requeue,
+            counts=counts | {"requeued_total": int(control["requeued_total"])},
+            clocks={
+                str(row): int(roster[row]["clock"]) for row in np.flatnonzero(roster["wanted"])
+            },
+        )
+        for one in jobs:
+            one.result()
+        return snapshot
+
+
+def task_line(task: Task) -> str:
+    """A task as the saver's standard input."""
+    return json.dumps(asdict(task))
+
+
+def main() -> None:
+    """`python -m gadei_ps.watchdog.saver`: started by the watchdog, its task on standard input."""
+    os.nice(5)  # training goes first
+    try:
+        outcome = Saver(Task(**json.load(sys.stdin))).save()
+    except (GadeiError, OSError, MemoryError) as error:
+        outcome = {"ok": False, "error": str(error) or type(error).__name__}
+    print(json.dumps(outcome), flush=True)
+    sys.exit(0 if outcome["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()

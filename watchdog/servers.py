@@ -1,0 +1,279 @@
+"""The two parameter servers: started, watched, killed when they hang, started again.
+
+A take-over needs no help from here: the leases see to it. The watchdog makes the next server that
+stands by, and where none is left alive, leases that nobody holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+
+from gadei_ps import _native, layout, process
+from gadei_ps.layout import CONTROL, SHARD, STATE, ServerState
+from gadei_ps.watchdog import restart
+from gadei_ps.watchdog.liveness import Watch
+from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
+
+NUMBERS = (0, 1)
+START_LIMIT_S = 300.0  # the first start on a machine compiles the kernels
+STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
+EXIT_S = 5.0
+
+
+@dataclass(eq=False)
+class Running:
+    """A server process, our child or an adopted one."""
+
+    number: int
+    pid: int
+    pidfd: int
+    since: float
+    child: subprocess.Popen[bytes] | None = None
+    version: int = 0  # of the job when it started
+    killed: str = ""  # why we killed it
+    active: bool = False  # when it was looked at last
+
+    def kill(self, why: str) -> None:
+        self.killed = why
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+
+@dataclass(eq=False)
+class Servers:
+    """Both of them. flags: for their command line. failed: hears when going on is of no use."""
+
+    memory: JobMemory
+    selector: selectors.BaseSelector
+    log: Any
+    sync: str
+    flags: list[str]
+    hang_s: float
+    orphan_s: float
+    failed: Callable[[str], None]
+    policy: Policy = field(default_factory=Policy)
+    running: dict[int, Running] = field(default_factory=dict)
+    _exits: tuple[Exit, ...] = ()
+    _last_exit: float = float("-inf")
+    _hung: Watch = field(init=False)
+    _stuck: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._hung = Watch(self.hang_s)
+        self._stuck = Watch(START_LIMIT_S)
+        self._idle = Watch(max(STANDBY_LIMIT_S, self.hang_s))
+
+    @property
+    def _control(self) -> np.void:
+        return self.memory.control.view(CONTROL)
+
+    @property
+    def active_pid(self) -> int:
+        """Pid of the server that holds the managers' lease, or held it last."""
+        return int(self._control["lease_pid"])
+
+    @property
+    def standby_pid(self) -> int:
+        """Pid of the server that can take over; 0 if there is none just now."""
+        for one in self.running.values():
+            line = self._line(one.number)
+            ready = int(line["state"]) == ServerState.READY and one.pid != self.active_pid
+            if ready and process.alive(one.pid, int(line["start"])):
+                return one.pid
+        return 0
+
+    def _line(self, number: int) -> np.void:
+        line: np.void = self._control["server"][number]
+        return line
+
+    @property
+    def serving(self) -> bool:
+        """Whether the active server is alive and serves."""
+        one = next((one for one in self.running.values() if one.pid == self.active_pid), None)
+        return one is not None and int(self._line(one.number)["state"]) == ServerState.READY
+
+    # -- starting -------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Takes over the servers that a dead watchdog has left."""
+        for number in NUMBERS:
+            line = self._line(number)
+            pid, start = int(line["pid"]), int(line["start"])
+            try:
+                pidfd = os.pidfd_open(pid) if pid > 0 else -1
+            except OSError:
+                pidfd = -1
+            if pidfd >= 0 and process.alive(pid, start):
+                self._watch(Running(number, pid, pidfd, time.monotonic()))
+                self.log.info("server adopted", pid=pid)
+            else:
+                if pidfd >= 0:
+                    os.close(pidfd)
+                self._clear(number)
+
+    def look(self, now: float) -> None:
+        """Starts what is missing and due, kills what hangs. Every tick."""
+        free = [number for number in NUMBERS if number not in self.running]
+        wait = restart.delay(self._exits, now, self.policy)
+        if wait == GIVE_UP:
+            self.failed(
+                f"servers died {self.policy.limit} times without having been of use; "
+                "their messages stand above"
+            )
+            return
+        if free and now >= self._last_exit + wait:
+            if not self.running:
+                self._make_leases()
+            # One after the other: both would compile, and only one can stand by.
+            if not self.running or self.serving:
+                self._start(free[0])
+        self._kill_hung(now)
+
+    def _make_leases(self) -> None:
+        """Leases that nobody holds; no server is alive."""
+        at = self.memory.control.address
+        _native.store32(at + layout.offset(CONTROL, "lease_state"), 0)
+        for word in ("sleepers", "lease_shards"):
+            _native.store(at + layout.offset(CONTROL, word), 0)
+        for field_ in ("lease", "heir"):
+            _native.lease_make(at + layout.offset(CONTROL, field_))
+        for index in range(layout.MAX_SHARDS):
+            shard = at + layout.offset(CONTROL, "shard") + index * SHARD.itemsize
+            _native.lease_make(shard + layout.offset(SHARD, "lease"))
+
+    def _start(self, number: int) -> None:
+        command = [sys.executable, "-m", "gadei_ps.server", self.memory.config.name, self.sync]
+        command += [str(number), str(self.orphan_s), *self.flags]
+        # The server writes the log to stderr: stdout belongs to the command's result.
+        child = process.spawn(command, stdout=2, how=None)
+        line = self._line(number)
+        line["start"] = process.start_ticks(child.pid)
+        line["state"] = ServerState.STARTING
+        line["pid"] = child.pid
+        self._control["server_starts"] += 1
+        one = Running(number, child.pid, os.pidfd_open(child.pid), time.monotonic(), child)
+        one.version = int(self._control["version"])
+        self._watch(one)
+
+    def _watch(self, one: Running) -> None:
+        self.running[one.number] = one
+        self.selector.register(one.pidfd, selectors.EVENT_READ, lambda _: self._died(one))
+
+    # -- dying ----------------------------------------------------------------------------------
+
+    def _died(self, one: Running) -> None:
+        self.selector.unregister(one.pidfd)
+        os.close(one.pidfd)
+        del self.running[one.number]
+        code = None if one.child is None else one.child.wait()
+        control = self._control
+        control["server_deaths"] += 1
+        ready = int(self._line(one.number)["state"]) == ServerState.READY
+        advanced = int(control["version"]) != one.version or not self._waiting()
+        now = time.monotonic()
+        self._exits = restart.remembered((*self._exits, Exit(now, ready and advanced)), self.policy)
+        self._last_exit = now
+        self._clear(one.number)
+        self.log.warning(
+            "a server died",
+            pid=one.pid,
+            how=one.killed or _how(code),
+            role="active" if one.active else "standby",
+        )
+
+    def _clear(self, number: int) -> None:
+        line = self._line(number)
+        line["pid"] = 0
+        line["state"] = ServerState.NONE
+
+    def _waiting(self) -> bool:
+        """Whether a published gradient is not applied yet."""
+        if self.memory.state is None:
+            return False
+        applied = self.memory.state.view(STATE)["applied"][: int(self._control["shards"])]
+        heads = {
+            row: int(ring.view(layout.RING)["head"]) for row, ring in self.memory.rings.items()
+        }
+        return any((applied[:, row] < head).any() for row, head in heads.items())
+
+    def _kill_hung(self, now: float) -> None:
+        """Those whose threads do not move, though even idle ones do ten times a second."""
+        signs: dict[Hashable, Hashable] = {}
+        idle: dict[Hashable, Hashable] = {}
+        starting: dict[Hashable, Hashable] = {}
+        for one in self.running.values():
+            line = self._line(one.number)
+            one.active = one.pid == self.active_pid
+            if int(line["state"]) != ServerState.READY:
+                starting[one.pid] = 0
+            elif not one.active:
+                idle[one.pid] = int(line["beat"])
+            else:
+                signs[one.pid, "manager"] = int(line["beat"])
+                if self.memory.state is not None:
+                    shards = int(self._control["shards"])
+                    beats = self._control["shard"]["heartbeat"][:shards].tolist()
+                    cursors = self.memory.state.view(STATE)["record"]["cursor"][:shards].tolist()
+                    for index, sign in enumerate(zip(beats, cursors, strict=True)):
+                        signs[one.pid, index] = sign
+        hung = {key[0] for key in self._hung.look(now, signs)}  # type: ignore[index]
+        hung |= set(self._idle.look(now, idle))
+        stuck = set(self._stuck.look(now, starting))
+        for one in self.running.values():
+            if one.pid in hung and not one.killed:
+                one.kill(f"hung for {self.hang_s} s")
+            elif one.pid in stuck and not one.killed:
+                one.kill(f"not ready within {START_LIMIT_S:.0f} s")
+
+    # -- ending ---------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Ends both, first the one that stands by, so that it does not take over."""
+        for one in sorted(self.running.values(), key=lambda one: one.pid == self.active_pid):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
+                signal.pidfd_send_signal(one.pidfd, signal.SIGCONT)
+            if not self._gone(one, EXIT_S):
+                one.kill("did not end")
+                self._gone(one, EXIT_S)
+            self.selector.unregister(one.pidfd)
+            os.close(one.pidfd)
+        self.running.clear()
+
+    @staticmethod
+    def _gone(one: Running, timeout_s: float) -> bool:
+        if one.child is not None:
+            try:
+                one.child.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return False
+            return True
+        return process.gone(one.pidfd, timeout_s)
+
+    def private_bytes(self) -> int:
+        """Memory of the active server that is its own."""
+        with contextlib.suppress(psutil.Error):
+            memory = psutil.Process(self.active_pid).memory_info()
+            return int(memory.rss - memory.shared)
+        return 0
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "not our child: unknown how"
+    if code < 0:
+        return f"by signal {signal.Signals(-code).name}"
+    return f"with exit code {code}"
