@@ -5,13 +5,33 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.c native/*.h)
 
-.PHONY: train test lint typing bench docs clean
+.PHONY: train test crash verify stress fuzz soak lint typing bench docs clean
 
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest -m "not gpu"
+
+# A thousand kills of servers and a thousand of learners; `test` has a short version.
+crash: $(VENV)/built
+	GADEI_PS_KILLS=1000 $(BIN)/python -m pytest --timeout 7200 tests/crash
+
+# The protocol's models; needs spin and a C compiler.
+verify:
+	native/verify/run
+
+# The C ring under ThreadSanitizer, and litmus tests of the memory orders.
+stress:
+	tests/stress/run
+
+# Coverage-guided fuzzing of the C code; needs clang.
+fuzz:
+	tests/fuzz/run
+
+# Half an hour of kills and checkpoints, after which nothing may have grown.
+soak: $(VENV)/built
+	$(BIN)/python benchmarks/soak.py
 
 lint: $(VENV)/built typing
 	$(BIN)/ruff check .

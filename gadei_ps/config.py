@@ -95,6 +95,7 @@ class JobConfig(_Table):
     ahead: int = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
     nonfinite: Literal["refuse", "allow"] = "refuse"
     spin_us: float = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
+    standby: bool = Field(True, description="a second server, ready to take over at once")
     hang_s: float = Field(5.0, ge=0.1, description="a server that stands still so long is killed")
     learner_timeout_s: float = Field(
         60.0, ge=0, description="likewise a learner that others wait for; 0: never"

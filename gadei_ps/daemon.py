@@ -15,7 +15,7 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from gadei_ps import control, errors, jobs, log, process, runtime
+from gadei_ps import control, errors, jobs, log, process, runtime, segment
 from gadei_ps.config import JobConfig, from_mapping
 from gadei_ps.control import Status
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound, JobStopped
@@ -59,6 +59,11 @@ class Daemon:
             raise JobInUse(
                 f"job {self.config.name!r} is running already; choose another name, or stop it: "
                 f"gadei-ps stop {self.config.name}"
+            )
+        if segment.server_pids(self.config.name):
+            raise JobInUse(
+                f"job {self.config.name!r} goes on without its watchdog: serve it again, or stop "
+                f"it: gadei-ps stop {self.config.name}"
             )
         self._start(fresh=self.config.checkpoint is None)
         return self
@@ -199,7 +204,12 @@ def main() -> None:
     log.set_up(verbose=verbose, quiet=not verbose)
     config = from_mapping(json.loads(os.environ.pop(CONFIG_VARIABLE)), "job")
     try:
-        options = Options(fresh="--fresh" in sys.argv, verbose=verbose, quiet=not verbose)
+        options = Options(
+            fresh="--fresh" in sys.argv,
+            resume=config.checkpoint is not None,
+            verbose=verbose,
+            quiet=not verbose,
+        )
         code = serve(config, options)
     except GadeiError as error:
         os.write(say, f"{type(error).__name__}: {error}".encode())

@@ -1,7 +1,7 @@
 """What the manager of a parameter server and its shard threads share: plain words of the process.
 
 Indices into uint64 arrays, because compiled code and Python both read them. The manager writes, the
-shards read; but SEEN is theirs.
+shards read; but SEEN and HOLDS are theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ RING_SLOTS_AT: Final = 3
 TABLE_VERSION: Final = 0  # goes up with every change of the table
 QUIT: Final = 1
 SEEN: Final = 2  # and on, one for each shard: the version that it works with; NOT_READING
-WORDS: Final = SEEN + MAX_SHARDS
+HOLDS: Final = SEEN + MAX_SHARDS  # and on, one for each shard: 1 once it serves with its lease
+WORDS: Final = HOLDS + MAX_SHARDS
 NOT_READING: Final = 2**64 - 1  # the shard stands by: it looks at the table before it reads it
 
 # Addresses and sizes that a shard works with: an array of shape (PLACES,).

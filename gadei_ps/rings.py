@@ -63,7 +63,7 @@ class Rings:
     _forgotten: list[tuple[int, Mapped]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.words[place.SEEN :] = place.NOT_READING
+        self.words[place.SEEN : place.HOLDS] = place.NOT_READING
 
     def map(self, row: int, generation: int, *, populate: bool) -> Mapped:
         """Maps a ring, not yet shown to the shards. populate: so that no access to it faults.
@@ -117,6 +117,16 @@ class Rings:
     def seen_by_all(self) -> bool:
         """Whether every shard serves, and by the newest table."""
         return bool((self._seen() == self.words[place.TABLE_VERSION]).all())
+
+    @property
+    def begun(self) -> bool:
+        """Whether a shard has got its lease."""
+        return bool((self._seen() != place.NOT_READING).any())
+
+    @property
+    def held(self) -> int:
+        """Shards that serve with their leases."""
+        return int(self.words[place.HOLDS : place.HOLDS + self.shards].sum())
 
     def _seen(self) -> np.ndarray:
         return self.words[place.SEEN : place.SEEN + self.shards]

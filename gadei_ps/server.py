@@ -25,11 +25,11 @@ import time
 
 import numpy as np
 
-from gadei_ps import _native, layout, log, process, recover, segment, shard, sync
+from gadei_ps import _native, layout, log, process, segment, shard, sync
 from gadei_ps import places as place
 from gadei_ps.driver import Driver, Member
 from gadei_ps.errors import GadeiError, JobFailed, SegmentError
-from gadei_ps.layout import CONTROL, SERVER, SHARD, STATE, Phase, SegmentKind, ServerState
+from gadei_ps.layout import CONTROL, SERVER, STATE, Phase, SegmentKind, ServerState
 from gadei_ps.rings import Mapped, Rings
 from gadei_ps.segment import Segment, segment_name
 
@@ -58,9 +58,7 @@ class Server:
         self.rings: Rings | None = None
         self.driver: Driver | None = None
         self.threads: list[threading.Thread] = []
-        self.holding: set[int] = set()  # shards whose lease this process has
         self.heir = False  # may wait for leases
-        self.succeeding = False  # has got the lease of a shard
         self.active = False
         self.reigns = False  # active, with the leases of all shards
         self.crashed: BaseException | None = None
@@ -167,7 +165,9 @@ class Server:
             self.heir = True
         if not self.heir or self.active:
             return
-        if self._take(self._word("lease"), LEASE_WAIT_NS if self.succeeding else 0):
+        # Once a shard's lease has come, the managers' is sure to follow.
+        succeeding = self.rings is not None and self.rings.begun
+        if self._take(self._word("lease"), LEASE_WAIT_NS if succeeding else 0):
             self.active = True
             self.control["lease_pid"] = os.getpid()
             self.control["lease_start"] = process.start_ticks(os.getpid())
@@ -187,7 +187,7 @@ class Server:
         complete = self.weights is not None or not int(self.control["model_ready"])
         shards = int(self.control["shards"]) if self.weights is not None else 0
         if self.active:
-            if len(self.holding) == shards and complete:
+            if complete and (self.rings is None or self.rings.held == shards):
                 if shards:
                     self.control["lease_shards"] = 1
                 self._line["state"] = ServerState.READY
@@ -277,35 +277,13 @@ class Server:
         return places
 
     def _run_shard(self, index: int, low: int, high: int, places: np.ndarray) -> None:
-        """The thread of a shard: waits for the lease, recovers, serves."""
-        assert self.rings is not None
-        words = self.rings.words
-        lease = self._word("shard") + index * SHARD.itemsize + layout.offset(SHARD, "lease")
+        """The thread of a shard. Its lease goes with it."""
         try:
-            while not self._take(lease, LEASE_WAIT_NS):
-                if words[place.QUIT]:
-                    return
-            self.control["shard"][index]["tid"] = threading.get_native_id()
-            # From here on the manager must not unmap what this thread may read.
-            _native.store(words.ctypes.data + 8 * (place.SEEN + index), 0)
-            self.succeeding = True
-            _native.bell(self._manager_bell)
-            while not recover.can_recover(index, low, high, places):
-                if words[place.QUIT]:
-                    return
-                bell = _native.load32(self._shard_bell)
-                _native.bell(self._manager_bell)
-                _native.futex_wait(self._shard_bell, bell, 1_000_000)
-            if recover.recover(index, low, high, places):
-                self.control["shard"][index]["recovered"] += 1
-            self.holding.add(index)
-            _native.bell(self._manager_bell)
-            shard.serve(index, low, high, places)
+            shard.stand_by(index, low, high, places)
         except BaseException as error:
             self.crashed = error
             _native.bell(self._manager_bell)
             raise
-        # The lease goes with the thread: a release here would be the same a moment earlier.
 
     # -- roster ---------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from gadei_ps.kernels import cpu
 from gadei_ps.layout import CONTROL, ENTRY, RING, SHARD, STATE
 from gadei_ps.places import (
     ELEMENTS,
+    HOLDS,
     QUIT,
     RING_ADDRESS,
     RING_GENERATION,
@@ -63,10 +64,12 @@ from gadei_ps.symbols import (
     clock,
     get,
     get32,
+    lease_take,
     put,
     release,
     shard_sleep,
     spin_once,
+    thread_id,
     wide_awake,
     words,
 )
@@ -85,6 +88,7 @@ PAUSE = np.uint64(layout.offset(CONTROL, "pause"))
 SUPERSTEP = np.uint64(layout.offset(CONTROL, "superstep"))
 HEARTBEAT = np.uint64(layout.offset(SHARD, "heartbeat"))
 FRAMES = np.uint64(layout.offset(SHARD, "frames"))
+LEASE = np.uint64(layout.offset(SHARD, "lease"))
 PARKED = np.uint64(layout.offset(SHARD, "parked"))
 
 # The rings as this shard knows them: lines of a uint64 array of shape (KNOWN, MAX_LEARNERS). A line
@@ -103,6 +107,8 @@ WANTS = 8  # what the learner has asked for
 BEAT_NS = np.uint64(100_000_000)  # a sleeping shard shows a heartbeat this often
 HOLD_S = 0.02  # how long a consistent pull may keep a shard from beginning the next gradient
 HOLD_POLL_NS = np.uint64(50_000)
+LEASE_NS = np.uint64(100_000_000)  # then it looks whether it shall quit
+RECOVER_POLL_NS = np.uint64(1_000_000)
 PAUSE_POLL_NS = np.uint64(10_000_000)
 PASSES_PER_CLOCK = 16  # polls of the rings between two looks at the clock while spinning
 
@@ -418,10 +424,39 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
         passes = 0
 
 
+@compiled
+def stand_by(index: int, low: int, high: int, places: np.ndarray) -> int:
+    """The life of a shard's thread: waits for its lease, recovers, serves until told to quit.
+
+    All of it without Python: at a take-over nobody waits for the interpreter's lock.
+    """
+    s = shard_of(index, low, high, places)
+    words_at = places[WORDS_AT]
+    quit_word = words_at + np.uint64(8 * QUIT)
+    while lease_take(s.me + LEASE, LEASE_NS) < 0:
+        if get(quit_word) != ZERO:
+            return 0
+    # From here on the manager must not unmap what this thread may read.
+    put(words_at + np.uint64(8 * (SEEN + index)), ZERO)
+    bell(s.control + MANAGER_BELL)
+    while not can_recover(index, low, high, places):
+        if get(quit_word) != ZERO:
+            return 0
+        bell_seen = get32(s.control + SHARD_BELL)
+        bell(s.control + MANAGER_BELL)  # it maps what is missing
+        _nap(s, bell_seen, RECOVER_POLL_NS)
+    if recover(index, low, high, places):
+        s.c[0].shard[index].recovered += np.uint32(1)
+    s.c[0].shard[index].tid = thread_id()
+    put(words_at + np.uint64(8 * (HOLDS + index)), ONE)
+    bell(s.control + MANAGER_BELL)
+    return serve(index, low, high, places)
+
+
 SIGNATURE = "int64(int64, int64, int64, uint64[::1])"
 
 
 def load() -> None:
     """Loads what follows from Numba's cache, or compiles it (some 30 s, once)."""
-    for function in (can_recover, recover, serve):
+    for function in (can_recover, recover, serve, stand_by):
         function.compile(SIGNATURE)  # type: ignore[attr-defined]

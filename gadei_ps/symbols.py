@@ -33,6 +33,8 @@ clock = types.ExternalFunction("ps_clock", _f64())
 release = types.ExternalFunction("ps_release", _void(_u64, _u64, _u64))
 hand_out = types.ExternalFunction("ps_hand_out", _void(_u64, _u64, _u64))
 spin_once = types.ExternalFunction("ps_spin_once", _void())
+thread_id = types.ExternalFunction("ps_thread_id", _u32())
+lease_take = types.ExternalFunction("ps_lease_take", types.int32(_u64, _u64))
 wide_awake = types.ExternalFunction("ps_wide_awake", _void(_u64, _u64))
 shard_sleep = types.ExternalFunction(
     "ps_shard_sleep", _void(_u64, _u64, _u64, _u64, _u64, _u32, _u64)

@@ -69,7 +69,24 @@ def job_status(status: Mapping[str, Any], rates: Mapping[int, float] | None = No
             f"epoch {min(work['epochs_done'] + 1, work['epochs'])} of {work['epochs']}, "
             f"{work['batches']:,} batches each, {status['batches_requeued']:,} handed out again"
         )
-    rows["processes"] = f"watchdog {status['watchdog_pid']}, server {status['server_pid']}"
+    standby = status["standby_pid"] or "none just now"
+    rows["processes"] = (
+        f"watchdog {status['watchdog_pid']}, server {status['server_pid']}, standby {standby}"
+    )
+    if status["server_deaths"] or status["learner_deaths"] or status["watchdog_starts"] > 1:
+        rows["deaths"] = (
+            f"{status['server_deaths']:,} servers, {status['learner_deaths']:,} learners, "
+            f"{status['watchdog_starts'] - 1:,} watchdogs"
+        )
+    if status["checkpoints"] or status["checkpoint_failures"]:
+        last = status["last_checkpoint"] or {}
+        failed = status["checkpoint_failures"]
+        rows["checkpoints"] = (
+            f"{status['checkpoints']:,}, the last of version {status['checkpoint_version']:,}"
+            + (f"; {failed:,} failed: {last.get('error', '')}" if failed else "")
+        )
+    if status["names_lost"]:
+        rows["warning"] = "segments have lost their names: stop the job (gadei-ps doctor tells)"
     rows["memory"] = f"{size(status['shared_bytes'])} shared" + (
         f", {size(status['server_private_bytes'])} private to the server"
         if "server_private_bytes" in status
@@ -243,7 +260,7 @@ def stopped(report: Mapping[str, Any]) -> str:
     )
 
 
-def checkpointed(outcome: dict[str, Any]) -> str:
+def checkpointed(outcome: Mapping[str, Any]) -> str:
     """What checkpoint says."""
     return (
         f"checkpoint of version {outcome['version']:,}: {outcome['path']} "

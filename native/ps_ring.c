@@ -171,6 +171,7 @@ void ps_wake(uint64_t address) { ps_futex_wake((const uint32_t *)address); }
 void ps_bell(uint64_t address) { ps_ring_bell((uint32_t *)address); }
 double ps_clock(void) { return (double)ps_now_ns() * 1e-9; }
 void ps_spin_once(void) { ps_relax(); }
+uint32_t ps_thread_id(void) { return (uint32_t)syscall(SYS_gettid); }
 
 void ps_release(uint64_t ring_address, uint64_t shard, uint64_t tail)
 {

@@ -52,6 +52,7 @@ double ps_clock(void);
 void ps_release(uint64_t ring, uint64_t shard, uint64_t tail);
 void ps_hand_out(uint64_t ring, uint64_t number, uint64_t item);
 void ps_spin_once(void);
+uint32_t ps_thread_id(void);
 void ps_wide_awake(uint64_t control, uint64_t shard);
 void ps_shard_sleep(uint64_t control, uint64_t shard, uint64_t rings, uint64_t seen,
                     uint64_t count, uint32_t bell, uint64_t timeout_ns);

@@ -34,13 +34,15 @@ def clear_dead(job: str) -> list[str]:
     runtime directory.
     """
     found = segment.find(job)
-    owned = [one for one in found if one.owned]
-    if owned:
+    servers = segment.server_pids(job)
+    # Without servers, what is not stale is being made just now.
+    living = [one for one in found if one.owned or not (one.stale or servers)]
+    if living:
         raise JobInUse(
-            f"job {job!r} is in use: process {owned[0].owner_pid} owns {owned[0].name[1:]}; "
+            f"job {job!r} is in use: process {living[0].owner_pid} owns {living[0].name[1:]}; "
             "choose another name or stop it (gadei-ps stop)"
         )
-    for pid in segment.server_pids(job):
+    for pid in servers:
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             try:
@@ -119,14 +121,15 @@ class JobMemory:
         configuration's: whoever wants to lose it says so.
         """
         try:
-            self.control = segment.attach(
+            # Ours only once it is accepted: what is ours is removed when a start fails.
+            found = segment.attach(
                 segment.segment_name(self.config.name, "control"),
                 SegmentKind.CONTROL,
                 writable=True,
             )
         except (FileNotFoundError, SegmentError):
             return False
-        control = self.control.view(layout.CONTROL)
+        control = found.view(layout.CONTROL)
         if process.alive(int(control["watchdog_pid"]), int(control["watchdog_start"])):
             raise JobInUse(
                 f"job {self.config.name!r} is in use: its watchdog is process "
@@ -147,6 +150,7 @@ class JobMemory:
         except (FileNotFoundError, SegmentError):
             self.weights = self.state = None
             return False
+        self.control = found
         self.model = weights.read_table(self.weights)
         self._adopt_rings()
         self._own()

@@ -67,6 +67,9 @@ class Roster:
         """Watches the learners that a dead watchdog has left; those that died meanwhile leave."""
         entries = self._entries
         self._generation = int(max(entries["generation"].max(), entries["wanted"].max()))
+        # Rows that the dead watchdog was about to give away.
+        half = (entries["wanted"] != 0) & (entries["wanted"] != entries["generation"])
+        entries["wanted"][half] = 0
         for row, ring in self._memory.rings.items():
             self._generation = max(self._generation, int(ring.header["generation"]))
             entry = entries[row]
@@ -168,11 +171,16 @@ class Roster:
         if not self._timeout_s:
             return
         signs: dict[Hashable, Hashable] = {}
+        control = self._memory.control.view(layout.CONTROL)
+        # While there are other batches to hand out nobody misses those that it holds.
+        left = int(control["next"]) & 0xFFFFFFFF != int(control["batches"])
+        left = left or bool(int(control["requeued"]))
         for row in self._pidfds:
             ring = self._memory.rings[row].view(layout.RING)
             entry = self._entries[row]
             head, tail = int(ring["head"]), int(entry["applied"])
-            awaited = int(entry["member"]) or (entry["outstanding"] != layout.NO_BATCH).any()
+            holds = bool((entry["outstanding"] != layout.NO_BATCH).any())
+            awaited = int(entry["member"]) or (holds and not left)
             # One that waits itself, for a slot or for its turn, is not to blame.
             may_go_on = head < int(entry["grant"]) and not self._is_full(row)
             if awaited and may_go_on:

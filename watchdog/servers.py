@@ -138,7 +138,7 @@ class Servers:
             if not self.running:
                 self._make_leases()
             # One after the other: both would compile, and only one can stand by.
-            if not self.running or self.serving:
+            if not self.running or (self.memory.config.standby and self.serving):
                 self._start(free[0])
         self._kill_hung(now)
 

@@ -72,11 +72,13 @@ class Stopping:
 class Options:
     """How a watchdog is started.
 
-    fresh: what a dead watchdog has left in memory, and checkpoints, are not used. checkpoint: to go
-    on from instead of what is in memory. quiet, verbose, as_json: of the servers' log.
+    fresh: what a dead watchdog has left in memory, and checkpoints, are not used. resume: whether
+    checkpoints are looked for. checkpoint: to go on from instead of what is in memory. quiet,
+    verbose, as_json: of the servers' log.
     """
 
     fresh: bool = False
+    resume: bool = True
     checkpoint: Path | None = None
     verbose: bool = False
     quiet: bool = False
@@ -199,7 +201,7 @@ class Supervisor:
 
     def _make_first_model(self) -> None:
         """From a checkpoint, from the job file, or not yet: then the first learner brings it."""
-        if not self.options.fresh:
+        if self.options.resume and not self.options.fresh:
             snapshot = self._find_checkpoint()
             if snapshot is not None:
                 self._restore(snapshot)

@@ -53,8 +53,12 @@ byte record_step[S];
 byte steps[S];
 byte applied[S];
 byte lease[S] = NOBODY;
-byte up;         /* the server that was started last and not killed; those below are killed */
-bool dead[INCS * S];    /* threads, by server * S + shard */
+bool dead[INCS * S]; /* threads, by server * S + shard */
+chan die[INCS * S] = [0] of { bit }
+chan die_learner = [0] of { bit }
+#ifdef NO_LEASE
+byte up;         /* servers below it are being killed */
+#endif
 bool learner_killed, learner_gone, done;
 
 inline apply_chunks() {
@@ -94,13 +98,15 @@ inline finish() {
 #endif
 }
 
+#define KILLED(i) (dead[(i) * S] || dead[(i) * S + S - 1])
+
 proctype Shard(byte me; byte k) {
     byte c, x;
 end_spare: {
 #ifdef NO_LEASE
         me <= up;
 #else
-        atomic { me <= up && lease[k] == NOBODY -> lease[k] = me }
+        atomic { (me == 0 || KILLED(me - 1)) && lease[k] == NOBODY -> lease[k] = me }
 #endif
         /* recover */
         if
@@ -126,7 +132,18 @@ end_idle: do
             finish();
             tail[k] = record[k] + 1
         od
-    } unless { atomic { dead[me * S + k]; c = 0; x = 0 } }
+    } unless {
+        atomic {
+            die[me * S + k] ? 0 ->
+            dead[me * S + k] = true;
+            if
+            :: lease[k] == me -> lease[k] = NOBODY
+            :: else
+            fi;
+            c = 0;
+            x = 0
+        }
+    }
 }
 
 #define FREE(k) head - tail[(k) % S] < N
@@ -141,7 +158,7 @@ proctype Learner() {
             head++
         :: else -> break
         od
-    } unless { learner_killed };
+    } unless { atomic { die_learner ? 0 -> learner_killed = true } };
     learner_gone = true
 }
 
@@ -151,27 +168,26 @@ end: do
     od
 }
 
-proctype Killer() {
-    do
-    :: up < KILLS -> up++
-    :: !learner_killed -> learner_killed = true
-    :: break
-    od
-}
-
-#define ENDS(i, k) i < up && !dead[i * S + k] -> \
-    atomic { dead[i * S + k] = true; if :: lease[k] == i -> lease[k] = NOBODY :: else fi }
-
+/* Ends the learner, and the threads of every server but the last one by one, whenever it likes; each
+ * by a rendezvous, so that the thread is gone in that step. */
 proctype Kernel() {
 end: do
-    :: ENDS(0, 0)
-#if KILLS > 1
-    :: ENDS(1, 0)
-#endif
+    :: die_learner ! 0
+#if KILLS > 0
+#ifdef NO_LEASE
+    :: up < KILLS -> up++
+    :: up -> if :: die[0] ! 0 :: dead[0] fi
+#else
+    :: die[0] ! 0
 #if S > 1
-    :: ENDS(0, 1)
+    :: die[1] ! 0
+#endif
 #if KILLS > 1
-    :: ENDS(1, 1)
+    :: die[S] ! 0
+#if S > 1
+    :: die[S + 1] ! 0
+#endif
+#endif
 #endif
 #endif
     od
@@ -207,6 +223,6 @@ init {
 #if S == 1
         run Others();
 #endif
-        run Killer(); run Kernel(); run Monitor()
+        run Kernel(); run Monitor()
     }
 }

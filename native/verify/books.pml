@@ -50,7 +50,10 @@ bool idle = true;      /* cursor == IDLE */
 byte record_row, record_frame;
 bool wanted[R] = true;
 bool killed[R], done;
-byte up, answered[B], holder[B];
+byte up;               /* the server that serves */
+byte answered[B], holder[B];
+chan die = [0] of { byte }
+chan die_learner = [0] of { byte }
 
 inline set_all(to, from) { /* one word after the other matters only where a kill can fall between */
     d_step {
@@ -231,7 +234,7 @@ end_idle: do
             now.drained[1] = true;
             commit()
         od
-    } unless { atomic { up > me; i = 0; b = 0; x = 0; r = 0 } }
+    } unless { atomic { die ? eval(me) -> up++; i = 0; b = 0; x = 0; r = 0 } }
 }
 
 proctype Learner(byte r) {
@@ -244,14 +247,15 @@ end:    do
             frame[r] = b;
             d_step { head[r] = head[r] + 1; b = 0 }
         od
-    } unless { atomic { killed[r]; b = 0 } }
+    } unless { atomic { die_learner ? eval(r) -> killed[r] = true; b = 0 } }
 }
 
-proctype Killer() {
-    do
-    :: up < KILLS -> up++
-    :: !killed[1] -> killed[1] = true
-    :: break
+/* Ends the second learner, and the serving thread of shard 0 up to KILLS times, whenever it likes;
+ * each by a rendezvous, so that it is gone in that step. */
+proctype Kernel() {
+end: do
+    :: die_learner ! 1
+    :: up < KILLS -> die ! up
     od
 }
 
@@ -279,6 +283,6 @@ init {
         byte i;
         for (i : 0 .. KILLS) { run Shard0(i) }
         i = 0;
-        run Learner(0); run Learner(1); run Killer(); run Watchdog(); run Monitor()
+        run Learner(0); run Learner(1); run Kernel(); run Watchdog(); run Monitor()
     }
 }

@@ -20,6 +20,7 @@ from gadei_ps.control import (
     MAX_MESSAGE,
     PROTOCOL,
     Attach,
+    Checkpoint,
     Connection,
     Detach,
     Offer,
@@ -35,6 +36,7 @@ from gadei_ps.errors import ControlError, JobInUse, JobNotFound
 
 MESSAGES = [
     Attach(name="one"),
+    Checkpoint(),
     Detach(row=3, generation=7),
     Offer(tensors=[TensorOffer(name="w", shape=[2, 3]), TensorOffer(name="b", shape=[], role=2)]),
     SetWork(batches=3, epochs=2, seed=2**63 - 1),

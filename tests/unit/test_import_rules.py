@@ -128,7 +128,7 @@ def test_learners_and_watchdog_know_neither_each_other_nor_the_server() -> None:
 
 
 def test_nothing_knows_the_commands() -> None:
-    top = named("cli", "daemon", "run", "train", "__main__")
+    top = named("cli", "daemon", "run", "train", "chaos", "__main__")
     for module, imported in IMPORTS.items():
         if module not in top:
             assert not imported & top, module

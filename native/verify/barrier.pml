@@ -1,0 +1,309 @@
+/* BSP: K supersteps of L learners on two shards, with a learner's death and a server's in the middle.
+ *
+ * Code: gadei_ps/sync/bsp.py and base.py; gadei_ps/server.py _report_pushes, _report_member,
+ * _carry_out, _supersteps_done, _publish_grants; gadei_ps/shard.py _superstep; gadei_ps/apply.py
+ * begin, finish, recover for supersteps; native/ps_ring.c ps_wait_grant.
+ *
+ * Processes: L learners, the first of which may be killed; the watchdog; the managers and shard
+ * threads of two servers, the first of which may be killed, its threads ending one by one, later, in
+ * any order.
+ *
+ * Abstractions: chunks, undo log and tails are in apply.pml, rings and rows in roster.pml: here every
+ * ring is mapped, a superstep's chunks are one step, and a slot is free when it is applied. The
+ * manager's private state is changed in one step where no other process reads it. A learner that
+ * has pushed K gradients detaches. Gradients are never refused.
+ *
+ * Wrong on purpose: -DFINISH_AGAIN (recover redoes a superstep that is finished but for the cursor,
+ * with what then stands in superstep_action), -DNO_WAIT (the new manager does not wait for the open
+ * superstep), -DWAIT_FOR_DEAD (the dead are not taken out of the membership), -DCURSOR_FIRST (cursor
+ * idle before the superstep counts as done). */
+#ifndef L
+#define L 2
+#endif
+#ifndef K
+#define K 2
+#endif
+#define S 2
+#define NOBODY 9
+
+/* rings and roster */
+byte head[L], grant[L];
+bool gone[L], killed, wanted[L];
+/* control, state */
+byte superstep;
+bool action[L];
+byte upto[L];
+byte applied[6];             /* by shard * L + learner */
+byte finished[S];            /* record.supersteps */
+byte cursor[S];              /* 0: idle, 1: begun, 2: all chunks done */
+byte record[S];
+byte did[6];                 /* frames in the weights, likewise */
+byte steps[S];
+byte lease[S] = NOBODY;
+byte manager_lease = NOBODY;
+bool ready[2 * S];
+bool dead[3], done;
+chan die[6] = [0] of { bit }
+chan die_learner = [0] of { bit }
+
+#define KILLED (dead[0] || dead[1] || dead[2])
+#define ALL_FINISHED (finished[0] == superstep && finished[1] == superstep)
+
+inline end_thread(thread, lock) {
+    d_step {
+        dead[thread] = true;
+        if
+        :: lock == 0 -> lock = NOBODY
+        :: else
+        fi;
+        if
+        :: dead[0] && dead[1] && dead[2] -> ready[0] = false; ready[1] = false
+        :: else
+        fi
+    }
+}
+
+inline finish() {
+    l = 0;
+    do
+    :: l < L ->
+        if
+        :: action[l] -> applied[k * L + l] = upto[l]
+        :: !action[l]
+        fi;
+        l++
+    :: l == L -> break
+    od;
+    l = 0;
+#ifdef CURSOR_FIRST
+    cursor[k] = 0;
+    finished[k] = record[k]
+#else
+    finished[k] = record[k];
+    cursor[k] = 0
+#endif
+}
+
+inline apply_superstep() {
+    d_step {
+        for (l : 0 .. L - 1) {
+            if
+            :: action[l] ->
+                assert(upto[l] == did[k * L + l] + 1); /* the oldest frame, once */
+                assert(upto[l] <= head[l]);
+                did[k * L + l] = upto[l]
+            :: else
+            fi
+        }
+        steps[k]++;
+        assert(steps[k] == record[k]);
+        l = 0;
+        cursor[k] = 2
+    }
+}
+
+proctype Shard(byte i; byte k) {
+    byte l;
+end_spare: {
+        atomic { (i == 0 || KILLED) && lease[k] == NOBODY -> lease[k] = i; ready[i * S + k] = true };
+        if
+        :: cursor[k] == 1 -> apply_superstep(); finish()
+#ifdef FINISH_AGAIN
+        :: cursor[k] == 2 -> finish()
+#else
+        :: cursor[k] == 2 && finished[k] != record[k] -> finish()
+        :: cursor[k] == 2 && finished[k] == record[k] -> cursor[k] = 0
+#endif
+        :: cursor[k] == 0
+        fi;
+end_idle: do
+        :: superstep > finished[k] ->
+            d_step { record[k] = superstep; cursor[k] = 1 };
+            apply_superstep();
+            finish()
+        od
+    } unless { atomic { die[i * 3 + k] ? 0 -> end_thread(k, lease[k]); l = 0 } }
+}
+
+/* The model's `_barrier`. */
+inline barrier() {
+    all = true;
+    for (l : 0 .. L - 1) { all = all && !computing[l] }
+    if
+    :: all && closed ->
+        closed = false;
+        for (l : 0 .. L - 1) {
+            computing[l] = joined[l];
+            if
+            :: held[l] -> commit[l] = true; held[l] = false; pending = true
+            :: else
+            fi
+        }
+    :: else
+    fi;
+    all = false;
+    l = 0
+}
+
+/* What it says while nothing is committed: the iteration in hand, or none. */
+#define GRANT(m) (reported[m] + (computing[m] -> 1 : 0))
+
+proctype Manager(byte i) {
+    bool joined[L], computing[L], held[L], commit[L];
+    byte reported[L];
+    bool closed, pending, all;
+    byte l, m;
+end_spare: {
+        atomic { (i == 0 || KILLED) && ready[i * S] && manager_lease == NOBODY -> manager_lease = i };
+#ifndef NO_WAIT
+        ALL_FINISHED;
+#endif
+        d_step { /* join everybody who is there or has left something */
+            for (m : 0 .. L - 1) {
+                reported[m] = applied[m];
+                joined[m] = wanted[m] || head[m] > applied[m];
+                computing[m] = joined[m]
+            }
+            m = 0
+        };
+end_serve: do
+        :: atomic { /* a push; its grant is spent */
+                if
+                :: head[0] > reported[0] && computing[0] -> m = 0
+                :: head[1] > reported[1] && computing[1] -> m = 1
+#if L > 2
+                :: head[2] > reported[2] && computing[2] -> m = 2
+#endif
+                fi;
+                d_step {
+                    computing[m] = false;
+                    closed = true;
+                    held[m] = true;
+                    reported[m] = reported[m] + 1
+                };
+                barrier();
+                m = 0
+            }
+#ifndef WAIT_FOR_DEAD
+        :: atomic { /* somebody has left and all of its is reported */
+                if
+                :: joined[0] && !wanted[0] && head[0] == reported[0] -> m = 0
+                :: joined[1] && !wanted[1] && head[1] == reported[1] -> m = 1
+#if L > 2
+                :: joined[2] && !wanted[2] && head[2] == reported[2] -> m = 2
+#endif
+                fi;
+                joined[m] = false;
+                computing[m] = false;
+                barrier();
+                m = 0
+            }
+#endif
+        :: pending && ALL_FINISHED -> /* carry out */
+            do
+            :: m < L ->
+                action[m] = false;
+                if
+                :: commit[m] -> upto[m] = applied[m] + 1; action[m] = true
+                :: !commit[m]
+                fi;
+                m++
+            :: m == L -> break
+            od;
+            atomic {
+                superstep++;
+                m = 0;
+                for (l : 0 .. L - 1) { commit[l] = false }
+                l = 0;
+                pending = false
+            }
+        :: atomic { /* a grant: all it stands on is in the weights */
+                !pending && ALL_FINISHED ->
+                if
+                :: joined[0] && grant[0] != GRANT(0) -> grant[0] = GRANT(0)
+                :: joined[1] && grant[1] != GRANT(1) -> grant[1] = GRANT(1)
+#if L > 2
+                :: joined[2] && grant[2] != GRANT(2) -> grant[2] = GRANT(2)
+#endif
+                fi
+            }
+        od
+    } unless {
+        atomic {
+            die[i * 3 + 2] ? 0 ->
+            end_thread(2, manager_lease);
+            d_step {
+                for (l : 0 .. L - 1) {
+                    joined[l] = false; computing[l] = false; held[l] = false; commit[l] = false;
+                    reported[l] = 0
+                }
+                closed = false; pending = false; all = false; l = 0; m = 0
+            }
+        }
+    }
+}
+
+proctype Learner(byte l) {
+    {
+        do
+        :: head[l] < K ->
+            head[l] < grant[l];
+            head[l] = head[l] + 1
+        :: head[l] == K -> break
+        od
+    } unless { atomic { die_learner ? eval(l) -> killed = true } };
+    gone[l] = true
+}
+
+proctype Watchdog() {
+end: do
+    :: atomic { wanted[0] && gone[0] -> wanted[0] = false }
+    :: atomic { wanted[1] && gone[1] -> wanted[1] = false }
+#if L > 2
+    :: atomic { wanted[2] && gone[2] -> wanted[2] = false }
+#endif
+    od
+}
+
+/* Ends the first learner, and the first server's threads one by one, whenever it likes. */
+proctype Kernel() {
+end: do
+#ifndef LEARNER_LIVES
+    :: die_learner ! 0
+#endif
+#ifndef SERVER_LIVES
+    :: die[0] ! 0
+    :: die[1] ! 0
+    :: die[2] ! 0
+#endif
+    :: false
+    od
+}
+
+proctype Monitor() {
+    byte l;
+    timeout ->
+    d_step {
+        for (l : 0 .. L - 1) {
+            assert(gone[l] && !wanted[l]);
+            assert((killed && l == 0) || head[l] == K);
+            assert(did[l] == head[l] && did[L + l] == head[l]);
+            assert(applied[l] == head[l] && applied[L + l] == head[l])
+        }
+        assert(steps[0] == superstep && steps[1] == superstep);
+        assert(!cursor[0] && !cursor[1]);
+        done = true
+    }
+}
+
+ltl progress { <> done }
+
+init {
+    atomic {
+        byte l;
+        for (l : 0 .. 1) { run Shard(l, 0); run Shard(l, 1); run Manager(l) }
+        for (l : 0 .. L - 1) { wanted[l] = true; run Learner(l) }
+        l = 0;
+        run Watchdog(); run Kernel(); run Monitor()
+    }
+}

@@ -1,0 +1,334 @@
+"""The server dies at a chosen point of a gradient; the next one finishes it exactly once.
+
+Where it can be seen there it is stopped at random until it is, and killed: what is tested is what
+was seen. Points that take some nanoseconds are reached by a page that it must not write: it dies of
+SIGSEGV at its first store there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+import team
+from support import Child, Rig, eventually
+from team import apart, spin
+
+from gadei_ps import layout
+from gadei_ps.layout import ENTRY, IDLE, RING, STATE, Action, Role
+from gadei_ps.weights import Tensor, place
+
+# Few chunks, so that each point takes a fair part of the time, and slots for much work in a row.
+TENSORS = [Tensor("w", (500,)), Tensor("b", (100,), Role.BUFFER)]
+KINDS = 3
+HITS = max(4, team.ROUNDS // 10)  # of each point
+TRIES = 20_000
+SLOTS = 64
+SHARDS = 2
+PROT_READ = 1
+STRETCH_S = 150e-6  # what a server runs at most between two stops
+Where = Callable[[Rig, int], bool]
+
+
+def _cursor(rig: Rig, shard: int) -> int:
+    return int(rig.state["record"]["cursor"][shard])
+
+
+def _in_chunk(rig: Rig, shard: int) -> bool:
+    cursor = _cursor(rig, shard)
+    return cursor != IDLE and bool(cursor & 1)
+
+
+def _between_chunks(rig: Rig, shard: int) -> bool:
+    cursor = _cursor(rig, shard)
+    return cursor not in (0, IDLE) and not cursor & 1
+
+
+POINTS: dict[str, Where] = {
+    "in a chunk": _in_chunk,
+    "between chunks": _between_chunks,
+}
+
+
+def payload(elements: int, number: int) -> np.ndarray:
+    noise = np.random.default_rng(number % KINDS).standard_normal(elements)
+    return noise.astype(np.float32)
+
+
+def _serve(pipe: Connection, rig: Rig) -> None:
+    """A server: recovers what the one before it left, then serves until it is killed."""
+    faulthandler.disable()
+    pipe.send(rig.recover())
+    with rig.serving():
+        address = pipe.recv()
+        page = ctypes.c_void_p(address // layout.PAGE * layout.PAGE)
+        assert not ctypes.CDLL(None).mprotect(page, layout.PAGE, PROT_READ)
+        pipe.send(None)
+        pipe.recv()
+
+
+class Servers:
+    """One after another, over the same memory."""
+
+    def __init__(self, rig: Rig, publish: Callable[[], None]) -> None:
+        self.rig = rig
+        self.publish = publish
+        self.chance = random.Random(1)
+        self._start()
+
+    def _start(self) -> None:
+        self.child = Child(_serve, self.rig)
+        self.child.receive()
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.child.kill()
+
+    def _rests(self) -> bool:
+        """Whether it has nothing to do."""
+        rings = [self.rig.ring(row) for row in self.rig.memory.rings]
+        return all((ring["tail"]["value"][:SHARDS] == ring["head"]).all() for ring in rings)
+
+    def die(self, where: Where) -> None:
+        """Ends the server where the condition holds for a shard; starts the next one."""
+        with apart(self.child.pid):
+            for _ in range(TRIES):
+                self.child.signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, self.child.pid, os.WSTOPPED)  # all of its threads
+                if any(where(self.rig, shard) for shard in range(self.rig.shards)):
+                    break
+                self.publish()
+                self.child.signal(signal.SIGCONT)
+                spin(self.chance, STRETCH_S)
+            else:
+                raise AssertionError("it was never seen there")
+        self.child.kill()
+        self._start()
+
+    def fault(self, address: int, left: Callable[[], bool]) -> None:
+        """Ends the server at its next store to this page; `left`: what it must have left behind."""
+        eventually(self._rests)
+        self.child.send(address)
+        self.child.receive()
+        self.publish()
+        assert self.child.join() == -signal.SIGSEGV
+        assert left()
+        self._start()
+
+
+def _same(rig: Rig, other: tuple[np.ndarray, list[np.ndarray]]) -> None:
+    np.testing.assert_array_equal(rig.weights, other[0])
+    for one, wanted in zip(rig.slots, other[1], strict=True):
+        np.testing.assert_array_equal(one, wanted)
+
+
+def _kept(rig: Rig) -> tuple[np.ndarray, list[np.ndarray]]:
+    return rig.weights.copy(), [slot.copy() for slot in rig.slots]
+
+
+@pytest.fixture(scope="module")
+def payloads() -> list[np.ndarray]:
+    return [payload(place(TENSORS).elements, number) for number in range(KINDS)]
+
+
+class OneRow:
+    """A job with one learner, disturbed; then the same again, undisturbed."""
+
+    def __init__(self, name: str, kind: str, payloads: list[np.ndarray]) -> None:
+        self.name = name
+        self.how: dict[str, Any] = {
+            "optimizer": {"kind": kind, "lr": 0.01},
+            "shards": SHARDS,
+            "slots": SLOTS,
+        }
+        self.payloads = payloads
+        self.published = 0
+
+    def _publish(self, rig: Rig) -> None:
+        rig.publish(0, self.payloads[self.published % KINDS], samples=3)
+        self.published += 1
+
+    def fill(self, rig: Rig) -> None:
+        """Publishes as many as the ring holds."""
+        tails = rig.ring(0)["tail"]["value"]
+        while self.published - int(tails[: rig.shards].min()) < SLOTS:
+            self._publish(rig)
+
+    def compare(self, disturb: Callable[[Rig, Servers], None]) -> None:
+        with Rig(self.name, TENSORS, **self.how) as rig:
+            with Servers(rig, lambda: self.fill(rig)) as servers:
+                disturb(rig, servers)
+                rig.wait_tail(0, self.published)
+            # The tails move last of all, so now nothing is in hand.
+            entry = rig.roster[0]
+            assert int(rig.control["version"]) == int(entry["applied"]) == self.published
+            assert int(entry["samples"]) == 3 * self.published
+            assert int(entry["histogram"].sum()) == self.published
+            assert (rig.state["record"]["steps"][: rig.shards] == self.published).all()
+            disturbed = _kept(rig)
+        total, self.published = self.published, 0
+        with Rig(self.name, TENSORS, **self.how) as rig, rig.serving():
+            while self.published < total:
+                self._publish(rig)
+            rig.wait_tail(0, total)
+            _same(rig, disturbed)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("point", POINTS)
+def test_the_server_dies(point: str, kind: str, job_name: str, payloads: list[np.ndarray]) -> None:
+    def disturb(rig: Rig, servers: Servers) -> None:
+        for _ in range(HITS):
+            servers.die(POINTS[point])
+
+    OneRow(job_name, kind, payloads).compare(disturb)
+
+
+def _state(rig: Rig, field: str) -> int:
+    assert rig.memory.state
+    return rig.memory.state.address + layout.offset(STATE, field)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.ndarray]) -> None:
+    def disturb(rig: Rig, servers: Servers) -> None:
+        entry = rig.word("roster") + layout.offset(ENTRY, "applied")
+        tails = rig.memory.rings[0].address + layout.offset(RING, "tail")
+        tail = rig.ring(0)["tail"]["value"]
+
+        def begun() -> bool:
+            """What is to be done is written down, and nothing is done."""
+            return any(_cursor(rig, shard) == 0 for shard in range(SHARDS))
+
+        def counted() -> bool:
+            """In the journal's transaction."""
+            return bool(rig.state["journal"]["used"])
+
+        def applied() -> bool:
+            """All chunks are changed, `applied` is not."""
+            return any(_cursor(rig, shard) != IDLE for shard in range(SHARDS))
+
+        def released() -> bool:
+            """`applied` is, the tail is not."""
+            row = rig.state["applied"][:SHARDS, 0]
+            return bool((row > tail[:SHARDS]).any())
+
+        for _ in range(HITS):
+            servers.fault(rig.undo(0, 0).ctypes.data, begun)
+            servers.fault(entry, counted)
+            servers.fault(_state(rig, "applied"), applied)
+            servers.fault(tails, released)
+
+    OneRow(job_name, kind, payloads).compare(disturb)
+
+
+def test_in_the_books_of_a_superstep(job_name: str, payloads: list[np.ndarray]) -> None:
+    """Rows that are applied, dropped and refused are each counted once."""
+    kinds = (Action.APPLY, Action.DROP, Action.REFUSE)
+    actions = {row: kinds[row % 3] for row in range(12)}
+    how: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 0.01}, "shards": SHARDS}
+    how |= {"learners": len(actions), "collect": True, "slots": 2}
+    with Rig(job_name, TENSORS, **how) as rig:
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            eventually(rig.superstep_done)
+            for row in actions:
+                rig.publish(row, payloads[done % KINDS])
+            rig.superstep(actions)
+            done += 1
+
+        def half() -> bool:
+            """Some rows are booked, another is in the journal, the rest are not."""
+            booked = int(rig.state["record"]["booked"][0])
+            return bool(rig.state["journal"]["used"]) and 0 < booked < len(actions)
+
+        # Some pages behind the first learner's, so that it falls between two of them.
+        entry = rig.word("roster") + len(actions) // 2 * ENTRY.itemsize
+        with Servers(rig, step) as servers:
+            for _ in range(2 * HITS):
+                servers.fault(entry + layout.offset(ENTRY, "applied"), half)
+            eventually(rig.superstep_done)
+        for row, action in actions.items():
+            counts = [int(rig.roster[row][name]) for name in ("applied", "dropped", "refused")]
+            assert counts == [done * (action == one) for one in kinds]
+        assert int(rig.control["version"]) == done * sum(
+            action == Action.APPLY for action in actions.values()
+        )
+        disturbed = _kept(rig)
+
+    with Rig(job_name, TENSORS, **how) as rig, rig.serving():
+        for number in range(done):
+            for row in actions:
+                rig.publish(row, payloads[number % KINDS])
+            rig.superstep(actions)
+            eventually(rig.superstep_done)
+        _same(rig, disturbed)
+
+
+# -- a second death -----------------------------------------------------------------------------
+
+
+LARGE = [Tensor("w", (1_000_000,)), Tensor("b", (100_000,), Role.BUFFER)]
+
+
+def _recover(pipe: Connection, rig: Rig) -> None:
+    pipe.send(None)
+    pipe.recv()
+    pipe.send(rig.recover())
+
+
+def _deaths(rig: Rig, chance: random.Random) -> Iterator[bool]:
+    """Servers that die while they recover, until one has the time to; True for each one dead."""
+    while True:
+        child = Child(_recover, rig)
+        child.receive()
+        child.send()
+        spin(chance, 0.003)
+        unfinished = not child.has_sent
+        child.kill()
+        yield unfinished
+        if not unfinished:
+            return
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_deaths_during_recovery(kind: str, job_name: str) -> None:
+    chance = random.Random(kind)
+    how: dict[str, Any] = {"optimizer": {"kind": kind, "lr": 0.01}, "shards": SHARDS}
+    gradients = 0
+    second = 0
+    with Rig(job_name, LARGE, slots=2, **how) as rig:
+        noise = payload(rig.model.elements, 0)
+        while second < 3 * HITS:
+            gradients += 1
+            assert gradients < 200, "recovery is over before it can be hit"
+            rig.publish(0, noise)
+            child = Child(_serve, rig)
+            child.receive()
+            eventually(lambda: any(_cursor(rig, one) != IDLE for one in range(rig.shards)))
+            child.kill()
+            second += sum(_deaths(rig, chance))
+        with rig.serving():
+            rig.wait_tail(0, gradients)
+        entry = rig.roster[0]
+        assert int(rig.control["version"]) == int(entry["applied"]) == gradients
+        disturbed = _kept(rig)
+    team.TOLD.append(f"{kind}: {second} servers killed while they recovered: equal")
+
+    with Rig(job_name, LARGE, slots=2, **how) as rig, rig.serving():
+        for _ in range(gradients):
+            rig.publish(0, noise)
+        rig.wait_tail(0, gradients)
+        _same(rig, disturbed)
