@@ -104,7 +104,7 @@ class Work:
         """Make weights, slots and a gradient of size float32 values each."""
         self.size = size
         stream = layout.rounded(size * 4, layout.PAGE)
-        undo = layout.rounded(layout.MAX_STREAMS * layout.CHUNK * 4, layout.PAGE)
+        undo = layout.rounded(layout.UNDO_BYTES, layout.PAGE)
         state = layout.rounded(layout.STATE.itemsize, layout.PAGE)
         control = layout.rounded(layout.CONTROL.itemsize, layout.PAGE)
         sizes = [control, state, undo, *[stream] * 4]

@@ -2,7 +2,8 @@
 
     record: which frame, which step, which rate          then cursor = 0
     for each chunk:  weights and slots -> undo log       then cursor = chunk << 1 | 1
-                     update                              then cursor = (chunk + 1) << 1
+                     update
+    after the last one                                        cursor = chunks << 1
     shard 0: statistics and work ledger, a transaction   then booked (account.py)
     applied sequence, steps, version: absolute values    then cursor = IDLE
     the ring's tail                                                    SYNC POINT: slot
@@ -40,6 +41,7 @@ from gadei_ps.symbols import fence, floats, get, halves, mark, put, structs
 CHUNK = layout.CHUNK
 MAX_LEARNERS = layout.MAX_LEARNERS
 CHUNK_BYTES = np.uint64(layout.CHUNK * 4)
+HALF_BYTES = np.uint64(layout.UNDO_HALF)
 # Values decoded or averaged at a time, some chunks: a chunk is small for the loops that do it.
 BLOCK = 1024
 BLOCK_BYTES = np.uint64(BLOCK * 4)
@@ -242,12 +244,18 @@ def _copy(to: np.ndarray, source: np.ndarray) -> None:
 
 
 @inlined
-def _save(at: Streams, kept: int, start: int, count: int) -> None:
+def _half(at: Streams, chunk: np.uint64) -> np.uint64:
+    """Address of the half of the undo log that this chunk is saved in."""
+    return at.undo + (chunk & ONE) * HALF_BYTES
+
+
+@inlined
+def _save(at: Streams, kept: int, chunk: np.uint64, start: int, count: int) -> None:
     """The chunk's weights and slots go into the undo log; in one loop, as `update` reads them."""
-    here = np.uint64(start * 4)
-    old, w = floats(at.undo, count), floats(at.weights + here, count)
-    old0, s0 = floats(at.undo + CHUNK_BYTES, count), floats(at.slot0 + here, count)
-    old1, s1 = floats(at.undo + CHUNK_BYTES + CHUNK_BYTES, count), floats(at.slot1 + here, count)
+    here, undo = np.uint64(start * 4), _half(at, chunk)
+    old, w = floats(undo, count), floats(at.weights + here, count)
+    old0, s0 = floats(undo + CHUNK_BYTES, count), floats(at.slot0 + here, count)
+    old1, s1 = floats(undo + CHUNK_BYTES + CHUNK_BYTES, count), floats(at.slot1 + here, count)
     if kept == 0:
         _copy(old, w)
     elif kept == 1:
@@ -262,14 +270,14 @@ def _save(at: Streams, kept: int, start: int, count: int) -> None:
 
 
 @inlined
-def restore(at: Streams, kept: int, start: int, count: int) -> None:
+def restore(at: Streams, kept: int, chunk: np.uint64, start: int, count: int) -> None:
     """The other way."""
-    here = np.uint64(start * 4)
-    _copy(floats(at.weights + here, count), floats(at.undo, count))
+    here, undo = np.uint64(start * 4), _half(at, chunk)
+    _copy(floats(at.weights + here, count), floats(undo, count))
     if kept > 0:
-        _copy(floats(at.slot0 + here, count), floats(at.undo + CHUNK_BYTES, count))
+        _copy(floats(at.slot0 + here, count), floats(undo + CHUNK_BYTES, count))
     if kept > 1:
-        _copy(floats(at.slot1 + here, count), floats(at.undo + CHUNK_BYTES + CHUNK_BYTES, count))
+        _copy(floats(at.slot1 + here, count), floats(undo + CHUNK_BYTES + CHUNK_BYTES, count))
 
 
 @compiled
@@ -308,8 +316,11 @@ def _change_chunk(
     start: int,
     count: int,
 ) -> None:
-    """Moves the values of one chunk. g: address of their gradient."""
-    _save(at, kept, start, count)
+    """Moves the values of one chunk. g: address of their gradient.
+
+    It stays open until the next one is, which is saved in the other half of the log.
+    """
+    _save(at, kept, chunk, start, count)
     mark(cursor, (chunk << ONE) | ONE)
     here = np.uint64(start * 4)
     w, gradient = floats(at.weights + here, count), floats(g, count)
@@ -319,7 +330,6 @@ def _change_chunk(
         s0 = floats(at.slot0 + here, count if kept > 0 else 0)
         s1 = floats(at.slot1 + here, count if kept > 1 else 0)
         cpu.move(kind, coef, w, s0, s1, gradient)
-    mark(cursor, (chunk + ONE) << ONE)
 
 
 @compiled
@@ -417,6 +427,7 @@ def apply_chunks(s: Shard, members: int, first: int) -> None:
             chunk += (whole - start) // CHUNK
             _change_rest(kind, kept, coef, at, g, cursor, chunk, whole, rest)
         start = end
+    mark(cursor, np.uint64(-(-(s.high - s.low) // CHUNK)) << ONE)
     put(lock, (get(lock) | ONE) + ONE)  # SYNC POINT: chunk of weights
 
 

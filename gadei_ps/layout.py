@@ -20,6 +20,7 @@ AHEAD: Final = 16
 HISTOGRAM: Final = 32
 CHUNK: Final = 64
 MAX_STREAMS: Final = 3
+UNDO_HALVES: Final = 2
 HYPER: Final = 32
 JOURNAL: Final = 248
 MAX_DIMS: Final = 8
@@ -412,6 +413,13 @@ STRUCTS: Final = {
     "ps_block": BLOCK,
     "ps_ring": RING,
 }
+
+
+UNDO_HALF: Final = MAX_STREAMS * CHUNK * 4
+"""Bytes of a half of a shard's undo log, which holds one chunk of each stream."""
+
+UNDO_BYTES: Final = UNDO_HALVES * UNDO_HALF
+"""Of a shard's undo log."""
 
 
 def offset(struct: np.dtype[np.void], field: str) -> int:

@@ -90,7 +90,9 @@ def _finish_gradient(s: Shard, low: int, high: int, table: np.ndarray) -> None:
     if position & ONE:
         start = low + chunk * CHUNK
         is_parameter = start < integer(s.places[PARAMETERS])
-        restore(s.at, s.kept if is_parameter else 0, start, min(CHUNK, high - start))
+        restore(
+            s.at, s.kept if is_parameter else 0, np.uint64(chunk), start, min(CHUNK, high - start)
+        )
         put(s.cursor, np.uint64(chunk) << ONE)
     members = 0
     for row in range(MAX_LEARNERS):

@@ -261,7 +261,6 @@ class Server:
         for stream in range(int(state["streams"])):
             at = int(state["slots_at"]) + stream * int(state["slot_bytes"])
             slot[stream] = self.state.address + at
-        undo_bytes = layout.MAX_STREAMS * layout.CHUNK * 4
         places = np.zeros(place.PLACES, np.uint64)
         places[place.CONTROL_AT] = self.control_segment.address
         places[place.STATE_AT] = self.state.address
@@ -269,7 +268,8 @@ class Server:
             self.weights.view(layout.WEIGHTS)["data_at"]
         )
         places[place.SLOT0_AT], places[place.SLOT1_AT] = slot
-        places[place.UNDO_AT] = self.state.address + int(state["undo_at"]) + index * undo_bytes
+        places[place.UNDO_AT] = self.state.address + int(state["undo_at"])
+        places[place.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
         places[place.TABLE_AT] = self.rings.table.ctypes.data
         places[place.WORDS_AT] = self.rings.words.ctypes.data
         places[place.ELEMENTS] = elements

@@ -28,6 +28,7 @@
 #define PS_HISTOGRAM 32     /* staleness 0..15 each, then one bin for each power of two */
 #define PS_CHUNK 64         /* values between two entries of the undo log */
 #define PS_MAX_STREAMS 3    /* weights and at most two optimizer slots */
+#define PS_UNDO_HALVES 2    /* chunks with even and with odd numbers are logged in turn */
 #define PS_HYPER 32         /* packed hyper-parameters, float64 */
 #define PS_JOURNAL 248      /* words of the journal; a transaction takes some 110 at most */
 #define PS_MAX_DIMS 8
@@ -231,7 +232,7 @@ struct ps_weights {
 };
 
 /* What a shard is doing, so that whoever takes over can finish it. `cursor` is stored with release
- * last: chunk << 1 | open. Open: the undo log holds the chunk as it was before. */
+ * last: chunk << 1 | open. Open: the chunk's half of the undo log holds it as it was before. */
 struct ps_record {           /* S: the thread of this shard */
     uint64_t cursor;         /* PS_IDLE between gradients */
     uint64_t ring;           /* of the gradient in hand; PS_MAX_LEARNERS: a superstep */
@@ -261,7 +262,7 @@ struct ps_state {
     uint64_t streams;        /* optimizer slots */
     uint64_t slots_at;       /* bytes from the segment's begin */
     uint64_t slot_bytes;     /* of one stream */
-    uint64_t undo_at;        /* PS_MAX_STREAMS * PS_CHUNK float32 for each shard */
+    uint64_t undo_at;        /* PS_UNDO_HALVES * PS_MAX_STREAMS * PS_CHUNK float32 for each shard */
     uint64_t pad[4];
     struct ps_record record[PS_MAX_SHARDS];
     uint64_t applied[PS_MAX_SHARDS][PS_MAX_LEARNERS]; /* frames consumed of each ring's generation */

@@ -34,10 +34,14 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture
-def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory for sockets; its path is short, as an address of AF_UNIX must be."""
+def runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A directory for sockets; its path is short, as an address of AF_UNIX must be.
+
+    Checkpoints go elsewhere: to tmp_path / "state".
+    """
     path = Path(tempfile.mkdtemp(prefix="gps-", dir="/tmp"))
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(path))
+    monkeypatch.setenv("GADEI_PS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.delenv("GADEI_PS_JOB", raising=False)
     yield path
     shutil.rmtree(path)

@@ -317,7 +317,6 @@ class Rig:
         memory = self.memory
         assert memory.weights
         assert memory.state
-        undo_bytes = layout.MAX_STREAMS * layout.CHUNK * 4
         places = np.zeros(place.PLACES, np.uint64)
         places[place.CONTROL_AT] = self.control_at
         places[place.STATE_AT] = memory.state.address
@@ -325,17 +324,17 @@ class Rig:
         for stream, slot in enumerate(self.slots):
             places[place.SLOT0_AT + stream] = slot.ctypes.data
         places[place.UNDO_AT] = memory.state.address + int(self.state["undo_at"])
-        places[place.UNDO_AT] += np.uint64(index * undo_bytes)
+        places[place.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
         places[place.TABLE_AT] = self.table.ctypes.data
         places[place.WORDS_AT] = self.words.ctypes.data
         places[place.ELEMENTS] = self.model.elements
         places[place.PARAMETERS] = self.model.parameters
         return places
 
-    def undo(self, index: int, stream: int) -> np.ndarray:
-        """A stream of a shard's undo log."""
+    def undo(self, index: int, stream: int, chunk: int) -> np.ndarray:
+        """A stream of a shard's undo log, as that chunk is logged."""
         at = int(self.state["undo_at"])
-        at += (index * layout.MAX_STREAMS + stream) * layout.CHUNK * 4
+        at += index * layout.UNDO_BYTES + chunk % 2 * layout.UNDO_HALF + stream * layout.CHUNK * 4
         assert self.memory.state
         return self.memory.state.array(np.float32, layout.CHUNK, at)
 

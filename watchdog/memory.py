@@ -149,6 +149,7 @@ class JobMemory:
             self.state = self._attach("state", SegmentKind.STATE)
         except (FileNotFoundError, SegmentError):
             self.weights = self.state = None
+            self.job_id = secrets.token_bytes(16)
             return False
         self.control = found
         self.model = weights.read_table(self.weights)
@@ -243,7 +244,7 @@ class JobMemory:
 
     def _create_state(self, model: Model, streams: int) -> Segment:
         undo_at = layout.rounded(layout.STATE.itemsize, layout.PAGE)
-        undo_bytes = layout.MAX_SHARDS * layout.MAX_STREAMS * layout.CHUNK * 4
+        undo_bytes = layout.MAX_SHARDS * layout.UNDO_BYTES
         slots_at = layout.rounded(undo_at + undo_bytes, layout.PAGE)
         slot_bytes = layout.rounded(model.elements * 4, layout.PAGE)
         state = segment.create(

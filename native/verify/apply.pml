@@ -54,8 +54,8 @@ byte steps[S];
 byte applied[S];
 byte lease[S] = NOBODY;
 bool dead[INCS * S]; /* threads, by server * S + shard */
-chan die[INCS * S] = [0] of { bit }
-chan die_learner = [0] of { bit }
+#define LEARNER (INCS * S)
+chan die = [0] of { byte } /* a thread, or LEARNER */
 #ifdef NO_LEASE
 byte up;         /* servers below it are being killed */
 #endif
@@ -134,7 +134,7 @@ end_idle: do
         od
     } unless {
         atomic {
-            die[me * S + k] ? 0 ->
+            die ? eval(me * S + k) ->
             dead[me * S + k] = true;
             if
             :: lease[k] == me -> lease[k] = NOBODY
@@ -158,7 +158,7 @@ proctype Learner() {
             head++
         :: else -> break
         od
-    } unless { atomic { die_learner ? 0 -> learner_killed = true } };
+    } unless { atomic { die ? eval(LEARNER) -> learner_killed = true } };
     learner_gone = true
 }
 
@@ -172,24 +172,27 @@ end: do
  * by a rendezvous, so that the thread is gone in that step. */
 proctype Kernel() {
 end: do
-    :: die_learner ! 0
+#ifndef LEARNER_LIVES
+    :: die ! LEARNER
+#endif
 #if KILLS > 0
 #ifdef NO_LEASE
     :: up < KILLS -> up++
-    :: up -> if :: die[0] ! 0 :: dead[0] fi
+    :: up -> if :: die ! 0 :: dead[0] fi
 #else
-    :: die[0] ! 0
+    :: die ! 0
 #if S > 1
-    :: die[1] ! 0
+    :: die ! 1
 #endif
 #if KILLS > 1
-    :: die[S] ! 0
+    :: die ! S
 #if S > 1
-    :: die[S + 1] ! 0
+    :: die ! S + 1
 #endif
 #endif
 #endif
 #endif
+    :: false
     od
 }
 

@@ -16,7 +16,8 @@
  * Wrong on purpose: -DFINISH_AGAIN (recover redoes a superstep that is finished but for the cursor,
  * with what then stands in superstep_action), -DNO_WAIT (the new manager does not wait for the open
  * superstep), -DWAIT_FOR_DEAD (the dead are not taken out of the membership), -DCURSOR_FIRST (cursor
- * idle before the superstep counts as done). */
+ * idle before the superstep counts as done), -DJOIN_LATE (members join one by one, also after the
+ * first push has been reported). */
 #ifndef L
 #define L 2
 #endif
@@ -43,8 +44,8 @@ byte lease[S] = NOBODY;
 byte manager_lease = NOBODY;
 bool ready[2 * S];
 bool dead[3], done;
-chan die[6] = [0] of { bit }
-chan die_learner = [0] of { bit }
+#define LEARNER 6
+chan die = [0] of { byte } /* server * 3 + thread, or LEARNER + learner */
 
 #define KILLED (dead[0] || dead[1] || dead[2])
 #define ALL_FINISHED (finished[0] == superstep && finished[1] == superstep)
@@ -90,6 +91,7 @@ inline apply_superstep() {
             if
             :: action[l] ->
                 assert(upto[l] == did[k * L + l] + 1); /* the oldest frame, once */
+                assert(upto[l] == record[k]); /* n-th gradients in the n-th superstep, of all */
                 assert(upto[l] <= head[l]);
                 did[k * L + l] = upto[l]
             :: else
@@ -122,7 +124,7 @@ end_idle: do
             apply_superstep();
             finish()
         od
-    } unless { atomic { die[i * 3 + k] ? 0 -> end_thread(k, lease[k]); l = 0 } }
+    } unless { atomic { die ? eval(i * 3 + k) -> end_thread(k, lease[k]); l = 0 } }
 }
 
 /* The model's `_barrier`. */
@@ -148,6 +150,8 @@ inline barrier() {
 /* What it says while nothing is committed: the iteration in hand, or none. */
 #define GRANT(m) (reported[m] + (computing[m] -> 1 : 0))
 
+#define MAY_GRANT(m) (!pending && ALL_FINISHED && joined[m] && grant[m] != GRANT(m))
+
 proctype Manager(byte i) {
     bool joined[L], computing[L], held[L], commit[L];
     byte reported[L];
@@ -161,8 +165,10 @@ end_spare: {
         d_step { /* join everybody who is there or has left something */
             for (m : 0 .. L - 1) {
                 reported[m] = applied[m];
+#ifndef JOIN_LATE
                 joined[m] = wanted[m] || head[m] > applied[m];
                 computing[m] = joined[m]
+#endif
             }
             m = 0
         };
@@ -184,6 +190,17 @@ end_serve: do
                 barrier();
                 m = 0
             }
+#ifdef JOIN_LATE
+        :: atomic {
+                if
+                :: !joined[0] && (wanted[0] || head[0] > reported[0]) -> m = 0
+                :: !joined[1] && (wanted[1] || head[1] > reported[1]) -> m = 1
+                fi;
+                joined[m] = true;
+                computing[m] = !closed; /* else it takes part from the next superstep on */
+                m = 0
+            }
+#endif
 #ifndef WAIT_FOR_DEAD
         :: atomic { /* somebody has left and all of its is reported */
                 if
@@ -218,19 +235,18 @@ end_serve: do
                 pending = false
             }
         :: atomic { /* a grant: all it stands on is in the weights */
-                !pending && ALL_FINISHED ->
                 if
-                :: joined[0] && grant[0] != GRANT(0) -> grant[0] = GRANT(0)
-                :: joined[1] && grant[1] != GRANT(1) -> grant[1] = GRANT(1)
+                :: MAY_GRANT(0) -> grant[0] = GRANT(0)
+                :: MAY_GRANT(1) -> grant[1] = GRANT(1)
 #if L > 2
-                :: joined[2] && grant[2] != GRANT(2) -> grant[2] = GRANT(2)
+                :: MAY_GRANT(2) -> grant[2] = GRANT(2)
 #endif
                 fi
             }
         od
     } unless {
         atomic {
-            die[i * 3 + 2] ? 0 ->
+            die ? eval(i * 3 + 2) ->
             end_thread(2, manager_lease);
             d_step {
                 for (l : 0 .. L - 1) {
@@ -251,7 +267,7 @@ proctype Learner(byte l) {
             head[l] = head[l] + 1
         :: head[l] == K -> break
         od
-    } unless { atomic { die_learner ? eval(l) -> killed = true } };
+    } unless { atomic { die ? eval(LEARNER + l) -> killed = true } };
     gone[l] = true
 }
 
@@ -269,12 +285,12 @@ end: do
 proctype Kernel() {
 end: do
 #ifndef LEARNER_LIVES
-    :: die_learner ! 0
+    :: die ! LEARNER
 #endif
 #ifndef SERVER_LIVES
-    :: die[0] ! 0
-    :: die[1] ! 0
-    :: die[2] ! 0
+    :: die ! 0
+    :: die ! 1
+    :: die ! 2
 #endif
     :: false
     od

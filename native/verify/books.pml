@@ -254,8 +254,11 @@ end:    do
  * each by a rendezvous, so that it is gone in that step. */
 proctype Kernel() {
 end: do
+#ifndef LEARNER_LIVES
     :: die_learner ! 1
+#endif
     :: up < KILLS -> die ! up
+    :: false
     od
 }
 

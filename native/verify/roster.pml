@@ -33,8 +33,8 @@
 #define SERVERS 2
 #define S 2
 #define KILLED (dead[0] || dead[1] || dead[2])
-chan die[6] = [0] of { bit }     /* by server * 3 + thread */
-chan die_watchdog = [0] of { bit }
+#define WATCHDOG 6
+chan die = [0] of { byte } /* server * 3 + thread, or WATCHDOG */
 #define BIT(g) (1 << (g))
 
 /* the row */
@@ -164,7 +164,7 @@ end_idle: do
            applied[0] == head[known_ring] && applied[1] == head[known_ring] ->
             d_step { assert(mapped[i] & BIT(known_ring)); drained = true }
         od
-    } unless { atomic { die[i * 3 + k] ? 0 -> end_thread(k, lease[k]); known = 0; known_ring = 0; t = 0 } }
+    } unless { atomic { die ? eval(i * 3 + k) -> end_thread(k, lease[k]); known = 0; known_ring = 0; t = 0 } }
 }
 
 /* Maps the ring that ring.0 names; n: its generation, 0 if it must not be used. */
@@ -256,14 +256,18 @@ end_serve: do
             served = 0
 #endif
         od
-    } unless { atomic { die[i * 3 + 2] ? 0 -> end_thread(2, manager_lease); n = 0; g = 0 } }
+    } unless { atomic { die ? eval(i * 3 + 2) -> end_thread(2, manager_lease); n = 0; g = 0 } }
 }
 
 proctype Learner(byte g) {
 end_unborn: alive[g];
     do
     :: head[g] < H -> head[g] = head[g] + 1
+#ifdef ALL_PUBLISH
+    :: head[g] == H -> break
+#else
     :: break
+#endif
     od;
     alive[g] = false /* killed, or detached by itself */
 }
@@ -298,7 +302,7 @@ end_loop: do
             wanted = 0
         :: generation == retired && name -> name = 0
         od
-    } unless { atomic { die_watchdog ? eval(me) -> watchdog_killed = true; counter = 0 } }
+    } unless { atomic { die ? eval(WATCHDOG + me) -> watchdog_killed = true; counter = 0 } }
 }
 
 /* Ends the first watchdog, and the threads of the first server one by one, whenever it likes; each
@@ -306,12 +310,12 @@ end_loop: do
 proctype Kernel() {
 end: do
 #ifndef SERVER_LIVES
-    :: die[0] ! 0
-    :: die[1] ! 0
-    :: die[2] ! 0
+    :: die ! 0
+    :: die ! 1
+    :: die ! 2
 #endif
 #ifndef WATCHDOG_LIVES
-    :: die_watchdog ! 0
+    :: die ! WATCHDOG
 #endif
     :: false
     od

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import itertools
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,20 +21,21 @@ import numpy as np
 import pytest
 import team
 from support import Child, Rig, eventually
-from team import apart, spin
+from team import apart, seen, spin
 
 from gadei_ps import layout
 from gadei_ps.layout import ENTRY, IDLE, RING, STATE, Action, Role
 from gadei_ps.weights import Tensor, place
 
-# Few chunks, so that each point takes a fair part of the time, and slots for much work in a row.
-TENSORS = [Tensor("w", (500,)), Tensor("b", (100,), Role.BUFFER)]
+# Some pages of weights, and slots for much work in a row.
+TENSORS = [Tensor("w", (4000,)), Tensor("b", (700,), Role.BUFFER)]
 KINDS = 3
 HITS = max(4, team.ROUNDS // 10)  # of each point
 TRIES = 20_000
 SLOTS = 64
 SHARDS = 2
 PROT_READ = 1
+WITHIN = layout.PAGE // 4  # a value of the first shard, on its second page
 STRETCH_S = 150e-6  # what a server runs at most between two stops
 Where = Callable[[Rig, int], bool]
 
@@ -210,6 +212,10 @@ def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.
             """What is to be done is written down, and nothing is done."""
             return any(_cursor(rig, shard) == 0 for shard in range(SHARDS))
 
+        def changing() -> bool:
+            """Within a chunk, others of this gradient are done."""
+            return any(_in_chunk(rig, shard) and _cursor(rig, shard) > 1 for shard in range(SHARDS))
+
         def counted() -> bool:
             """In the journal's transaction."""
             return bool(rig.state["journal"]["used"])
@@ -224,7 +230,9 @@ def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.
             return bool((row > tail[:SHARDS]).any())
 
         for _ in range(HITS):
-            servers.fault(rig.undo(0, 0).ctypes.data, begun)
+            servers.fault(rig.undo(0, 0, 0).ctypes.data, begun)
+            for part in (rig.weights, *rig.slots):
+                servers.fault(part[WITHIN:].ctypes.data, changing)
             servers.fault(entry, counted)
             servers.fault(_state(rig, "applied"), applied)
             servers.fault(tails, released)
@@ -289,18 +297,27 @@ def _recover(pipe: Connection, rig: Rig) -> None:
     pipe.send(rig.recover())
 
 
-def _deaths(rig: Rig, chance: random.Random) -> Iterator[bool]:
-    """Servers that die while they recover, until one has the time to; True for each one dead."""
-    while True:
+def _deaths(rig: Rig, chance: random.Random) -> int:
+    """Servers that die while they recover, until one has the time to; returns how many died."""
+    for died in itertools.count():
         child = Child(_recover, rig)
         child.receive()
+        before = [_cursor(rig, shard) for shard in range(SHARDS)]
         child.send()
-        spin(chance, 0.003)
-        unfinished = not child.has_sent
-        child.kill()
-        yield unfinished
-        if not unfinished:
-            return
+        seen(
+            lambda before=before, child=child: (
+                child.has_sent or before != [_cursor(rig, shard) for shard in range(SHARDS)]
+            )
+        )
+        if died < 3:
+            spin(chance, 0.0005)
+            child.kill()
+        else:
+            child.receive()
+            child.join()
+        if all(_cursor(rig, shard) == IDLE for shard in range(SHARDS)):
+            return died
+    raise AssertionError
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
@@ -311,15 +328,16 @@ def test_deaths_during_recovery(kind: str, job_name: str) -> None:
     second = 0
     with Rig(job_name, LARGE, slots=2, **how) as rig:
         noise = payload(rig.model.elements, 0)
-        while second < 3 * HITS:
+        while second < 2 * HITS:
             gradients += 1
-            assert gradients < 200, "recovery is over before it can be hit"
-            rig.publish(0, noise)
+            assert gradients < 200, "gradients are over before they can be hit"
             child = Child(_serve, rig)
             child.receive()
-            eventually(lambda: any(_cursor(rig, one) != IDLE for one in range(rig.shards)))
-            child.kill()
-            second += sum(_deaths(rig, chance))
+            with apart(child.pid):
+                rig.publish(0, noise)
+                seen(lambda: any(_cursor(rig, one) != IDLE for one in range(SHARDS)), 0.1)
+                child.kill()
+            second += _deaths(rig, chance)
         with rig.serving():
             rig.wait_tail(0, gradients)
         entry = rig.roster[0]

@@ -431,7 +431,7 @@ def _stopped_inside(
             end = min(at + CHUNK, high)
             if stream and at >= rig.model.parameters:
                 continue
-            rig.undo(shard, stream)[: end - at] = mine[at:end]
+            rig.undo(shard, stream, chunk)[: end - at] = mine[at:end]
             mine[at : at + (end - at) // 2] = scratch
     record["cursor"] = chunk << 1 | is_open
 

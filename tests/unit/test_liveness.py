@@ -1,0 +1,105 @@
+"""Whether something still moves: what a watch says of made-up looks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gadei_ps.watchdog.liveness import Watch
+
+LIMIT_S = 2.0
+STEP_S = 0.25  # exact in binary, so that ages are
+Signs = dict[Hashable, Hashable]
+
+
+def looks(watch: Watch, begin: float, until: float, signs: Signs) -> list[Hashable]:
+    """Looks again and again at the same signs; what the last look says."""
+    steps = round((until - begin) / STEP_S)
+    said: list[Hashable] = []
+    for step in range(steps + 1):
+        said = watch.look(begin + step * STEP_S, signs)
+    return said
+
+
+def test_the_limit() -> None:
+    watch = Watch(LIMIT_S)
+    assert looks(watch, 0, LIMIT_S, {"a": 1, "b": 1}) == []
+    assert watch.look(LIMIT_S + STEP_S, {"a": 1, "b": 2}) == ["a"]
+    assert watch.look(LIMIT_S + 2 * STEP_S, {"a": 1, "b": 2}) == ["a"], "it says so again"
+    assert watch.look(LIMIT_S + 3 * STEP_S, {"a": 2, "b": 2}) == []
+    # From then on as from the first look.
+    assert looks(watch, LIMIT_S + 3 * STEP_S, 2 * LIMIT_S + 3 * STEP_S, {"a": 2}) == []
+    assert watch.look(2 * LIMIT_S + 4 * STEP_S, {"a": 2}) == ["a"]
+
+
+def test_any_change_will_do() -> None:
+    """Signs are compared, not ordered: a counter may begin anew."""
+    watch = Watch(LIMIT_S)
+    for step in range(100):
+        assert watch.look(step * STEP_S, {"a": (step % 2, "x")}) == []
+
+
+def test_keys_that_vanish_are_forgotten() -> None:
+    """A learner that nobody waits for may rest; when it is waited for, its time begins."""
+    watch = Watch(LIMIT_S)
+    looks(watch, 0, LIMIT_S, {"a": 1, "b": 1})
+    assert watch.look(LIMIT_S + STEP_S, {"b": 1}) == ["b"]
+    begin = LIMIT_S + 2 * STEP_S
+    assert looks(watch, begin, begin + LIMIT_S, {"a": 1}) == []
+    assert watch.look(begin + LIMIT_S + STEP_S, {"a": 1}) == ["a"]
+
+
+def test_a_late_observer_blames_nobody() -> None:
+    """After a suspension all clocks begin anew, for those that stand still as well."""
+    watch = Watch(LIMIT_S)
+    looks(watch, 0, LIMIT_S, {"a": 1})
+    late = LIMIT_S + watch.late_s + STEP_S
+    assert watch.look(late, {"a": 1}) == []
+    assert looks(watch, late, late + LIMIT_S, {"a": 1}) == []
+    assert watch.look(late + LIMIT_S + STEP_S, {"a": 1}) == ["a"]
+
+
+def test_just_in_time() -> None:
+    watch = Watch(LIMIT_S, late_s=5.0)
+    assert watch.look(0, {"a": 1}) == []
+    assert watch.look(5.0, {"a": 1}) == ["a"]
+
+
+def test_nothing_to_look_at() -> None:
+    watch = Watch(LIMIT_S)
+    for step in range(100):
+        assert watch.look(step * STEP_S, {}) == []
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 6),  # steps since the last look; above 4 it is late
+            st.dictionaries(st.sampled_from("abc"), st.integers(0, 1)),
+        ),
+        max_size=60,
+    )
+)
+def test_against_the_whole_history(story: list[tuple[int, Signs]]) -> None:
+    """Blamed is who was there with the same sign at every look of more than the limit."""
+    watch = Watch(LIMIT_S)
+    history: list[tuple[float, Signs]] = []
+    now = 0.0
+    for steps, signs in story:
+        now += steps * STEP_S
+        if history and now - history[-1][0] > watch.late_s:
+            history.clear()
+        history.append((now, signs))
+        said = watch.look(now, signs)
+        expected = set()
+        for key, sign in signs.items():
+            since = now
+            for at, seen in reversed(history):
+                if key not in seen or seen[key] != sign:
+                    break
+                since = at
+            if now - since > LIMIT_S:
+                expected.add(key)
+        assert set(said) == expected
