@@ -158,7 +158,9 @@ class Servers:
         command = [sys.executable, "-m", "gadei_ps.server", self.memory.config.name, self.sync]
         command += [str(number), str(self.orphan_s), *self.flags]
         # The server writes the log to stderr: stdout belongs to the command's result.
-        child = process.spawn(command, stdout=2, how=None)
+        # NumPy's own threads would only be more threads to die at a take-over.
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        child = process.spawn(command, env=env, stdout=2, how=None)
         line = self._line(number)
         line["start"] = process.start_ticks(child.pid)
         line["state"] = ServerState.STARTING

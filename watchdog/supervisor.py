@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import selectors
 import signal
 import time
@@ -50,6 +51,7 @@ from gadei_ps.watchdog.sockets import Client, ControlServer, failure
 
 TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
+FILES = 4096
 SLOW_TICK_S = 1.0  # for what may be seen a second late
 READY_TIMEOUT_S = 180.0  # the first start on a machine compiles the kernels
 LEAVE_TIMEOUT_S = 10.0
@@ -134,6 +136,7 @@ class Supervisor:
 
     def run(self) -> int:
         """The whole life of the job; returns the exit code."""
+        _allow_files()
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         previous = signal.set_wakeup_fd(wake_write)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -542,6 +545,14 @@ class Supervisor:
         _native.store32(address, Work.WORKING)
         self.memory.ring_bells()
         return {"set": True}
+
+
+def _allow_files() -> None:
+    """256 learners with their mappings and 512 clients are more than a soft limit of 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _read_values(fd: int, model: weights.Model) -> np.ndarray:
