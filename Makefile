@@ -15,7 +15,7 @@ test: $(VENV)/built
 
 # A thousand kills of servers and a thousand of learners; `test` has a short version.
 crash: $(VENV)/built
-	GADEI_PS_KILLS=1000 $(BIN)/python -m pytest --timeout 7200 tests/crash
+	CRASH_ROUNDS=1000 $(BIN)/python -m pytest --timeout 7200 tests/crash
 
 # The protocol's models; needs spin and a C compiler.
 verify:

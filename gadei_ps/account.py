@@ -51,7 +51,8 @@ ENTRIES = np.uint64(layout.offset(CONTROL, "roster"))
 ENTRY_BYTES = np.uint64(ENTRY.itemsize)
 COUNTED = np.uint64(layout.offset(ENTRY, "applied"))
 COUNTED_WORDS = (ENTRY.itemsize - layout.offset(ENTRY, "applied")) // 8
-LEDGER_WORDS = (layout.offset(CONTROL, "lease") - layout.offset(CONTROL, "work")) // 8
+LEDGER = np.uint64(layout.offset(CONTROL, "next"))  # what stands before it is the watchdog's
+LEDGER_WORDS = (layout.offset(CONTROL, "lease") - layout.offset(CONTROL, "next")) // 8
 BOOKED = np.uint64(layout.offset(STATE, "record") + layout.offset(RECORD, "booked"))
 APPLIED = np.uint64(layout.offset(STATE, "applied"))
 
@@ -67,7 +68,7 @@ def open_books(s: Shard, row: int) -> Books:
     """Begins a transaction on a learner's entry and the ledger; forget() ends it."""
     b = books(s)
     remember(b, False, ENTRIES + np.uint64(row) * ENTRY_BYTES + COUNTED, COUNTED_WORDS)
-    remember(b, False, WORK, LEDGER_WORDS)
+    remember(b, False, LEDGER, LEDGER_WORDS)
     return b
 
 
@@ -264,5 +265,7 @@ def depart(s: Shard, row: int) -> None:
     e.dropped = ZERO
     e.refused = ZERO
     e.samples = ZERO
-    e.drained = np.uint32(1)
     forget(b)
+    e.drained = np.uint32(
+        1
+    )  # last, and for good: the manager lets the ring go as soon as it sees it

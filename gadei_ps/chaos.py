@@ -292,10 +292,7 @@ class _Chaos:
             return False
         target = self._chance.choice(found)
         number = self._chance.choice(list(self.options.signals))
-        if number == signal.SIGKILL:
-            self._announce(target)
-        elif target.role is not Role.LEARNER:
-            self._observer.other_hit()
+        self._announce(target, number)
         if faults.send(target, number) is None:
             return True
         if number == signal.SIGKILL:
@@ -305,14 +302,21 @@ class _Chaos:
             self._stopped.append((now + self._chance.uniform(LEAST_STOP_S, MOST_STOP_S), target))
         return True
 
-    def _announce(self, target: Target) -> None:
+    def _announce(self, target: Target, number: signal.Signals) -> None:
+        """Tells the observer what is about to happen."""
+        pushing = [one for one in self.job.learners() if one.alive and self._free(one)]
         match target.role:
-            case Role.SERVER:
-                self._observer.server_dies(replaced=self._free(self._processes.standby()))
+            case Role.SERVER if number == signal.SIGKILL:
+                replaced = self._free(self._processes.standby())
+                self._observer.server_dies(replaced=replaced, starved=not pushing)
             case Role.LEARNER:
-                disturbed = self._observer.waits_for_server or bool(self._stopped)
-                disturbed = disturbed or self._processes.watchdog() is None
-                self._observer.learner_dies(target, disturbed=disturbed)
+                last = not [one for one in pushing if one != target]
+                if number == signal.SIGKILL:
+                    disturbed = self._observer.waits_for_server or bool(self._stopped)
+                    disturbed = disturbed or self._processes.watchdog() is None
+                    self._observer.learner_dies(target, disturbed=disturbed, last=last)
+                else:
+                    self._observer.learner_stops(last=last)
             case _:
                 self._observer.other_hit()
 

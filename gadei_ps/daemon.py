@@ -65,6 +65,11 @@ class Daemon:
                 f"job {self.config.name!r} goes on without its watchdog: serve it again, or stop "
                 f"it: gadei-ps stop {self.config.name}"
             )
+        if segment.is_kept(self.config.name):
+            raise JobInUse(
+                f"job {self.config.name!r} is still in memory, though its processes are dead: "
+                f"go on with it (gadei-ps serve), or drop it (gadei-ps gc {self.config.name})"
+            )
         self._start(fresh=self.config.checkpoint is None)
         return self
 

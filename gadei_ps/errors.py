@@ -48,7 +48,7 @@ class JobStopped(GadeiError):
 
 
 class JobFailed(GadeiError):
-    """The job's parameter server is gone."""
+    """The job has failed: it has no parameter server, and nobody will start one."""
 
 
 class Evicted(GadeiError):

@@ -24,6 +24,7 @@ from gadei_ps.watchdog.memory import clear_dead
 
 ANSWER_TIMEOUT_S = 3.0
 CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
+SAVE_S = 600.0  # as long as the watchdog waits for the last checkpoint
 STOP_MARGIN_S = 20.0  # for what a stop does after the learners have left
 PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
 
@@ -141,15 +142,16 @@ def stop(job: str, *, drain: bool, timeout_s: float) -> dict[str, Any]:
     try:
         report = status(job)
     except JobNotFound:
-        orphaned = drop(job) if "/" not in job and segment.server_pids(job) else None
-        if orphaned is None:
+        if "/" in job or not segment.server_pids(job):
             raise
-        return orphaned
+        return _stop_orphan(job)
     try:
         watchdog = os.pidfd_open(report["watchdog_pid"])
     except ProcessLookupError:  # of another pid namespace, or ending just now
         watchdog = -1
     wait_s = STOP_MARGIN_S + (timeout_s if drain else 0.0)
+    if report["saves_on_stop"]:
+        wait_s += SAVE_S
     try:
         try:
             report = _plain(
@@ -175,6 +177,23 @@ def _plain(reply: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in reply.items() if key not in ("v", "ok")}
 
 
+def _stop_orphan(job: str) -> dict[str, Any]:
+    """Ends a job without a watchdog. Raises ControlError where that would lose something."""
+    control_ = segment.attach(
+        segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
+    ).view(CONTROL)
+    version, saved = int(control_["version"]), int(control_["checkpoint_version"])
+    if int(control_["checkpoints"]) and saved != version:
+        raise ControlError(
+            f"job {job!r} has no watchdog, which would make its last checkpoint: serve it again "
+            f"and stop it then; or lose {version - saved} gradients with gadei-ps serve --fresh"
+        )
+    report = drop(job)
+    if report is None:
+        raise ControlError(f"job {job!r} has just got a watchdog again: stop it once more")
+    return report
+
+
 def drop(job: str) -> dict[str, Any] | None:
     """Ends the servers of a job without a watchdog and removes its memory; its last counts.
 
@@ -185,6 +204,7 @@ def drop(job: str) -> dict[str, Any] | None:
             return None
         report = _last_report(job)
         clear_dead(job)
+        runtime.socket_path(job).unlink(missing_ok=True)
     return report
 
 

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
+
+
+class _Patient:
+    """stderr for processes that must outlive whoever reads it: a closed pipe is no error."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return sys.stderr.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
 
 
 def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False) -> None:
@@ -25,7 +39,7 @@ def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False)
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
         ),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Patient())),
         cache_logger_on_first_use=False,
     )
 

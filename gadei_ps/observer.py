@@ -31,6 +31,8 @@ class _TakeOver:
     generation: int
     tids: np.ndarray
     replaced: bool
+    starved: bool
+    """No learner was left to push the next gradient: the time tells nothing of servers."""
     base: np.ndarray | None = None
     """Gradients consumed by row when a thread of the next server was first seen."""
 
@@ -79,18 +81,32 @@ class Observer(threading.Thread):
         """Whether no gradient has been applied yet since the active server was killed."""
         return bool(self._fail_overs or self._take_overs)
 
-    def server_dies(self, *, replaced: bool) -> None:
-        """Call it just before the active server is killed. replaced: another one stands by."""
+    def server_dies(self, *, replaced: bool, starved: bool) -> None:
+        """Call it just before the active server is killed.
+
+        replaced: another one stands by. starved: no learner pushes just now.
+        """
         generation = int(self._control["lease_generation"])
-        one = _TakeOver(time.monotonic(), generation, self._tids.copy(), replaced)
+        one = _TakeOver(time.monotonic(), generation, self._tids.copy(), replaced, starved)
         self._await(self._fail_overs, one)
         one.at = self._hit_at = time.monotonic()
         with self._lock:
             self._take_overs.append(one)
 
-    def learner_dies(self, learner: Target, *, disturbed: bool) -> None:
-        """Call it just before this learner is killed. disturbed: servers or watchdog are not up."""
+    def learner_dies(self, learner: Target, *, disturbed: bool, last: bool) -> None:
+        """Call it just before this learner is killed.
+
+        disturbed: servers or watchdog are not up. last: no other learner pushes just now.
+        """
+        self.learner_stops(last=last)
         self._await(self._reclaims, (learner, time.monotonic(), disturbed))
+
+    def learner_stops(self, *, last: bool) -> None:
+        """Call it just before a learner is stopped. last: no other one pushes just now."""
+        if last:
+            with self._lock:
+                for one in self._fail_overs:
+                    one.starved = True
 
     def other_hit(self) -> None:
         """The watchdog or a standby is hit: learners are perhaps let go later than they could."""
@@ -130,8 +146,9 @@ class Observer(threading.Thread):
                 continue
             np.minimum(one.base, consumed, out=one.base)  # a row begins anew with its learner
             if (consumed > one.base).any():
-                times = self.times.fail_over if one.replaced else self.times.restart
-                times.append(now - one.at)
+                if not one.starved:
+                    times = self.times.fail_over if one.replaced else self.times.restart
+                    times.append(now - one.at)
                 self._fail_overs.remove(one)
         generation = int(self._control["lease_generation"])
         for one in list(self._take_overs):

@@ -50,6 +50,18 @@ def _is_finished(s: Shard) -> bool:
 
 
 @compiled
+def _needs_no_ring(s: Shard, low: int, high: int) -> bool:
+    """Whether all of the gradient in hand is applied and booked: its ring may be gone already."""
+    record = s.state[0].record[s.number]
+    chunks = -(-(high - low) // CHUNK)
+    if get(s.cursor) != np.uint64(chunks) << ONE:
+        return False
+    if s.number != 0:
+        return True
+    return bool(record.ring < np.uint64(MAX_LEARNERS) and record.booked != ZERO)
+
+
+@compiled
 def _slot(s: Shard, table: np.ndarray, row: int, sequence: np.uint64) -> np.uint64:
     return slot_of(
         s.c,
@@ -66,7 +78,7 @@ def can_recover(index: int, low: int, high: int, places: np.ndarray) -> int:
     s = shard_of(index, low, high, places)
     table = words(places[TABLE_AT], MAX_LEARNERS * TABLE)
     record = s.state[0].record[index]
-    if get(s.cursor) == IDLE or _is_finished(s):
+    if get(s.cursor) == IDLE or _is_finished(s) or _needs_no_ring(s, low, high):
         return 1
     for row in range(MAX_LEARNERS):
         if record.ring == np.uint64(row):
@@ -130,7 +142,8 @@ def recover(index: int, low: int, high: int, places: np.ndarray) -> int:
     if get(s.cursor) != IDLE:
         in_hand = 1
         if not _is_finished(s):
-            _finish_gradient(s, low, high, table)
+            if not _needs_no_ring(s, low, high):
+                _finish_gradient(s, low, high, table)
             finish(s)
         else:
             record = s.state[0].record[index]

@@ -106,6 +106,11 @@ class Rings:
         self._changed()
         self._forgotten.append((int(self.words[place.TABLE_VERSION]), one))
 
+    @property
+    def forgotten(self) -> set[int]:
+        """Rows of rings that a shard may still be looking at."""
+        return {one.row for _, one in self._forgotten}
+
     def tidy(self) -> None:
         """Lets go of forgotten rings that no shard can be looking at."""
         if self._forgotten:

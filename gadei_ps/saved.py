@@ -83,11 +83,15 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
 
 
 def _live(job: str) -> Snapshot | None:
-    """The weights of a running job as they are, without locks; None if there is no such job."""
+    """The weights of a running job as they are, without locks; None if there is no such job.
+
+    Raises CheckpointError for one without a model.
+    """
     import numpy as np
 
     try:
-        control.ask(job, Status())
+        if control.ask(job, Status())["model"] is None:
+            raise CheckpointError(f"job {job!r} has no model yet: there is nothing to export")
         names = [segment.segment_name(job, part) for part in ("weights", "control")]
         mapped = segment.attach(names[0], SegmentKind.WEIGHTS, writable=False)
         words = segment.attach(names[1], SegmentKind.CONTROL, writable=False).view(CONTROL)

@@ -231,6 +231,17 @@ def server_pids(job: str, uid: int | None = None) -> list[int]:
     return [pid for pid, start in lines if process.alive(pid, start)]
 
 
+def is_kept(job: str) -> bool:
+    """Whether the next `serve` of this job would go on from what is in memory."""
+    try:
+        found = attach(segment_name(job, "control"), layout.SegmentKind.CONTROL, writable=False)
+    except (FileNotFoundError, SegmentError):
+        return False
+    control = found.view(layout.CONTROL)
+    running = int(control["phase"]) < layout.Phase.STOPPED and int(control["stop"]) == 0
+    return running and bool(int(control["model_ready"])) and not int(control["temporary"])
+
+
 def find(job: str | None = None) -> list[Found]:
     """All segments of this project in /dev/shm, or one job's (of this user)."""
     found = []

@@ -28,7 +28,7 @@ import numpy as np
 from gadei_ps import _native, layout, log, process, segment, shard, sync
 from gadei_ps import places as place
 from gadei_ps.driver import Driver, Member
-from gadei_ps.errors import GadeiError, JobFailed, SegmentError
+from gadei_ps.errors import GadeiError, SegmentError
 from gadei_ps.layout import CONTROL, SERVER, STATE, Phase, SegmentKind, ServerState
 from gadei_ps.rings import Mapped, Rings
 from gadei_ps.segment import Segment, segment_name
@@ -37,6 +37,7 @@ WAIT_NS = 100_000_000
 LEASE_WAIT_NS = 100_000_000
 SHARD_EXIT_S = 2.0
 ORPHAN_LOOK_S = 1.0
+UNNAMED_S = 10.0  # until the watchdog has written down whom it started
 
 
 class Server:
@@ -69,6 +70,7 @@ class Server:
         self._beats = 0
         self._alone_since = 0.0
         self._looked = 0.0
+        self._unnamed_since = 0.0
         self._manager_bell = self._word("manager_bell")
         self._shard_bell = self._word("shard_bell")
 
@@ -103,7 +105,8 @@ class Server:
             bell = _native.load32(self._manager_bell)
             self._beats += 1
             _native.store(self._beat_at, self._beats)
-            if int(self.control["phase"]) >= Phase.STOPPED or self._abandoned():
+            over = int(self.control["phase"]) >= Phase.STOPPED
+            if over or self._abandoned() or self._replaced():
                 return
             self._try_leases()
             if self.heir:
@@ -161,7 +164,7 @@ class Server:
 
     def _try_leases(self) -> None:
         """Becomes the heir, then the active server, when those before are no more."""
-        if not self.heir and self._take(self._word("heir")):
+        if not self.heir and self._is_named() and self._take(self._word("heir")):
             self.heir = True
         if not self.heir or self.active:
             return
@@ -174,6 +177,18 @@ class Server:
             _native.store(self._word("lease_generation"), self._generation + 1)
             if self._generation > 1:
                 self.log.warning("taken over", server=os.getpid(), generation=self._generation)
+
+    def _is_named(self) -> bool:
+        return int(self._line["pid"]) == os.getpid()
+
+    def _replaced(self) -> bool:
+        """Whether no watchdog knows of this server: one may die right after it has started us."""
+        if self._is_named():
+            self._unnamed_since = 0.0
+            return False
+        now = time.monotonic()
+        self._unnamed_since = self._unnamed_since or now
+        return int(self._line["pid"]) > 0 or now - self._unnamed_since > UNNAMED_S
 
     @property
     def _generation(self) -> int:
@@ -301,7 +316,8 @@ class Server:
         for row in np.flatnonzero(generation != retired).tolist():
             wanted = int(generation[row])
             served = int(self.roster[row]["served"]) == wanted
-            if row not in rings.mapped and row not in members and (served or self.active):
+            known = row in rings.mapped or row in members or row in rings.forgotten
+            if not known and (served or self.active):
                 self._map_ring(row, wanted, served)
         if self.active:
             self._look_at_members()
@@ -317,12 +333,12 @@ class Server:
                 self.roster[row]["retired"] = generation
             return
         except FileNotFoundError:
-            if not self.active:
-                return  # it has just been retired, and unlinked
-            # Not to be passed over: the learner would wait for a grant that never comes.
-            raise JobFailed(
-                f"the ring of learner {row} has lost its name; did logind remove it (RemoveIPC)?"
-            ) from None
+            if self.active:  # a server that stands by may be late: it has just been retired
+                self.log.error(
+                    "a learner's ring has lost its name; did logind remove it (RemoveIPC)?", row=row
+                )
+                self.roster[row]["retired"] = generation
+            return
         if not served:
             self._take_in(one)
         self.rings.show(one)
@@ -331,13 +347,15 @@ class Server:
         """Begins to serve a new learner. Before the shards know of its ring: then all is theirs."""
         assert self.state is not None
         assert self.driver is not None
-        self.state.view(STATE)["applied"][:, one.row] = 0
-        entry = self.roster[one.row]
-        entry["member"] = 0
-        # SYNC POINT: served. The next server must not do the same again.
+        # SYNC POINT: served. Shards believe `applied` only where it names the ring that they know;
+        # and it comes last, because the next server must not do the same again.
         at = self._word("roster") + one.row * layout.ENTRY.itemsize
-        _native.store(at + layout.offset(layout.ENTRY, "served"), one.generation)
+        served = at + layout.offset(layout.ENTRY, "served")
+        _native.store(served, 0)
+        self.state.view(STATE)["applied"][:, one.row] = 0
+        self.roster[one.row]["member"] = 0
         self.driver.publish_grant(one.row, 0 if self.sync.uses_pushes else layout.UNBOUNDED)
+        _native.store(served, one.generation)
 
     def _look_at_members(self) -> None:
         assert self.rings is not None
@@ -365,7 +383,9 @@ class Server:
             if self.rings.seen_by_all():
                 del self.driver.members[row]
                 self.rings.tidy()
-                self.roster[row]["retired"] = member.generation
+                at = self._word("roster") + row * layout.ENTRY.itemsize
+                _native.store(at + layout.offset(layout.ENTRY, "retired"), member.generation)
+                _native.bell(self._manager_bell)  # the server that stands by lets it go too
 
 
 def main() -> None:

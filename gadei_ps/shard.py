@@ -28,6 +28,7 @@ from gadei_ps.apply import (
     MAX_LEARNERS,
     OK,
     ONE,
+    SKIP,
     VERSION,
     ZERO,
     Shard,
@@ -78,6 +79,8 @@ NO_BATCH = np.uint64(layout.NO_BATCH)
 ROSTER = np.uint64(layout.offset(CONTROL, "roster"))
 ENTRY_BYTES = np.uint64(ENTRY.itemsize)
 WANTED = np.uint64(layout.offset(ENTRY, "wanted"))
+SERVED = np.uint64(layout.offset(ENTRY, "served"))
+RETIRED = np.uint64(layout.offset(ENTRY, "retired"))
 APPLIED = np.uint64(layout.offset(STATE, "applied"))
 HEAD = np.uint64(layout.offset(RING, "head"))
 HOLD = np.uint64(layout.offset(RING, "hold"))
@@ -114,6 +117,13 @@ PASSES_PER_CLOCK = 16  # polls of the rings between two looks at the clock while
 
 
 @compiled
+def _applied_at(s: Shard, shard: int, row: int) -> np.uint64:
+    """Address of the count of a row's frames that a shard has consumed."""
+    word = np.uint64(shard * MAX_LEARNERS + row) * np.uint64(8)
+    return np.uint64(s.state.ctypes.data) + APPLIED + word
+
+
+@compiled
 def _look_up(s: Shard, table: np.ndarray, known: np.ndarray) -> int:
     """Takes the table of rings over; returns how many there are.
 
@@ -124,7 +134,12 @@ def _look_up(s: Shard, table: np.ndarray, known: np.ndarray) -> int:
     for row in range(MAX_LEARNERS):
         address = get(np.uint64(table.ctypes.data) + np.uint64(8 * (row * TABLE + RING_ADDRESS)))
         if address != ZERO:
-            tail = s.state[0].applied[s.number, row]
+            tail = get(_applied_at(s, s.number, row))
+            # A manager that is just dying may have given the row to another learner, and our own
+            # may not know it yet: then `applied` is that one's.
+            entry = s.control + ROSTER + np.uint64(row) * ENTRY_BYTES
+            if get(entry + SERVED) != table[row * TABLE + RING_GENERATION]:
+                continue
             known[RINGS, count] = address
             known[HEADS, count] = tail
             known[ROWS, count] = np.uint64(row)
@@ -258,6 +273,22 @@ def _superstep(
 
 
 @compiled
+def _all_known(s: Shard, known: np.ndarray, count: int) -> bool:
+    """Whether the rings of the published superstep are mapped.
+
+    After a take-over the manager may have to map one yet, of a learner that came just before.
+    """
+    missing = 0
+    for row in range(MAX_LEARNERS):
+        missing += s.c[0].superstep_action[row] != SKIP
+    for i in range(count):
+        row = integer(known[ROWS, i])
+        same = known[GENERATIONS, i] == s.c[0].roster[row].generation
+        missing -= same and s.c[0].superstep_action[row] != SKIP
+    return missing == 0
+
+
+@compiled
 def _empty(s: Shard, row: int, head: np.uint64) -> bool:
     """Whether every shard has consumed all that was published."""
     for shard in range(s.c[0].shards):  # noqa: SIM110 (compiled: no generators)
@@ -275,6 +306,13 @@ def _keep_books(s: Shard, table: np.ndarray, known: np.ndarray, count: int) -> b
         wanted = get(s.control + ROSTER + np.uint64(row) * ENTRY_BYTES + WANTED)
         if wanted == known[GENERATIONS, i] or s.c[0].roster[row].drained != 0:
             continue
+        # The server before may have retired it without our manager knowing yet; then the entry is
+        # another learner's, or will be.
+        if (
+            get(s.control + ROSTER + np.uint64(row) * ENTRY_BYTES + RETIRED)
+            >= known[GENERATIONS, i]
+        ):
+            continue
         head = get(known[RINGS, i] + HEAD)
         if _empty(s, row, head) or _is_nonsense(s, head, known[TAILS, i]):
             depart(s, row)
@@ -283,13 +321,6 @@ def _keep_books(s: Shard, table: np.ndarray, known: np.ndarray, count: int) -> b
             again = True
     top_up_all(s, table)
     return again
-
-
-@compiled
-def _applied_at(s: Shard, shard: int, row: int) -> np.uint64:
-    """Address of the count of a row's frames that a shard has consumed."""
-    word = np.uint64(shard * MAX_LEARNERS + row) * np.uint64(8)
-    return np.uint64(s.state.ctypes.data) + APPLIED + word
 
 
 @compiled
@@ -371,7 +402,7 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
         heard = False
         _wait_for_pulls(s, known, count, bell_seen)
         if collect:
-            if superstep > record.supersteps:
+            if superstep > record.supersteps and _all_known(s, known, count):
                 _superstep(s, table, known, count, superstep)
                 progress = True
             if index == 0:
@@ -436,10 +467,16 @@ def stand_by(index: int, low: int, high: int, places: np.ndarray) -> int:
     while lease_take(s.me + LEASE, LEASE_NS) < 0:
         if get(quit_word) != ZERO:
             return 0
+    s.c[0].shard[index].tid = thread_id()
     # From here on the manager must not unmap what this thread may read.
     put(words_at + np.uint64(8 * (SEEN + index)), ZERO)
     bell(s.control + MANAGER_BELL)
+    table_version = words_at + np.uint64(8 * TABLE_VERSION)
+    seen_version = get(table_version)
     while not can_recover(index, low, high, places):
+        # Nothing of the table is in hand here: what was forgotten before this version may go.
+        put(words_at + np.uint64(8 * (SEEN + index)), seen_version)
+        seen_version = get(table_version)
         if get(quit_word) != ZERO:
             return 0
         bell_seen = get32(s.control + SHARD_BELL)
@@ -447,7 +484,6 @@ def stand_by(index: int, low: int, high: int, places: np.ndarray) -> int:
         _nap(s, bell_seen, RECOVER_POLL_NS)
     if recover(index, low, high, places):
         s.c[0].shard[index].recovered += np.uint32(1)
-    s.c[0].shard[index].tid = thread_id()
     put(words_at + np.uint64(8 * (HOLDS + index)), ONE)
     bell(s.control + MANAGER_BELL)
     return serve(index, low, high, places)

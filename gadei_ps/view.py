@@ -167,7 +167,12 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         )
     parts: list[RenderableType] = [made]
     if any(one["state"] == "stale" for one in rows):
-        parts.append(Text("gadei-ps gc removes what stale jobs have left", style="dim"))
+        parts.append(
+            Text(
+                "gadei-ps gc removes what stale jobs have left, serve goes on with its own",
+                style="dim",
+            )
+        )
     return Group(*parts)
 
 

@@ -27,8 +27,8 @@
  *
  * Results: 0, or one of the negative codes below; then gadei_error() says what and where. Every
  * function that may wait has a limit in milliseconds, timeout_ms; a negative one means as long as
- * the job lives. A wait ends early when the job stops or fails, and within about a second when its
- * parameter server dies and nobody is left to say so.
+ * the job lives. A wait ends early when the job stops or fails, and after some ten seconds in which
+ * there was neither a parameter server nor a watchdog. That another server takes over is not told.
  */
 #ifndef GADEI_H
 #define GADEI_H
@@ -46,7 +46,7 @@ enum {
     GADEI_STOPPED = -2,  /* the job has been stopped */
     GADEI_EVICTED = -3,  /* the job has given this learner's place away */
     GADEI_FINISHED = -4, /* there will be no more batches */
-    GADEI_FAILED = -5,   /* the parameter server is gone */
+    GADEI_FAILED = -5,   /* the job has failed: there is no server, and nobody to start one */
     GADEI_ERROR = -6,    /* anything else: wrong use, no such job, a foreign segment */
 };
 

@@ -149,7 +149,8 @@ struct ps_control {
     int32_t watchdog_pid;
     uint64_t watchdog_start;
     uint64_t pause;              /* CLOCK_MONOTONIC ns until which shards stand still; 0: none */
-    uint64_t pad2[4];
+    uint64_t temporary;          /* 1: a command's own job, which nobody goes on with */
+    uint64_t pad2[3];
     /* 512: S, which server is the active one */
     uint64_t lease_generation;   /* how many have been so far */
     int32_t lease_pid;

@@ -23,6 +23,7 @@ from gadei_ps.watchdog.saver import Task, task_line
 
 KEEP = 3  # of those asked for by hand, where the job file says nothing
 OUTCOME_BYTES = 1 << 16
+EXIT_S = 2.0
 RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
 Heard = Callable[[dict[str, Any]], None]
@@ -63,8 +64,11 @@ class Checkpoints:
         if self._saver is not None:
             self._next.append(heard)
             return
+        try:
+            self._begin()
+        except OSError as error:  # no memory or no process to be had just now
+            raise CheckpointError(f"cannot start a saver: {error.strerror}") from None
         self._heard.append(heard)
-        self._begin()
 
     def look(self, now: float) -> None:
         """Begins one if it is due. Every tick."""
@@ -75,7 +79,10 @@ class Checkpoints:
         due = 0 < config.every_s <= now - self._last_at
         due = due or 0 < config.every_gradients <= fresh
         if due and fresh and now - self._failed_at > RETRY_S:
-            self._begin()
+            try:
+                self._begin()
+            except OSError as error:
+                self._tell({"ok": False, "error": f"cannot start a saver: {error.strerror}"})
 
     def _begin(self) -> None:
         config = self.memory.config
@@ -128,6 +135,9 @@ class Checkpoints:
             outcome = json.loads(self._said)
         except ValueError:
             outcome = {"ok": False, "error": f"the saver ended with code {code}"}
+        self._tell(outcome)
+
+    def _tell(self, outcome: dict[str, Any]) -> None:
         control = self._control
         if outcome["ok"]:
             control["checkpoints"] += 1
@@ -145,16 +155,20 @@ class Checkpoints:
             self._failed_at = time.monotonic()
             self.log.error("no checkpoint; training goes on", reason=outcome["error"])
         self.last = outcome | {"time": time.time()}
-        heard, self._heard = self._heard, self._next
-        self._next = []
+        heard, self._heard = self._heard, []
         for one in heard:
             one(outcome)
-        if self._heard:
-            self._begin()
+        waiting, self._next = self._next, []
+        for one in waiting:
+            try:
+                self.ask(one)
+            except CheckpointError as error:
+                one({"ok": False, "error": str(error)})
 
     def end(self) -> None:
         """Ends one that is being made; at the end of the job."""
         if self._saver is not None:
             self._saver.kill()
-            self._saver.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its disk may block it for ever
+                self._saver.wait(EXIT_S)
             self._saver = None

@@ -190,7 +190,12 @@ class Roster:
             row = key[0]  # type: ignore[index]
             if row not in self._killed:
                 self._killed.add(row)
-                signal.pidfd_send_signal(self._pidfds[row], signal.SIGKILL)
+                try:
+                    signal.pidfd_send_signal(self._pidfds[row], signal.SIGKILL)
+                except ProcessLookupError:
+                    pass  # it has just died
+                except PermissionError:
+                    self._log.error("a learner hangs and is another user's: kill it", row=row)
 
     def _is_full(self, row: int) -> bool:
         control = self._memory.control.view(layout.CONTROL)

@@ -7,6 +7,7 @@ of JSON on standard output.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -68,7 +69,8 @@ class Saver:
         # Real memory before the pause: a first access of each page would take longer than the copy.
         size = max(1, len(self._sources) * elements * 4)
         self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         _native.populate(_native.address(self._memory), size)
         flat = np.frombuffer(self._memory, np.float32, len(self._sources) * elements)
         self._copies = np.split(flat, len(self._sources))
@@ -79,6 +81,7 @@ class Saver:
     def save(self) -> dict[str, Any]:
         """The outcome. Raises CheckpointError."""
         snapshot, pause_s = self._take()
+        os.nice(5)  # training goes first, now that nobody waits for us
         written = checkpoint.write(Path(self.task.directory), snapshot, self.task.keep)
         return {
             "ok": True,
@@ -101,8 +104,9 @@ class Saver:
             try:
                 if not self._wait_parked(deadline):
                     continue
+                moment = self._moment()
                 snapshot = self._copy()
-                if self._is_paused(deadline):
+                if self._is_paused(deadline) and self._moment() == moment:
                     self._pause(0)
                     return snapshot, time.monotonic() - begin
                 limit_s *= 2
@@ -148,6 +152,12 @@ class Saver:
         """Whether nothing can have moved since the shards parked."""
         mine = _native.load(self._word("pause")) == deadline
         return mine and time.monotonic_ns() < deadline and self._all_parked(deadline)
+
+    def _moment(self) -> tuple[int, ...]:
+        """What changes with every gradient. A superstep that was about to be published when the
+        pause began is applied within it, and the shards park again."""
+        steps = self._state["record"]["steps"][: self._shards].tolist()
+        return (int(self._control["superstep"]), int(self._control["version"]), *steps)
 
     def _copy(self) -> Snapshot:
         step = COPY_BYTES // 4
@@ -198,7 +208,6 @@ def task_line(task: Task) -> str:
 
 def main() -> None:
     """`python -m gadei_ps.watchdog.saver`: started by the watchdog, its task on standard input."""
-    os.nice(5)  # training goes first
     try:
         outcome = Saver(Task(**json.load(sys.stdin))).save()
     except (GadeiError, OSError, MemoryError) as error:

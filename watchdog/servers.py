@@ -44,7 +44,7 @@ class Running:
     child: subprocess.Popen[bytes] | None = None
     version: int = 0  # of the job when it started
     killed: str = ""  # why we killed it
-    active: bool = False  # when it was looked at last
+    active: bool = False  # has been seen to be
 
     def kill(self, why: str) -> None:
         self.killed = why
@@ -68,6 +68,7 @@ class Servers:
     running: dict[int, Running] = field(default_factory=dict)
     _exits: tuple[Exit, ...] = ()
     _last_exit: float = float("-inf")
+    _said_alone: bool = False
     _hung: Watch = field(init=False)
     _stuck: Watch = field(init=False)
 
@@ -128,7 +129,12 @@ class Servers:
         """Starts what is missing and due, kills what hangs. Every tick."""
         free = [number for number in NUMBERS if number not in self.running]
         wait = restart.delay(self._exits, now, self.policy)
-        if wait == GIVE_UP:
+        if wait == GIVE_UP and self.serving:
+            wait = self.policy.longest_s
+            if not self._said_alone:
+                self._said_alone = True
+                self.log.error("no second server gets ready; going on with one")
+        elif wait == GIVE_UP:
             self.failed(
                 f"servers died {self.policy.limit} times without having been of use; "
                 "their messages stand above"
@@ -136,11 +142,28 @@ class Servers:
             return
         if free and now >= self._last_exit + wait:
             if not self.running:
+                if self._unknown_holder():
+                    return
                 self._make_leases()
             # One after the other: both would compile, and only one can stand by.
             if not self.running or (self.memory.config.standby and self.serving):
-                self._start(free[0])
+                try:
+                    self._start(free[0])
+                except OSError as error:  # no memory or no process to be had just now
+                    self.log.error("cannot start a server", reason=str(error))
+                    self._last_exit = now
+                    exit_ = Exit(now, useful=False)
+                    self._exits = restart.remembered((*self._exits, exit_), self.policy)
         self._kill_hung(now)
+
+    def _unknown_holder(self) -> bool:
+        """Whether a server that we do not know holds leases; then it is killed first."""
+        pid, start = self.active_pid, int(self._control["lease_start"])
+        if not process.alive(pid, start):
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return True
 
     def _make_leases(self) -> None:
         """Leases that nobody holds; no server is alive."""
@@ -218,10 +241,14 @@ class Servers:
         starting: dict[Hashable, Hashable] = {}
         for one in self.running.values():
             line = self._line(one.number)
-            one.active = one.pid == self.active_pid
+            # It stays so until its death, which may be told when the next one is active already.
+            one.active = one.active or one.pid == self.active_pid
             if int(line["state"]) != ServerState.READY:
                 starting[one.pid] = 0
             elif not one.active:
+                if self.active_pid not in {other.pid for other in self.running.values()}:
+                    # Its leases should have come at once. Killed, it makes way for new ones.
+                    signs[one.pid, "take-over"] = 0
                 idle[one.pid] = int(line["beat"])
             else:
                 signs[one.pid, "manager"] = int(line["beat"])

@@ -75,8 +75,8 @@ class Options:
     """How a watchdog is started.
 
     fresh: what a dead watchdog has left in memory, and checkpoints, are not used. resume: whether
-    checkpoints are looked for. checkpoint: to go on from instead of what is in memory. quiet,
-    verbose, as_json: of the servers' log.
+    checkpoints are looked for; a job that does not is a command's own. checkpoint: to go on from
+    instead of what is in memory. quiet, verbose, as_json: of the servers' log.
     """
 
     fresh: bool = False
@@ -122,6 +122,10 @@ class Supervisor:
         self._learners: JobLearners | None = None
         self._stopping: Stopping | None = None
         self._failed = ""
+        self._adopted = False
+        self._begun = False
+        self._leave = False  # servers, learners and memory go on without us
+        self._keep = False  # the memory does
         self._signalled = False
         self._had_learners = False
         self._names_lost = False
@@ -145,7 +149,16 @@ class Supervisor:
         self._selector.register(wake_read, selectors.EVENT_READ, lambda _: os.read(wake_read, 64))
         try:
             self.startup()
+            self._begun = True
             return self.main_loop()
+        except JobStopped:
+            self._keep = self._adopted  # for the next serve; it was not ours for a moment
+            raise
+        except BaseException:
+            # A mistake of ours, or a machine out of memory, must not cost the job: whoever serves
+            # it next finds it as it is.
+            self._leave = self._begun or self._adopted
+            raise
         finally:
             self.shutdown()
             signal.set_wakeup_fd(previous)
@@ -159,14 +172,15 @@ class Supervisor:
         """Raises GadeiError when the job cannot be started; shutdown() then cleans up."""
         self._take_lock()
         anew = self.options.fresh or self.options.checkpoint is not None
-        adopted = not anew and self.memory.adopt()
-        if adopted:
+        self._adopted = not anew and self.memory.adopt()
+        if self._adopted:
             self._servers.adopt()
             self._roster.adopt()
         else:
             for name in clear_dead(self.config.name):
                 self._log.warning("removed a dead job's segment", segment=name[1:])
             self.memory.create_control(self.sync)
+            self._control["temporary"] = not self.options.resume
             self._make_first_model()
         self._wait_until_serving()
         path = runtime.socket_path(self.config.name)
@@ -176,7 +190,7 @@ class Supervisor:
             self._learners.adopt()
         self._notify.ready()
         self._log.info(
-            "adopted" if adopted else "ready",
+            "adopted" if self._adopted else "ready",
             socket=str(path),
             pid=os.getpid(),
             sync=str(self.sync),
@@ -229,15 +243,15 @@ class Supervisor:
         return snapshot
 
     def _restore(self, snapshot: Snapshot) -> None:
-        made_by, mine = snapshot.config.get("optimizer"), self.config.model_dump(mode="json")
-        if made_by != mine["optimizer"] and snapshot.slots:
-            kinds = [one.get("kind") if isinstance(one, dict) else None for one in (made_by,)]
-            if kinds != [self.config.optimizer.kind]:
-                raise CheckpointError(
-                    f"the checkpoint is of optimizer {kinds[0]}, the job of "
-                    f"{self.config.optimizer.kind}: begin anew (serve --fresh), or export the "
-                    "weights (gadei-ps export) and give them as `weights`"
-                )
+        made_by = snapshot.config.get("optimizer")
+        kind = made_by.get("kind") if isinstance(made_by, dict) else None
+        if kind != self.config.optimizer.kind:
+            # Its slots and its count of steps mean nothing to another one.
+            raise CheckpointError(
+                f"the checkpoint is of optimizer {kind}, the job of {self.config.optimizer.kind}: "
+                "begin anew (serve --fresh), or export the weights (gadei-ps export) and give them "
+                "as `weights`"
+            )
         if self.config.tensors:
             weights.check_same(snapshot.model, self._configured_tensors())
         self._create_model(snapshot.model, snapshot.weights, snapshot)
@@ -373,8 +387,8 @@ class Supervisor:
             key.data(mask)
 
     def shutdown(self) -> None:
-        """Ends the server, answers who waits, and removes all that is the job's."""
-        made = hasattr(self.memory, "control")
+        """Ends the servers, answers who waits, and removes all that is the job's."""
+        made = hasattr(self.memory, "control") and not (self._leave or self._keep)
         if made:
             # In this order: a learner that sees the stop sees also why.
             self._control["phase"] = Phase.FAILED if self._failed else Phase.STOPPED
@@ -382,10 +396,11 @@ class Supervisor:
                 self.memory.control.address + layout.offset(layout.CONTROL, "stop"), Stop.NOW
             )
             self.memory.ring_bells()
-        if self._learners is not None:
+        if self._learners is not None and not self._leave:
             self._learners.end()
         self._checkpoints.end()
-        self._servers.end()
+        if not self._leave:
+            self._servers.end()
         if self._sockets is not None:
             if self._stopping is not None:
                 final = failure(JobFailed(self._failed)) if self._failed else self._report()
@@ -472,6 +487,7 @@ class Supervisor:
         report["standby_pid"] = self._servers.standby_pid
         report["last_checkpoint"] = self._checkpoints.last or None
         report["names_lost"] = self._names_lost
+        report["saves_on_stop"] = self._saves_at_the_end
         return report
 
     def _checkpoint(self, client: Client) -> None:

@@ -27,7 +27,14 @@ SOURCES = (
     *(_PACKAGE / name for name in ("layout.py", "symbols.py", "ledger.py", "places.py")),
     *(
         _PACKAGE / name
-        for name in ("apply.py", "account.py", "shard.py", "journal.py", "compiled.py")
+        for name in (
+            "apply.py",
+            "account.py",
+            "shard.py",
+            "journal.py",
+            "compiled.py",
+            "recover.py",
+        )
     ),
 )
 

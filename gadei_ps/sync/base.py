@@ -20,9 +20,10 @@ What the driver owes the model
    until commits have named every gradient in it: see `leave`.
 5. `now` and `started` are seconds of one monotonic clock; `now` never decreases.
 
-Take-over: models are not persisted. The next server makes a new one, joins every learner, pushes
-again what lies unconsumed in the rings, then lets the dead leave. Clocks then start again, so a
-driver publishes a grant as 'so many iterations more than the clock'.
+Take-over: models are not persisted. The next server makes a new one and joins all who were members.
+An on-arrival model is told of as many pushes as each was ahead of the slowest; a collecting one is
+told again of what lies unconsumed in the rings. Then the dead leave. Clocks start anew, so a driver
+publishes a grant as 'so many iterations more than the clock'.
 
 Cost: every call is O(1) or O(log n) amortized over n members. A driver that waits for grants
 needs no scan per event either: it looks at its waiting learners again when `releases` changed.

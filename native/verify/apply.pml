@@ -1,12 +1,13 @@
-/* One learner's gradients through a ring of N slots into two shards of two chunks each.
+/* One learner's gradients through a ring of N slots into S shards of C chunks each.
  *
  * Code: native/ps_ring.c ps_claim, ps_publish, ps_release; gadei_ps/apply.py begin, apply_chunks,
  * finish, recover; gadei_ps/shard.py _on_arrival; the lease in control.shard[k].
  *
- * Processes: the learner; the shard threads of INCS servers, of which the first serves and each
- * next one waits for the leases; a killer (at most KILLS servers and the learner, each at any step);
- * the kernel, which ends the threads of a killed server one by one, later, in any order, and hands
- * on the lease of each thread as it ends.
+ * Processes: the learner; the shard threads of KILLS + 1 servers, of which the first serves and the
+ * others wait for the leases, a server once one before it has lost a thread; the kernel, which may end
+ * the learner and every thread of every server but the last, each at any step: waiting, recovering or
+ * serving. As a thread ends, its lease comes free. With S = 1 all other shards together are one tail
+ * that moves at any time, which is all that the learner and this shard see of them.
  *
  * Abstractions, and why they lose nothing:
  * - A value is the number of gradients in it; addition is the only thing that must not happen twice
@@ -17,6 +18,10 @@
  *   need a fence are in sleep.pml.
  * - Waiting is a guard: what it costs to sleep and wake is in sleep.pml.
  * - Two chunks: every chunk but the first and the last is as its neighbours are.
+ *
+ * A death is a rendezvous with the kernel in `unless`: one step, possible before every statement. It
+ * always comes at last, when nothing else is to be done, so a run without deaths is a prefix; what a
+ * death might repair is seen with fewer KILLS and with -DLEARNER_LIVES.
  *
  * -DN=1..3 slots. Left out or wrong on purpose, to see the check fail: -DNO_UNDO, -DNO_LEASE,
  * -DTAIL_FIRST (slot given back before the last chunk is done), -DIDLE_FIRST (cursor idle before
@@ -111,14 +116,19 @@ end_spare: {
         /* recover */
         if
         :: cursor[k] == IDLE
-        :: else ->
-            c = cursor[k] / 2;
-#ifndef NO_UNDO
+        :: atomic { cursor[k] != IDLE -> c = cursor[k] / 2; x = cursor[k] % 2 };
             if
-            :: cursor[k] % 2 -> w[k * C + c] = TORN; w[k * C + c] = undo[k]; cursor[k] = c * 2
-            :: else
-            fi;
+#ifndef NO_UNDO
+            :: x ->
+                x = 0;
+                w[k * C + c] = TORN;
+                w[k * C + c] = undo[k];
+                cursor[k] = c * 2
+            :: !x
+#else
+            :: x = 0
 #endif
+            fi;
             apply_chunks();
             finish()
         fi;

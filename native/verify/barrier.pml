@@ -11,7 +11,8 @@
  * Abstractions: chunks, undo log and tails are in apply.pml, rings and rows in roster.pml: here every
  * ring is mapped, a superstep's chunks are one step, and a slot is free when it is applied. The
  * manager's private state is changed in one step where no other process reads it. A learner that
- * has pushed K gradients detaches. Gradients are never refused.
+ * has pushed K gradients detaches. Gradients are never refused. A death is a rendezvous with the
+ * kernel, as in apply.pml; -DSERVER_LIVES and -DLEARNER_LIVES limit who dies.
  *
  * Wrong on purpose: -DFINISH_AGAIN (recover redoes a superstep that is finished but for the cursor,
  * with what then stands in superstep_action), -DNO_WAIT (the new manager does not wait for the open

@@ -10,7 +10,8 @@
  * words of the books, made before `open`: a log of single old values is the same, because an entry
  * is whole before its word changes. One thread has the lease at a time (apply.pml), so a kill ends
  * the thread at once and the next begins to recover. Statistics are one counter for each row.
- * Which of several things to do comes first is left open, so every order of the real loop is there.
+ * -DLEARNER_LIVES: only servers die. Which of several things to do comes first is left open, so
+ * every order of the real loop is there.
  *
  * Wrong on purpose: -DNO_JOURNAL (nothing is rolled back), -DCOPY_FIRST (the learner sees a batch
  * before the transaction is committed), -DBOOKED_LATE (`booked` stored after the journal is closed

@@ -11,16 +11,22 @@
  *
  * Abstractions: one row, because rows share nothing but the table's version. A frame's chunks are
  * one step (apply.pml). Ring of generation g is g; `name` says which of them the name ring.0 leads
- * to; `mapped` is a set of bits. Reading a word and acting on it is one step where the word can
- * only change in the direction that keeps the condition true (head of a dead learner, applied).
+ * to; `mapped` is a set of bits. The table's version counts 1, 2, 3, 1: no shard is ever further
+ * behind, because a manager waits after it has taken a ring out. Reading a word and acting on it is
+ * one step where the word can only change in the direction that keeps the condition true (head of a
+ * dead learner, applied).
+ *
+ * Who dies is limited by -DSERVER_LIVES and -DWATCHDOG_LIVES; a death is a rendezvous with the kernel,
+ * as in apply.pml. -DALL_PUBLISH: every learner publishes H frames, not fewer.
  *
  * Wrong on purpose:
  *   -DNO_GENERATION  recover takes whatever ring its table has in the row
+ *   -DNO_RING_WAIT   recover goes on without the ring if its table does not have it yet
  *   -DNO_MAP_CHECK   who maps by name does not compare the ring's generation
  *   -DSHARED_SEEN    versions of the table that shards have seen: one word for both servers
  *   -DSERVED_FIRST   served := 0 before retired := generation
  *   -DALWAYS_RESET   a manager zeroes `applied` of every ring it takes in, served before or not
- *   -DNO_SERVED_CHECK  shards take what their table shows without looking at `served`
+ *   -DNO_SERVED_CHECK shards take what their table shows without looking at `served`
  *   -DDEAF_RECOVERY   a shard that waits for a ring in recover does not say what it has seen
  *   -DEVICT_ALIVE    wanted := 0 while the learner can still publish */
 #ifndef G
@@ -113,22 +119,28 @@ inline end_thread(thread, lock) {
     }
 }
 
+#ifdef NO_GENERATION
+#define HAS_RING table[i]
+#else
+#define HAS_RING table[i] == rec_generation[k]
+#endif
+
 proctype Shard(byte i; byte k) {
     byte known, known_ring, t;
 end_spare: {
         atomic { (i == 0 || KILLED) && lease[k] == NOBODY -> lease[k] = i; ready[i * S + k] = true };
         if
         :: cursor[k] == 1 ->
-#ifdef NO_GENERATION
+#ifdef NO_RING_WAIT
             if
-            :: table[i] -> work(ring[i], rec_generation[k])
-            :: !table[i] -> cursor[k] = 2 /* no ring, so nothing is applied */
+            :: table[i] == rec_generation[k] -> work(ring[i], rec_generation[k])
+            :: table[i] != rec_generation[k] -> cursor[k] = 2 /* no ring, so nothing is applied */
             fi;
 #else
             do
-            :: table[i] == rec_generation[k] -> break
+            :: HAS_RING -> break
 #ifndef DEAF_RECOVERY
-            :: table[i] != rec_generation[k] && SEEN(i, k) != version[i] -> SEEN(i, k) = version[i]
+            :: !(HAS_RING) && SEEN(i, k) != version[i] -> SEEN(i, k) = version[i]
 #endif
             od;
             work(ring[i], rec_generation[k]);
@@ -185,7 +197,6 @@ inline map() {
     }
 }
 
-/* No shard is ever more than two versions behind, because a manager waits after `forget`. */
 #define NEXT(v) v = v % 3 + 1
 
 inline put_up() { d_step { table[i] = g; ring[i] = n; NEXT(version[i]); n = 0; g = 0 } }

@@ -115,13 +115,17 @@ class Cli:
         """A job's daemon, ready."""
         file = self.directory / f"{job}.toml"
         file.write_text(text)
-        self._served.append(job)
+        self.made(job)
         daemon = self.start("serve", file)
         support.eventually(
             lambda: is_running(job) or daemon.process.poll() is not None, what=lambda: daemon.err
         )
         assert daemon.process.poll() is None, daemon.err
         return daemon
+
+    def made(self, job: str) -> None:
+        """There is such a job from now on."""
+        self._served.append(job)
 
     def close(self) -> None:
         """Ends what runs, and removes what jobs have left that the test has killed."""

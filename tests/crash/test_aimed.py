@@ -24,7 +24,7 @@ from support import Child, Rig, eventually
 from team import apart, seen, spin
 
 from gadei_ps import layout
-from gadei_ps.layout import ENTRY, IDLE, RING, STATE, Action, Role
+from gadei_ps.layout import CONTROL, ENTRY, IDLE, RING, STATE, Action, Role
 from gadei_ps.weights import Tensor, place
 
 # Some pages of weights, and slots for much work in a row.
@@ -36,6 +36,18 @@ SLOTS = 64
 SHARDS = 2
 PROT_READ = 1
 WITHIN = layout.PAGE // 4  # a value of the first shard, on its second page
+
+
+def _entry(row: int, field: str) -> int:
+    return layout.offset(CONTROL, "roster") + row * ENTRY.itemsize + layout.offset(ENTRY, field)
+
+
+# The row whose counts lie on two pages: a server can die when some of them are changed.
+ROW = next(
+    row
+    for row in range(layout.MAX_LEARNERS)
+    if _entry(row, "applied") // layout.PAGE != _entry(row, "histogram") // layout.PAGE
+)
 STRETCH_S = 150e-6  # what a server runs at most between two stops
 Where = Callable[[Rig, int], bool]
 
@@ -96,6 +108,9 @@ class Servers:
     def __exit__(self, *exc: object) -> None:
         self.child.kill()
 
+    def _progress(self) -> list[int]:
+        return [_cursor(self.rig, shard) for shard in range(SHARDS)]
+
     def _rests(self) -> bool:
         """Whether it has nothing to do."""
         rings = [self.rig.ring(row) for row in self.rig.memory.rings]
@@ -110,7 +125,10 @@ class Servers:
                 if any(where(self.rig, shard) for shard in range(self.rig.shards)):
                     break
                 self.publish()
+                before = self._progress()
                 self.child.signal(signal.SIGCONT)
+                # On a busy machine it may be a while until it runs.
+                seen(lambda before=before: self._progress() != before, 0.1)
                 spin(self.chance, STRETCH_S)
             else:
                 raise AssertionError("it was never seen there")
@@ -152,17 +170,18 @@ class OneRow:
             "optimizer": {"kind": kind, "lr": 0.01},
             "shards": SHARDS,
             "slots": SLOTS,
+            "learners": ROW + 1,
         }
         self.payloads = payloads
         self.published = 0
 
     def _publish(self, rig: Rig) -> None:
-        rig.publish(0, self.payloads[self.published % KINDS], samples=3)
+        rig.publish(ROW, self.payloads[self.published % KINDS], samples=3)
         self.published += 1
 
     def fill(self, rig: Rig) -> None:
         """Publishes as many as the ring holds."""
-        tails = rig.ring(0)["tail"]["value"]
+        tails = rig.ring(ROW)["tail"]["value"]
         while self.published - int(tails[: rig.shards].min()) < SLOTS:
             self._publish(rig)
 
@@ -170,9 +189,9 @@ class OneRow:
         with Rig(self.name, TENSORS, **self.how) as rig:
             with Servers(rig, lambda: self.fill(rig)) as servers:
                 disturb(rig, servers)
-                rig.wait_tail(0, self.published)
+                rig.wait_tail(ROW, self.published)
             # The tails move last of all, so now nothing is in hand.
-            entry = rig.roster[0]
+            entry = rig.roster[ROW]
             assert int(rig.control["version"]) == int(entry["applied"]) == self.published
             assert int(entry["samples"]) == 3 * self.published
             assert int(entry["histogram"].sum()) == self.published
@@ -182,7 +201,7 @@ class OneRow:
         with Rig(self.name, TENSORS, **self.how) as rig, rig.serving():
             while self.published < total:
                 self._publish(rig)
-            rig.wait_tail(0, total)
+            rig.wait_tail(ROW, total)
             _same(rig, disturbed)
 
 
@@ -204,9 +223,9 @@ def _state(rig: Rig, field: str) -> int:
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.ndarray]) -> None:
     def disturb(rig: Rig, servers: Servers) -> None:
-        entry = rig.word("roster") + layout.offset(ENTRY, "applied")
-        tails = rig.memory.rings[0].address + layout.offset(RING, "tail")
-        tail = rig.ring(0)["tail"]["value"]
+        counts = rig.control_at + _entry(ROW, "histogram")
+        tails = rig.memory.rings[ROW].address + layout.offset(RING, "tail")
+        tail = rig.ring(ROW)["tail"]["value"]
 
         def begun() -> bool:
             """What is to be done is written down, and nothing is done."""
@@ -217,8 +236,9 @@ def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.
             return any(_in_chunk(rig, shard) and _cursor(rig, shard) > 1 for shard in range(SHARDS))
 
         def counted() -> bool:
-            """In the journal's transaction."""
-            return bool(rig.state["journal"]["used"])
+            """In the journal's transaction, half of it done."""
+            begun = int(rig.roster[ROW]["applied"]) > int(rig.roster[ROW]["histogram"].sum())
+            return bool(rig.state["journal"]["used"]) and begun
 
         def applied() -> bool:
             """All chunks are changed, `applied` is not."""
@@ -226,14 +246,14 @@ def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.
 
         def released() -> bool:
             """`applied` is, the tail is not."""
-            row = rig.state["applied"][:SHARDS, 0]
+            row = rig.state["applied"][:SHARDS, ROW]
             return bool((row > tail[:SHARDS]).any())
 
         for _ in range(HITS):
             servers.fault(rig.undo(0, 0, 0).ctypes.data, begun)
             for part in (rig.weights, *rig.slots):
                 servers.fault(part[WITHIN:].ctypes.data, changing)
-            servers.fault(entry, counted)
+            servers.fault(counts, counted)
             servers.fault(_state(rig, "applied"), applied)
             servers.fault(tails, released)
 
@@ -243,7 +263,7 @@ def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.
 def test_in_the_books_of_a_superstep(job_name: str, payloads: list[np.ndarray]) -> None:
     """Rows that are applied, dropped and refused are each counted once."""
     kinds = (Action.APPLY, Action.DROP, Action.REFUSE)
-    actions = {row: kinds[row % 3] for row in range(12)}
+    actions = {row: kinds[(row - ROW) % 3] for row in range(ROW + 4)}
     how: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 0.01}, "shards": SHARDS}
     how |= {"learners": len(actions), "collect": True, "slots": 2}
     with Rig(job_name, TENSORS, **how) as rig:
@@ -262,11 +282,10 @@ def test_in_the_books_of_a_superstep(job_name: str, payloads: list[np.ndarray]) 
             booked = int(rig.state["record"]["booked"][0])
             return bool(rig.state["journal"]["used"]) and 0 < booked < len(actions)
 
-        # Some pages behind the first learner's, so that it falls between two of them.
-        entry = rig.word("roster") + len(actions) // 2 * ENTRY.itemsize
+        counts = rig.control_at + _entry(ROW, "histogram")
         with Servers(rig, step) as servers:
             for _ in range(2 * HITS):
-                servers.fault(entry + layout.offset(ENTRY, "applied"), half)
+                servers.fault(counts, half)
             eventually(rig.superstep_done)
         for row, action in actions.items():
             counts = [int(rig.roster[row][name]) for name in ("applied", "dropped", "refused")]

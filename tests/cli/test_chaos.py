@@ -1,0 +1,128 @@
+"""`kill` and `chaos`: faults as users make them."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+import support
+from shell import FOREVER, Cli, learning
+
+from gadei_ps import segment
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+MODEL = "[[tensors]]\nname = 'w'\nshape = [8]\n"
+
+
+def test_kill_wants_to_know_whom(cli: Cli, job_name: str) -> None:
+    assert "no job" in cli("kill", job_name, "--server").error
+    for whom in ([], ["--server", "--watchdog"], ["--learner", 0, "--standby"]):
+        result = cli("kill", job_name, *whom)
+        assert (result.code, "give one of" in result.error) == (2, True)
+    result = cli("kill", job_name, "--server", "--signal", "NOISE")
+    assert result.code == 2
+    assert result.error.startswith("there is no signal 'NOISE'; use one of ")
+    assert cli("kill", "../x", "--server").code == 1
+
+
+def test_kill(cli: Cli, job_name: str, learner: list[str]) -> None:
+    daemon = cli.serve(job_name, MODEL)
+    assert "no learner is attached" in cli("kill", job_name, "--learner", 0).error
+    attached = cli.start("attach", job_name, "--", *learner, FOREVER)
+    support.eventually(learning(job_name, attached, 1))
+    assert "its learners are 0" in cli("kill", job_name, "--learner", 7).error
+
+    sent = cli("kill", job_name, "--learner", 0, "--signal", "stop", "--json").json
+    assert sent == {
+        "job": job_name,
+        "role": "learner",
+        "row": 0,
+        "pid": attached.pid,
+        "signal": "SIGSTOP",
+        "ended": False,
+    }
+    stopped = psutil.Process(attached.pid)
+    support.eventually(lambda: stopped.status() == psutil.STATUS_STOPPED)
+    assert cli("kill", job_name, "--learner", 0, "--signal", "SIGCONT").code == 0
+
+    for role in ("standby", "server"):
+        now = support.eventually(lambda: _with_standby(job_name))
+        sent = cli("kill", job_name, f"--{role}", "--json").json
+        assert (sent["role"], sent["pid"], sent["ended"]) == (role, now[f"{role}_pid"], True)
+    assert "which is gone" in cli("kill", job_name, "--learner", 0).out
+    assert attached.wait().code == -signal.SIGKILL
+    assert cli("kill", job_name, "--watchdog").code == 0
+    assert daemon.wait().code == -signal.SIGKILL
+    # It is named in the job's memory, so the dead can be told from the living.
+    assert "no watchdog just now" in cli("kill", job_name, "--watchdog").error
+    support.eventually(lambda: _with_server(cli, job_name), what="a server outlives its watchdog")
+    support.eventually(lambda: _without_servers(cli, job_name))
+
+
+def _with_standby(job: str) -> dict[str, object] | None:
+    now = support.status(job)
+    return now if now["standby_pid"] else None
+
+
+def _with_server(cli: Cli, job: str) -> bool:
+    return cli("kill", job, "--server", "--signal", "CONT").code == 0
+
+
+def _without_servers(cli: Cli, job: str) -> bool:
+    """Kills one after the other: the next one may be taking over, or starting."""
+    cli("kill", job, "--server")
+    return not segment.server_pids(job)
+
+
+def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:
+    result = cli("chaos", "--for", "6s", "--every", "300ms", "--shards", 2, "--seed", 3, "--json")
+    assert result.code == 0, result
+    report = result.json
+    assert report["own_job"]
+    assert report["clean"]
+    assert sum(report["kills"].values()) > 3
+    assert report["kills"].keys() == {"server", "standby", "learner", "watchdog"}
+    assert 0 < report["published"] == report["applied"] == report["counters"]["gradients_applied"]
+    assert report["lost"] == report["applied_twice"] == report["torn_values"] == 0
+    for name in ("failover_ms", "takeover_ms", "reclaim_ms", "restart_ms"):
+        assert report[name].keys() >= {"p50", "p99", "max", "samples"}
+    assert not support.segments("chaos-")
+
+
+def test_chaos_in_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> None:
+    assert "no job" in cli("chaos", job_name, "--for", "1s").error
+    cli.serve(job_name)
+    assert "no model yet" in cli("chaos", job_name, "--for", "1s").error
+    attached = cli.start("attach", job_name, "--", *learner, FOREVER)
+    support.eventually(learning(job_name, attached, 1))
+    support.eventually(lambda: _with_standby(job_name))
+    how = ["--for", "4s", "--targets", "server", "--every", "0.2s"]
+    report = cli("chaos", job_name, *how, "--json").json
+    assert not report["own_job"]
+    assert report["lost"] is report["applied_twice"] is report["published"] is None
+    assert "job of its own" in report["ledger"]
+    assert report["kills"]["server"] >= 1
+    assert 1 <= report["failover_ms"]["samples"] <= report["kills"]["server"]
+    assert attached.process.poll() is None
+    shown = cli("chaos", job_name, *how)
+    assert shown.code == 0
+    assert "fail-over" in shown.out
+    assert "needs a job of its own" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--for", "soon"], "duration 'soon'"),
+        (["--targets", "cat"], "'cat'"),
+        (["--signals", "TERM"], "TERM is not KILL or STOP"),
+        (["--size", "1K", "--shards", 4], "too few for 4 shards"),
+        (["--size", "much"], "size 'much'"),
+    ],
+)
+def test_chaos_says_what_it_cannot_do(cli: Cli, flags: list[object], said: str) -> None:
+    result = cli("chaos", *flags)
+    assert result.code == 2
+    assert said in result.error
