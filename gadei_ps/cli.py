@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -456,6 +457,7 @@ def restore(
     from gadei_ps import saved
 
     found = saved.find(source, version)
+    _warn(found.problems)
     return _serve(found.job_config(), False, found.path, json_log, verbose, as_json)
 
 
@@ -483,8 +485,18 @@ def export(
     if as_json:
         print_json(result)
     else:
-        print(f"{result['tensors']} tensors of version {result['version']} written: {out}")
+        _warn(result["problems"])
+        print(
+            f"{result['tensors']} tensors of version {result['version']} written: {out} "
+            f"(from {result['from']})"
+        )
     return 0
+
+
+def _warn(problems: Iterable[str]) -> None:
+    """Checkpoints that cannot be used are named; the one before them is taken."""
+    for problem in problems:
+        print(f"gadei-ps: warning: {problem}", file=sys.stderr)
 
 
 @app.command()

@@ -21,6 +21,8 @@ class Saved:
     path: Path
     snapshot: Snapshot
     job: JobConfig | None
+    problems: tuple[str, ...] = ()
+    """Newer ones that cannot be used, a line each."""
 
     def job_config(self) -> JobConfig:
         """To serve it with. Raises UsageError for a configuration of another release."""
@@ -58,7 +60,7 @@ def find(source: str, version: int | None = None) -> Saved:
     if snapshot is None or newest is None:
         what = problems[0] if problems else f"{path}: no checkpoint there"
         raise CheckpointError(what)
-    return Saved(newest, snapshot, job)
+    return Saved(newest, snapshot, job, tuple(problems))
 
 
 def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]:
@@ -70,10 +72,15 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
     named = "/" not in source and not source.endswith(".toml")
     if version is None and named and not Path(source).is_dir():
         snapshot = _live(source)
+    origin = f"running job {source}"
+    problems: tuple[str, ...] = ()
     if snapshot is None:
-        snapshot = find(source, version).snapshot
+        found = find(source, version)
+        snapshot, origin, problems = found.snapshot, str(found.path), found.problems
     checkpoint.export(snapshot, out)
     return {
+        "from": origin,
+        "problems": list(problems),
         "out": str(out),
         "job": snapshot.job,
         "version": snapshot.version,

@@ -27,6 +27,7 @@ from gadei_ps.watchdog.memory import JobMemory
 DETACHED = 1
 DIED = 2
 HUNG = 3
+LATE_S = 3.0  # far above the time between two calls of kill_hung
 # Counted by the server for one learner; cleared for the next one.
 COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unasked", "loss")
 STALENESS = ("staleness_sum", "staleness_max", "histogram", "reason")
@@ -41,7 +42,7 @@ class Roster:
         """timeout_s: how long a learner that others wait for may do nothing; 0: for ever."""
         self._memory = memory
         self._timeout_s = timeout_s
-        self._stuck = Watch(timeout_s)
+        self._stuck = Watch(timeout_s, LATE_S)
         self._killed: set[int] = set()  # rows of learners that hung
         self._selector = selector
         self._log = log

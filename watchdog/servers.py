@@ -147,14 +147,21 @@ class Servers:
                 self._make_leases()
             # One after the other: both would compile, and only one can stand by.
             if not self.running or (self.memory.config.standby and self.serving):
-                try:
-                    self._start(free[0])
-                except OSError as error:  # no memory or no process to be had just now
-                    self.log.error("cannot start a server", reason=str(error))
-                    self._last_exit = now
-                    exit_ = Exit(now, useful=False)
-                    self._exits = restart.remembered((*self._exits, exit_), self.policy)
+                self._try_to_start(free[0], now)
         self._kill_hung(now)
+
+    def _try_to_start(self, number: int, now: float) -> None:
+        if self.memory.names_lost():  # it could not map them
+            if not self.running:
+                self.failed("the last server died, and segments have lost their names (RemoveIPC?)")
+            return
+        try:
+            self._start(number)
+        except OSError as error:  # no memory or no process to be had just now
+            self.log.error("cannot start a server", reason=str(error))
+            self._last_exit = now
+            exit_ = Exit(now, useful=False)
+            self._exits = restart.remembered((*self._exits, exit_), self.policy)
 
     def _unknown_holder(self) -> bool:
         """Whether a server that we do not know holds leases; then it is killed first."""

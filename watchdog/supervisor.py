@@ -68,6 +68,7 @@ class Stopping:
     waiting: list[Client]
     saving_until: float = 0.0
     saved: bool = False
+    problem: str = ""  # why there is no last checkpoint
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,9 @@ class Supervisor:
                 self._log.error("the job has failed", reason=self._failed)
                 return 1
             if self._stopping is not None and self._stopped(now):
-                return 0
+                if self._stopping.problem:
+                    self._log.error("stopped", reason=self._without_checkpoint())
+                return 1 if self._stopping.problem else 0
             if now >= self._slow_at:
                 self._slow_at = now + SLOW_TICK_S
                 self._look_around(now)
@@ -404,6 +407,8 @@ class Supervisor:
         if self._sockets is not None:
             if self._stopping is not None:
                 final = failure(JobFailed(self._failed)) if self._failed else self._report()
+                if self._stopping.problem:
+                    final = failure(CheckpointError(self._without_checkpoint()))
                 for client in self._stopping.waiting:
                     self._sockets.reply(client, final)
             self._sockets.shut_down()
@@ -433,6 +438,14 @@ class Supervisor:
         self.memory.ring_bells()
         self._notify.stopping(timeout_s + ENDING_S + (SAVE_S if self._saves_at_the_end else 0.0))
 
+    def _without_checkpoint(self) -> str:
+        assert self._stopping is not None
+        return (
+            f"job {self.config.name!r} has stopped at version {int(self._control['version'])}, but "
+            f"its last checkpoint failed: {self._stopping.problem}; the newest is of version "
+            f"{int(self._control['checkpoint_version'])}"
+        )
+
     @property
     def _saves_at_the_end(self) -> bool:
         wanted = self.config.checkpoint is not None and self.config.checkpoint.on_stop
@@ -452,11 +465,17 @@ class Supervisor:
             if not self._saves_at_the_end or not (fresh or not int(self._control["checkpoints"])):
                 return True
 
-            def heard(_: dict[str, Any]) -> None:
+            def heard(outcome: dict[str, Any]) -> None:
                 stopping.saved = True
+                stopping.problem = outcome.get("error", "")
 
-            self._checkpoints.ask(heard)
-        return stopping.saved or now > stopping.saving_until
+            try:
+                self._checkpoints.ask(heard)
+            except CheckpointError as error:
+                heard({"error": str(error)})
+        if not stopping.saved and now > stopping.saving_until:
+            stopping.saved, stopping.problem = True, f"the disk took longer than {SAVE_S:.0f} s"
+        return stopping.saved
 
     # -- requests -----------------------------------------------------------------------------
 

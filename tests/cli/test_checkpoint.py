@@ -323,7 +323,7 @@ def test_another_optimizer(before: str, cli: Cli, job_name: str) -> None:
     assert f"the checkpoint is of optimizer {before}, the job of {after}: " in said
     assert "--fresh" in said
     # Only its numbers may change.
-    file.write_text(texts[before].replace("lr = ", "weight_decay = 0.1\nlr = 0"))
+    file.write_text(texts[before].replace("lr = ", "weight_decay = 0.1\nlr = 1"))
     again(cli, job_name)
     assert support.status(job_name)["version"] == 1
 
