@@ -13,9 +13,9 @@ train: $(VENV)/built
 test: $(VENV)/built
 	$(BIN)/python -m pytest -m "not gpu"
 
-# A thousand kills of servers and a thousand of learners; `test` has a short version.
+# A thousand kills of servers and a thousand of learners (500 in each of two jobs); `test` has a short version.
 crash: $(VENV)/built
-	CRASH_ROUNDS=1000 $(BIN)/python -m pytest --timeout 7200 tests/crash
+	CRASH_ROUNDS=500 $(BIN)/python -m pytest --timeout 7200 tests/crash
 
 # The protocol's models; needs spin and a C compiler.
 verify:

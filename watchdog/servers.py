@@ -91,7 +91,9 @@ class Servers:
         """Pid of the server that can take over; 0 if there is none just now."""
         for one in self.running.values():
             line = self._line(one.number)
-            ready = int(line["state"]) == ServerState.READY and one.pid != self.active_pid
+            if one.active or one.pid == self.active_pid:
+                continue  # `active` also while it is dying and the other one has taken over
+            ready = int(line["state"]) == ServerState.READY
             if ready and process.alive(one.pid, int(line["start"])):
                 return one.pid
         return 0

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from support import PATIENCE_S, Child, config, eventually, live_weights, published, ring_of, status
 
-from gadei_ps import faults, layout
+from gadei_ps import faults
 from gadei_ps.daemon import Daemon
 from gadei_ps.faults import Processes, Role, Target
 from gadei_ps.learners.client import Client
@@ -235,6 +235,3 @@ def tids(control: np.void) -> list[int]:
     """Threads that hold the leases of the shards."""
     found: list[int] = control["shard"]["tid"][: int(control["shards"])].tolist()
     return found
-
-
-IDLE = layout.IDLE

@@ -14,7 +14,7 @@ from team import Team, seen, send, spin, stopped, tids
 
 from gadei_ps import checkpoint, faults, process, segment
 from gadei_ps.control import Checkpoint, ask
-from gadei_ps.errors import CheckpointError, GadeiError
+from gadei_ps.errors import GadeiError
 from gadei_ps.faults import Role, Target
 
 SERVERS = (Role.SERVER, Role.STANDBY)
@@ -198,8 +198,6 @@ def test_a_checkpoint_taken_under_fire(job_name: str, tmp_path: Path) -> None:
         assert whole
         team.goes_on()
         team.settle()
-        with pytest.raises(CheckpointError):
-            checkpoint.read(tmp_path / "nothing")
 
 
 def test_learners_outlive_the_signals(job_name: str, tmp_path: Path) -> None:
