@@ -1,6 +1,6 @@
 """Learners that the job file names: started, and started again when they die, by the watchdog.
 
-They outlive a watchdog that is killed. The next one knows them by the names they attached under.
+They outlive a watchdog that is killed. The next one knows them by their environment.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import psutil
 
 from gadei_ps import process
 from gadei_ps.config import LearnersConfig
@@ -57,19 +58,21 @@ class JobLearners:
     def __post_init__(self) -> None:
         self.all = [One(index) for index in range(self.config.count)]
 
-    @property
-    def _roster(self) -> np.ndarray:
-        roster: np.ndarray = self.memory.control.view(CONTROL)["roster"]
-        return roster
-
     def adopt(self) -> None:
-        """Takes over those that a dead watchdog has left."""
-        for entry in self._roster[self._roster["wanted"] != 0]:
-            match = NAME.fullmatch(entry["name"].decode(errors="replace"))
-            if match and int(match[1]) < len(self.all):
-                one = self.all[int(match[1])]
-                one.pid, one.start = int(entry["pid"]), int(entry["pid_start"])
-                one.since = time.monotonic()
+        """Takes over those that a dead watchdog has left, be they attached yet or not."""
+        for found in psutil.process_iter():
+            # Not what they have started themselves: that inherits the variables.
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getpgid(found.pid) == found.pid and found.uids().real == os.getuid():
+                    self._adopt(found.pid, found.environ())
+
+    def _adopt(self, pid: int, environ: Mapping[str, str]) -> None:
+        name = NAME.fullmatch(environ.get(NAME_VARIABLE, ""))
+        if name and environ.get(JOB_VARIABLE) == self.socket and int(name[1]) < len(self.all):
+            one = self.all[int(name[1])]
+            one.pid, one.start = pid, process.start_ticks(pid)
+            one.since = time.monotonic()
+            self.log.info("learner's process adopted", learner=one.index, pid=pid)
 
     def look(self, now: float, stopping: bool) -> None:
         """Starts those that are missing and due. Every tick."""

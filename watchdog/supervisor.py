@@ -188,7 +188,8 @@ class Supervisor:
         self._sockets = ControlServer(path, self._selector, self._handle)
         if self.config.learners is not None:
             self._learners = JobLearners(self.config.learners, self.memory, str(path), self._log)
-            self._learners.adopt()
+            if self._adopted:
+                self._learners.adopt()
         self._notify.ready()
         self._log.info(
             "adopted" if self._adopted else "ready",

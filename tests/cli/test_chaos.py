@@ -28,7 +28,7 @@ def test_kill_wants_to_know_whom(cli: Cli, job_name: str) -> None:
 
 
 def test_kill(cli: Cli, job_name: str, learner: list[str]) -> None:
-    daemon = cli.serve(job_name, MODEL)
+    daemon = cli.serve(job_name, "standby = true\n" + MODEL)
     assert "no learner is attached" in cli("kill", job_name, "--learner", 0).error
     attached = cli.start("attach", job_name, "--", *learner, FOREVER)
     support.eventually(learning(job_name, attached, 1))
@@ -93,7 +93,7 @@ def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:
 
 def test_chaos_in_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert "no job" in cli("chaos", job_name, "--for", "1s").error
-    cli.serve(job_name)
+    cli.serve(job_name, "standby = true\n")
     assert "no model yet" in cli("chaos", job_name, "--for", "1s").error
     attached = cli.start("attach", job_name, "--", *learner, FOREVER)
     support.eventually(learning(job_name, attached, 1))

@@ -141,17 +141,6 @@ def test_a_hung_server_is_taken_over(job_name: str) -> None:
         assert status(job_name)["server_deaths"] == 1
 
 
-def test_a_hung_lone_server_is_started_again(job_name: str) -> None:
-    with daemon(job_name, tensors=TENSORS, hang_s=1.0):
-        with pushing(job_name):
-            hung = status(job_name)["server_pid"]
-            os.kill(hung, signal.SIGSTOP)
-            eventually(lambda: status(job_name)["server_pid"] != hung)
-            goes_on(job_name)
-            assert status(job_name)["standby_pid"] == 0
-        settled(job_name)
-
-
 def _supervise(pipe: Connection, job: str, limit_s: float) -> None:
     """A watchdog that gives a standby less time than others do."""
     servers.STANDBY_LIMIT_S = limit_s
@@ -176,7 +165,7 @@ def test_a_hung_standby_is_replaced(job_name: str) -> None:
 
 # -- learners that hang -----------------------------------------------------------------------
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.2
 SAMPLES, EPOCHS = 60, 2
 
 
@@ -210,11 +199,9 @@ def test_batches_of_the_hung_go_to_others(job_name: str) -> None:
         assert not answered[SAMPLES * EPOCHS :].any()
 
 
-@pytest.mark.parametrize("model", ["bsp", "ssp:1"])
-def test_barriers_do_not_wait_for_the_hung(model: str, job_name: str) -> None:
-    wanted = {"learner_timeout_s": TIMEOUT_S, "sync": model}
+def test_barriers_do_not_wait_for_the_hung(job_name: str) -> None:
     with (
-        daemon(job_name, tensors=TENSORS, **wanted),
+        daemon(job_name, tensors=TENSORS, learner_timeout_s=TIMEOUT_S, sync="bsp"),
         team(job_name, 1, "wait_turn") as (hung,),
         pushing(job_name) as (good,),
     ):
@@ -233,7 +220,7 @@ def test_the_slow_and_the_waiting_are_left_alone(job_name: str) -> None:
     ):
         gradient = np.ones(VALUES, np.float32)
         # It takes its time, but less than the limit; the other waits for its turn.
-        for _ in range(3):
+        for _ in range(2):
             call(quick, "push", gradient_of(gradient))
             tell(quick, "wait_turn")
             time.sleep(0.6 * TIMEOUT_S)  # it computes
@@ -245,12 +232,12 @@ def test_the_slow_and_the_waiting_are_left_alone(job_name: str) -> None:
             for child in (slow, quick):
                 call(child, "push", gradient_of(gradient))
                 tell(child, "wait_turn")
-            time.sleep(TIMEOUT_S + 2)
+            time.sleep(TIMEOUT_S + 1.5)
         for child in (slow, quick):
             child.receive()
             assert call(child, "wait_applied") is None
         end = status(job_name)
-        assert (end["learner_deaths"], end["supersteps"], len(end["learners"])) == (0, 4, 2)
+        assert (end["learner_deaths"], end["supersteps"], len(end["learners"])) == (0, 3, 2)
 
 
 def gradient_of(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -264,7 +251,7 @@ def test_who_holds_nobody_up_may_rest(job_name: str) -> None:
         call(one, "set_work", 100, 1, 1)
         assert isinstance(call(one, "take_batch"), int)
         call(other, "push", gradient_of(one_at(0)))
-        time.sleep(2.5)
+        time.sleep(2.0)
         now = status(job_name)
         assert (now["learner_deaths"], len(now["learners"])) == (0, 2)
 
@@ -272,8 +259,8 @@ def test_who_holds_nobody_up_may_rest(job_name: str) -> None:
 # -- the last learner -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_job_that_stops_when_idle(killed: bool, job_name: str) -> None:
+def test_a_job_that_stops_when_idle(job_name: str) -> None:
+    """Not before the first learner has come, nor as long as one is there."""
     with (
         daemon(job_name, tensors=TENSORS, when_idle="stop") as job,
         team(job_name, 2) as (one, other),
@@ -283,10 +270,7 @@ def test_a_job_that_stops_when_idle(killed: bool, job_name: str) -> None:
         eventually(lambda: len(status(job_name)["learners"]) == 1)
         time.sleep(1.2)  # it looks once in a second
         job.check()
-        if killed:
-            other.kill()
-        else:
-            call(other, "detach")
+        other.kill()
 
         def ended() -> bool:
             try:
@@ -308,6 +292,8 @@ SCRIPT = """
 
     here, index = pathlib.Path(__file__).parent, os.environ["GADEI_PS_LEARNER"]
     (here / f"started.{index}.{os.getpid()}").touch()
+    while (here / "hold").exists():
+        time.sleep(0.002)
     with Client() as client:
         while not (here / f"finish.{index}").exists():
             client.push({"w": np.ones(3000, np.float32)})
@@ -378,9 +364,16 @@ def test_learners_that_fail(command: list[str], said: str, cli: Cli, job_name: s
 
 
 def test_learners_are_adopted(cli: Cli, job_name: str) -> None:
+    (cli.directory / "hold").touch()
     watchdog = cli.serve(job_name, with_learners(cli, 2))
-    first = all_there(job_name, 2)
     server = status(job_name)["server_pid"]
+    # Before they have attached: they may need seconds for their imports.
+    eventually(lambda: starts(cli, 0) == starts(cli, 1) == 1)
+    watchdog.signal(signal.SIGKILL)
+    watchdog = again(cli, job_name)
+    (cli.directory / "hold").unlink()
+    first = all_there(job_name, 2)
+    goes_on(job_name)
     watchdog.signal(signal.SIGKILL)
     watchdog = again(cli, job_name)
     assert all_there(job_name, 2) == first
@@ -545,7 +538,7 @@ def test_bsp_keeps_its_supersteps(job_name: str) -> None:
                 assert call(child, "wait_turn", 30.0) is None
             np.testing.assert_array_equal(weights, -2 * number)
         end = status(job_name)
-        assert (end["supersteps"], end["version"], end["server_deaths"]) == (3, 6, 2)
+        assert (end["supersteps"], end["version"]) == (3, 6)
 
 
 # -- names that somebody has removed ----------------------------------------------------------
