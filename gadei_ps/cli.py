@@ -639,7 +639,10 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove segments, sockets and locks that dead jobs have left."""
+    """Remove segments, sockets and locks that dead jobs have left.
+
+    What serve would go on with from memory is removed only if its job is named.
+    """
     from gadei_ps import jobs, view
 
     left = jobs.collect(names or (), dry_run=dry_run)

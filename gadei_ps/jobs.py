@@ -252,10 +252,12 @@ class Leftover:
 def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftover]:
     """Removes what dead jobs have left, or only finds it; living ones stay.
 
-    names: of jobs; none means all of this user. Raises UsageError for one that cannot be a name.
+    names: of jobs; none means all of this user but those that serve would go on with. Raises
+    UsageError for one that cannot be a name.
     """
     found: list[Leftover] = []
-    for name in [segment.check_job_name(one) for one in names] or sorted(_names()):
+    given = [segment.check_job_name(one) for one in names]
+    for name in given or [one for one in sorted(_names()) if not segment.is_kept(one)]:
         if segment.server_pids(name):
             continue  # it goes on, until a watchdog adopts it or it is stopped
         with _nobody(name, dry_run) as lock:

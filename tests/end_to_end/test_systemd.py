@@ -21,7 +21,7 @@ from gadei_ps import segment
 from gadei_ps.learners.client import Client
 
 MODEL = "standby = false\n[[tensors]]\nname = 'w'\nshape = [100]\n"
-WATCHDOG_S = 1.0
+WATCHDOG_S = 2.0
 
 
 class Manager:
@@ -135,15 +135,15 @@ def test_pings(cli: Cli, manager: Manager, job_name: str) -> None:
     """More often than systemd wants them; none while the watchdog hangs."""
     service = start(cli, manager, job_name, MODEL)
     manager.wait("READY")
-    manager.wait("WATCHDOG", len(manager.times) + 5)
-    gaps = np.diff(manager.times[-5:])
+    manager.wait("WATCHDOG", len(manager.times) + 3)
+    gaps = np.diff(manager.times[-3:])
     assert gaps.max() < WATCHDOG_S, gaps
     assert gaps.min() > WATCHDOG_S / 4, "but not on every turn of its loop"
     service.process.send_signal(signal.SIGSTOP)
     eventually(lambda: b") T" in Path(f"/proc/{service.pid}/stat").read_bytes())
     manager.hush()
     before = len(manager.times)
-    until = time.monotonic() + 1.5 * WATCHDOG_S
+    until = time.monotonic() + WATCHDOG_S
     while time.monotonic() < until:
         manager.listen()
     assert len(manager.times) == before
