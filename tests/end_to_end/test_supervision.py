@@ -546,7 +546,7 @@ def test_bsp_keeps_its_supersteps(job_name: str) -> None:
 
 def test_segments_without_names(cli: Cli, job_name: str) -> None:
     """As logind's RemoveIPC does it. What runs goes on, also over the active server's death."""
-    watchdog = cli.serve(job_name, TOML)
+    watchdog = cli.serve(job_name, "standby = true\n" + TOML)
     with pushing(job_name) as (child,):
         weights = live_weights(job_name)[:VALUES]
         next_ = standby(job_name)
