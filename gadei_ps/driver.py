@@ -56,6 +56,7 @@ class Driver:
         self._commits: collections.deque[sync.Commit] = collections.deque()
         self._refusals: dict[tuple[int, int], int] = {}  # (row, sequence) -> reason
         self._resumed = False
+        self._offset = 0  # of the model's clocks to those written down, which outlive a server
 
     def run(self) -> None:
         """One pass, after anything may have happened."""
@@ -97,6 +98,8 @@ class Driver:
             self.sync.join(member.row, now)
             member.joined = True
         first = min(clocks.values(), default=0)
+        if found:
+            self._offset = first - self.sync.clock(found[0].row)
         if self.sync.on_arrival:
             for member in found:
                 for _ in range(clocks[member.row] - first):
@@ -104,6 +107,8 @@ class Driver:
                         self.sync.push(member.row, now)
                     except NotGranted:  # it had published what nobody had granted
                         break
+        # Says what is written there already, but of one that had published what was not granted:
+        # a server that dies halfway leaves the next one the same clocks.
         for member in found:
             self._note_clock(member)
 
@@ -111,7 +116,8 @@ class Driver:
         """Writes down where the learner stands, for the next server."""
         entry = self._roster[member.row]
         if member.joined:
-            entry["base"] = (self.sync.clock(member.row) - member.reported) % 2**64
+            clock = self.sync.clock(member.row) + self._offset
+            entry["base"] = (clock - member.reported) % 2**64
         entry["member"] = member.joined
 
     # -- pushes ---------------------------------------------------------------------------------

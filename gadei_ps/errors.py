@@ -28,7 +28,11 @@ class NoSharedMemory(GadeiError):
 
 
 class SegmentError(GadeiError):
-    """A segment is foreign, truncated, half made, or of another layout version."""
+    """A segment is foreign, truncated or half made."""
+
+
+class OtherVersion(SegmentError):
+    """It is of another layout version."""
 
 
 class ControlError(GadeiError):

@@ -77,8 +77,9 @@ class Phase(IntEnum):
     STARTING = 0
     SERVING = 1
     DRAINING = 2
-    STOPPED = 3
-    FAILED = 4
+    KEPT = 3  # stopped, but its last checkpoint failed
+    STOPPED = 4
+    FAILED = 5
 
 
 class ServerState(IntEnum):
@@ -276,8 +277,8 @@ CONTROL: Final = _struct(
     ("checkpoint_version", u64),
     ("checkpoint_failures", u64),
     ("started", u64),
-    ("config", u8, (32,)),
-    ("pad12", u64, (4,)),
+    ("config", u32, (8,)),
+    ("finished", u64, (MAX_LEARNERS // 64,)),
     ("server", SERVER, (2,)),
     ("shard", SHARD, (MAX_SHARDS,)),
     ("roster", ENTRY, (MAX_LEARNERS,)),

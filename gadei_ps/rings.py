@@ -37,6 +37,10 @@ class Mapped:
     def wants(self) -> int:
         return _native.load32(self.ring.address + layout.offset(RING, "wants"))
 
+    @property
+    def left(self) -> bool:
+        return _native.load(self.ring.address + layout.offset(RING, "left")) != 0
+
     def frame(self, sequence: int, slots: int) -> np.ndarray:
         """The frame of that number; FRAME, shape (1,)."""
         # Not by the words in the ring: the learner can write over them.

@@ -19,7 +19,7 @@ import numpy as np
 import posix_ipc
 
 from gadei_ps import _native, layout, process
-from gadei_ps.errors import NoSharedMemory, SegmentError, UsageError
+from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError, UsageError
 
 SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
@@ -160,20 +160,35 @@ def attach(
     except (posix_ipc.PermissionsError, PermissionError):
         raise SegmentError(f"{name}: no permission; it belongs to another user") from None
     try:
-        size = os.fstat(shared.fd).st_size
-        if size < layout.HEADER.itemsize:
-            raise SegmentError(f"{name}: truncated ({size} bytes)")
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        memory = mmap.mmap(shared.fd, size, mmap.MAP_SHARED, protection)
+        return attach_file(shared.fd, name, kind, writable=writable, job_id=job_id)
     finally:
         shared.close_fd()
+
+
+def attach_file(
+    fd: int,
+    name: str,
+    kind: layout.SegmentKind,
+    *,
+    writable: bool,
+    job_id: bytes | None = None,
+) -> Segment:
+    """Maps a segment that is open already, as one may be whose name is lost. Raises SegmentError.
+
+    fd: stays open.
+    """
+    size = os.fstat(fd).st_size
+    if size < layout.HEADER.itemsize:
+        raise SegmentError(f"{name}: truncated ({size} bytes)")
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    memory = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
     segment = Segment(name, memory, _native.address(memory), size)
     header = segment.header
     if _native.load(segment.address) != layout.MAGIC:
         raise SegmentError(f"{name}: not a gadei-ps segment, or only half made")
     version = int(header["layout_version"])
     if version != layout.LAYOUT_VERSION:
-        raise SegmentError(
+        raise OtherVersion(
             f"{name}: layout version {version}, this program speaks {layout.LAYOUT_VERSION}: "
             "use the same gadei-ps for the daemon and the learners"
         )
@@ -238,7 +253,7 @@ def is_kept(job: str) -> bool:
     except (FileNotFoundError, SegmentError):
         return False
     control = found.view(layout.CONTROL)
-    running = int(control["phase"]) < layout.Phase.STOPPED and int(control["stop"]) == 0
+    running = int(control["phase"]) < layout.Phase.STOPPED
     return running and bool(int(control["model_ready"])) and not int(control["temporary"])
 
 

@@ -141,11 +141,18 @@ class Server:
         if not self._alone_since:
             self._alone_since = now
             self.log.warning("the watchdog is gone; going on until another one is started")
+            if not self._is_found():
+                self.log.error(
+                    "and none can go on with this job: its segments have lost their names "
+                    "(RemoveIPC?); ending with the last learner"
+                )
         someone = False
         gone = 0
-        for row in np.flatnonzero(self.roster["wanted"]):
+        for row in np.flatnonzero(self.roster["wanted"]).tolist():
             entry = self.roster[row]
-            if process.alive(int(entry["pid"]), int(entry["pid_start"])):
+            if not self._has_left(row) and process.alive(
+                int(entry["pid"]), int(entry["pid_start"])
+            ):
                 someone = True
             elif self.active:
                 # Else a barrier would wait for the dead until the next watchdog comes.
@@ -155,9 +162,27 @@ class Server:
             _native.bell(self._shard_bell)
         if someone:
             self._alone_since = now
-        if now - self._alone_since < self.orphan_s:
+        if now - self._alone_since < self.orphan_s and (someone or self._is_found()):
             return False
         self.log.warning("no watchdog and no learner: ending; the job's memory stays")
+        return True
+
+    def _has_left(self, row: int) -> bool:
+        """Whether a learner said so in its ring, for want of a watchdog to tell."""
+        one = self.rings.mapped.get(row) if self.rings is not None else None
+        return one is not None and one.left
+
+    def _is_found(self) -> bool:
+        """Whether the job's name still leads to this memory, so that a watchdog can adopt it."""
+        try:
+            segment.attach(
+                segment_name(self.job, "control"),
+                SegmentKind.CONTROL,
+                writable=False,
+                job_id=self.job_id,
+            )
+        except (FileNotFoundError, SegmentError):
+            return False
         return True
 
     # -- leases -------------------------------------------------------------------------------

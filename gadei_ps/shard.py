@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gadei_ps import layout
+from gadei_ps import _native, layout
 from gadei_ps.account import (
     book_arrival,
     book_refusal,
@@ -113,6 +113,7 @@ HOLD_POLL_NS = np.uint64(50_000)
 LEASE_NS = np.uint64(100_000_000)  # then it looks whether it shall quit
 RECOVER_POLL_NS = np.uint64(1_000_000)
 PAUSE_POLL_NS = np.uint64(10_000_000)
+PS_TIMEOUT = _native.PS_TIMEOUT
 PASSES_PER_CLOCK = 16  # polls of the rings between two looks at the clock while spinning
 
 
@@ -132,14 +133,13 @@ def _look_up(s: Shard, table: np.ndarray, known: np.ndarray) -> int:
     """
     count = 0
     for row in range(MAX_LEARNERS):
-        address = get(np.uint64(table.ctypes.data) + np.uint64(8 * (row * TABLE + RING_ADDRESS)))
+        at = np.uint64(table.ctypes.data) + np.uint64(8 * (row * TABLE + RING_ADDRESS))
+        address = get(at)
         if address != ZERO:
             tail = get(_applied_at(s, s.number, row))
             # A manager that is just dying may have given the row to another learner, and our own
             # may not know it yet: then `applied` is that one's.
             entry = s.control + ROSTER + np.uint64(row) * ENTRY_BYTES
-            if get(entry + SERVED) != table[row * TABLE + RING_GENERATION]:
-                continue
             known[RINGS, count] = address
             known[HEADS, count] = tail
             known[ROWS, count] = np.uint64(row)
@@ -149,6 +149,11 @@ def _look_up(s: Shard, table: np.ndarray, known: np.ndarray) -> int:
             known[SLOTS_AT, count] = table[row * TABLE + RING_SLOTS_AT]
             known[SLOT_BYTES, count] = table[row * TABLE + RING_SLOT_BYTES]
             known[WANTS, count] = ZERO
+            if get(entry + SERVED) != known[GENERATIONS, count]:
+                continue
+            # Forgotten meanwhile, and perhaps another's: a newer table will tell.
+            if get(at) != address:
+                continue
             release(known[RINGS, count], np.uint64(s.number), tail)
             if s.number == 0 and s.c[0].roster[row].drained == 0:
                 show_all_work(s.c, row, known[RINGS, count])
@@ -464,9 +469,13 @@ def stand_by(index: int, low: int, high: int, places: np.ndarray) -> int:
     s = shard_of(index, low, high, places)
     words_at = places[WORDS_AT]
     quit_word = words_at + np.uint64(8 * QUIT)
-    while lease_take(s.me + LEASE, LEASE_NS) < 0:
+    taken = lease_take(s.me + LEASE, LEASE_NS)
+    while taken < 0:
         if get(quit_word) != ZERO:
             return 0
+        if taken != PS_TIMEOUT:  # written over: the watchdog makes new ones once nobody serves
+            _nap(s, get32(s.control + SHARD_BELL), LEASE_NS)
+        taken = lease_take(s.me + LEASE, LEASE_NS)
     s.c[0].shard[index].tid = thread_id()
     # From here on the manager must not unmap what this thread may read.
     put(words_at + np.uint64(8 * (SEEN + index)), ZERO)

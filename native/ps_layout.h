@@ -41,8 +41,9 @@ enum ps_dtype { PS_FLOAT32 = 1, PS_BFLOAT16 = 2, PS_FLOAT16 = 3 };
 enum ps_flags { PS_CHECKED = 1, PS_NONFINITE = 2 };
 enum ps_tensor_role { PS_PARAMETER = 1, PS_BUFFER = 2 };
 enum ps_phase {
-    PS_PHASE_STARTING = 0, PS_PHASE_SERVING = 1, PS_PHASE_DRAINING = 2, PS_PHASE_STOPPED = 3,
-    PS_PHASE_FAILED = 4,
+    PS_PHASE_STARTING = 0, PS_PHASE_SERVING = 1, PS_PHASE_DRAINING = 2,
+    PS_PHASE_KEPT = 3, /* stopped, but its last checkpoint failed: the next watchdog goes on */
+    PS_PHASE_STOPPED = 4, PS_PHASE_FAILED = 5,
 };
 enum ps_server_state { PS_SERVER_NONE = 0, PS_SERVER_STARTING = 1, PS_SERVER_READY = 2 };
 enum ps_stop { PS_GO = 0, PS_STOP_DRAIN = 1, PS_STOP_NOW = 2 };
@@ -200,8 +201,8 @@ struct ps_control {
     uint64_t checkpoint_failures;
     uint64_t started;            /* CLOCK_REALTIME seconds */
     /* 1088: W */
-    uint8_t config[32];          /* SHA-256 of what an adopting watchdog must have in common */
-    uint64_t pad12[4];
+    uint32_t config[8];          /* digests of what an adopting watchdog must have in common */
+    uint64_t finished[PS_MAX_LEARNERS / 64]; /* a bit for each learner of the job file that is done */
     struct ps_server server[2];  /* 1152 */
     struct ps_shard shard[PS_MAX_SHARDS];
     struct ps_entry roster[PS_MAX_LEARNERS];

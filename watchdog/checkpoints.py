@@ -49,10 +49,6 @@ class Checkpoints:
     def _control(self) -> np.void:
         return self.memory.control.view(CONTROL)
 
-    @property
-    def busy(self) -> bool:
-        return self._saver is not None
-
     def ask(self, heard: Heard) -> None:
         """Makes one that begins now; `heard` is called with the outcome.
 
@@ -89,6 +85,7 @@ class Checkpoints:
         task = Task(
             config.name,
             self.memory.job_id.hex(),
+            self.memory.files,
             str(config.checkpoint_directory()),
             config.checkpoint.keep if config.checkpoint else KEEP,
             config.model_dump(mode="json"),
@@ -101,7 +98,10 @@ class Checkpoints:
                 text.write(task_line(task))
             os.lseek(file, 0, os.SEEK_SET)
             self._saver = process.spawn(
-                [sys.executable, "-m", "gadei_ps.watchdog.saver"], stdin=file, stdout=write
+                [sys.executable, "-m", "gadei_ps.watchdog.saver"],
+                stdin=file,
+                stdout=write,
+                pass_fds=list(self.memory.files.values()),
             )
         except BaseException:
             os.close(read)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import psutil
 
 from gadei_ps import process
@@ -65,6 +66,9 @@ class JobLearners:
             with contextlib.suppress(psutil.Error, OSError):
                 if os.getpgid(found.pid) == found.pid and found.uids().real == os.getuid():
                     self._adopt(found.pid, found.environ())
+        bits = self.memory.control.view(CONTROL)["finished"].tolist()
+        for one in self.all:
+            one.finished = bool(bits[one.index // 64] >> one.index % 64 & 1)
 
     def _adopt(self, pid: int, environ: Mapping[str, str]) -> None:
         name = NAME.fullmatch(environ.get(NAME_VARIABLE, ""))
@@ -105,6 +109,9 @@ class JobLearners:
         # Of an adopted one nobody tells us the code.
         done = int(self.memory.control.view(CONTROL)["work"]) == Work.DONE
         one.finished = code == 0 if code is not None else done
+        if one.finished:  # also for the next watchdog
+            bits = self.memory.control.view(CONTROL)["finished"]
+            bits[one.index // 64] |= np.uint64(1 << one.index % 64)
         exit_ = Exit(now, now - one.since > USEFUL_S)
         one.exits = restart.remembered((*one.exits, exit_), self.policy)
         if not one.finished:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
 import signal
 import time
+import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from gadei_ps import _native, layout, process, segment, weights
 from gadei_ps.checkpoint import Snapshot
 from gadei_ps.config import JobConfig
-from gadei_ps.errors import JobInUse, SegmentError
+from gadei_ps.errors import JobInUse, OtherVersion, SegmentError
 from gadei_ps.kernels import optimizers
 from gadei_ps.layout import Phase, SegmentKind, Stop
 from gadei_ps.segment import Segment
@@ -24,6 +24,8 @@ from gadei_ps.sync import SyncModel
 from gadei_ps.weights import Model
 
 KILL_S = 10.0
+# Fields of the job file that cannot change while its memory lives.
+ADOPTED = ("optimizer", "sync", "slots", "shards", "ahead", "nonfinite", "tensors")
 RING_SLOTS_AT = layout.rounded(layout.RING.itemsize, layout.PAGE)
 
 
@@ -64,6 +66,8 @@ class JobMemory:
     weights: Segment | None = field(default=None, init=False)
     state: Segment | None = field(default=None, init=False)
     rings: dict[int, Segment] = field(default_factory=dict, init=False)
+    files: dict[str, int] = field(default_factory=dict, init=False)
+    """What a checkpoint is made of, open: it can be made also when the names are lost."""
 
     def create_control(self, sync: SyncModel) -> None:
         """Makes the control segment. Raises JobInUse or NoSharedMemory."""
@@ -89,16 +93,16 @@ class JobMemory:
         control["spin_ns"] = int(self.config.resolved_spin_us() * 1e3)
         control["hyper"][: optimizers.HYPER] = spec.pack()
         control["roster"]["outstanding"] = layout.NO_BATCH
-        control["config"] = np.frombuffer(self._digest(), np.uint8)
+        control["config"][: len(ADOPTED)] = list(self._digests().values())
         control["started"] = int(time.time())
         self._own()
         self.control.publish()
 
-    def _digest(self) -> bytes:
+    def _digests(self) -> dict[str, int]:
         """Of what a watchdog that adopts this memory must have in common with who made it."""
-        fields = ("optimizer", "sync", "slots", "shards", "ahead", "nonfinite", "tensors")
-        said = self.config.model_dump(mode="json", include=set(fields))
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
+        said = self.config.model_dump(mode="json", include=set(ADOPTED))
+        texts = {name: json.dumps(said[name], sort_keys=True).encode() for name in ADOPTED}
+        return {name: zlib.crc32(text) for name, text in texts.items()}
 
     def _own(self) -> None:
         """This process is the job's watchdog from now on."""
@@ -118,7 +122,7 @@ class JobMemory:
         """Takes over the memory that a dead watchdog has left; False if there is none to use.
 
         The caller holds the job's lock. Raises JobInUse where the memory is another
-        configuration's: whoever wants to lose it says so.
+        configuration's or another version's: whoever wants to lose it says so.
         """
         try:
             # Ours only once it is accepted: what is ours is removed when a start fails.
@@ -127,21 +131,27 @@ class JobMemory:
                 SegmentKind.CONTROL,
                 writable=True,
             )
+        except OtherVersion as error:
+            raise JobInUse(
+                f"job {self.config.name!r} is still in memory: {error}; serve it with that one, "
+                "or drop it with serve --fresh"
+            ) from None
         except (FileNotFoundError, SegmentError):
-            return False
+            return False  # half made, or written over
         control = found.view(layout.CONTROL)
         if process.alive(int(control["watchdog_pid"]), int(control["watchdog_start"])):
             raise JobInUse(
                 f"job {self.config.name!r} is in use: its watchdog is process "
                 f"{int(control['watchdog_pid'])}; choose another name or stop it (gadei-ps stop)"
             )
-        ended = int(control["phase"]) >= Phase.STOPPED or int(control["stop"]) != Stop.GO
-        if ended or not int(control["model_ready"]):
+        if int(control["phase"]) >= Phase.STOPPED or not int(control["model_ready"]):
             return False
-        if control["config"].tobytes() != self._digest():
+        had = dict(zip(ADOPTED, control["config"].tolist(), strict=False))
+        changed = [name for name, digest in self._digests().items() if had[name] != digest]
+        if changed:
             raise JobInUse(
-                f"job {self.config.name!r} is still in memory, with another configuration: serve "
-                "it with the job file that it had, or drop it with serve --fresh"
+                f"job {self.config.name!r} is still in memory, with another {', '.join(changed)}: "
+                "serve it with the job file that it had, or drop it with serve --fresh"
             )
         self.job_id = control["header"]["job_id"].tobytes()
         try:
@@ -152,7 +162,10 @@ class JobMemory:
             self.job_id = secrets.token_bytes(16)
             return False
         self.control = found
+        if int(control["phase"]) == Phase.KEPT:
+            control["stop"] = Stop.GO
         self.model = weights.read_table(self.weights)
+        self._open_files()
         self._adopt_rings()
         self._own()
         return True
@@ -168,15 +181,21 @@ class JobMemory:
             if not found.part.startswith("ring."):
                 continue
             row = int(found.part.removeprefix("ring."))
-            generation = int(roster[row]["generation"])
-            ring = None
-            if generation != int(roster[row]["retired"]):
-                with contextlib.suppress(FileNotFoundError, SegmentError):
-                    ring = self._attach(found.part, SegmentKind.RING)
-            if ring is not None and int(ring.header["generation"]) == generation:
-                self.rings[row] = ring
-            else:
+            if row >= layout.MAX_LEARNERS or not self._adopt_ring(row, found.part, roster[row]):
                 segment.unlink(found.name)
+
+    def _adopt_ring(self, row: int, part: str, entry: np.void) -> bool:
+        generation = int(entry["generation"])
+        if generation == int(entry["retired"]):
+            return False
+        try:
+            ring = self._attach(part, SegmentKind.RING)
+        except (FileNotFoundError, SegmentError):
+            return False
+        if int(ring.header["generation"]) != generation:
+            return False
+        self.rings[row] = ring
+        return True
 
     def names_lost(self) -> list[str]:
         """Segments that are mapped but whose names somebody has removed."""
@@ -218,7 +237,13 @@ class JobMemory:
             self._restore(snapshot)
         self.weights.publish()
         self.state.publish()
+        self._open_files()
         self.model = model
+
+    def _open_files(self) -> None:
+        for part in ("control", "weights", "state"):
+            name = segment.segment_name(self.config.name, part)
+            self.files[part] = os.open(segment.SHM / name[1:], os.O_RDWR | os.O_CLOEXEC)
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Everything but the weights, as a checkpoint has it."""
@@ -303,6 +328,10 @@ class JobMemory:
         ring = self.rings.pop(row, None)
         if ring is not None:
             segment.unlink(ring.name)
+
+    def close(self) -> None:
+        while self.files:
+            os.close(self.files.popitem()[1])
 
     def remove(self) -> None:
         """Removes every segment of the job, names first seen included."""

@@ -52,23 +52,13 @@ class Notify:
         return self._socket is not None
 
     def ready(self) -> None:
-        """The start, or a reload, is complete."""
-        self._unsaid.pop("RELOADING", None)
-        self._unsaid.pop("MONOTONIC_USEC", None)
+        """The start is complete."""
         self._say(READY="1")
-
-    def reloading(self) -> None:
-        """A reload begins; it ends with ready()."""
-        self._unsaid.pop("READY", None)
-        self._say(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
 
     def stopping(self, timeout_s: float = 0.0) -> None:
         """The end begins, and takes at most `timeout_s` where that is more than the unit allows."""
-        self._say(STOPPING="1", **_extension(timeout_s))
-
-    def extend_timeout(self, timeout_s: float) -> None:
-        """The start or stop under way may take so long from now."""
-        self._say(**_extension(timeout_s))
+        extension = {"EXTEND_TIMEOUT_USEC": str(round(timeout_s * 1e6))} if timeout_s > 0 else {}
+        self._say(STOPPING="1", **extension)
 
     def status(self, text: str) -> None:
         """One line for `systemctl status`; sent only when it is another one."""
@@ -104,7 +94,3 @@ class Notify:
                 self._unsaid.pop(name, None)
         else:
             self._unsaid.clear()
-
-
-def _extension(timeout_s: float) -> dict[str, str]:
-    return {"EXTEND_TIMEOUT_USEC": str(round(timeout_s * 1e6))} if timeout_s > 0 else {}

@@ -68,9 +68,10 @@ class Roster:
         """Watches the learners that a dead watchdog has left; those that died meanwhile leave."""
         entries = self._entries
         self._generation = int(max(entries["generation"].max(), entries["wanted"].max()))
-        # Rows that the dead watchdog was about to give away.
-        half = (entries["wanted"] != 0) & (entries["wanted"] != entries["generation"])
-        entries["wanted"][half] = 0
+        # Rows that the dead watchdog was about to give away, and those whose rings are lost.
+        entries["wanted"][entries["wanted"] != entries["generation"]] = 0
+        lost = np.setdiff1d(np.flatnonzero(entries["wanted"]), list(self._memory.rings))
+        entries["wanted"][lost] = 0
         for row, ring in self._memory.rings.items():
             self._generation = max(self._generation, int(ring.header["generation"]))
             entry = entries[row]
@@ -181,7 +182,7 @@ class Roster:
             entry = self._entries[row]
             head, tail = int(ring["head"]), int(entry["applied"])
             holds = bool((entry["outstanding"] != layout.NO_BATCH).any())
-            awaited = int(entry["member"]) or (holds and not left)
+            awaited = len(self._pidfds) > 1 and (int(entry["member"]) or (holds and not left))
             # One that waits itself, for a slot or for its turn, is not to blame.
             may_go_on = head < int(entry["grant"]) and not self._is_full(row)
             if awaited and may_go_on:
@@ -218,7 +219,9 @@ class Roster:
         """Removes the rings that the server is done with."""
         entries = self._entries
         for row in list(self._memory.rings):
-            if row not in self._pidfds and entries[row]["retired"] == entries[row]["generation"]:
+            if entries[row]["retired"] == entries[row]["generation"]:
+                if row in self._pidfds:  # the server has refused its ring
+                    self._leave(row, DETACHED)
                 self._memory.remove_ring(row)
 
     def close(self) -> None:

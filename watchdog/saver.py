@@ -28,16 +28,18 @@ from gadei_ps.segment import segment_name
 
 PAUSE_S = 1.0  # and a second for each gigabyte
 ATTEMPTS_S = 20.0  # a take-over, or a gradient that takes long, may come in between
+REST_S = 0.05  # between two attempts, for training
 COPY_BYTES = 4 << 20  # a piece that one thread copies at a time
 SLEEP_NS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to save where. config: as it goes into the checkpoint."""
+    """What to save where. config: as it goes into the checkpoint. files: open segments, by part."""
 
     job: str
     job_id: str
+    files: dict[str, int]
     directory: str
     keep: int
     config: dict[str, Any]
@@ -52,7 +54,9 @@ class Saver:
 
         def attach(part: str, kind: SegmentKind, writable: bool) -> segment.Segment:
             name = segment_name(task.job, part)
-            return segment.attach(name, kind, writable=writable, job_id=job_id)
+            return segment.attach_file(
+                task.files[part], name, kind, writable=writable, job_id=job_id
+            )
 
         self._segment = attach("control", SegmentKind.CONTROL, True)
         self._control = self._segment.view(CONTROL)
@@ -112,6 +116,7 @@ class Saver:
                 limit_s *= 2
             finally:
                 self._pause(0)
+            time.sleep(REST_S)
         raise CheckpointError(
             f"no moment to copy job {self.task.job!r} within {ATTEMPTS_S:.0f} s: is a server alive?"
         )
@@ -139,7 +144,9 @@ class Saver:
         parked = [_native.load(at + index * SHARD.itemsize) for index in range(self._shards)]
         if any(one != deadline for one in parked):
             return False
-        applied = self._state["applied"][shards]
+        # Of a row that is free again, whose learner wrote over its ring, they may differ for ever.
+        roster = self._control["roster"]
+        applied = self._state["applied"][shards, roster["generation"] != roster["retired"]]
         records = self._state["record"][shards]
         return bool(
             (applied == applied[0]).all()

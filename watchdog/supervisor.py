@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import _native, checkpoint, control, layout, log, runtime, sync, weights
-from gadei_ps.checkpoint import Snapshot
+from gadei_ps import _native, control, layout, log, runtime, sync, weights
 from gadei_ps.config import JobConfig
 from gadei_ps.control import Attach, Checkpoint, Detach, Offer, SetWork, Status, StopJob
 from gadei_ps.errors import (
@@ -37,13 +36,13 @@ from gadei_ps.errors import (
     JobStopped,
     ModelMismatch,
     NoSharedMemory,
-    UsageError,
 )
 from gadei_ps.layout import Phase, Role, Stop, Work
-from gadei_ps.watchdog import status
+from gadei_ps.watchdog import model, status
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.learners import JobLearners
 from gadei_ps.watchdog.memory import JobMemory, clear_dead
+from gadei_ps.watchdog.model import First
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
@@ -174,7 +173,9 @@ class Supervisor:
         self._take_lock()
         anew = self.options.fresh or self.options.checkpoint is not None
         self._adopted = not anew and self.memory.adopt()
+        stop = Stop.GO
         if self._adopted:
+            stop = Stop(int(self._control["stop"]))
             self._servers.adopt()
             self._roster.adopt()
         else:
@@ -198,6 +199,9 @@ class Supervisor:
             sync=str(self.sync),
             version=int(self._control["version"]),
         )
+        if stop != Stop.GO:
+            self._log.warning("finishing the stop that another watchdog had begun")
+            self._begin_stop(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
 
     def _take_lock(self) -> None:
         path = runtime.lock_path(self.config.name)
@@ -220,83 +224,18 @@ class Supervisor:
 
     def _make_first_model(self) -> None:
         """From a checkpoint, from the job file, or not yet: then the first learner brings it."""
+        first = None
         if self.options.resume and not self.options.fresh:
-            snapshot = self._find_checkpoint()
-            if snapshot is not None:
-                self._restore(snapshot)
-                return
-        self._make_configured_model()
+            first = model.from_checkpoint(self.config, self.options.checkpoint, self._log)
+        first = first or model.configured(self.config)
+        if first is not None:
+            self._create_model(first)
 
-    def _find_checkpoint(self) -> Snapshot | None:
-        """The one asked for, or the newest whole one."""
-        if self.options.checkpoint is not None:
-            return checkpoint.read(self.options.checkpoint)
-        directory = self.config.checkpoint_directory()
-        snapshot, path, problems = checkpoint.newest(directory)
-        for problem in problems:
-            self._log.error("a checkpoint cannot be used", problem=problem)
-        if problems and snapshot is None:
-            raise CheckpointError(
-                f"{directory}: none of {len(problems)} checkpoints can be used; begin anew with "
-                "serve --fresh, or put a whole one there"
-            )
-        if path is not None:
-            self._log.warning("going on from a checkpoint", path=str(path))
-        return snapshot
-
-    def _restore(self, snapshot: Snapshot) -> None:
-        made_by = snapshot.config.get("optimizer")
-        kind = made_by.get("kind") if isinstance(made_by, dict) else None
-        if kind != self.config.optimizer.kind:
-            # Its slots and its count of steps mean nothing to another one.
-            raise CheckpointError(
-                f"the checkpoint is of optimizer {kind}, the job of {self.config.optimizer.kind}: "
-                "begin anew (serve --fresh), or export the weights (gadei-ps export) and give them "
-                "as `weights`"
-            )
-        if self.config.tensors:
-            weights.check_same(snapshot.model, self._configured_tensors())
-        self._create_model(snapshot.model, snapshot.weights, snapshot)
-
-    def _configured_tensors(self) -> list[weights.Tensor]:
-        return [
-            weights.Tensor(one.name, tuple(one.shape), Role[one.role.upper()])
-            for one in self.config.tensors
-        ]
-
-    def _make_configured_model(self) -> None:
-        if self.config.weights is not None:
-            # Imported here: only jobs that name a file pay for it.
-            from safetensors.numpy import load_file
-
-            try:
-                arrays = load_file(self.config.weights)
-            except Exception as error:
-                raise UsageError(f"{self.config.weights}: {error}") from None
-            missing = set(self.config.buffers) - arrays.keys()
-            if missing:
-                raise UsageError(f"{self.config.weights} has no tensor {min(missing)!r} (buffers)")
-            model = weights.place(
-                weights.Tensor(
-                    name,
-                    array.shape,
-                    Role.BUFFER if name in self.config.buffers else Role.PARAMETER,
-                )
-                for name, array in arrays.items()
-            )
-            self._create_model(model, model.flatten(arrays))
-        elif self.config.tensors:
-            model = weights.place(self._configured_tensors())
-            # Takes no memory, so that a model too large is an error of /dev/shm.
-            self._create_model(model, np.broadcast_to(np.float32(0), (model.elements,)))
-
-    def _create_model(
-        self, model: weights.Model, values: np.ndarray, snapshot: Snapshot | None = None
-    ) -> None:
-        self.memory.create_model(model, values, snapshot)
+    def _create_model(self, first: First) -> None:
+        self.memory.create_model(first.model, first.values, first.snapshot)
         self._control["model_ready"] = 1
         self.memory.ring_bells()
-        self._log.info("model", tensors=len(model.tensors), values=model.values)
+        self._log.info("model", tensors=len(first.model.tensors), values=first.model.values)
 
     def _wait_until_serving(self) -> None:
         until = time.monotonic() + READY_TIMEOUT_S
@@ -320,13 +259,16 @@ class Supervisor:
     def main_loop(self) -> int:
         """Returns 0 after a stop that was asked for, 1 after a failure."""
         while True:
-            busy = self._stopping is not None or self._roster.leaving
+            stopping = self._stopping is not None and not self._stopping.saving_until
+            busy = stopping or self._roster.leaving
             self._poll(BUSY_TICK_S if busy else TICK_S)
             now = time.monotonic()
             self._roster.free_rows()
             if self._signalled and self._stopping is None:
                 self._begin_stop(drain=True, timeout_s=LEAVE_TIMEOUT_S)
             self._servers.look(now)
+            if self._learners is not None:
+                self._learners.look(now, self._stopping is not None)
             if self._failed:
                 self._log.error("the job has failed", reason=self._failed)
                 return 1
@@ -346,8 +288,6 @@ class Supervisor:
         self._roster.kill_hung(now)
         if self._stopping is None:
             self._checkpoints.look(now)
-        if self._learners is not None:
-            self._learners.look(now, self._stopping is not None)
         self._had_learners = self._had_learners or bool(self._roster.rows)
         if self._is_idle() and self._stopping is None:
             self._log.info("the last learner has left: stopping")
@@ -356,9 +296,9 @@ class Supervisor:
         if lost and not self._names_lost:
             self._names_lost = True
             self._log.error(
-                "segments have lost their names: what runs goes on, but no learner, server or "
-                "checkpoint can be added; stop the job. Did logind remove them (RemoveIPC)? "
-                "gadei-ps doctor tells",
+                "segments have lost their names: what runs goes on, but no learner or server can "
+                "be added; stop the job, and serve it again from its last checkpoint. Did logind "
+                "remove them (RemoveIPC)? gadei-ps doctor tells",
                 segment=lost[0][1:],
             )
         self._tell_status(now)
@@ -391,11 +331,16 @@ class Supervisor:
             key.data(mask)
 
     def shutdown(self) -> None:
-        """Ends the servers, answers who waits, and removes all that is the job's."""
+        """Ends the servers, answers who waits, and removes all that is the job's.
+
+        But for the memory of a job whose last checkpoint failed: it holds what that would have.
+        """
         made = hasattr(self.memory, "control") and not (self._leave or self._keep)
+        unsaved = self._stopping is not None and bool(self._stopping.problem)
         if made:
+            phase = Phase.KEPT if unsaved else Phase.STOPPED
             # In this order: a learner that sees the stop sees also why.
-            self._control["phase"] = Phase.FAILED if self._failed else Phase.STOPPED
+            self._control["phase"] = Phase.FAILED if self._failed else phase
             _native.store32(
                 self.memory.control.address + layout.offset(layout.CONTROL, "stop"), Stop.NOW
             )
@@ -414,15 +359,16 @@ class Supervisor:
                     self._sockets.reply(client, final)
             self._sockets.shut_down()
         self._roster.close()
-        if made:
+        if made and int(self._control["phase"]) != Phase.KEPT:
             self.memory.remove()
+        self.memory.close()
         if self._lock is not None:
             # Removed while locked: whoever opened it before sees that the name is gone or free.
             runtime.lock_path(self.config.name).unlink(missing_ok=True)
             os.close(self._lock)
         self._selector.close()
         self._notify.close()
-        if made:
+        if self._begun and made:
             self._log.info("stopped")
 
     # -- stopping -----------------------------------------------------------------------------
@@ -441,10 +387,16 @@ class Supervisor:
 
     def _without_checkpoint(self) -> str:
         assert self._stopping is not None
+        rest = (
+            "its segments have lost their names, so what came after is gone"
+            if self._names_lost
+            else "what it has learned stays in memory: go on with gadei-ps serve, or drop it with "
+            f"gadei-ps gc {self.config.name}"
+        )
         return (
             f"job {self.config.name!r} has stopped at version {int(self._control['version'])}, but "
             f"its last checkpoint failed: {self._stopping.problem}; the newest is of version "
-            f"{int(self._control['checkpoint_version'])}"
+            f"{int(self._control['checkpoint_version'])}; {rest}"
         )
 
     @property
@@ -534,10 +486,10 @@ class Supervisor:
         if self.memory.model is not None:
             weights.check_same(self.memory.model, offered)
             return {"made": False}
-        model = weights.place(offered)
+        placed = weights.place(offered)
         if not client.fds:
             raise ControlError("an offer comes with a file of initial values")
-        self._create_model(model, _read_values(client.fds[0], model))
+        self._create_model(First(placed, _read_values(client.fds[0], placed)))
         return {"made": True}
 
     def _attach(self, client: Client, request: Attach) -> dict[str, Any]:
@@ -591,15 +543,15 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _read_values(fd: int, model: weights.Model) -> np.ndarray:
+def _read_values(fd: int, placed: weights.Model) -> np.ndarray:
     """Initial values from a learner's file; read, not mapped, so that it cannot shrink below us."""
     size = os.fstat(fd).st_size
-    if size != model.elements * 4:
-        raise ControlError(f"initial values: a file of {size} bytes, not {model.elements * 4}")
+    if size != placed.elements * 4:
+        raise ControlError(f"initial values: a file of {size} bytes, not {placed.elements * 4}")
     try:
-        values = np.empty(model.elements, np.float32)
+        values = np.empty(placed.elements, np.float32)
     except MemoryError:
-        raise NoSharedMemory(f"no memory for a model of {model.elements * 4 >> 20} MiB") from None
+        raise NoSharedMemory(f"no memory for a model of {placed.elements * 4 >> 20} MiB") from None
     view = values.data.cast("B")
     at = 0
     while at < len(view):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 import textwrap
@@ -385,6 +386,16 @@ def test_learners_are_adopted(cli: Cli, job_name: str) -> None:
     assert (starts(cli, 0), starts(cli, 1)) == (1, 2)
     pids = all_there(job_name, 2)
     assert pids["learner-0"] == first["learner-0"]
+    # What has finished is not started again, by the next one neither.
+    (cli.directory / "finish.1").touch()
+    eventually(lambda: set(named(job_name)) == {"learner-0"})
+    eventually(lambda: gone(pids["learner-1"]))
+    watchdog.signal(signal.SIGKILL)
+    watchdog = again(cli, job_name)
+    os.kill(pids["learner-0"], signal.SIGKILL)
+    eventually(lambda: starts(cli, 0) == 2)
+    pids = all_there(job_name, 1)
+    assert starts(cli, 1) == 2
     jobs.stop(job_name, drain=False, timeout_s=5)
     assert watchdog.wait().code == 0
     for pid in pids.values():
@@ -454,7 +465,7 @@ def test_another_configuration_is_refused(cli: Cli, job_name: str) -> None:
         file = cli.directory / f"{job_name}.toml"
         file.write_text("standby = false\n" + TOML.replace("1.0", "0.5"))
         said = cli("serve", file).error
-        assert "another configuration" in said
+        assert "with another optimizer:" in said
         assert "--fresh" in said
         call(child, "push", gradient_of(one_at(0)))
         assert call(child, "wait_applied") is None, "the job goes on as it is"
@@ -468,6 +479,48 @@ def test_another_configuration_is_refused(cli: Cli, job_name: str) -> None:
         again(cli, job_name, "--fresh")
         assert gone(server)
         assert status(job_name)["version"] == 0
+
+
+def test_a_stop_is_finished_by_the_next(cli: Cli, job_name: str) -> None:
+    """With the last checkpoint, which the watchdog that began it did not live to make."""
+    watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
+    with team(job_name, 1) as (child,):
+        call(child, "push", gradient_of(one_at(0)))
+        call(child, "wait_applied")
+        stop = cli.start("stop", job_name)
+        eventually(lambda: status(job_name)["phase"] == "draining")
+        watchdog.signal(signal.SIGKILL)
+        stop.wait()
+        watchdog = cli.start("serve", f"{job_name}.toml")
+        assert watchdog.wait().code == 0
+        assert "finishing the stop" in watchdog.err
+        assert call(child, "push", gradient_of(one_at(0))).startswith("JobStopped")
+    assert not segments(job_name)
+    assert "version=1" in watchdog.err
+
+
+def test_what_no_checkpoint_took_stays(cli: Cli, job_name: str) -> None:
+    """A stop whose last checkpoint fails leaves the memory, and serve goes on from it."""
+    watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
+    with team(job_name, 1) as (child,):
+        call(child, "push", gradient_of(one_at(0)))
+        call(child, "wait_applied")
+        limit = resource.prlimit(watchdog.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(watchdog.pid, resource.RLIMIT_FSIZE, (3000, limit[1]))
+        said = cli("stop", job_name).error
+        assert call(child, "push", gradient_of(one_at(0))).startswith("JobStopped")
+    assert "File too large" in said
+    assert f"gadei-ps gc {job_name}" in said
+    assert watchdog.wait().code == 1
+    assert not segment.server_pids(job_name)
+    watchdog = again(cli, job_name)
+    assert status(job_name)["version"] == 1
+    with Client(job_name) as client:
+        client.push(gradient_of(one_at(0)))
+        client.wait_applied()
+    np.testing.assert_array_equal(live_weights(job_name)[:2], [-2, 0])
+    assert cli("stop", job_name).code == 0
+    assert not segments(job_name)
 
 
 # -- clocks across a fail-over ----------------------------------------------------------------
@@ -555,6 +608,7 @@ def test_segments_without_names(cli: Cli, job_name: str) -> None:
         eventually(lambda: status(job_name)["names_lost"])
         assert "RemoveIPC" in watchdog.err
         goes_on(job_name)
+        assert cli("checkpoint", job_name, "--json").json["version"] > 0
         with pytest.raises(JobFailed, match=r"is gone.*RemoveIPC"):
             Client(job_name)
         eventually(lambda: len(status(job_name)["learners"]) == 1)

@@ -52,18 +52,11 @@ def notify(manager: Manager) -> Iterator[Notify]:
 
 
 def test_a_life(manager: Manager, notify: Notify) -> None:
-    notify.extend_timeout(2.5)
     notify.status("recovering")
     notify.ready()
-    notify.reloading()
-    notify.ready()
-    notify.stopping(12)
+    notify.stopping(2.5)
     said = manager.heard()
-    assert said[:3] == ["EXTEND_TIMEOUT_USEC=2500000", "STATUS=recovering", "READY=1"]
-    kind, _, at = said[3].partition("\nMONOTONIC_USEC=")
-    assert kind == "RELOADING=1"
-    assert 0 <= time.monotonic_ns() // 1000 - int(at) < 10**7
-    assert said[4:] == ["READY=1", "STOPPING=1\nEXTEND_TIMEOUT_USEC=12000000"]
+    assert said == ["STATUS=recovering", "READY=1", "STOPPING=1\nEXTEND_TIMEOUT_USEC=2500000"]
     notify.stopping()
     assert manager.heard() == ["STOPPING=1"]
 
@@ -128,8 +121,6 @@ def test_with_nobody_to_tell_nothing_happens(environ: dict[str, str]) -> None:
     notify.status("text")
     notify.ready()
     notify.watchdog()
-    notify.reloading()
-    notify.extend_timeout(1)
     notify.stopping(1)
     notify.close()
     notify.ready()
@@ -161,7 +152,6 @@ def test_a_slow_manager_is_not_waited_for_and_hears_the_rest_later(
     begin = time.monotonic()
     for number in range(2000):  # more than any queue of datagrams holds
         notify.status(f"number {number}")
-    notify.extend_timeout(5)
     notify.ready()
     assert time.monotonic() - begin < 5
     taken = manager.heard()
@@ -178,7 +168,6 @@ def test_a_manager_may_go_and_come_back(runtime_dir: Path) -> None:
     first = Manager(str(path))
     notify = Notify(str(path), interval_s=0.001)
     first.socket.close()
-    notify.reloading()
     notify.ready()
     notify.watchdog()
     path.unlink()

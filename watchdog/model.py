@@ -1,0 +1,96 @@
+"""The model that a job begins with: a checkpoint's, or what the job file tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gadei_ps import checkpoint, weights
+from gadei_ps.checkpoint import Snapshot
+from gadei_ps.config import JobConfig
+from gadei_ps.errors import CheckpointError, UsageError
+from gadei_ps.layout import Role
+from gadei_ps.weights import Model, Tensor
+
+
+@dataclass(frozen=True)
+class First:
+    """A model, its values (float32, shape (model.elements,)), and the checkpoint they are of."""
+
+    model: Model
+    values: np.ndarray
+    snapshot: Snapshot | None = None
+
+
+def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | None:
+    """Of the checkpoint asked for, or of the newest whole one; None if there is none.
+
+    Raises CheckpointError where it cannot be used, UsageError or ModelMismatch where it is another
+    model's.
+    """
+    snapshot = checkpoint.read(path) if path is not None else _newest(config, log)
+    if snapshot is None:
+        return None
+    made_by = snapshot.config.get("optimizer")
+    kind = made_by.get("kind") if isinstance(made_by, dict) else None
+    if kind != config.optimizer.kind:
+        # Its slots and its count of steps mean nothing to another one.
+        raise CheckpointError(
+            f"the checkpoint is of optimizer {kind}, the job of {config.optimizer.kind}: "
+            "begin anew (serve --fresh), or export the weights (gadei-ps export) and give them "
+            "as `weights`"
+        )
+    if config.tensors:
+        weights.check_same(snapshot.model, _tensors(config))
+    return First(snapshot.model, snapshot.weights, snapshot)
+
+
+def _newest(config: JobConfig, log: Any) -> Snapshot | None:
+    directory = config.checkpoint_directory()
+    snapshot, path, problems = checkpoint.newest(directory)
+    for problem in problems:
+        log.error("a checkpoint cannot be used", problem=problem)
+    if problems and snapshot is None:
+        raise CheckpointError(
+            f"{directory}: none of {len(problems)} checkpoints can be used; begin anew with "
+            "serve --fresh, or put a whole one there"
+        )
+    if path is not None:
+        log.warning("going on from a checkpoint", path=str(path))
+    return snapshot
+
+
+def configured(config: JobConfig) -> First | None:
+    """Of the job file; None if the first learner brings it. Raises UsageError."""
+    if config.weights is not None:
+        return _of_file(config, config.weights)
+    if config.tensors:
+        model = weights.place(_tensors(config))
+        # Takes no memory, so that a model too large is an error of /dev/shm.
+        return First(model, np.broadcast_to(np.float32(0), (model.elements,)))
+    return None
+
+
+def _tensors(config: JobConfig) -> list[Tensor]:
+    return [Tensor(one.name, tuple(one.shape), Role[one.role.upper()]) for one in config.tensors]
+
+
+def _of_file(config: JobConfig, path: Path) -> First:
+    # Imported here: only jobs that name a file pay for it.
+    from safetensors.numpy import load_file
+
+    try:
+        arrays = load_file(path)
+    except Exception as error:
+        raise UsageError(f"{path}: {error}") from None
+    missing = set(config.buffers) - arrays.keys()
+    if missing:
+        raise UsageError(f"{path} has no tensor {min(missing)!r} (buffers)")
+    model = weights.place(
+        Tensor(name, array.shape, Role.BUFFER if name in config.buffers else Role.PARAMETER)
+        for name, array in arrays.items()
+    )
+    return First(model, model.flatten(arrays))
