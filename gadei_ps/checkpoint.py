@@ -6,7 +6,7 @@
             state.safetensors      "requeue", uint64 (n,); "0/NAME", "1/NAME": slots, float32
             manifest.json          all else, and what those two hold
             SHA256SUMS             of these three, for sha256sum -c
-        superseded-checkpoint-*/   of a higher version than one written later; nobody reads them
+        superseded-checkpoint-*/   of a higher version than one written later, for who regrets that
         .tmp-*/                    in the making or in removal; swept by the next writer
         .lock                      held by the process that writes
 
@@ -32,10 +32,9 @@ import numpy as np
 
 from gadei_ps import files
 from gadei_ps.errors import CheckpointError
-from gadei_ps.export import export
 from gadei_ps.snapshot import Snapshot, parse
 
-__all__ = ["Found", "Snapshot", "Written", "export", "found", "newest", "read", "write"]
+__all__ = ["Found", "Snapshot", "Written", "found", "newest", "read", "write"]
 
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.safetensors"
@@ -44,6 +43,7 @@ SUMS: Final = "SHA256SUMS"
 
 LOCK_TIMEOUT_S: Final = 10.0
 _NAME: Final = re.compile(r"checkpoint-([0-9]{12,20})(?:\.([0-9]{1,9}))?")
+_SUPERSEDED: Final = re.compile(rf"superseded-{_NAME.pattern}(\.[0-9]{{1,9}})?")
 _SUM: Final = re.compile(r"([0-9a-f]{64})  ([^\n]+)\n")
 
 
@@ -71,8 +71,9 @@ def write(directory: Path, snapshot: Snapshot, keep: int) -> Written:
 
     An older one of the same version is replaced. Those of a higher version are of a run that was
     given up when an older checkpoint was restored; they are set aside as superseded-*, or the next
-    restart would take them for the newest. The arrays are neither copied nor changed. Raises
-    CheckpointError, after which the checkpoints are those that were there before.
+    restart would take them for the newest. Of these the last `keep` stay too. The arrays are
+    neither copied nor changed. Raises CheckpointError, after which the checkpoints are those that
+    were there before.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1: {keep}")
@@ -131,10 +132,13 @@ def _remove_old(directory: Path, path: Path, version: int, keep: int) -> str | N
                 kept += 1
             else:
                 removed.append(one.path.rename(_temporary(directory)))
+        aside = [old for old in directory.iterdir() if _SUPERSEDED.fullmatch(old.name)]
+        aside.sort(key=lambda old: old.stat().st_mtime_ns)
+        removed += [old.rename(_temporary(directory)) for old in aside[:-keep]]
         # Gone for good, before any file is: a power failure must not leave half of one visible.
         files.sync(directory)
-        for aside in removed:
-            _delete(aside)
+        for old in removed:
+            _delete(old)
     except OSError as error:
         return str(files.unwritten(directory, "older checkpoints cannot be removed", error))
     return None

@@ -11,10 +11,10 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,8 +24,11 @@ from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
 from gadei_ps.outcome import print_json
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from gadei_ps.config import JobConfig
     from gadei_ps.predict import Prediction
+    from gadei_ps.watchdog.supervisor import Options
 
 WATCH_S = 1.0
 MOST_SILENT = 3  # questions without an answer before --watch gives up
@@ -67,6 +70,16 @@ Sync = Annotated[
     typer.Option("--sync", metavar="MODEL", help="asp, ssp:S (staleness bound) or bsp."),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the log of the job's daemon.")]
+
+
+def _tell(as_json: bool, result: Mapping[str, Any], shown: Callable[[], RenderableType]) -> None:
+    """Prints the result of a command, for programs or for people."""
+    if as_json:
+        print_json(result)
+        return
+    from gadei_ps import view
+
+    view.show(shown())
 
 
 # -- training as a service ------------------------------------------------------------------------
@@ -137,10 +150,7 @@ def train(
         verbose=verbose,
     )
     summary = run_training(settings, display_silent=as_json)
-    if as_json:
-        print_json(summary)
-    else:
-        view.console().print(view.trained(summary, str(test)))
+    _tell(as_json, summary, lambda: view.trained(summary, str(test)))
     return 0
 
 
@@ -239,27 +249,19 @@ def serve(
     on from what is left in memory, else from its newest checkpoint.
     """
     from gadei_ps import config
+    from gadei_ps.watchdog.supervisor import Options
 
-    return _serve(config.load(file), fresh, None, json_log, verbose, as_json)
+    options = Options(fresh=fresh, verbose=verbose, as_json=json_log)
+    return _serve(config.load(file), options, as_json)
 
 
-def _serve(
-    job: JobConfig,
-    fresh: bool,
-    checkpoint: Path | None,
-    json_log: bool,
-    verbose: bool,
-    as_json: bool,
-) -> int:
+def _serve(job: JobConfig, options: Options, as_json: bool) -> int:
     from gadei_ps import log
     from gadei_ps.watchdog import supervisor
     from gadei_ps.watchdog.notify import Notify
 
     begin = time.monotonic()
-    log.set_up(as_json=json_log, verbose=verbose)
-    options = supervisor.Options(
-        fresh=fresh, checkpoint=checkpoint, verbose=verbose, as_json=json_log
-    )
+    log.set_up(as_json=options.as_json, verbose=options.verbose)
     if supervisor.serve(job, options, Notify.from_environment()):
         raise JobFailed(f"job {job.name!r} has failed; its last messages say why")
     if as_json:
@@ -344,16 +346,10 @@ def status(
         _watch(job)
     elif job is None:
         found = jobs.statuses()
-        if as_json:
-            print_json({"jobs": found})
-        else:
-            view.console().print(view.statuses(found))
+        _tell(as_json, {"jobs": found}, lambda: view.statuses(found))
     else:
         report = jobs.status(job)
-        if as_json:
-            print_json(report)
-        else:
-            view.console().print(view.job_status(report))
+        _tell(as_json, report, lambda: view.job_status(report))
     return 0
 
 
@@ -404,16 +400,17 @@ def stop(
         float,
         typer.Option(metavar="S", min=0.1, max=3600, help="Seconds that --drain gives them."),
     ] = 30.0,
+    discard: Annotated[
+        bool,
+        typer.Option("--discard", help="A job without a watchdog: lose what no checkpoint has."),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Stop a job and wait until it is gone."""
     from gadei_ps import jobs, view
 
-    report = jobs.stop(job, drain=drain, timeout_s=timeout)
-    if as_json:
-        print_json(report)
-    else:
-        print(view.stopped(report))
+    report = jobs.stop(job, drain=drain, timeout_s=timeout, discard=discard)
+    _tell(as_json, report, lambda: view.stopped(report))
     return 0
 
 
@@ -425,11 +422,8 @@ def checkpoint(job: JobArgument, as_json: Json = False) -> int:
     """Write a checkpoint of a running job now; training pauses for milliseconds."""
     from gadei_ps import jobs, view
 
-    outcome = jobs.checkpoint(job)
-    if as_json:
-        print_json(outcome)
-    else:
-        print(view.checkpointed(outcome))
+    made = jobs.checkpoint(job)
+    _tell(as_json, made, lambda: view.checkpointed(made))
     return 0
 
 
@@ -455,10 +449,12 @@ def restore(
     gadei-ps stop.
     """
     from gadei_ps import saved
+    from gadei_ps.watchdog.supervisor import Options
 
     found = saved.find(source, version)
     _warn(found.problems)
-    return _serve(found.job_config(), False, found.path, json_log, verbose, as_json)
+    options = Options(checkpoint=found.path, verbose=verbose, as_json=json_log)
+    return _serve(found.job_config(), options, as_json)
 
 
 @app.command()
@@ -479,17 +475,12 @@ def export(
     as_json: Json = False,
 ) -> int:
     """Write plain weights for PyTorch or NumPy, from a running job or from a checkpoint."""
-    from gadei_ps import saved
+    from gadei_ps import saved, view
 
     result = saved.export(source, out, version)
-    if as_json:
-        print_json(result)
-    else:
+    if not as_json:
         _warn(result["problems"])
-        print(
-            f"{result['tensors']} tensors of version {result['version']} written: {out} "
-            f"(from {result['from']})"
-        )
+    _tell(as_json, result, lambda: view.exported(result))
     return 0
 
 
@@ -514,7 +505,7 @@ def kill(
     as_json: Json = False,
 ) -> int:
     """Send a signal to one process of a job, to see that nothing is lost."""
-    from gadei_ps import faults
+    from gadei_ps import faults, view
     from gadei_ps.faults import Role
 
     asked = {
@@ -527,14 +518,7 @@ def kill(
     if len(roles) != 1:
         raise UsageError("whom? give one of --learner K, --server, --standby and --watchdog")
     sent = faults.kill(job, roles[0], learner, faults.signal_number(name))
-    if as_json:
-        print_json(sent)
-    else:
-        which = roles[0] if learner is None else f"learner {learner}"
-        ended = ", which is gone" if sent["ended"] else ""
-        print(
-            f"sent {sent['signal']} to the {which} of job {sent['job']}: pid {sent['pid']}{ended}"
-        )
+    _tell(as_json, sent, lambda: view.killed(sent))
     return 0
 
 
@@ -561,17 +545,22 @@ def chaos(
     signals: Annotated[str, typer.Option(metavar="NAME,...", help="KILL, or KILL,STOP.")] = "KILL",
     seed: Annotated[int | None, typer.Option(help="Of the choice of victims.")] = None,
     learners: Annotated[
-        int, typer.Option(metavar="N", min=1, max=64, help="Of a job of its own, as what follows.")
-    ] = 2,
-    optimizer: Annotated[OptimizerName, typer.Option(help="What moves the weights.")] = (
-        OptimizerName.SGD
-    ),
+        int | None,
+        typer.Option(metavar="N", min=1, max=64, help="Of a job of its own. [default: 2]"),
+    ] = None,
+    optimizer: Annotated[
+        OptimizerName | None, typer.Option(help="Likewise. [default: sgd]")
+    ] = None,
     size: Annotated[
-        str, typer.Option(metavar="BYTES", help="Of the weights: 64K, 2M, 100M.")
-    ] = "2M",
+        str | None,
+        typer.Option(
+            metavar="BYTES", help="Likewise, of the weights: 64K, 2M, 100M. [default: 2M]"
+        ),
+    ] = None,
     shards: Annotated[
-        int, typer.Option(metavar="N", min=0, max=64, help="Shard threads. [default: 0, by cores]")
-    ] = 0,
+        int | None,
+        typer.Option(metavar="N", min=0, max=64, help="Likewise, threads. [default: by cores]"),
+    ] = None,
     impatient: Annotated[
         bool, typer.Option("--impatient", help="Kill the server also while none stands by.")
     ] = False,
@@ -586,33 +575,37 @@ def chaos(
     from gadei_ps import chaos as raging
     from gadei_ps import faults, quantities, view
     from gadei_ps.faults import Role
+    from gadei_ps.victims import OwnJob
 
-    try:
-        wanted = targets or ",".join(Role if job is None else (Role.SERVER, Role.LEARNER))
-        roles = [Role(one.strip()) for one in wanted.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--targets: {error}; use some of {', '.join(Role)}") from None
+    asked = {
+        "learners": learners,
+        "optimizer": optimizer and optimizer.value,
+        "size": None if size is None else quantities.size(size),
+        "shards": shards,
+    }
+    own: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if job is not None and own:
+        given = ", ".join(f"--{name}" for name in own)
+        raise UsageError(f"{given}: only without JOB; job {job!r} has its configuration")
+    wanted = targets or ",".join(Role if job is None else (Role.SERVER, Role.LEARNER))
+    names = list(dict.fromkeys(one.strip() for one in wanted.split(",")))
+    for name in names:
+        if name not in list(Role):
+            raise UsageError(f"--targets: there is no {name!r}; name some of {', '.join(Role)}")
     report = raging.run(
         job,
         raging.Options(
             seconds=quantities.duration(time_),
-            targets=list(dict.fromkeys(roles)),
+            targets=[Role(name) for name in names],
             every_s=quantities.duration(every),
             signals=[faults.signal_number(one.strip()) for one in signals.split(",")],
             seed=seed,
-            learners=learners,
-            optimizer=optimizer.value,
-            weight_bytes=quantities.size(size),
-            shards=shards,
+            own=OwnJob(**own, verbose=verbose),
             impatient=impatient,
-            verbose=verbose,
             say=lambda line: None if as_json else print(line, file=sys.stderr, flush=True),
         ),
     )
-    if as_json:
-        print_json(report)
-    else:
-        view.console().print(view.raged(report))
+    _tell(as_json, report, lambda: view.raged(report))
     return 1 if report["clean"] is False else 0
 
 
@@ -624,10 +617,7 @@ def list_jobs(as_json: Json = False) -> int:
     from gadei_ps import jobs, view
 
     found = [asdict(one) for one in jobs.jobs()]
-    if as_json:
-        print_json({"jobs": found})
-    else:
-        view.console().print(view.jobs(found))
+    _tell(as_json, {"jobs": found}, lambda: view.jobs(found))
     return 0
 
 
@@ -651,10 +641,7 @@ def gc(
         "removed": [one.as_dict() for one in left],
         "bytes": sum(one.bytes for one in left),
     }
-    if as_json:
-        print_json(result)
-    else:
-        print(view.removed(result))
+    _tell(as_json, result, lambda: view.removed(result))
     return 0
 
 
@@ -667,10 +654,7 @@ def doctor(as_json: Json = False) -> int:
     checks = examine()
     healthy = all(check.level != Level.ERROR for check in checks)
     rows = [check.as_dict() for check in checks]
-    if as_json:
-        print_json({"ok": healthy, "checks": rows})
-    else:
-        view.console().print(view.checks(rows))
+    _tell(as_json, {"ok": healthy, "checks": rows}, lambda: view.checks(rows))
     return 0 if healthy else 1
 
 

@@ -15,6 +15,8 @@ from gadei_ps.errors import UsageError
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.segment import JOB_NAME, check_job_name
 
+LEAST_HANG_S = 0.5  # a server shows a sign of life ten times a second
+
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,7 +69,7 @@ class TensorConfig(_Table):
     role: Literal["parameter", "buffer"] = "parameter"
 
 
-class CheckpointConfig(_Table):
+class CheckpointConfig(_Table, allow_inf_nan=False):
     """[checkpoint]: copies on the disk, from which the job goes on after everything has died."""
 
     every_s: float = Field(300.0, ge=0, description="0: not by time")
@@ -84,7 +86,7 @@ class LearnersConfig(_Table):
     count: int = Field(1, ge=1, le=layout.MAX_LEARNERS)
 
 
-class JobConfig(_Table):
+class JobConfig(_Table, allow_inf_nan=False):
     """A job: its name, how gradients are applied, and how much memory it may take."""
 
     name: str
@@ -96,7 +98,7 @@ class JobConfig(_Table):
     nonfinite: Literal["refuse", "allow"] = "refuse"
     spin_us: float = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
     standby: bool = Field(True, description="a second server, ready to take over at once")
-    hang_s: float = Field(5.0, ge=0.1, description="a server that stands still so long is killed")
+    hang_s: float = Field(5.0, description="a server that stands still so long is killed")
     learner_timeout_s: float = Field(
         60.0, ge=0, description="likewise a learner that others wait for; 0: never"
     )
@@ -115,6 +117,13 @@ class JobConfig(_Table):
     def _name(cls, value: str) -> str:
         if not JOB_NAME.fullmatch(value):
             raise ValueError("use 1 to 48 letters, digits, '-' and '_'")
+        return value
+
+    @field_validator("hang_s")
+    @classmethod
+    def _hang_s(cls, value: float) -> float:
+        if value < LEAST_HANG_S:
+            raise ValueError(f"use {LEAST_HANG_S} s or more: a busy machine must not look like it")
         return value
 
     @field_validator("sync")

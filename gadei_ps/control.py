@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gadei_ps import errors, runtime, segment
-from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound
+from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
 
 PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20
@@ -159,7 +159,7 @@ class Connection:
                 raise ControlError(f"{self.path}: the reply is too long")
             reply = json.loads(self._receive(length))
         except TimeoutError:
-            raise ControlError(f"{self.path}: the watchdog does not answer") from None
+            raise NoAnswer(f"{self.path}: the watchdog does not answer") from None
         except OSError as error:
             raise ConnectionLost(f"{self.path}: {error.strerror or error}") from None
         except ValueError:

@@ -15,7 +15,7 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from gadei_ps import control, errors, jobs, log, process, runtime, segment
+from gadei_ps import control, errors, interrupts, jobs, log, process, runtime
 from gadei_ps.config import JobConfig, from_mapping
 from gadei_ps.control import Status
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound, JobStopped
@@ -41,15 +41,23 @@ class Daemon:
     """
 
     def __init__(
-        self, config: JobConfig, *, verbose: bool = False, policy: Policy = POLICY
+        self,
+        config: JobConfig,
+        *,
+        verbose: bool = False,
+        silent: bool = False,
+        policy: Policy = POLICY,
     ) -> None:
-        """policy: how often it may be killed."""
+        """silent: not even warnings and errors are logged. policy: how often it may be killed."""
         # Should watchdog and launcher be killed together, nobody else would end the servers soon.
         self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
         self.socket = runtime.socket_path(config.name)
         self._command = [sys.executable, "-m", "gadei_ps.daemon"]
         if verbose:
             self._command.append("--verbose")
+        if silent:
+            self._command.append("--silent")
+        self._silent = silent
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: tuple[Exit, ...] = ()
         self._policy = policy
@@ -60,16 +68,9 @@ class Daemon:
                 f"job {self.config.name!r} is running already; choose another name, or stop it: "
                 f"gadei-ps stop {self.config.name}"
             )
-        if segment.server_pids(self.config.name):
-            raise JobInUse(
-                f"job {self.config.name!r} goes on without its watchdog: serve it again, or stop "
-                f"it: gadei-ps stop {self.config.name}"
-            )
-        if segment.is_kept(self.config.name):
-            raise JobInUse(
-                f"job {self.config.name!r} is still in memory, though its processes are dead: "
-                f"go on with it (gadei-ps serve), or drop it (gadei-ps gc {self.config.name})"
-            )
+        absence = jobs.absence(self.config.name)
+        if absence is not None:
+            raise JobInUse(absence)
         self._start(fresh=self.config.checkpoint is None)
         return self
 
@@ -101,6 +102,7 @@ class Daemon:
         said = b""
         until = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < until:
+            interrupts.check()
             with contextlib.suppress(BlockingIOError):
                 part = os.read(read, 4096)
                 said += part
@@ -113,7 +115,8 @@ class Daemon:
         kind, _, message = text.partition(":")
         if message:
             raise _error_class(kind)(message.strip())
-        raise JobFailed("the daemon did not get ready; its messages stand above")
+        where = "--verbose shows why" if self._silent else "its messages stand above"
+        raise JobFailed(f"the daemon did not get ready; {where}")
 
     def _answers(self) -> bool:
         """Whether a watchdog answers, and it is ours: another may have taken the name before us."""
@@ -130,7 +133,8 @@ class Daemon:
         JobFailed: the job has failed, JobStopped: somebody has stopped it.
         """
         assert self._process is not None
-        code = self._process.poll()
+        with interrupts.held():
+            code = self._process.poll()
         if code is None:
             return
         if code == 0:
@@ -173,7 +177,8 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if self._process.returncode < 0:
+        # Also one that was ended while it adopted the job leaves it as it was.
+        if self._process.returncode < 0 or self.config.checkpoint is None:
             jobs.drop(self.config.name)
 
     def __exit__(
@@ -205,6 +210,8 @@ def main() -> None:
 
     say = int(sys.argv[-1])
     os.set_inheritable(say, False)
+    if "--silent" in sys.argv:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     verbose = "--verbose" in sys.argv
     log.set_up(verbose=verbose, quiet=not verbose)
     config = from_mapping(json.loads(os.environ.pop(CONFIG_VARIABLE)), "job")

@@ -85,7 +85,6 @@ class Display:
         self._live: Live | None = None
         self._rates = Rates()
         self._last_line = 0.0
-        self._title = ""
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(),

@@ -94,6 +94,7 @@ def _native() -> tuple[Level, str, str]:
 
 def _numba() -> tuple[Level, str, str]:
     try:
+        from gadei_ps import recover, shard
         from gadei_ps.kernels import cache
     except ImportError as error:
         return Level.ERROR, f"Numba cannot be loaded: {error}", "pip install gadei-ps again"
@@ -104,9 +105,11 @@ def _numba() -> tuple[Level, str, str]:
             f"{where} cannot be written: every start compiles for about half a minute",
             "set NUMBA_CACHE_DIR to a directory you may write",
         )
-    if next(where.rglob("shard.serve-*.nbi"), None) is None:
-        return Level.OK, f"{where}, empty: the first start compiles for about half a minute", ""
-    return Level.OK, f"{where}, filled", ""
+    # Numba itself looks: files may be missing, of an older source, or of another processor.
+    entries: tuple[Any, ...] = (recover.can_recover, recover.recover, shard.serve, shard.stand_by)
+    if all(one._cache.load_overload(shard.SIGNATURE, one.targetctx) for one in entries):
+        return Level.OK, f"{where}, filled", ""
+    return Level.OK, f"{where}, not filled: the next start compiles for about half a minute", ""
 
 
 def _shm() -> tuple[Level, str, str]:

@@ -43,6 +43,10 @@ class ConnectionLost(ControlError):
     """The watchdog has gone away, perhaps to be replaced by another one."""
 
 
+class NoAnswer(ControlError):
+    """The watchdog does not answer in time; it may be stopped, or hang."""
+
+
 class ModelMismatch(GadeiError):
     """The learner's tensors are not the job's."""
 

@@ -16,9 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gadei_ps import control, process, runtime, segment
 from gadei_ps.control import Checkpoint, Connection, Status, StopJob
-from gadei_ps.errors import ControlError, JobNotFound, SegmentError
+from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, SegmentError, UsageError
 from gadei_ps.layout import CONTROL, SegmentKind
 from gadei_ps.watchdog.memory import clear_dead
 
@@ -57,10 +59,36 @@ def status(job: str) -> dict[str, Any]:
     """What the job's watchdog reports. Raises JobNotFound or ControlError."""
     try:
         return _plain(control.ask(job, Status(), ANSWER_TIMEOUT_S))
+    except JobNotFound as error:
+        raise JobNotFound(absence(job) or str(error)) from None
+    except NoAnswer as error:
+        raise NoAnswer(
+            f"{error}; if it stays so, kill it (gadei-ps kill {Path(job).stem} --watchdog) and "
+            "serve the job again: servers and learners go on meanwhile"
+        ) from None
     except ControlError:
         if _answers(job):
             raise
         raise JobNotFound(f"job {job!r} has just ended") from None
+
+
+def absence(job: str) -> str | None:
+    """Why no watchdog answers, and what to do; None if there is nothing of the job."""
+    if "/" in job:
+        return None
+    if _locked(runtime.lock_path(job)):
+        return f"job {job!r} is starting, or about to be gone: ask again in a moment"
+    if segment.server_pids(job):
+        return (
+            f"job {job!r} goes on without its watchdog: serve it again (gadei-ps serve), or stop "
+            f"it (gadei-ps stop {job})"
+        )
+    if segment.is_kept(job):
+        return (
+            f"job {job!r} is still in memory, though its processes are dead: go on with it "
+            f"(gadei-ps serve), or drop it (gadei-ps gc {job})"
+        )
+    return None
 
 
 def statuses() -> list[dict[str, Any]]:
@@ -133,18 +161,20 @@ def _locked(path: Path) -> bool:
 # -- stop -----------------------------------------------------------------------------------------
 
 
-def stop(job: str, *, drain: bool, timeout_s: float) -> dict[str, Any]:
+def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> dict[str, Any]:
     """Stops the job and waits until it is gone; returns its final report.
 
     timeout_s: how long learners may take to finish, with `drain`. A job whose watchdog was killed
-    is ended at once. Raises JobNotFound, ControlError.
+    is ended at once; `discard`: also if that loses gradients. Raises GadeiError.
     """
     try:
         report = status(job)
     except JobNotFound:
         if "/" in job or not segment.server_pids(job):
             raise
-        return _stop_orphan(job)
+        return _stop_orphan(job, discard)
+    if discard:
+        raise UsageError(f"--discard: job {job!r} has a watchdog, and need not lose anything")
     try:
         watchdog = os.pidfd_open(report["watchdog_pid"])
     except ProcessLookupError:  # of another pid namespace, or ending just now
@@ -177,16 +207,16 @@ def _plain(reply: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in reply.items() if key not in ("v", "ok")}
 
 
-def _stop_orphan(job: str) -> dict[str, Any]:
+def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
     """Ends a job without a watchdog. Raises ControlError where that would lose something."""
     control_ = segment.attach(
         segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
     ).view(CONTROL)
     version, saved = int(control_["version"]), int(control_["checkpoint_version"])
-    if int(control_["checkpoints"]) and saved != version:
+    if int(control_["checkpoints"]) and saved != version and not discard:
         raise ControlError(
             f"job {job!r} has no watchdog, which would make its last checkpoint: serve it again "
-            f"and stop it then; or lose {version - saved} gradients with gadei-ps serve --fresh"
+            f"and stop it then; or lose {version - saved} gradients: gadei-ps stop {job} --discard"
         )
     report = drop(job)
     if report is None:
@@ -209,17 +239,22 @@ def drop(job: str) -> dict[str, Any] | None:
 
 
 def _last_report(job: str) -> dict[str, Any]:
-    """What the memory of a job without a watchdog tells."""
-    names = ("applied", "dropped", "refused", "samples")
-    counts = dict.fromkeys(names, 0)
+    """What the memory of a job without a watchdog tells; zeros where that is damaged."""
+    control_ = np.zeros(1, CONTROL)[0]
     with contextlib.suppress(FileNotFoundError, SegmentError):
         control_ = segment.attach(
             segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
         ).view(CONTROL)
-        for name in names:
-            counts[name] = int(control_[f"past_{name}"]) + int(control_["roster"][name].sum())
-    gradients = {f"gradients_{name}": counts[name] for name in names[:3]}
-    return {"job": job, "phase": "stopped", **gradients, "samples": counts["samples"]}
+    return {"job": job, "phase": "stopped", **counts(control_)}
+
+
+def counts(control_: np.void) -> dict[str, int]:
+    """What has become of the gradients, as the control segment tells."""
+    fields = {f"gradients_{name}": name for name in ("applied", "dropped", "refused")}
+    return {
+        name: int(control_[f"past_{field}"]) + int(control_["roster"][field].sum())
+        for name, field in (fields | {"samples": "samples"}).items()
+    }
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
@@ -230,6 +265,7 @@ def checkpoint(job: str) -> dict[str, Any]:
 
     Raises JobNotFound, CheckpointError, ControlError.
     """
+    status(job)  # else one that does not answer would be waited for as long as for a slow disk
     return _plain(control.ask(job, Checkpoint(), timeout_s=CHECKPOINT_S))
 
 

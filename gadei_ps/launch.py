@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from gadei_ps import process
+from gadei_ps import interrupts, process
 from gadei_ps.errors import UsageError
 
 # Also in learners/client.py, which launchers do not import.
@@ -80,7 +80,8 @@ class Learners:
         """Those that have ended since the last call."""
         gone = []
         for index, (child, since) in list(self._running.items()):
-            code = child.poll()
+            with interrupts.held():
+                code = child.poll()
             if code is None:
                 continue
             del self._running[index]

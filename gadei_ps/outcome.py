@@ -11,31 +11,21 @@ import math
 import os
 import signal
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import typer
 
+from gadei_ps import interrupts
 from gadei_ps.errors import GadeiError
+from gadei_ps.interrupts import Interrupted
 
 TRACEBACK_VARIABLE = "GADEI_PS_TRACEBACK"
 
 
-class Interrupted(BaseException):
-    """A signal that ends the command; whatever it has started is ended on the way out."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def execute(app: typer.Typer, args: Sequence[str]) -> int:
     """Runs a command line; returns its exit code. Call it once, from the main thread."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and background jobs have it
-            signal.signal(number, _interrupt)
-    sys.unraisablehook = _unraisable
+    interrupts.install()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # closed by who started us
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -59,20 +49,6 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
             raise
         return _report(error, as_json)
     return code if isinstance(code, int) else 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)
-
-
-def _unraisable(args: sys.UnraisableHookArgs) -> None:
-    """Python drops what a signal handler raises within a finalizer: then the signal comes again."""
-    if isinstance(args.exc_value, Interrupted):
-        again = threading.Timer(0.05, os.kill, (os.getpid(), args.exc_value.number))
-        again.daemon = True
-        again.start()
-    else:
-        sys.__unraisablehook__(args)
 
 
 def _report(error: Exception, as_json: bool) -> int:

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gadei_ps import config, daemon, jobs
+from gadei_ps import config, daemon, jobs, segment
 from gadei_ps.config import JobConfig
 from gadei_ps.control import Connection, Status, StopJob
 from gadei_ps.daemon import Daemon
-from gadei_ps.errors import JobNotFound, JobStopped, UsageError
+from gadei_ps.errors import ControlError, JobNotFound, JobStopped, UsageError
+from gadei_ps.faults import Processes
 from gadei_ps.launch import JOB_VARIABLE, Ended, Learners
+from gadei_ps.layout import Phase
 from gadei_ps.segment import check_job_name
 
 POLL_S = 0.05
@@ -38,7 +40,6 @@ class Options:
     restart: int = 0
     overrides: Mapping[str, Any] = field(default_factory=dict)
     stdout: int | None = None
-    quiet: bool = False
     verbose: bool = False
 
 
@@ -113,18 +114,45 @@ def attach_and_wait(job: str, command: Sequence[str]) -> dict[str, Any]:
 
 
 class _Attached:
-    """A job that somebody else serves; it goes on when the learners have ended."""
+    """A job that somebody else serves; it goes on when the learners have ended.
+
+    Servers and learners outlive its watchdog, and another one adopts them.
+    """
 
     def __init__(self, job: str) -> None:
         with Connection(job) as connection:
             self.socket = str(connection.path.absolute())
-        self.before = self.report() or {}
+        self.before = jobs.status(self.socket)
+        self._processes = Processes(self.before["job"])
 
     def report(self) -> dict[str, Any] | None:
-        """The job's status; None once it has ended."""
-        with contextlib.suppress(JobNotFound):
-            return jobs.status(self.socket)
-        return None
+        """The job's status; None once it has ended.
+
+        While no watchdog answers, `watchdog_pid` is None and the rest is read from memory.
+        """
+        try:
+            found = jobs.status(self.socket)
+        except (JobNotFound, ControlError):
+            return self._remembered() if self._goes_on() else None
+        return found if found["job_id"] == self.before["job_id"] else None
+
+    def _goes_on(self) -> bool:
+        if int(self._processes.control["phase"]) > Phase.DRAINING:
+            return False
+        if self._processes.server() is not None or self._processes.standby() is not None:
+            return True
+        return (segment.SHM / self._processes.segment.name[1:]).exists()
+
+    def _remembered(self) -> dict[str, Any]:
+        control = self._processes.control
+        roster = control["roster"]
+        pids = roster["pid"][roster["retired"] != roster["generation"]]
+        told = {
+            "version": int(control["version"]),
+            "learners": [{"pid": pid} for pid in pids.tolist()],
+            "watchdog_pid": None,
+        }
+        return self.before | jobs.counts(control) | told
 
     def finish(self, pids: set[int]) -> dict[str, Any] | None:
         """The status once the ended learners' gradients are applied."""
@@ -212,6 +240,8 @@ class _Run:
         report = self.job.report()
         if report is None:
             return False
+        if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
+            self._say("no watchdog answers; the learners go on without one")
         self.last = report
         if not self.first_gradient and report["version"] > self.job.before.get("version", 0):
             self.first_gradient = now
@@ -242,8 +272,7 @@ class _Run:
                 learners.start(one.index)
 
     def _say(self, text: str) -> None:
-        if not self.options.quiet:
-            print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
+        print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
 
     def _summary(self) -> dict[str, Any]:
         before, after = self.job.before, self.last

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gadei_ps import checkpoint, config, control, segment, weights
 from gadei_ps.checkpoint import Snapshot
 from gadei_ps.config import JobConfig
 from gadei_ps.control import Status
-from gadei_ps.errors import CheckpointError, JobNotFound, UsageError
+from gadei_ps.errors import CheckpointError, ControlError, JobNotFound, UsageError
+from gadei_ps.export import export as write_weights
 from gadei_ps.layout import CONTROL, SegmentKind
+
+ANSWER_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -64,20 +70,26 @@ def find(source: str, version: int | None = None) -> Saved:
 
 
 def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]:
-    """Writes plain weights of a running job, else of a checkpoint; says what was written.
+    """Writes plain weights of a job in memory, else of a checkpoint; says what was written.
 
     Raises CheckpointError, UsageError.
     """
     snapshot = None
+    origin = f"memory of job {source}"
+    problems: tuple[str, ...] = ()
     named = "/" not in source and not source.endswith(".toml")
     if version is None and named and not Path(source).is_dir():
-        snapshot = _live(source)
-    origin = f"running job {source}"
-    problems: tuple[str, ...] = ()
+        snapshot = _in_memory(source)
     if snapshot is None:
         found = find(source, version)
         snapshot, origin, problems = found.snapshot, str(found.path), found.problems
-    checkpoint.export(snapshot, out)
+        if named and version is None and _runs(source):
+            problems = (
+                f"job {source!r} runs, but its memory has lost its names (gadei-ps doctor tells): "
+                "these are not its weights, but those of its newest checkpoint",
+                *problems,
+            )
+    write_weights(snapshot, out)
     return {
         "from": origin,
         "problems": list(problems),
@@ -89,20 +101,27 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
     }
 
 
-def _live(job: str) -> Snapshot | None:
-    """The weights of a running job as they are, without locks; None if there is no such job.
+def _runs(job: str) -> bool:
+    with contextlib.suppress(JobNotFound, ControlError):
+        control.ask(job, Status(), ANSWER_TIMEOUT_S)
+        return True
+    return False
 
-    Raises CheckpointError for one without a model.
+
+def _in_memory(job: str) -> Snapshot | None:
+    """The weights as they are, without locks, also of a job that is dead; None if there are none.
+
+    Raises CheckpointError for a job without a model.
     """
-    import numpy as np
-
+    if not (segment.server_pids(job) or segment.is_kept(job)):
+        return None
+    names = [segment.segment_name(job, part) for part in ("control", "weights")]
     try:
-        if control.ask(job, Status())["model"] is None:
+        words = segment.attach(names[0], SegmentKind.CONTROL, writable=False).view(CONTROL)
+        if not int(words["model_ready"]):
             raise CheckpointError(f"job {job!r} has no model yet: there is nothing to export")
-        names = [segment.segment_name(job, part) for part in ("weights", "control")]
-        mapped = segment.attach(names[0], SegmentKind.WEIGHTS, writable=False)
-        words = segment.attach(names[1], SegmentKind.CONTROL, writable=False).view(CONTROL)
-    except (JobNotFound, FileNotFoundError):
+        mapped = segment.attach(names[1], SegmentKind.WEIGHTS, writable=False)
+    except FileNotFoundError:
         return None
     return Snapshot(
         job=job,

@@ -21,6 +21,14 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
+def show(what: RenderableType) -> None:
+    """Text as it is, anything else as rich lays it out."""
+    if isinstance(what, str):
+        print(what)
+    else:
+        console().print(what)
+
+
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
     """An empty table without lines; columns named in `right` hold numbers."""
     made = Table(box=None, pad_edge=False, header_style="dim")
@@ -273,6 +281,21 @@ def checkpointed(outcome: Mapping[str, Any]) -> str:
     )
 
 
+def exported(result: Mapping[str, Any]) -> str:
+    """What export says."""
+    return (
+        f"{result['tensors']} tensors of version {result['version']} written: {result['out']} "
+        f"(from {result['from']})"
+    )
+
+
+def killed(sent: Mapping[str, Any]) -> str:
+    """What kill says."""
+    which = sent["role"] if sent["row"] is None else f"learner {sent['row']}"
+    ended = ", which is gone" if sent["ended"] else ""
+    return f"sent {sent['signal']} to the {which} of job {sent['job']}: pid {sent['pid']}{ended}"
+
+
 def raged(report: Mapping[str, Any]) -> Table:
     """The end of `chaos`."""
     hits = [
@@ -281,8 +304,10 @@ def raged(report: Mapping[str, Any]) -> Table:
         for role, count in report[kind].items()
         if count or kind == "kills"
     ]
-    rows = {
-        "killed": f"{', '.join(hits)} in {duration(report['seconds'])} (seed {report['seed']})",
+    rows = {"killed": f"{', '.join(hits)} in {duration(report['seconds'])} (seed {report['seed']})"}
+    if report["missed"]:
+        rows["not tested"] = f"{', '.join(report['missed'])}: never hit; use a longer --for"
+    rows |= {
         "fail-over": _spread(report["failover_ms"], "kill to the next applied gradient"),
         "restart": _spread(report["restart_ms"], "likewise, where no server stood by"),
         "take-over": _spread(report["takeover_ms"], "kill to the next active server"),

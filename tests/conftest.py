@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `import support`
-pytest.register_assert_rewrite("support")
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "cli")]  # for `import support` and `import shell`
+pytest.register_assert_rewrite("support", "shell")
 
 import support  # noqa: E402
+from shell import Cli  # noqa: E402
 
 PR_SET_CHILD_SUBREAPER = 36
 JOBS = f"t{os.getpid()}-"
@@ -51,6 +53,14 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 def job_name(runtime_dir: Path) -> str:
     """A job name that no other test has."""
     return f"{JOBS}{next(_numbers)}"
+
+
+@pytest.fixture
+def cli(runtime_dir: Path, tmp_path: Path) -> Iterator[Cli]:
+    """Runs gadei-ps; what it has started is ended after the test."""
+    made = Cli(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

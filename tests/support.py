@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
+import random
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -22,6 +29,7 @@ from gadei_ps.config import JobConfig, from_mapping
 from gadei_ps.control import Status, ask
 from gadei_ps.daemon import Daemon
 from gadei_ps.layout import Action, FrameKind, Phase, Reason, WireType
+from gadei_ps.learners.client import Client
 from gadei_ps.segment import Segment
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.weights import Model, Tensor, data
@@ -44,6 +52,13 @@ def eventually(
             raise AssertionError(f"not within {timeout_s} s: {said or condition}")
         time.sleep(0.001)
     return value
+
+
+def spin(chance: random.Random, most_s: float) -> None:
+    """A random time, without giving the core away: until anywhere in what another is doing."""
+    end = time.perf_counter() + chance.random() * most_s
+    while time.perf_counter() < end:
+        pass
 
 
 # -- processes ----------------------------------------------------------------------------------
@@ -172,6 +187,108 @@ def kill_all(job: str, socket: Path | None = None) -> None:
         eventually(lambda pid=pid: gone(pid), what=f"{pid} of {pids}")
 
 
+class Manager:
+    """systemd's end of a service's notify socket: a path, or @NAME for the abstract namespace."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind("\0" + address[1:] if address[0] == "@" else address)
+        self.socket.setblocking(False)
+
+    def heard(self) -> list[str]:
+        """Every datagram since the last call."""
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found.append(self.socket.recv(4096).decode())
+        return found
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+# -- processes that start quickly -----------------------------------------------------------------
+
+
+class Forked(subprocess.Popen[bytes]):
+    """What spawn() would start, as a fork of this process: all that it imports is there already.
+
+    A watchdog and a server take a second of a core to start, most of which are imports. Whether
+    they start on their own is seen where the command line and crash/test_deaths.py start them.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None, **how: Any) -> None:
+        self.args, self.stdin, self.stdout, self.stderr = command, None, None, None
+        self.returncode = None
+        self._child_created, self._waitpid_lock = True, threading.Lock()  # Popen's own
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            self._run(command, env, parent, **how)
+
+    def _run(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None,
+        parent: int,
+        stdout: int | None = None,
+        pass_fds: Sequence[int] = (),
+        how: int | None = signal.SIGKILL,
+    ) -> None:
+        code = 1
+        try:
+            gc.freeze()  # nothing of the parent's is ever closed here, whatever has its number
+            os.setpgid(0, 0)
+            if how is not None:
+                process.dies_with_parent(parent, how)()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            keep = {0, 1, 2, *pass_fds}
+            for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+                if fd not in keep:
+                    with contextlib.suppress(OSError):
+                        os.close(fd)
+            if stdout is not None:
+                os.dup2(stdout, 1)
+            sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
+            if env is not None:
+                os.environ.clear()
+                os.environ.update(env)
+            sys.argv = list(command[2:])
+            sys.modules[command[2]].main()
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+def fork_quickly() -> contextlib.AbstractContextManager[Any]:
+    """In this block watchdogs are forks of this process, and their servers are forks of them."""
+    from gadei_ps import server, shard
+
+    shard.load()
+    loaded = (server.__name__, Daemon.__module__)
+    spawn = process.spawn
+
+    def forked(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
+        return Forked(command, **how) if command[2] in loaded else spawn(command, **how)
+
+    return mock.patch.object(process, "spawn", forked)
+
+
+class QuickDaemon(Daemon):
+    """A daemon whose processes start quickly."""
+
+    def _start(self, *, fresh: bool) -> None:
+        with fork_quickly():
+            super()._start(fresh=fresh)
+
+
 # -- jobs ---------------------------------------------------------------------------------------
 
 
@@ -187,7 +304,7 @@ def config(name: str, **values: Any) -> JobConfig:
 
 def daemon(name: str, **values: Any) -> Daemon:
     """A job's daemon, to be used in a with statement; with one server, which starts quicker."""
-    return Daemon(config(name, **({"standby": False} | values)))
+    return QuickDaemon(config(name, **({"standby": False} | values)))
 
 
 def status(job: str) -> dict[str, Any]:
@@ -206,14 +323,46 @@ def ring_of(job: str, row: int) -> Segment:
     )
 
 
-def published(ring: Segment) -> int:
-    return _native.load(ring.address + layout.offset(layout.RING, "head"))
-
-
 def live_weights(job: str) -> np.ndarray:
     """The job's weights, read-only, shape (elements,)."""
     name = segment.segment_name(job, "weights")
     return data(segment.attach(name, layout.SegmentKind.WEIGHTS, writable=False))
+
+
+def _push_for_ever(pipe: Connection, job: str, push: Callable[[Client], object]) -> None:
+    client = Client(job)
+    pipe.send((client.row, client.generation))
+    pipe.recv()  # who wants to know our ring's head after our death has mapped it
+    while True:
+        push(client)
+
+
+class Pusher:
+    """A process that calls push(client) for ever, and its ring."""
+
+    def __init__(self, job: str, push: Callable[[Client], object]) -> None:
+        self.child = Child(_push_for_ever, job, push)
+        try:
+            self.row, self.generation = self.child.receive()
+            self.ring = ring_of(job, self.row)
+        except BaseException:
+            self.child.kill()
+            raise
+        self.child.send()
+
+    @property
+    def published(self) -> int:
+        """Gradients; also after its death."""
+        return _native.load(self.ring.address + layout.offset(layout.RING, "head"))
+
+    def kill(self) -> None:
+        self.child.kill()
+
+
+def same(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
+    """To the last bit."""
+    for one, other in zip(arrays, others, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 class Rig:
@@ -331,6 +480,10 @@ class Rig:
         places[place.ELEMENTS] = self.model.elements
         places[place.PARAMETERS] = self.model.parameters
         return places
+
+    def kept(self) -> list[np.ndarray]:
+        """Copies of weights and slots."""
+        return [part.copy() for part in (self.weights, *self.slots)]
 
     def undo(self, index: int, stream: int, chunk: int) -> np.ndarray:
         """A stream of a shard's undo log, as that chunk is logged."""

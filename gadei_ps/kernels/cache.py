@@ -15,11 +15,13 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import numba
 
-KEPT = 3  # directories of earlier versions that stay
+KEPT = 3  # directories of other versions that stay
+UNUSED_S = 86400.0  # and those that have been used since
 DIGEST = re.compile("[0-9a-f]{16}")
 _PACKAGE = Path(__file__).parents[1]
 SOURCES = (
@@ -64,22 +66,28 @@ def _temporary() -> Path:
 
 
 def directory() -> Path:
-    """The directory of this version's code; made if there is none."""
+    """The directory of this version's code; made if there is none. Its time is its last use's."""
     digest = hashlib.sha256()
     for path in SOURCES:
         digest.update(path.read_bytes())
     here = base() / digest.hexdigest()[:16]
-    if not here.is_dir():
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if here.is_dir():
+            os.utime(here)
+        else:
             here.mkdir(mode=0o700)
-            others = [
-                path
-                for path in here.parent.iterdir()
-                if DIGEST.fullmatch(path.name) and path != here
-            ]
-            for old in sorted(others, key=lambda path: path.stat().st_mtime)[:-KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+            _prune(here)
     return here
+
+
+def _prune(here: Path) -> None:
+    """Removes what only versions have used that have been replaced."""
+    others = [path for path in here.parent.iterdir() if DIGEST.fullmatch(path.name)]
+    others.remove(here)
+    used = {path: path.stat().st_mtime for path in others}
+    for old in sorted(others, key=lambda path: used[path])[:-KEPT]:
+        if time.time() - used[old] > UNUSED_S:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 numba.config.CACHE_DIR = str(directory())

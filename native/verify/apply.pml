@@ -1,7 +1,8 @@
 /* One learner's gradients through a ring of N slots into S shards of C chunks each.
  *
  * Code: native/ps_ring.c ps_claim, ps_publish, ps_release; gadei_ps/apply.py begin, apply_chunks,
- * finish, recover; gadei_ps/shard.py _on_arrival; the lease in control.shard[k].
+ * _change_chunk, _save, restore, finish; gadei_ps/recover.py; gadei_ps/shard.py _on_arrival, stand_by;
+ * native/ps_lease.c.
  *
  * Processes: the learner; the shard threads of KILLS + 1 servers, of which the first serves and the
  * others wait for the leases, a server once one before it has lost a thread; the kernel, which may end
@@ -17,15 +18,15 @@
  *   met by an acquire load, so there is no cycle that a weaker order would add; the two places that
  *   need a fence are in sleep.pml.
  * - Waiting is a guard: what it costs to sleep and wake is in sleep.pml.
- * - Two chunks: every chunk but the first and the last is as its neighbours are.
+ * - Two chunks (C), or three, where a half of the undo log is used a second time.
  *
  * A death is a rendezvous with the kernel in `unless`: one step, possible before every statement. It
  * always comes at last, when nothing else is to be done, so a run without deaths is a prefix; what a
  * death might repair is seen with fewer KILLS and with -DLEARNER_LIVES.
  *
- * -DN=1..3 slots. Left out or wrong on purpose, to see the check fail: -DNO_UNDO, -DNO_LEASE,
- * -DTAIL_FIRST (slot given back before the last chunk is done), -DIDLE_FIRST (cursor idle before
- * the sequence counts as applied). */
+ * -DN=1..3 slots. Left out or wrong on purpose, to see the check fail: -DNO_UNDO, -DONE_HALF (the
+ * undo log has room for one chunk), -DNO_LEASE, -DTAIL_FIRST (slot given back before the last chunk
+ * is done), -DIDLE_FIRST (cursor idle before the sequence counts as applied). */
 #ifndef N
 #define N 2
 #endif
@@ -51,7 +52,7 @@ byte head;
 byte tail[S];
 byte others;      /* the slowest tail of all other shards */
 byte w[S * C];       /* weights, by shard * C + chunk */
-byte undo[S];
+byte undo[S * 2];    /* two halves, by chunk % 2 */
 byte cursor[S] = IDLE;
 byte record[S];  /* sequence of the frame in hand */
 byte record_step[S];
@@ -66,12 +67,18 @@ byte up;         /* servers below it are being killed */
 #endif
 bool learner_killed, learner_gone, done;
 
+#ifdef ONE_HALF
+#define UNDO undo[k * 2]
+#else
+#define UNDO undo[k * 2 + c % 2]
+#endif
+
 inline apply_chunks() {
     do
     :: c < C ->
 #ifndef NO_UNDO
-        undo[k] = TORN;
-        undo[k] = w[k * C + c];
+        UNDO = TORN;
+        UNDO = w[k * C + c];
 #endif
         cursor[k] = c * 2 + 1;
         d_step { assert(slot[record[k] % N] == record[k] + 1); x = w[k * C + c]; w[k * C + c] = TORN }
@@ -84,22 +91,22 @@ inline apply_chunks() {
         d_step {
             assert(slot[record[k] % N] == record[k] + 1);
             w[k * C + c] = (x == TORN -> TORN : x + 1);
-            x = 0
+            x = 0;
+            c++ /* and stays open until the next one is */
         }
-        d_step { c++; cursor[k] = c * 2 }
-    :: else -> break
-    od;
-    c = 0
+    :: atomic { c == C -> cursor[k] = C * 2; c = 0 }; break
+    od
 }
 
 inline finish() {
-    steps[k] = record_step[k] + 1;
 #ifdef IDLE_FIRST
+    steps[k] = record_step[k] + 1;
     cursor[k] = IDLE;
-    applied[k] = record[k] + 1;
+    applied[k] = record[k] + 1
 #else
     applied[k] = record[k] + 1;
-    cursor[k] = IDLE;
+    steps[k] = record_step[k] + 1;
+    cursor[k] = IDLE
 #endif
 }
 
@@ -122,7 +129,7 @@ end_spare: {
             :: x ->
                 x = 0;
                 w[k * C + c] = TORN;
-                w[k * C + c] = undo[k];
+                w[k * C + c] = UNDO;
                 cursor[k] = c * 2
             :: !x
 #else

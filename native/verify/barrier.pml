@@ -1,8 +1,7 @@
 /* BSP: K supersteps of L learners on two shards, with a learner's death and a server's in the middle.
  *
- * Code: gadei_ps/sync/bsp.py and base.py; gadei_ps/server.py _report_pushes, _report_member,
- * _carry_out, _supersteps_done, _publish_grants; gadei_ps/shard.py _superstep; gadei_ps/apply.py
- * begin, finish, recover for supersteps; native/ps_ring.c ps_wait_grant.
+ * Code: gadei_ps/sync/bsp.py and base.py; gadei_ps/driver.py; gadei_ps/shard.py _superstep;
+ * gadei_ps/apply.py begin, finish; gadei_ps/recover.py; native/ps_ring.c ps_wait_grant.
  *
  * Processes: L learners, the first of which may be killed; the watchdog; the managers and shard
  * threads of two servers, the first of which may be killed, its threads ending one by one, later, in
@@ -10,15 +9,17 @@
  *
  * Abstractions: chunks, undo log and tails are in apply.pml, rings and rows in roster.pml: here every
  * ring is mapped, a superstep's chunks are one step, and a slot is free when it is applied. The
- * manager's private state is changed in one step where no other process reads it. A learner that
- * has pushed K gradients detaches. Gradients are never refused. A death is a rendezvous with the
- * kernel, as in apply.pml; -DSERVER_LIVES and -DLEARNER_LIVES limit who dies.
+ * manager's private state is changed in one step where no other process reads it. All learners have
+ * asked for a turn, and so are members, before the first push. A learner that has pushed K gradients
+ * detaches. Gradients are never refused. A death is a rendezvous with the kernel, as in apply.pml;
+ * -DSERVER_LIVES and -DLEARNER_LIVES limit who dies.
  *
  * Wrong on purpose: -DFINISH_AGAIN (recover redoes a superstep that is finished but for the cursor,
- * with what then stands in superstep_action), -DNO_WAIT (the new manager does not wait for the open
- * superstep), -DWAIT_FOR_DEAD (the dead are not taken out of the membership), -DCURSOR_FIRST (cursor
- * idle before the superstep counts as done), -DJOIN_LATE (members join one by one, also after the
- * first push has been reported). */
+ * with what then stands in superstep_action), -DNO_STEPS (nor does it store `steps` of that one),
+ * -DNO_WAIT (the new manager does not wait for the open superstep), -DWAIT_FOR_DEAD (the dead are not
+ * taken out of the membership), -DCURSOR_FIRST (cursor idle before the superstep counts as done),
+ * -DJOIN_LATE (members join one by one, also after the first push has been reported), -DMEMBERS_ONLY
+ * (so do those that have left and of which a gradient waits for its barrier). */
 #ifndef L
 #define L 2
 #endif
@@ -30,7 +31,7 @@
 
 /* rings and roster */
 byte head[L], grant[L];
-bool gone[L], killed, wanted[L];
+bool gone[L], killed, wanted[L], member[L];
 /* control, state */
 byte superstep;
 bool action[L];
@@ -38,12 +39,11 @@ byte upto[L];
 byte applied[6];             /* by shard * L + learner */
 byte finished[S];            /* record.supersteps */
 byte cursor[S];              /* 0: idle, 1: begun, 2: all chunks done */
-byte record[S];
+byte record[S], record_step[S];
 byte did[6];                 /* frames in the weights, likewise */
 byte steps[S];
 byte lease[S] = NOBODY;
 byte manager_lease = NOBODY;
-bool ready[2 * S];
 bool dead[3], done;
 #define LEARNER 6
 chan die = [0] of { byte } /* server * 3 + thread, or LEARNER + learner */
@@ -57,12 +57,12 @@ inline end_thread(thread, lock) {
         if
         :: lock == 0 -> lock = NOBODY
         :: else
-        fi;
-        if
-        :: dead[0] && dead[1] && dead[2] -> ready[0] = false; ready[1] = false
-        :: else
         fi
     }
+}
+
+inline count_step() {
+    d_step { steps[k] = record_step[k] + 1; assert(steps[k] == record[k]) }
 }
 
 inline finish() {
@@ -79,9 +79,11 @@ inline finish() {
     l = 0;
 #ifdef CURSOR_FIRST
     cursor[k] = 0;
-    finished[k] = record[k]
+    finished[k] = record[k];
+    count_step()
 #else
     finished[k] = record[k];
+    count_step();
     cursor[k] = 0
 #endif
 }
@@ -98,8 +100,6 @@ inline apply_superstep() {
             :: else
             fi
         }
-        steps[k]++;
-        assert(steps[k] == record[k]);
         l = 0;
         cursor[k] = 2
     }
@@ -108,20 +108,24 @@ inline apply_superstep() {
 proctype Shard(byte i; byte k) {
     byte l;
 end_spare: {
-        atomic { (i == 0 || KILLED) && lease[k] == NOBODY -> lease[k] = i; ready[i * S + k] = true };
+        atomic { (i == 0 || KILLED) && lease[k] == NOBODY -> lease[k] = i };
         if
         :: cursor[k] == 1 -> apply_superstep(); finish()
 #ifdef FINISH_AGAIN
         :: cursor[k] == 2 -> finish()
 #else
         :: cursor[k] == 2 && finished[k] != record[k] -> finish()
-        :: cursor[k] == 2 && finished[k] == record[k] -> cursor[k] = 0
+        :: cursor[k] == 2 && finished[k] == record[k] ->
+#ifndef NO_STEPS
+            count_step();
+#endif
+            cursor[k] = 0
 #endif
         :: cursor[k] == 0
         fi;
 end_idle: do
         :: superstep > finished[k] ->
-            d_step { record[k] = superstep; cursor[k] = 1 };
+            d_step { record[k] = superstep; record_step[k] = steps[k]; cursor[k] = 1 };
             apply_superstep();
             finish()
         od
@@ -159,17 +163,21 @@ proctype Manager(byte i) {
     bool closed, pending, all;
     byte l, m;
 end_spare: {
-        atomic { (i == 0 || KILLED) && ready[i * S] && manager_lease == NOBODY -> manager_lease = i };
+        atomic { (i == 0 || KILLED) && manager_lease == NOBODY -> manager_lease = i };
 #ifndef NO_WAIT
         ALL_FINISHED;
 #endif
-        d_step { /* join everybody who is there or has left something */
+        d_step { /* join all members, and who has left something */
             for (m : 0 .. L - 1) {
                 reported[m] = applied[m];
+#ifdef MEMBERS_ONLY
+                joined[m] = member[m];
+#else
 #ifndef JOIN_LATE
-                joined[m] = wanted[m] || head[m] > applied[m];
-                computing[m] = joined[m]
+                joined[m] = member[m] || head[m] > applied[m];
 #endif
+#endif
+                computing[m] = joined[m]
             }
             m = 0
         };
@@ -191,11 +199,11 @@ end_serve: do
                 barrier();
                 m = 0
             }
-#ifdef JOIN_LATE
+#if defined(JOIN_LATE) || defined(MEMBERS_ONLY)
         :: atomic {
                 if
-                :: !joined[0] && (wanted[0] || head[0] > reported[0]) -> m = 0
-                :: !joined[1] && (wanted[1] || head[1] > reported[1]) -> m = 1
+                :: !joined[0] && (member[0] || head[0] > reported[0]) -> m = 0
+                :: !joined[1] && (member[1] || head[1] > reported[1]) -> m = 1
                 fi;
                 joined[m] = true;
                 computing[m] = !closed; /* else it takes part from the next superstep on */
@@ -212,6 +220,7 @@ end_serve: do
 #endif
                 fi;
                 joined[m] = false;
+                member[m] = false;
                 computing[m] = false;
                 barrier();
                 m = 0
@@ -319,7 +328,7 @@ init {
     atomic {
         byte l;
         for (l : 0 .. 1) { run Shard(l, 0); run Shard(l, 1); run Manager(l) }
-        for (l : 0 .. L - 1) { wanted[l] = true; run Learner(l) }
+        for (l : 0 .. L - 1) { wanted[l] = true; member[l] = true; run Learner(l) }
         l = 0;
         run Watchdog(); run Kernel(); run Monitor()
     }

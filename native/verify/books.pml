@@ -1,7 +1,8 @@
 /* Shard 0's books: B batches handed to two learners, answered, handed out again when one dies.
  *
- * Code: gadei_ps/account.py settle, top_up, depart; gadei_ps/ledger.py; the journal around them;
- * gadei_ps/apply.py finish and recover (the books part); ps_ring.c ps_hand_out, ps_take_work.
+ * Code: gadei_ps/account.py book_arrival, top_up_all, depart, show_work, show_all_work;
+ * gadei_ps/ledger.py; gadei_ps/journal.py; begin and finish in gadei_ps/apply.py;
+ * gadei_ps/recover.py; _keep_books in gadei_ps/shard.py; native/ps_ring.c ps_hand_out, ps_take_work.
  *
  * Processes: two learners, of which the second may be killed; the watchdog, who then says so; shard
  * 0's thread in KILLS + 1 servers, each but the last killed at any step.
@@ -36,7 +37,6 @@ typedef Books {
     byte again[B];          /* to be handed out again */
     byte agains;
     byte counted[R];
-    bool drained[R];
     bool booked
 }
 Books now;           /* in control */
@@ -50,6 +50,7 @@ byte head[R], tail[R], applied[R];
 bool idle = true;      /* cursor == IDLE */
 byte record_row, record_frame;
 bool wanted[R] = true;
+bool drained;          /* the second row */
 bool killed[R], done;
 byte up;               /* the server that serves */
 byte answered[B], holder[B];
@@ -60,8 +61,7 @@ inline set_all(to, from) { /* one word after the other matters only where a kill
     d_step {
         for (i : 0 .. R * AHEAD - 1) { to.out[i] = from.out[i]; to.items[i] = from.items[i] }
         for (i : 0 .. R - 1) {
-            to.handed[i] = from.handed[i]; to.counted[i] = from.counted[i];
-            to.drained[i] = from.drained[i]
+            to.handed[i] = from.handed[i]; to.counted[i] = from.counted[i]
         }
         for (i : 0 .. B - 1) { to.again[i] = from.again[i] }
         to.next = from.next; to.agains = from.agains; to.booked = from.booked; i = 0
@@ -70,7 +70,7 @@ inline set_all(to, from) { /* one word after the other matters only where a kill
 
 inline clear_old() {
     for (i : 0 .. R * AHEAD - 1) { old.out[i] = 0; old.items[i] = 0 }
-    for (i : 0 .. R - 1) { old.handed[i] = 0; old.counted[i] = 0; old.drained[i] = false }
+    for (i : 0 .. R - 1) { old.handed[i] = 0; old.counted[i] = 0 }
     for (i : 0 .. B - 1) { old.again[i] = 0 }
     old.next = 0; old.agains = 0; old.booked = false; i = 0
 }
@@ -87,7 +87,7 @@ inline roll_back() { /* word by word: a second death in it must be harmless */
     d_step { for (i : 0 .. R * AHEAD - 1) { now.items[i] = old.items[i] } i = 0 }
     now.handed[0] = old.handed[0];
     now.handed[1] = old.handed[1];
-    d_step { for (i : 0 .. R - 1) { now.counted[i] = old.counted[i]; now.drained[i] = old.drained[i] } i = 0 }
+    d_step { for (i : 0 .. R - 1) { now.counted[i] = old.counted[i] } i = 0 }
     commit()
 }
 
@@ -142,12 +142,12 @@ inline top_up(r) {
     atomic { b = 0; x = 0 }
 }
 
-inline books() { /* of the frame in hand */
+inline books(more) { /* of the frame in hand */
     begin_books();
     atomic { find(record_row, record_frame); assert(i < AHEAD); now.out[record_row * AHEAD + i] = 0; i = 0 };
     now.counted[record_row] = now.counted[record_row] + 1;
     if
-    :: wanted[record_row] -> top_up(record_row)
+    :: more && wanted[record_row] -> top_up(record_row)
     :: else
     fi;
 #ifdef BOOKED_LATE
@@ -170,7 +170,7 @@ inline finish() {
         :: else
         fi
     };
-    d_step { idle = true; now.booked = false; };
+    idle = true;
     d_step { tail[record_row] = applied[record_row]; record_row = 0; record_frame = 0 }
 }
 
@@ -194,7 +194,7 @@ end_spare: {
         if
         :: !idle ->
             if
-            :: !now.booked -> books()
+            :: !now.booked -> books(false)
             :: else
             fi;
             finish()
@@ -207,10 +207,9 @@ end_spare: {
         /* serve */
 end_idle: do
         :: atomic { if :: head[0] != tail[0] -> r = 0 :: head[1] != tail[1] -> r = 1 fi };
-            record_row = r;
-            record_frame = frame[r];
+            d_step { record_row = r; record_frame = frame[r]; now.booked = false };
             idle = false;
-            books();
+            books(true);
             finish();
             r = 0
         :: atomic { if :: wanted[0] && WORK(0) -> r = 0 :: wanted[1] && WORK(1) -> r = 1 fi };
@@ -219,7 +218,7 @@ end_idle: do
             commit();
             write_copy(r);
             r = 0
-        :: !wanted[1] && applied[1] == head[1] && !now.drained[1] && idle ->
+        :: !wanted[1] && applied[1] == head[1] && !drained && idle ->
             begin_books();
             do
             :: atomic { i = 0; do :: i < AHEAD && !now.out[AHEAD + i] -> i++ :: else -> break od; b = i; i = 0 };
@@ -232,8 +231,8 @@ end_idle: do
                 fi
             od;
             b = 0;
-            now.drained[1] = true;
-            commit()
+            commit();
+            drained = true
         od
     } unless { atomic { die ? eval(me) -> up++; i = 0; b = 0; x = 0; r = 0 } }
 }
@@ -275,7 +274,7 @@ proctype Monitor() {
         for (i : 0 .. R * AHEAD - 1) { assert(!now.out[i]) }
         assert(now.next == B && now.agains == 0 && idle && !open);
         assert(now.counted[0] == head[0] && now.counted[1] == head[1]);
-        assert(now.drained[1] == killed[1]);
+        assert(drained == killed[1]);
         done = true
     }
 }

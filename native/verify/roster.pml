@@ -1,33 +1,39 @@
-/* A row of the roster, used by G learners one after the other; two shards, two servers, a watchdog
- * that may be killed and started again.
+/* A row of the roster, used by G learners one after the other; two shards, KILLS + 1 servers, a
+ * watchdog that may be killed and started again.
  *
- * Code: watchdog/roster.py attach, _leave, free_rows, and the adoption by a new watchdog;
- * gadei_ps/server.py _take_in, _look_at_roster, _retire and the standby's following of the roster;
- * gadei_ps/shard.py serve, _look_up, _on_arrival, _keep_books; gadei_ps/apply.py recover.
+ * Code: watchdog/roster.py adopt, attach, _leave, free_rows; gadei_ps/server.py _follow, _map_ring,
+ * _take_in, _retire, _abandoned; gadei_ps/rings.py; gadei_ps/shard.py stand_by, serve, _look_up,
+ * _on_arrival, _keep_books; gadei_ps/recover.py; finish in gadei_ps/apply.py.
  *
  * Processes: a learner for each generation (publishes up to H frames, ends at any time, killed or
- * by itself); the watchdog and its successor; the managers and shard threads of two servers, the
- * first of which may be killed; the kernel, which ends its threads one by one, later, in any order.
+ * by itself); the watchdog and its successor; the managers and shard threads of the servers, all but
+ * the last of which may be killed; the kernel, which ends their threads one by one, later, in any
+ * order. A third server is started once one of the first two is gone.
  *
- * Abstractions: one row, because rows share nothing but the table's version. A frame's chunks are
- * one step (apply.pml). Ring of generation g is g; `name` says which of them the name ring.0 leads
- * to; `mapped` is a set of bits. The table's version counts 1, 2, 3, 1: no shard is ever further
- * behind, because a manager waits after it has taken a ring out. Reading a word and acting on it is
- * one step where the word can only change in the direction that keeps the condition true (head of a
- * dead learner, applied).
+ * Abstractions: one row, because rows share nothing but the table's version. A frame's chunks and
+ * books are one step (apply.pml, books.pml). Ring of generation g is g; `name` says which of them the
+ * name ring.0 leads to; `mapped` is a set of bits. The table's version counts 1, 2, 3, 1: no shard is
+ * ever further behind, because a manager waits after it has taken a ring out; with one row there is
+ * nothing that it could do meanwhile. Reading a word and acting on it is one step where the word can
+ * only change in the direction that keeps the condition true (head of a dead learner, applied).
  *
- * Who dies is limited by -DSERVER_LIVES and -DWATCHDOG_LIVES; a death is a rendezvous with the kernel,
- * as in apply.pml. -DALL_PUBLISH: every learner publishes H frames, not fewer.
+ * Who dies is limited by -DSERVER_LIVES and -DWATCHDOG_LIVES; -DWHOLE: the threads of a server
+ * end together. A death is a rendezvous with the kernel, as in apply.pml. -DALL_PUBLISH: every learner
+ * publishes H frames, not fewer.
  *
  * Wrong on purpose:
  *   -DNO_GENERATION  recover takes whatever ring its table has in the row
  *   -DNO_RING_WAIT   recover goes on without the ring if its table does not have it yet
+ *   -DALWAYS_RING    recover waits for the ring also where all is applied and booked
  *   -DNO_MAP_CHECK   who maps by name does not compare the ring's generation
- *   -DSHARED_SEEN    versions of the table that shards have seen: one word for both servers
- *   -DSERVED_FIRST   served := 0 before retired := generation
+ *   -DSHARED_SEEN    versions of the table that shards have seen: one word for all servers
+ *   -DSERVED_STAYS   a manager that takes a ring in does not clear `served` first
  *   -DALWAYS_RESET   a manager zeroes `applied` of every ring it takes in, served before or not
- *   -DNO_SERVED_CHECK shards take what their table shows without looking at `served`
- *   -DDEAF_RECOVERY   a shard that waits for a ring in recover does not say what it has seen
+ *   -DNO_SERVED_CHECK  shards take what their table shows without looking at `served`
+ *   -DNO_RETIRED_CHECK shard 0 lets go of a learner without looking at `retired`
+ *   -DONLY_LAST      a ring is forgotten only if it is the last that was retired in its row
+ *   -DDEAF_RECOVERY  a shard that waits for a ring in recover does not say what it has seen
+ *   -DHALF_ROWS      a server without watchdog also lets go of rows that were being given away
  *   -DEVICT_ALIVE    wanted := 0 while the learner can still publish */
 #ifndef G
 #define G 2
@@ -35,11 +41,13 @@
 #ifndef H
 #define H 1
 #endif
+#ifndef KILLS
+#define KILLS 1
+#endif
 #define NOBODY 9
-#define SERVERS 2
+#define SERVERS (KILLS + 1)
 #define S 2
-#define KILLED (dead[0] || dead[1] || dead[2])
-#define WATCHDOG 6
+#define WATCHDOG 9
 chan die = [0] of { byte } /* server * 3 + thread, or WATCHDOG */
 #define BIT(g) (1 << (g))
 
@@ -51,20 +59,20 @@ byte name;
 byte head[G + 1];
 bool alive[G + 1];
 /* records */
-byte cursor[S];          /* 0: idle, 1: begun, 2: all chunks done */
+byte cursor[S];          /* 0: idle, 1: begun, 2: all applied and booked */
 byte rec_generation[S], rec_sequence[S];
 /* leases */
 byte lease[S] = NOBODY;
 byte manager_lease = NOBODY;
 bool watchdog_killed;
-bool dead[3];            /* threads of the first server: shard 0, shard 1, manager */
+bool dead[SERVERS * 3];  /* threads, by server * 3 + shard; 2: the manager */
 /* private to the servers */
 byte table[SERVERS];     /* generation of the ring that shards are shown; 0: none */
 byte ring[SERVERS];      /* what is really behind it */
 byte mapped[SERVERS];
 byte version[SERVERS] = 1;
-byte seen[4];            /* by server * S + shard; 0: has no lease yet */
-bool ready[4];
+byte seen[SERVERS * S];  /* by server * S + shard */
+bool ready[SERVERS * S]; /* has its lease, and reads the table */
 byte did[9];             /* frames of each generation in the weights, by shard * (G + 1) + generation */
 byte counter;
 bool done;
@@ -80,7 +88,16 @@ bool done;
 #define SERVED_IS(g) served == g
 #endif
 #define ALL_SEEN(i) (SEEN(i, 0) == version[i] && SEEN(i, 1) == version[i])
-#define NOT_STARTED_OR_SEEN(i, k) (!ready[(i) * S + (k)] || SEEN(i, k) == version[i])
+#define SEEN_OR_BLIND(i, k) (!ready[(i) * S + (k)] || SEEN(i, k) == version[i])
+#define NOBODY_LOOKS(i) (SEEN_OR_BLIND(i, 0) && SEEN_OR_BLIND(i, 1))
+#define DYING(i) (dead[(i) * 3] || dead[(i) * 3 + 1] || dead[(i) * 3 + 2])
+#define GONE(i) (dead[(i) * 3] && dead[(i) * 3 + 1] && dead[(i) * 3 + 2])
+#if KILLS > 1
+#define STARTED (i < 2 || GONE(0) || GONE(1))
+#else
+#define STARTED true
+#endif
+#define MAY_WAIT (i == 0 || (STARTED && DYING(i - 1)))
 
 inline work(r, label) { /* applies all chunks from ring r, which the shard believes to be `label` */
     d_step {
@@ -99,23 +116,33 @@ inline finish() {
 }
 
 /* The words private to a process go with its last thread. */
+inline clear(s) {
+    if
+    :: GONE(s) ->
+        table[s] = 0; ring[s] = 0; mapped[s] = 0; version[s] = 0;
+        ready[s * S] = false; ready[s * S + 1] = false;
+#ifndef SHARED_SEEN
+        seen[s * S] = 0; seen[s * S + 1] = 0;
+#endif
+        skip
+    :: else
+    fi
+}
+
+#ifdef WHOLE /* the rendezvous hands the atomic step on */
+#define NEXT_DIES die ! i * 3 + k + 1
+#else
+#define NEXT_DIES skip
+#endif
+
 inline end_thread(thread, lock) {
     d_step {
-        dead[thread] = true;
+        dead[i * 3 + thread] = true;
         if
-        :: lock == 0 -> lock = NOBODY
+        :: lock == i -> lock = NOBODY
         :: else
         fi;
-        if
-        :: dead[0] && dead[1] && dead[2] ->
-            table[0] = 0; ring[0] = 0; mapped[0] = 0; version[0] = 0;
-            ready[0] = false; ready[1] = false;
-#ifndef SHARED_SEEN
-            seen[0] = 0; seen[1] = 0;
-#endif
-            skip
-        :: else
-        fi
+        clear(i)
     }
 }
 
@@ -125,17 +152,23 @@ inline end_thread(thread, lock) {
 #define HAS_RING table[i] == rec_generation[k]
 #endif
 
+#ifdef ALWAYS_RING
+#define MUST_WAIT cursor[k]
+#else
+#define MUST_WAIT (cursor[k] == 1)
+#endif
+
 proctype Shard(byte i; byte k) {
-    byte known, known_ring, t;
+    byte known, known_ring, t, v;
 end_spare: {
-        atomic { (i == 0 || KILLED) && lease[k] == NOBODY -> lease[k] = i; ready[i * S + k] = true };
+        atomic { MAY_WAIT && lease[k] == NOBODY -> lease[k] = i; ready[i * S + k] = true };
         if
-        :: cursor[k] == 1 ->
+        :: MUST_WAIT ->
 #ifdef NO_RING_WAIT
             if
             :: table[i] == rec_generation[k] -> work(ring[i], rec_generation[k])
             :: table[i] != rec_generation[k] -> cursor[k] = 2 /* no ring, so nothing is applied */
-            fi;
+            fi
 #else
             do
             :: HAS_RING -> break
@@ -143,24 +176,31 @@ end_spare: {
             :: !(HAS_RING) && SEEN(i, k) != version[i] -> SEEN(i, k) = version[i]
 #endif
             od;
-            work(ring[i], rec_generation[k]);
+            if
+            :: cursor[k] == 1 -> work(ring[i], rec_generation[k])
+            :: else
+            fi
 #endif
-            finish()
-        :: cursor[k] == 2 -> finish()
-        :: else
+        :: !MUST_WAIT
+        fi;
+        if
+        :: cursor[k] -> finish()
+        :: !cursor[k]
         fi;
         SEEN(i, k) = 0; /* nothing is known yet */
 end_idle: do
         :: SEEN(i, k) != version[i] ->
-            d_step { known = table[i]; known_ring = ring[i]; t = applied[k]; SEEN(i, k) = version[i] }
-#ifndef NO_SERVED_CHECK
+            d_step { known = table[i]; known_ring = ring[i]; t = applied[k]; v = version[i] }
             d_step {
+#ifndef NO_SERVED_CHECK
                 if
                 :: known && served != known -> known = 0; known_ring = 0; t = 0
                 :: else
-                fi
-            }
+                fi;
 #endif
+                SEEN(i, k) = v;
+                v = 0
+            }
         :: known && head[known_ring] != t ->
             d_step { /* the record counts only from `cursor` on */
                 assert(mapped[i] & BIT(known_ring));
@@ -172,11 +212,19 @@ end_idle: do
             }
             work(known_ring, known);
             finish()
-        :: k == 0 && known && wanted != known && !drained && SERVED_IS(known) &&
+#ifdef NO_RETIRED_CHECK
+        :: k == 0 && known && wanted != known && !drained &&
+#else
+        :: k == 0 && known && wanted != known && !drained && retired < known &&
+#endif
            applied[0] == head[known_ring] && applied[1] == head[known_ring] ->
             d_step { assert(mapped[i] & BIT(known_ring)); drained = true }
         od
-    } unless { atomic { die ? eval(i * 3 + k) -> end_thread(k, lease[k]); known = 0; known_ring = 0; t = 0 } }
+    } unless { atomic { die ? eval(i * 3 + k) ->
+            end_thread(k, lease[k]);
+            known = 0; known_ring = 0; t = 0; v = 0;
+            NEXT_DIES
+        } }
 }
 
 /* Maps the ring that ring.0 names; n: its generation, 0 if it must not be used. */
@@ -216,29 +264,36 @@ inline retire() {
 
 inline unmap() { d_step { mapped[i] = mapped[i] & ~BIT(n); n = 0 } }
 
+#ifdef ONLY_LAST
+#define IS_RETIRED (retired == table[i])
+#else
+#define IS_RETIRED (retired >= table[i])
+#endif
+#ifdef HALF_ROWS
+#define IS_GIVEN wanted
+#else
+#define IS_GIVEN (wanted && wanted == generation)
+#endif
+
 proctype Manager(byte i) {
     byte n, g;
 end_spare: {
-        /* standby: follows the roster until its shard 0 serves */
+        STARTED;
+        /* standby: follows the roster */
 end_follow: do
-        :: atomic { ready[i * S] && manager_lease == NOBODY -> manager_lease = i }; break
+        :: atomic { MAY_WAIT && manager_lease == NOBODY -> manager_lease = i }; break
         :: atomic { generation != retired && served == generation && !table[i] -> g = generation };
             map();
             if
             :: n -> put_up()
             :: else -> g = 0
             fi
-        :: table[i] && (retired == table[i] || generation != table[i]) ->
-            forget();
-            NOT_STARTED_OR_SEEN(i, 0) && NOT_STARTED_OR_SEEN(i, 1);
-            unmap()
+        :: table[i] && IS_RETIRED -> forget(); NOBODY_LOOKS(i); unmap()
         od;
         /* active */
 end_serve: do
-        :: table[i] && (retired == table[i] || generation != table[i]) ->
-            forget(); /* left over from the standby's time */
-            ALL_SEEN(i);
-            unmap()
+        :: table[i] && IS_RETIRED -> /* left over from the standby's time */
+            forget(); NOBODY_LOOKS(i); unmap()
         :: atomic { generation != retired && !table[i] -> g = generation };
             map();
             assert(n == g); /* the name stays until the row is retired */
@@ -249,9 +304,10 @@ end_serve: do
             if
             :: served != g ->
 #endif
+#ifndef SERVED_STAYS
                 served = 0;
+#endif
                 d_step { applied[0] = 0; applied[1] = 0 } /* each has its own reader */
-                drained = false;
                 served = g
             :: served == g
             fi;
@@ -259,13 +315,8 @@ end_serve: do
         :: table[i] && generation == table[i] && wanted != table[i] && drained && retired != table[i] ->
             forget();
             ALL_SEEN(i);
-#ifdef SERVED_FIRST
-            served = 0;
             retire()
-#else
-            retire();
-            served = 0
-#endif
+        :: watchdog_killed && IS_GIVEN && !alive[wanted] -> wanted = 0
         od
     } unless { atomic { die ? eval(i * 3 + 2) -> end_thread(2, manager_lease); n = 0; g = 0 } }
 }
@@ -303,6 +354,7 @@ end_spare: {
 end_loop: do
         :: counter < G && generation == retired && !name ->
             d_step { counter++; name = counter }
+            drained = false;
             wanted = counter;
             d_step { generation = counter; alive[counter] = true }
 #ifdef EVICT_ALIVE
@@ -316,14 +368,23 @@ end_loop: do
     } unless { atomic { die ? eval(WATCHDOG + me) -> watchdog_killed = true; counter = 0 } }
 }
 
-/* Ends the first watchdog, and the threads of the first server one by one, whenever it likes; each
- * by a rendezvous, so that the thread is gone in that step. */
+/* Ends the first watchdog, and the threads of every server but the last one by one, whenever it
+ * likes; each by a rendezvous, so that the thread is gone in that step. */
 proctype Kernel() {
 end: do
 #ifndef SERVER_LIVES
     :: die ! 0
+#if KILLS > 1
+    :: die ! 3
+#endif
+#ifndef WHOLE
     :: die ! 1
     :: die ! 2
+#if KILLS > 1
+    :: die ! 4
+    :: die ! 5
+#endif
+#endif
 #endif
 #ifndef WATCHDOG_LIVES
     :: die ! WATCHDOG

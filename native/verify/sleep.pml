@@ -1,7 +1,8 @@
 /* Sleep and wake on futexes, without any time-out: no wake-up may be lost.
  *
- * Code: native/ps_ring.c ps_publish, ps_shard_sleep (sleepers, the rings' heads, the bell),
- * WAIT_UNTIL with wait_slot and ps_release (waits_slot, released); gadei_ps/apply.py recover, which
+ * Code: native/ps_ring.c ps_publish, ask, ps_shard_sleep and ps_wide_awake (a bit in sleepers, the
+ * rings' heads, the bell), WAIT_UNTIL with wait_slot and ps_release (waits_slot, released);
+ * gadei_ps/shard.py serve, which clears the bit of a shard that died asleep, and _look_up, which
  * releases again what the dead one may have released without waking.
  *
  * Processes: a learner that publishes F frames through N slots; two shards; the second shard's
@@ -15,7 +16,7 @@
  * soon as it may: spinning first only hides races. Time-outs are left out on purpose.
  *
  * Wrong on purpose: -DNO_FENCE_PUBLISH, -DNO_FENCE_RELEASE, -DNO_FENCE_CLAIM (the fence at that place
- * left out), -DNO_RELEASE_AGAIN (recover does not release), -DASK (the learner also sets `wants` and
+ * left out), -DNO_RELEASE_AGAIN (the next one does not release), -DASK (the learner also sets `wants` and
  * wakes the same futex, which no change of a watched word accompanies). */
 #ifndef N
 #define N 1
@@ -116,12 +117,14 @@ inline release() {
     fi
 }
 
+#define AWAKE sleepers = sleepers & ~(1 << k)
+
 proctype Shard(byte k; bool heir) {
     byte t;
 end_spare: {
         if
         :: heir && dead && FENCE(of_shard[k]) -> /* what the dead one had stored has arrived */
-            t = applied[k];
+            atomic { t = applied[k]; AWAKE };
 #ifndef NO_RELEASE_AGAIN
             release()
 #endif
@@ -138,13 +141,13 @@ end_idle: do
 #else
         :: head == t ->
 #endif
-            atomic { FENCE(of_shard[k]) -> sleepers++ };
+            atomic { FENCE(of_shard[k]) -> sleepers = sleepers | (1 << k) };
             if
             :: head != t
             :: atomic { head == t -> asleep[k] = true };
 end_asleep:     !asleep[k]
             fi;
-            atomic { FENCE(of_shard[k]) -> sleepers-- }
+            atomic { FENCE(of_shard[k]) -> AWAKE }
         od
     } unless { atomic { die ? eval(k == 0 || heir) -> dead = true; asleep[k] = false; t = 0 } }
 }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 import support
-from shell import FOREVER, Cli, learning
+from shell import FOREVER, Cli, is_running, learning
 
 from gadei_ps import segment
+from gadei_ps.faults import Processes
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -84,11 +86,24 @@ def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:
     assert report["clean"]
     assert sum(report["kills"].values()) > 3
     assert report["kills"].keys() == {"server", "standby", "learner", "watchdog"}
+    assert report["missed"] == [who for who, count in report["kills"].items() if not count]
+    assert not result.err, "deaths are what it is about"
     assert 0 < report["published"] == report["applied"] == report["counters"]["gradients_applied"]
     assert report["lost"] == report["applied_twice"] == report["torn_values"] == 0
     for name in ("failover_ms", "takeover_ms", "reclaim_ms", "restart_ms"):
         assert report[name].keys() >= {"p50", "p99", "max", "samples"}
     assert not support.segments("chaos-")
+
+
+def test_chaos_is_ended(cli: Cli, runtime_dir: Path) -> None:
+    running = cli.start("chaos", "--every", "100ms", "--targets", "learner,watchdog")
+    job = f"chaos-{running.pid}"
+    support.eventually(lambda: is_running(job))
+    seen = Processes(job).control
+    support.eventually(lambda: int(seen["learner_deaths"]) and int(seen["watchdog_starts"]) > 1)
+    assert running.signal(signal.SIGTERM).code == 128 + signal.SIGTERM
+    assert not support.segments(job)
+    assert not list(runtime_dir.iterdir())
 
 
 def test_chaos_in_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> None:
@@ -110,13 +125,17 @@ def test_chaos_in_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> 
     assert shown.code == 0
     assert "fail-over" in shown.out
     assert "needs a job of its own" in shown.out
+    shown = cli("chaos", job_name, "--for", "100ms", "--every", "1m", "--targets", "standby,server")
+    assert "standby, server: never hit" in shown.out
+    refused = cli("chaos", job_name, "--size", "1M", "--learners", 3)
+    assert (refused.code, "--learners, --size: only without JOB" in refused.error) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--for", "soon"], "duration 'soon'"),
-        (["--targets", "cat"], "'cat'"),
+        (["--targets", "server,cat"], "there is no 'cat'; name some of server, standby, learner"),
         (["--signals", "TERM"], "TERM is not KILL or STOP"),
         (["--size", "1K", "--shards", 4], "too few for 4 shards"),
         (["--size", "much"], "size 'much'"),

@@ -425,6 +425,24 @@ def test_export(cli: Cli, job_name: str) -> None:
     assert "no such directory" in cli("export", "no-such-job", "out.npz").error
 
 
+def test_export_tells_where_from(cli: Cli, job_name: str) -> None:
+    cli.serve(job_name, COUNTED)
+    with Client(job_name) as client:
+        count(client, 3)
+        take(job_name)
+        count(client, 2)
+    support.kill_all(job_name)
+    dead = cli("export", job_name, "dead.npz", "--json").json
+    assert (dead["version"], dead["from"], dead["problems"]) == (5, f"memory of job {job_name}", [])
+    again(cli, job_name)
+    for name in support.segments(job_name):
+        segment.unlink(name)
+    shown = cli("export", job_name, "lost.npz")
+    (path,) = there(job_name, cli)
+    assert f"of version 3 written: lost.npz (from {path})" in shown.out
+    assert "not its weights, but those of its newest checkpoint" in shown.err
+
+
 SUFFIXES = (".safetensors", ".npz", ".pt")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import support
 from shell import Cli
 
 from gadei_ps import doctor
+from gadei_ps.kernels import cache
 
 
 def test_healthy_machine(cli: Cli) -> None:
@@ -34,6 +36,19 @@ def test_litter(cli: Cli, job_name: str, compiled: None) -> None:
         one for one in cli("doctor", "--json").json["checks"] if one["name"] == "left by dead jobs"
     )
     assert (found["level"], found["remedy"]) == ("warning", "gadei-ps gc")
+
+
+def test_compiled_code(cli: Cli, compiled: None) -> None:
+    home = cli.directory / "gadei-ps"
+    kept = shutil.copytree(cache.directory(), home / cache.directory().name)
+
+    def said() -> str:
+        checks = cli("doctor", "--json", NUMBA_CACHE_DIR=str(cli.directory)).json["checks"]
+        return next(one["finding"] for one in checks if one["name"] == "Numba's cache")
+
+    assert said() == f"{kept}, filled"
+    next(kept.rglob("shard.serve-*.nbc")).unlink()
+    assert said().startswith(f"{kept}, not filled: the next start compiles")
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,16 @@ def test_stop_with_learners(cli: Cli, job_name: str, learner: list[str]) -> None
     assert (daemon.wait().code, attached.wait().code) == (0, 0)
 
 
+def test_starting(cli: Cli, job_name: str) -> None:
+    (cli.directory / f"{job_name}.toml").write_text("standby = false")
+    daemon = cli.start("serve", f"{job_name}.toml")
+    support.eventually(lambda: support.segments(job_name))
+    with support.Stopped(daemon.pid):
+        for command in ("status", "stop"):
+            assert "is starting" in cli(command, job_name).error
+    assert daemon.signal(signal.SIGTERM).code == 0
+
+
 def test_ls(cli: Cli, job_name: str) -> None:
     assert not [one for one in cli("ls", "--json").json["jobs"] if one["name"] == job_name]
     daemon = cli.serve(job_name, MODEL)
@@ -147,14 +157,19 @@ def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
         )
 
     assert state() == "orphaned"
+    assert "serve it again (gadei-ps serve)" in cli("status", job_name).error
     assert not cli("gc", job_name, "--json").json["removed"]
     cli.serve(job_name)
     report = support.status(job_name)
     assert [one["pid"] for one in report["learners"]] == [attached.pid]
-    support.eventually(lambda: support.status(job_name)["version"] > report["version"])
+    assert cli("checkpoint", job_name).code == 0
+    saved = support.status(job_name)["checkpoint_version"]
+    support.eventually(lambda: support.status(job_name)["version"] > saved)
+    assert "has a watchdog" in cli("stop", job_name, "--discard").error
     os.kill(report["watchdog_pid"], signal.SIGKILL)
     support.eventually(lambda: support.gone(report["watchdog_pid"]))
-    stopped = cli("stop", job_name, "--json").json
+    assert f"gadei-ps stop {job_name} --discard" in cli("stop", job_name).error
+    stopped = cli("stop", job_name, "--discard", "--json").json
     assert stopped["gradients_applied"] >= report["version"]
     assert attached.wait().code != 0
     assert not support.segments(job_name)
@@ -167,5 +182,6 @@ def test_silent_watchdog(cli: Cli, job_name: str) -> None:
         found = cli("ls", "--json").json["jobs"]
         assert [one["state"] for one in found if one["name"] == job_name] == ["silent"]
         assert not cli("gc", job_name, "--json").json["removed"]
+        assert f"gadei-ps kill {job_name} --watchdog" in cli("stop", job_name).error
     finally:
         os.kill(daemon.pid, signal.SIGCONT)

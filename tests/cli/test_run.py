@@ -136,6 +136,26 @@ def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str)
     assert running.wait().code == 0
 
 
+def test_watchdog_of_anothers_job(cli: Cli, job_name: str, learner: list[str]) -> None:
+    """Learners that `run` has started in a job of somebody else outlive its watchdog."""
+    daemon = cli.serve(job_name)
+    running = cli.start("run", job_name, "--json", "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 1))
+    (one,) = support.status(job_name)["learners"]
+    daemon.process.send_signal(signal.SIGSTOP)
+    support.eventually(lambda: "no watchdog answers" in running.err, what=lambda: running.err)
+    assert daemon.signal(signal.SIGKILL).code == -signal.SIGKILL
+    daemon = cli.serve(job_name)
+    assert support.learner(job_name, one["pid"])
+    support.eventually(learning(job_name, running, 1))
+    assert daemon.signal(signal.SIGKILL).code == -signal.SIGKILL
+    os.kill(one["pid"], signal.SIGKILL)
+    result = running.wait()
+    assert result.code == 1, "all were lost"
+    applied = cli("stop", job_name, "--json").json["gradients_applied"]
+    assert result.json["gradients_applied"] == applied > 0
+
+
 def test_name_in_use(cli: Cli, job_name: str) -> None:
     cli.serve(job_name)
     (cli.directory / "again.toml").write_text(f'name = "{job_name}"')

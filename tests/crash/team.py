@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from support import PATIENCE_S, Child, config, eventually, live_weights, published, ring_of, status
+from support import (
+    PATIENCE_S,
+    Pusher,
+    QuickDaemon,
+    config,
+    eventually,
+    live_weights,
+    status,
+)
 
 from gadei_ps import faults
 from gadei_ps.daemon import Daemon
 from gadei_ps.faults import Processes, Role, Target
 from gadei_ps.learners.client import Client
-from gadei_ps.segment import Segment
 
 ROUNDS = int(
     os.environ.get("CRASH_ROUNDS", "0")
@@ -31,36 +36,9 @@ TOLD: list[str] = []  # lines for the end of the run
 PAUSE_S = 0.0005  # between two gradients: what starts meanwhile needs the cores
 
 
-def push_for_ever(pipe: Connection, job: str) -> None:
-    """A learner that pushes ones."""
-    client = Client(job)
-    pipe.send((client.row, client.generation))
-    pipe.recv()  # who wants to know our ring's head after our death has mapped it
-    ones = np.ones(client.model.elements, np.float32)
-    while True:
-        client.push(ones, samples=1)
-        time.sleep(PAUSE_S)
-
-
-class Pusher:
-    """One of them, and its ring."""
-
-    def __init__(self, job: str) -> None:
-        self.child = Child(push_for_ever, job)
-        try:
-            self.row, self.generation = self.child.receive()
-            self.ring: Segment = ring_of(job, self.row)
-        except BaseException:
-            self.child.kill()
-            raise
-        self.child.send()
-
-    @property
-    def published(self) -> int:
-        return published(self.ring)
-
-    def kill(self) -> None:
-        self.child.kill()
+def push_ones(client: Client) -> None:
+    client.push(np.ones(client.model.elements, np.float32), samples=1)
+    time.sleep(PAUSE_S)
 
 
 class Team:
@@ -71,14 +49,20 @@ class Team:
     """
 
     def __init__(
-        self, name: str, directory: Path, values: int = 20_000, learners: int = 2, **how: Any
+        self,
+        name: str,
+        directory: Path,
+        values: int = 20_000,
+        learners: int = 2,
+        start: type[Daemon] = QuickDaemon,
+        **how: Any,
     ) -> None:
         tensors = [{"name": "w", "shape": [values]}]
         # A job that names a directory goes on from what is in memory when it is served again.
         how = {"shards": 2, "checkpoint": {"every_s": 0, "directory": str(directory)}} | how
         self.config = config(name, tensors=tensors, **how)
         self.name = name
-        self.daemon = Daemon(self.config)
+        self.daemon = start(self.config)
         self.learners: list[Pusher] = []
         self._count = learners
         self._buried = 0
@@ -116,7 +100,7 @@ class Team:
 
     def hire(self) -> None:
         while len(self.learners) < self._count:
-            self.learners.append(Pusher(self.name))
+            self.learners.append(Pusher(self.name, push_ones))
 
     def fire(self) -> None:
         """Kills the learners; what they have published counts."""
@@ -213,13 +197,6 @@ def apart(pid: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
-
-
-def spin(chance: random.Random, most_s: float) -> None:
-    """A random time, without giving the core away."""
-    end = time.perf_counter() + chance.random() * most_s
-    while time.perf_counter() < end:
-        pass
 
 
 def seen(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:

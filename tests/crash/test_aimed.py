@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import team
-from support import Child, Rig, eventually
-from team import apart, seen, spin
+from support import Child, Rig, eventually, same, spin
+from team import apart, seen
 
 from gadei_ps import layout
 from gadei_ps.layout import CONTROL, ENTRY, IDLE, RING, STATE, Action, Role
@@ -146,16 +146,6 @@ class Servers:
         self._start()
 
 
-def _same(rig: Rig, other: tuple[np.ndarray, list[np.ndarray]]) -> None:
-    np.testing.assert_array_equal(rig.weights, other[0])
-    for one, wanted in zip(rig.slots, other[1], strict=True):
-        np.testing.assert_array_equal(one, wanted)
-
-
-def _kept(rig: Rig) -> tuple[np.ndarray, list[np.ndarray]]:
-    return rig.weights.copy(), [slot.copy() for slot in rig.slots]
-
-
 @pytest.fixture(scope="module")
 def payloads() -> list[np.ndarray]:
     return [payload(place(TENSORS).elements, number) for number in range(KINDS)]
@@ -196,13 +186,13 @@ class OneRow:
             assert int(entry["samples"]) == 3 * self.published
             assert int(entry["histogram"].sum()) == self.published
             assert (rig.state["record"]["steps"][: rig.shards] == self.published).all()
-            disturbed = _kept(rig)
+            disturbed = rig.kept()
         total, self.published = self.published, 0
         with Rig(self.name, TENSORS, **self.how) as rig, rig.serving():
             while self.published < total:
                 self._publish(rig)
             rig.wait_tail(ROW, total)
-            _same(rig, disturbed)
+            same(rig.kept(), disturbed)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
@@ -293,7 +283,7 @@ def test_in_the_books_of_a_superstep(job_name: str, payloads: list[np.ndarray]) 
         assert int(rig.control["version"]) == done * sum(
             action == Action.APPLY for action in actions.values()
         )
-        disturbed = _kept(rig)
+        disturbed = rig.kept()
 
     with Rig(job_name, TENSORS, **how) as rig, rig.serving():
         for number in range(done):
@@ -301,7 +291,7 @@ def test_in_the_books_of_a_superstep(job_name: str, payloads: list[np.ndarray]) 
                 rig.publish(row, payloads[number % KINDS])
             rig.superstep(actions)
             eventually(rig.superstep_done)
-        _same(rig, disturbed)
+        same(rig.kept(), disturbed)
 
 
 # -- a second death -----------------------------------------------------------------------------
@@ -361,11 +351,11 @@ def test_deaths_during_recovery(kind: str, job_name: str) -> None:
             rig.wait_tail(0, gradients)
         entry = rig.roster[0]
         assert int(rig.control["version"]) == int(entry["applied"]) == gradients
-        disturbed = _kept(rig)
+        disturbed = rig.kept()
     team.TOLD.append(f"{kind}: {second} servers killed while they recovered: equal")
 
     with Rig(job_name, LARGE, slots=2, **how) as rig, rig.serving():
         for _ in range(gradients):
             rig.publish(0, noise)
         rig.wait_tail(0, gradients)
-        _same(rig, disturbed)
+        same(rig.kept(), disturbed)

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from support import Child, eventually, segments, status
-from team import Team, seen, send, spin, stopped, tids
+from support import Child, eventually, segments, spin, status
+from team import Team, seen, send, stopped, tids
 
 from gadei_ps import checkpoint, faults, process, segment
 from gadei_ps.control import Checkpoint, ask
+from gadei_ps.daemon import Daemon
 from gadei_ps.errors import GadeiError
 from gadei_ps.faults import Role, Target
 
@@ -37,7 +38,7 @@ TOGETHER: list[tuple[Role, ...]] = [
 
 
 def test_deaths_alone_and_together(job_name: str, tmp_path: Path) -> None:
-    with Team(job_name, tmp_path) as team:
+    with Team(job_name, tmp_path, start=Daemon) as team:
         for roles in TOGETHER * (team.rounds(10) // 10):
             for target in _known(team, roles):
                 send(target)
@@ -85,11 +86,13 @@ def test_stopped_for_a_while(job_name: str, tmp_path: Path) -> None:
 def test_a_server_that_hangs_is_replaced(job_name: str, tmp_path: Path) -> None:
     with Team(job_name, tmp_path, hang_s=0.5) as team:
         team.goes_on()
-        server = team.find(Role.SERVER)
+        server, standby = _known(team, SERVERS)
         with stopped(server):
             eventually(lambda: not server.alive, what="it is killed")
             team.goes_on()
+        assert team.find(Role.SERVER).pid == standby.pid
         team.settle()
+        assert status(job_name)["server_deaths"] == 1
 
 
 def test_everything_dies_and_goes_on_from_memory(job_name: str, tmp_path: Path) -> None:

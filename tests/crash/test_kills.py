@@ -12,21 +12,18 @@ import random
 import signal
 import time
 from collections.abc import Callable, Generator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
 import team
-from support import PATIENCE_S, Child, Rig, config, live_weights, published, ring_of, status
-from team import apart, seen, spin
+from support import PATIENCE_S, Pusher, QuickDaemon, Rig, config, live_weights, same, spin, status
+from team import apart, seen
 
 from gadei_ps import layout, process, segment
-from gadei_ps.daemon import Daemon
 from gadei_ps.faults import Processes
 from gadei_ps.layout import STATE, Role, SegmentKind
 from gadei_ps.learners.client import Client
-from gadei_ps.segment import Segment
 from gadei_ps.weights import Tensor, place
 
 # So large that one gradient takes longer than it takes to kill a process.
@@ -35,7 +32,7 @@ ELEMENTS = place(TENSORS).elements
 KINDS = 3
 # For each of two jobs; test_recover.py and test_aimed.py kill more servers, and faster ones, and
 # test_exactly_once.py more learners.
-ROUNDS = team.ROUNDS or 12
+ROUNDS = team.ROUNDS or 25
 SLOTS = 3
 SHARDS = 2
 Steps = Generator[None, None, None]
@@ -45,16 +42,6 @@ Steps = Generator[None, None, None]
 def gradient(elements: int, kind: int) -> np.ndarray:
     noise = np.random.default_rng(kind).standard_normal(elements)
     return noise.astype(np.float32)
-
-
-def _push(pipe: Connection, job: str, first: int) -> None:
-    """Pushes until it is killed; the first gradient is the sequence's number `first`."""
-    client = Client(job)
-    pipe.send(client.row)
-    pipe.recv()
-    while True:
-        number = first + client.published
-        client.push(gradient(client.model.elements, number % KINDS), samples=1)
 
 
 def until(condition: Callable[[], Any], what: str) -> Steps:
@@ -77,9 +64,9 @@ class Job:
             {"name": one.name, "shape": list(one.shape), "role": one.role.name.lower()}
             for one in TENSORS
         ]
-        self.daemon = Daemon(config(name, tensors=tensors, **self.how))
+        self.daemon = QuickDaemon(config(name, tensors=tensors, **self.how))
         self.total = 0  # gradients published by learners that are dead
-        self.learner: Child | None = None
+        self.learner: Pusher | None = None
 
     def __enter__(self) -> Job:
         self.daemon.__enter__()
@@ -100,30 +87,30 @@ class Job:
     def run(self) -> Steps:
         for _ in range(self.rounds):
             yield from until(lambda: self.processes.standby() is not None, "a standby")
-            yield from self._hire()
-            yield from self._round()
+            self.learner = Pusher(self.name, self._push)
+            yield from self._round(self.learner)
 
-    def _hire(self) -> Steps:
-        self.learner = Child(_push, self.name, self.total)
-        yield from until(lambda: self.learner and self.learner.has_sent, "a learner")
-        self.row = self.learner.receive()
-        self.ring: Segment = ring_of(self.name, self.row)
+    def _push(self, client: Client) -> None:
+        """The next gradient of the sequence, where those of dead learners have ended."""
+        number = self.total + client.published
+        client.push(gradient(client.model.elements, number % KINDS), samples=1)
 
-    def _round(self) -> Steps:
+    def _round(self, learner: Pusher) -> Steps:
         """The learner pushes; then the server dies, and the learner a moment before or after."""
-        assert self.learner
-        self.learner.send()
-        yield from until(lambda: published(self.ring) > self.chance.randrange(5), "a gradient")
+        yield from until(lambda: learner.published > self.chance.randrange(5), "a gradient")
         if self.chance.random() < 0.3:
             spin(self.chance, 0.001)
-            self.learner.signal(signal.SIGKILL)
+            learner.child.signal(signal.SIGKILL)
             self._kill_server()
         else:
             self._kill_server()
-            goal = published(self.ring) + self.chance.randrange(2 * SLOTS)
-            yield from until(lambda: published(self.ring) >= goal, "gradients after the take-over")
+            goal = learner.published + self.chance.randrange(2 * SLOTS)
+            yield from until(lambda: learner.published >= goal, "gradients after the take-over")
             spin(self.chance, 0.001)
-        yield from self._bury()
+        learner.kill()
+        self.total += learner.published
+        entry = self.control["roster"][learner.row]
+        yield from until(lambda: entry["retired"] == entry["generation"], "its ring is let go")
 
     def _kill_server(self) -> None:
         """Mostly at some point of a gradient."""
@@ -141,34 +128,24 @@ class Job:
         finally:
             os.close(pidfd)
 
-    def _bury(self) -> Steps:
-        """The next learner begins where the published gradients of the dead one end."""
-        assert self.learner
-        self.learner.kill()
-        self.learner = None
-        self.total += published(self.ring)
-        entry = self.control["roster"][self.row]
-        yield from until(lambda: entry["retired"] == entry["generation"], "its ring is let go")
-
-    def slots(self) -> list[np.ndarray]:
+    def kept(self) -> list[np.ndarray]:
+        """Copies of weights and slots."""
         head = self.state.view(STATE)
-        return [
-            self.state.array(
-                np.float32,
-                self.weights.size,
-                int(head["slots_at"]) + stream * int(head["slot_bytes"]),
-            ).copy()
+        at, size = int(head["slots_at"]), int(head["slot_bytes"])
+        slots = [
+            self.state.array(np.float32, self.weights.size, at + stream * size)
             for stream in range(int(head["streams"]))
         ]
+        return [part.copy() for part in (self.weights, *slots)]
 
 
-def _undisturbed(job: Job) -> tuple[np.ndarray, list[np.ndarray]]:
+def _undisturbed(job: Job) -> list[np.ndarray]:
     """What weights and slots are after the same gradients without a kill."""
     with Rig(job.name, TENSORS, **job.how) as rig, rig.serving():
         for number in range(job.total):
             rig.publish(0, gradient(rig.model.elements, number % KINDS))
         rig.wait_tail(0, job.total)
-        return rig.weights.copy(), [slot.copy() for slot in rig.slots]
+        return rig.kept()
 
 
 @pytest.mark.timeout(120 + 5 * ROUNDS)
@@ -189,12 +166,9 @@ def test_killed_at_random_instants(job_name: str) -> None:
             assert now["version"] == now["gradients_applied"] == now["samples"] == job.total
             assert now["server_deaths"] == now["learner_deaths"] == ROUNDS
             finished = int(job.control["shard"]["recovered"].sum())
-            found.append((job.weights.copy(), job.slots(), finished))
-    for job, (weights, slots, finished) in zip(jobs, found, strict=True):
-        expected = _undisturbed(job)
-        np.testing.assert_array_equal(weights, expected[0])
-        for one, wanted in zip(slots, expected[1], strict=True):
-            np.testing.assert_array_equal(one, wanted)
+            found.append((job.kept(), finished))
+    for job, (disturbed, finished) in zip(jobs, found, strict=True):
+        same(disturbed, _undisturbed(job))
         team.TOLD.append(
             f"{job.how['optimizer']['kind']}: {job.rounds} servers and {job.rounds} learners "
             f"killed, {finished} shards with a gradient in hand, {job.total} gradients: equal"

@@ -8,6 +8,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -31,7 +32,9 @@ from gadei_ps.control import StopJob, ask
 from gadei_ps.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed, JobInUse, JobNotFound
 from gadei_ps.launch import Learners
+from gadei_ps.learners import client
 from gadei_ps.learners.client import Client
+from gadei_ps.watchdog import restart
 
 TENSORS = [{"name": "w", "shape": [1000]}]
 
@@ -53,8 +56,9 @@ def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-def test_everything_dies_but_the_learners(job_name: str) -> None:
+def test_everything_dies_but_the_learners(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for a new watchdog for a while, then say what has happened."""
+    monkeypatch.setattr(client, "GONE_S", 1.0)  # also in the fork
     with daemon(job_name, tensors=TENSORS), fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
         kill_all(job_name)
@@ -82,8 +86,17 @@ def test_everything_dies(job_name: str) -> None:
     assert not segments(job_name)
 
 
-def test_servers_that_die_at_once_are_given_up(job_name: str) -> None:
+def test_servers_that_die_at_once_are_given_up(
+    job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each start is in vain: the job fails, says so, and leaves nothing."""
+    delay = restart.delay
+
+    def hurried(*history: Any) -> float:
+        """The waits are tested in unit/test_restart.py."""
+        return delay(*history) / 20
+
+    monkeypatch.setattr(restart, "delay", hurried)  # also in the watchdog, which is a fork
     with daemon(job_name, tensors=TENSORS) as job, fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
         pid = status(job_name)["watchdog_pid"]

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import random
-from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
-from support import (
-    Child,
-    Stopped,
-    daemon,
-    eventually,
-    learner,
-    live_weights,
-    published,
-    ring_of,
-    status,
-)
+from support import Pusher, Stopped, daemon, eventually, learner, live_weights, spin, status
 
 from gadei_ps import layout
 from gadei_ps.learners.client import Client
-from gadei_ps.segment import Segment
 
 VALUES = 5000
 PATTERN = (np.arange(VALUES) % 5 + 1).astype(np.float32)
@@ -29,13 +17,9 @@ LEARNERS = 4
 DEATHS = 8
 
 
-def _push_integers(pipe: Connection, job: str) -> None:
-    """Pushes for ever; the k-th gradient is a known vector of whole numbers."""
-    client = Client(job)
-    pipe.send(client.row)
-    pipe.recv()  # our ring is mapped by who wants to know its head after our death
-    while True:
-        client.push({"w": PATTERN * (client.published % 3 + 1)})
+def _push_integers(client: Client) -> None:
+    """The k-th gradient is a known vector of whole numbers."""
+    client.push({"w": PATTERN * (client.published % 3 + 1)})
 
 
 def _pushed(count: int) -> int:
@@ -43,9 +27,9 @@ def _pushed(count: int) -> int:
     return sum(k % 3 + 1 for k in range(count))
 
 
-def consumed(ring: Segment) -> int:
+def consumed(learner: Pusher) -> int:
     """Frames that every shard has let go of."""
-    head = ring.view(layout.RING)
+    head = learner.ring.view(layout.RING)
     return int(head["tail"]["value"][: int(head["shards"])].min())
 
 
@@ -53,17 +37,6 @@ def leaving(job: str, pid: int) -> bool:
     """Whether the watchdog knows that this learner is gone."""
     row = learner(job, pid)
     return row is not None and row["leaving"]
-
-
-def _start(job: str) -> tuple[Child, Segment]:
-    child = Child(_push_integers, job)
-    try:
-        ring = ring_of(job, child.receive())
-    except BaseException:
-        child.kill()
-        raise
-    child.send()
-    return child, ring
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
@@ -74,33 +47,30 @@ def test_killed_and_replaced(shards: int, slots: int, job_name: str) -> None:
     with daemon(job_name, tensors=tensors, shards=shards, slots=slots) as job:
         weights = live_weights(job_name)
         server = status(job_name)["server_pid"]
-        learners = [_start(job_name) for _ in range(LEARNERS)]
-        gone: list[Segment] = []
+        learners = [Pusher(job_name, _push_integers) for _ in range(LEARNERS)]
+        gone: list[Pusher] = []
         try:
             for death in range(DEATHS):
-                child, ring = victim = chance.choice(learners)
+                victim = chance.choice(learners)
                 if death % 4 == 0:
                     # It dies while the server is busy elsewhere, with all its slots full.
-                    eventually(lambda ring=ring: published(ring), what="it has been let in")
+                    eventually(lambda victim=victim: victim.published, what="it has been let in")
                     with Stopped(server):
-                        full = consumed(ring) + slots
-                        eventually(lambda ring=ring, full=full: published(ring) == full)
-                        child.kill()
-                        eventually(lambda child=child: leaving(job_name, child.pid))
-                    gone.append(ring)
-                    learners[learners.index(victim)] = _start(job_name)
-                    continue
-                enough = published(ring) + chance.randrange(40)
-                eventually(lambda ring=ring, enough=enough: published(ring) >= enough)
-                for _ in range(chance.randrange(200)):  # anywhere between two gradients
-                    published(ring)
-                child.kill()
-                gone.append(ring)
-                learners[learners.index(victim)] = _start(job_name)
+                        full = consumed(victim) + slots
+                        eventually(lambda victim=victim, full=full: victim.published == full)
+                        victim.kill()
+                        eventually(lambda victim=victim: leaving(job_name, victim.child.pid))
+                else:
+                    enough = victim.published + chance.randrange(40)
+                    eventually(lambda victim=victim, enough=enough: victim.published >= enough)
+                    spin(chance, 0.0001)  # anywhere between two gradients
+                    victim.kill()
+                gone.append(victim)
+                learners[learners.index(victim)] = Pusher(job_name, _push_integers)
         finally:
-            for child, _ in learners:
-                child.kill()
-        heads = [published(ring) for ring in [*gone, *(ring for _, ring in learners)]]
+            for one in learners:
+                one.kill()
+        heads = [one.published for one in (*gone, *learners)]
         eventually(lambda: not status(job_name)["learners"], what="all that died are let go")
         job.check()
         end = status(job_name)

@@ -6,6 +6,7 @@ Learners here do one call at a time, as they are told; what they have pushed is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -16,18 +17,21 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 from shell import Cli, Running, is_running
 from support import (
+    FORK,
     Child,
+    Pusher,
     Stopped,
     config,
     daemon,
     eventually,
     fork,
+    fork_quickly,
     gone,
     learner,
     live_weights,
@@ -37,11 +41,13 @@ from support import (
 
 from gadei_ps import jobs, segment
 from gadei_ps.control import StopJob, ask
-from gadei_ps.errors import GadeiError, JobFailed, JobStopped
+from gadei_ps.errors import GadeiError, JobFailed
+from gadei_ps.faults import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.watchdog import servers, supervisor
 
 VALUES = 3000
+TIMEOUT_S = 1.2
 TENSORS = [{"name": "w", "shape": [VALUES]}]
 TOML = f"[optimizer]\nkind = 'sgd'\nlr = 1.0\n[[tensors]]\nname = 'w'\nshape = [{VALUES}]\n"
 
@@ -79,18 +85,6 @@ def team(job: str, count: int, *calls: str) -> Iterator[list[Child]]:
         yield made
 
 
-def _push_for_ever(pipe: Connection, job: str, value: int | None = None) -> None:
-    """Ones, or a one at a single value."""
-    client = Client(job)
-    client.wait_turn()
-    pipe.send("granted")
-    pipe.recv()
-    gradient = one_at(value) if value is not None else np.ones(VALUES, np.float32)
-    while True:
-        client.push({"w": gradient})
-        time.sleep(0.0005)  # what is started meanwhile needs the cores
-
-
 def one_at(value: int) -> np.ndarray:
     gradient = np.zeros(VALUES, np.float32)
     gradient[value] = 1.0
@@ -98,13 +92,21 @@ def one_at(value: int) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def pushing(job: str, count: int = 1) -> Iterator[list[Child]]:
-    with fork(count, _push_for_ever, job) as made:
-        for child in made:
-            assert child.receive() == "granted"
-        for child in made:
-            child.send()
-        yield made
+def pushing(job: str, value: int | None = None) -> Iterator[Pusher]:
+    """A learner that has had its first turn, and goes on; with ones, or a one at a single value."""
+    gradient = one_at(value) if value is not None else np.ones(VALUES, np.float32)
+
+    def push(client: Client) -> None:
+        client.wait_turn()
+        client.push({"w": gradient})
+        time.sleep(0.0005)  # what is started meanwhile needs the cores
+
+    one = Pusher(job, push)
+    try:
+        eventually(lambda: one.published)
+        yield one
+    finally:
+        one.kill()
 
 
 def goes_on(job: str, gradients: int = 20) -> None:
@@ -124,34 +126,53 @@ def settled(job: str) -> None:
     assert now["gradients_applied"] == now["version"]
 
 
-# -- servers that hang ------------------------------------------------------------------------
+# -- a watchdog that is looked at ---------------------------------------------------------------
+
+TICK_S = 0.02
 
 
-def test_a_hung_server_is_taken_over(job_name: str) -> None:
-    with daemon(job_name, tensors=TENSORS, standby=True, shards=2, hang_s=1.0) as job:
-        with pushing(job_name):
-            next_ = standby(job_name)
-            hung = status(job_name)["server_pid"]
-            os.kill(hung, signal.SIGSTOP)
-            eventually(lambda: gone(hung))
-            eventually(lambda: status(job_name)["server_pid"] == next_)
-            goes_on(job_name)
-            assert standby(job_name) != next_
-            job.check()
-        settled(job_name)
-        assert status(job_name)["server_deaths"] == 1
+def _supervise(pipe: Connection, job: str, looks: Any, values: dict[str, Any]) -> None:
+    """A watchdog that looks at everything more often than others do, and counts it."""
+    supervisor.TICK_S = supervisor.SLOW_TICK_S = TICK_S
+    servers.STANDBY_LIMIT_S = TIMEOUT_S
+    look = supervisor.Supervisor._look_around
+
+    def counted(self: supervisor.Supervisor, now: float) -> None:
+        look(self, now)
+        looks.value += 1
+
+    supervisor.Supervisor._look_around = counted  # type: ignore[method-assign]
+    wanted = config(job, tensors=TENSORS, **({"standby": False} | values))
+    with fork_quickly():
+        supervisor.serve(wanted, supervisor.Options(fresh=True, quiet=True))
 
 
-def _supervise(pipe: Connection, job: str, limit_s: float) -> None:
-    """A watchdog that gives a standby less time than others do."""
-    servers.STANDBY_LIMIT_S = limit_s
-    wanted = config(job, tensors=TENSORS, hang_s=limit_s)
-    supervisor.serve(wanted, supervisor.Options(fresh=True, quiet=True))
+class Watched:
+    """A job with such a watchdog."""
+
+    def __init__(self, job: str, **values: Any) -> None:
+        self.job = job
+        self._looks = FORK.Value(ctypes.c_uint64)
+        self.watchdog = Child(_supervise, job, self._looks, values)
+
+    def __enter__(self) -> Self:
+        eventually(lambda: is_running(self.job))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None and self.watchdog.alive:
+            ask(self.job, StopJob(drain=False))
+            assert self.watchdog.join() == 0
+        self.watchdog.kill()
+
+    def look(self, seconds: float) -> None:
+        """Until the watchdog has looked for so long, by its own clock."""
+        enough = self._looks.value + seconds / TICK_S
+        eventually(lambda: self._looks.value >= enough)
 
 
 def test_a_hung_standby_is_replaced(job_name: str) -> None:
-    with fork(1, _supervise, job_name, 1.0) as (watchdog,):
-        eventually(lambda: is_running(job_name))
+    with Watched(job_name, standby=True, hang_s=TIMEOUT_S):
         hung = standby(job_name)
         active = status(job_name)["server_pid"]
         with pushing(job_name):
@@ -160,13 +181,10 @@ def test_a_hung_standby_is_replaced(job_name: str) -> None:
             assert gone(hung)
             assert status(job_name)["server_pid"] == active
             goes_on(job_name)
-        ask(job_name, StopJob())
-        assert watchdog.join() == 0
 
 
 # -- learners that hang -----------------------------------------------------------------------
 
-TIMEOUT_S = 1.2
 SAMPLES, EPOCHS = 60, 2
 
 
@@ -204,7 +222,7 @@ def test_barriers_do_not_wait_for_the_hung(job_name: str) -> None:
     with (
         daemon(job_name, tensors=TENSORS, learner_timeout_s=TIMEOUT_S, sync="bsp"),
         team(job_name, 1, "wait_turn") as (hung,),
-        pushing(job_name) as (good,),
+        pushing(job_name) as good,
     ):
         hung.signal(signal.SIGSTOP)
         eventually(lambda: gone(hung.pid))
@@ -216,15 +234,15 @@ def test_barriers_do_not_wait_for_the_hung(job_name: str) -> None:
 def test_the_slow_and_the_waiting_are_left_alone(job_name: str) -> None:
     wanted = {"learner_timeout_s": TIMEOUT_S, "sync": "bsp", "slots": 1}
     with (
-        daemon(job_name, tensors=TENSORS, **wanted),
+        Watched(job_name, **wanted) as job,
         team(job_name, 2, "wait_turn") as (slow, quick),
     ):
         gradient = np.ones(VALUES, np.float32)
         # It takes its time, but less than the limit; the other waits for its turn.
-        for _ in range(2):
+        for _ in range(3):
             call(quick, "push", gradient_of(gradient))
             tell(quick, "wait_turn")
-            time.sleep(0.6 * TIMEOUT_S)  # it computes
+            job.look(0.4 * TIMEOUT_S)  # it computes
             call(slow, "push", gradient_of(gradient))
             call(slow, "wait_turn")
             quick.receive()
@@ -233,12 +251,12 @@ def test_the_slow_and_the_waiting_are_left_alone(job_name: str) -> None:
             for child in (slow, quick):
                 call(child, "push", gradient_of(gradient))
                 tell(child, "wait_turn")
-            time.sleep(TIMEOUT_S + 1.5)
+            job.look(1.5 * TIMEOUT_S)
         for child in (slow, quick):
             child.receive()
             assert call(child, "wait_applied") is None
         end = status(job_name)
-        assert (end["learner_deaths"], end["supersteps"], len(end["learners"])) == (0, 3, 2)
+        assert (end["learner_deaths"], end["supersteps"], len(end["learners"])) == (0, 4, 2)
 
 
 def gradient_of(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -247,12 +265,11 @@ def gradient_of(values: np.ndarray) -> dict[str, np.ndarray]:
 
 def test_who_holds_nobody_up_may_rest(job_name: str) -> None:
     """Under ASP, while there are other batches to hand out, or nothing to do at all."""
-    wanted = {"learner_timeout_s": 0.5}
-    with daemon(job_name, tensors=TENSORS, **wanted), team(job_name, 2) as (one, other):
+    with Watched(job_name, learner_timeout_s=0.3) as job, team(job_name, 2) as (one, other):
         call(one, "set_work", 100, 1, 1)
         assert isinstance(call(one, "take_batch"), int)
         call(other, "push", gradient_of(one_at(0)))
-        time.sleep(2.0)
+        job.look(1.0)
         now = status(job_name)
         assert (now["learner_deaths"], len(now["learners"])) == (0, 2)
 
@@ -262,25 +279,14 @@ def test_who_holds_nobody_up_may_rest(job_name: str) -> None:
 
 def test_a_job_that_stops_when_idle(job_name: str) -> None:
     """Not before the first learner has come, nor as long as one is there."""
-    with (
-        daemon(job_name, tensors=TENSORS, when_idle="stop") as job,
-        team(job_name, 2) as (one, other),
-    ):
+    with Watched(job_name, when_idle="stop") as job, team(job_name, 2) as (one, other):
         call(one, "push", gradient_of(one_at(0)))
         assert call(one, "detach") is None
         eventually(lambda: len(status(job_name)["learners"]) == 1)
-        time.sleep(1.2)  # it looks once in a second
-        job.check()
+        job.look(0.1)
+        assert is_running(job_name)
         other.kill()
-
-        def ended() -> bool:
-            try:
-                job.check()
-            except JobStopped:
-                return True
-            return False
-
-        eventually(ended)
+        assert job.watchdog.join() == 0
         assert not segments(job_name)
 
 
@@ -389,7 +395,7 @@ def test_learners_are_adopted(cli: Cli, job_name: str) -> None:
     # What has finished is not started again, by the next one neither.
     (cli.directory / "finish.1").touch()
     eventually(lambda: set(named(job_name)) == {"learner-0"})
-    eventually(lambda: gone(pids["learner-1"]))
+    eventually(lambda: int(Processes(job_name).control["finished"][0]) == 1 << 1)
     watchdog.signal(signal.SIGKILL)
     watchdog = again(cli, job_name)
     os.kill(pids["learner-0"], signal.SIGKILL)
@@ -540,10 +546,8 @@ def test_ssp_keeps_its_bound(job_name: str) -> None:
     with (
         daemon(job_name, tensors=TENSORS, **wanted),
         team(job_name, 1, "wait_turn") as (slow,),
-        fork(1, _push_for_ever, job_name, fast_at) as (fast,),
+        pushing(job_name, fast_at),
     ):
-        assert fast.receive() == "granted"
-        fast.send()
         weights = live_weights(job_name)
 
         def lead() -> int:
@@ -594,14 +598,57 @@ def test_bsp_keeps_its_supersteps(job_name: str) -> None:
         assert (end["supersteps"], end["version"]) == (3, 6)
 
 
+def test_what_the_dead_have_pushed_stays_in_its_superstep(job_name: str) -> None:
+    """Also if the server dies after them, and the next one finds the others' gradients as well."""
+    with (
+        daemon(job_name, tensors=TENSORS, standby=True, sync="bsp", shards=2),
+        team(job_name, 2, "wait_turn") as (stays, dies),
+    ):
+        call(dies, "push", gradient_of(np.full(VALUES, 3, np.float32)))
+        dies.kill()
+        roster = Processes(job_name).control["roster"]
+        eventually(lambda: roster["member"].sum() == 1)
+        next_ = standby(job_name)
+        with Stopped(next_):
+            os.kill(status(job_name)["server_pid"], signal.SIGKILL)
+            call(stays, "push", gradient_of(np.ones(VALUES, np.float32)))
+        assert call(stays, "wait_turn", 30.0) is None
+        np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -2)
+        assert status(job_name)["supersteps"] == 1
+
+
+def test_learners_come_and_go_while_the_standby_sleeps(job_name: str) -> None:
+    """It wakes up with the ring of a learner after whom others have had the same row."""
+    with daemon(job_name, tensors=TENSORS, standby=True) as job:
+        next_ = standby(job_name)
+        maps = Path(f"/proc/{next_}/maps")
+        with Client(job_name) as first:
+            eventually(lambda: "ring.0" in maps.read_text())
+            with Stopped(next_):
+                first.detach()
+                eventually(lambda: not status(job_name)["learners"])
+                with Client(job_name) as second:
+                    second.push({})
+                eventually(lambda: not status(job_name)["learners"])
+                third = Client(job_name)
+        with third:
+            assert third.row == 0
+            third.push({})
+            fail_over(job_name)
+            third.push({})
+            third.wait_applied()
+        job.check()
+
+
 # -- names that somebody has removed ----------------------------------------------------------
 
 
 def test_segments_without_names(cli: Cli, job_name: str) -> None:
     """As logind's RemoveIPC does it. What runs goes on, also over the active server's death."""
     watchdog = cli.serve(job_name, "standby = true\n" + TOML)
-    with pushing(job_name) as (child,):
+    with pushing(job_name) as one:
         weights = live_weights(job_name)[:VALUES]
+        control = Processes(job_name).control
         next_ = standby(job_name)
         for name in segments(job_name):
             segment.unlink(name)
@@ -616,10 +663,11 @@ def test_segments_without_names(cli: Cli, job_name: str) -> None:
         os.kill(status(job_name)["server_pid"], signal.SIGKILL)
         eventually(lambda: status(job_name)["server_pid"] == next_)
         goes_on(job_name)
-        assert [row["pid"] for row in status(job_name)["learners"]] == [child.pid]
-        time.sleep(2.0)  # another would have been started, and have died, by now
-        assert status(job_name)["server_deaths"] == 1
-        child.kill()
+        assert [row["pid"] for row in status(job_name)["learners"]] == [one.child.pid]
+        eventually(lambda: status(job_name)["server_deaths"] == 1)
+        status(job_name)  # it has looked for servers that are missing before it answers again
+        assert int(control["server_starts"]) == 2, "none is started in vain"
+        one.kill()
         eventually(lambda: not status(job_name)["learners"])
         version = status(job_name)["version"]
         np.testing.assert_array_equal(weights, -version)

@@ -4,8 +4,8 @@
  * gadei.h must stay inside the segments.
  *
  * ps_attach.c and ps_client.c are compiled in here, so that segments come from memory that the
- * sanitizer guards to the byte: shm_open, fstat, mmap, munmap and close are replaced. The socket is
- * real, a pair.
+ * sanitizer guards to the byte: shm_open, fstat, mmap, munmap and close are replaced, and the clock
+ * of waits. The socket is real, a pair.
  *
  * The input's first byte chooses: 0 a good reply and steps that change segments, attach and use the
  * learner; 1 a reply; 2 raw bytes where a reply is due.
@@ -27,7 +27,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "input.h"
 #include "ps_layout.h"
+#include "ps_sync.h"
 
 enum { PARTS = 3, FAKE_FD = 100000, ELEMENTS = 2 * PS_CHUNK + 64, SLOTS = 2, SHARDS = 3, ROW = 3 };
 #define GENERATION 11
@@ -83,6 +85,19 @@ static int fuzz_munmap(void *at, size_t bytes)
     return 0;
 }
 
+/* No watchdog comes back: what waits for one waits in a time of its own, which passes at once. */
+static uint64_t waited_ns;
+
+static int fuzz_nanosleep(const struct timespec *nap, struct timespec *left)
+{
+    (void)nap;
+    (void)left;
+    waited_ns += 1000000000ull;
+    return 0;
+}
+
+static uint64_t fuzz_now_ns(void) { return ps_now_ns() + waited_ns; }
+
 static int fuzz_close(int fd) { return fd >= FAKE_FD ? 0 : close(fd); }
 
 #define shm_open fuzz_shm_open
@@ -90,24 +105,11 @@ static int fuzz_close(int fd) { return fd >= FAKE_FD ? 0 : close(fd); }
 #define mmap fuzz_mmap
 #define munmap fuzz_munmap
 #define close fuzz_close
+#define nanosleep fuzz_nanosleep
+#define ps_now_ns fuzz_now_ns
 #include "ps_attach.c"
 #include "ps_client.c"
 #undef close
-
-struct input {
-    const uint8_t *at;
-    size_t left;
-};
-
-static uint64_t next(struct input *in, size_t bytes)
-{
-    uint64_t value = 0;
-    bytes = bytes < in->left ? bytes : in->left;
-    memcpy(&value, in->at, bytes);
-    in->at += bytes;
-    in->left -= bytes;
-    return value;
-}
 
 /* -- segments as they should be ---------------------------------------------------------------- */
 
@@ -157,19 +159,13 @@ static void make_parts(void)
 static void change(struct input *in)
 {
     struct part *part = &parts[next(in, 1) % PARTS];
-    size_t at = next(in, 2), count = next(in, 1) % 33;
-    if (count == 0) { /* another size, of which the header knows */
-        part->size = 1 + next(in, 4) % part->good_size;
-        if (part->size >= sizeof(struct ps_header))
-            ((struct ps_header *)(void *)part->bytes)->bytes = part->size;
+    if (next(in, 1) % 16) {
+        scribble(in, part->bytes, part->good_size, 32);
         return;
     }
-    at %= part->good_size;
-    count = count < part->good_size - at ? count : part->good_size - at;
-    count = count < in->left ? count : in->left;
-    memcpy(part->bytes + at, in->at, count);
-    in->at += count;
-    in->left -= count;
+    part->size = 1 + next(in, 4) % part->good_size; /* another size, of which the header knows */
+    if (part->size >= sizeof(struct ps_header))
+        ((struct ps_header *)(void *)part->bytes)->bytes = part->size;
 }
 
 /* -- the learner ------------------------------------------------------------------------------- */
@@ -183,7 +179,7 @@ static void others_write(struct input *in, gadei_learner *learner)
     uint64_t value = next(in, 8);
     switch (which) {
     case 0: control->stop = (uint32_t)value % 3; break;
-    case 1: control->phase = (uint32_t)value % 5; break;
+    case 1: control->phase = (uint32_t)value % 6; break;
     case 2: control->work = (uint32_t)value % 3; break;
     case 3: control->version = value; break;
     case 4: control->shard[shard].sequence = value; break;

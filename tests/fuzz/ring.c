@@ -12,26 +12,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "input.h"
 #include "ps_ring.h"
 #include "ps_sync.h"
 
 enum { SLOTS = 2, SHARDS = 3, ROW = 5, RINGS = 3, PART = 256, MANY = 300 };
 #define AT(word) ((uint64_t)(uintptr_t)(word))
-
-struct input {
-    const uint8_t *at;
-    size_t left;
-};
-
-static uint64_t take(struct input *in, size_t bytes)
-{
-    uint64_t value = 0;
-    bytes = bytes < in->left ? bytes : in->left;
-    memcpy(&value, in->at, bytes);
-    in->at += bytes;
-    in->left -= bytes;
-    return value;
-}
 
 static struct ps_control *control;
 static struct ps_ring *rings[RINGS];
@@ -46,31 +32,21 @@ static void set_right(struct ps_ring *ring)
     ring->slots_at = (sizeof *ring + 63) / 64 * 64;
 }
 
-static void hostile_write(struct input *in, struct ps_ring *ring)
-{
-    size_t at = take(in, 2) % sizeof *ring, count = take(in, 1) % 65;
-    count = count < in->left ? count : in->left;
-    count = count < sizeof *ring - at ? count : sizeof *ring - at;
-    memcpy((char *)ring + at, in->at, count);
-    in->at += count;
-    in->left -= count;
-}
-
 /* Any head, and tails near it: what a ring looks like late in its life. */
 static void move_on(struct input *in, struct ps_ring *ring)
 {
-    ring->head = take(in, 8);
+    ring->head = next(in, 8);
     for (uint32_t shard = 0; shard < SHARDS; shard++)
-        ring->tail[shard].value = ring->head - take(in, 1) % (SLOTS + 2);
+        ring->tail[shard].value = ring->head - next(in, 1) % (SLOTS + 2);
 }
 
 static void serve(struct input *in, struct ps_ring *ring)
 {
     static struct ps_ring before;
     before = *ring;
-    switch (take(in, 1) % 2) {
+    switch (next(in, 1) % 2) {
     case 0: {
-        uint64_t shard = take(in, 1) % PS_MAX_SHARDS, tail = take(in, 8);
+        uint64_t shard = next(in, 1) % PS_MAX_SHARDS, tail = next(in, 8);
         ps_release(AT(ring), shard, tail);
         assert(ring->tail[shard].value == tail);
         assert(ring->released - before.released == (before.waits_slot != 0));
@@ -79,7 +55,7 @@ static void serve(struct input *in, struct ps_ring *ring)
         break;
     }
     default: {
-        uint64_t number = take(in, 8), item = take(in, 8);
+        uint64_t number = next(in, 8), item = next(in, 8);
         ps_hand_out(AT(ring), number, item);
         assert(ring->work_head == (uint32_t)number + 1);
         assert(ring->work_items[number % PS_AHEAD] == item);
@@ -93,9 +69,9 @@ static void serve(struct input *in, struct ps_ring *ring)
 static void sleep_on(struct input *in)
 {
     uint64_t address[MANY], seen[MANY];
-    uint64_t count = take(in, 2) % (MANY + 1), head = take(in, 8);
-    uint64_t shard = take(in, 1) % PS_MAX_SHARDS;
-    uint32_t bell = (uint32_t)take(in, 1);
+    uint64_t count = next(in, 2) % (MANY + 1), head = next(in, 8);
+    uint64_t shard = next(in, 1) % PS_MAX_SHARDS;
+    uint32_t bell = (uint32_t)next(in, 1);
     for (uint64_t i = 0; i < count; i++) {
         address[i] = AT(rings[i % RINGS]);
         seen[i] = i % 2 && !head ? rings[i % RINGS]->head : head; /* as it is, or another */
@@ -112,8 +88,8 @@ static void learn(struct input *in, struct ps_ring *ring)
     uint64_t item;
     int result;
     set_right(ring);
-    control->stop = (uint32_t)take(in, 1) % 3;
-    switch (take(in, 1) % 5) {
+    control->stop = (uint32_t)next(in, 1) % 3;
+    switch (next(in, 1) % 5) {
     case 0: {
         struct ps_frame *frame = ps_claim(ring, control, 0, &result);
         if (frame) { /* whatever the head and the tails say, it is a slot */
@@ -124,10 +100,10 @@ static void learn(struct input *in, struct ps_ring *ring)
         break;
     }
     case 1:
-        ps_wait_applied(ring, control, take(in, 8), 0);
+        ps_wait_applied(ring, control, next(in, 8), 0);
         break;
     case 2:
-        ps_wait_grant(ring, control, take(in, 8), 0);
+        ps_wait_grant(ring, control, next(in, 8), 0);
         break;
     case 3:
         ps_take_work(ring, control, 0, &item);
@@ -140,11 +116,11 @@ static void learn(struct input *in, struct ps_ring *ring)
 static void pull(struct input *in)
 {
     char *from = malloc(PART), *to = malloc(PART);
-    uint32_t shard = (uint32_t)take(in, 1) % PS_MAX_SHARDS;
+    uint32_t shard = (uint32_t)next(in, 1) % PS_MAX_SHARDS;
     assert(from && to);
     memset(from, 7, PART);
-    control->shard[shard].sequence = take(in, 8);
-    size_t bytes = take(in, 1);
+    control->shard[shard].sequence = next(in, 8);
+    size_t bytes = next(in, 1);
     int whole = ps_snapshot(control, shard, to, from, bytes);
     assert(whole == !(control->shard[shard].sequence & 1)); /* nobody writes meanwhile */
     assert(!whole || !memcmp(to, from, bytes));
@@ -164,18 +140,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     control->phase = PS_PHASE_SERVING;
     control->stop = control->sleepers = 0;
     control->roster[ROW].wanted = 9;
-    control->roster[ROW].grant = take(&in, 1);
-    control->work = (uint32_t)take(&in, 1) % 3;
+    control->roster[ROW].grant = next(&in, 1);
+    control->work = (uint32_t)next(&in, 1) % 3;
     for (int i = 0; i < RINGS; i++) {
         memset(rings[i], 0, sizeof *rings[i]);
         rings[i]->header.generation = 9;
         set_right(rings[i]);
     }
     while (in.left) {
-        struct ps_ring *ring = rings[take(&in, 1) % RINGS];
-        switch (take(&in, 1) % 6) {
+        struct ps_ring *ring = rings[next(&in, 1) % RINGS];
+        switch (next(&in, 1) % 6) {
         case 0:
-            hostile_write(&in, ring);
+            scribble(&in, ring, sizeof *ring, 64); /* hostile */
             break;
         case 1:
             move_on(&in, ring);

@@ -47,8 +47,10 @@ class Programs:
             self._objects = [self._directory / f"{source.stem}.o" for source in LIBRARY]
         return self._objects
 
-    def build(self, source: Path, *more: Any, compiler: list[str] | None = None) -> Path:
-        program = self._directory / source.stem
+    def build(
+        self, source: Path, *more: Any, compiler: list[Any] | None = None, name: str = ""
+    ) -> Path:
+        program = self._directory / (name or source.stem)
         if not program.exists():
             self.run([*(compiler or CC), "-o", program, source, *(more or self.objects()), "-lrt"])
         return program
@@ -111,18 +113,29 @@ class Learner:
             self.process.stdout.close()
 
 
+def starter(program: Path, stack: ExitStack) -> Callable[[], Learner]:
+    def start() -> Learner:
+        made = Learner(program)
+        stack.callback(made.close)
+        return made
+
+    return start
+
+
 @pytest.fixture
 def learner(programs: Programs) -> Iterator[Callable[[], Learner]]:
     """Starts learners in C; they end with the test."""
-    program = programs.build(HERE / "driver.c")
     with ExitStack() as stack:
+        yield starter(programs.build(HERE / "driver.c"), stack)
 
-        def start() -> Learner:
-            made = Learner(program)
-            stack.callback(made.close)
-            return made
 
-        yield start
+@pytest.fixture
+def hurried(programs: Programs) -> Iterator[Callable[[], Learner]]:
+    """The same; what they wait ten seconds for they give up after half a one."""
+    compiler = [*CC, "-include", HERE / "hurried.h"]
+    with ExitStack() as stack:
+        program = programs.build(HERE / "driver.c", *LIBRARY, compiler=compiler, name="hurried")
+        yield starter(program, stack)
 
 
 class Job:
@@ -149,10 +162,7 @@ class Job:
         return np.concatenate([view.ravel() for view in model.views(data).values()])
 
     def ring(self, row: int) -> np.void:
-        part = segment.attach(
-            segment.segment_name(self.name, f"ring.{row}"), SegmentKind.RING, writable=False
-        )
-        return part.view(RING)
+        return support.ring_of(self.name, row).view(RING)
 
     def pause(self, on: bool) -> None:
         """Parks the shards: what is published stays in the rings."""

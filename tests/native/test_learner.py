@@ -218,9 +218,9 @@ class StopInBackground:
         self._connection.close()
 
 
-def test_a_dead_job_ends_a_wait(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
+def test_a_dead_job_ends_a_wait(job: Callable[..., Any], hurried: Callable[[], Any]) -> None:
     """Once neither a server nor a watchdog, which would start one, has been there for a while."""
-    running, mine = job(**SMALL), learner()
+    running, mine = job(**SMALL), hurried()
     fill(running, mine)
     blocked(running, mine, "applied -1")
     support.kill_all(running.name, running.socket)
@@ -348,9 +348,9 @@ def test_a_job_without_model(job: Callable[..., Any], learner: Callable[[], Any]
     assert text.startswith("the job has no model yet") and "give tensors in the job file" in text
 
 
-def test_a_wait_notices_reused_pids(small: Any, learner: Callable[[], Any]) -> None:
+def test_a_wait_notices_reused_pids(small: Any, hurried: Callable[[], Any]) -> None:
     """A process with the server's or the watchdog's pid and another start is neither."""
-    running, mine = small, learner()
+    running, mine = small, hurried()
     fill(running, mine)
     starts = {who: int(running.control[f"{who}_start"]) for who in ("lease", "watchdog")}
     for who, start in starts.items():

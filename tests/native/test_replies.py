@@ -194,9 +194,9 @@ def malformed(good: dict[str, Any]) -> list[str | bytes]:
 
 
 def test_malformed_replies(
-    watchdog: Watchdog, memory: JobMemory, learner: Callable[[], Any]
+    watchdog: Watchdog, memory: JobMemory, hurried: Callable[[], Any]
 ) -> None:
-    mine = learner()
+    mine = hurried()  # where the connection is lost, it waits for another watchdog
     for reply in malformed(attach_reply(memory)):
         watchdog.says(reply)
         code, text = mine.ask("attach", watchdog.path)

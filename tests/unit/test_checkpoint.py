@@ -37,9 +37,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gadei_ps import checkpoint, files, layout, weights
-from gadei_ps.checkpoint import Snapshot, export, found, newest, read, write
+from gadei_ps.checkpoint import Snapshot, found, newest, read, write
 from gadei_ps.config import from_mapping
 from gadei_ps.errors import CheckpointError, UsageError
+from gadei_ps.export import export
 from gadei_ps.layout import Role
 from gadei_ps.weights import Model, Tensor, place
 
@@ -298,6 +299,10 @@ def test_those_of_a_run_that_was_given_up_are_set_aside(tmp_path: Path) -> None:
     aside = "superseded-checkpoint-0000000000"
     assert names(tmp_path)[-3:] == [f"{aside}20", f"{aside}30", f"{aside}30.2"]
     same(read(tmp_path / f"{aside}30"), one(30))
+    mine = tmp_path / f"{aside}30.mine"
+    mine.mkdir()
+    write(tmp_path, one(12), keep=2)
+    assert names(tmp_path)[-3:] == [f"{aside}16", f"{aside}30.2", mine.name], "written last"
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -573,41 +578,36 @@ def test_foreign_tensors(
     assert "damaged" not in said
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda h: h.update(mean=1), "not described"),
-        (lambda h: h["mean"].update(data_offsets=[0, 20]), "data_offsets"),
-        (lambda h: h["mean"].update(data_offsets=[88, 2**60]), "data_offsets"),
-        (lambda h: h["mean"].update(data_offsets=[-20, 0]), "data_offsets"),
-        (lambda h: h["mean"].update(data_offsets="x"), "data_offsets"),
-        (lambda h: h["mean"].update(shape=[2**62]), "shape"),
-        (lambda h: [], "not a JSON object"),
-    ],
-)
-def test_foreign_headers(tmp_path: Path, change: Callable[[Any], Any], why: str) -> None:
-    path = write(tmp_path, one(9), keep=1).path
-    raw = (path / "weights.safetensors").read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + size])
-    changed = change(header)
-    text = json.dumps(header if changed is None else changed).encode()
-    fake = len(text).to_bytes(8, "little") + text + raw[8 + size :]
-    (path / "weights.safetensors").write_bytes(fake)
-    make_sums(path)
-    refused(path, "weights.safetensors", why)
+def header(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
+    """The file with another header."""
+
+    def fake(raw: bytes) -> bytes:
+        size = int.from_bytes(raw[:8], "little")
+        fields = json.loads(raw[8 : 8 + size])
+        changed = change(fields)
+        text = json.dumps(fields if changed is None else changed).encode()
+        return len(text).to_bytes(8, "little") + text + raw[8 + size :]
+
+    return fake
 
 
 @pytest.mark.parametrize(
     ("fake", "why"),
     [
+        (header(lambda h: h.update(mean=1)), "not described"),
+        (header(lambda h: h["mean"].update(data_offsets=[0, 20])), "data_offsets"),
+        (header(lambda h: h["mean"].update(data_offsets=[88, 2**60])), "data_offsets"),
+        (header(lambda h: h["mean"].update(data_offsets=[-20, 0])), "data_offsets"),
+        (header(lambda h: h["mean"].update(data_offsets="x")), "data_offsets"),
+        (header(lambda h: h["mean"].update(shape=[2**62])), "shape"),
+        (header(lambda h: []), "not a JSON object"),
         (lambda raw: raw + b"x", "1 bytes behind the last tensor"),
         (lambda raw: raw[:-1], "ends too early"),
         (lambda raw: raw[:5], "5 bytes where"),
         (lambda raw: b"\xff" * 8 + raw[8:], "needed"),
     ],
 )
-def test_foreign_lengths(tmp_path: Path, fake: Callable[[bytes], bytes], why: str) -> None:
+def test_foreign_files(tmp_path: Path, fake: Callable[[bytes], bytes], why: str) -> None:
     path = write(tmp_path, one(9), keep=1).path
     (path / "weights.safetensors").write_bytes(fake((path / "weights.safetensors").read_bytes()))
     make_sums(path)

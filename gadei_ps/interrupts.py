@@ -1,0 +1,72 @@
+"""Signals that end a command: an exception in its main thread, held back where that would harm.
+
+An exception that comes from nowhere can leave a lock of the standard library locked for ever, as in
+Popen.poll. What must not be broken just anywhere is done while signals are held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Interrupted(BaseException):
+    """A signal that ends the command; whatever it has started is ended on the way out."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _State:
+    held = False
+    came: int | None = None
+
+
+def install() -> None:
+    """Once, from the main thread."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and background jobs have it
+            signal.signal(number, _on_signal)
+    sys.unraisablehook = _unraisable
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    if not _State.held:
+        raise Interrupted(number)
+    _State.came = number
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Main thread: meanwhile a signal waits for check(), or for the end; both raise Interrupted."""
+    if _State.held:
+        yield
+        return
+    _State.held = True
+    try:
+        yield
+    finally:
+        _State.held = False
+        check()
+
+
+def check() -> None:
+    """Raises Interrupted if a signal waits."""
+    number, _State.came = _State.came, None
+    if number is not None:
+        raise Interrupted(number)
+
+
+def _unraisable(args: sys.UnraisableHookArgs) -> None:
+    """Python drops what a signal handler raises within a finalizer: then the signal comes again."""
+    if isinstance(args.exc_value, Interrupted):
+        again = threading.Timer(0.05, os.kill, (os.getpid(), args.exc_value.number))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(args)
