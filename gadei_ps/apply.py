@@ -3,7 +3,7 @@
     record: which frame, which step, which rate          then cursor = 0
     for each chunk:  weights and slots -> undo log       then cursor = chunk << 1 | 1
                      update
-    after the last one                                        cursor = chunks << 1
+    after the last one                                        cursor = APPLIED
     shard 0: statistics and work ledger, a transaction   then booked (account.py)
     applied sequence, steps, version: absolute values    then cursor = IDLE
     the ring's tail                                                    SYNC POINT: slot
@@ -15,7 +15,6 @@ Everything here is compiled and runs in the thread of the shard.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from gadei_ps.compiled import compiled, inlined
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.optimizers import COEFFICIENTS
-from gadei_ps.layout import CONTROL, FRAME, RECORD, SHARD, STATE, Action, FrameKind, Reason
+from gadei_ps.layout import CONTROL, FRAME, RECORD, SHARD, STATE, Action, Reason
 from gadei_ps.layout import WireType as Wire
 from gadei_ps.places import (
     CONTROL_AT,
@@ -47,28 +46,20 @@ BLOCK = 1024
 BLOCK_BYTES = np.uint64(BLOCK * 4)
 PAYLOAD_AT = np.uint64(layout.PAYLOAD_AT)
 IDLE = np.uint64(layout.IDLE)
+APPLIED = np.uint64(layout.APPLIED)
 ONE = np.uint64(1)
 ZERO = np.uint64(0)
-CHECKED = np.uint32(layout.CHECKED)
-NONFINITE = np.uint32(layout.NONFINITE)
 # Plain integers: Numba would carry an enum member along as a type of its own.
-DENSE = int(FrameKind.DENSE)
 FLOAT32 = int(Wire.FLOAT32)
 BFLOAT16 = int(Wire.BFLOAT16)
 FLOAT16 = int(Wire.FLOAT16)
+WALK = 7  # lines that rows.py keeps of each frame
 # What moves a buffer, beside the kinds of optimizer that move a parameter.
 BUFFER = 0
 APPLY = int(Action.APPLY)
 SKIP = int(Action.SKIP)
 OK = int(Reason.OK)
-BAD_KIND = int(Reason.BAD_KIND)
-BAD_DTYPE = int(Reason.BAD_DTYPE)
-BAD_SIZE = int(Reason.BAD_SIZE)
-BAD_GENERATION = int(Reason.BAD_GENERATION)
 BAD_SEQUENCE = int(Reason.BAD_SEQUENCE)
-UNCHECKED = int(Reason.UNCHECKED)
-NOT_FINITE = int(Reason.NOT_FINITE)
-BAD_SCALE = int(Reason.BAD_SCALE)
 
 SEQUENCE = np.uint64(layout.offset(SHARD, "sequence"))
 VERSION = np.uint64(layout.offset(CONTROL, "version"))
@@ -115,6 +106,10 @@ class Shard(NamedTuple):
     payloads: np.ndarray
     """Addresses of the payloads in hand, shape (MAX_LEARNERS,)."""
     dtypes: np.ndarray
+    kinds: np.ndarray
+    """Their frames' kinds, likewise."""
+    walk: np.ndarray
+    """What rows.py knows of each frame while it walks, int64 of shape (WALK, MAX_LEARNERS)."""
     coef: np.ndarray
     room: np.ndarray
     """Keeps the memory of scratch and mean."""
@@ -153,6 +148,8 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         kept,
         np.zeros(MAX_LEARNERS, np.uint64),
         np.zeros(MAX_LEARNERS, np.int64),
+        np.zeros(MAX_LEARNERS, np.int64),
+        np.zeros((WALK, MAX_LEARNERS), np.int64),
         np.zeros(COEFFICIENTS, np.float64),
         room,
         Streams(
@@ -174,39 +171,6 @@ CURSOR = np.uint64(layout.offset(RECORD, "cursor"))
 
 
 @compiled
-def check_frame(
-    c: np.ndarray, frame: np.ndarray, generation: np.uint64, sequence: np.uint64, elements: int
-) -> int:
-    """Why the frame must not be applied; OK if it may. Every shard comes to the same answer.
-
-    c: CONTROL, shape (1,). frame: FRAME, shape (1,).
-    """
-    if frame[0].generation != generation:
-        return BAD_GENERATION
-    if frame[0].sequence != sequence:
-        return BAD_SEQUENCE
-    if frame[0].kind != DENSE:
-        return BAD_KIND
-    if frame[0].dtype == FLOAT32:
-        size = 4
-    elif frame[0].dtype == BFLOAT16 or frame[0].dtype == FLOAT16:
-        size = 2
-    else:
-        return BAD_DTYPE
-    if frame[0].payload_bytes != np.uint64(elements * size):
-        return BAD_SIZE
-    if c[0].refuse_nonfinite:
-        if not frame[0].flags & CHECKED:
-            return UNCHECKED
-        if frame[0].flags & NONFINITE:
-            return NOT_FINITE
-    scale = frame[0].rate_scale
-    if not (scale >= 0.0 and math.isfinite(scale)):
-        return BAD_SCALE
-    return OK
-
-
-@compiled
 def slot_of(
     c: np.ndarray, ring: np.uint64, slots_at: np.uint64, slot_bytes: np.uint64, sequence: np.uint64
 ) -> np.uint64:
@@ -219,10 +183,11 @@ def take(s: Shard, member: int, slot: np.uint64) -> None:
     """The frame in this slot is the member-th of those in hand."""
     s.payloads[member] = slot + PAYLOAD_AT
     s.dtypes[member] = integer(frame_at(slot)[0].dtype)
+    s.kinds[member] = integer(frame_at(slot)[0].kind)
 
 
 @inlined
-def _gradient(
+def gradient_at(
     payload: np.uint64, dtype: int, start: int, count: int, scratch: np.uint64
 ) -> np.uint64:
     """Where values start to start + count of a payload are as float32: `scratch` if decoded."""
@@ -373,62 +338,100 @@ def _change(
 
 
 @compiled
-def apply_chunks(s: Shard, members: int, first: int) -> None:
-    """Applies the gradient in hand, or the mean of several, from the first-th chunk on.
+def move_span(
+    kind: int,
+    kept: int,
+    coef: cpu.Scalars,
+    at: Streams,
+    g: np.uint64,
+    cursor: np.uint64,
+    chunk: int,
+    start: int,
+    end: int,
+) -> None:
+    """Moves values start to end, all of one role, the first of them in the chunk-th chunk."""
+    rest = (end - start) % CHUNK
+    whole = end - rest
+    if kind == BUFFER:
+        _change(BUFFER, 0, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.SGD:
+        _change(cpu.SGD, 0, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.MOMENTUM_SGD:
+        _change(cpu.MOMENTUM_SGD, 1, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.NESTEROV:
+        _change(cpu.NESTEROV, 1, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.ADAGRAD:
+        _change(cpu.ADAGRAD, 1, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.ADAM:
+        _change(cpu.ADAM, 2, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.ADAMW:
+        _change(cpu.ADAMW, 2, coef, at, g, cursor, chunk, start, whole)
+    if rest > 0:
+        g += np.uint64((whole - start) * 4)
+        chunk += (whole - start) // CHUNK
+        _change_rest(kind, kept, coef, at, g, cursor, chunk, whole, rest)
 
-    Parameters are moved by the optimizer, buffers by plain addition. The sequence lock of the shard
-    is odd meanwhile.
-    """
+
+@compiled
+def take_coefficients(s: Shard) -> None:
+    """Works out the scalars of the gradient in hand."""
     record = s.state[0].record[s.number]
     cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, s.coef)
-    lock = s.me + SEQUENCE
-    put(lock, get(lock) | ONE)
+
+
+@compiled
+def lock(s: Shard) -> None:
+    """Makes the sequence lock odd: weights are about to change."""
+    word = s.me + SEQUENCE
+    put(word, get(word) | ONE)
     fence()  # no weight is written before the lock is seen to be odd
+
+
+@compiled
+def unlock(s: Shard) -> None:
+    """All of the gradient is in the weights."""
+    mark(s.cursor, APPLIED)
+    word = s.me + SEQUENCE
+    put(word, (get(word) | ONE) + ONE)  # SYNC POINT: chunk of weights
+
+
+@compiled
+def apply_chunks(s: Shard, members: int, first: int, reopen: bool) -> None:
+    """Applies the dense gradient in hand, or the mean of several, from the first-th chunk on.
+
+    Parameters are moved by the optimizer, buffers by plain addition. The sequence lock of the shard
+    is odd meanwhile. reopen: that chunk is open, its old values are in the undo log.
+    """
+    take_coefficients(s)
+    lock(s)
     coef = cpu.scalars(borrow(s.coef))
     payloads = borrow(s.payloads)
     dtypes = borrow(s.dtypes)
     parameters = integer(s.places[PARAMETERS])
-    at, cursor = s.at, s.cursor
+    at = s.at
     start = s.low + first * CHUNK
+    if reopen:
+        kept = s.kept if start < parameters else 0
+        restore(at, kept, np.uint64(first), start, min(CHUNK, s.high - start))
     while start < s.high:
         is_parameter = start < parameters
         end = min(s.high, parameters) if is_parameter else s.high
         if members > 1 or dtypes[0] != FLOAT32:
             end = min(end, start + BLOCK)
         count = end - start
-        g = _gradient(payloads[0], dtypes[0], start, count, at.scratch)
+        g = gradient_at(payloads[0], dtypes[0], start, count, at.scratch)
         if members > 1:
             mean = floats(at.mean, count)
             _copy(mean, floats(g, count))
             for k in range(1, members):
-                other = _gradient(payloads[k], dtypes[k], start, count, at.scratch)
+                other = gradient_at(payloads[k], dtypes[k], start, count, at.scratch)
                 cpu.accumulate(mean, floats(other, count))
             cpu.scale(mean, 1.0 / members)
             g = at.mean
-        chunk, rest = (start - s.low) // CHUNK, count % CHUNK
-        whole = end - rest
         kind, kept = (s.kind, s.kept) if is_parameter else (BUFFER, 0)
-        if kind == BUFFER:
-            _change(BUFFER, 0, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.SGD:
-            _change(cpu.SGD, 0, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.MOMENTUM_SGD:
-            _change(cpu.MOMENTUM_SGD, 1, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.NESTEROV:
-            _change(cpu.NESTEROV, 1, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.ADAGRAD:
-            _change(cpu.ADAGRAD, 1, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.ADAM:
-            _change(cpu.ADAM, 2, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.ADAMW:
-            _change(cpu.ADAMW, 2, coef, at, g, cursor, chunk, start, whole)
-        if rest > 0:
-            g += np.uint64((whole - start) * 4)
-            chunk += (whole - start) // CHUNK
-            _change_rest(kind, kept, coef, at, g, cursor, chunk, whole, rest)
+        move_span(kind, kept, coef, at, g, s.cursor, (start - s.low) // CHUNK, start, end)
         start = end
-    mark(cursor, np.uint64(-(-(s.high - s.low) // CHUNK)) << ONE)
-    put(lock, (get(lock) | ONE) + ONE)  # SYNC POINT: chunk of weights
+    unlock(s)
 
 
 @compiled

@@ -119,7 +119,6 @@ def test_staleness_aware_rate(job_name: str) -> None:
 
 BAD: list[tuple[dict[str, Any], Reason]] = [
     ({"kind": 0}, Reason.BAD_KIND),
-    ({"kind": FrameKind.ROWS}, Reason.BAD_KIND),
     ({"kind": 2**32 - 1}, Reason.BAD_KIND),
     ({"dtype": 0}, Reason.BAD_DTYPE),
     ({"dtype": 4}, Reason.BAD_DTYPE),
