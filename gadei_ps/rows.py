@@ -59,7 +59,7 @@ COUNT = 4  # of its rows
 AT = 5  # row to look at next
 ROW = 6  # its number; NO_ROW after the last
 ABSENT = 0
-NO_ROW = np.int64(2**62)
+NO_ROW = 2**62
 
 
 @compiled
@@ -185,9 +185,7 @@ def _add_row(
 
 
 @compiled
-def _mean(
-    s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end: int
-) -> np.uint64:
+def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end: int) -> np.uint64:
     """Address of the mean gradient of values start to end. row: at hand; -1: the whole tensor."""
     mean = floats(s.at.mean, end - start)
     mean[:] = np.float32(0)
@@ -289,7 +287,7 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
             row = NO_ROW
             for m in range(members):
                 if s.walk[FORM, m] == ROWS:
-                    row = min(row, s.walk[ROW, m])
+                    row = min(row, integer(s.walk[ROW, m]))
             if row == NO_ROW:
                 break
             low = max(start + row * width, s.low)

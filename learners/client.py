@@ -170,6 +170,22 @@ class Client:
         self._copies = True
         return copy
 
+    def pull_rows(self, tensor: str, indices: npt.ArrayLike) -> FloatArray:
+        """Copies some rows of a tensor, shape (n, *its shape without the first dimension).
+
+        Raises ModelMismatch.
+        """
+        if tensor not in self._tensors:
+            raise ModelMismatch(f"the job's model has no tensor {tensor!r}")
+        wanted = np.asarray(indices, np.int64)
+        rows = self._tensors[tensor].rows
+        bad = (wanted < 0) | (wanted >= rows)
+        if bad.any():
+            raise ModelMismatch(f"{tensor!r} has no row {wanted[bad][0]} of {rows}")
+        self._copies = True
+        self.version = self.current_version
+        return self.weights[tensor][wanted]
+
     def _pull_consistent(self, copy: FloatArray) -> None:
         if copy.shape != self.flat.shape or copy.dtype != np.float32 or not copy.flags.c_contiguous:
             raise UsageError(f"out: need contiguous float32 of shape {self.flat.shape}")
@@ -226,8 +242,9 @@ class Client:
         gradients: by name (None and missing tensors count as zero), or flat, float32 of shape
         (model.elements,). Where one of them is Rows, tensors and rows that are not given are left
         as they are, with the optimizer's state of them: momentum, Adagrad and Adam move a row only
-        when a gradient names it (torch.optim.SparseAdam's rule). batch: id of the batch it answers; by default the one taken first of
-        those not yet answered. version: that it was computed from; by default the last pulled.
+        when a gradient names it (torch.optim.SparseAdam's rule). batch: id of the batch it answers;
+        by default the one taken first of those not yet answered. version: that it was computed
+        from; by default the last pulled.
         rate_scale multiplies the job's learning rate. Raises PushTimeout, JobStopped, JobFailed;
         then nothing has been published.
         """
@@ -336,7 +353,7 @@ class Client:
         try:
             return _native.write_rows(*where, *at)
         except IndexError as error:
-            raise ModelMismatch(f"rows of {tensor.name!r}: there is no {error}") from None
+            raise ModelMismatch(f"{tensor.name!r} has no {error}") from None
 
     def publish(
         self,

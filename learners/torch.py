@@ -14,8 +14,8 @@ learners' gradients show at once (Hogwild). That memory is read-only. Writing to
 surgery, load_state_dict, an in-place clamp) ends the process with a segmentation fault and a
 traceback; `view=False` gives the learner a copy of its own instead, pulled at every step.
 
-Embeddings made with sparse=True push only the rows that a batch has touched (see Client.push for what
-that means to optimizers with state).
+Embeddings made with sparse=True push only the rows that a batch has touched; see Client.push for
+what that means to optimizers with state.
 
 Buffers of float32 (batch-norm statistics) belong to the job too: a step pushes by how much
 they have changed here, the server adds that, and the learner goes on from the sum. So the job's

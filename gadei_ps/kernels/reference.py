@@ -29,7 +29,8 @@ def learning_rate(hyper: NDArray[np.float64], t: int) -> float:
         return spec.lr * (t + 1) / spec.warmup_steps
     since = t - spec.warmup_steps
     if spec.schedule is Schedule.STEP:
-        return spec.lr * spec.step_gamma ** (since // spec.step_size)
+        with np.errstate(over="ignore"):  # infinite, where Python's floats would raise
+            return float(spec.lr * np.float64(spec.step_gamma) ** (since // spec.step_size))
     if spec.schedule is Schedule.COSINE:
         span = spec.total_steps - spec.warmup_steps
         part = min(since / span, 1.0)

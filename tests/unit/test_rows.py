@@ -148,7 +148,11 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
     def holds(data: st.DataObject, shards: int, seed: int) -> None:
         tensors = data.draw(models())
         model = place(tensors)
-        optimizer = {"kind": kind, "lr": 0.05, "weight_decay": data.draw(st.sampled_from([0, 0.01]))}
+        optimizer = {
+            "kind": kind,
+            "lr": 0.05,
+            "weight_decay": data.draw(st.sampled_from([0, 0.01])),
+        }
         spec = OptimizerSpec(
             Kind[kind.upper()], lr=0.05, weight_decay=float(optimizer["weight_decay"])
         )
