@@ -35,7 +35,7 @@ from gadei_ps.places import (
     UNDO_AT,
     WEIGHTS_AT,
 )
-from gadei_ps.symbols import fence, floats, get, halves, mark, put, structs
+from gadei_ps.symbols import doubles, fence, floats, get, halves, mark, not_inlined, put, structs
 
 CHUNK = layout.CHUNK
 MAX_LEARNERS = layout.MAX_LEARNERS
@@ -53,7 +53,12 @@ ZERO = np.uint64(0)
 FLOAT32 = int(Wire.FLOAT32)
 BFLOAT16 = int(Wire.BFLOAT16)
 FLOAT16 = int(Wire.FLOAT16)
-WALK = 7  # lines that rows.py keeps of each frame
+# What is known of each frame in hand: lines of Shard.hands. Those from WALK on are of rows.py.
+PAYLOAD = 0  # address
+DTYPE = 1
+KIND = 2
+WALK = 3
+HANDS = 10
 # What moves a buffer, beside the kinds of optimizer that move a parameter.
 BUFFER = 0
 APPLY = int(Action.APPLY)
@@ -80,6 +85,8 @@ class Streams(NamedTuple):
     """One block, for decoded values."""
     mean: np.uint64
     """One block, for the mean of several gradients."""
+    coef: np.uint64
+    """What the optimizer needs to know of the gradient in hand, float64 (COEFFICIENTS,)."""
 
 
 class Shard(NamedTuple):
@@ -103,16 +110,10 @@ class Shard(NamedTuple):
     kind: int
     kept: int
     """Optimizer slots: 0, 1 or 2."""
-    payloads: np.ndarray
-    """Addresses of the payloads in hand, shape (MAX_LEARNERS,)."""
-    dtypes: np.ndarray
-    kinds: np.ndarray
-    """Their frames' kinds, likewise."""
-    walk: np.ndarray
-    """What rows.py knows of each frame while it walks, int64 of shape (WALK, MAX_LEARNERS)."""
-    coef: np.ndarray
+    hands: np.ndarray
+    """What is known of each frame in hand, int64 of shape (HANDS, MAX_LEARNERS)."""
     room: np.ndarray
-    """Keeps the memory of scratch and mean."""
+    """Keeps the memory of scratch, mean and coef."""
     at: Streams
 
 
@@ -133,7 +134,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         kept = 2
     c = control_at(control)
     at = np.uint64(index)
-    room = np.zeros(2 * BLOCK, np.float32)
+    room = np.zeros(2 * BLOCK + 2 * COEFFICIENTS, np.float32)
     return Shard(
         index,
         low,
@@ -146,11 +147,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         places[STATE_AT] + RECORDS + at * RECORD_BYTES + CURSOR,
         integer(c[0].optimizer),
         kept,
-        np.zeros(MAX_LEARNERS, np.uint64),
-        np.zeros(MAX_LEARNERS, np.int64),
-        np.zeros(MAX_LEARNERS, np.int64),
-        np.zeros((WALK, MAX_LEARNERS), np.int64),
-        np.zeros(COEFFICIENTS, np.float64),
+        np.zeros((HANDS, MAX_LEARNERS), np.int64),
         room,
         Streams(
             places[WEIGHTS_AT],
@@ -159,6 +156,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
             places[UNDO_AT],
             np.uint64(room.ctypes.data),
             np.uint64(room.ctypes.data) + BLOCK_BYTES,
+            np.uint64(room.ctypes.data) + BLOCK_BYTES + BLOCK_BYTES,
         ),
     )
 
@@ -181,9 +179,19 @@ def slot_of(
 @compiled
 def take(s: Shard, member: int, slot: np.uint64) -> None:
     """The frame in this slot is the member-th of those in hand."""
-    s.payloads[member] = slot + PAYLOAD_AT
-    s.dtypes[member] = integer(frame_at(slot)[0].dtype)
-    s.kinds[member] = integer(frame_at(slot)[0].kind)
+    s.hands[PAYLOAD, member] = integer(slot + PAYLOAD_AT)
+    s.hands[DTYPE, member] = integer(frame_at(slot)[0].dtype)
+    s.hands[KIND, member] = integer(frame_at(slot)[0].kind)
+
+
+@compiled
+def _decode(payload: np.uint64, dtype: int, start: int, count: int, out: np.uint64) -> None:
+    not_inlined()
+    source = halves(payload + np.uint64(start * 2), count)
+    if dtype == BFLOAT16:
+        cpu.decode_bfloat16(source, floats(out, count))
+    else:
+        cpu.decode_float16(source, floats(out, count))
 
 
 @inlined
@@ -193,12 +201,7 @@ def gradient_at(
     """Where values start to start + count of a payload are as float32: `scratch` if decoded."""
     if dtype == FLOAT32:
         return payload + np.uint64(start * 4)
-    source = halves(payload + np.uint64(start * 2), count)
-    out = floats(scratch, count)
-    if dtype == BFLOAT16:
-        cpu.decode_bfloat16(source, out)
-    else:
-        cpu.decode_float16(source, out)
+    _decode(payload, dtype, start, count, scratch)
     return scratch
 
 
@@ -350,6 +353,7 @@ def move_span(
     end: int,
 ) -> None:
     """Moves values start to end, all of one role, the first of them in the chunk-th chunk."""
+    not_inlined()
     rest = (end - start) % CHUNK
     whole = end - rest
     if kind == BUFFER:
@@ -376,7 +380,8 @@ def move_span(
 def take_coefficients(s: Shard) -> None:
     """Works out the scalars of the gradient in hand."""
     record = s.state[0].record[s.number]
-    cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, s.coef)
+    coef = doubles(s.at.coef, COEFFICIENTS)
+    cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, coef)
 
 
 @compiled
@@ -404,9 +409,8 @@ def apply_chunks(s: Shard, members: int, first: int, reopen: bool) -> None:
     """
     take_coefficients(s)
     lock(s)
-    coef = cpu.scalars(borrow(s.coef))
-    payloads = borrow(s.payloads)
-    dtypes = borrow(s.dtypes)
+    coef = cpu.scalars(doubles(s.at.coef, COEFFICIENTS))
+    hands = borrow(s.hands)
     parameters = integer(s.places[PARAMETERS])
     at = s.at
     start = s.low + first * CHUNK
@@ -416,15 +420,16 @@ def apply_chunks(s: Shard, members: int, first: int, reopen: bool) -> None:
     while start < s.high:
         is_parameter = start < parameters
         end = min(s.high, parameters) if is_parameter else s.high
-        if members > 1 or dtypes[0] != FLOAT32:
+        if members > 1 or hands[DTYPE, 0] != FLOAT32:
             end = min(end, start + BLOCK)
         count = end - start
-        g = gradient_at(payloads[0], dtypes[0], start, count, at.scratch)
+        g = gradient_at(np.uint64(hands[PAYLOAD, 0]), hands[DTYPE, 0], start, count, at.scratch)
         if members > 1:
             mean = floats(at.mean, count)
             _copy(mean, floats(g, count))
             for k in range(1, members):
-                other = gradient_at(payloads[k], dtypes[k], start, count, at.scratch)
+                payload = np.uint64(hands[PAYLOAD, k])
+                other = gradient_at(payload, hands[DTYPE, k], start, count, at.scratch)
                 cpu.accumulate(mean, floats(other, count))
             cpu.scale(mean, 1.0 / members)
             g = at.mean

@@ -21,9 +21,13 @@ from gadei_ps import layout
 from gadei_ps.apply import (
     BLOCK,
     CHUNK,
+    DTYPE,
     FLOAT32,
+    KIND,
     OK,
+    PAYLOAD,
     PAYLOAD_AT,
+    WALK,
     Shard,
     apply_chunks,
     frame_at,
@@ -37,8 +41,9 @@ from gadei_ps.apply import (
 )
 from gadei_ps.compiled import compiled
 from gadei_ps.kernels import cpu
+from gadei_ps.kernels.optimizers import COEFFICIENTS
 from gadei_ps.places import CAPACITY, PARAMETERS, TENSORS, TENSORS_AT
-from gadei_ps.symbols import floats, structs, words
+from gadei_ps.symbols import doubles, floats, not_inlined, structs, words
 
 tensor_at = structs(layout.TENSOR)
 block_at = structs(layout.BLOCK)
@@ -50,14 +55,14 @@ ROWS = int(layout.FrameKind.ROWS)
 BAD_SIZE = int(layout.Reason.BAD_SIZE)
 BAD_ROWS = int(layout.Reason.BAD_ROWS)
 
-# What a shard remembers of each frame in hand while it walks: the WALK lines of Shard.walk.
-NEXT = 0  # block to look at next
-FORM = 1  # of the tensor at hand: ABSENT, ROWS, DENSE
-VALUES = 2  # address of its values
-INDICES = 3  # address of its rows' numbers
-COUNT = 4  # of its rows
-AT = 5  # row to look at next
-ROW = 6  # its number; NO_ROW after the last
+# What a shard remembers of each frame in hand while it walks: more lines of Shard.hands.
+NEXT = WALK  # block to look at next
+FORM = WALK + 1  # of the tensor at hand: ABSENT, ROWS, DENSE
+VALUES = WALK + 2  # address of its values
+INDICES = WALK + 3  # address of its rows' numbers
+COUNT = WALK + 4  # of its rows
+AT = WALK + 5  # row to look at next
+ROW = WALK + 6  # its number; NO_ROW after the last
 ABSENT = 0
 NO_ROW = 2**62
 
@@ -92,6 +97,7 @@ def _fits(block: np.ndarray, tensor: np.ndarray, size: int, payload_bytes: int) 
 @compiled
 def check_rows(frame: np.ndarray, payload: np.uint64, size: int, places: np.ndarray) -> int:
     """Why a frame of rows must not be applied; OK if it may. size: bytes of a value."""
+    not_inlined()
     tensors = integer(places[TENSORS])
     blocks = integer(frame[0].blocks)
     if frame[0].payload_bytes > places[CAPACITY]:
@@ -122,34 +128,35 @@ def check_rows(frame: np.ndarray, payload: np.uint64, size: int, places: np.ndar
 @compiled
 def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
     """Goes on to the next tensor in each frame: DENSE if one gives all of it, ROWS, or ABSENT."""
+    not_inlined()
     met = ABSENT
     for m in range(members):
-        size = 4 if s.dtypes[m] == FLOAT32 else 2
-        payload = s.payloads[m]
-        if s.kinds[m] == DENSE:
-            s.walk[FORM, m] = DENSE
-            s.walk[VALUES, m] = integer(payload) + integer(tensor[0].start) * size
+        size = 4 if s.hands[DTYPE, m] == FLOAT32 else 2
+        payload = np.uint64(s.hands[PAYLOAD, m])
+        if s.hands[KIND, m] == DENSE:
+            s.hands[FORM, m] = DENSE
+            s.hands[VALUES, m] = integer(payload) + integer(tensor[0].start) * size
             met = DENSE
             continue
-        s.walk[FORM, m] = ABSENT
+        s.hands[FORM, m] = ABSENT
         frame = frame_at(payload - PAYLOAD_AT)
         payload_bytes = min(integer(frame[0].payload_bytes), integer(s.places[CAPACITY]))
-        at = s.walk[NEXT, m]
+        at = s.hands[NEXT, m]
         if at >= integer(frame[0].blocks) or (at + 1) * BLOCK_SIZE > payload_bytes:
             continue
         block = block_at(payload + np.uint64(at) * BLOCK_BYTES).copy()
         if integer(block[0].tensor) != number:
             continue
-        s.walk[NEXT, m] = at + 1
+        s.hands[NEXT, m] = at + 1
         if not _fits(block, tensor, size, payload_bytes):
             continue
         form = integer(block[0].form)
-        s.walk[FORM, m] = form
-        s.walk[VALUES, m] = integer(payload + block[0].values_at)
+        s.hands[FORM, m] = form
+        s.hands[VALUES, m] = integer(payload + block[0].values_at)
         if form == ROWS:
-            s.walk[INDICES, m] = integer(payload + block[0].indices_at)
-            s.walk[COUNT, m] = integer(block[0].rows)
-            s.walk[AT, m] = -1
+            s.hands[INDICES, m] = integer(payload + block[0].indices_at)
+            s.hands[COUNT, m] = integer(block[0].rows)
+            s.hands[AT, m] = -1
             _next_row(s, m, tensor)
             if met == ABSENT:
                 met = ROWS
@@ -161,13 +168,13 @@ def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
 @compiled
 def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
     """Goes on to the next row that a frame lists."""
-    at = s.walk[AT, m] + 1
-    s.walk[AT, m] = at
-    s.walk[ROW, m] = NO_ROW
-    if at < s.walk[COUNT, m]:
-        row = words(np.uint64(s.walk[INDICES, m]), s.walk[COUNT, m])[at]
+    at = s.hands[AT, m] + 1
+    s.hands[AT, m] = at
+    s.hands[ROW, m] = NO_ROW
+    if at < s.hands[COUNT, m]:
+        row = words(np.uint64(s.hands[INDICES, m]), s.hands[COUNT, m])[at]
         if row < np.uint64(_rows_of(tensor)):
-            s.walk[ROW, m] = integer(row)
+            s.hands[ROW, m] = integer(row)
 
 
 @compiled
@@ -178,30 +185,31 @@ def _add_row(
     low, high = max(start, row_start), min(end, row_start + width)
     if low >= high:
         return
-    size = 4 if s.dtypes[m] == FLOAT32 else 2
-    row = np.uint64(s.walk[VALUES, m] + s.walk[AT, m] * width * size)
-    g = gradient_at(row, s.dtypes[m], low - row_start, high - low, s.at.scratch)
+    size = 4 if s.hands[DTYPE, m] == FLOAT32 else 2
+    row = np.uint64(s.hands[VALUES, m] + s.hands[AT, m] * width * size)
+    g = gradient_at(row, s.hands[DTYPE, m], low - row_start, high - low, s.at.scratch)
     cpu.accumulate(mean[low - start : high - start], floats(g, high - low))
 
 
 @compiled
 def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end: int) -> np.uint64:
     """Address of the mean gradient of values start to end. row: at hand; -1: the whole tensor."""
+    not_inlined()
     mean = floats(s.at.mean, end - start)
     mean[:] = np.float32(0)
     first = integer(tensor[0].start)
     width = integer(tensor[0].count) // _rows_of(tensor)
     for m in range(members):
-        if s.walk[FORM, m] == DENSE:
-            values = np.uint64(s.walk[VALUES, m])
-            g = gradient_at(values, s.dtypes[m], start - first, end - start, s.at.scratch)
+        if s.hands[FORM, m] == DENSE:
+            values = np.uint64(s.hands[VALUES, m])
+            g = gradient_at(values, s.hands[DTYPE, m], start - first, end - start, s.at.scratch)
             cpu.accumulate(mean, floats(g, end - start))
-        elif s.walk[FORM, m] == ROWS and row >= 0:
-            if s.walk[ROW, m] == row:
+        elif s.hands[FORM, m] == ROWS and row >= 0:
+            if s.hands[ROW, m] == row:
                 _add_row(s, m, mean, width, first + row * width, start, end)
-        elif s.walk[FORM, m] == ROWS:
-            while s.walk[ROW, m] != NO_ROW and first + s.walk[ROW, m] * width < end:
-                begin = first + s.walk[ROW, m] * width
+        elif s.hands[FORM, m] == ROWS:
+            while s.hands[ROW, m] != NO_ROW and first + s.hands[ROW, m] * width < end:
+                begin = first + s.hands[ROW, m] * width
                 _add_row(s, m, mean, width, begin, start, end)
                 if begin + width > end:
                     break
@@ -227,6 +235,7 @@ def _span(
 
     Pieces before the first-th are done. reopen: that one is open, its old values in the undo log.
     """
+    not_inlined()
     pieces = -(-(high - low) // CHUNK)
     if piece + pieces <= first:
         return piece + pieces
@@ -243,14 +252,14 @@ def _span(
     single = members == 1
     while at < high:
         end = high
-        if not single or s.dtypes[0] != FLOAT32:
+        if not single or s.hands[DTYPE, 0] != FLOAT32:
             end = min(high, at + BLOCK)
         if single:
             skip = at - start
             if row >= 0:
-                skip += (s.walk[AT, 0] - row) * width
-            values = np.uint64(s.walk[VALUES, 0])
-            g = gradient_at(values, s.dtypes[0], skip, end - at, s.at.scratch)
+                skip += (s.hands[AT, 0] - row) * width
+            values = np.uint64(s.hands[VALUES, 0])
+            g = gradient_at(values, s.hands[DTYPE, 0], skip, end - at, s.at.scratch)
         else:
             g = _mean(s, members, tensor, row, at, end)
         move_span(s.kind if is_parameter else 0, kept, coef, s.at, g, s.cursor, piece, at, end)
@@ -265,12 +274,13 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
 
     At least one frame is one of rows. The sequence lock of the shard is odd meanwhile.
     """
+    not_inlined()
     take_coefficients(s)
     lock(s)
-    coef = cpu.scalars(s.coef)
+    coef = cpu.scalars(doubles(s.at.coef, COEFFICIENTS))
     piece = 0
     for m in range(members):
-        s.walk[NEXT, m] = 0
+        s.hands[NEXT, m] = 0
     for number in range(integer(s.places[TENSORS])):
         tensor = tensor_at(s.places[TENSORS_AT] + np.uint64(number) * TENSOR_BYTES)
         met = _meet(s, members, number, tensor)
@@ -286,8 +296,8 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
         while True:
             row = NO_ROW
             for m in range(members):
-                if s.walk[FORM, m] == ROWS:
-                    row = min(row, integer(s.walk[ROW, m]))
+                if s.hands[FORM, m] == ROWS:
+                    row = min(row, integer(s.hands[ROW, m]))
             if row == NO_ROW:
                 break
             low = max(start + row * width, s.low)
@@ -295,7 +305,7 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
             if low < high:
                 piece = _span(s, coef, members, tensor, row, low, high, piece, first, reopen)
             for m in range(members):
-                if s.walk[FORM, m] == ROWS and s.walk[ROW, m] == row:
+                if s.hands[FORM, m] == ROWS and s.hands[ROW, m] == row:
                     _next_row(s, m, tensor)
     unlock(s)
 
@@ -307,7 +317,7 @@ def apply_frames(s: Shard, members: int, first: int, reopen: bool) -> None:
     reopen: that one is open, its old values are in the undo log.
     """
     for m in range(members):
-        if s.kinds[m] == ROWS:
+        if s.hands[KIND, m] == ROWS:
             apply_rows(s, members, first, reopen)
             return
     apply_chunks(s, members, first, reopen)
