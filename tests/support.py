@@ -378,6 +378,7 @@ class Rig:
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Shard threads in this process."""
+        self._shard.load()  # here, where nobody waits yet
         self.words[place.QUIT] = 0
         threads = [
             threading.Thread(
