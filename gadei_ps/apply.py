@@ -3,7 +3,7 @@
     record: which frame, which step, which rate          then cursor = 0
     for each chunk:  weights and slots -> undo log       then cursor = chunk << 1 | 1
                      update
-    after the last one                                        cursor = chunks << 1
+    after the last one                                        cursor = APPLIED
     shard 0: statistics and work ledger, a transaction   then booked (account.py)
     applied sequence, steps, version: absolute values    then cursor = IDLE
     the ring's tail                                                    SYNC POINT: slot
@@ -15,7 +15,6 @@ Everything here is compiled and runs in the thread of the shard.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from gadei_ps.compiled import compiled, inlined
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.optimizers import COEFFICIENTS
-from gadei_ps.layout import CONTROL, FRAME, RECORD, SHARD, STATE, Action, FrameKind, Reason
+from gadei_ps.layout import CONTROL, FRAME, RECORD, SHARD, STATE, Action, Reason
 from gadei_ps.layout import WireType as Wire
 from gadei_ps.places import (
     CONTROL_AT,
@@ -36,7 +35,7 @@ from gadei_ps.places import (
     UNDO_AT,
     WEIGHTS_AT,
 )
-from gadei_ps.symbols import fence, floats, get, halves, mark, put, structs
+from gadei_ps.symbols import doubles, fence, floats, get, halves, mark, not_inlined, put, structs
 
 CHUNK = layout.CHUNK
 MAX_LEARNERS = layout.MAX_LEARNERS
@@ -47,28 +46,25 @@ BLOCK = 1024
 BLOCK_BYTES = np.uint64(BLOCK * 4)
 PAYLOAD_AT = np.uint64(layout.PAYLOAD_AT)
 IDLE = np.uint64(layout.IDLE)
+APPLIED = np.uint64(layout.APPLIED)
 ONE = np.uint64(1)
 ZERO = np.uint64(0)
-CHECKED = np.uint32(layout.CHECKED)
-NONFINITE = np.uint32(layout.NONFINITE)
 # Plain integers: Numba would carry an enum member along as a type of its own.
-DENSE = int(FrameKind.DENSE)
 FLOAT32 = int(Wire.FLOAT32)
 BFLOAT16 = int(Wire.BFLOAT16)
 FLOAT16 = int(Wire.FLOAT16)
+# What is known of each frame in hand: lines of Shard.hands. Those from WALK on are of rows.py.
+PAYLOAD = 0  # address
+DTYPE = 1
+KIND = 2
+WALK = 3
+HANDS = 10
 # What moves a buffer, beside the kinds of optimizer that move a parameter.
 BUFFER = 0
 APPLY = int(Action.APPLY)
 SKIP = int(Action.SKIP)
 OK = int(Reason.OK)
-BAD_KIND = int(Reason.BAD_KIND)
-BAD_DTYPE = int(Reason.BAD_DTYPE)
-BAD_SIZE = int(Reason.BAD_SIZE)
-BAD_GENERATION = int(Reason.BAD_GENERATION)
 BAD_SEQUENCE = int(Reason.BAD_SEQUENCE)
-UNCHECKED = int(Reason.UNCHECKED)
-NOT_FINITE = int(Reason.NOT_FINITE)
-BAD_SCALE = int(Reason.BAD_SCALE)
 
 SEQUENCE = np.uint64(layout.offset(SHARD, "sequence"))
 VERSION = np.uint64(layout.offset(CONTROL, "version"))
@@ -89,6 +85,8 @@ class Streams(NamedTuple):
     """One block, for decoded values."""
     mean: np.uint64
     """One block, for the mean of several gradients."""
+    coef: np.uint64
+    """What the optimizer needs to know of the gradient in hand, float64 (COEFFICIENTS,)."""
 
 
 class Shard(NamedTuple):
@@ -112,12 +110,10 @@ class Shard(NamedTuple):
     kind: int
     kept: int
     """Optimizer slots: 0, 1 or 2."""
-    payloads: np.ndarray
-    """Addresses of the payloads in hand, shape (MAX_LEARNERS,)."""
-    dtypes: np.ndarray
-    coef: np.ndarray
+    hands: np.ndarray
+    """What is known of each frame in hand, int64 of shape (HANDS, MAX_LEARNERS)."""
     room: np.ndarray
-    """Keeps the memory of scratch and mean."""
+    """Keeps the memory of scratch, mean and coef."""
     at: Streams
 
 
@@ -138,7 +134,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         kept = 2
     c = control_at(control)
     at = np.uint64(index)
-    room = np.zeros(2 * BLOCK, np.float32)
+    room = np.zeros(2 * BLOCK + 2 * COEFFICIENTS, np.float32)
     return Shard(
         index,
         low,
@@ -151,9 +147,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         places[STATE_AT] + RECORDS + at * RECORD_BYTES + CURSOR,
         integer(c[0].optimizer),
         kept,
-        np.zeros(MAX_LEARNERS, np.uint64),
-        np.zeros(MAX_LEARNERS, np.int64),
-        np.zeros(COEFFICIENTS, np.float64),
+        np.zeros((HANDS, MAX_LEARNERS), np.int64),
         room,
         Streams(
             places[WEIGHTS_AT],
@@ -162,6 +156,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
             places[UNDO_AT],
             np.uint64(room.ctypes.data),
             np.uint64(room.ctypes.data) + BLOCK_BYTES,
+            np.uint64(room.ctypes.data) + BLOCK_BYTES + BLOCK_BYTES,
         ),
     )
 
@@ -171,39 +166,6 @@ SHARD_BYTES = np.uint64(SHARD.itemsize)
 RECORDS = np.uint64(layout.offset(STATE, "record"))
 RECORD_BYTES = np.uint64(RECORD.itemsize)
 CURSOR = np.uint64(layout.offset(RECORD, "cursor"))
-
-
-@compiled
-def check_frame(
-    c: np.ndarray, frame: np.ndarray, generation: np.uint64, sequence: np.uint64, elements: int
-) -> int:
-    """Why the frame must not be applied; OK if it may. Every shard comes to the same answer.
-
-    c: CONTROL, shape (1,). frame: FRAME, shape (1,).
-    """
-    if frame[0].generation != generation:
-        return BAD_GENERATION
-    if frame[0].sequence != sequence:
-        return BAD_SEQUENCE
-    if frame[0].kind != DENSE:
-        return BAD_KIND
-    if frame[0].dtype == FLOAT32:
-        size = 4
-    elif frame[0].dtype == BFLOAT16 or frame[0].dtype == FLOAT16:
-        size = 2
-    else:
-        return BAD_DTYPE
-    if frame[0].payload_bytes != np.uint64(elements * size):
-        return BAD_SIZE
-    if c[0].refuse_nonfinite:
-        if not frame[0].flags & CHECKED:
-            return UNCHECKED
-        if frame[0].flags & NONFINITE:
-            return NOT_FINITE
-    scale = frame[0].rate_scale
-    if not (scale >= 0.0 and math.isfinite(scale)):
-        return BAD_SCALE
-    return OK
 
 
 @compiled
@@ -217,23 +179,29 @@ def slot_of(
 @compiled
 def take(s: Shard, member: int, slot: np.uint64) -> None:
     """The frame in this slot is the member-th of those in hand."""
-    s.payloads[member] = slot + PAYLOAD_AT
-    s.dtypes[member] = integer(frame_at(slot)[0].dtype)
+    s.hands[PAYLOAD, member] = integer(slot + PAYLOAD_AT)
+    s.hands[DTYPE, member] = integer(frame_at(slot)[0].dtype)
+    s.hands[KIND, member] = integer(frame_at(slot)[0].kind)
+
+
+@compiled
+def _decode(payload: np.uint64, dtype: int, start: int, count: int, out: np.uint64) -> None:
+    not_inlined()
+    source = halves(payload + np.uint64(start * 2), count)
+    if dtype == BFLOAT16:
+        cpu.decode_bfloat16(source, floats(out, count))
+    else:
+        cpu.decode_float16(source, floats(out, count))
 
 
 @inlined
-def _gradient(
+def gradient_at(
     payload: np.uint64, dtype: int, start: int, count: int, scratch: np.uint64
 ) -> np.uint64:
     """Where values start to start + count of a payload are as float32: `scratch` if decoded."""
     if dtype == FLOAT32:
         return payload + np.uint64(start * 4)
-    source = halves(payload + np.uint64(start * 2), count)
-    out = floats(scratch, count)
-    if dtype == BFLOAT16:
-        cpu.decode_bfloat16(source, out)
-    else:
-        cpu.decode_float16(source, out)
+    _decode(payload, dtype, start, count, scratch)
     return scratch
 
 
@@ -373,62 +341,102 @@ def _change(
 
 
 @compiled
-def apply_chunks(s: Shard, members: int, first: int) -> None:
-    """Applies the gradient in hand, or the mean of several, from the first-th chunk on.
+def move_span(
+    kind: int,
+    kept: int,
+    coef: cpu.Scalars,
+    at: Streams,
+    g: np.uint64,
+    cursor: np.uint64,
+    chunk: int,
+    start: int,
+    end: int,
+) -> None:
+    """Moves values start to end, all of one role, the first of them in the chunk-th chunk."""
+    not_inlined()
+    rest = (end - start) % CHUNK
+    whole = end - rest
+    if kind == BUFFER:
+        _change(BUFFER, 0, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.SGD:
+        _change(cpu.SGD, 0, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.MOMENTUM_SGD:
+        _change(cpu.MOMENTUM_SGD, 1, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.NESTEROV:
+        _change(cpu.NESTEROV, 1, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.ADAGRAD:
+        _change(cpu.ADAGRAD, 1, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.ADAM:
+        _change(cpu.ADAM, 2, coef, at, g, cursor, chunk, start, whole)
+    elif kind == cpu.ADAMW:
+        _change(cpu.ADAMW, 2, coef, at, g, cursor, chunk, start, whole)
+    if rest > 0:
+        g += np.uint64((whole - start) * 4)
+        chunk += (whole - start) // CHUNK
+        _change_rest(kind, kept, coef, at, g, cursor, chunk, whole, rest)
+
+
+@compiled
+def take_coefficients(s: Shard) -> None:
+    """Works out the scalars of the gradient in hand."""
+    record = s.state[0].record[s.number]
+    coef = doubles(s.at.coef, COEFFICIENTS)
+    cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, coef)
+
+
+@compiled
+def lock(s: Shard) -> None:
+    """Makes the sequence lock odd: weights are about to change."""
+    word = s.me + SEQUENCE
+    put(word, get(word) | ONE)
+    fence()  # no weight is written before the lock is seen to be odd
+
+
+@compiled
+def unlock(s: Shard) -> None:
+    """All of the gradient is in the weights."""
+    mark(s.cursor, APPLIED)
+    word = s.me + SEQUENCE
+    put(word, (get(word) | ONE) + ONE)  # SYNC POINT: chunk of weights
+
+
+@compiled
+def apply_chunks(s: Shard, members: int, first: int, reopen: bool) -> None:
+    """Applies the dense gradient in hand, or the mean of several, from the first-th chunk on.
 
     Parameters are moved by the optimizer, buffers by plain addition. The sequence lock of the shard
-    is odd meanwhile.
+    is odd meanwhile. reopen: that chunk is open, its old values are in the undo log.
     """
-    record = s.state[0].record[s.number]
-    cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, s.coef)
-    lock = s.me + SEQUENCE
-    put(lock, get(lock) | ONE)
-    fence()  # no weight is written before the lock is seen to be odd
-    coef = cpu.scalars(borrow(s.coef))
-    payloads = borrow(s.payloads)
-    dtypes = borrow(s.dtypes)
+    take_coefficients(s)
+    lock(s)
+    coef = cpu.scalars(doubles(s.at.coef, COEFFICIENTS))
+    hands = borrow(s.hands)
     parameters = integer(s.places[PARAMETERS])
-    at, cursor = s.at, s.cursor
+    at = s.at
     start = s.low + first * CHUNK
+    if reopen:
+        kept = s.kept if start < parameters else 0
+        restore(at, kept, np.uint64(first), start, min(CHUNK, s.high - start))
     while start < s.high:
         is_parameter = start < parameters
         end = min(s.high, parameters) if is_parameter else s.high
-        if members > 1 or dtypes[0] != FLOAT32:
+        if members > 1 or hands[DTYPE, 0] != FLOAT32:
             end = min(end, start + BLOCK)
         count = end - start
-        g = _gradient(payloads[0], dtypes[0], start, count, at.scratch)
+        g = gradient_at(np.uint64(hands[PAYLOAD, 0]), hands[DTYPE, 0], start, count, at.scratch)
         if members > 1:
             mean = floats(at.mean, count)
             _copy(mean, floats(g, count))
             for k in range(1, members):
-                other = _gradient(payloads[k], dtypes[k], start, count, at.scratch)
+                payload = np.uint64(hands[PAYLOAD, k])
+                other = gradient_at(payload, hands[DTYPE, k], start, count, at.scratch)
                 cpu.accumulate(mean, floats(other, count))
             cpu.scale(mean, 1.0 / members)
             g = at.mean
-        chunk, rest = (start - s.low) // CHUNK, count % CHUNK
-        whole = end - rest
         kind, kept = (s.kind, s.kept) if is_parameter else (BUFFER, 0)
-        if kind == BUFFER:
-            _change(BUFFER, 0, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.SGD:
-            _change(cpu.SGD, 0, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.MOMENTUM_SGD:
-            _change(cpu.MOMENTUM_SGD, 1, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.NESTEROV:
-            _change(cpu.NESTEROV, 1, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.ADAGRAD:
-            _change(cpu.ADAGRAD, 1, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.ADAM:
-            _change(cpu.ADAM, 2, coef, at, g, cursor, chunk, start, whole)
-        elif kind == cpu.ADAMW:
-            _change(cpu.ADAMW, 2, coef, at, g, cursor, chunk, start, whole)
-        if rest > 0:
-            g += np.uint64((whole - start) * 4)
-            chunk += (whole - start) // CHUNK
-            _change_rest(kind, kept, coef, at, g, cursor, chunk, whole, rest)
+        move_span(kind, kept, coef, at, g, s.cursor, (start - s.low) // CHUNK, start, end)
         start = end
-    mark(cursor, np.uint64(-(-(s.high - s.low) // CHUNK)) << ONE)
-    put(lock, (get(lock) | ONE) + ONE)  # SYNC POINT: chunk of weights
+    unlock(s)
 
 
 @compiled

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gadei_ps import _native, apply, layout, sync
+from gadei_ps import _native, frames, layout, sync
 from gadei_ps.layout import CONTROL, ENTRY, Action, Reason, Work
 from gadei_ps.rings import Mapped
 from gadei_ps.segment import Segment
@@ -42,15 +42,16 @@ class Driver:
     """One active server's."""
 
     def __init__(
-        self, model: sync.SyncModel, control: Segment, state: Segment, elements: int
+        self, model: sync.SyncModel, control: Segment, state: Segment, places: np.ndarray
     ) -> None:
+        """places: of any shard, for the sizes that frames must have."""
         self.sync = model
         self.members: dict[int, Member] = {}
         self._segment = control
         self._control = control.view(CONTROL)
         self._roster = self._control["roster"]
         self._state = state.view(layout.STATE)
-        self._elements = elements
+        self._places = places
         self._slots = int(self._control["slots"])
         self._shards = int(self._control["shards"])
         self._commits: collections.deque[sync.Commit] = collections.deque()
@@ -180,10 +181,10 @@ class Driver:
             refused = False
             started = None
             if not self.sync.on_arrival:
-                frame = member.mapped.frame(member.reported, self._slots)
-                reason = self._check(member, frame)
+                slot = member.mapped.slot(member.reported, self._slots)
+                reason = self._check(member, slot)
                 refused = reason != Reason.OK
-                started = float(frame[0]["started"])
+                started = float(member.mapped.frame(slot)["started"])
                 if refused:
                     self._refusals[member.row, member.reported] = reason
             commits = self.sync.push(member.row, now, started=started, refused=refused)
@@ -191,14 +192,14 @@ class Driver:
             self._commits.extend(commits)
         return False
 
-    def _check(self, member: Member, frame: np.ndarray) -> int:
+    def _check(self, member: Member, slot: int) -> int:
         return int(
-            apply.check_frame(
+            frames.check_frame(
                 self._segment.array(CONTROL, 1, 0),
-                frame,
+                np.uint64(member.mapped.ring.address + slot),
                 np.uint64(member.generation),
                 np.uint64(member.reported),
-                self._elements,
+                self._places,
             )
         )
 

@@ -27,6 +27,7 @@ MAX_DIMS: Final = 8
 NO_BATCH: Final = 2**64 - 1
 UNBOUNDED: Final = 1 << 62
 IDLE: Final = 2**64 - 1
+APPLIED: Final = 2**64 - 2
 PAYLOAD_AT: Final = 4096
 PAGE: Final = 4096
 
@@ -127,6 +128,7 @@ class Reason(IntEnum):
     UNCHECKED = 6
     NOT_FINITE = 7
     BAD_SCALE = 8
+    BAD_ROWS = 9
 
 
 REASON_TEXT: Final = {
@@ -139,6 +141,7 @@ REASON_TEXT: Final = {
     Reason.UNCHECKED: "not checked for values that are not finite",
     Reason.NOT_FINITE: "holds a NaN or an infinity",
     Reason.BAD_SCALE: "scale of the learning rate is negative or not finite",
+    Reason.BAD_ROWS: "a row out of range, or tensors or rows not in ascending order",
 }
 
 

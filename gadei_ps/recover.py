@@ -10,8 +10,8 @@ import numpy as np
 
 from gadei_ps.account import book_arrival, book_superstep, books
 from gadei_ps.apply import (
+    APPLIED,
     APPLY,
-    CHUNK,
     IDLE,
     MAX_LEARNERS,
     ONE,
@@ -19,11 +19,9 @@ from gadei_ps.apply import (
     SKIP,
     ZERO,
     Shard,
-    apply_chunks,
     finish,
     frame_at,
     integer,
-    restore,
     shard_of,
     slot_of,
     take,
@@ -31,7 +29,6 @@ from gadei_ps.apply import (
 from gadei_ps.compiled import compiled
 from gadei_ps.journal import roll_back
 from gadei_ps.places import (
-    PARAMETERS,
     RING_ADDRESS,
     RING_GENERATION,
     RING_SLOT_BYTES,
@@ -39,6 +36,7 @@ from gadei_ps.places import (
     TABLE,
     TABLE_AT,
 )
+from gadei_ps.rows import apply_frames
 from gadei_ps.symbols import get, put, words
 
 
@@ -50,11 +48,10 @@ def _is_finished(s: Shard) -> bool:
 
 
 @compiled
-def _needs_no_ring(s: Shard, low: int, high: int) -> bool:
+def _needs_no_ring(s: Shard) -> bool:
     """Whether all of the gradient in hand is applied and booked: its ring may be gone already."""
     record = s.state[0].record[s.number]
-    chunks = -(-(high - low) // CHUNK)
-    if get(s.cursor) != np.uint64(chunks) << ONE:
+    if get(s.cursor) != APPLIED:
         return False
     if s.number != 0:
         return True
@@ -78,7 +75,7 @@ def can_recover(index: int, low: int, high: int, places: np.ndarray) -> int:
     s = shard_of(index, low, high, places)
     table = words(places[TABLE_AT], MAX_LEARNERS * TABLE)
     record = s.state[0].record[index]
-    if get(s.cursor) == IDLE or _is_finished(s) or _needs_no_ring(s, low, high):
+    if get(s.cursor) == IDLE or _is_finished(s) or _needs_no_ring(s):
         return 1
     for row in range(MAX_LEARNERS):
         if record.ring == np.uint64(row):
@@ -94,18 +91,10 @@ def can_recover(index: int, low: int, high: int, places: np.ndarray) -> int:
 
 
 @compiled
-def _finish_gradient(s: Shard, low: int, high: int, table: np.ndarray) -> None:
+def _finish_gradient(s: Shard, table: np.ndarray) -> None:
     """Applies what is left of the gradient or superstep in hand, and counts it."""
     record = s.state[0].record[s.number]
     position = get(s.cursor)
-    chunk = integer(position >> ONE)
-    if position & ONE:
-        start = low + chunk * CHUNK
-        is_parameter = start < integer(s.places[PARAMETERS])
-        restore(
-            s.at, s.kept if is_parameter else 0, np.uint64(chunk), start, min(CHUNK, high - start)
-        )
-        put(s.cursor, np.uint64(chunk) << ONE)
     members = 0
     for row in range(MAX_LEARNERS):
         if record.ring == np.uint64(row):
@@ -116,8 +105,8 @@ def _finish_gradient(s: Shard, low: int, high: int, table: np.ndarray) -> None:
             continue
         take(s, members, _slot(s, table, row, sequence))
         members += 1
-    if members > 0:
-        apply_chunks(s, members, chunk)
+    if members > 0 and position != APPLIED:
+        apply_frames(s, members, integer(position >> ONE), position & ONE != ZERO)
     if s.number == 0:
         if record.ring == np.uint64(MAX_LEARNERS):
             book_superstep(s, table, record.version)
@@ -142,8 +131,8 @@ def recover(index: int, low: int, high: int, places: np.ndarray) -> int:
     if get(s.cursor) != IDLE:
         in_hand = 1
         if not _is_finished(s):
-            if not _needs_no_ring(s, low, high):
-                _finish_gradient(s, low, high, table)
+            if not _needs_no_ring(s):
+                _finish_gradient(s, table)
             finish(s)
         else:
             record = s.state[0].record[index]

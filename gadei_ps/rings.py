@@ -41,10 +41,13 @@ class Mapped:
     def left(self) -> bool:
         return _native.load(self.ring.address + layout.offset(RING, "left")) != 0
 
-    def frame(self, sequence: int, slots: int) -> np.ndarray:
-        """The frame of that number; FRAME, shape (1,)."""
+    def slot(self, sequence: int, slots: int) -> int:
+        """Where the frame of that number is, bytes from the ring's begin."""
         # Not by the words in the ring: the learner can write over them.
-        return self.ring.array(layout.FRAME, 1, self.slots_at + sequence % slots * self.slot_bytes)
+        return self.slots_at + sequence % slots * self.slot_bytes
+
+    def frame(self, slot: int) -> np.void:
+        return self.ring.view(layout.FRAME, slot)
 
 
 @dataclass(eq=False)

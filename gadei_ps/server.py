@@ -25,7 +25,7 @@ import time
 
 import numpy as np
 
-from gadei_ps import _native, layout, log, process, segment, shard, sync
+from gadei_ps import _native, layout, log, process, segment, shard, sync, weights
 from gadei_ps import places as place
 from gadei_ps.driver import Driver, Member
 from gadei_ps.errors import GadeiError, SegmentError
@@ -56,6 +56,7 @@ class Server:
         self.job_id = self.control["header"]["job_id"].tobytes()
         self.weights: Segment | None = None
         self.state: Segment | None = None
+        self.payload_bytes = 0  # the most that a frame carries
         self.rings: Rings | None = None
         self.driver: Driver | None = None
         self.threads: list[threading.Thread] = []
@@ -255,6 +256,7 @@ class Server:
             for part in (self.weights, self.state):
                 _native.populate(part.address, part.size)
         head = self.weights.view(layout.WEIGHTS)
+        self.payload_bytes = weights.payload_bytes(weights.read_table(self.weights))
         elements = int(head["elements"])
         shards = int(self.control["shards"])
         self.rings = Rings(
@@ -262,10 +264,11 @@ class Server:
             self.job_id,
             int(self.control["slots"]),
             shards,
-            elements * 4,
+            self.payload_bytes,
             self._shard_bell,
         )
-        self.driver = Driver(self.sync, self.control_segment, self.state, elements)
+        places = self._places(0, elements, int(head["parameters"]))
+        self.driver = Driver(self.sync, self.control_segment, self.state, places)
         self.log.debug("model mapped", elements=elements, shards=shards)
 
     def _start_shards(self) -> None:
@@ -312,6 +315,10 @@ class Server:
         places[place.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
         places[place.TABLE_AT] = self.rings.table.ctypes.data
         places[place.WORDS_AT] = self.rings.words.ctypes.data
+        head = self.weights.view(layout.WEIGHTS)
+        places[place.TENSORS_AT] = self.weights.address + int(head["table_at"])
+        places[place.TENSORS] = head["tensors"]
+        places[place.CAPACITY] = self.payload_bytes
         places[place.ELEMENTS] = elements
         places[place.PARAMETERS] = parameters
         return places

@@ -23,7 +23,6 @@ from gadei_ps.account import (
 )
 from gadei_ps.apply import (
     APPLY,
-    BAD_SEQUENCE,
     IDLE,
     MAX_LEARNERS,
     OK,
@@ -32,9 +31,7 @@ from gadei_ps.apply import (
     VERSION,
     ZERO,
     Shard,
-    apply_chunks,
     begin,
-    check_frame,
     finish,
     frame_at,
     integer,
@@ -43,10 +40,10 @@ from gadei_ps.apply import (
     take,
 )
 from gadei_ps.compiled import compiled
+from gadei_ps.frames import BAD_SEQUENCE, check_frame
 from gadei_ps.kernels import cpu
 from gadei_ps.layout import CONTROL, ENTRY, RING, SHARD, STATE
 from gadei_ps.places import (
-    ELEMENTS,
     HOLDS,
     QUIT,
     RING_ADDRESS,
@@ -60,6 +57,7 @@ from gadei_ps.places import (
     WORDS_AT,
 )
 from gadei_ps.recover import can_recover, recover
+from gadei_ps.rows import apply_frames
 from gadei_ps.symbols import (
     bell,
     clock,
@@ -216,7 +214,7 @@ def _on_arrival(s: Shard, known: np.ndarray, i: int) -> None:
         return
     slot = _slot(s, known, i)
     frame = frame_at(slot)
-    reason = check_frame(s.c, frame, known[GENERATIONS, i], tail, integer(s.places[ELEMENTS]))
+    reason = check_frame(s.c, slot, known[GENERATIONS, i], tail, s.places)
     if reason == OK:
         version = get(s.control + VERSION)
         steps = integer(s.state[0].record[s.number].steps)
@@ -225,7 +223,7 @@ def _on_arrival(s: Shard, known: np.ndarray, i: int) -> None:
             rate = cpu.stale_rate(s.c[0].hyper, rate, integer(version - frame[0].version))
         begin(s, row, known[GENERATIONS, i], tail, rate, version, 1)
         take(s, 0, slot)
-        apply_chunks(s, 1, 0)
+        apply_frames(s, 1, 0, False)
         if s.number == 0:
             book_arrival(s, row, frame, version, more)
         finish(s)
@@ -266,7 +264,7 @@ def _superstep(
     version = get(s.control + VERSION)
     begin(s, MAX_LEARNERS, ZERO, number, rate, version, members)
     if members > 0:
-        apply_chunks(s, members, 0)
+        apply_frames(s, members, 0, False)
     if s.number == 0:
         book_superstep(s, table, version)
     finish(s)

@@ -70,10 +70,29 @@ def mark(context: Any, address: Any, value: Any) -> Any:
     return types.void(types.uint64, types.uint64), build
 
 
+@intrinsic
+def not_inlined(context: Any) -> Any:
+    """The function that calls this stays one, however large those that call it would get."""
+
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        # Numba hands on the wish to be inlined to what an inlined function calls.
+        builder.function.attributes.discard("alwaysinline")
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
 @njit(nogil=True, cache=True, inline="always")
 def floats(address: int, count: int) -> Any:
     """`count` float32 values at an address."""
     return carray(_pointer(np.uint64(address)), (count,), np.float32)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def doubles(address: int, count: int) -> Any:
+    """`count` float64 values at an address."""
+    return carray(_pointer(np.uint64(address)), (count,), np.float64)
 
 
 @njit(nogil=True, cache=True, inline="always")

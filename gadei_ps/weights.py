@@ -40,6 +40,11 @@ class Tensor:
     def count(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def rows(self) -> int:
+        """Indices of its first dimension."""
+        return self.shape[0] if self.shape else 1
+
 
 @dataclass(frozen=True)
 class Model:
@@ -110,6 +115,16 @@ def segment_bytes(model: Model) -> int:
 def data_at(tensors: int) -> int:
     """Where the values begin, bytes from the segment's begin; a whole page for devices."""
     return layout.rounded(layout.WEIGHTS.itemsize + tensors * layout.TENSOR.itemsize, layout.PAGE)
+
+
+def payload_bytes(model: Model) -> int:
+    """Room for any frame's payload: all tensors, dense or listed row by row, and their blocks."""
+    size = layout.rounded(len(model.tensors) * layout.BLOCK.itemsize, LINE * 4) + model.elements * 4
+    for tensor in model.tensors:
+        size += LINE * 4
+        if tensor.count > tensor.rows:
+            size += layout.rounded(8 * tensor.rows, LINE * 4)
+    return size
 
 
 def write_table(segment: Segment, model: Model) -> None:

@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ NAME_VARIABLE = "GADEI_PS_NAME"
 SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
 GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
 CONSISTENT_S = 5.0
+LINE_BYTES = 64
 HOLD_S = 0.03  # above what a shard waits for a consistent pull
 
 
@@ -65,6 +66,22 @@ class Batch:
     @property
     def id(self) -> int:
         return layout.batch_id(self.epoch, self.index)
+
+
+class Rows(NamedTuple):
+    """The gradient of some rows of a tensor, as mini-batches touch an embedding's.
+
+    indices: int64 of shape (n,), in any order; the values of repeated ones are added up. values:
+    float32 of shape (n, *the tensor's shape without its first dimension). Where rows are single
+    values, listing more than a third of them would take more room than all: then all are pushed,
+    and those not named move as by a gradient of zero.
+    """
+
+    indices: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+
+
+Gradients = Mapping[str, npt.NDArray[Any] | Rows | None]
 
 
 class Client:
@@ -121,6 +138,8 @@ class Client:
         self.weights: dict[str, FloatArray] = self.model.views(self.flat)
         """The same by name. Reading them is a pull that copies nothing."""
         self._tensors = {tensor.name: tensor for tensor in self.model.tensors}
+        self._dense = FrameKind.DENSE, 0, self.model.elements * WIRE_BYTES[self._wire]
+        self._frame = self._dense  # kind, blocks and payload bytes of the claimed slot
         self.version = int(self._control["version"])
         self.published = 0
         self._taken: deque[int] = deque()
@@ -150,6 +169,22 @@ class Client:
         self.version = version
         self._copies = True
         return copy
+
+    def pull_rows(self, tensor: str, indices: npt.ArrayLike) -> FloatArray:
+        """Copies some rows of a tensor, shape (n, *its shape without the first dimension).
+
+        Raises ModelMismatch.
+        """
+        if tensor not in self._tensors:
+            raise ModelMismatch(f"the job's model has no tensor {tensor!r}")
+        wanted = np.asarray(indices, np.int64)
+        rows = self._tensors[tensor].rows
+        bad = (wanted < 0) | (wanted >= rows)
+        if bad.any():
+            raise ModelMismatch(f"{tensor!r} has no row {wanted[bad][0]} of {rows}")
+        self._copies = True
+        self.version = self.current_version
+        return self.weights[tensor][wanted]
 
     def _pull_consistent(self, copy: FloatArray) -> None:
         if copy.shape != self.flat.shape or copy.dtype != np.float32 or not copy.flags.c_contiguous:
@@ -193,7 +228,7 @@ class Client:
 
     def push(
         self,
-        gradients: Mapping[str, npt.NDArray[Any] | None] | FloatArray,
+        gradients: Gradients | FloatArray,
         *,
         loss: float = float("nan"),
         samples: int = 0,
@@ -205,8 +240,11 @@ class Client:
         """Publishes one gradient and returns its sequence number.
 
         gradients: by name (None and missing tensors count as zero), or flat, float32 of shape
-        (model.elements,). batch: id of the batch it answers; by default the one taken first of
-        those not yet answered. version: that it was computed from; by default the last pulled.
+        (model.elements,). Where one of them is Rows, tensors and rows that are not given are left
+        as they are, with the optimizer's state of them: momentum, Adagrad and Adam move a row only
+        when a gradient names it (torch.optim.SparseAdam's rule). batch: id of the batch it answers;
+        by default the one taken first of those not yet answered. version: that it was computed
+        from; by default the last pulled.
         rate_scale multiplies the job's learning rate. Raises PushTimeout, JobStopped, JobFailed;
         then nothing has been published.
         """
@@ -228,7 +266,8 @@ class Client:
     def claim(self, timeout_s: float | None = None) -> int:
         """Waits for the grant and for a free slot; returns the slot's address.
 
-        For writers of their own: fill every value of the payload at PAYLOAD_AT, then publish().
+        For writers of their own: fill the payload at PAYLOAD_AT, all of it or by write_named(),
+        then publish().
         """
         if os.getpid() != self._pid:
             raise UsageError("this client belongs to the parent process; make one after the fork")
@@ -237,6 +276,7 @@ class Client:
             timeout_s,
             "no grant to go on",
         )
+        self._frame = self._dense
         return self._wait(
             lambda ns: _native.claim(self._ring_at, self._control_at, ns),
             timeout_s,
@@ -252,33 +292,68 @@ class Client:
         source = np.ascontiguousarray(flat, np.float32)
         return _native.copy(self._wire, payload, source.ctypes.data, source.size)
 
-    def write_named(self, payload: int, gradients: Mapping[str, npt.NDArray[Any] | None]) -> bool:
+    def write_named(self, payload: int, gradients: Gradients) -> bool:
         """Writes all tensors' gradients into a claimed slot; True if a value is not finite.
 
-        None and missing ones count as zero. Raises ModelMismatch.
+        Makes it a frame of rows if one of them is Rows. Raises ModelMismatch.
         """
         unknown = gradients.keys() - self._tensors.keys()
         if unknown:
             raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
+        if any(isinstance(gradient, Rows) for gradient in gradients.values()):
+            return self._write_blocks(payload, gradients)
         nonfinite = False
         for name, tensor in self._tensors.items():
-            nonfinite |= self.write(payload, tensor, gradients.get(name))
+            gradient = gradients.get(name)
+            assert not isinstance(gradient, Rows)
+            nonfinite |= self._write(payload, tensor, gradient)
         return nonfinite
 
-    def write(self, payload: int, tensor: Tensor, gradient: npt.NDArray[Any] | None) -> bool:
-        """Writes one tensor's gradient into a claimed slot; True if a value is not finite."""
+    def _write(self, payload: int, tensor: Tensor, gradient: npt.NDArray[Any] | None) -> bool:
         width = WIRE_BYTES[self._wire]
         at = payload + tensor.start * width
         if gradient is None:
             _native.zero(at, tensor.count * width)
             return False
-        if gradient.shape != tensor.shape:
-            raise ModelMismatch(
-                f"gradient of {tensor.name!r} has shape {list(gradient.shape)}, "
-                f"the tensor {list(tensor.shape)}"
-            )
-        source = np.ascontiguousarray(gradient, np.float32)
+        source = _source(tensor, gradient)
         return _native.copy(self._wire, at, source.ctypes.data, source.size)
+
+    def _write_blocks(self, payload: int, gradients: Gradients) -> bool:
+        """A frame of rows: a block for each tensor that has a gradient, in the table's order."""
+        at = layout.rounded(len(self._tensors) * layout.BLOCK.itemsize, LINE_BYTES)
+        blocks = 0
+        nonfinite = False
+        for number, tensor in enumerate(self._tensors.values()):
+            gradient = gradients.get(tensor.name)
+            if gradient is None:
+                continue
+            where = (self._wire, payload, blocks, number, at)
+            if isinstance(gradient, Rows):
+                at, bad = self._write_rows(where, tensor, gradient)
+            else:
+                source = _source(tensor, gradient)
+                at, bad = _native.write_block(*where, source.ctypes.data, source.size)
+            nonfinite |= bad
+            blocks += 1
+        self._frame = FrameKind.ROWS, blocks, at
+        return nonfinite
+
+    def _write_rows(
+        self, where: tuple[int, int, int, int, int], tensor: Tensor, gradient: Rows
+    ) -> tuple[int, bool]:
+        indices = np.ascontiguousarray(gradient.indices, np.int64)
+        values = np.ascontiguousarray(gradient.values, np.float32)
+        if indices.ndim != 1 or values.shape != (indices.size, *tensor.shape[1:]):
+            raise ModelMismatch(
+                f"rows of {tensor.name!r}: {list(indices.shape)} indices and values of shape "
+                f"{list(values.shape)}; the tensor has shape {list(tensor.shape)}"
+            )
+        sizes = (indices.size, tensor.rows, tensor.count // tensor.rows)
+        at = (indices.ctypes.data, values.ctypes.data, *sizes)
+        try:
+            return _native.write_rows(*where, *at)
+        except IndexError as error:
+            raise ModelMismatch(f"{tensor.name!r} has no {error}") from None
 
     def publish(
         self,
@@ -291,6 +366,7 @@ class Client:
         version: int | None = None,
     ) -> int:
         """Makes the claimed slot visible; returns the gradient's sequence number."""
+        kind, blocks, payload_bytes = self._frame
         if batch is None:
             batch = self._taken[0] if self._taken else layout.NO_BATCH
         sequence = _native.publish(
@@ -298,11 +374,11 @@ class Client:
             self._control_at,
             self.published,
             self.version if version is None else version,
-            FrameKind.DENSE,
+            kind,
             self._wire,
-            self.model.elements * WIRE_BYTES[self._wire],
+            payload_bytes,
             layout.CHECKED | (layout.NONFINITE if nonfinite else 0),
-            0,
+            blocks,
             batch,
             samples,
             rate_scale,
@@ -456,6 +532,16 @@ class Client:
 
     def __exit__(self, *exc: object) -> None:
         self.detach()
+
+
+def _source(tensor: Tensor, gradient: npt.NDArray[Any]) -> FloatArray:
+    """The gradient of a whole tensor as C reads it. Raises ModelMismatch."""
+    if gradient.shape != tensor.shape:
+        raise ModelMismatch(
+            f"gradient of {tensor.name!r} has shape {list(gradient.shape)}, "
+            f"the tensor {list(tensor.shape)}"
+        )
+    return np.ascontiguousarray(gradient, np.float32)
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

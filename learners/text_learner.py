@@ -34,6 +34,7 @@ def learn(path: str) -> None:
         settings["classes"],
         dropout=settings["dropout"],
         seed=settings["seed"],
+        sparse=True,  # pushes the words of a batch, not the vocabulary
     )
     optimizer = Optimizer(model, wire=settings["wire"])
     # Two learners must not drop the same units in the same order.

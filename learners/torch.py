@@ -14,6 +14,9 @@ learners' gradients show at once (Hogwild). That memory is read-only. Writing to
 surgery, load_state_dict, an in-place clamp) ends the process with a segmentation fault and a
 traceback; `view=False` gives the learner a copy of its own instead, pulled at every step.
 
+Embeddings made with sparse=True push only the rows that a batch has touched; see Client.push for
+what that means to optimizers with state.
+
 Buffers of float32 (batch-norm statistics) belong to the job too: a step pushes by how much
 they have changed here, the server adds that, and the learner goes on from the sum. So the job's
 statistics have moved by every learner's batches. Others (num_batches_tracked) stay local.
@@ -33,7 +36,7 @@ import torch
 from gadei_ps import layout
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.kernels import optimizers
-from gadei_ps.learners.client import Batch, Client
+from gadei_ps.learners.client import Batch, Client, Rows
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -73,7 +76,6 @@ class Optimizer(torch.optim.Optimizer):
         )
         self._view = view
         self._flat = self.client.flat if view else self.client.pull()
-        self._tensors = {tensor.name: tensor for tensor in self.client.model.tensors}
         self._own_data = True
         self._loss = float("nan")
         self._samples = 0
@@ -110,14 +112,13 @@ class Optimizer(torch.optim.Optimizer):
                 self._loss = float(result.detach())
         rate = float(self.param_groups[0]["lr"])
         payload = self.client.claim() + layout.PAYLOAD_AT
-        nonfinite = False
-        for name, parameter in self._parameters.items():
-            gradient = parameter.grad
-            array = None if gradient is None else _gradient(gradient)
-            nonfinite |= self.client.write(payload, self._tensors[name], array)
+        gradients: dict[str, np.ndarray | Rows | None] = {
+            name: None if parameter.grad is None else _gradient(parameter.grad)
+            for name, parameter in self._parameters.items()
+        }
         for name, buffer in self._buffers.items():
-            change = _change(_array(buffer), self._bases[name])
-            nonfinite |= self.client.write(payload, self._tensors[name], change)
+            gradients[name] = _change(_array(buffer), self._bases[name])
+        nonfinite = self.client.write_named(payload, gradients)
         self.client.publish(
             nonfinite=nonfinite,
             loss=self._loss,
@@ -206,12 +207,13 @@ def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:
         return np.where(same, np.float32(0), now - base)
 
 
-def _gradient(gradient: torch.Tensor) -> np.ndarray:
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
+def _gradient(gradient: torch.Tensor) -> np.ndarray | Rows:
     if gradient.dtype != torch.float32:
         raise ModelMismatch(f"a gradient is {gradient.dtype}, not float32")
-    return gradient.numpy()
+    if gradient.is_sparse and gradient.sparse_dim() == 1:
+        # As backward() left it: rows that a batch names twice are added up on their way.
+        return Rows(gradient._indices()[0].numpy(), gradient._values().numpy())
+    return gradient.to_dense().numpy() if gradient.is_sparse else gradient.numpy()
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -3,12 +3,12 @@
  *
  * A learner attaches to a job that is running on this machine, reads the live weights where they
  * are, and pushes gradients into a ring of its own; the parameter server applies them. Build it
- * with four files of native/ and nothing else (-lrt is for glibc before 2.34):
+ * with five files of native/ and nothing else (-lrt is for glibc before 2.34):
  *
  *     cc -std=gnu11 -O2 -Inative -o learner learner.c \
- *         native/ps_client.c native/ps_attach.c native/ps_ring.c native/ps_copy.c -lrt
+ *         native/ps_client.c native/ps_attach.c native/ps_ring.c native/ps_copy.c native/ps_rows.c -lrt
  *
- * From C++, compile those four with cc and link them; this header needs no other.
+ * From C++, compile those five with cc and link them; this header needs no other.
  *
  *     gadei_learner *learner;
  *     if (gadei_attach("demo", "mine", &learner) < 0)
@@ -132,8 +132,21 @@ int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms);
  * before gadei_publish begins the same slot anew. Errors as above. */
 int gadei_claim(gadei_learner *learner, int64_t timeout_ms);
 
+/* The same for a gradient of which only some rows are given, as of embeddings. A tensor that is not
+ * written is left as it is, and so is a row that is not named, with the optimizer's state of it:
+ * momentum and Adam's moments move a row only when a gradient names it. */
+int gadei_claim_rows(gadei_learner *learner, int64_t timeout_ms);
+
+/* Writes one tensor's gradient of some rows, in a slot of gadei_claim_rows: `count` indices of rows,
+ * in any order, and for each of them a row of values. Those of a repeated index are added up. A row
+ * is a tensor's values under one index of its first dimension. GADEI_NONFINITE as in gadei_write.
+ * GADEI_ERROR: no such slot, tensor or row, or the tensor is written already. */
+int gadei_write_rows(gadei_learner *learner, uint32_t tensor, const int64_t *indices,
+                     const float *values, uint64_t count);
+
 /* Writes one tensor's gradient, `values` of its count, into the claimed slot: one pass that copies,
- * converts and looks for values that are not finite. A tensor that is not written counts as zero.
+ * converts and looks for values that are not finite. In a slot of gadei_claim, a tensor that is not
+ * written counts as zero.
  * GADEI_NONFINITE if there was one: the job refuses the gradient, unless it says
  * nonfinite = "allow". GADEI_ERROR: no slot is claimed, no such tensor. */
 int gadei_write(gadei_learner *learner, uint32_t tensor, const float *values);

@@ -112,6 +112,49 @@ METHOD(copy)
     return PyBool_FromLong(found);
 }
 
+/* The block's own number and the tensor's, then what is written; where the next one may begin, and
+ * whether a value is not finite. */
+static PyObject *wrote(char *payload, uint64_t number, uint64_t tensor, struct ps_block *block,
+                       uint64_t at, int found)
+{
+    block->tensor = (uint32_t)tensor;
+    memcpy(payload + number * sizeof *block, block, sizeof *block);
+    return Py_BuildValue("(KN)", (unsigned long long)at, PyBool_FromLong(found));
+}
+
+METHOD(write_block)
+{
+    UNUSED;
+    TAKES(7)
+    struct ps_block block;
+    int found;
+    char *payload = (char *)arg[1];
+    Py_BEGIN_ALLOW_THREADS
+    found = ps_write_block((uint32_t)arg[0], payload, &arg[4], &block, (const float *)arg[5], arg[6]);
+    Py_END_ALLOW_THREADS
+    return wrote(payload, arg[2], arg[3], &block, arg[4], found);
+}
+
+METHOD(write_rows)
+{
+    UNUSED;
+    TAKES(10)
+    struct ps_block block;
+    struct ps_rows given = {(const int64_t *)arg[5], (const float *)arg[6], arg[7], arg[8], arg[9]};
+    int found;
+    uint64_t bad = 0;
+    char *payload = (char *)arg[1];
+    Py_BEGIN_ALLOW_THREADS
+    found = ps_write_rows((uint32_t)arg[0], payload, &arg[4], &block, &given, &bad);
+    Py_END_ALLOW_THREADS
+    if (found == PS_NO_MEMORY)
+        return PyErr_NoMemory();
+    if (found == PS_BAD_ROW)
+        return PyErr_Format(PyExc_IndexError, "row %lld of %llu", (long long)given.indices[bad],
+                            (unsigned long long)given.rows);
+    return wrote(payload, arg[2], arg[3], &block, arg[4], found);
+}
+
 METHOD(zero)
 {
     UNUSED;
@@ -440,6 +483,10 @@ static PyMethodDef methods[] = {
                    "blocks, batch, samples, rate_scale, loss, started, finished) -> sequence"),
     ENTRY(copy, "copy(dtype, to, from, count) -> whether a value is not finite"),
     ENTRY(zero, "zero(to, bytes)"),
+    ENTRY(write_block, "write_block(dtype, payload, block, tensor, at, values, count) -> where the "
+                       "next may begin, whether a value is not finite"),
+    ENTRY(write_rows, "write_rows(dtype, payload, block, tensor, at, indices, values, count, rows, "
+                      "width) -> the same"),
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
     ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),

@@ -354,7 +354,8 @@ static int read_model(gadei_learner *learner)
     learner->tensor_count = (uint32_t)head->tensors;
     learner->tensors = calloc(learner->tensor_count + 1, sizeof *learner->tensors);
     learner->written = calloc(learner->tensor_count + 1, 1);
-    if (!learner->tensors || !learner->written)
+    learner->blocks = calloc(learner->tensor_count + 1, sizeof *learner->blocks);
+    if (!learner->tensors || !learner->written || !learner->blocks)
         return ps_fail(learner, GADEI_ERROR, "out of memory");
     for (uint32_t i = 0; i < learner->tensor_count; i++, row++) {
         if (row->count > learner->elements || row->start > learner->elements - row->count ||
@@ -375,6 +376,8 @@ static int check_ring(gadei_learner *learner)
     if (ring->header.index != learner->row || ring->header.generation != learner->generation ||
         learner->row >= PS_MAX_LEARNERS || ring->slots < 1 || ring->shards < 1 ||
         ring->shards > PS_MAX_SHARDS || ring->capacity / sizeof(float) < learner->elements ||
+        ring->capacity - learner->elements * sizeof(float) <
+            learner->tensor_count * sizeof(struct ps_block) ||
         ring->slot_bytes < PS_PAYLOAD_AT || ring->slot_bytes - PS_PAYLOAD_AT < ring->capacity ||
         ring->slots_at < sizeof *ring || ring->slots_at % 64 || ring->slot_bytes % 64 ||
         !inside(&learner->ring_map, ring->slots_at, ring->slots, ring->slot_bytes))
@@ -429,6 +432,7 @@ static void drop(gadei_learner *learner)
         close(learner->socket); /* the watchdog keeps the row until this process ends */
     free(learner->tensors);
     free(learner->written);
+    free(learner->blocks);
     free(learner);
 }
 

@@ -230,7 +230,7 @@ int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms)
     return result;
 }
 
-int gadei_claim(gadei_learner *learner, int64_t timeout_ms)
+static int claim(gadei_learner *learner, int64_t timeout_ms, int rows)
 {
     learner->slot = NULL;
     int result = check_process(learner);
@@ -247,9 +247,21 @@ int gadei_claim(gadei_learner *learner, int64_t timeout_ms)
     if (!result) {
         learner->claimed_once = 1;
         learner->nonfinite = 0;
+        learner->rows = rows;
+        learner->end = (learner->tensor_count * sizeof(struct ps_block) + 63) & ~63ull;
         memset(learner->written, 0, learner->tensor_count);
     }
     return result;
+}
+
+int gadei_claim(gadei_learner *learner, int64_t timeout_ms)
+{
+    return claim(learner, timeout_ms, 0);
+}
+
+int gadei_claim_rows(gadei_learner *learner, int64_t timeout_ms)
+{
+    return claim(learner, timeout_ms, 1);
 }
 
 static uint64_t width(const gadei_learner *learner)
@@ -262,18 +274,74 @@ static char *place(const gadei_learner *learner, const struct gadei_tensor *tens
     return (char *)learner->slot + PS_PAYLOAD_AT + tensor->start * width(learner);
 }
 
-int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
+static int check_tensor(gadei_learner *learner, uint32_t index)
 {
     if (!learner->slot)
         return ps_fail(learner, GADEI_ERROR, "no slot is claimed");
     if (index >= learner->tensor_count)
         return ps_fail(learner, GADEI_ERROR, "no tensor %u: the model has %u", index,
                        learner->tensor_count);
+    if (learner->rows && learner->written[index])
+        return ps_fail(learner, GADEI_ERROR, "tensor %u is written already", index);
+    return GADEI_OK;
+}
+
+static char *payload(const gadei_learner *learner)
+{
+    return (char *)learner->slot + PS_PAYLOAD_AT;
+}
+
+int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
+{
+    if (check_tensor(learner, index))
+        return GADEI_ERROR;
     const struct gadei_tensor *tensor = &learner->tensors[index];
-    int found = ps_copy(learner->wire, place(learner, tensor), values, tensor->count);
+    int found;
+    if (learner->rows)
+        found = ps_write_block(learner->wire, payload(learner), &learner->end,
+                               &learner->blocks[index], values, tensor->count);
+    else
+        found = ps_copy(learner->wire, place(learner, tensor), values, tensor->count);
     learner->written[index] = 1;
     learner->nonfinite |= found;
     return found ? GADEI_NONFINITE : GADEI_OK;
+}
+
+int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
+                     const float *values, uint64_t count)
+{
+    if (check_tensor(learner, index))
+        return GADEI_ERROR;
+    if (!learner->rows)
+        return ps_fail(learner, GADEI_ERROR, "rows go into a slot of gadei_claim_rows");
+    const struct gadei_tensor *tensor = &learner->tensors[index];
+    uint64_t rows = tensor->dims ? tensor->shape[0] : 1, bad = 0;
+    struct ps_rows given = {indices, values, count, rows, tensor->count / rows};
+    int found = ps_write_rows(learner->wire, payload(learner), &learner->end,
+                              &learner->blocks[index], &given, &bad);
+    if (found == PS_BAD_ROW)
+        return ps_fail(learner, GADEI_ERROR, "tensor '%s' has no row %lld: it has %llu",
+                       tensor->name, (long long)indices[bad], (unsigned long long)rows);
+    if (found == PS_NO_MEMORY)
+        return ps_fail(learner, GADEI_ERROR, "no memory to sort %llu rows",
+                       (unsigned long long)count);
+    learner->written[index] = 1;
+    learner->nonfinite |= found;
+    return found ? GADEI_NONFINITE : GADEI_OK;
+}
+
+/* Writes the blocks of what is written, in the table's order; how many. */
+static uint32_t write_blocks(gadei_learner *learner)
+{
+    struct ps_block *blocks = (struct ps_block *)(void *)payload(learner);
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < learner->tensor_count; i++) {
+        if (learner->written[i]) {
+            learner->blocks[i].tensor = i;
+            blocks[count++] = learner->blocks[i];
+        }
+    }
+    return count;
 }
 
 int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
@@ -284,7 +352,8 @@ int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float r
         return GADEI_ERROR;
     if (!(rate_scale >= 0.0f && isfinite(rate_scale)))
         return ps_fail(learner, GADEI_ERROR, "rate_scale is negative or not finite");
-    for (uint32_t i = 0; i < learner->tensor_count; i++)
+    uint32_t blocks = learner->rows ? write_blocks(learner) : 0;
+    for (uint32_t i = 0; i < learner->tensor_count && !learner->rows; i++)
         if (!learner->written[i])
             memset(place(learner, &learner->tensors[i]), 0,
                    learner->tensors[i].count * width(learner));
@@ -299,9 +368,10 @@ int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float r
         .generation = learner->generation,
         .clock = learner->published,
         .version = learner->version,
-        .kind = PS_DENSE,
+        .kind = learner->rows ? PS_ROWS : PS_DENSE,
         .dtype = learner->wire,
-        .payload_bytes = learner->elements * width(learner),
+        .blocks = blocks,
+        .payload_bytes = learner->rows ? learner->end : learner->elements * width(learner),
         .flags = PS_CHECKED | (learner->nonfinite ? PS_NONFINITE : 0),
         .batch = batch,
         .samples = samples,

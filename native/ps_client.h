@@ -28,6 +28,7 @@ struct gadei_learner {
     uint64_t elements;
     struct gadei_tensor *tensors;
     unsigned char *written; /* for each tensor: it is in the claimed slot */
+    struct ps_block *blocks; /* for each tensor, in a slot for rows */
     uint32_t tensor_count;
     uint32_t row;
     uint64_t generation;
@@ -35,6 +36,8 @@ struct gadei_learner {
     int claimed_once;
     struct ps_frame *slot; /* claimed and not published; else NULL */
     int nonfinite;         /* in the claimed slot */
+    int rows;              /* it is for a frame of rows */
+    uint64_t end;          /* of what is written in it, bytes from the payload's begin */
     double started;        /* of the iteration, CLOCK_MONOTONIC seconds */
     uint64_t version;      /* last pulled */
     uint64_t published;

@@ -54,6 +54,7 @@ enum ps_wants { PS_WANTS_TURN = 1, PS_WANTS_WORK = 2 };
 enum ps_reason {
     PS_OK = 0, PS_BAD_KIND = 1, PS_BAD_DTYPE = 2, PS_BAD_SIZE = 3, PS_BAD_GENERATION = 4,
     PS_BAD_SEQUENCE = 5, PS_UNCHECKED = 6, PS_NOT_FINITE = 7, PS_BAD_SCALE = 8,
+    PS_BAD_ROWS = 9,
 };
 
 /* 0        8        16               32       40       48    52    56       64              128
@@ -250,6 +251,7 @@ struct ps_record {           /* S: the thread of this shard */
     uint64_t pad[5];
 };
 #define PS_IDLE UINT64_MAX
+#define PS_APPLIED (UINT64_MAX - 1) /* all of it is in the weights, nothing is counted yet */
 
 /* Old values of what the transaction in hand changes. A block: the old words, then one word that
  * says where they belong. `used` is stored with release after each; 0: nothing in hand. */

@@ -40,6 +40,24 @@ int ps_snapshot(const struct ps_control *control, uint32_t shard, void *to, cons
  * one was found. `to` and `from` do not overlap. */
 int ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count);
 
+/* Learner: appends a block to the payload of a rows frame and describes it in `block`, but for its
+ * tensor. at: bytes from the payload's begin, a multiple of 64; moved on. Results as of ps_copy. */
+int ps_write_block(uint32_t dtype, char *payload, uint64_t *at, struct ps_block *block,
+                   const float *values, uint64_t count);
+
+/* Where all rows are named, or so many single values that listing them takes more room than all
+ * values do, the block is of all of it: then rows that are not named have gradient zero. */
+struct ps_rows {
+    const int64_t *indices; /* in any order; the values of repeated ones are added up */
+    const float *values;    /* `count` times `width` */
+    uint64_t count;
+    uint64_t rows, width;   /* of the tensor */
+};
+#define PS_BAD_ROW (-1)   /* indices[*bad] is no row of the tensor; nothing is written */
+#define PS_NO_MEMORY (-2) /* likewise */
+int ps_write_rows(uint32_t dtype, char *payload, uint64_t *at, struct ps_block *block,
+                  const struct ps_rows *given, uint64_t *bad);
+
 /* Server; addresses come as integers because compiled Python calls these. */
 uint64_t ps_get(uint64_t address);
 void ps_set(uint64_t address, uint64_t value);

@@ -32,7 +32,7 @@ from gadei_ps.layout import Action, FrameKind, Phase, Reason, WireType
 from gadei_ps.learners.client import Client
 from gadei_ps.segment import Segment
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.weights import Model, Tensor, data
+from gadei_ps.weights import Model, Tensor, data, payload_bytes
 from gadei_ps.weights import place as placed
 
 FORK = multiprocessing.get_context("fork")
@@ -365,6 +365,30 @@ def same(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def rows_payload(
+    model: Model,
+    gradients: dict[int, tuple[np.ndarray, np.ndarray] | np.ndarray],
+    wire: WireType = WireType.FLOAT32,
+) -> tuple[np.ndarray, int]:
+    """Payload of a frame of rows, uint8, and how many blocks it has."""
+    room = np.zeros(payload_bytes(model) + 64, np.uint8)
+    room = room[-room.ctypes.data % 64 :]
+    at = layout.rounded(len(model.tensors) * layout.BLOCK.itemsize, 64)
+    for block, (number, given) in enumerate(sorted(gradients.items())):
+        where = (wire, room.ctypes.data, block, number, at)
+        if isinstance(given, np.ndarray):
+            values = np.ascontiguousarray(given, np.float32)
+            at, _ = _native.write_block(*where, values.ctypes.data, values.size)
+        else:
+            tensor = model.tensors[number]
+            indices = np.ascontiguousarray(given[0], np.int64)
+            values = np.ascontiguousarray(given[1], np.float32)
+            rows = tensor.shape[0]
+            sizes = (indices.size, rows, tensor.count // rows)
+            at, _ = _native.write_rows(*where, indices.ctypes.data, values.ctypes.data, *sizes)
+    return room[:at].copy(), len(gradients)
+
+
 class Rig:
     """A job's real segments without a daemon: this process serves the shards, or a child of it.
 
@@ -477,6 +501,11 @@ class Rig:
         places[place.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
         places[place.TABLE_AT] = self.table.ctypes.data
         places[place.WORDS_AT] = self.words.ctypes.data
+        head = memory.weights.view(layout.WEIGHTS)
+        tensors = int(head["tensors"])
+        places[place.TENSORS_AT] = memory.weights.address + int(head["table_at"])
+        places[place.TENSORS] = tensors
+        places[place.CAPACITY] = payload_bytes(self.model)
         places[place.ELEMENTS] = self.model.elements
         places[place.PARAMETERS] = self.model.parameters
         return places
@@ -502,6 +531,7 @@ class Rig:
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Shard threads in this process."""
+        self._shard.load()  # here, where nobody waits yet
         self.words[place.QUIT] = 0
         threads = [
             threading.Thread(
@@ -556,6 +586,18 @@ class Rig:
         _native.store(head_at, sequence + 1)
         _native.futex_wake(head_at)
         return sequence
+
+    def publish_rows(
+        self,
+        row: int,
+        gradients: dict[int, tuple[np.ndarray, np.ndarray] | np.ndarray],
+        wire: WireType = WireType.FLOAT32,
+        **fields: Any,
+    ) -> int:
+        """Publishes a frame of rows: by tensor's number its indices and values, or all values."""
+        payload, blocks = rows_payload(self.model, gradients, wire)
+        fields = {"kind": FrameKind.ROWS, "blocks": blocks} | fields
+        return self.publish(row, payload, wire, **fields)
 
     def superstep(self, actions: dict[int, Action]) -> None:
         """What the manager does: tells what becomes of these rows' oldest frames."""

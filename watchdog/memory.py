@@ -297,7 +297,7 @@ class JobMemory:
         """Makes the ring of a new learner. Raises NoSharedMemory."""
         assert self.model is not None
         control = self.control.view(layout.CONTROL)
-        capacity = layout.rounded(self.model.elements * 4, layout.PAGE)
+        capacity = layout.rounded(weights.payload_bytes(self.model), layout.PAGE)
         slot_bytes = layout.PAYLOAD_AT + capacity
         slots = int(control["slots"])
         ring = segment.create(

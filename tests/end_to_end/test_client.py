@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import signal
 from multiprocessing.connection import Connection
 
@@ -22,7 +23,7 @@ from gadei_ps.errors import (
     UsageError,
 )
 from gadei_ps.layout import Role
-from gadei_ps.learners.client import JOB_VARIABLE, Client, epoch_order
+from gadei_ps.learners.client import JOB_VARIABLE, Client, Rows, epoch_order
 
 VALUES = 100_000
 
@@ -54,6 +55,50 @@ def test_stray_writes_end_the_learner_and_nothing_else(job_name: str) -> None:
         np.testing.assert_array_equal(other.weights["w"], -1.0)
         eventually(lambda: len(status(job_name)["learners"]) == 1)
         job.check()
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+def test_rows(wire: str, job_name: str) -> None:
+    """Pushed in any order and repeated, with others whole and others not at all."""
+    tensors = {
+        "table": np.zeros((1000, 20), np.float32),
+        "flat": np.zeros(1000, np.float32),
+        "left": np.ones(5, np.float32),
+        "whole": np.zeros(3, np.float32),
+    }
+    optimizer = {"kind": "sgd", "lr": 1.0, "weight_decay": 0.5}
+    with (
+        daemon(job_name, optimizer=optimizer),
+        Client(job_name, tensors=tensors, wire=wire) as client,
+    ):
+        some = Rows(np.array([7, 999, 7, 0]), np.ones((4, 20), np.float32))
+        few = Rows(np.array([3]), np.ones(1, np.float32))
+        client.push({"whole": np.ones(3), "flat": few, "table": some})
+        client.wait_applied()
+        table = np.zeros((1000, 20))
+        table[[0, 7, 999]] = [[-1], [-2], [-1]]
+        np.testing.assert_array_equal(client.weights["table"], table)
+        np.testing.assert_array_equal(np.flatnonzero(client.weights["flat"]), [3])
+        np.testing.assert_array_equal(client.weights["left"], 1, "not even decayed")
+        np.testing.assert_array_equal(client.weights["whole"], -1)
+        np.testing.assert_array_equal(client.pull_rows("table", [999, 7])[:, 0], [-1, -2])
+        assert not np.shares_memory(client.pull_rows("table", [1]), client.flat)
+
+        bad = {
+            "no row 1000 of 1000": Rows(np.array([1000]), np.ones((1, 20))),
+            "no row -1 of 1000": Rows(np.array([2, -1]), np.ones((2, 20))),
+            "values of shape [1, 19]": Rows(np.array([1]), np.ones((1, 19))),
+            "[2] indices": Rows(np.array([1, 2]), np.ones((1, 20))),
+        }
+        for said, rows in bad.items():
+            with pytest.raises(ModelMismatch, match=re.escape(said)):
+                client.push({"table": rows})
+        with pytest.raises(ModelMismatch, match="no row 5 of 5"):
+            client.pull_rows("left", [5])
+        assert status(job_name)["gradients_refused"] == 0
+        client.push(np.zeros(client.model.elements, np.float32))
+        client.wait_applied()
+        np.testing.assert_array_equal(client.weights["left"], 0.5)
 
 
 def _push_ones(pipe: Connection, job: str) -> None:

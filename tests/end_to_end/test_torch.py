@@ -100,6 +100,57 @@ def test_as_torch(kind: str, job_name: str) -> None:
         model[0].weight.data += 1  # the memory is the model's own now
 
 
+SPARSE: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": ({"kind": "sgd", "lr": 0.5}, lambda p: torch.optim.SGD(p, 0.5)),
+    "adagrad": (
+        {"kind": "adagrad", "lr": 0.1, "eps": 1e-10},
+        lambda p: torch.optim.Adagrad(p, 0.1, eps=1e-10),
+    ),
+    # Its eps stands elsewhere than Adam's.
+    "adam": (
+        {"kind": "adam", "lr": 0.01, "eps": 1e-12},
+        lambda p: torch.optim.SparseAdam(list(p), 0.01, eps=1e-12),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad
+@pytest.mark.parametrize("kind", sorted(SPARSE))
+def test_sparse_embeddings_as_torch(kind: str, job_name: str) -> None:
+    """Only the rows that a batch touches move, with their optimizer state."""
+    settings, local = SPARSE[kind]
+
+    def embedding() -> nn.EmbeddingBag:
+        torch.manual_seed(5)
+        return nn.EmbeddingBag(500, 3, sparse=True, mode="sum", padding_idx=0)
+
+    def words() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        source = torch.Generator().manual_seed(12)
+        for _ in range(STEPS):
+            tokens = torch.randint(0, 40, (8, 6), generator=source)  # some of them repeated
+            yield tokens, tokens[:, 0] % 3
+
+    def learn(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for tokens, targets in words():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(tokens), targets).backward()
+            optimizer.step()
+
+    with daemon(job_name, sync="bsp", optimizer=settings, shards=2):
+        model, twin = embedding(), embedding()
+        before = twin.weight.detach().clone()
+        optimizer = Optimizer(model, job_name)
+        learn(model, optimizer)
+        learn(twin, local(twin.parameters()))
+        same_state(model, twin)
+        moved = (model.weight.detach() != before).any(1)
+        assert not moved[40:].any()
+        assert not moved[0], "the padding"
+        assert moved[1:40].all()
+        assert status(job_name)["gradients_applied"] == STEPS
+        optimizer.close()
+
+
 @pytest.mark.parametrize("view", [True, False])
 def test_scheduler_view_and_batch_norm(view: bool, job_name: str) -> None:
     """All at once: the rate moves, weights are a view or a copy, statistics follow."""

@@ -32,6 +32,7 @@ BAD: list[tuple[str, Any, Reason]] = [
     ("kind", NONE, Reason.BAD_KIND),
     ("kind", 3, Reason.BAD_KIND),
     ("kind", 2**32 - 1, Reason.BAD_KIND),
+    ("kind", layout.FrameKind.ROWS, Reason.BAD_ROWS),
     ("dtype", NONE, Reason.BAD_DTYPE),
     ("dtype", 4, Reason.BAD_DTYPE),
     ("dtype", 2**32 - 1, Reason.BAD_DTYPE),
@@ -76,7 +77,7 @@ class Writer:
             "dtype": layout.WireType.FLOAT32,
             "payload_bytes": 4 * count,
             "flags": layout.CHECKED,
-            "blocks": 0,
+            "blocks": 1,  # meant by a frame of rows only
             "batch": NO_BATCH,
             "samples": 1,
             "rate_scale": 1.0,

@@ -1,0 +1,323 @@
+"""Gradients of which only some rows are given (embeddings): checked, walked, applied.
+
+A frame of rows has a block for each tensor that it moves: all of it, or the rows listed. What no
+frame in hand names is left as it is, with its optimizer state ("lazily": the rows of a momentum do
+not decay while nobody touches them, as with torch.optim.SparseAdam).
+
+The walk goes by tensor and row and cuts each row, or dense tensor, into pieces of at most CHUNK
+values within the shard. Its pieces are numbered like the chunks of a dense gradient, and the cursor
+and the undo log serve them in the same way. The same frames give the same walk, so that whoever
+recovers finds the piece that was open by walking again.
+
+A learner may write over a frame at any time. So whatever places a write is read once and checked
+where it is used; what does not fit moves nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gadei_ps import layout
+from gadei_ps.apply import (
+    BLOCK,
+    CHUNK,
+    DTYPE,
+    FLOAT32,
+    KIND,
+    OK,
+    PAYLOAD,
+    PAYLOAD_AT,
+    WALK,
+    Shard,
+    apply_chunks,
+    frame_at,
+    gradient_at,
+    integer,
+    lock,
+    move_span,
+    restore,
+    take_coefficients,
+    unlock,
+)
+from gadei_ps.compiled import compiled
+from gadei_ps.kernels import cpu
+from gadei_ps.kernels.optimizers import COEFFICIENTS
+from gadei_ps.places import CAPACITY, PARAMETERS, TENSORS, TENSORS_AT
+from gadei_ps.symbols import doubles, floats, not_inlined, structs, words
+
+tensor_at = structs(layout.TENSOR)
+block_at = structs(layout.BLOCK)
+TENSOR_BYTES = np.uint64(layout.TENSOR.itemsize)
+BLOCK_SIZE = layout.BLOCK.itemsize
+BLOCK_BYTES = np.uint64(BLOCK_SIZE)
+DENSE = int(layout.FrameKind.DENSE)
+ROWS = int(layout.FrameKind.ROWS)
+BAD_SIZE = int(layout.Reason.BAD_SIZE)
+BAD_ROWS = int(layout.Reason.BAD_ROWS)
+
+# What a shard remembers of each frame in hand while it walks: more lines of Shard.hands.
+NEXT = WALK  # block to look at next
+FORM = WALK + 1  # of the tensor at hand: ABSENT, ROWS, DENSE
+VALUES = WALK + 2  # address of its values
+INDICES = WALK + 3  # address of its rows' numbers
+COUNT = WALK + 4  # of its rows
+AT = WALK + 5  # row to look at next
+ROW = WALK + 6  # its number; NO_ROW after the last
+ABSENT = 0
+NO_ROW = 2**62
+
+
+@compiled
+def _rows_of(tensor: np.ndarray) -> int:
+    """How many rows a tensor has; its first dimension."""
+    return integer(tensor[0].shape[0]) if tensor[0].dims > 0 else 1
+
+
+@compiled
+def _fits(block: np.ndarray, tensor: np.ndarray, size: int, payload_bytes: int) -> bool:
+    """Whether what a block describes lies within the payload. size: bytes of a value."""
+    room = np.uint64(payload_bytes)
+    rows = _rows_of(tensor)
+    count = integer(tensor[0].count)
+    if block[0].values_at > room or block[0].values_at % np.uint64(64) != 0:
+        return False
+    if block[0].form == DENSE:
+        return integer(block[0].values_at) + count * size <= payload_bytes
+    if block[0].form != ROWS or block[0].rows > np.uint64(rows):
+        return False
+    if block[0].indices_at > room or block[0].indices_at % np.uint64(64) != 0:
+        return False
+    given = integer(block[0].rows)
+    return (
+        integer(block[0].indices_at) + given * 8 <= payload_bytes
+        and integer(block[0].values_at) + given * (count // rows) * size <= payload_bytes
+    )
+
+
+@compiled
+def check_rows(frame: np.ndarray, payload: np.uint64, size: int, places: np.ndarray) -> int:
+    """Why a frame of rows must not be applied; OK if it may. size: bytes of a value."""
+    not_inlined()
+    tensors = integer(places[TENSORS])
+    blocks = integer(frame[0].blocks)
+    if frame[0].payload_bytes > places[CAPACITY]:
+        return BAD_SIZE
+    payload_bytes = integer(frame[0].payload_bytes)
+    if blocks > tensors or blocks * BLOCK_SIZE > payload_bytes:
+        return BAD_SIZE
+    before = -1
+    for i in range(blocks):
+        block = block_at(payload + np.uint64(i) * BLOCK_BYTES)
+        number = integer(block[0].tensor)
+        if number <= before or number >= tensors:
+            return BAD_ROWS
+        before = number
+        tensor = tensor_at(places[TENSORS_AT] + np.uint64(number) * TENSOR_BYTES)
+        if not _fits(block, tensor, size, payload_bytes):
+            return BAD_SIZE
+        if block[0].form == ROWS:
+            indices = words(payload + block[0].indices_at, integer(block[0].rows))
+            last = -1
+            for k in range(indices.size):
+                if indices[k] >= np.uint64(_rows_of(tensor)) or integer(indices[k]) <= last:
+                    return BAD_ROWS
+                last = integer(indices[k])
+    return OK
+
+
+@compiled
+def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
+    """Goes on to the next tensor in each frame: DENSE if one gives all of it, ROWS, or ABSENT."""
+    not_inlined()
+    met = ABSENT
+    for m in range(members):
+        size = 4 if s.hands[DTYPE, m] == FLOAT32 else 2
+        payload = np.uint64(s.hands[PAYLOAD, m])
+        if s.hands[KIND, m] == DENSE:
+            s.hands[FORM, m] = DENSE
+            s.hands[VALUES, m] = integer(payload) + integer(tensor[0].start) * size
+            met = DENSE
+            continue
+        s.hands[FORM, m] = ABSENT
+        frame = frame_at(payload - PAYLOAD_AT)
+        payload_bytes = min(integer(frame[0].payload_bytes), integer(s.places[CAPACITY]))
+        at = s.hands[NEXT, m]
+        if at >= integer(frame[0].blocks) or (at + 1) * BLOCK_SIZE > payload_bytes:
+            continue
+        block = block_at(payload + np.uint64(at) * BLOCK_BYTES).copy()
+        if integer(block[0].tensor) != number:
+            continue
+        s.hands[NEXT, m] = at + 1
+        if not _fits(block, tensor, size, payload_bytes):
+            continue
+        form = integer(block[0].form)
+        s.hands[FORM, m] = form
+        s.hands[VALUES, m] = integer(payload + block[0].values_at)
+        if form == ROWS:
+            s.hands[INDICES, m] = integer(payload + block[0].indices_at)
+            s.hands[COUNT, m] = integer(block[0].rows)
+            s.hands[AT, m] = -1
+            _next_row(s, m, tensor)
+            if met == ABSENT:
+                met = ROWS
+        else:
+            met = DENSE
+    return met
+
+
+@compiled
+def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
+    """Goes on to the next row that a frame lists."""
+    at = s.hands[AT, m] + 1
+    s.hands[AT, m] = at
+    s.hands[ROW, m] = NO_ROW
+    if at < s.hands[COUNT, m]:
+        row = words(np.uint64(s.hands[INDICES, m]), s.hands[COUNT, m])[at]
+        if row < np.uint64(_rows_of(tensor)):
+            s.hands[ROW, m] = integer(row)
+
+
+@compiled
+def _add_row(
+    s: Shard, m: int, mean: np.ndarray, width: int, row_start: int, start: int, end: int
+) -> None:
+    """Adds the part of a frame's row at hand that lies in values start to end of the weights."""
+    low, high = max(start, row_start), min(end, row_start + width)
+    if low >= high:
+        return
+    size = 4 if s.hands[DTYPE, m] == FLOAT32 else 2
+    row = np.uint64(s.hands[VALUES, m] + s.hands[AT, m] * width * size)
+    g = gradient_at(row, s.hands[DTYPE, m], low - row_start, high - low, s.at.scratch)
+    cpu.accumulate(mean[low - start : high - start], floats(g, high - low))
+
+
+@compiled
+def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end: int) -> np.uint64:
+    """Address of the mean gradient of values start to end. row: at hand; -1: the whole tensor."""
+    not_inlined()
+    mean = floats(s.at.mean, end - start)
+    mean[:] = np.float32(0)
+    first = integer(tensor[0].start)
+    width = integer(tensor[0].count) // _rows_of(tensor)
+    for m in range(members):
+        if s.hands[FORM, m] == DENSE:
+            values = np.uint64(s.hands[VALUES, m])
+            g = gradient_at(values, s.hands[DTYPE, m], start - first, end - start, s.at.scratch)
+            cpu.accumulate(mean, floats(g, end - start))
+        elif s.hands[FORM, m] == ROWS and row >= 0:
+            if s.hands[ROW, m] == row:
+                _add_row(s, m, mean, width, first + row * width, start, end)
+        elif s.hands[FORM, m] == ROWS:
+            while s.hands[ROW, m] != NO_ROW and first + s.hands[ROW, m] * width < end:
+                begin = first + s.hands[ROW, m] * width
+                _add_row(s, m, mean, width, begin, start, end)
+                if begin + width > end:
+                    break
+                _next_row(s, m, tensor)
+    cpu.scale(mean, 1.0 / members)
+    return s.at.mean
+
+
+@compiled
+def _span(
+    s: Shard,
+    coef: cpu.Scalars,
+    members: int,
+    tensor: np.ndarray,
+    row: int,
+    low: int,
+    high: int,
+    piece: int,
+    first: int,
+    reopen: bool,
+) -> int:
+    """Moves values low to high, of one row (-1: of a tensor given whole); the next piece's number.
+
+    Pieces before the first-th are done. reopen: that one is open, its old values in the undo log.
+    """
+    not_inlined()
+    pieces = -(-(high - low) // CHUNK)
+    if piece + pieces <= first:
+        return piece + pieces
+    is_parameter = low < integer(s.places[PARAMETERS])
+    kept = s.kept if is_parameter else 0
+    at = low
+    if piece < first:
+        at += (first - piece) * CHUNK
+        piece = first
+    if reopen and piece == first:
+        restore(s.at, kept, np.uint64(piece), at, min(CHUNK, high - at))
+    start = integer(tensor[0].start)
+    width = integer(tensor[0].count) // _rows_of(tensor)
+    single = members == 1
+    while at < high:
+        end = high
+        if not single or s.hands[DTYPE, 0] != FLOAT32:
+            end = min(high, at + BLOCK)
+        if single:
+            skip = at - start
+            if row >= 0:
+                skip += (s.hands[AT, 0] - row) * width
+            values = np.uint64(s.hands[VALUES, 0])
+            g = gradient_at(values, s.hands[DTYPE, 0], skip, end - at, s.at.scratch)
+        else:
+            g = _mean(s, members, tensor, row, at, end)
+        move_span(s.kind if is_parameter else 0, kept, coef, s.at, g, s.cursor, piece, at, end)
+        piece += -(-(end - at) // CHUNK)
+        at = end
+    return piece
+
+
+@compiled
+def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
+    """Applies the gradient in hand, or the mean of several, from the first-th piece on.
+
+    At least one frame is one of rows. The sequence lock of the shard is odd meanwhile.
+    """
+    not_inlined()
+    take_coefficients(s)
+    lock(s)
+    coef = cpu.scalars(doubles(s.at.coef, COEFFICIENTS))
+    piece = 0
+    for m in range(members):
+        s.hands[NEXT, m] = 0
+    for number in range(integer(s.places[TENSORS])):
+        tensor = tensor_at(s.places[TENSORS_AT] + np.uint64(number) * TENSOR_BYTES)
+        met = _meet(s, members, number, tensor)
+        start = integer(tensor[0].start)
+        end = start + integer(tensor[0].count)
+        low, high = max(start, s.low), min(end, s.high)
+        if met == ABSENT or low >= high:
+            continue
+        if met == DENSE:
+            piece = _span(s, coef, members, tensor, -1, low, high, piece, first, reopen)
+            continue
+        width = (end - start) // _rows_of(tensor)
+        while True:
+            row = NO_ROW
+            for m in range(members):
+                if s.hands[FORM, m] == ROWS:
+                    row = min(row, integer(s.hands[ROW, m]))
+            if row == NO_ROW:
+                break
+            low = max(start + row * width, s.low)
+            high = min(start + (row + 1) * width, s.high)
+            if low < high:
+                piece = _span(s, coef, members, tensor, row, low, high, piece, first, reopen)
+            for m in range(members):
+                if s.hands[FORM, m] == ROWS and s.hands[ROW, m] == row:
+                    _next_row(s, m, tensor)
+    unlock(s)
+
+
+@compiled
+def apply_frames(s: Shard, members: int, first: int, reopen: bool) -> None:
+    """Applies the gradient in hand, or the mean of several, from the first-th chunk on.
+
+    reopen: that one is open, its old values are in the undo log.
+    """
+    for m in range(members):
+        if s.hands[KIND, m] == ROWS:
+            apply_rows(s, members, first, reopen)
+            return
+    apply_chunks(s, members, first, reopen)

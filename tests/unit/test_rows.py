@@ -1,0 +1,275 @@
+"""Gradients of some rows: written by learners, refused where they are bad, applied by shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import Rig, rows_payload
+
+from gadei_ps import _native, layout
+from gadei_ps.kernels import reference
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
+from gadei_ps.layout import Action, FrameKind, Reason, Role
+from gadei_ps.weights import Model, Tensor, payload_bytes, place
+
+KINDS = [kind.name.lower() for kind in Kind]
+TABLE = Tensor("table", (50, 7))
+
+
+def noise(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# -- written by the learner -----------------------------------------------------------------------
+
+
+def read_block(payload: np.ndarray, number: int = 0) -> tuple[np.void, np.ndarray]:
+    block = np.frombuffer(payload[number * 32 :][:32], layout.BLOCK)[0]
+    at = int(block["indices_at"])
+    return block, np.frombuffer(payload[at : at + 8 * int(block["rows"])], np.int64)
+
+
+@given(
+    rows=st.integers(1, 2000),
+    width=st.integers(1, 9),
+    count=st.integers(0, 600),
+    span=st.floats(0.001, 1),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=150, deadline=None)
+def test_rows_are_put_in_order_and_added_up(
+    rows: int, width: int, count: int, span: float, seed: int
+) -> None:
+    model = place([Tensor("t", (rows, width))])
+    draw = np.random.default_rng(seed)
+    indices = draw.integers(0, max(1, int(rows * span)), count)
+    values = draw.integers(-9, 9, (count, width)).astype(np.float32)  # their sums are exact
+    payload, _ = rows_payload(model, {0: (indices, values)})
+    block, listed = read_block(payload)
+    wanted = np.zeros((rows, width), np.float32)
+    np.add.at(wanted, indices, values)
+    at = int(block["values_at"])
+    if int(block["form"]) == FrameKind.ROWS:
+        np.testing.assert_array_equal(listed, np.unique(indices))
+        got = np.zeros_like(wanted)
+        size = listed.size * width * 4
+        got[listed] = np.frombuffer(payload[at : at + size], np.float32).reshape(-1, width)
+    else:
+        got = np.frombuffer(payload[at : at + rows * width * 4], np.float32).reshape(-1, width)
+    np.testing.assert_array_equal(got, wanted)
+    assert payload.size <= payload_bytes(model)
+
+
+@pytest.mark.parametrize("bad", [-1, 50, 2**62])
+def test_a_row_that_is_none(bad: int) -> None:
+    model = place([TABLE])
+    with pytest.raises(IndexError, match=f"row {bad} of 50"):
+        rows_payload(model, {0: (np.array([3, bad]), noise(1, 2, 7))})
+
+
+def test_values_that_are_not_finite_are_found() -> None:
+    room = np.zeros(8192, np.uint8)
+    for values, wanted in [([1.0, 2.0], False), ([1.0, np.inf], True), ([3e38, 3e38], True)]:
+        given_ = np.array([[value] for value in values], np.float32)
+        indices = np.zeros(2, np.int64)  # one row: the sum counts
+        at = (indices.ctypes.data, given_.ctypes.data, 2, 9000, 1)
+        assert _native.write_rows(WireType.FLOAT32, room.ctypes.data, 0, 0, 64, *at)[1] is wanted
+
+
+# -- applied --------------------------------------------------------------------------------------
+
+
+@st.composite
+def frames(draw: st.DrawFn, model: Model) -> dict[int, Any] | None:
+    """By tensor's number the rows or all; None: a dense frame."""
+    if draw(st.integers(0, 4)) == 0:
+        return None
+    made: dict[int, Any] = {}
+    for number, tensor in enumerate(model.tensors):
+        form = draw(st.sampled_from(["absent", "rows", "rows", "all"]))
+        rows = tensor.shape[0]
+        if form == "rows":
+            most = rows if tensor.count > rows else rows // 3
+            count = draw(st.integers(0, min(most, 12)))
+            made[number] = draw(
+                st.lists(st.integers(0, rows - 1), min_size=count, max_size=count, unique=True)
+            )
+        elif form == "all":
+            made[number] = None
+    return made
+
+
+def gradients(model: Model, frame: dict[int, Any], seed: int) -> dict[int, Any]:
+    """Values for what a frame names."""
+    made = {}
+    for number, rows in frame.items():
+        shape = model.tensors[number].shape
+        if rows is None:
+            made[number] = noise(seed + number, *shape)
+        else:
+            made[number] = np.array(rows, np.int64), noise(seed + number, len(rows), *shape[1:])
+    return made
+
+
+def touched(model: Model, named: dict[int, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The gradient of all values, and which of them a frame names."""
+    flat, mask = np.zeros(model.elements, np.float32), np.zeros(model.elements, bool)
+    values, masks = model.views(flat), model.views(mask)
+    for number, given_ in named.items():
+        name = model.tensors[number].name
+        if isinstance(given_, np.ndarray):
+            values[name][...] = given_
+            masks[name][...] = True
+        else:
+            values[name][given_[0]] = given_[1]
+            masks[name][given_[0]] = True
+    return flat, mask
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[Tensor]:
+    shapes = st.tuples(st.integers(1, 60), st.sampled_from([1, 3, 64, 65, 300]))
+    made = [Tensor(f"t{at}", draw(shapes)) for at in range(draw(st.integers(1, 3)))]
+    made += [Tensor("plain", (draw(st.integers(1, 200)),))]
+    if draw(st.booleans()):
+        made += [Tensor("buffer", (draw(st.integers(1, 100)),), Role.BUFFER)]
+    return made
+
+
+@pytest.mark.parametrize("collect", [False, True], ids=["arrival", "superstep"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
+    @settings(max_examples=12, deadline=None)
+    @given(data=st.data(), shards=st.integers(1, 4), seed=st.integers(0, 2**32))
+    def holds(data: st.DataObject, shards: int, seed: int) -> None:
+        tensors = data.draw(models())
+        model = place(tensors)
+        optimizer = {
+            "kind": kind,
+            "lr": 0.05,
+            "weight_decay": data.draw(st.sampled_from([0, 0.01])),
+        }
+        spec = OptimizerSpec(
+            Kind[kind.upper()], lr=0.05, weight_decay=float(optimizer["weight_decay"])
+        )
+        values = {one.name: noise(seed + at, *one.shape) for at, one in enumerate(tensors)}
+        learners = data.draw(st.integers(1, 3)) if collect else 1
+        how: dict[str, Any] = {"shards": shards, "optimizer": optimizer, "learners": learners}
+        with Rig(job_name, tensors, values, collect=collect, **how) as rig, rig.serving():
+            moves = np.arange(model.elements) < model.parameters
+            expected = rig.weights.copy()
+            state = [np.zeros(model.elements, np.float32) for _ in range(slots(spec.kind))]
+            for t in range(3):
+                total = np.zeros(model.elements, np.float32)
+                named = np.zeros(model.elements, bool)
+                for row in range(learners):
+                    frame = data.draw(frames(model))
+                    wire = data.draw(st.sampled_from(WireType))
+                    if frame is None:
+                        raw = reference.encode(wire, noise(seed + t, model.elements))
+                        rig.publish(row, raw, wire)
+                        total += reference.decode(wire, raw)
+                        named[:] = True
+                    else:
+                        given_ = gradients(model, frame, seed + 10 * t + row)
+                        rig.publish_rows(row, given_, wire)
+                        flat, mask = touched(model, given_)
+                        total += reference.decode(wire, reference.encode(wire, flat))
+                        named |= mask
+                if collect:
+                    rig.superstep(dict.fromkeys(range(learners), Action.APPLY))
+                for row in range(learners):
+                    rig.wait_tail(row, t + 1)
+                total /= learners
+                at = named & moves
+                mine = [slot[at] for slot in state]
+                moved = expected[at]
+                rate = reference.learning_rate(spec.pack(), t)
+                reference.step(spec, moved, mine, total[at], t + 1, rate)
+                expected[at] = moved
+                for slot, part in zip(state, mine, strict=True):
+                    slot[at] = part
+                expected[named & ~moves] += total[named & ~moves]
+            # What lies between tensors belongs to none.
+            _, inside = touched(model, gradients(model, dict.fromkeys(range(len(tensors))), 0))
+            close = {"rtol": 2e-5, "atol": 2e-6}
+            np.testing.assert_allclose(rig.weights[inside], expected[inside], **close)
+            moves &= inside
+            for slot, wanted in zip(rig.slots, state, strict=True):
+                np.testing.assert_allclose(slot[moves], wanted[moves], **close)
+            assert not rig.roster["refused"].any()
+            assert not (rig.control["shard"]["sequence"][: rig.shards] % 2).any()
+
+    holds()
+
+
+# -- refused --------------------------------------------------------------------------------------
+
+HUGE = 2**64 - 1
+BAD: list[tuple[str, Any, Reason]] = [
+    ("tensor", 2, Reason.BAD_ROWS),
+    ("tensor", 2**32 - 1, Reason.BAD_ROWS),
+    ("form", 0, Reason.BAD_SIZE),
+    ("form", 3, Reason.BAD_SIZE),
+    ("rows", 51, Reason.BAD_SIZE),
+    ("rows", HUGE, Reason.BAD_SIZE),
+    ("indices_at", HUGE, Reason.BAD_SIZE),
+    ("indices_at", HUGE - 63, Reason.BAD_SIZE),
+    ("indices_at", 8, Reason.BAD_SIZE),
+    ("values_at", HUGE, Reason.BAD_SIZE),
+    ("values_at", 2**63, Reason.BAD_SIZE),
+    ("values_at", 4, Reason.BAD_SIZE),
+    ("index", 50, Reason.BAD_ROWS),
+    ("index", HUGE, Reason.BAD_ROWS),
+    ("index", 2**63, Reason.BAD_ROWS),
+    ("repeated", None, Reason.BAD_ROWS),
+    ("order", None, Reason.BAD_ROWS),
+    ("blocks", 2**32 - 1, Reason.BAD_SIZE),
+    ("blocks", 3, Reason.BAD_SIZE),
+    ("payload_bytes", 10, Reason.BAD_SIZE),
+    ("payload_bytes", HUGE, Reason.BAD_SIZE),
+]
+
+
+@pytest.mark.parametrize("collect", [False, True], ids=["arrival", "superstep"])
+def test_a_bad_frame_moves_nothing(collect: bool, job_name: str) -> None:
+    """Refused, counted and named. In a superstep the manager has refused it; what it missed, or
+    what a learner has written over since, is walked without harm."""
+    with Rig(job_name, [TABLE, Tensor("b", (5,))], shards=2, collect=collect) as rig, rig.serving():
+        for number, (field, value, reason) in enumerate(BAD):
+            given_ = {0: (np.array([4, 9, 40]), noise(1, 3, 7)), 1: noise(2, 5)}
+            payload, count = rows_payload(rig.model, given_)
+            blocks = payload[:64].view(layout.BLOCK)
+            indices = payload[int(blocks[0]["indices_at"]) :][:24].view(np.int64)
+            fields: dict[str, Any] = {"kind": FrameKind.ROWS, "blocks": count}
+            if field == "index":
+                indices.view(np.uint64)[2] = value
+            elif field == "repeated":
+                indices[1] = indices[0]
+            elif field == "order":
+                blocks["tensor"] = [1, 0]
+            elif field in layout.BLOCK.names:
+                blocks[0][field] = value
+            else:
+                fields[field] = value
+            rig.publish(0, payload, **fields)
+            if collect:
+                rig.superstep({0: Action.APPLY})
+            rig.wait_tail(0, number + 1)
+            assert np.isfinite(rig.weights).all()
+            if not collect:
+                assert int(rig.roster[0]["refused"]) == number + 1, (field, value)
+                assert int(rig.roster[0]["reason"]) == reason, (field, value)
+                assert not rig.weights.any()
+        rig.weights[:] = 0
+        rig.publish_rows(0, {0: (np.array([4]), np.ones((1, 7), np.float32))})
+        if collect:
+            rig.superstep({0: Action.APPLY})
+        rig.wait_tail(0, len(BAD) + 1)
+        table = rig.model.views(rig.weights)["table"]
+        assert table[4].all()
+        assert np.count_nonzero(rig.weights) == 7
