@@ -23,13 +23,17 @@ from team import apart, seen
 from gadei_ps import layout, process, segment
 from gadei_ps.faults import Processes
 from gadei_ps.layout import STATE, Role, SegmentKind
-from gadei_ps.learners.client import Client
+from gadei_ps.learners.client import Client, Rows
 from gadei_ps.weights import Tensor, place
 
 # So large that one gradient takes longer than it takes to kill a process.
-TENSORS = [Tensor("w", (800_000,)), Tensor("b", (50_000,), Role.BUFFER)]
+TENSORS = [
+    Tensor("w", (400_000,)),
+    Tensor("table", (4000, 100)),
+    Tensor("b", (50_000,), Role.BUFFER),
+]
 ELEMENTS = place(TENSORS).elements
-KINDS = 3
+KINDS = 4  # the last is of rows
 # For each of two jobs; test_recover.py and test_aimed.py kill more servers, and faster ones, and
 # test_exactly_once.py more learners.
 ROUNDS = team.ROUNDS or 25
@@ -42,6 +46,14 @@ Steps = Generator[None, None, None]
 def gradient(elements: int, kind: int) -> np.ndarray:
     noise = np.random.default_rng(kind).standard_normal(elements)
     return noise.astype(np.float32)
+
+
+@functools.cache
+def rows() -> Rows:
+    """Of `table`: most of them, in disorder and some twice."""
+    draw = np.random.default_rng(99)
+    indices = draw.integers(0, 4000, 6000)
+    return Rows(indices, draw.standard_normal((6000, 100)).astype(np.float32))
 
 
 def until(condition: Callable[[], Any], what: str) -> Steps:
@@ -93,7 +105,10 @@ class Job:
     def _push(self, client: Client) -> None:
         """The next gradient of the sequence, where those of dead learners have ended."""
         number = self.total + client.published
-        client.push(gradient(client.model.elements, number % KINDS), samples=1)
+        if number % KINDS == KINDS - 1:
+            client.push({"table": rows(), "b": gradient(50_000, 0)}, samples=1)
+        else:
+            client.push(gradient(client.model.elements, number % KINDS), samples=1)
 
     def _round(self, learner: Pusher) -> Steps:
         """The learner pushes; then the server dies, and the learner a moment before or after."""
@@ -143,7 +158,10 @@ def _undisturbed(job: Job) -> list[np.ndarray]:
     """What weights and slots are after the same gradients without a kill."""
     with Rig(job.name, TENSORS, **job.how) as rig, rig.serving():
         for number in range(job.total):
-            rig.publish(0, gradient(rig.model.elements, number % KINDS))
+            if number % KINDS == KINDS - 1:
+                rig.publish_rows(0, {1: rows(), 2: gradient(50_000, 0)})
+            else:
+                rig.publish(0, gradient(rig.model.elements, number % KINDS))
         rig.wait_tail(0, job.total)
         return rig.kept()
 
@@ -154,6 +172,7 @@ def test_killed_at_random_instants(job_name: str) -> None:
     kinds = ("sgd", "adam")
     for number in range(KINDS):
         gradient(ELEMENTS, number)  # made once, here: the learners are forks
+    rows()
     jobs = [Job(f"{job_name}-{kind}", kind, ROUNDS) for kind in kinds]
     found = []
     with jobs[0], jobs[1]:

@@ -9,28 +9,38 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import Child, Rig, eventually, same
+from support import Child, Rig, eventually, rows_payload, same
 
 from gadei_ps import _native
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import WireType
-from gadei_ps.layout import IDLE, Action, Role
-from gadei_ps.weights import Tensor
+from gadei_ps.layout import IDLE, Action, FrameKind, Role
+from gadei_ps.weights import Model, Tensor
 
 # So large that one gradient takes longer than it takes to kill a process.
-TENSORS = [Tensor("w", (1_000_000,)), Tensor("b", (100_000,), Role.BUFFER)]
-KINDS = 3  # of payloads
+TENSORS = [
+    Tensor("w", (500_000,)),
+    Tensor("table", (5000, 100)),
+    Tensor("b", (100_000,), Role.BUFFER),
+]
+KINDS = 5  # of payloads
 LEAST, MOST = 15, 300  # steps
 ENOUGH = 4
 WIRES = list(WireType)
 
 
 @functools.cache
-def payload(elements: int, number: int, row: int) -> tuple[np.ndarray, WireType]:
-    """A few of each kind, which the runs use in the same order."""
-    noise = np.random.default_rng([number, row]).standard_normal(elements).astype(np.float32)
+def payload(model: Model, number: int, row: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """A few of each kind, which the runs use in the same order, and what their frames say."""
+    draw = np.random.default_rng([number, row])
     wire = WIRES[number % len(WIRES)]
-    return reference.encode(wire, noise), wire
+    if number < len(WIRES):
+        noise = draw.standard_normal(model.elements).astype(np.float32)
+        return reference.encode(wire, noise), {"wire": wire}
+    indices = draw.integers(0, 5000, 4000)
+    rows = indices, draw.standard_normal((indices.size, 100)).astype(np.float32)
+    raw, blocks = rows_payload(model, {1: rows, 2: np.ones(100_000)}, wire)
+    return raw, {"wire": wire, "kind": FrameKind.ROWS, "blocks": blocks}
 
 
 def _serve(pipe: Connection, rig: Rig) -> None:
@@ -81,8 +91,8 @@ def _runs(name: str, actions: dict[int, Action] | None, seed: int, **how: Any) -
 
     def step(rig: Rig, number: int) -> None:
         for row in rows:
-            data, wire = payload(rig.model.elements, number % KINDS, row)
-            rig.publish(row, data, wire=wire)
+            data, says = payload(rig.model, number % KINDS, row)
+            rig.publish(row, data, **says)
         if actions:
             rig.superstep(actions)
 
