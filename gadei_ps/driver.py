@@ -96,6 +96,7 @@ class Driver:
         for member in found:
             base = int(self._roster[member.row]["base"].astype(np.int64))
             clocks[member.row] = base + member.reported
+        for member in found + self._waiting():
             self.sync.join(member.row, now)
             member.joined = True
         first = min(clocks.values(), default=0)
@@ -112,6 +113,16 @@ class Driver:
         # a server that dies halfway leaves the next one the same clocks.
         for member in found:
             self._note_clock(member)
+
+    def _waiting(self) -> list[Member]:
+        """Who is no member any more, but has left a gradient that waits for its superstep."""
+        if self.sync.on_arrival:
+            return []
+        return [
+            one
+            for one in self.members.values()
+            if not int(self._roster[one.row]["member"]) and self._published(one) > one.reported
+        ]
 
     def _note_clock(self, member: Member) -> None:
         """Writes down where the learner stands, for the next server."""

@@ -170,7 +170,7 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     try:
         report = status(job)
     except JobNotFound:
-        if "/" in job or not segment.server_pids(job):
+        if "/" in job or _locked(runtime.lock_path(job)) or not segment.server_pids(job):
             raise
         return _stop_orphan(job, discard)
     if discard:

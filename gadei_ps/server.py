@@ -149,7 +149,9 @@ class Server:
                 )
         someone = False
         gone = 0
-        for row in np.flatnonzero(self.roster["wanted"]).tolist():
+        wanted = self.roster["wanted"]
+        there = (wanted != 0) & (wanted == self.roster["generation"])  # not half given away
+        for row in np.flatnonzero(there).tolist():
             entry = self.roster[row]
             if not self._has_left(row) and process.alive(
                 int(entry["pid"]), int(entry["pid_start"])
@@ -341,7 +343,7 @@ class Server:
         rings = self.rings
         generation, retired = self.roster["generation"], self.roster["retired"]
         for row, one in list(rings.mapped.items()):
-            if int(retired[row]) == one.generation:
+            if int(retired[row]) >= one.generation:  # later ones too, if we stood still
                 rings.forget(row)
         rings.tidy()
         members = self.driver.members  # also those that the shards are forgetting
@@ -384,7 +386,9 @@ class Server:
         at = self._word("roster") + one.row * layout.ENTRY.itemsize
         served = at + layout.offset(layout.ENTRY, "served")
         _native.store(served, 0)
-        self.state.view(STATE)["applied"][:, one.row] = 0
+        applied = self.state.address + layout.offset(STATE, "applied") + 8 * one.row
+        for shard_ in range(layout.MAX_SHARDS):
+            _native.store(applied + 8 * layout.MAX_LEARNERS * shard_, 0)
         self.roster[one.row]["member"] = 0
         self.driver.publish_grant(one.row, 0 if self.sync.uses_pushes else layout.UNBOUNDED)
         _native.store(served, one.generation)

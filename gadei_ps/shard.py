@@ -79,6 +79,7 @@ ENTRY_BYTES = np.uint64(ENTRY.itemsize)
 WANTED = np.uint64(layout.offset(ENTRY, "wanted"))
 SERVED = np.uint64(layout.offset(ENTRY, "served"))
 RETIRED = np.uint64(layout.offset(ENTRY, "retired"))
+DRAINED = np.uint64(layout.offset(ENTRY, "drained"))
 APPLIED = np.uint64(layout.offset(STATE, "applied"))
 HEAD = np.uint64(layout.offset(RING, "head"))
 HOLD = np.uint64(layout.offset(RING, "hold"))
@@ -306,15 +307,12 @@ def _keep_books(s: Shard, table: np.ndarray, known: np.ndarray, count: int) -> b
     again = False
     for i in range(count):
         row = integer(known[ROWS, i])
-        wanted = get(s.control + ROSTER + np.uint64(row) * ENTRY_BYTES + WANTED)
-        if wanted == known[GENERATIONS, i] or s.c[0].roster[row].drained != 0:
+        entry = s.control + ROSTER + np.uint64(row) * ENTRY_BYTES
+        if get(entry + WANTED) == known[GENERATIONS, i] or get32(entry + DRAINED) != 0:
             continue
         # The server before may have retired it without our manager knowing yet; then the entry is
         # another learner's, or will be.
-        if (
-            get(s.control + ROSTER + np.uint64(row) * ENTRY_BYTES + RETIRED)
-            >= known[GENERATIONS, i]
-        ):
+        if get(entry + RETIRED) >= known[GENERATIONS, i]:
             continue
         head = get(known[RINGS, i] + HEAD)
         if _empty(s, row, head) or _is_nonsense(s, head, known[TAILS, i]):

@@ -1,8 +1,8 @@
 /* One learner's gradients through a ring of N slots into S shards of C chunks each.
  *
  * Code: native/ps_ring.c ps_claim, ps_publish, ps_release; gadei_ps/apply.py begin, apply_chunks,
- * _change_chunk, _save, restore, finish; gadei_ps/recover.py; gadei_ps/shard.py _on_arrival, stand_by;
- * native/ps_lease.c.
+ * _change_chunk, _save, restore, unlock, finish; gadei_ps/rows.py _span; gadei_ps/recover.py;
+ * gadei_ps/shard.py _on_arrival, stand_by; native/ps_lease.c.
  *
  * Processes: the learner; the shard threads of KILLS + 1 servers, of which the first serves and the
  * others wait for the leases, a server once one before it has lost a thread; the kernel, which may end
@@ -14,6 +14,7 @@
  * - A value is the number of gradients in it; addition is the only thing that must not happen twice
  *   or never. TORN stands for whatever half a store leaves: of weights, undo log or payload.
  * - Weights, optimizer slots of a chunk are one value: they are saved, changed and restored together.
+ *   To store what is there already leaves it whole, so a restored chunk may be saved again.
  * - Memory is sequentially consistent. Each store that another thread waits for is a release store
  *   met by an acquire load, so there is no cycle that a weaker order would add; the two places that
  *   need a fence are in sleep.pml.
@@ -77,8 +78,10 @@ inline apply_chunks() {
     do
     :: c < C ->
 #ifndef NO_UNDO
-        UNDO = TORN;
-        UNDO = w[k * C + c];
+        if
+        :: x -> x = 0 /* restored: the log is overwritten by what is in it */
+        :: !x -> UNDO = TORN; UNDO = w[k * C + c]
+        fi;
 #endif
         cursor[k] = c * 2 + 1;
         d_step { assert(slot[record[k] % N] == record[k] + 1); x = w[k * C + c]; w[k * C + c] = TORN }
@@ -127,10 +130,8 @@ end_spare: {
             if
 #ifndef NO_UNDO
             :: x ->
-                x = 0;
-                w[k * C + c] = TORN;
-                w[k * C + c] = UNDO;
-                cursor[k] = c * 2
+                w[k * C + c] = TORN; /* it stays open */
+                w[k * C + c] = UNDO
             :: !x
 #else
             :: x = 0

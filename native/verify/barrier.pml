@@ -12,7 +12,7 @@
  * manager's private state is changed in one step where no other process reads it. All learners have
  * asked for a turn, and so are members, before the first push. A learner that has pushed K gradients
  * detaches. Gradients are never refused. A death is a rendezvous with the kernel, as in apply.pml;
- * -DSERVER_LIVES and -DLEARNER_LIVES limit who dies.
+ * -DSERVER_LIVES and -DLEARNER_LIVES limit who dies; -DWHOLE: the server's threads end together.
  *
  * Wrong on purpose: -DFINISH_AGAIN (recover redoes a superstep that is finished but for the cursor,
  * with what then stands in superstep_action), -DNO_STEPS (nor does it store `steps` of that one),
@@ -50,6 +50,12 @@ chan die = [0] of { byte } /* server * 3 + thread, or LEARNER + learner */
 
 #define KILLED (dead[0] || dead[1] || dead[2])
 #define ALL_FINISHED (finished[0] == superstep && finished[1] == superstep)
+
+#ifdef WHOLE /* the rendezvous hands the atomic step on */
+#define NEXT_DIES die ! i * 3 + k + 1
+#else
+#define NEXT_DIES skip
+#endif
 
 inline end_thread(thread, lock) {
     d_step {
@@ -129,7 +135,7 @@ end_idle: do
             apply_superstep();
             finish()
         od
-    } unless { atomic { die ? eval(i * 3 + k) -> end_thread(k, lease[k]); l = 0 } }
+    } unless { atomic { die ? eval(i * 3 + k) -> end_thread(k, lease[k]); l = 0; NEXT_DIES } }
 }
 
 /* The model's `_barrier`. */
@@ -299,8 +305,10 @@ end: do
 #endif
 #ifndef SERVER_LIVES
     :: die ! 0
+#ifndef WHOLE
     :: die ! 1
     :: die ! 2
+#endif
 #endif
     :: false
     od
