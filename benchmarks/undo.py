@@ -27,11 +27,17 @@ from numpy.typing import NDArray
 
 from gadei_ps import layout
 from gadei_ps import places as place
-from gadei_ps.apply import Shard, apply_chunks, shard_of
+from gadei_ps.apply import (
+    DTYPE,
+    PAYLOAD,
+    Shard,
+    apply_chunks,
+    shard_of,
+    take_coefficients,
+)
 from gadei_ps.kernels import cpu, optimizers
-from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
-from gadei_ps.symbols import floats
+from gadei_ps.symbols import doubles, floats
 
 # Chunks of the loop without the log: the length that it was fastest with.
 CHUNK = 1024
@@ -47,10 +53,10 @@ LR = 1e-9
 def with_log(high: int, places: Words, payload: int, times: int) -> None:
     """Apply the gradient at an address that many times, as the server does."""
     s = shard_of(0, 0, high, places)
-    s.payloads[0] = np.uint64(payload)
-    s.dtypes[0] = FLOAT32
+    s.hands[PAYLOAD, 0] = payload
+    s.hands[DTYPE, 0] = FLOAT32
     for _ in range(times):
-        apply_chunks(s, 1, 0)
+        apply_chunks(s, 1, 0, False)
 
 
 @numba.njit(nogil=True, forceinline=True, error_model="numpy")
@@ -79,10 +85,9 @@ def _chunks(kind: int, kept: int, s: Shard, coef: cpu.Scalars, payload: int) -> 
 def without_log(high: int, places: Words, payload: int, times: int) -> None:
     """Do the same without the log: each optimizer has a loop of its own there too."""
     s = shard_of(0, 0, high, places)
-    record = s.state[0].record[0]
     for _ in range(times):
-        cpu.coefficients(s.kind, s.c[0].hyper, record.rate, np.int64(record.step) + 1, s.coef)
-        coef = cpu.scalars(borrow(s.coef))
+        take_coefficients(s)
+        coef = cpu.scalars(doubles(s.at.coef, optimizers.COEFFICIENTS))
         if s.kind == cpu.SGD:
             _chunks(cpu.SGD, 0, s, coef, payload)
         elif s.kind == cpu.MOMENTUM_SGD:

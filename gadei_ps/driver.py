@@ -94,8 +94,8 @@ class Driver:
         for member in self.members.values():
             member.reported = self._applied(member)
         for member in found:
-            base = int(self._roster[member.row]["base"].astype(np.int64))
-            clocks[member.row] = base + member.reported
+            clock = (int(self._roster[member.row]["base"]) + member.reported) % 2**64
+            clocks[member.row] = clock - 2**64 if clock >= 2**63 else clock
         for member in found + self._waiting():
             self.sync.join(member.row, now)
             member.joined = True

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from gadei_ps import layout
-from gadei_ps.apply import OK, PAYLOAD_AT, frame_at
+from gadei_ps.apply import OK, frame_at
 from gadei_ps.compiled import compiled
 from gadei_ps.layout import FrameKind, Reason
 from gadei_ps.layout import WireType as Wire
@@ -61,7 +61,7 @@ def check_frame(
         if frame[0].payload_bytes != places[ELEMENTS] * np.uint64(size):
             return BAD_SIZE
     else:
-        reason = check_rows(frame, slot + PAYLOAD_AT, size, places)
+        reason = check_rows(slot, size, places)
         if reason != OK:
             return reason
     if c[0].refuse_nonfinite:

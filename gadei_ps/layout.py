@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 MAGIC: Final = 0x53504945444147
-LAYOUT_VERSION: Final = 2
+LAYOUT_VERSION: Final = 3
 
 MAX_LEARNERS: Final = 256
 MAX_SHARDS: Final = 64
@@ -239,7 +239,8 @@ CONTROL: Final = _struct(
     ("watchdog_start", u64),
     ("pause", u64),
     ("temporary", u64),
-    ("pad2", u64, (3,)),
+    ("saves", u64),
+    ("pad2", u64, (2,)),
     ("lease_generation", u64),
     ("lease_pid", i32),
     ("lease_state", u32),

@@ -15,6 +15,8 @@ where it is used; what does not fit moves nothing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from gadei_ps import layout
@@ -30,7 +32,6 @@ from gadei_ps.apply import (
     WALK,
     Shard,
     apply_chunks,
-    frame_at,
     gradient_at,
     integer,
     lock,
@@ -43,11 +44,12 @@ from gadei_ps.compiled import compiled
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.optimizers import COEFFICIENTS
 from gadei_ps.places import CAPACITY, PARAMETERS, TENSORS, TENSORS_AT
-from gadei_ps.symbols import doubles, floats, not_inlined, structs, words
+from gadei_ps.symbols import doubles, floats, get, get32, not_inlined, structs, words
 
 tensor_at = structs(layout.TENSOR)
-block_at = structs(layout.BLOCK)
 TENSOR_BYTES = np.uint64(layout.TENSOR.itemsize)
+PAYLOAD_BYTES = np.uint64(layout.offset(layout.FRAME, "payload_bytes"))
+BLOCKS = np.uint64(layout.offset(layout.FRAME, "blocks"))
 BLOCK_SIZE = layout.BLOCK.itemsize
 BLOCK_BYTES = np.uint64(BLOCK_SIZE)
 DENSE = int(layout.FrameKind.DENSE)
@@ -73,55 +75,87 @@ def _rows_of(tensor: np.ndarray) -> int:
     return integer(tensor[0].shape[0]) if tensor[0].dims > 0 else 1
 
 
+class Block(NamedTuple):
+    """A block as it was read, once; its learner may write over it."""
+
+    tensor: int
+    form: int
+    rows: int
+    indices_at: np.uint64
+    values_at: np.uint64
+
+
 @compiled
-def _fits(block: np.ndarray, tensor: np.ndarray, size: int, payload_bytes: int) -> bool:
-    """Whether what a block describes lies within the payload. size: bytes of a value."""
-    room = np.uint64(payload_bytes)
-    rows = _rows_of(tensor)
-    count = integer(tensor[0].count)
-    if block[0].values_at > room or block[0].values_at % np.uint64(64) != 0:
-        return False
-    if block[0].form == DENSE:
-        return integer(block[0].values_at) + count * size <= payload_bytes
-    if block[0].form != ROWS or block[0].rows > np.uint64(rows):
-        return False
-    if block[0].indices_at > room or block[0].indices_at % np.uint64(64) != 0:
-        return False
-    given = integer(block[0].rows)
-    return (
-        integer(block[0].indices_at) + given * 8 <= payload_bytes
-        and integer(block[0].values_at) + given * (count // rows) * size <= payload_bytes
+def _read_block(at: np.uint64) -> Block:
+    # Opaque loads: what is checked is what is used.
+    first, rows = get(at), get(at + np.uint64(8))
+    most = np.uint64(2**62)  # as signed words they stay what they are: too large
+    return Block(
+        integer(first & np.uint64(0xFFFFFFFF)),
+        integer(first >> np.uint64(32)),
+        integer(min(rows, most)),
+        get(at + np.uint64(16)),
+        get(at + np.uint64(24)),
     )
 
 
 @compiled
-def check_rows(frame: np.ndarray, payload: np.uint64, size: int, places: np.ndarray) -> int:
-    """Why a frame of rows must not be applied; OK if it may. size: bytes of a value."""
+def _fits(block: Block, tensor: np.ndarray, size: int, payload_bytes: int) -> bool:
+    """Whether what a block describes lies within the payload. size: bytes of a value."""
+    room = np.uint64(payload_bytes)
+    rows = _rows_of(tensor)
+    count = integer(tensor[0].count)
+    if block.values_at > room or block.values_at % np.uint64(64) != 0:
+        return False
+    if block.form == DENSE:
+        return integer(block.values_at) + count * size <= payload_bytes
+    if block.form != ROWS or block.rows > rows:
+        return False
+    if block.indices_at > room or block.indices_at % np.uint64(64) != 0:
+        return False
+    return (
+        integer(block.indices_at) + block.rows * 8 <= payload_bytes
+        and integer(block.values_at) + block.rows * (count // rows) * size <= payload_bytes
+    )
+
+
+@compiled
+def _payload_bytes(slot: np.uint64, places: np.ndarray) -> int:
+    """Of the frame in this slot; more than there is room for: -1."""
+    size = get(slot + PAYLOAD_BYTES)
+    return integer(size) if size <= places[CAPACITY] else -1
+
+
+@compiled
+def check_rows(slot: np.uint64, size: int, places: np.ndarray) -> int:
+    """Why the frame of rows in this slot must not be applied; OK if it may.
+
+    size: bytes of a value.
+    """
     not_inlined()
     tensors = integer(places[TENSORS])
-    blocks = integer(frame[0].blocks)
-    if frame[0].payload_bytes > places[CAPACITY]:
-        return BAD_SIZE
-    payload_bytes = integer(frame[0].payload_bytes)
+    payload = slot + PAYLOAD_AT
+    blocks = integer(get32(slot + BLOCKS))
+    payload_bytes = _payload_bytes(slot, places)
     if blocks > tensors or blocks * BLOCK_SIZE > payload_bytes:
         return BAD_SIZE
     before = -1
     for i in range(blocks):
-        block = block_at(payload + np.uint64(i) * BLOCK_BYTES)
-        number = integer(block[0].tensor)
-        if number <= before or number >= tensors:
+        block = _read_block(payload + np.uint64(i) * BLOCK_BYTES)
+        if block.tensor <= before or block.tensor >= tensors:
             return BAD_ROWS
-        before = number
-        tensor = tensor_at(places[TENSORS_AT] + np.uint64(number) * TENSOR_BYTES)
+        before = block.tensor
+        tensor = tensor_at(places[TENSORS_AT] + np.uint64(block.tensor) * TENSOR_BYTES)
         if not _fits(block, tensor, size, payload_bytes):
             return BAD_SIZE
-        if block[0].form == ROWS:
-            indices = words(payload + block[0].indices_at, integer(block[0].rows))
+        if block.form == ROWS:
+            indices = words(payload + block.indices_at, block.rows)
             last = -1
             for k in range(indices.size):
-                if indices[k] >= np.uint64(_rows_of(tensor)) or integer(indices[k]) <= last:
+                index = indices[k]
+                if index >= np.uint64(_rows_of(tensor)) or integer(index) <= last:
                     return BAD_ROWS
-                last = integer(indices[k])
+                last = integer(index)
     return OK
 
 
@@ -139,23 +173,22 @@ def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
             met = DENSE
             continue
         s.hands[FORM, m] = ABSENT
-        frame = frame_at(payload - PAYLOAD_AT)
-        payload_bytes = min(integer(frame[0].payload_bytes), integer(s.places[CAPACITY]))
+        slot = payload - PAYLOAD_AT
+        payload_bytes = _payload_bytes(slot, s.places)
         at = s.hands[NEXT, m]
-        if at >= integer(frame[0].blocks) or (at + 1) * BLOCK_SIZE > payload_bytes:
+        if at >= integer(get32(slot + BLOCKS)) or (at + 1) * BLOCK_SIZE > payload_bytes:
             continue
-        block = block_at(payload + np.uint64(at) * BLOCK_BYTES).copy()
-        if integer(block[0].tensor) != number:
+        block = _read_block(payload + np.uint64(at) * BLOCK_BYTES)
+        if block.tensor != number:
             continue
         s.hands[NEXT, m] = at + 1
         if not _fits(block, tensor, size, payload_bytes):
             continue
-        form = integer(block[0].form)
-        s.hands[FORM, m] = form
-        s.hands[VALUES, m] = integer(payload + block[0].values_at)
-        if form == ROWS:
-            s.hands[INDICES, m] = integer(payload + block[0].indices_at)
-            s.hands[COUNT, m] = integer(block[0].rows)
+        s.hands[FORM, m] = block.form
+        s.hands[VALUES, m] = integer(payload + block.values_at)
+        if block.form == ROWS:
+            s.hands[INDICES, m] = integer(payload + block.indices_at)
+            s.hands[COUNT, m] = block.rows
             s.hands[AT, m] = -1
             _next_row(s, m, tensor)
             if met == ABSENT:

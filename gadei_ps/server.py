@@ -408,6 +408,8 @@ class Server:
         """Lets go of drained rings: first the shards forget them, then the row is free."""
         assert self.rings is not None
         assert self.driver is not None
+        if self.rings.held != int(self.control["shards"]):
+            return  # one that has not recovered yet may look for any ring of its record
         for row, member in list(self.driver.members.items()):
             if not member.leaving or not int(self.roster[row]["drained"]):
                 continue

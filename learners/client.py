@@ -177,14 +177,15 @@ class Client:
         """
         if tensor not in self._tensors:
             raise ModelMismatch(f"the job's model has no tensor {tensor!r}")
-        wanted = np.asarray(indices, np.int64)
+        wanted = _indices(tensor, indices)
         rows = self._tensors[tensor].rows
         bad = (wanted < 0) | (wanted >= rows)
         if bad.any():
             raise ModelMismatch(f"{tensor!r} has no row {wanted[bad][0]} of {rows}")
         self._copies = True
         self.version = self.current_version
-        return self.weights[tensor][wanted]
+        view = self.weights[tensor]
+        return view.reshape(rows, *view.shape[1:])[wanted]
 
     def _pull_consistent(self, copy: FloatArray) -> None:
         if copy.shape != self.flat.shape or copy.dtype != np.float32 or not copy.flags.c_contiguous:
@@ -289,6 +290,7 @@ class Client:
             raise ModelMismatch(
                 f"gradient has shape {list(flat.shape)}, the model [{self.model.elements}]"
             )
+        self._frame = self._dense
         source = np.ascontiguousarray(flat, np.float32)
         return _native.copy(self._wire, payload, source.ctypes.data, source.size)
 
@@ -302,6 +304,7 @@ class Client:
             raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
         if any(isinstance(gradient, Rows) for gradient in gradients.values()):
             return self._write_blocks(payload, gradients)
+        self._frame = self._dense
         nonfinite = False
         for name, tensor in self._tensors.items():
             gradient = gradients.get(name)
@@ -341,7 +344,7 @@ class Client:
     def _write_rows(
         self, where: tuple[int, int, int, int, int], tensor: Tensor, gradient: Rows
     ) -> tuple[int, bool]:
-        indices = np.ascontiguousarray(gradient.indices, np.int64)
+        indices = _indices(tensor.name, gradient.indices)
         values = np.ascontiguousarray(gradient.values, np.float32)
         if indices.ndim != 1 or values.shape != (indices.size, *tensor.shape[1:]):
             raise ModelMismatch(
@@ -532,6 +535,14 @@ class Client:
 
     def __exit__(self, *exc: object) -> None:
         self.detach()
+
+
+def _indices(tensor: str, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Raises ModelMismatch for what are no whole numbers."""
+    given = np.asarray(indices)
+    if given.size and given.dtype.kind not in "iu":
+        raise ModelMismatch(f"rows of {tensor!r}: indices of {given.dtype}, not integers")
+    return np.ascontiguousarray(given, np.int64)
 
 
 def _source(tensor: Tensor, gradient: npt.NDArray[Any]) -> FloatArray:

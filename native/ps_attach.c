@@ -370,14 +370,26 @@ static int read_model(gadei_learner *learner)
     return GADEI_OK;
 }
 
+/* Room for any frame's payload, as gadei_ps/weights.py has it: all tensors, dense or row by row. */
+static uint64_t payload_bytes(const gadei_learner *learner)
+{
+    uint64_t size = ((learner->tensor_count * sizeof(struct ps_block) + 63) & ~63ull) +
+                    learner->elements * sizeof(float);
+    for (uint32_t i = 0; i < learner->tensor_count; i++) {
+        const struct gadei_tensor *tensor = &learner->tensors[i];
+        uint64_t rows = tensor->dims ? tensor->shape[0] : 1;
+        size += 64 + (tensor->count > rows ? (8 * rows + 63) & ~63ull : 0);
+    }
+    return size;
+}
+
 static int check_ring(gadei_learner *learner)
 {
     const struct ps_ring *ring = learner->ring_map.at;
     if (ring->header.index != learner->row || ring->header.generation != learner->generation ||
         learner->row >= PS_MAX_LEARNERS || ring->slots < 1 || ring->shards < 1 ||
         ring->shards > PS_MAX_SHARDS || ring->capacity / sizeof(float) < learner->elements ||
-        ring->capacity - learner->elements * sizeof(float) <
-            learner->tensor_count * sizeof(struct ps_block) ||
+        ring->capacity < payload_bytes(learner) ||
         ring->slot_bytes < PS_PAYLOAD_AT || ring->slot_bytes - PS_PAYLOAD_AT < ring->capacity ||
         ring->slots_at < sizeof *ring || ring->slots_at % 64 || ring->slot_bytes % 64 ||
         !inside(&learner->ring_map, ring->slots_at, ring->slots, ring->slot_bytes))

@@ -20,7 +20,7 @@
 #include <stdint.h>
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 2u
+#define PS_LAYOUT_VERSION 3u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
@@ -93,7 +93,7 @@ struct ps_server {         /* a server process, one line; W: pid, start, S (its 
 };
 
 struct ps_entry {          /* a row of the roster */
-    /* W, one line */
+    /* W, one line; without a watchdog the active server clears `wanted` */
     uint64_t generation;   /* of the learner that has the row, or had it last */
     uint64_t wanted;       /* the same while the learner is there, 0 once it is gone */
     int32_t pid;
@@ -152,7 +152,8 @@ struct ps_control {
     uint64_t watchdog_start;
     uint64_t pause;              /* CLOCK_MONOTONIC ns until which shards stand still; 0: none */
     uint64_t temporary;          /* 1: a command's own job, which nobody goes on with */
-    uint64_t pad2[3];
+    uint64_t saves;              /* 1: a stop ends with a checkpoint */
+    uint64_t pad2[2];
     /* 512: S, which server is the active one */
     uint64_t lease_generation;   /* how many have been so far */
     int32_t lease_pid;
@@ -294,7 +295,7 @@ struct ps_frame {            /* L */
 };
 
 struct ps_block {            /* rows frames: one tensor of which only some rows, or all, are given */
-    uint32_t tensor;         /* index in the table; a tensor without a block has gradient zero */
+    uint32_t tensor;         /* index in the table; one without a block is left alone */
     uint32_t form;           /* enum ps_frame_kind: PS_DENSE all of it, PS_ROWS the rows listed */
     uint64_t rows;           /* listed; each index once, ascending */
     uint64_t indices_at;     /* int64, bytes from the payload's begin, 64-byte aligned */

@@ -21,7 +21,7 @@ import psutil
 from gadei_ps import process
 from gadei_ps.config import LearnersConfig
 from gadei_ps.launch import JOB_VARIABLE, NAME_VARIABLE
-from gadei_ps.layout import CONTROL, Work
+from gadei_ps.layout import CONTROL, Stop, Work
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
@@ -109,9 +109,10 @@ class JobLearners:
         # Of an adopted one nobody tells us the code.
         done = int(self.memory.control.view(CONTROL)["work"]) == Work.DONE
         one.finished = code == 0 if code is not None else done
-        if one.finished:  # also for the next watchdog
-            bits = self.memory.control.view(CONTROL)["finished"]
-            bits[one.index // 64] |= np.uint64(1 << one.index % 64)
+        control = self.memory.control.view(CONTROL)
+        # Also for the next watchdog; but one that has left because of a stop may be wanted again.
+        if one.finished and (done or int(control["stop"]) == Stop.GO):
+            control["finished"][one.index // 64] |= np.uint64(1 << one.index % 64)
         exit_ = Exit(now, now - one.since > USEFUL_S)
         one.exits = restart.remembered((*one.exits, exit_), self.policy)
         if not one.finished:

@@ -66,6 +66,8 @@ class JobMemory:
     weights: Segment | None = field(default=None, init=False)
     state: Segment | None = field(default=None, init=False)
     rings: dict[int, Segment] = field(default_factory=dict, init=False)
+    adopted: bool = field(default=False, init=False)
+    """Whether it is, at least in part, another watchdog's: not to be removed when a start fails."""
     files: dict[str, int] = field(default_factory=dict, init=False)
     """What a checkpoint is made of, open: it can be made also when the names are lost."""
 
@@ -95,6 +97,8 @@ class JobMemory:
         control["roster"]["outstanding"] = layout.NO_BATCH
         control["config"][: len(ADOPTED)] = list(self._digests().values())
         control["started"] = int(time.time())
+        saves = self.config.checkpoint is not None and self.config.checkpoint.on_stop
+        control["saves"] = saves
         self._own()
         self.control.publish()
 
@@ -161,13 +165,13 @@ class JobMemory:
             self.weights = self.state = None
             self.job_id = secrets.token_bytes(16)
             return False
-        self.control = found
-        if int(control["phase"]) == Phase.KEPT:
-            control["stop"] = Stop.GO
+        self.control, self.adopted = found, True
         self.model = weights.read_table(self.weights)
         self._open_files()
         self._adopt_rings()
         self._own()
+        if int(control["phase"]) == Phase.KEPT:
+            control["stop"] = Stop.GO
         return True
 
     def _attach(self, part: str, kind: SegmentKind) -> Segment:
@@ -229,6 +233,7 @@ class JobMemory:
             weights.write_table(self.weights, model)
             weights.data(self.weights)[:] = values
             self.state = self._create_state(model, streams)
+            self._open_files()
         except BaseException:
             self._drop_model()
             raise
@@ -237,13 +242,13 @@ class JobMemory:
             self._restore(snapshot)
         self.weights.publish()
         self.state.publish()
-        self._open_files()
         self.model = model
 
     def _open_files(self) -> None:
         for part in ("control", "weights", "state"):
             name = segment.segment_name(self.config.name, part)
-            self.files[part] = os.open(segment.SHM / name[1:], os.O_RDWR | os.O_CLOEXEC)
+            how = os.O_RDWR if part == "control" else os.O_RDONLY
+            self.files[part] = os.open(segment.SHM / name[1:], how | os.O_CLOEXEC)
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Everything but the weights, as a checkpoint has it."""
@@ -288,6 +293,7 @@ class JobMemory:
         return state
 
     def _drop_model(self) -> None:
+        self.close()
         for made in (self.weights, self.state):
             if made is not None:
                 segment.unlink(made.name)

@@ -122,7 +122,6 @@ class Supervisor:
         self._learners: JobLearners | None = None
         self._stopping: Stopping | None = None
         self._failed = ""
-        self._adopted = False
         self._begun = False
         self._leave = False  # servers, learners and memory go on without us
         self._keep = False  # the memory does
@@ -152,12 +151,12 @@ class Supervisor:
             self._begun = True
             return self.main_loop()
         except JobStopped:
-            self._keep = self._adopted  # for the next serve; it was not ours for a moment
+            self._keep = self.memory.adopted  # for the next serve; it was not ours for a moment
             raise
         except BaseException:
             # A mistake of ours, or a machine out of memory, must not cost the job: whoever serves
             # it next finds it as it is.
-            self._leave = self._begun or self._adopted
+            self._leave = self._begun or self.memory.adopted
             raise
         finally:
             self.shutdown()
@@ -172,9 +171,10 @@ class Supervisor:
         """Raises GadeiError when the job cannot be started; shutdown() then cleans up."""
         self._take_lock()
         anew = self.options.fresh or self.options.checkpoint is not None
-        self._adopted = not anew and self.memory.adopt()
+        if not anew:
+            self.memory.adopt()
         stop = Stop.GO
-        if self._adopted:
+        if self.memory.adopted:
             stop = Stop(int(self._control["stop"]))
             self._servers.adopt()
             self._roster.adopt()
@@ -189,11 +189,11 @@ class Supervisor:
         self._sockets = ControlServer(path, self._selector, self._handle)
         if self.config.learners is not None:
             self._learners = JobLearners(self.config.learners, self.memory, str(path), self._log)
-            if self._adopted:
+            if self.memory.adopted:
                 self._learners.adopt()
         self._notify.ready()
         self._log.info(
-            "adopted" if self._adopted else "ready",
+            "adopted" if self.memory.adopted else "ready",
             socket=str(path),
             pid=os.getpid(),
             sync=str(self.sync),
@@ -359,7 +359,8 @@ class Supervisor:
                     self._sockets.reply(client, final)
             self._sockets.shut_down()
         self._roster.close()
-        if made and int(self._control["phase"]) != Phase.KEPT:
+        # What has lost its names nobody can adopt.
+        if made and (int(self._control["phase"]) != Phase.KEPT or self.memory.names_lost()):
             self.memory.remove()
         self.memory.close()
         if self._lock is not None:

@@ -35,6 +35,7 @@ from gadei_ps.launch import Learners
 from gadei_ps.learners import client
 from gadei_ps.learners.client import Client
 from gadei_ps.watchdog import restart
+from gadei_ps.weights import payload_bytes
 
 TENSORS = [{"name": "w", "shape": [1000]}]
 
@@ -250,7 +251,7 @@ def test_a_learner_costs_its_ring(job_name: str) -> None:
     with daemon(job_name, tensors=TENSORS, slots=slots), Client(job_name) as first:
         before, claimed = used(), status(job_name)["shared_bytes"]
         with Client(job_name):
-            payload = layout.rounded(first.model.elements * 4, layout.PAGE)
+            payload = layout.rounded(payload_bytes(first.model), layout.PAGE)
             ring = layout.rounded(layout.RING.itemsize, layout.PAGE)
             ring += slots * (layout.PAYLOAD_AT + payload)
             assert used() - before == ring
