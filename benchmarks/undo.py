@@ -32,6 +32,7 @@ from gadei_ps.apply import (
     PAYLOAD,
     Shard,
     apply_chunks,
+    room,
     shard_of,
     take_coefficients,
 )
@@ -131,6 +132,10 @@ class Work:
         self.places[place.UNDO_AT], self.places[place.WEIGHTS_AT] = at[2], at[3]
         self.places[place.SLOT0_AT] = at[4] if kept > 0 else 0
         self.places[place.SLOT1_AT] = at[5] if kept > 1 else 0
+        self.room = room()
+        self.places[place.HANDS_AT], self.places[place.ROOM_AT] = (
+            part.ctypes.data for part in self.room
+        )
         self.places[place.ELEMENTS] = self.places[place.PARAMETERS] = size
         self.gradient = at[6]
 

@@ -28,14 +28,26 @@ from gadei_ps.layout import CONTROL, FRAME, RECORD, SHARD, STATE, Action, Reason
 from gadei_ps.layout import WireType as Wire
 from gadei_ps.places import (
     CONTROL_AT,
+    HANDS_AT,
     PARAMETERS,
+    ROOM_AT,
     SLOT0_AT,
     SLOT1_AT,
     STATE_AT,
     UNDO_AT,
     WEIGHTS_AT,
 )
-from gadei_ps.symbols import doubles, fence, floats, get, halves, mark, not_inlined, put, structs
+from gadei_ps.symbols import (
+    doubles,
+    fence,
+    floats,
+    get,
+    halves,
+    longs,
+    mark,
+    put,
+    structs,
+)
 
 CHUNK = layout.CHUNK
 MAX_LEARNERS = layout.MAX_LEARNERS
@@ -112,8 +124,6 @@ class Shard(NamedTuple):
     """Optimizer slots: 0, 1 or 2."""
     hands: np.ndarray
     """What is known of each frame in hand, int64 of shape (HANDS, MAX_LEARNERS)."""
-    room: np.ndarray
-    """Keeps the memory of scratch, mean and coef."""
     at: Streams
 
 
@@ -121,6 +131,12 @@ class Shard(NamedTuple):
 def integer(value: Any) -> int:
     """As a signed word: Numba makes a float of signed and unsigned words mixed."""
     return np.int64(value)  # type: ignore[return-value]
+
+
+def room() -> tuple[np.ndarray, np.ndarray]:
+    """Memory of a shard's own, for places: HANDS_AT, ROOM_AT (scratch, mean, coefficients)."""
+    hands = np.zeros((HANDS, MAX_LEARNERS), np.int64)
+    return hands, np.zeros(2 * BLOCK + 2 * COEFFICIENTS, np.float32)
 
 
 @compiled
@@ -134,7 +150,6 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         kept = 2
     c = control_at(control)
     at = np.uint64(index)
-    room = np.zeros(2 * BLOCK + 2 * COEFFICIENTS, np.float32)
     return Shard(
         index,
         low,
@@ -147,16 +162,15 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
         places[STATE_AT] + RECORDS + at * RECORD_BYTES + CURSOR,
         integer(c[0].optimizer),
         kept,
-        np.zeros((HANDS, MAX_LEARNERS), np.int64),
-        room,
+        longs(places[HANDS_AT], HANDS * MAX_LEARNERS).reshape((HANDS, MAX_LEARNERS)),
         Streams(
             places[WEIGHTS_AT],
             places[SLOT0_AT],
             places[SLOT1_AT],
             places[UNDO_AT],
-            np.uint64(room.ctypes.data),
-            np.uint64(room.ctypes.data) + BLOCK_BYTES,
-            np.uint64(room.ctypes.data) + BLOCK_BYTES + BLOCK_BYTES,
+            places[ROOM_AT],
+            places[ROOM_AT] + BLOCK_BYTES,
+            places[ROOM_AT] + BLOCK_BYTES + BLOCK_BYTES,
         ),
     )
 
@@ -186,7 +200,6 @@ def take(s: Shard, member: int, slot: np.uint64) -> None:
 
 @compiled
 def _decode(payload: np.uint64, dtype: int, start: int, count: int, out: np.uint64) -> None:
-    not_inlined()
     source = halves(payload + np.uint64(start * 2), count)
     if dtype == BFLOAT16:
         cpu.decode_bfloat16(source, floats(out, count))
@@ -353,7 +366,6 @@ def move_span(
     end: int,
 ) -> None:
     """Moves values start to end, all of one role, the first of them in the chunk-th chunk."""
-    not_inlined()
     rest = (end - start) % CHUNK
     whole = end - rest
     if kind == BUFFER:

@@ -26,7 +26,7 @@ WORDS: Final = HOLDS + MAX_SHARDS
 NOT_READING: Final = 2**64 - 1  # the shard stands by: it looks at the table before it reads it
 
 # Addresses and sizes that a shard works with: an array of shape (PLACES,).
-PLACES: Final = 13
+PLACES: Final = 16
 CONTROL_AT: Final = 0
 STATE_AT: Final = 1
 WEIGHTS_AT: Final = 2  # of the values
@@ -40,3 +40,6 @@ PARAMETERS: Final = 9
 TENSORS_AT: Final = 10  # of the model's table
 TENSORS: Final = 11
 CAPACITY: Final = 12  # bytes that every slot has for a payload
+APPLY_AT: Final = 13  # of the compiled code that applies gradients (rows.applier)
+HANDS_AT: Final = 14  # of this shard's own memory (apply.room)
+ROOM_AT: Final = 15

@@ -15,9 +15,12 @@ where it is used; what does not fit moves nothing.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import numba
 import numpy as np
+from numba import types
 
 from gadei_ps import layout
 from gadei_ps.apply import (
@@ -37,14 +40,15 @@ from gadei_ps.apply import (
     lock,
     move_span,
     restore,
+    shard_of,
     take_coefficients,
     unlock,
 )
 from gadei_ps.compiled import compiled
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.optimizers import COEFFICIENTS
-from gadei_ps.places import CAPACITY, PARAMETERS, TENSORS, TENSORS_AT
-from gadei_ps.symbols import doubles, floats, get, get32, not_inlined, structs, words
+from gadei_ps.places import APPLY_AT, CAPACITY, PARAMETERS, PLACES, TENSORS, TENSORS_AT
+from gadei_ps.symbols import call_apply, doubles, floats, get, get32, structs, words
 
 tensor_at = structs(layout.TENSOR)
 TENSOR_BYTES = np.uint64(layout.TENSOR.itemsize)
@@ -132,7 +136,6 @@ def check_rows(slot: np.uint64, size: int, places: np.ndarray) -> int:
 
     size: bytes of a value.
     """
-    not_inlined()
     tensors = integer(places[TENSORS])
     payload = slot + PAYLOAD_AT
     blocks = integer(get32(slot + BLOCKS))
@@ -162,7 +165,6 @@ def check_rows(slot: np.uint64, size: int, places: np.ndarray) -> int:
 @compiled
 def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
     """Goes on to the next tensor in each frame: DENSE if one gives all of it, ROWS, or ABSENT."""
-    not_inlined()
     met = ABSENT
     for m in range(members):
         size = 4 if s.hands[DTYPE, m] == FLOAT32 else 2
@@ -227,7 +229,6 @@ def _add_row(
 @compiled
 def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end: int) -> np.uint64:
     """Address of the mean gradient of values start to end. row: at hand; -1: the whole tensor."""
-    not_inlined()
     mean = floats(s.at.mean, end - start)
     mean[:] = np.float32(0)
     first = integer(tensor[0].start)
@@ -268,7 +269,6 @@ def _span(
 
     Pieces before the first-th are done. reopen: that one is open, its old values in the undo log.
     """
-    not_inlined()
     pieces = -(-(high - low) // CHUNK)
     if piece + pieces <= first:
         return piece + pieces
@@ -307,7 +307,6 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
 
     At least one frame is one of rows. The sequence lock of the shard is odd meanwhile.
     """
-    not_inlined()
     take_coefficients(s)
     lock(s)
     coef = cpu.scalars(doubles(s.at.coef, COEFFICIENTS))
@@ -343,14 +342,36 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
     unlock(s)
 
 
+def _apply(
+    index: int, low: int, high: int, places_at: int, members: int, first: int, reopen: int
+) -> None:
+    """What apply_frames() does, as a C function. Of the frames in hand tells Shard.hands."""
+    s = shard_of(index, low, high, words(places_at, PLACES))
+    for m in range(members):
+        if s.hands[KIND, m] == ROWS:
+            apply_rows(s, members, first, reopen != 0)
+            return
+    apply_chunks(s, members, first, reopen != 0)
+
+
+@functools.cache
+def applier() -> int:
+    """Address of _apply, for places; compiled if need be.
+
+    Numba compiles all that a function calls once more as a part of it, and of each of its callers
+    in turn. Behind an address, the loops that apply are compiled once.
+    """
+    word, address = types.int64, types.uint64
+    signature = types.void(word, word, word, address, word, word, word)
+    made = numba.cfunc(signature, cache=True, error_model="numpy")(_apply)
+    return int(made.address)
+
+
 @compiled
 def apply_frames(s: Shard, members: int, first: int, reopen: bool) -> None:
     """Applies the gradient in hand, or the mean of several, from the first-th chunk on.
 
     reopen: that one is open, its old values are in the undo log.
     """
-    for m in range(members):
-        if s.hands[KIND, m] == ROWS:
-            apply_rows(s, members, first, reopen)
-            return
-    apply_chunks(s, members, first, reopen)
+    places = np.uint64(s.places.ctypes.data)
+    call_apply(s.places[APPLY_AT], s.number, s.low, s.high, places, members, first, reopen)

@@ -25,7 +25,7 @@ import time
 
 import numpy as np
 
-from gadei_ps import _native, layout, log, process, segment, shard, sync, weights
+from gadei_ps import _native, apply, layout, log, process, rows, segment, shard, sync, weights
 from gadei_ps import places as place
 from gadei_ps.driver import Driver, Member
 from gadei_ps.errors import GadeiError, SegmentError
@@ -56,6 +56,7 @@ class Server:
         self.job_id = self.control["header"]["job_id"].tobytes()
         self.weights: Segment | None = None
         self.state: Segment | None = None
+        self.rooms: list[tuple[np.ndarray, np.ndarray]] = []  # the shards' own memory
         self.payload_bytes = 0  # the most that a frame carries
         self.rings: Rings | None = None
         self.driver: Driver | None = None
@@ -320,6 +321,10 @@ class Server:
         head = self.weights.view(layout.WEIGHTS)
         places[place.TENSORS_AT] = self.weights.address + int(head["table_at"])
         places[place.TENSORS] = head["tensors"]
+        places[place.APPLY_AT] = rows.applier()
+        mine = apply.room()
+        self.rooms.append(mine)
+        places[place.HANDS_AT], places[place.ROOM_AT] = (part.ctypes.data for part in mine)
         places[place.CAPACITY] = self.payload_bytes
         places[place.ELEMENTS] = elements
         places[place.PARAMETERS] = parameters

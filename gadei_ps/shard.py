@@ -57,7 +57,7 @@ from gadei_ps.places import (
     WORDS_AT,
 )
 from gadei_ps.recover import can_recover, recover
-from gadei_ps.rows import apply_frames
+from gadei_ps.rows import applier, apply_frames
 from gadei_ps.symbols import (
     bell,
     clock,
@@ -499,5 +499,6 @@ SIGNATURE = "int64(int64, int64, int64, uint64[::1])"
 
 def load() -> None:
     """Loads what follows from Numba's cache, or compiles it (some 30 s, once)."""
+    applier()
     for function in (can_recover, recover, serve, stand_by):
         function.compile(SIGNATURE)  # type: ignore[attr-defined]

@@ -406,9 +406,10 @@ class Rig:
         **settings: Any,
     ) -> None:
         # Here: the tests that need no shard are spared Numba.
-        from gadei_ps import recover, shard, sync
+        from gadei_ps import apply, recover, rows, shard, sync
 
-        self._recover, self._shard = recover, shard
+        self._rooms: list[tuple[np.ndarray, np.ndarray]] = []
+        self._apply, self._recover, self._rows, self._shard = apply, recover, rows, shard
         self.memory = JobMemory(config(name, **settings))
         self.memory.create_control(sync.parse("bsp" if collect else "asp"))
         try:
@@ -505,6 +506,10 @@ class Rig:
         tensors = int(head["tensors"])
         places[place.TENSORS_AT] = memory.weights.address + int(head["table_at"])
         places[place.TENSORS] = tensors
+        places[place.APPLY_AT] = self._rows.applier()
+        mine = self._apply.room()
+        self._rooms.append(mine)
+        places[place.HANDS_AT], places[place.ROOM_AT] = (part.ctypes.data for part in mine)
         places[place.CAPACITY] = payload_bytes(self.model)
         places[place.ELEMENTS] = self.model.elements
         places[place.PARAMETERS] = self.model.parameters
