@@ -95,10 +95,18 @@ def test_rows(wire: str, job_name: str) -> None:
                 client.push({"table": rows})
         with pytest.raises(ModelMismatch, match="no row 5 of 5"):
             client.pull_rows("left", [5])
-        assert status(job_name)["gradients_refused"] == 0
-        client.push(np.zeros(client.model.elements, np.float32))
+        with pytest.raises(ModelMismatch, match="indices of float64, not integers"):
+            client.pull_rows("table", [1.5])
+        with pytest.raises(ModelMismatch, match="indices of float64, not integers"):
+            client.push({"table": Rows(np.array([1.5]), np.ones((1, 20)))})
+        # A slot that was given up, with rows in it, may be filled anew.
+        payload = client.claim() + layout.PAYLOAD_AT
+        client.write_named(payload, {"table": some})
+        client.write_flat(payload, np.zeros(client.model.elements, np.float32))
+        client.publish()
         client.wait_applied()
         np.testing.assert_array_equal(client.weights["left"], 0.5)
+        assert status(job_name)["gradients_refused"] == 0
 
 
 def _push_ones(pipe: Connection, job: str) -> None:
