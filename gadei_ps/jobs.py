@@ -213,7 +213,8 @@ def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
         segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
     ).view(CONTROL)
     version, saved = int(control_["version"]), int(control_["checkpoint_version"])
-    if int(control_["saves"]) and saved != version and not discard:
+    kept = int(control_["saves"]) or int(control_["checkpoints"])
+    if kept and saved != version and not discard:
         raise ControlError(
             f"job {job!r} has no watchdog, which would make its last checkpoint: serve it again "
             f"and stop it then; or lose {version - saved} gradients: gadei-ps stop {job} --discard"
