@@ -90,8 +90,10 @@ def job_status(status: Mapping[str, Any], rates: Mapping[int, float] | None = No
         last = status["last_checkpoint"] or {}
         failed = status["checkpoint_failures"]
         rows["checkpoints"] = (
-            f"{status['checkpoints']:,}, the last of version {status['checkpoint_version']:,}"
-            + (f"; {failed:,} failed: {last.get('error', '')}" if failed else "")
+            f"{status['checkpoints']:,} written; the newest is of version "
+            f"{status['checkpoint_version']:,}"
+            + (f"; {failed:,} failed" if failed else "")
+            + (f": {last['error']}" if failed and "error" in last else "")
         )
     if status["names_lost"]:
         rows["warning"] = "segments have lost their names: stop the job (gadei-ps doctor tells)"
@@ -177,7 +179,7 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if any(one["state"] == "stale" for one in rows):
         parts.append(
             Text(
-                "gadei-ps gc removes what stale jobs have left, serve goes on with its own",
+                "serve goes on with what a stale job has left, gadei-ps gc JOB removes it",
                 style="dim",
             )
         )

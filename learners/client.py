@@ -145,6 +145,7 @@ class Client:
         self._taken: deque[int] = deque()
         self._started = time.monotonic()
         self._holds = 0
+        self._gone_since: float | None = None  # over all waits: each may be short
         self._copies = False  # whether gradients are computed from what pull() copied
         self._finalizer = weakref.finalize(
             self, detach, self._connection, self.row, self.generation, self._pid, place
@@ -253,6 +254,10 @@ class Client:
         payload = slot + layout.PAYLOAD_AT
         if isinstance(gradients, np.ndarray):
             nonfinite = self.write_flat(payload, gradients)
+        elif not isinstance(gradients, Mapping):
+            raise ModelMismatch(
+                f"gradients are a {type(gradients).__name__}, not arrays by name or one flat array"
+            )
         else:
             nonfinite = self.write_named(payload, gradients)
         return self.publish(
@@ -469,13 +474,13 @@ class Client:
     def _wait(self, attempt: Callable[[int], int], timeout_s: float | None, what: str) -> int:
         """Repeats a native wait in slices, looking between them whether the job lives."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        gone_since = None
         while True:
             left = SLICE_NS
             if until is not None:
                 left = min(left, max(0, int((until - time.monotonic()) * 1e9)))
             result = attempt(left)
             if result >= 0 or result == _native.PS_FINISHED:
+                self._gone_since = None
                 return result
             if result == _native.PS_STOPPED:
                 raise self._ended()
@@ -483,10 +488,10 @@ class Client:
                 raise Evicted(f"job {self.job!r} has given this learner's place away")
             now = time.monotonic()
             if self._job_lives():
-                gone_since = None
-            elif gone_since is None:
-                gone_since = now
-            elif now - gone_since > GONE_S:
+                self._gone_since = None
+            elif self._gone_since is None:
+                self._gone_since = now
+            elif now - self._gone_since > GONE_S:
                 raise JobFailed(f"the server and the watchdog of job {self.job!r} are gone")
             if until is not None and now >= until:
                 raise PushTimeout(f"{what} within {timeout_s} s")
@@ -547,6 +552,10 @@ def _indices(tensor: str, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 def _source(tensor: Tensor, gradient: npt.NDArray[Any]) -> FloatArray:
     """The gradient of a whole tensor as C reads it. Raises ModelMismatch."""
+    if not hasattr(gradient, "shape"):
+        raise ModelMismatch(
+            f"gradient of {tensor.name!r} is a {type(gradient).__name__}, not an array or Rows"
+        )
     if gradient.shape != tensor.shape:
         raise ModelMismatch(
             f"gradient of {tensor.name!r} has shape {list(gradient.shape)}, "

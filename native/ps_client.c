@@ -151,14 +151,16 @@ static int ended(gadei_learner *learner, int code)
 static int wait_for(gadei_learner *learner, int (*attempt)(gadei_learner *, uint64_t),
                     int64_t timeout_ms, const char *what)
 {
-    uint64_t now = ps_now_ns(), gone_since = 0;
+    uint64_t now = ps_now_ns();
     uint64_t limit_ms = timeout_ms < LONGEST_MS ? (uint64_t)timeout_ms : LONGEST_MS;
     uint64_t until = timeout_ms < 0 ? UINT64_MAX : now + limit_ms * 1000000ull;
     for (;;) {
         uint64_t left = until > now ? until - now : 0;
         int result = attempt(learner, left < SLICE_NS ? left : SLICE_NS);
-        if (!result || result == PS_FINISHED)
+        if (!result || result == PS_FINISHED) {
+            learner->gone_since = 0;
             return result;
+        }
         if (result == PS_STOPPED)
             return ended(learner, GADEI_STOPPED);
         if (result == PS_EVICTED)
@@ -166,10 +168,10 @@ static int wait_for(gadei_learner *learner, int (*attempt)(gadei_learner *, uint
                            learner->job);
         now = ps_now_ns();
         if (job_lives(learner))
-            gone_since = 0;
-        else if (!gone_since)
-            gone_since = now;
-        else if (now - gone_since > GONE_NS)
+            learner->gone_since = 0;
+        else if (!learner->gone_since)
+            learner->gone_since = now;
+        else if (now - learner->gone_since > GONE_NS)
             return ps_fail(learner, GADEI_FAILED,
                            "the server and the watchdog of job '%s' are gone", learner->job);
         if (now >= until)

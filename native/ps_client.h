@@ -44,6 +44,7 @@ struct gadei_learner {
     uint64_t taken[PS_AHEAD]; /* batches not answered, a ring */
     uint32_t taken_first, taken_count;
     uint64_t item; /* what the last wait brought */
+    uint64_t gone_since; /* the job seems dead, over all waits: each may be short; 0: it is not */
     float *copy_to; /* a consistent pull under way */
     uint32_t copied, holds;
     char error[ERROR_BYTES];

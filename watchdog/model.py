@@ -11,7 +11,7 @@ import numpy as np
 from gadei_ps import checkpoint, weights
 from gadei_ps.checkpoint import Snapshot
 from gadei_ps.config import JobConfig
-from gadei_ps.errors import CheckpointError, UsageError
+from gadei_ps.errors import CheckpointError, ModelMismatch, UsageError
 from gadei_ps.layout import Role
 from gadei_ps.weights import Model, Tensor
 
@@ -28,8 +28,7 @@ class First:
 def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | None:
     """Of the checkpoint asked for, or of the newest whole one; None if there is none.
 
-    Raises CheckpointError where it cannot be used, UsageError or ModelMismatch where it is another
-    model's.
+    Raises CheckpointError where it cannot be used.
     """
     snapshot = checkpoint.read(path) if path is not None else _newest(config, log)
     if snapshot is None:
@@ -44,7 +43,13 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
             "as `weights`"
         )
     if config.tensors:
-        weights.check_same(snapshot.model, _tensors(config))
+        try:
+            weights.check_same(snapshot.model, _tensors(config))
+        except ModelMismatch as error:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {error}; begin anew with serve --fresh, or "
+                "give the job file the tensors that it had"
+            ) from None
     return First(snapshot.model, snapshot.weights, snapshot)
 
 
