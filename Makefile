@@ -31,7 +31,7 @@ fuzz:
 
 # Half an hour of kills and checkpoints, after which nothing may have grown.
 soak: $(VENV)/built
-	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python -m gadei_ps.benchmarks.soak
 
 lint: $(VENV)/built typing
 	$(BIN)/ruff check .
@@ -40,7 +40,7 @@ lint: $(VENV)/built typing
 
 bench: $(VENV)/built
 	$(BIN)/python -m pip install -q -e '.[torch,dev,bench]'
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m gadei_ps.benchmarks
 
 docs: $(VENV)/built
 	$(BIN)/python -m pip install -q -e '.[torch,dev,docs]'
@@ -59,7 +59,7 @@ $(VENV)/bin/python:
 typing:
 	mkdir -p build/typing/gadei_ps
 	for path in gadei_ps/*; do ln -sfn ../../../$$path build/typing/gadei_ps/; done
-	ln -sfn ../../../learners ../../../watchdog build/typing/gadei_ps/
+	ln -sfn ../../../learners ../../../watchdog ../../../benchmarks build/typing/gadei_ps/
 
 clean:
 	rm -rf $(VENV) build *.egg-info gadei_ps/*.so

@@ -1,6 +1,6 @@
 """Accuracy of `gadei-ps train` on real data: one learner, two, and two with kills.
 
-    python benchmarks/accuracy.py [--data DIR] [--sets trec6 mr] [--kill-every 10] [--seeds 1]
+    python -m gadei_ps.benchmarks.accuracy [--data DIR] [--sets trec6 mr] [--kill-every 10] [--seeds 1]
 
 DIR holds trec6/{train,test}.csv and mr/all.csv (a tenth of it becomes the test file here).
 Writes results/accuracy.json. Takes minutes to hours: it runs the command's defaults.
@@ -21,9 +21,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, table, write_results
 
 from gadei_ps import dataset
+from gadei_ps.benchmarks import suite
+from gadei_ps.benchmarks.common import Report, table
 from gadei_ps.control import Status, ask
 from gadei_ps.errors import GadeiError
 
@@ -91,6 +92,12 @@ def train(
     return json.loads(done.stdout) | {"kills": killer.kills}
 
 
+def keep(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> Path:
+    """Writes what there is so far."""
+    report = Report([], rows=rows, ratios=ratios)
+    return suite.write(suite.result_of("accuracy", report, " ".join(sys.argv)), suite.RESULTS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SHARED)
@@ -100,8 +107,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    if options.resume and (RESULTS / "accuracy.json").exists():
-        rows = json.loads((RESULTS / "accuracy.json").read_text())["rows"]
+    if options.resume and (suite.RESULTS / "accuracy.json").exists():
+        rows = json.loads((suite.RESULTS / "accuracy.json").read_text())["rows"]
     ratios: list[dict[str, Any]] = []
     cases = [("1 learner", 1, 0.0), ("2 learners", 2, 0.0)]
     cases.append((f"2 learners, one killed every {options.kill_every:g} s", 2, options.kill_every))
@@ -119,7 +126,7 @@ def main() -> None:
                     found.pop("model_dir")
                     rows.append(told | found)
                     print(json.dumps(rows[-1]), flush=True)
-                    write_results("accuracy", rows, ratios)
+                    keep(rows, ratios)
             mine = [row for row in rows if row["set"] == name]
             one = next(row for row in mine if row["learners"] == 1)
             ratios += [
@@ -147,7 +154,7 @@ def main() -> None:
         for row in rows
     ]
     print(table(header, lines))
-    print(write_results("accuracy", rows, ratios))
+    print(keep(rows, ratios))
 
 
 if __name__ == "__main__":

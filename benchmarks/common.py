@@ -1,25 +1,38 @@
-"""What all benchmarks share: the machine's description, fair rounds, and the result file.
+"""What all benchmarks share: the machine's description, fair rounds, and what they report.
 
-A result file is `benchmarks/results/<benchmark>.json` with the keys benchmark, machine, command,
-rows and ratios. A row is one contender at one size, with its median and spread in seconds.
+Each benchmark is a module with a function `measure(quick) -> Report`. A row is one contender with
+its parameters, and the median and the spread of its figure. A ratio says how much better gadei-ps
+is than a contender, above 1 where it is.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
 # Read when the benchmark begins, before its own threads count: what else the machine was doing.
 _LOAD = os.getloadavg()[0]
-_PACKAGES = ("numpy", "numba", "llvmlite", "torch")
+_PACKAGES = (
+    "numpy", "numba", "llvmlite", "torch", "mpi4py", "mpich", "ray", "pyzmq", "iceoryx2",
+)  # fmt: skip
+
+
+@dataclass
+class Report:
+    """What a benchmark has found. header and lines: its table for people."""
+
+    header: Sequence[str]
+    lines: list[list[str]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    ratios: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """One line each: what was left out, and what a reader must know."""
 
 
 def machine() -> dict[str, Any]:
@@ -57,65 +70,57 @@ def _processor() -> str:
 
 
 def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Let each contender measure itself once a round and return its seconds, round by round.
+    """Let each contender measure itself once a round and return its figures, round by round.
 
     The order turns by one each round, so that none always runs after the same other; one round
     before the first is thrown away.
     """
     names = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    figures: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            taken = contenders[name]()
+            figure = contenders[name]()
             if number > 0:
-                seconds[name].append(taken)
-    return seconds
+                figures[name].append(figure)
+    return figures
 
 
-def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """Return the median, the best and the spread of one row's seconds.
+def summary(figures: Sequence[float], unit: str = "s", *, larger: bool = False) -> dict[str, Any]:
+    """Return the median, the best and the spread of one row's figures.
 
-    spread: half the distance between the quartiles over the median, a part of 1.
+    spread: half the distance between the quartiles over the median, a part of 1. larger: whether a
+    larger figure is the better one.
     """
-    low, middle, high = statistics.quantiles(seconds, n=4)
+    middle = statistics.median(figures)
+    low = high = middle
+    if len(figures) > 1:
+        low, _, high = statistics.quantiles(figures, n=4)
     return {
-        "median_s": middle,
-        "best_s": min(seconds),
-        "spread": (high - low) / 2 / middle,
-        "unit": "s",
-        "rounds": len(seconds),
+        "median": middle,
+        "best": max(figures) if larger else min(figures),
+        "spread": (high - low) / 2 / middle if middle else 0.0,
+        "unit": unit,
+        "rounds": len(figures),
     }
 
 
-def ratios_of(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return theirs / ours, above 1 where ours is faster, in two ways.
+def ratios_of(
+    ours: Sequence[float], theirs: Sequence[float], *, larger: bool = False
+) -> dict[str, float]:
+    """Return how much better ours is than theirs, above 1 where it is, in two ways.
 
     ratio: the median over the rounds. The pair of one round shares what else the machine was doing,
-    which the medians of each side do not. best_ratio: between the fastest rounds of each, which on
-    a busy machine are those that nothing disturbed.
+    which the medians of each side do not. best_ratio: between the best rounds of each, which on a
+    busy machine are those that nothing disturbed.
     """
+    if larger:
+        ours, theirs = theirs, ours
+    best = max if larger else min
     return {
         "ratio": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
-        "best_ratio": min(theirs) / min(ours),
+        "best_ratio": best(theirs) / best(ours),
     }
-
-
-def write_results(
-    benchmark: str, rows: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str, Any]]
-) -> Path:
-    """Write `results/<benchmark>.json` and return its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{benchmark}.json"
-    result = {
-        "benchmark": benchmark,
-        "machine": machine(),
-        "command": " ".join(["python", *sys.argv]),
-        "rows": list(rows),
-        "ratios": list(ratios),
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -126,6 +131,6 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
         "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        ).rstrip()
         for row in rows
     )

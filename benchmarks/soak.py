@@ -1,6 +1,6 @@
 """Whether anything grows in a job that is never left alone: `make soak`, half an hour by default.
 
-    python benchmarks/soak.py [--for 30m] [--learners 3] [--every 3s]
+    python -m gadei_ps.benchmarks.soak [--for 30m] [--learners 3] [--every 3s]
 
 A job with checkpoints and with learners that the job starts itself. In the first half, the storm, a
 process of any role is killed every few seconds, so that what grows from one process to the next
@@ -27,9 +27,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from common import table, write_results
 
 from gadei_ps import config, faults, quantities, segment
+from gadei_ps.benchmarks import suite
+from gadei_ps.benchmarks.common import Report
 from gadei_ps.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed
 from gadei_ps.faults import Processes, Role, Target
@@ -282,7 +283,8 @@ def main() -> int:
             }
     left = segment.find(wanted.name)
     rows = [row for half in halves for row in half.rows()]
-    lines = [
+    report = Report(["what", "first", "last", "max", ""], rows=rows)
+    report.lines = [
         [
             f"{row['half']}: {row['contender']}, {row['quantity']}",
             *(shown(row[name], row["unit"]) for name in ("first", "last", "max")),
@@ -290,7 +292,6 @@ def main() -> int:
         ]
         for row in rows
     ]
-    print(table(["what", "first", "last", "max", ""], lines))
     rows += [
         {"contender": "run", "quantity": what, "last": number, "unit": "count"}
         for what, number in counts.items()
@@ -299,7 +300,8 @@ def main() -> int:
     rows.append(
         {"contender": "run", "quantity": "segments left", "last": len(left), "unit": "count"}
     )
-    print(write_results("soak", rows, []))
+    print(suite.shown(report))
+    print(suite.write(suite.result_of("soak", report, " ".join(sys.argv)), suite.RESULTS))
     return int(bool(left) or any(row.get("grew", False) for row in rows))
 
 

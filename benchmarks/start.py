@@ -1,16 +1,13 @@
 """How long a daemon takes to be ready, a learner to attach, and a push to be applied.
 
-    python benchmarks/start.py [--rounds 10]
-
 Ready: from the start of `gadei-ps serve` to its socket's first answer, with warm caches. Attach:
 Client(...) in a process that has imported it, beside the same with a new model. Round trip: a 4 KB
 push until it is applied, seen from the learner, spinning and asleep alike as the job's default has
-it. Writes results/start.json.
+it.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -20,8 +17,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import summary, table, write_results
 
+from gadei_ps.benchmarks.common import Report, summary
+from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.daemon import running
 from gadei_ps.learners.client import Client
 
@@ -39,15 +37,14 @@ def start(job_file: Path) -> tuple[subprocess.Popen[bytes], float]:
     return child, time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    options = parser.parse_args()
+def measure(quick: bool) -> Report:
+    """Each round starts a daemon of its own."""
+    rounds = sizes("start", quick)["rounds"]
     seconds: dict[str, list[float]] = {"daemon ready": [], "attach": [], "4 KB push applied": []}
     with tempfile.TemporaryDirectory() as scratch:
         job_file = Path(scratch) / f"start-{os.getpid()}.toml"
         job_file.write_text('[[tensors]]\nname = "w"\nshape = [1000]\n')
-        for number in range(options.rounds + 1):
+        for number in range(rounds + 1):
             child, ready_s = start(job_file)
             try:
                 begin = time.perf_counter()
@@ -69,17 +66,11 @@ def main() -> None:
                 seconds["attach"].append(attach_s)
                 seconds["4 KB push applied"].append(sorted(pushes)[len(pushes) // 2])
     reach = {"daemon ready": 2.0, "attach": 0.05, "4 KB push applied": None}
-    rows = [
-        {"contender": name, **summary(taken), "reach_s": reach[name]}
-        for name, taken in seconds.items()
-    ]
-    lines = [
-        [str(row["contender"]), f"{row['median_s'] * 1e3:.3f}", f"{row['best_s'] * 1e3:.3f}"]
-        for row in rows
-    ]
-    print(table(["what", "median ms", "best ms"], lines))
-    print(write_results("start", rows, []))
-
-
-if __name__ == "__main__":
-    main()
+    report = Report(["what", "median ms", "best ms"])
+    for name, taken in seconds.items():
+        figures = summary(taken)
+        report.rows.append({"contender": name, **figures, "reach_s": reach[name]})
+        report.lines.append(
+            [name, f"{figures['median'] * 1e3:.3f}", f"{figures['best'] * 1e3:.3f}"]
+        )
+    return report

@@ -1,7 +1,5 @@
 """What the undo log costs: applying a gradient with it against the same loop without it.
 
-    python benchmarks/undo.py [--sizes 2e6 25e6 100e6] [--rounds 40] [--optimizers SGD ADAM]
-
 One thread applies one dense float32 gradient over and over to the same memory, which is shared as
 that of a job is. `with` is the server's own `apply_chunks`; `without` computes the same, chunk by
 chunk, and neither saves old values nor moves the cursor. Once a size both are checked to leave the
@@ -14,15 +12,12 @@ round over the fastest.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numba
 import numpy as np
-from common import alternate, ratios_of, summary, table, write_results
 from numpy.typing import NDArray
 
 from gadei_ps import layout
@@ -36,6 +31,8 @@ from gadei_ps.apply import (
     shard_of,
     take_coefficients,
 )
+from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
+from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.kernels import cpu, optimizers
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.symbols import doubles, floats
@@ -164,42 +161,28 @@ def timed(run: Callable[..., None], work: Work, times: int) -> Callable[[], floa
     return measure
 
 
-def main() -> None:
-    """Measure, print the table and write `results/undo.json`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", type=float, default=[2e6, 25e6, 100e6], help="bytes")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--call-s", type=float, default=0.005)
-    kinds = [kind.name for kind in Kind]
-    parser.add_argument("--optimizers", nargs="+", choices=kinds, default=kinds)
-    parser.add_argument("--name", default="undo", help="of the file in results/")
-    options = parser.parse_args()
-
-    contenders: dict[str, Callable[..., None]] = {"without": without_log, "with": with_log}
-    rows: list[dict[str, Any]] = []
-    ratios: list[dict[str, Any]] = []
-    lines: list[list[str]] = []
-    for size in options.sizes:
-        for name in options.optimizers:
-            work = Work(Kind[name], int(size) // 4)
+def measure(quick: bool) -> Report:
+    """Each optimizer at each size. ratio: without over with, so 0.95 says the log costs 5 %."""
+    size = sizes("undo", quick)
+    contenders: dict[str, Callable[..., None]] = {"without": without_log, "gadei-ps": with_log}
+    report = Report(["optimizer", "weights", "without us", "with us", "with/without"])
+    for weights in size["bytes"]:
+        for kind in Kind:
+            work = Work(kind, weights // 4)
             bits = [work.bits(run) for run in contenders.values()]
-            assert bits[0] == bits[1], f"{name}: not the same results"
-            times = max(1, round(options.call_s / timed(without_log, work, 2)()))
+            if bits[0] != bits[1]:
+                raise AssertionError(f"{kind.name}: the loops do not compute the same")
+            times = max(1, round(size["call_s"] / timed(without_log, work, 2)()))
             seconds = alternate(
-                {who: timed(run, work, times) for who, run in contenders.items()}, options.rounds
+                {who: timed(run, work, times) for who, run in contenders.items()}, size["rounds"]
             )
-            told = {"optimizer": name, "bytes": int(size), "threads": 1}
-            line = [name, f"{size / 1e6:g} MB"]
+            told = {"optimizer": kind.name, "bytes": weights, "threads": 1}
+            line = [kind.name, f"{weights / 1e6:g} MB"]
             for who, taken in seconds.items():
                 figures = summary(taken)
-                rows.append({"contender": who, **told, "passes": times, **figures})
-                line.append(f"{figures['median_s'] * 1e6:.1f} ±{figures['spread']:.0%}")
-            found = ratios_of(seconds["without"], seconds["with"])
-            ratios.append({"of": "with", "to": "without", **told, **found})
-            lines.append([*line, f"{found['ratio']:.3f} {found['best_ratio']:.3f}"])
-    print(table(["optimizer", "weights", "without us", "with us", "with/without"], lines))
-    print(write_results(options.name, rows, ratios))
-
-
-if __name__ == "__main__":
-    main()
+                report.rows.append({"contender": who, **told, "passes": times, **figures})
+                line.append(f"{figures['median'] * 1e6:.1f} ±{figures['spread']:.0%}")
+            found = ratios_of(seconds["gadei-ps"], seconds["without"])
+            report.ratios.append({"contender": "without", **told, **found})
+            report.lines.append([*line, f"{1 / found['ratio']:.3f} {1 / found['best_ratio']:.3f}"])
+    return report

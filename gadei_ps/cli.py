@@ -659,6 +659,42 @@ def doctor(as_json: Json = False) -> int:
 
 
 @app.command()
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="[default: list them]")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small and short: whether it runs, not how fast.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write DIR/NAME.json for each.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Measure this project beside its peers on this machine."""
+    from gadei_ps.benchmarks import suite
+
+    if not names:
+        if as_json:
+            print_json({"benchmarks": suite.BENCHMARKS})
+        else:
+            print(suite.table(["name", "measures"], suite.listed()))
+        return 0
+    suite.check(names)
+    results = []
+    for name in names:
+        result, shown = suite.run(name, quick=quick)
+        results.append(result)
+        if out is not None:
+            suite.write(result, out)
+        if not as_json:
+            print(f"== {name}\n{shown}", flush=True)
+    if as_json:
+        print_json(results[0] if len(results) == 1 else {"results": results})
+    return 0
+
+
+@app.command()
 def install_unit(
     user: Annotated[
         bool, typer.Option("--user", help="For your own jobs: the default, but for root.")

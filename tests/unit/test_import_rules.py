@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "gadei_ps"
 FOLDERS = {PACKAGE: ROOT / PACKAGE}
-FOLDERS |= {f"{PACKAGE}.{name}": ROOT / name for name in ("learners", "watchdog")}
+FOLDERS |= {f"{PACKAGE}.{name}": ROOT / name for name in ("learners", "watchdog", "benchmarks")}
 CEXT = f"{PACKAGE}._native"
 
 
@@ -129,6 +129,7 @@ def test_learners_and_watchdog_know_neither_each_other_nor_the_server() -> None:
 
 def test_nothing_knows_the_commands() -> None:
     top = named("cli", "daemon", "run", "train", "chaos", "victims", "__main__")
+    top |= within("benchmarks")
     for module, imported in IMPORTS.items():
         if module not in top:
             assert not imported & top, module

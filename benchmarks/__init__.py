@@ -1,0 +1,1 @@
+"""The benchmark suite: this project beside its peers, `gadei-ps bench NAME` and `make bench`."""

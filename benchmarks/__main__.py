@@ -1,0 +1,32 @@
+"""`make bench`: all benchmarks, their results into the checkout and their plots into docs/.
+
+    python -m gadei_ps.benchmarks [--quick] [NAME]...
+
+Each runs in a process of its own, so that none inherits another's threads and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from gadei_ps.benchmarks import plots, suite
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Runs benchmarks and draws their plots.")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(suite.BENCHMARKS)}")
+    options = parser.parse_args()
+    suite.check(options.names)
+    for name in options.names or suite.BENCHMARKS:
+        command = [sys.executable, "-m", "gadei_ps", "bench", name, "--out", str(suite.RESULTS)]
+        subprocess.run(command + ["--quick"] * options.quick, check=True)
+    if not options.quick:
+        for path in plots.draw(suite.RESULTS, suite.RESULTS.parents[1] / "docs" / "plots"):
+            print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Which benchmarks there are, how one is run, and the file it leaves."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gadei_ps.benchmarks.common import Report, machine, table
+from gadei_ps.errors import UsageError
+
+RESULTS = Path(__file__).resolve().parent / "results"
+"""Of a checkout."""
+
+BENCHMARKS = {
+    "apply": "the update kernels against C with OpenMP, torch and the memory's bandwidth",
+    "undo": "what the undo log adds to them",
+    "ingest": "gradients through the rings against MPI, gloo and a Ray actor",
+    "latency": "a 4 KB push until it is applied, against other ways between processes",
+    "nlc": "samples per second of the sentence classifier against torch's ways to train it",
+    "table8": "the smallest mini-batch at which two learners beat one",
+    "time_to_accuracy": "how long training takes to a given accuracy",
+    "table7": "bytes per second through the server",
+    "scale": "the cost of a gradient by model size, learners and shards",
+    "memory": "resident and shared memory of a job and of each learner",
+    "start": "how long a daemon takes to be ready and a learner to attach",
+}
+
+
+def listed() -> list[list[str]]:
+    """Lines of a table of them."""
+    return [[name, what] for name, what in BENCHMARKS.items()]
+
+
+def check(names: Iterable[str]) -> None:
+    """Raises UsageError for a name that there is not."""
+    for name in names:
+        if name not in BENCHMARKS:
+            raise UsageError(f"no benchmark {name!r}: there are {', '.join(BENCHMARKS)}")
+
+
+def run(name: str, *, quick: bool) -> tuple[dict[str, Any], str]:
+    """Runs a benchmark; returns its result as written to files, and its table.
+
+    quick: small sizes and few rounds, to see that it works; its figures mean little. Raises
+    UsageError for a name that there is not, or a package that is missing.
+    """
+    check([name])
+    try:
+        module = importlib.import_module(f"gadei_ps.benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("gadei_ps"):
+            raise
+        raise UsageError(
+            f"bench {name} needs {error.name}: pip install 'gadei-ps[torch,bench]'"
+        ) from None
+    report: Report = module.measure(quick)
+    command = f"gadei-ps bench {name}" + (" --quick" if quick else "")
+    result = result_of(name, report, command) | {"quick": quick}
+    return result, shown(report)
+
+
+def result_of(name: str, report: Report, command: str) -> dict[str, Any]:
+    """What is written to the file."""
+    return {
+        "benchmark": name,
+        "machine": machine(),
+        "commit": _commit(),
+        "command": command,
+        "rows": report.rows,
+        "ratios": report.ratios,
+        "notes": report.notes,
+    }
+
+
+def shown(report: Report) -> str:
+    """The report for people."""
+    return "\n".join([table(report.header, report.lines), *report.notes])
+
+
+def write(result: dict[str, Any], directory: Path) -> Path:
+    """Writes DIRECTORY/NAME.json and returns its path. Raises UsageError if it cannot be."""
+    path = directory / f"{result['benchmark']}.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    return path
+
+
+def _commit() -> str | None:
+    """Of the checkout that this is, if it is one."""
+    where = Path(__file__).resolve().parent
+    told = subprocess.run(
+        ["git", "-C", str(where), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return told.stdout.strip() or None
