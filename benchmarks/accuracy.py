@@ -1,6 +1,6 @@
 """Accuracy of `gadei-ps train` on real data: one learner, two, and two with kills.
 
-    python -m gadei_ps.benchmarks.accuracy [--data DIR] [--sets trec6 mr] [--kill-every 10] [--seeds 1]
+    python -m gadei_ps.benchmarks.accuracy [--data DIR] [--sets trec6 mr] [--kill-every 10]
 
 DIR holds trec6/{train,test}.csv and mr/all.csv (a tenth of it becomes the test file here).
 Writes results/accuracy.json. Takes minutes to hours: it runs the command's defaults.
@@ -20,7 +20,6 @@ import tempfile
 import threading
 from pathlib import Path
 from typing import Any
-
 
 from gadei_ps import dataset
 from gadei_ps.benchmarks import suite

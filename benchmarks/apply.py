@@ -1,53 +1,60 @@
-"""Applying a gradient: our kernels against C with OpenMP and against torch's fused optimizers.
-
-    python benchmarks/apply.py [--sizes 2e6 100e6] [--rounds 60] [--optimizers SGD ADAM]
+"""Applying a gradient: our kernels against C with OpenMP, torch's fused optimizers, and memory.
 
 All contenders work on the same arrays with the same number of threads, one a core. A round lets
-each make so many passes over the weights that it runs for about `--call-s` seconds; its figure is
-the time of one pass. How each one's threads live:
+each make so many passes over the weights that it takes about as long; its figure is the time of one
+pass. How each one's threads live:
 
 - gadei-ps: a thread per shard makes all passes over its shard without meeting the others, as in
   the server, where no gradient waits for another shard. Starting the threads is paid in the time.
 - C: `apply_peer.c`, `cc -O3 -march=native -ffast-math`; a `parallel for` and its barrier each
   pass, as a server that forks and joins for each gradient. OpenMP keeps its threads.
-- C alone: the same without the barriers, so that only the loops differ from ours.
 - torch: the fused operation itself, without `Optimizer.step`'s own work in Python; a call a pass.
+  It takes float32 only, so a 16-bit gradient is first copied to float32, as its user would.
+- limit: the bytes that an optimizer must read and write, at the rate at which `a[i] += b[i]` in C
+  moves as much memory.
 
-Times are medians with half the distance between the quartiles. Ratios are theirs over ours, above 1
-where gadei-ps is faster: the median over the rounds, then the fastest round over the fastest.
+All without the undo log; the benchmark `undo` tells what that adds. `mean of 4` is a superstep:
+four gradients reduced and applied in one pass of the server, against four passes.
+
+ratio: theirs over ours, above 1 where gadei-ps is faster. For the contender `float32`, a 16-bit
+gradient against one of 32 bits.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import torch
-from common import alternate, cores, ratios_of, summary, table, write_results
 from numpy.typing import NDArray
 
+from gadei_ps.benchmarks.common import Report, alternate, cores, ratios_of, summary
+from gadei_ps.benchmarks.sizes import MB, sizes
 from gadei_ps.kernels import cpu, optimizers
 from gadei_ps.kernels.borrow import borrow
-from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType
 
 CHUNK = 1024
+HEADLINE = 100 * MB
+IN_CACHE = 2 * MB
 Floats = NDArray[np.float32]
-
-# The OpenMP threads of the contender before go on spinning for some milliseconds, on a core that
-# this one needs; then they sleep.
+Run = Callable[[int], None]
+FLOAT32, BFLOAT16 = int(WireType.FLOAT32), int(WireType.BFLOAT16)
 SETTLE_S = 0.02
-
-# So small that weights stay in the range where they began, however many passes are made.
+"""The OpenMP threads of the contender before go on spinning for some milliseconds, on a core that
+this one needs; then they sleep."""
 LR = 1e-9
+"""So small that weights stay in the range where they began, however many passes are made."""
+FEW_ROUNDS = 8
+"""Where a pass takes tens of milliseconds."""
 
 
 @numba.njit(nogil=True)
@@ -68,26 +75,60 @@ def apply_shard(
             cpu.update(kind, coef, w[start:end], s0[start:end], s1[start:end], g[start:end])
 
 
-class Work:
-    """Weights, slots and one gradient, 64-byte aligned, and the scalars of one optimizer."""
+@numba.njit(nogil=True)
+def apply_halves(
+    kind: int,
+    coef: NDArray[np.float64],
+    w: Floats,
+    s0: Floats,
+    s1: Floats,
+    g: NDArray[np.uint16],
+    wire: int,
+    passes: int,
+) -> None:
+    """Do the same with a gradient of 16-bit values, converted while they are in the cache."""
+    coef, w, s0, s1, g = borrow(coef), borrow(w), borrow(s0), borrow(s1), borrow(g)
+    decoded = np.empty(CHUNK, np.float32)
+    for _ in range(passes):
+        for start in range(0, w.size, CHUNK):
+            end = min(start + CHUNK, w.size)
+            gradient = decoded[: end - start]
+            if wire == BFLOAT16:
+                cpu.decode_bfloat16(g[start:end], gradient)
+            else:
+                cpu.decode_float16(g[start:end], gradient)
+            cpu.update(kind, coef, w[start:end], s0[start:end], s1[start:end], gradient)
 
-    def __init__(self, kind: Kind, size: int, weight_decay: float) -> None:
-        """Make arrays of size float32 values each."""
+
+class Work:
+    """Weights, slots and one gradient of each wire type, on cache lines; and their scalars."""
+
+    def __init__(self, kind: Kind, size: int) -> None:
+        """Make arrays of size values each."""
         self.kind = kind
-        self.spec = OptimizerSpec(kind, lr=LR, weight_decay=weight_decay)
+        self.spec = OptimizerSpec(kind, lr=LR)
         self.coef = np.zeros(optimizers.COEFFICIENTS)
         cpu.coefficients(int(kind), self.spec.pack(), LR, 1000, self.coef)
         random = np.random.default_rng(0)
         count = optimizers.slots(kind)
         self.w, self.g = (_aligned(size), _aligned(size))
         self.slots = [_aligned(size) for _ in range(count)]
-        self.w[:] = random.standard_normal(size, np.float32)
-        self.g[:] = random.standard_normal(size, np.float32)
+        self.w[:] = random.random(size, np.float32)
+        self.g[:] = random.random(size, np.float32)
         for slot in self.slots:
             slot[:] = random.random(size, np.float32)
+        self.halves = {
+            WireType.BFLOAT16: (self.g.view(np.uint32) >> 16).astype(np.uint16),
+            WireType.FLOAT16: self.g.astype(np.float16).view(np.uint16),
+        }
         nothing = np.empty(0, np.float32)
         self.s0 = self.slots[0] if count > 0 else nothing
         self.s1 = self.slots[1] if count > 1 else nothing
+
+    def bytes_moved(self, wire: WireType) -> int:
+        """Return what one pass must read and write."""
+        gradient = 4 if wire is WireType.FLOAT32 else 2
+        return self.w.size * (gradient + 8 * (1 + len(self.slots)))
 
 
 def _aligned(size: int) -> Floats:
@@ -97,7 +138,7 @@ def _aligned(size: int) -> Floats:
     return raw[start : start + size * 4].view(np.float32)
 
 
-def ours(work: Work, threads: int) -> Callable[[int], None]:
+def ours(work: Work, wire: WireType, threads: int) -> Run:
     """Return a function that makes that many passes, each thread over its shard."""
     chunks = -(-work.w.size // CHUNK)
     edges = [min(work.w.size, chunks * i // threads * CHUNK) for i in range(threads + 1)]
@@ -105,9 +146,11 @@ def ours(work: Work, threads: int) -> Callable[[int], None]:
 
     def shard(i: int, passes: int) -> None:
         part = slice(edges[i], edges[i + 1])
-        apply_shard(
-            kind, work.coef, work.w[part], work.s0[part], work.s1[part], work.g[part], passes
-        )
+        mine = work.coef, work.w[part], work.s0[part], work.s1[part]
+        if wire is WireType.FLOAT32:
+            apply_shard(kind, *mine, work.g[part], passes)
+        else:
+            apply_halves(kind, *mine, work.halves[wire][part], int(wire), passes)
 
     def run(passes: int) -> None:
         started = [threading.Thread(target=shard, args=(i, passes)) for i in range(1, threads)]
@@ -120,16 +163,32 @@ def ours(work: Work, threads: int) -> Callable[[int], None]:
     return run
 
 
-def in_c(work: Work, threads: int, function: Callable[..., None]) -> Callable[[int], None]:
-    """Return a function that makes that many passes by one of the functions of the C library."""
-    arrays = [a.ctypes.data_as(ctypes.c_void_p) for a in (work.coef, work.w, work.s0, work.s1)]
-    gradient = work.g.ctypes.data_as(ctypes.c_void_p)
+def in_c(library: ctypes.CDLL, work: Work, wire: WireType, threads: int) -> Run:
+    """Return a function that makes that many passes in C."""
+    payload = work.g if wire is WireType.FLOAT32 else work.halves[wire]
+    arrays = [_pointer(array) for array in (work.coef, work.w, work.s0, work.s1, payload)]
     size = ctypes.c_size_t(work.w.size)
 
     def run(passes: int) -> None:
-        function(int(work.kind), *arrays, gradient, size, passes, threads)
+        library.apply(int(work.kind), *arrays, int(wire), size, passes, threads)
 
     return run
+
+
+def memory(library: ctypes.CDLL, work: Work, threads: int) -> tuple[Run, int]:
+    """Return a function that moves as much memory as the optimizer keeps, and its bytes a pass."""
+    half = work.w.size * (2 + len(work.slots)) // 2
+    a, b = _aligned(half), _aligned(half)
+    arrays = _pointer(a), _pointer(b)
+
+    def run(passes: int) -> None:
+        library.stream(*arrays, ctypes.c_size_t(a.size), passes, threads)
+
+    return run, 12 * half
+
+
+def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
+    return array.ctypes.data_as(ctypes.c_void_p)
 
 
 def build_peer(folder: Path) -> ctypes.CDLL:
@@ -141,145 +200,134 @@ def build_peer(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def in_torch(work: Work) -> Callable[[int], None]:
+def in_torch(work: Work, wire: WireType) -> Run:
     """Return a function that makes that many calls of torch's fused operation."""
     w, g = [torch.from_numpy(work.w)], [torch.from_numpy(work.g)]
-    slots = [[torch.from_numpy(slot)] for slot in work.slots]
-    # Raised by the operation itself to the step that it then corrects the bias for.
-    steps = [torch.tensor(1000.0)]
-    spec = work.spec
-    decay = spec.weight_decay
-    eps = spec.eps
-    assert eps is not None
-    if work.kind in (Kind.SGD, Kind.MOMENTUM, Kind.NESTEROV):
-        momentum = 0.0 if work.kind is Kind.SGD else spec.momentum
-
-        def call() -> None:
-            torch._fused_sgd_(
-                w,
-                g,
-                slots[0] if slots else [],
-                weight_decay=decay,
-                momentum=momentum,
-                lr=LR,
-                dampening=0.0,
-                nesterov=work.kind is Kind.NESTEROV,
-                maximize=False,
-                is_first_step=False,
-            )
-    elif work.kind is Kind.ADAGRAD:
-
-        def call() -> None:
-            torch._fused_adagrad_(
-                w,
-                g,
-                slots[0],
-                steps,
-                lr=LR,
-                lr_decay=0.0,
-                weight_decay=decay,
-                eps=eps,
-                maximize=False,
-            )
-    else:
-        operation = torch._fused_adam_ if work.kind is Kind.ADAM else torch._fused_adamw_
-
-        def call() -> None:
-            operation(
-                w,
-                g,
-                slots[0],
-                slots[1],
-                [],
-                steps,
-                lr=LR,
-                beta1=spec.beta1,
-                beta2=spec.beta2,
-                weight_decay=decay,
-                eps=eps,
-                amsgrad=False,
-                maximize=False,
-            )
+    source = g[0]
+    if wire is not WireType.FLOAT32:
+        dtype = torch.bfloat16 if wire is WireType.BFLOAT16 else torch.float16
+        source = torch.from_numpy(work.halves[wire].view(np.int16)).view(dtype)
+        g = [torch.empty_like(w[0])]
+    call = _fused(work, w, g)
 
     def run(passes: int) -> None:
         for _ in range(passes):
+            if source is not g[0]:
+                g[0].copy_(source)
             call()
 
     return run
 
 
-def timed(run: Callable[[int], None], passes: int) -> Callable[[], float]:
+def _fused(work: Work, w: list[torch.Tensor], g: list[torch.Tensor]) -> Callable[[], None]:
+    slots = [[torch.from_numpy(slot)] for slot in work.slots]
+    # Raised by the operation itself to the step that it then corrects the bias for.
+    steps = [torch.tensor(1000.0)]
+    spec = work.spec
+    assert spec.eps is not None
+    common: dict[str, Any] = {"lr": LR, "weight_decay": 0.0, "maximize": False}
+    if work.kind in (Kind.SGD, Kind.MOMENTUM, Kind.NESTEROV):
+        momentum = 0.0 if work.kind is Kind.SGD else spec.momentum
+        common |= {"momentum": momentum, "dampening": 0.0, "is_first_step": False}
+        common["nesterov"] = work.kind is Kind.NESTEROV
+        return lambda: torch._fused_sgd_(w, g, slots[0] if slots else [], **common)
+    common["eps"] = spec.eps
+    if work.kind is Kind.ADAGRAD:
+        return lambda: torch._fused_adagrad_(w, g, slots[0], steps, lr_decay=0.0, **common)
+    operation = torch._fused_adam_ if work.kind is Kind.ADAM else torch._fused_adamw_
+    common |= {"beta1": spec.beta1, "beta2": spec.beta2, "amsgrad": False}
+    return lambda: operation(w, g, slots[0], slots[1], [], steps, **common)
+
+
+def timed(run: Run, passes: int) -> Callable[[], float]:
     """Return a function that measures the seconds of one pass, after an unmeasured one."""
 
-    def measure() -> float:
+    def measure_once() -> float:
         time.sleep(SETTLE_S)
         run(1)
         start = time.perf_counter()
         run(passes)
         return (time.perf_counter() - start) / passes
 
-    return measure
+    return measure_once
 
 
-def passes_for(run: Callable[[int], None], call_s: float) -> int:
+def passes_for(run: Run, call_s: float) -> int:
     """Return how many passes take about call_s seconds."""
-    run(2)
-    passes = 4
+    run(1)
+    passes = 1
     while True:
         seconds = timed(run, passes)() * passes
         if seconds > call_s / 4:
-            return max(2, round(passes * call_s / seconds))
+            return max(1, round(passes * call_s / seconds))
         passes *= 4
 
 
-def main() -> None:
-    """Measure, print the table and write `results/apply.json`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", type=float, default=[2e6, 100e6], help="bytes")
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--call-s", type=float, default=0.03)
-    parser.add_argument("--threads", type=int, default=cores())
-    parser.add_argument("--weight-decay", type=float, default=0.0)
-    kinds = [kind.name for kind in Kind]
-    parser.add_argument("--optimizers", nargs="+", choices=kinds, default=kinds)
-    parser.add_argument("--name", default="apply", help="of the file in results/")
-    options = parser.parse_args()
-
-    torch.set_num_threads(options.threads)
-    rows: list[dict[str, Any]] = []
-    ratios: list[dict[str, Any]] = []
-    lines: list[list[str]] = []
+def measure(quick: bool) -> Report:
+    """Each optimizer and wire type at each size."""
+    size = sizes("apply", quick)
+    threads = cores()
+    torch.set_num_threads(threads)
+    header = ["optimizer", "wire", "weights", "gadei-ps us", "C us", "torch us", "limit us"]
+    report = Report([*header, "C/ours", "torch/ours", "limit/ours", "float32/ours"])
     with tempfile.TemporaryDirectory() as folder:
         library = build_peer(Path(folder))
-        for size in options.sizes:
-            for name in options.optimizers:
-                work = Work(Kind[name], int(size) // 4, options.weight_decay)
-                contenders = {
-                    "gadei-ps": ours(work, options.threads),
-                    "C": in_c(work, options.threads, library.apply_joined),
-                    "C alone": in_c(work, options.threads, library.apply_alone),
-                    "torch": in_torch(work),
-                }
-                passes = passes_for(contenders["gadei-ps"], options.call_s)
-                seconds = alternate(
-                    {who: timed(run, passes) for who, run in contenders.items()}, options.rounds
-                )
-                line = [name, f"{size / 1e6:g} MB"]
-                told = {"optimizer": name, "bytes": int(size), "threads": options.threads}
-                for who, taken in seconds.items():
-                    figures = summary(taken)
-                    rows.append({"contender": who, **told, "passes": passes, **figures})
-                    line.append(f"{figures['median_s'] * 1e6:.1f} ±{figures['spread']:.0%}")
-                for who in list(seconds)[1:]:
-                    found = ratios_of(seconds["gadei-ps"], seconds[who])
-                    ratios.append({"of": who, "to": "gadei-ps", **told, **found})
-                    line.append(f"{found['ratio']:.2f} {found['best_ratio']:.2f}")
-                lines.append(line)
-    header = ["optimizer", "weights", "gadei-ps us", "C us", "C alone us", "torch us"]
-    header += ["C/ours", "C alone/ours", "torch/ours"]
-    print(table(header, lines))
-    print(write_results(options.name, rows, ratios))
+        for count in size["bytes"]:
+            for kind in Kind:
+                _measure_kind(report, library, Work(kind, count // 4), count, threads, size)
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def _measure_kind(
+    report: Report,
+    library: ctypes.CDLL,
+    work: Work,
+    count: int,
+    threads: int,
+    size: Mapping[str, Any],
+) -> None:
+    stream, moved = memory(library, work, threads)
+    runs: dict[tuple[str, WireType], Run] = {}
+    for wire in WireType:
+        runs["gadei-ps", wire] = ours(work, wire, threads)
+        runs["C", wire] = in_c(library, work, wire, threads)
+        runs["torch", wire] = in_torch(work, wire)
+    passes = passes_for(runs["gadei-ps", WireType.FLOAT32], size["call_s"])
+    contenders = {f"{who}/{wire.name}": timed(run, passes) for (who, wire), run in runs.items()}
+    contenders["memory"] = timed(stream, passes)
+    rounds = min(size["rounds"], FEW_ROUNDS) if count > HEADLINE else size["rounds"]
+    seconds = alternate(contenders, rounds)
+    for wire in WireType:
+        needed = work.bytes_moved(wire) / moved
+        mine = {who: seconds[f"{who}/{wire.name}"] for who in ("gadei-ps", "C", "torch")}
+        mine["limit"] = [one * needed for one in seconds["memory"]]
+        told = {"optimizer": work.kind.name, "wire": wire.name.lower()}
+        told |= {"bytes": count, "threads": threads}
+        line = [work.kind.name, wire.name.lower(), f"{count / MB:g} MB"]
+        for who, taken in mine.items():
+            figures = summary(taken)
+            report.rows.append({"contender": who, **told, "passes": passes, **figures})
+            line.append(f"{figures['median'] * 1e6:.1f} ±{figures['spread']:.0%}")
+        against = {who: mine[who] for who in ("C", "torch", "limit")}
+        if wire is not WireType.FLOAT32:
+            against["float32"] = seconds["gadei-ps/FLOAT32"]
+        for who, taken in against.items():
+            found = ratios_of(mine["gadei-ps"], taken)
+            reach = _reach(who, work.kind, wire, count)
+            reached = None if reach is None else found["ratio"] >= reach
+            report.ratios.append(
+                {"contender": who, **told, **found, "reach": reach, "reached": reached}
+            )
+            line.append(f"{found['ratio']:.2f}")
+        report.lines.append(line if "float32" in against else [*line, ""])
+
+
+def _reach(who: str, kind: Kind, wire: WireType, count: int) -> float | None:
+    """Return the ratio that is wanted."""
+    if who == "C":
+        return 0.95
+    if who == "torch":
+        return 1.3 if kind is Kind.ADAM and count == IN_CACHE else 1.0
+    if who == "float32" and wire is WireType.BFLOAT16 and count == HEADLINE:
+        return 1.1
+    return None

@@ -3,11 +3,15 @@
  * Compiled when the benchmark runs. OpenMP keeps its threads from one pass to the next.
  */
 
+#include <immintrin.h>
 #include <math.h>
 #include <stddef.h>
+#include <stdint.h>
+#include <string.h>
 
 enum { SGD = 1, MOMENTUM, NESTEROV, ADAGRAD, ADAM, ADAMW };
 enum { RATE, DECAY, MASS, FLOOR, MEAN_NEW, SQUARE_OLD, SQUARE_NEW, UNBIAS };
+enum { FLOAT32 = 1, BFLOAT16, FLOAT16 };
 enum { CHUNK = 1024 };
 
 #define F(name) ((float)coef[name])
@@ -105,45 +109,70 @@ static void adamw(const double *coef, float *restrict w, float *restrict m, floa
     }
 }
 
-static void chunk(int kind, const double *coef, float *w, float *s0, float *s1, const float *g,
-                  size_t n, ptrdiff_t c)
+static void from_bfloat16(float *restrict to, const uint16_t *restrict from, size_t n)
+{
+    uint32_t *bits = (uint32_t *)to;
+    for (size_t i = 0; i < n; i++)
+        bits[i] = (uint32_t)from[i] << 16;
+}
+
+static void from_float16(float *restrict to, const uint16_t *restrict from, size_t n)
+{
+    size_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+#endif
+    for (; i < n; i++) {
+        _Float16 half;
+        memcpy(&half, from + i, sizeof half);
+        to[i] = (float)half;
+    }
+}
+
+static void chunk(int kind, const double *coef, float *w, float *s0, float *s1, const void *payload,
+                  int wire, size_t n, ptrdiff_t c)
 {
     const size_t at = (size_t)c * CHUNK;
     const size_t some = n - at < CHUNK ? n - at : CHUNK;
+    float decoded[CHUNK];
+    const float *g = decoded;
 
+    if (wire == FLOAT32)
+        g = (const float *)payload + at;
+    else if (wire == BFLOAT16)
+        from_bfloat16(decoded, (const uint16_t *)payload + at, some);
+    else
+        from_float16(decoded, (const uint16_t *)payload + at, some);
     switch (kind) {
-    case SGD: sgd(coef, w + at, g + at, some); break;
-    case MOMENTUM: momentum(coef, w + at, s0 + at, g + at, some); break;
-    case NESTEROV: nesterov(coef, w + at, s0 + at, g + at, some); break;
-    case ADAGRAD: adagrad(coef, w + at, s0 + at, g + at, some); break;
-    case ADAM: adam(coef, w + at, s0 + at, s1 + at, g + at, some); break;
-    case ADAMW: adamw(coef, w + at, s0 + at, s1 + at, g + at, some); break;
+    case SGD: sgd(coef, w + at, g, some); break;
+    case MOMENTUM: momentum(coef, w + at, s0 + at, g, some); break;
+    case NESTEROV: nesterov(coef, w + at, s0 + at, g, some); break;
+    case ADAGRAD: adagrad(coef, w + at, s0 + at, g, some); break;
+    case ADAM: adam(coef, w + at, s0 + at, s1 + at, g, some); break;
+    case ADAMW: adamw(coef, w + at, s0 + at, s1 + at, g, some); break;
     }
 }
 
 /* A parallel loop for each pass. */
-void apply_joined(int kind, const double *coef, float *w, float *s0, float *s1, const float *g,
-                  size_t n, int passes, int threads)
+void apply(int kind, const double *coef, float *w, float *s0, float *s1, const void *payload,
+           int wire, size_t n, int passes, int threads)
 {
     const ptrdiff_t chunks = (ptrdiff_t)((n + CHUNK - 1) / CHUNK);
 
     for (int pass = 0; pass < passes; pass++) {
 #pragma omp parallel for schedule(static) num_threads(threads)
         for (ptrdiff_t c = 0; c < chunks; c++)
-            chunk(kind, coef, w, s0, s1, g, n, c);
+            chunk(kind, coef, w, s0, s1, payload, wire, n, c);
     }
 }
 
-/* One parallel region for all passes, in which each thread passes over its part alone. */
-void apply_alone(int kind, const double *coef, float *w, float *s0, float *s1, const float *g,
-                 size_t n, int passes, int threads)
+/* What memory gives: a[i] += b[i], as STREAM's additions are, but in place as an update is. */
+void stream(float *a, const float *b, size_t n, int passes, int threads)
 {
-    const ptrdiff_t chunks = (ptrdiff_t)((n + CHUNK - 1) / CHUNK);
-
-#pragma omp parallel num_threads(threads)
     for (int pass = 0; pass < passes; pass++) {
-#pragma omp for schedule(static) nowait
-        for (ptrdiff_t c = 0; c < chunks; c++)
-            chunk(kind, coef, w, s0, s1, g, n, c);
+#pragma omp parallel for simd schedule(static) num_threads(threads)
+        for (size_t i = 0; i < n; i++)
+            a[i] += b[i];
     }
 }

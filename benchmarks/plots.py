@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 Result = dict[str, Any]
 DRAWN: dict[str, Callable[[Result, Any], None]] = {}

@@ -11,37 +11,23 @@ def publish(
     control: int,
     clock: int,
     version: int,
-    kind: int,
     dtype: int,
-    payload_bytes: int,
-    flags: int,
+    kind: int,
     blocks: int,
+    payload_bytes: int,
     batch: int,
     samples: int,
+    squares: float,
     rate_scale: float,
     loss: float,
     started: float,
     finished: float,
     /,
 ) -> int: ...
-def copy(dtype: int, to: int, source: int, count: int, /) -> bool: ...
-def write_block(
-    dtype: int, payload: int, block: int, tensor: int, at: int, values: int, count: int, /
-) -> tuple[int, bool]: ...
-def write_rows(
-    dtype: int,
-    payload: int,
-    block: int,
-    tensor: int,
-    at: int,
-    indices: int,
-    values: int,
-    count: int,
-    rows: int,
-    width: int,
-    /,
-) -> tuple[int, bool]: ...
-def zero(to: int, size: int, /) -> None: ...
+def copy(dtype: int, to: int, source: int, count: int, left: int, /) -> float: ...
+def write_frame(
+    weights: int, dtype: int, payload: int, spare: int, left: int, /, *gradients: int
+) -> tuple[int, int, int, float]: ...
 def wait_grant(ring: int, control: int, clock: int, timeout_ns: int, /) -> int: ...
 def wait_applied(ring: int, control: int, sequence: int, timeout_ns: int, /) -> int: ...
 def take_work(ring: int, control: int, timeout_ns: int, /) -> int: ...

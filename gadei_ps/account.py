@@ -7,6 +7,8 @@ Compiled; `c` is CONTROL, shape (1,).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from gadei_ps import layout, ledger
@@ -92,6 +94,7 @@ def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64
     e.applied += ONE
     e.samples += np.uint64(frame[0].samples)
     e.loss = frame[0].loss
+    e.norm = math.sqrt(frame[0].squares)
     e.started = frame[0].started
     e.finished = frame[0].finished
     e.version = frame[0].version

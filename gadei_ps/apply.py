@@ -56,6 +56,7 @@ HALF_BYTES = np.uint64(layout.UNDO_HALF)
 # Values decoded or averaged at a time, some chunks: a chunk is small for the loops that do it.
 BLOCK = 1024
 BLOCK_BYTES = np.uint64(BLOCK * 4)
+COEFFICIENT_BYTES = np.uint64(COEFFICIENTS * 8)
 PAYLOAD_AT = np.uint64(layout.PAYLOAD_AT)
 IDLE = np.uint64(layout.IDLE)
 APPLIED = np.uint64(layout.APPLIED)
@@ -99,6 +100,8 @@ class Streams(NamedTuple):
     """One block, for the mean of several gradients."""
     coef: np.uint64
     """What the optimizer needs to know of the gradient in hand, float64 (COEFFICIENTS,)."""
+    scales: np.uint64
+    """What to multiply each frame in hand by, float64 (MAX_LEARNERS,)."""
 
 
 class Shard(NamedTuple):
@@ -134,9 +137,9 @@ def integer(value: Any) -> int:
 
 
 def room() -> tuple[np.ndarray, np.ndarray]:
-    """Memory of a shard's own, for places: HANDS_AT, ROOM_AT (scratch, mean, coefficients)."""
+    """Memory of a shard's own, for places: HANDS_AT, ROOM_AT (the last four of Streams)."""
     hands = np.zeros((HANDS, MAX_LEARNERS), np.int64)
-    return hands, np.zeros(2 * BLOCK + 2 * COEFFICIENTS, np.float32)
+    return hands, np.zeros(2 * BLOCK + 2 * COEFFICIENTS + 2 * MAX_LEARNERS, np.float32)
 
 
 @compiled
@@ -171,6 +174,7 @@ def shard_of(index: int, low: int, high: int, places: np.ndarray) -> Shard:
             places[ROOM_AT],
             places[ROOM_AT] + BLOCK_BYTES,
             places[ROOM_AT] + BLOCK_BYTES + BLOCK_BYTES,
+            places[ROOM_AT] + BLOCK_BYTES + BLOCK_BYTES + COEFFICIENT_BYTES,
         ),
     )
 
@@ -196,6 +200,20 @@ def take(s: Shard, member: int, slot: np.uint64) -> None:
     s.hands[PAYLOAD, member] = integer(slot + PAYLOAD_AT)
     s.hands[DTYPE, member] = integer(frame_at(slot)[0].dtype)
     s.hands[KIND, member] = integer(frame_at(slot)[0].kind)
+    scale = cpu.clip_scale(s.c[0].hyper, frame_at(slot)[0].squares)
+    doubles(s.at.scales, MAX_LEARNERS)[member] = scale
+
+
+@compiled
+def scale_of(s: Shard, member: int, is_parameter: bool) -> float:
+    """What to multiply a frame in hand by. A buffer's change is none of the gradient's."""
+    return doubles(s.at.scales, MAX_LEARNERS)[member] if is_parameter else 1.0
+
+
+@compiled
+def is_mixed(s: Shard, members: int) -> bool:
+    """Whether what is in hand must be worked out, block by block: it is not one frame as it is."""
+    return members > 1 or doubles(s.at.scales, MAX_LEARNERS)[0] != 1.0
 
 
 @compiled
@@ -425,6 +443,7 @@ def apply_chunks(s: Shard, members: int, first: int, reopen: bool) -> None:
     hands = borrow(s.hands)
     parameters = integer(s.places[PARAMETERS])
     at = s.at
+    mixed = is_mixed(s, members)
     start = s.low + first * CHUNK
     if reopen:
         kept = s.kept if start < parameters else 0
@@ -432,19 +451,21 @@ def apply_chunks(s: Shard, members: int, first: int, reopen: bool) -> None:
     while start < s.high:
         is_parameter = start < parameters
         end = min(s.high, parameters) if is_parameter else s.high
-        if members > 1 or hands[DTYPE, 0] != FLOAT32:
+        if mixed or hands[DTYPE, 0] != FLOAT32:
             end = min(end, start + BLOCK)
         count = end - start
-        g = gradient_at(np.uint64(hands[PAYLOAD, 0]), hands[DTYPE, 0], start, count, at.scratch)
-        if members > 1:
-            mean = floats(at.mean, count)
-            _copy(mean, floats(g, count))
-            for k in range(1, members):
-                payload = np.uint64(hands[PAYLOAD, k])
-                other = gradient_at(payload, hands[DTYPE, k], start, count, at.scratch)
-                cpu.accumulate(mean, floats(other, count))
-            cpu.scale(mean, 1.0 / members)
+        if mixed:
             g = at.mean
+            mean = floats(g, count)
+            mean[:] = np.float32(0)
+            for k in range(members):
+                payload = np.uint64(hands[PAYLOAD, k])
+                one = gradient_at(payload, hands[DTYPE, k], start, count, at.scratch)
+                cpu.accumulate(mean, floats(one, count), scale_of(s, k, is_parameter))
+            cpu.scale(mean, 1.0 / members)
+        else:
+            payload = np.uint64(hands[PAYLOAD, 0])
+            g = gradient_at(payload, hands[DTYPE, 0], start, count, at.scratch)
         kind, kept = (s.kind, s.kept) if is_parameter else (BUFFER, 0)
         move_span(kind, kept, coef, at, g, s.cursor, (start - s.low) // CHUNK, start, end)
         start = end

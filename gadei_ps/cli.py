@@ -114,6 +114,9 @@ def train(
     dropout: Annotated[float, typer.Option(metavar="P", help="Share of units dropped.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Of the hold-out, the weights and the order.")] = 0,
     wire: Annotated[Wire, typer.Option(help="Number format of gradients.")] = Wire.FLOAT32,
+    error_feedback: Annotated[
+        bool, typer.Option("--error-feedback", help="Add what 16 bits lose to the next gradient.")
+    ] = False,
     text_column: Annotated[str, typer.Option(metavar="NAME", help="Column of the texts.")] = "text",
     label_column: Annotated[
         str, typer.Option(metavar="NAME", help="Column of the labels.")
@@ -143,6 +146,7 @@ def train(
         dropout=dropout,
         seed=seed,
         wire=wire.value,
+        error_feedback=error_feedback,
         out=out,
         text_column=text_column,
         label_column=label_column,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from gadei_ps import layout, process, sync
+from gadei_ps import layout, placement, process, sync
 from gadei_ps.errors import UsageError
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.segment import JOB_NAME, check_job_name
@@ -44,6 +44,7 @@ class OptimizerConfig(_Table):
     eps: float | None = None
     weight_decay: float = 0.0
     staleness_aware: bool = False
+    clip_norm: float = 0.0
     schedule: ScheduleConfig = ScheduleConfig()
 
     def spec(self) -> OptimizerSpec:
@@ -93,6 +94,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     optimizer: OptimizerConfig = OptimizerConfig()
     sync: str | dict[str, Any] = "asp"
     shards: int = Field(0, ge=0, le=layout.MAX_SHARDS, description="0: by the machine")
+    cores: str = Field("", description="of the shards, as '0-3,8', one each; empty: by the machine")
     slots: int = Field(2, ge=1, le=64, description="gradients that a learner's ring holds")
     ahead: int = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
     nonfinite: Literal["refuse", "allow"] = "refuse"
@@ -117,6 +119,14 @@ class JobConfig(_Table, allow_inf_nan=False):
     def _name(cls, value: str) -> str:
         if not JOB_NAME.fullmatch(value):
             raise ValueError("use 1 to 48 letters, digits, '-' and '_'")
+        return value
+
+    @field_validator("cores")
+    @classmethod
+    def _cores(cls, value: str) -> str:
+        missing = set(placement.parse(value)) - set(range(os.cpu_count() or 1)) if value else ()
+        if missing:
+            raise ValueError(f"this machine has no core {min(missing)}")
         return value
 
     @field_validator("hang_s")

@@ -25,6 +25,7 @@ import gadei_ps
 from gadei_ps.errors import GadeiError
 
 SHM = Path("/dev/shm")
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 LITTLE_SHM = 256 << 20  # bytes free; the sentence classifier with two learners takes about 50 MiB
 # A watchdog holds for each learner a pidfd, its ring and its connection, and for itself some more.
 FILES_OF_A_LEARNER = 3
@@ -127,6 +128,22 @@ def _shm() -> tuple[Level, str, str]:
             f"enlarge it (mount -o remount,size=2G {SHM}; docker run --shm-size=2g) or free some",
         )
     return Level.OK, found, ""
+
+
+def _large_pages() -> tuple[Level, str, str]:
+    try:
+        found = SHMEM_ENABLED.read_text()
+    except OSError:
+        return Level.OK, "the kernel has none for shared memory", ""
+    chosen = found.partition("[")[2].partition("]")[0]
+    if chosen in ("never", "deny"):
+        # A hint, not a fault: it is the kernel's default, and matters to large models only.
+        return (
+            Level.OK,
+            f"none for shared memory; large models gain: echo advise > {SHMEM_ENABLED}",
+            "",
+        )
+    return Level.OK, f"{chosen}, for shared memory", ""
 
 
 def _cores() -> tuple[Level, str, str]:
@@ -333,6 +350,7 @@ CHECKS: dict[str, Callable[[], tuple[Level, str, str]]] = {
     "native module": _native,
     "Numba's cache": _numba,
     "/dev/shm": _shm,
+    "large pages": _large_pages,
     "cores": _cores,
     "futex_waitv": _futex_waitv,
     "pidfd_open": _pidfd,

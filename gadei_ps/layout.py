@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 MAGIC: Final = 0x53504945444147
-LAYOUT_VERSION: Final = 3
+LAYOUT_VERSION: Final = 4
 
 MAX_LEARNERS: Final = 256
 MAX_SHARDS: Final = 64
@@ -213,7 +213,8 @@ ENTRY: Final = _struct(
     ("drained", u32),
     ("unasked", u64),
     ("handed", u64),
-    ("pad3", u64, (2,)),
+    ("norm", f64),
+    ("pad3", u64),
     ("histogram", u64, (HISTOGRAM,)),
     ("outstanding", u64, (AHEAD,)),
     ("items", u64, (AHEAD,)),
@@ -362,7 +363,8 @@ FRAME: Final = _struct(
     ("loss", f64),
     ("started", f64),
     ("finished", f64),
-    ("pad", u64, (4,)),
+    ("squares", f64),
+    ("pad", u64, (3,)),
 )
 
 BLOCK: Final = _struct(

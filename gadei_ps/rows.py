@@ -37,9 +37,11 @@ from gadei_ps.apply import (
     apply_chunks,
     gradient_at,
     integer,
+    is_mixed,
     lock,
     move_span,
     restore,
+    scale_of,
     shard_of,
     take_coefficients,
     unlock,
@@ -223,7 +225,8 @@ def _add_row(
     size = 4 if s.hands[DTYPE, m] == FLOAT32 else 2
     row = np.uint64(s.hands[VALUES, m] + s.hands[AT, m] * width * size)
     g = gradient_at(row, s.hands[DTYPE, m], low - row_start, high - low, s.at.scratch)
-    cpu.accumulate(mean[low - start : high - start], floats(g, high - low))
+    scale = scale_of(s, m, row_start < integer(s.places[PARAMETERS]))
+    cpu.accumulate(mean[low - start : high - start], floats(g, high - low), scale)
 
 
 @compiled
@@ -237,7 +240,8 @@ def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end:
         if s.hands[FORM, m] == DENSE:
             values = np.uint64(s.hands[VALUES, m])
             g = gradient_at(values, s.hands[DTYPE, m], start - first, end - start, s.at.scratch)
-            cpu.accumulate(mean, floats(g, end - start))
+            scale = scale_of(s, m, start < integer(s.places[PARAMETERS]))
+            cpu.accumulate(mean, floats(g, end - start), scale)
         elif s.hands[FORM, m] == ROWS and row >= 0:
             if s.hands[ROW, m] == row:
                 _add_row(s, m, mean, width, first + row * width, start, end)
@@ -282,7 +286,7 @@ def _span(
         restore(s.at, kept, np.uint64(piece), at, min(CHUNK, high - at))
     start = integer(tensor[0].start)
     width = integer(tensor[0].count) // _rows_of(tensor)
-    single = members == 1
+    single = not is_mixed(s, members)
     while at < high:
         end = high
         if not single or s.hands[DTYPE, 0] != FLOAT32:

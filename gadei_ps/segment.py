@@ -21,6 +21,7 @@ import posix_ipc
 from gadei_ps import _native, layout, process
 from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError, UsageError
 
+LARGE_PAGE = 2 << 20  # of most processors
 SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
@@ -100,6 +101,9 @@ def create(
             raise _no_space(name, size)
         try:
             os.ftruncate(shared.fd, size)
+            memory = _map(shared.fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+            # Through the mapping, because the file itself would be given small pages only.
+            _native.populate(_native.address(memory), size)
             # Without this a full /dev/shm shows itself as SIGBUS in the middle of training.
             os.posix_fallocate(shared.fd, 0, size)
         except OSError as error:
@@ -107,7 +111,6 @@ def create(
                 raise _no_space(name, size) from None
             what = f"cannot reserve {size >> 20} MiB for {name}: {error.strerror}"
             raise NoSharedMemory(what) from None
-        memory = mmap.mmap(shared.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     except BaseException:
         posix_ipc.unlink_shared_memory(name)
         raise
@@ -126,6 +129,15 @@ def create(
     header["index"] = index
     header["job_name"] = job.encode()
     return segment
+
+
+def _map(fd: int, size: int, protection: int) -> mmap.mmap:
+    """A shared mapping, with large pages where the system gives them to who asks (see doctor)."""
+    memory = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+    if size >= LARGE_PAGE:
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _free() -> int:
@@ -181,7 +193,7 @@ def attach_file(
     if size < layout.HEADER.itemsize:
         raise SegmentError(f"{name}: truncated ({size} bytes)")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    memory = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+    memory = _map(fd, size, protection)
     segment = Segment(name, memory, _native.address(memory), size)
     header = segment.header
     if _native.load(segment.address) != layout.MAGIC:

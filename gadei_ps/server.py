@@ -25,7 +25,19 @@ import time
 
 import numpy as np
 
-from gadei_ps import _native, apply, layout, log, process, rows, segment, shard, sync, weights
+from gadei_ps import (
+    _native,
+    apply,
+    layout,
+    log,
+    placement,
+    process,
+    rows,
+    segment,
+    shard,
+    sync,
+    weights,
+)
 from gadei_ps import places as place
 from gadei_ps.driver import Driver, Member
 from gadei_ps.errors import GadeiError, SegmentError
@@ -43,8 +55,11 @@ UNNAMED_S = 10.0  # until the watchdog has written down whom it started
 class Server:
     """One server of a job. number: its line in control, 0 or 1."""
 
-    def __init__(self, job: str, model: sync.SyncModel, number: int, orphan_s: float) -> None:
+    def __init__(
+        self, job: str, model: sync.SyncModel, number: int, orphan_s: float, cores: list[int]
+    ) -> None:
         self.job = job
+        self.cores = cores  # asked for, of the shards
         self.sync = model
         self.orphan_s = orphan_s
         self.log = log.get(job=job)
@@ -332,7 +347,9 @@ class Server:
 
     def _run_shard(self, index: int, low: int, high: int, places: np.ndarray) -> None:
         """The thread of a shard. Its lease goes with it."""
+        assert self.weights is not None
         try:
+            placement.bind(index, self.cores, self.weights.address)
             shard.stand_by(index, low, high, places)
         except BaseException as error:
             self.crashed = error
@@ -438,13 +455,15 @@ def main() -> None:
     parser.add_argument("sync")
     parser.add_argument("number", type=int)
     parser.add_argument("orphan_s", type=float)
+    parser.add_argument("--cores", type=placement.parse, default=[])
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     log.set_up(as_json=args.json, verbose=args.verbose, quiet=args.quiet)
     try:
-        code = Server(args.job, sync.parse(args.sync), args.number, args.orphan_s).run()
+        model = sync.parse(args.sync)
+        code = Server(args.job, model, args.number, args.orphan_s, args.cores).run()
     except (GadeiError, OSError) as error:
         log.get(job=args.job).error("parameter server", reason=str(error))
         code = 1

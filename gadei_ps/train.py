@@ -54,6 +54,7 @@ class Settings:
     dropout: float = 0.5
     seed: int = 0
     wire: str = "float32"
+    error_feedback: bool = False
     out: Path = Path("model")
     text_column: str = "text"
     label_column: str = "label"
@@ -159,6 +160,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         "batch_size": batch_size,
         "epochs": epochs,
         "wire": settings.wire,
+        "error_feedback": settings.error_feedback,
     }
     with (
         # A file in memory: it cannot be left behind, and only its owner can open it.

@@ -16,7 +16,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -34,11 +34,10 @@ from gadei_ps.errors import (
     PushTimeout,
     UsageError,
 )
+from gadei_ps.kernels.optimizers import HYPER, Kind, OptimizerSpec
 from gadei_ps.layout import (
     CONTROL,
     RING,
-    WIRE_BYTES,
-    FrameKind,
     Phase,
     WireType,
 )
@@ -50,7 +49,8 @@ NAME_VARIABLE = "GADEI_PS_NAME"
 SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
 GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
 CONSISTENT_S = 5.0
-LINE_BYTES = 64
+NONE = (0, 0, 0)  # for Client.write_gradients: a tensor without a gradient
+UNWRITTEN = (0, 0, 0, 0.0)  # a frame that the server refuses
 HOLD_S = 0.03  # above what a shard waits for a consistent pull
 
 
@@ -91,7 +91,9 @@ class Client:
     and `attach` set. tensors: initial values of the parameters by name (the first learner's make
     the model; later ones must have the same names and shapes); None if the job has its model.
     buffers: tensors that no optimizer moves, likewise; a push adds to them. wire: how gradients
-    travel, "float32", "bfloat16" or "float16".
+    travel, "float32", "bfloat16" or "float16". error_feedback: what rounding to 16 bits leaves
+    over is kept here and added to the next gradient (Seide et al. 2014, '1-bit stochastic gradient
+    descent'), at the cost of as much memory as the model has weights.
 
     Raises JobNotFound, ModelMismatch, NoSharedMemory, ControlError.
     """
@@ -103,6 +105,7 @@ class Client:
         tensors: Arrays | None = None,
         buffers: Arrays | None = None,
         wire: str = "float32",
+        error_feedback: bool = False,
         name: str = "",
     ) -> None:
         target = job or os.environ.get(JOB_VARIABLE)
@@ -138,9 +141,13 @@ class Client:
         self.weights: dict[str, FloatArray] = self.model.views(self.flat)
         """The same by name. Reading them is a pull that copies nothing."""
         self._tensors = {tensor.name: tensor for tensor in self.model.tensors}
-        self._dense = FrameKind.DENSE, 0, self.model.elements * WIRE_BYTES[self._wire]
-        self._frame = self._dense  # kind, blocks and payload bytes of the claimed slot
-        self.version = int(self._control["version"])
+        self._left = np.zeros(self.model.elements if error_feedback else 0, np.float32)
+        self._target = place.weights.address, int(self._wire)
+        self._way = int(self._may_spare()), _native.address(self._left) if error_feedback else 0
+        # Of the claimed slot, once it is written: kind, blocks, payload bytes, sum of squares.
+        self._frame = UNWRITTEN
+        self._version_at = self._control_at + layout.offset(CONTROL, "version")
+        self.version = self.current_version
         self.published = 0
         self._taken: deque[int] = deque()
         self._started = time.monotonic()
@@ -152,6 +159,11 @@ class Client:
         )
         # Before weakref's own hook, which runs after threads and modules may be gone.
         atexit.register(self._finalizer)
+
+    def _may_spare(self) -> bool:
+        """Whether a gradient of zero moves nothing, so that rows of it need not travel."""
+        spec = OptimizerSpec.unpack(self.hyper[:HYPER])
+        return spec.kind in (Kind.SGD, Kind.ADAGRAD) and spec.weight_decay == 0
 
     # -- pull -----------------------------------------------------------------------------------
 
@@ -220,11 +232,7 @@ class Client:
 
     def wait_turn(self, timeout_s: float | None = None) -> None:
         """Waits until the synchronization model lets this learner begin its next iteration."""
-        self._wait(
-            lambda ns: _native.wait_grant(self._ring_at, self._control_at, self.published, ns),
-            timeout_s,
-            "no grant to go on",
-        )
+        self._wait_grant(timeout_s)
         self.version = self.current_version
         self._started = time.monotonic()
 
@@ -250,131 +258,103 @@ class Client:
         rate_scale multiplies the job's learning rate. Raises PushTimeout, JobStopped, JobFailed;
         then nothing has been published.
         """
-        slot = self.claim(timeout_s)
-        payload = slot + layout.PAYLOAD_AT
+        payload = self.claim(timeout_s) + layout.PAYLOAD_AT
         if isinstance(gradients, np.ndarray):
-            nonfinite = self.write_flat(payload, gradients)
-        elif not isinstance(gradients, Mapping):
+            self.write_flat(payload, gradients)
+        elif isinstance(gradients, Mapping):
+            self.write_named(payload, gradients)
+        else:
             raise ModelMismatch(
                 f"gradients are a {type(gradients).__name__}, not arrays by name or one flat array"
             )
-        else:
-            nonfinite = self.write_named(payload, gradients)
         return self.publish(
-            nonfinite=nonfinite,
-            loss=loss,
-            samples=samples,
-            rate_scale=rate_scale,
-            batch=batch,
-            version=version,
+            loss=loss, samples=samples, rate_scale=rate_scale, batch=batch, version=version
         )
 
     def claim(self, timeout_s: float | None = None) -> int:
         """Waits for the grant and for a free slot; returns the slot's address.
 
-        For writers of their own: fill the payload at PAYLOAD_AT, all of it or by write_named(),
-        then publish().
+        For writers of their own: fill the payload at PAYLOAD_AT by write_flat(), write_named() or
+        write_gradients(), then publish().
         """
         if os.getpid() != self._pid:
             raise UsageError("this client belongs to the parent process; make one after the fork")
-        self._wait(
-            lambda ns: _native.wait_grant(self._ring_at, self._control_at, self.published, ns),
-            timeout_s,
-            "no grant to go on",
-        )
-        self._frame = self._dense
+        self._wait_grant(timeout_s)
+        self._frame = UNWRITTEN
+        slot = _native.claim(self._ring_at, self._control_at, 0)
+        if slot >= 0:
+            self._gone_since = None
+            return slot
         return self._wait(
             lambda ns: _native.claim(self._ring_at, self._control_at, ns),
             timeout_s,
             "no slot came free: does the server apply gradients?",
         )
 
-    def write_flat(self, payload: int, flat: FloatArray) -> bool:
-        """Writes a whole gradient of shape (model.elements,); True if a value is not finite."""
+    def _wait_grant(self, timeout_s: float | None) -> None:
+        if _native.wait_grant(self._ring_at, self._control_at, self.published, 0) < 0:
+            self._wait(
+                lambda ns: _native.wait_grant(self._ring_at, self._control_at, self.published, ns),
+                timeout_s,
+                "no grant to go on",
+            )
+
+    def write_flat(self, payload: int, flat: FloatArray) -> None:
+        """Writes a whole gradient of shape (model.elements,) into a claimed slot."""
         if flat.shape != (self.model.elements,):
             raise ModelMismatch(
                 f"gradient has shape {list(flat.shape)}, the model [{self.model.elements}]"
             )
-        self._frame = self._dense
         source = np.ascontiguousarray(flat, np.float32)
-        return _native.copy(self._wire, payload, source.ctypes.data, source.size)
+        self._frame = _native.write_frame(
+            *self._target, payload, *self._way, _native.address(source)
+        )
 
-    def write_named(self, payload: int, gradients: Gradients) -> bool:
-        """Writes all tensors' gradients into a claimed slot; True if a value is not finite.
-
-        Makes it a frame of rows if one of them is Rows. Raises ModelMismatch.
-        """
+    def write_named(self, payload: int, gradients: Gradients) -> None:
+        """Writes all tensors' gradients into a claimed slot. Raises ModelMismatch."""
         unknown = gradients.keys() - self._tensors.keys()
         if unknown:
             raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
-        if any(isinstance(gradient, Rows) for gradient in gradients.values()):
-            return self._write_blocks(payload, gradients)
-        self._frame = self._dense
-        nonfinite = False
+        kept: list[object] = []  # copies whose addresses are handed on
+        where: list[int] = []
         for name, tensor in self._tensors.items():
             gradient = gradients.get(name)
-            assert not isinstance(gradient, Rows)
-            nonfinite |= self._write(payload, tensor, gradient)
-        return nonfinite
-
-    def _write(self, payload: int, tensor: Tensor, gradient: npt.NDArray[Any] | None) -> bool:
-        width = WIRE_BYTES[self._wire]
-        at = payload + tensor.start * width
-        if gradient is None:
-            _native.zero(at, tensor.count * width)
-            return False
-        source = _source(tensor, gradient)
-        return _native.copy(self._wire, at, source.ctypes.data, source.size)
-
-    def _write_blocks(self, payload: int, gradients: Gradients) -> bool:
-        """A frame of rows: a block for each tensor that has a gradient, in the table's order."""
-        at = layout.rounded(len(self._tensors) * layout.BLOCK.itemsize, LINE_BYTES)
-        blocks = 0
-        nonfinite = False
-        for number, tensor in enumerate(self._tensors.values()):
-            gradient = gradients.get(tensor.name)
             if gradient is None:
-                continue
-            where = (self._wire, payload, blocks, number, at)
-            if isinstance(gradient, Rows):
-                at, bad = self._write_rows(where, tensor, gradient)
+                where += NONE
+            elif isinstance(gradient, Rows):
+                indices, values = _rows(tensor, gradient)
+                kept += (indices, values)
+                where += rows_at(_native.address(indices), _native.address(values), indices.size)
             else:
                 source = _source(tensor, gradient)
-                at, bad = _native.write_block(*where, source.ctypes.data, source.size)
-            nonfinite |= bad
-            blocks += 1
-        self._frame = FrameKind.ROWS, blocks, at
-        return nonfinite
+                kept.append(source)
+                where += (_native.address(source), 0, 0)
+        self.write_gradients(payload, where)
 
-    def _write_rows(
-        self, where: tuple[int, int, int, int, int], tensor: Tensor, gradient: Rows
-    ) -> tuple[int, bool]:
-        indices = _indices(tensor.name, gradient.indices)
-        values = np.ascontiguousarray(gradient.values, np.float32)
-        if indices.ndim != 1 or values.shape != (indices.size, *tensor.shape[1:]):
-            raise ModelMismatch(
-                f"rows of {tensor.name!r}: {list(indices.shape)} indices and values of shape "
-                f"{list(values.shape)}; the tensor has shape {list(tensor.shape)}"
-            )
-        sizes = (indices.size, tensor.rows, tensor.count // tensor.rows)
-        at = (indices.ctypes.data, values.ctypes.data, *sizes)
+    def write_gradients(self, payload: int, where: Sequence[int]) -> None:
+        """The same from addresses: three numbers for each tensor of the model, in its order.
+
+        Of contiguous float32: (address, 0, 0) for all of it, rows_at() for rows, NONE for nothing.
+        Who calls it answers for the shapes. Raises ModelMismatch for a row that there is not.
+        """
         try:
-            return _native.write_rows(*where, *at)
+            self._frame = _native.write_frame(*self._target, payload, *self._way, *where)
         except IndexError as error:
-            raise ModelMismatch(f"{tensor.name!r} has no {error}") from None
+            number, row = error.args
+            tensor = self.model.tensors[number]
+            raise ModelMismatch(f"{tensor.name!r} has no row {row} of {tensor.rows}") from None
 
     def publish(
         self,
         *,
-        nonfinite: bool = False,
         loss: float = float("nan"),
         samples: int = 0,
         rate_scale: float = 1.0,
         batch: int | None = None,
         version: int | None = None,
     ) -> int:
-        """Makes the claimed slot visible; returns the gradient's sequence number."""
-        kind, blocks, payload_bytes = self._frame
+        """Makes the claimed and written slot visible; returns the gradient's sequence number."""
+        kind, blocks, payload_bytes, squares = self._frame
         if batch is None:
             batch = self._taken[0] if self._taken else layout.NO_BATCH
         sequence = _native.publish(
@@ -382,13 +362,13 @@ class Client:
             self._control_at,
             self.published,
             self.version if version is None else version,
-            kind,
             self._wire,
-            payload_bytes,
-            layout.CHECKED | (layout.NONFINITE if nonfinite else 0),
+            kind,
             blocks,
+            payload_bytes,
             batch,
             samples,
+            squares,
             rate_scale,
             loss,
             self._started,
@@ -405,7 +385,10 @@ class Client:
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
         """Waits until the gradient, by default the last one, is in the weights or dropped."""
         wanted = self.published - 1 if sequence is None else sequence
-        if wanted >= 0:
+        if wanted < 0:
+            return
+        slice_ns = SLICE_NS if timeout_s is None else 0
+        if _native.wait_applied(self._ring_at, self._control_at, wanted, slice_ns) < 0:
             self._wait(
                 lambda ns: _native.wait_applied(self._ring_at, self._control_at, wanted, ns),
                 timeout_s,
@@ -511,7 +494,7 @@ class Client:
     @property
     def current_version(self) -> int:
         """Gradients that the job has applied so far."""
-        return int(self._control["version"])
+        return _native.load(self._version_at)
 
     @property
     def hyper(self) -> npt.NDArray[np.float64]:
@@ -548,6 +531,24 @@ def _indices(tensor: str, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
     if given.size and given.dtype.kind not in "iu":
         raise ModelMismatch(f"rows of {tensor!r}: indices of {given.dtype}, not integers")
     return np.ascontiguousarray(given, np.int64)
+
+
+def _rows(tensor: Tensor, given: Rows) -> tuple[npt.NDArray[np.int64], FloatArray]:
+    """Rows as C reads them. Raises ModelMismatch."""
+    indices = _indices(tensor.name, given.indices)
+    values = np.ascontiguousarray(given.values, np.float32)
+    if indices.ndim != 1 or values.shape != (indices.size, *tensor.shape[1:]):
+        raise ModelMismatch(
+            f"rows of {tensor.name!r}: {list(indices.shape)} indices and values of shape "
+            f"{list(values.shape)}; the tensor has shape {list(tensor.shape)}"
+        )
+    return indices, values
+
+
+def rows_at(indices: int, values: int, count: int) -> tuple[int, int, int]:
+    """For Client.write_gradients: int64 indices and their float32 rows, by address."""
+    # No rows at all are rows too; an empty array may have no address.
+    return (values, indices, count) if count else (1, 1, 0)
 
 
 def _source(tensor: Tensor, gradient: npt.NDArray[Any]) -> FloatArray:

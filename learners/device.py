@@ -27,9 +27,8 @@ class Device(Protocol):
     def views(self, model: Model, buffer: Any) -> dict[str, Any]:
         """Each tensor by name, as a view of a buffer."""
 
-    def store(self, client: Client, payload: int, gradients: Mapping[str, Any]) -> bool:
+    def store(self, client: Client, payload: int, gradients: Mapping[str, Any]) -> None:
         """Push: writes gradients into a claimed slot; returns once they are there.
 
-        gradients: by name, arrays of the device; None and missing ones count as zero. True if a
-        value is not finite.
+        gradients: by name, arrays of the device; None and missing ones count as zero.
         """

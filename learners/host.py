@@ -25,5 +25,5 @@ class Host:
     def views(self, model: Model, buffer: FloatArray) -> dict[str, FloatArray]:
         return model.views(buffer)
 
-    def store(self, client: Client, payload: int, gradients: Mapping[str, Any]) -> bool:
-        return client.write_named(payload, gradients)
+    def store(self, client: Client, payload: int, gradients: Mapping[str, Any]) -> None:
+        client.write_named(payload, gradients)

@@ -151,8 +151,8 @@ class Pipeline:
             except queue.Empty:
                 continue
             slot = self._claim()
-            nonfinite = self.device.store(self.client, slot + layout.PAYLOAD_AT, item.gradients)
-            self.client.publish(nonfinite=nonfinite, version=item.version, **item.facts)
+            self.device.store(self.client, slot + layout.PAYLOAD_AT, item.gradients)
+            self.client.publish(version=item.version, **item.facts)
             self._to_push.task_done()
 
     def _claim(self) -> int:

@@ -36,7 +36,7 @@ def learn(path: str) -> None:
         seed=settings["seed"],
         sparse=True,  # pushes the words of a batch, not the vocabulary
     )
-    optimizer = Optimizer(model, wire=settings["wire"])
+    optimizer = Optimizer(model, wire=settings["wire"], error_feedback=settings["error_feedback"])
     # Two learners must not drop the same units in the same order.
     torch.manual_seed(settings["seed"] * 1_000_003 + optimizer.client.generation)
     model.train()

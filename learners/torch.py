@@ -33,10 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gadei_ps import layout
+from gadei_ps import _native, layout
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.kernels import optimizers
-from gadei_ps.learners.client import Batch, Client, Rows
+from gadei_ps.learners.client import NONE, Batch, Client, rows_at
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -44,7 +44,7 @@ class Optimizer(torch.optim.Optimizer):
 
     model: its parameters that require a gradient, on the CPU and float32, become the job's. job: a
     name or a socket's path; None takes it from the environment (`gadei-ps run`, `attach`). view:
-    see the module's text. wire: number format of pushed gradients. Learning-rate schedulers of
+    see the module's text. wire, error_feedback: see Client. Learning-rate schedulers of
     torch work: their rate travels with each gradient, relative to the job's.
 
     Raises UsageError, and what Client raises.
@@ -57,6 +57,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         view: bool = True,
         wire: str = "float32",
+        error_feedback: bool = False,
         name: str = "",
     ) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -72,6 +73,7 @@ class Optimizer(torch.optim.Optimizer):
             tensors={name: _array(tensor) for name, tensor in self._parameters.items()},
             buffers={name: _array(tensor) for name, tensor in self._buffers.items()},
             wire=wire,
+            error_feedback=error_feedback,
             name=name,
         )
         self._view = view
@@ -86,6 +88,10 @@ class Optimizer(torch.optim.Optimizer):
             # So that a write to the shared weights says where it came from.
             faulthandler.enable()
         self._refresh_buffers()
+        # In the order of the job's table, which the first learner has made.
+        tensors = {**self._parameters, **self._buffers}
+        self._ordered = [tensors[tensor.name] for tensor in self.client.model.tensors]
+        self._kept: list[Any] = []  # what the addresses of a push are of, until the next one
         self._job_lr = float(self.client.hyper[optimizers.LR])
         self._made = False
         super().__init__(self._parameters.values(), {"lr": self._job_lr})
@@ -97,7 +103,6 @@ class Optimizer(torch.optim.Optimizer):
             raise UsageError("a job's model is fixed: parameters cannot be added to it")
         super().add_param_group(param_group)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Pushes the gradients that backward() left; waits for a free slot, not for the server.
 
@@ -110,26 +115,70 @@ class Optimizer(torch.optim.Optimizer):
                 result = closure()
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 self._loss = float(result.detach())
-        rate = float(self.param_groups[0]["lr"])
-        payload = self.client.claim() + layout.PAYLOAD_AT
-        gradients: dict[str, np.ndarray | Rows | None] = {
-            name: None if parameter.grad is None else _gradient(parameter.grad)
-            for name, parameter in self._parameters.items()
-        }
-        for name, buffer in self._buffers.items():
-            gradients[name] = _change(_array(buffer), self._bases[name])
-        nonfinite = self.client.write_named(payload, gradients)
-        self.client.publish(
-            nonfinite=nonfinite,
+        client = self.client
+        client.write_gradients(client.claim() + layout.PAYLOAD_AT, self._gradients())
+        rate = self.param_groups[0]["lr"]
+        client.publish(
             loss=self._loss,
             samples=self._samples,
-            rate_scale=rate / self._job_lr if self._job_lr else 1.0,
+            rate_scale=float(rate) / self._job_lr if rate != self._job_lr and self._job_lr else 1.0,
         )
         self._loss = float("nan")
         if self._own_data:
-            self.client.wait_turn()
+            client.wait_turn()
             self._pull()
         return result
+
+    def _gradients(self) -> list[int]:
+        """Where they lie, for Client.write_gradients.
+
+        Between backward() and this the caches hold the model, not the interpreter: each call of
+        torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
+        """
+        where: list[int] = []
+        self._kept.clear()
+        for parameter in self._ordered:
+            gradient = parameter.grad if isinstance(parameter, torch.nn.Parameter) else None
+            if gradient is None:
+                where += NONE
+            elif gradient.dtype is not torch.float32:
+                raise ModelMismatch(f"a gradient is {gradient.dtype}, not float32")
+            elif not gradient.is_sparse:
+                if not gradient.is_contiguous():
+                    gradient = gradient.contiguous()
+                    self._kept.append(gradient)
+                where += (gradient.data_ptr(), 0, 0)
+            elif gradient.sparse_dim() == 1:
+                # As backward() left it: rows that a batch names twice are added up on their way.
+                indices = gradient._indices().contiguous()
+                values = gradient._values().contiguous()
+                self._kept += (indices, values)
+                where += rows_at(indices.data_ptr(), values.data_ptr(), indices.shape[1])
+            else:
+                gradient = gradient.to_dense()
+                self._kept.append(gradient)
+                where += (gradient.data_ptr(), 0, 0)
+        if self._buffers:
+            self._add_buffers(where)
+        return where
+
+    def _add_buffers(self, where: list[int]) -> None:
+        """By how much each buffer has changed, in the places that _gradients() left for them."""
+        for number, tensor in enumerate(self.client.model.tensors):
+            if tensor.name in self._buffers:
+                change = _change(_array(self._buffers[tensor.name]), self._bases[tensor.name])
+                if change is not None:
+                    change = np.ascontiguousarray(change, np.float32)
+                    self._kept.append(change)
+                    where[3 * number : 3 * number + 3] = (_native.address(change), 0, 0)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that are set to None are neither cleared nor added to."""
+        if not set_to_none:
+            return super().zero_grad(set_to_none=False)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return None
 
     def report(
         self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
@@ -155,11 +204,10 @@ class Optimizer(torch.optim.Optimizer):
             self._pull()
 
     def _pull(self) -> None:
-        if self._view:
-            self.client.version = self.client.current_version
-        else:
+        if not self._view:
             self.client.pull(self._flat)
-        self._refresh_buffers()
+        if self._buffers:
+            self._refresh_buffers()
 
     @torch.no_grad()
     def _refresh_buffers(self) -> None:
@@ -205,15 +253,6 @@ def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:
         return None
     with np.errstate(invalid="ignore"):
         return np.where(same, np.float32(0), now - base)
-
-
-def _gradient(gradient: torch.Tensor) -> np.ndarray | Rows:
-    if gradient.dtype != torch.float32:
-        raise ModelMismatch(f"a gradient is {gradient.dtype}, not float32")
-    if gradient.is_sparse and gradient.sparse_dim() == 1:
-        # As backward() left it: rows that a batch names twice are added up on their way.
-        return Rows(gradient._indices()[0].numpy(), gradient._values().numpy())
-    return gradient.to_dense().numpy() if gradient.is_sparse else gradient.numpy()
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -6,6 +6,8 @@
 #include <Python.h>
 
 #include <errno.h>
+#include <math.h>
+#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
@@ -16,7 +18,7 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
-#define COPY_WITH_GIL (1u << 14) /* values; below, handing the GIL over costs more than the copy */
+#define WRITE_WITH_GIL (1u << 14) /* values; below, handing the GIL over costs more than the copy */
 
 static int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, uint64_t *out)
 {
@@ -40,15 +42,30 @@ static int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, u
 #define METHOD(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t count)
 #define UNUSED (void)self
 
+/* A wait that is over at once needs no other thread to run meanwhile, and handing the GIL over costs
+ * as much as all of it. call: with the time it may take as `patience`. */
+#define WAITING(result, call)                 \
+    do {                                      \
+        uint64_t patience = 0;                \
+        result = (call);                      \
+        if (result == PS_TIMEOUT) {           \
+            Py_BEGIN_ALLOW_THREADS            \
+            patience = arg[count - 1];        \
+            result = (call);                  \
+            Py_END_ALLOW_THREADS              \
+        }                                     \
+    } while (0)
+
+#define RING ((struct ps_ring *)arg[0])
+#define CONTROL ((const struct ps_control *)arg[1])
+
 METHOD(claim)
 {
     UNUSED;
     TAKES(3)
     struct ps_frame *frame;
     int result;
-    Py_BEGIN_ALLOW_THREADS
-    frame = ps_claim((struct ps_ring *)arg[0], (const struct ps_control *)arg[1], arg[2], &result);
-    Py_END_ALLOW_THREADS
+    WAITING(result, (frame = ps_claim(RING, CONTROL, patience, &result), result));
     return frame ? PyLong_FromUnsignedLongLong((uint64_t)frame) : PyLong_FromLong(result);
 }
 
@@ -59,16 +76,16 @@ METHOD(publish)
         PyErr_SetString(PyExc_TypeError, "takes 15 arguments");
         return NULL;
     }
-    uint64_t arg[11];
-    if (numbers(args, 11, 11, arg) < 0)
+    uint64_t arg[10];
+    if (numbers(args, 10, 10, arg) < 0)
         return NULL;
-    double real[4];
-    for (int i = 0; i < 4; i++) {
-        real[i] = PyFloat_AsDouble(args[11 + i]);
+    double real[5];
+    for (int i = 0; i < 5; i++) {
+        real[i] = PyFloat_AsDouble(args[10 + i]);
         if (real[i] == -1.0 && PyErr_Occurred())
             return NULL;
     }
-    struct ps_ring *ring = (struct ps_ring *)arg[0];
+    struct ps_ring *ring = RING;
     struct ps_frame *frame = (struct ps_frame *)((char *)ring + ring->slots_at +
                                                  (ring->head % ring->slots) * ring->slot_bytes);
     *frame = (struct ps_frame){
@@ -76,91 +93,112 @@ METHOD(publish)
         .generation = ring->header.generation,
         .clock = arg[2],
         .version = arg[3],
-        .kind = (uint32_t)arg[4],
-        .dtype = (uint32_t)arg[5],
-        .payload_bytes = arg[6],
-        .flags = (uint32_t)arg[7],
-        .blocks = (uint32_t)arg[8],
-        .batch = arg[9],
-        .samples = (uint32_t)arg[10],
-        .rate_scale = (float)real[0],
-        .loss = real[1],
-        .started = real[2],
-        .finished = real[3],
+        .dtype = (uint32_t)arg[4],
+        .kind = (uint32_t)arg[5],
+        .blocks = (uint32_t)arg[6],
+        .payload_bytes = arg[7],
+        .flags = PS_CHECKED | (isfinite(real[0]) ? 0u : PS_NONFINITE),
+        .squares = real[0],
+        .batch = arg[8],
+        .samples = (uint32_t)arg[9],
+        .rate_scale = (float)real[1],
+        .loss = real[2],
+        .started = real[3],
+        .finished = real[4],
     };
     ring->pulled = arg[3];
-    ps_publish(ring, (const struct ps_control *)arg[1]);
+    ps_publish(ring, CONTROL);
     return PyLong_FromUnsignedLongLong(frame->sequence);
 }
 
 METHOD(copy)
 {
     UNUSED;
-    TAKES(4)
-    int found;
-    if (arg[3] < COPY_WITH_GIL) {
-        found = ps_copy((uint32_t)arg[0], (void *)arg[1], (const float *)arg[2], arg[3]);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        found = ps_copy((uint32_t)arg[0], (void *)arg[1], (const float *)arg[2], arg[3]);
-        Py_END_ALLOW_THREADS
-    }
-    if (found < 0) {
+    TAKES(5)
+    if (arg[0] < PS_FLOAT32 || arg[0] > PS_FLOAT16) {
         PyErr_SetString(PyExc_ValueError, "unknown dtype code");
         return NULL;
     }
-    return PyBool_FromLong(found);
+    double squares;
+    Py_BEGIN_ALLOW_THREADS
+    squares = ps_copy((uint32_t)arg[0], (void *)arg[1], (const float *)arg[2], arg[3],
+                      (float *)arg[4]);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(squares);
 }
 
-/* The block's own number and the tensor's, then what is written; where the next one may begin, and
- * whether a value is not finite. */
-static PyObject *wrote(char *payload, uint64_t number, uint64_t tensor, struct ps_block *block,
-                       uint64_t at, int found)
+#define HEAD 5 /* arguments of write before the gradients' */
+#define FEW_TENSORS 64
+
+/* The gradients of all tensors: three arguments each, or the address of one flat array. */
+static int take_gradients(const struct ps_weights *weights, PyObject *const *args,
+                          Py_ssize_t count, struct ps_gradient *gradients)
 {
-    block->tensor = (uint32_t)tensor;
-    memcpy(payload + number * sizeof *block, block, sizeof *block);
-    return Py_BuildValue("(KN)", (unsigned long long)at, PyBool_FromLong(found));
+    const struct ps_tensor *table =
+        (const struct ps_tensor *)((const char *)weights + weights->table_at);
+    uint64_t flat, arg[3];
+    if (count == 1) {
+        if (numbers(args, 1, 1, &flat) < 0)
+            return -1;
+        for (uint64_t i = 0; i < weights->tensors; i++)
+            gradients[i] = (struct ps_gradient){(const float *)flat + table[i].start, NULL, 0};
+        return 0;
+    }
+    if ((uint64_t)count != 3 * weights->tensors) {
+        PyErr_SetString(PyExc_TypeError, "takes three numbers for each tensor");
+        return -1;
+    }
+    for (uint64_t i = 0; i < weights->tensors; i++) {
+        if (numbers(args + 3 * i, 3, 3, arg) < 0)
+            return -1;
+        gradients[i] = (struct ps_gradient){(const float *)arg[0], (const int64_t *)arg[1], arg[2]};
+    }
+    return 0;
 }
 
-METHOD(write_block)
+METHOD(write_frame)
 {
     UNUSED;
-    TAKES(7)
-    struct ps_block block;
-    int found;
-    char *payload = (char *)arg[1];
-    Py_BEGIN_ALLOW_THREADS
-    found = ps_write_block((uint32_t)arg[0], payload, &arg[4], &block, (const float *)arg[5], arg[6]);
-    Py_END_ALLOW_THREADS
-    return wrote(payload, arg[2], arg[3], &block, arg[4], found);
-}
-
-METHOD(write_rows)
-{
-    UNUSED;
-    TAKES(10)
-    struct ps_block block;
-    struct ps_rows given = {(const int64_t *)arg[5], (const float *)arg[6], arg[7], arg[8], arg[9]};
-    int found;
-    uint64_t bad = 0;
-    char *payload = (char *)arg[1];
-    Py_BEGIN_ALLOW_THREADS
-    found = ps_write_rows((uint32_t)arg[0], payload, &arg[4], &block, &given, &bad);
-    Py_END_ALLOW_THREADS
-    if (found == PS_NO_MEMORY)
+    uint64_t arg[HEAD];
+    if (count < HEAD + 1) {
+        PyErr_SetString(PyExc_TypeError, "takes six arguments or more");
+        return NULL;
+    }
+    if (numbers(args, HEAD, HEAD, arg) < 0)
+        return NULL;
+    const struct ps_weights *weights = (const struct ps_weights *)arg[0];
+    struct ps_gradient few[FEW_TENSORS], *gradients = few;
+    if (weights->tensors > FEW_TENSORS && !(gradients = malloc(weights->tensors * sizeof *few)))
         return PyErr_NoMemory();
-    if (found == PS_BAD_ROW)
-        return PyErr_Format(PyExc_IndexError, "row %lld of %llu", (long long)given.indices[bad],
-                            (unsigned long long)given.rows);
-    return wrote(payload, arg[2], arg[3], &block, arg[4], found);
-}
-
-METHOD(zero)
-{
-    UNUSED;
-    TAKES(2)
-    memset((void *)arg[0], 0, arg[1]);
-    Py_RETURN_NONE;
+    struct ps_written written;
+    int result = take_gradients(weights, args + HEAD, count - HEAD, gradients);
+    if (!result && weights->elements < WRITE_WITH_GIL) {
+        result = ps_write_frame(weights, (uint32_t)arg[1], (char *)arg[2], gradients, (int)arg[3],
+                                (float *)arg[4], &written);
+    } else if (!result) {
+        Py_BEGIN_ALLOW_THREADS
+        result = ps_write_frame(weights, (uint32_t)arg[1], (char *)arg[2], gradients, (int)arg[3],
+                                (float *)arg[4], &written);
+        Py_END_ALLOW_THREADS
+    }
+    long long bad = -1;
+    if (!PyErr_Occurred() && result == PS_BAD_ROW)
+        bad = (long long)gradients[written.tensor].indices[written.bad];
+    if (gradients != few)
+        free(gradients);
+    if (PyErr_Occurred())
+        return NULL;
+    if (result == PS_NO_MEMORY)
+        return PyErr_NoMemory();
+    if (result == PS_BAD_ROW) {
+        PyObject *where = Py_BuildValue("(KL)", (unsigned long long)written.tensor, bad);
+        if (where)
+            PyErr_SetObject(PyExc_IndexError, where);
+        Py_XDECREF(where);
+        return NULL;
+    }
+    return Py_BuildValue("(IIKd)", written.kind, written.blocks, (unsigned long long)written.bytes,
+                         written.squares);
 }
 
 METHOD(wait_grant)
@@ -168,10 +206,7 @@ METHOD(wait_grant)
     UNUSED;
     TAKES(4)
     int result;
-    Py_BEGIN_ALLOW_THREADS
-    result = ps_wait_grant((struct ps_ring *)arg[0], (const struct ps_control *)arg[1], arg[2],
-                           arg[3]);
-    Py_END_ALLOW_THREADS
+    WAITING(result, ps_wait_grant(RING, CONTROL, arg[2], patience));
     return PyLong_FromLong(result);
 }
 
@@ -180,10 +215,7 @@ METHOD(wait_applied)
     UNUSED;
     TAKES(4)
     int result;
-    Py_BEGIN_ALLOW_THREADS
-    result = ps_wait_applied((struct ps_ring *)arg[0], (const struct ps_control *)arg[1], arg[2],
-                             arg[3]);
-    Py_END_ALLOW_THREADS
+    WAITING(result, ps_wait_applied(RING, CONTROL, arg[2], patience));
     return PyLong_FromLong(result);
 }
 
@@ -193,10 +225,7 @@ METHOD(take_work)
     TAKES(3)
     uint64_t item = 0;
     int result;
-    Py_BEGIN_ALLOW_THREADS
-    result = ps_take_work((struct ps_ring *)arg[0], (const struct ps_control *)arg[1], arg[2],
-                          &item);
-    Py_END_ALLOW_THREADS
+    WAITING(result, ps_take_work(RING, CONTROL, patience, &item));
     return result ? PyLong_FromLong(result) : PyLong_FromUnsignedLongLong(item);
 }
 
@@ -397,7 +426,8 @@ METHOD(layout)
     FIELD(ps_entry, started) FIELD(ps_entry, finished) FIELD(ps_entry, version)
     FIELD(ps_entry, staleness_sum) FIELD(ps_entry, staleness_max) FIELD(ps_entry, clock)
     FIELD(ps_entry, reason) FIELD(ps_entry, drained) FIELD(ps_entry, unasked) FIELD(ps_entry, handed)
-    FIELD(ps_entry, histogram) FIELD(ps_entry, outstanding) FIELD(ps_entry, items)
+    FIELD(ps_entry, histogram) FIELD(ps_entry, norm)
+    FIELD(ps_entry, outstanding) FIELD(ps_entry, items)
     END(ps_entry)
     BEGIN(ps_control)
     FIELD(ps_control, header) FIELD(ps_control, shards) FIELD(ps_control, slots)
@@ -453,7 +483,7 @@ METHOD(layout)
     FIELD(ps_frame, version) FIELD(ps_frame, kind) FIELD(ps_frame, dtype)
     FIELD(ps_frame, payload_bytes) FIELD(ps_frame, flags) FIELD(ps_frame, blocks)
     FIELD(ps_frame, batch) FIELD(ps_frame, samples) FIELD(ps_frame, rate_scale)
-    FIELD(ps_frame, loss) FIELD(ps_frame, started) FIELD(ps_frame, finished)
+    FIELD(ps_frame, loss) FIELD(ps_frame, started) FIELD(ps_frame, finished) FIELD(ps_frame, squares)
     END(ps_frame)
     BEGIN(ps_block)
     FIELD(ps_block, tensor) FIELD(ps_block, form) FIELD(ps_block, rows)
@@ -479,14 +509,11 @@ failed_all:
 
 static PyMethodDef methods[] = {
     ENTRY(claim, "claim(ring, control, timeout_ns) -> address of the free slot, or a result < 0"),
-    ENTRY(publish, "publish(ring, control, clock, version, kind, dtype, payload_bytes, flags, "
-                   "blocks, batch, samples, rate_scale, loss, started, finished) -> sequence"),
-    ENTRY(copy, "copy(dtype, to, from, count) -> whether a value is not finite"),
-    ENTRY(zero, "zero(to, bytes)"),
-    ENTRY(write_block, "write_block(dtype, payload, block, tensor, at, values, count) -> where the "
-                       "next may begin, whether a value is not finite"),
-    ENTRY(write_rows, "write_rows(dtype, payload, block, tensor, at, indices, values, count, rows, "
-                      "width) -> the same"),
+    ENTRY(publish, "publish(ring, control, clock, version, dtype, kind, blocks, payload_bytes, "
+                   "batch, samples, squares, rate_scale, loss, started, finished) -> sequence"),
+    ENTRY(copy, "copy(dtype, to, from, count, left) -> sum of squares; infinite if one is not finite"),
+    ENTRY(write_frame, "write_frame(weights, dtype, payload, spare, left, flat), or for flat (values, indices, "
+                 "count) of each tensor -> kind, blocks, payload bytes, sum of squares"),
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
     ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),

@@ -248,9 +248,12 @@ static int claim(gadei_learner *learner, int64_t timeout_ms, int rows)
     }
     if (!result) {
         learner->claimed_once = 1;
-        learner->nonfinite = 0;
         learner->rows = rows;
-        learner->end = (learner->tensor_count * sizeof(struct ps_block) + 63) & ~63ull;
+        learner->payload = (struct ps_payload){
+            .at = (char *)learner->slot + PS_PAYLOAD_AT,
+            .dtype = learner->wire,
+            .end = (learner->tensor_count * sizeof(struct ps_block) + 63) & ~63ull,
+        };
         memset(learner->written, 0, learner->tensor_count);
     }
     return result;
@@ -288,54 +291,58 @@ static int check_tensor(gadei_learner *learner, uint32_t index)
     return GADEI_OK;
 }
 
-static char *payload(const gadei_learner *learner)
+/* Writes a tensor, or rows of it, into the claimed slot. */
+static int write_tensor(gadei_learner *learner, uint32_t index, const struct ps_gradient *gradient)
 {
-    return (char *)learner->slot + PS_PAYLOAD_AT;
+    const struct gadei_tensor *tensor = &learner->tensors[index];
+    uint64_t rows = tensor->dims ? tensor->shape[0] : 1, bad = 0;
+    double before = learner->payload.squares;
+    int result = 0;
+    learner->payload.squares = 0.0;
+    if (learner->rows) {
+        struct ps_shape shape = {rows, tensor->count / rows, NULL};
+        result = ps_write_block(&learner->payload, &learner->blocks[index], gradient, &shape, 0, &bad);
+    } else {
+        learner->payload.squares = ps_copy(learner->wire, place(learner, tensor), gradient->values,
+                                           tensor->count, NULL);
+    }
+    int found = !isfinite(learner->payload.squares);
+    learner->payload.squares += before;
+    if (tensor->role == GADEI_BUFFER)
+        learner->payload.squares = ps_not_counted(before, learner->payload.squares);
+    if (result == PS_BAD_ROW)
+        return ps_fail(learner, GADEI_ERROR, "tensor '%s' has no row %lld: it has %llu",
+                       tensor->name, (long long)gradient->indices[bad], (unsigned long long)rows);
+    if (result == PS_NO_MEMORY)
+        return ps_fail(learner, GADEI_ERROR, "no memory to sort %llu rows",
+                       (unsigned long long)gradient->count);
+    learner->written[index] = 1;
+    return found ? GADEI_NONFINITE : GADEI_OK;
 }
 
 int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
 {
     if (check_tensor(learner, index))
         return GADEI_ERROR;
-    const struct gadei_tensor *tensor = &learner->tensors[index];
-    int found;
-    if (learner->rows)
-        found = ps_write_block(learner->wire, payload(learner), &learner->end,
-                               &learner->blocks[index], values, tensor->count);
-    else
-        found = ps_copy(learner->wire, place(learner, tensor), values, tensor->count);
-    learner->written[index] = 1;
-    learner->nonfinite |= found;
-    return found ? GADEI_NONFINITE : GADEI_OK;
+    return write_tensor(learner, index, &(struct ps_gradient){values, NULL, 0});
 }
 
 int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
                      const float *values, uint64_t count)
 {
+    static const int64_t none; /* no rows at all are rows too */
     if (check_tensor(learner, index))
         return GADEI_ERROR;
     if (!learner->rows)
         return ps_fail(learner, GADEI_ERROR, "rows go into a slot of gadei_claim_rows");
-    const struct gadei_tensor *tensor = &learner->tensors[index];
-    uint64_t rows = tensor->dims ? tensor->shape[0] : 1, bad = 0;
-    struct ps_rows given = {indices, values, count, rows, tensor->count / rows};
-    int found = ps_write_rows(learner->wire, payload(learner), &learner->end,
-                              &learner->blocks[index], &given, &bad);
-    if (found == PS_BAD_ROW)
-        return ps_fail(learner, GADEI_ERROR, "tensor '%s' has no row %lld: it has %llu",
-                       tensor->name, (long long)indices[bad], (unsigned long long)rows);
-    if (found == PS_NO_MEMORY)
-        return ps_fail(learner, GADEI_ERROR, "no memory to sort %llu rows",
-                       (unsigned long long)count);
-    learner->written[index] = 1;
-    learner->nonfinite |= found;
-    return found ? GADEI_NONFINITE : GADEI_OK;
+    struct ps_gradient gradient = {values, count ? indices : &none, count};
+    return write_tensor(learner, index, &gradient);
 }
 
 /* Writes the blocks of what is written, in the table's order; how many. */
 static uint32_t write_blocks(gadei_learner *learner)
 {
-    struct ps_block *blocks = (struct ps_block *)(void *)payload(learner);
+    struct ps_block *blocks = (struct ps_block *)(void *)learner->payload.at;
     uint32_t count = 0;
     for (uint32_t i = 0; i < learner->tensor_count; i++) {
         if (learner->written[i]) {
@@ -373,8 +380,9 @@ int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float r
         .kind = learner->rows ? PS_ROWS : PS_DENSE,
         .dtype = learner->wire,
         .blocks = blocks,
-        .payload_bytes = learner->rows ? learner->end : learner->elements * width(learner),
-        .flags = PS_CHECKED | (learner->nonfinite ? PS_NONFINITE : 0),
+        .payload_bytes = learner->rows ? learner->payload.end : learner->elements * width(learner),
+        .flags = PS_CHECKED | (isfinite(learner->payload.squares) ? 0 : PS_NONFINITE),
+        .squares = learner->payload.squares,
         .batch = batch,
         .samples = samples,
         .rate_scale = rate_scale,
@@ -398,7 +406,7 @@ int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint3
     for (uint32_t i = 0; i < learner->tensor_count; i++)
         gadei_write(learner, i, gradient + learner->tensors[i].start);
     result = gadei_publish(learner, loss, samples, 1.0f);
-    return result ? result : learner->nonfinite ? GADEI_NONFINITE : GADEI_OK;
+    return result ? result : isfinite(learner->payload.squares) ? GADEI_OK : GADEI_NONFINITE;
 }
 
 int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)

@@ -35,9 +35,8 @@ struct gadei_learner {
     uint32_t wire;
     int claimed_once;
     struct ps_frame *slot; /* claimed and not published; else NULL */
-    int nonfinite;         /* in the claimed slot */
     int rows;              /* it is for a frame of rows */
-    uint64_t end;          /* of what is written in it, bytes from the payload's begin */
+    struct ps_payload payload; /* of it */
     double started;        /* of the iteration, CLOCK_MONOTONIC seconds */
     uint64_t version;      /* last pulled */
     uint64_t published;

@@ -20,7 +20,7 @@
 #include <stdint.h>
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 3u
+#define PS_LAYOUT_VERSION 4u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
@@ -124,7 +124,8 @@ struct ps_entry {          /* a row of the roster */
     uint32_t drained;      /* 1: gone, and all that it published is consumed and handed back */
     uint64_t unasked;      /* gradients that named a batch which was not handed to it */
     uint64_t handed;       /* batches handed to it; the last of them are in items */
-    uint64_t pad3[2];
+    double norm;           /* Euclidean, of the last gradient applied, as its frame says */
+    uint64_t pad3;
     uint64_t histogram[PS_HISTOGRAM];
     uint64_t outstanding[PS_AHEAD]; /* batches handed to it and not yet answered; PS_NO_BATCH: free */
     uint64_t items[PS_AHEAD];       /* batch number n is at n % PS_AHEAD; the ring has a copy */
@@ -291,7 +292,8 @@ struct ps_frame {            /* L */
     double loss;
     double started;          /* CLOCK_MONOTONIC seconds */
     double finished;
-    uint64_t pad[4];
+    double squares;          /* sum over the values, before they were converted */
+    uint64_t pad[3];
 };
 
 struct ps_block {            /* rows frames: one tensor of which only some rows, or all, are given */

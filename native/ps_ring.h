@@ -36,27 +36,63 @@ int ps_take_work(struct ps_ring *ring, const struct ps_control *control, uint64_
 int ps_snapshot(const struct ps_control *control, uint32_t shard, void *to, const void *from,
                 uint64_t bytes);
 
-/* Learner: one pass that copies, converts and looks for values that are not finite. Returns 1 if
- * one was found. `to` and `from` do not overlap. */
-int ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count);
+/* Learner: one pass that copies, converts and adds up the squares of the values given: infinite if
+ * a value is not finite, or not as it is stored. left: what earlier roundings have left over, as
+ * many values, added before and replaced (error feedback); or NULL. Nothing overlaps. */
+double ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count, float *left);
 
-/* Learner: appends a block to the payload of a rows frame and describes it in `block`, but for its
- * tensor. at: bytes from the payload's begin, a multiple of 64; moved on. Results as of ps_copy. */
-int ps_write_block(uint32_t dtype, char *payload, uint64_t *at, struct ps_block *block,
-                   const float *values, uint64_t count);
-
-/* Where all rows are named, or so many single values that listing them takes more room than all
- * values do, the block is of all of it: then rows that are not named have gradient zero. */
-struct ps_rows {
-    const int64_t *indices; /* in any order; the values of repeated ones are added up */
-    const float *values;    /* `count` times `width` */
+/* A gradient of one tensor: of the rows listed, in any order, where the values of repeated ones are
+ * added up; or, without indices, of all of it; or, without values, none. */
+struct ps_gradient {
+    const float *values; /* `count` rows, or the whole tensor */
+    const int64_t *indices;
     uint64_t count;
-    uint64_t rows, width;   /* of the tensor */
 };
+
+/* What a block is of: a tensor's rows, how many values each has, and what rounding them left. */
+struct ps_shape {
+    uint64_t rows, width;
+    float *left; /* of the tensor, or NULL */
+};
+
+/* A payload as it is being written. */
+struct ps_payload {
+    char *at;
+    uint32_t dtype;
+    uint64_t end;   /* of what is written, bytes from its begin; a multiple of 64 */
+    double squares; /* sum; infinite if a value is not finite */
+};
+
+/* The sum of squares once a buffer is written: its change is no part of the gradient's norm, but a
+ * value that is not finite is told. */
+static inline double ps_not_counted(double before, double squares)
+{
+    return squares <= 1.7e308 ? before : squares;
+}
+
 #define PS_BAD_ROW (-1)   /* indices[*bad] is no row of the tensor; nothing is written */
 #define PS_NO_MEMORY (-2) /* likewise */
-int ps_write_rows(uint32_t dtype, char *payload, uint64_t *at, struct ps_block *block,
-                  const struct ps_rows *given, uint64_t *bad);
+
+/* Learner: appends a block and describes it in `block`, but for its tensor. Where all rows are
+ * named, or so many single values that listing them takes more room than all values do, the block
+ * is of all of it: then rows that are not named have gradient zero. spare: whether rows whose
+ * gradient is zero may be left out. Returns 0, or what is wrong. */
+int ps_write_block(struct ps_payload *payload, struct ps_block *block,
+                   const struct ps_gradient *gradient, const struct ps_shape *shape, int spare,
+                   uint64_t *bad);
+
+/* Learner: a whole frame's payload. gradients: one for each of the model's tensors, in the order of
+ * its table. It becomes a frame of rows if one of them lists rows, or if `spare` allows it and many
+ * are zero. left: as many values as the model has, or NULL. */
+struct ps_written {
+    uint32_t kind, blocks;
+    uint64_t bytes;
+    double squares;
+    uint64_t tensor, bad; /* where PS_BAD_ROW was found */
+};
+int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *payload,
+                   const struct ps_gradient *gradients, int spare, float *left,
+                   struct ps_written *written);
 
 /* Server; addresses come as integers because compiled Python calls these. */
 uint64_t ps_get(uint64_t address);

@@ -1,12 +1,13 @@
-/* Blocks of a rows frame: gradients of some rows of a tensor, or of all of it, one after the other
- * in the payload. Rows may come in any order and repeated, as a mini-batch names them; here they are
- * put in order and added up, and copied and converted on the way into the slot. */
+/* Payloads: all tensors in their places, or blocks one after the other, each of some rows of a
+ * tensor or of all of it. Rows may come in any order and repeated, as a mini-batch names them; here
+ * they are put in order and added up, and copied and converted on the way into the slot. */
 #include "ps_ring.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define FEW 256 /* rows that are sorted without asking for memory */
+#define FEW 256       /* rows that are sorted without asking for memory */
+#define LEAST_WIDTH 8 /* values of a row that is worth to be left out */
 
 struct row {
     uint64_t number;
@@ -54,97 +55,235 @@ static struct row *sort_many(struct row *rows, struct row *spare, uint64_t count
     return rows;
 }
 
-int ps_write_block(uint32_t dtype, char *payload, uint64_t *at, struct ps_block *block,
-                   const float *values, uint64_t count)
+static void copy(struct ps_payload *payload, uint64_t at, const float *values, uint64_t count,
+                 float *left)
 {
+    payload->squares += ps_copy(payload->dtype, payload->at + at, values, count, left);
+}
+
+/* All of a tensor. */
+static void write_all(struct ps_payload *payload, struct ps_block *block, const float *values,
+                      const struct ps_shape *shape)
+{
+    uint64_t count = shape->rows * shape->width;
     block->form = PS_DENSE;
     block->rows = 0;
-    block->indices_at = block->values_at = *at;
-    int found = ps_copy(dtype, payload + *at, values, count);
-    *at += rounded(count * width_of(dtype));
-    return found;
+    block->indices_at = block->values_at = payload->end;
+    copy(payload, payload->end, values, count, shape->left);
+    payload->end += rounded(count * width_of(payload->dtype));
 }
 
 /* The values of one row, those of repeated ones added up: in `sum` if there are several. */
-static const float *add_up(const struct ps_rows *given, const struct row *rows, uint64_t count,
-                           float *sum)
+static const float *add_up(const float *values, uint64_t width, const struct row *rows,
+                           uint64_t count, float *sum)
 {
-    const float *first = given->values + rows[0].given * given->width;
+    const float *first = values + rows[0].given * width;
     if (count == 1)
         return first;
-    memcpy(sum, first, given->width * sizeof *sum);
+    memcpy(sum, first, width * sizeof *sum);
     for (uint64_t i = 1; i < count; i++) {
-        const float *next = given->values + rows[i].given * given->width;
-        for (uint64_t k = 0; k < given->width; k++)
+        const float *next = values + rows[i].given * width;
+        for (uint64_t k = 0; k < width; k++)
             sum[k] += next[k];
     }
     return sum;
 }
 
-static int write_sorted(uint32_t dtype, char *payload, uint64_t *at, struct ps_block *block,
-                        const struct ps_rows *given, const struct row *rows, float *sum)
+static void write_sorted(struct ps_payload *payload, struct ps_block *block,
+                         const struct ps_gradient *gradient, const struct ps_shape *shape,
+                         const struct row *rows, float *sum)
 {
-    uint64_t distinct = 0, size = given->width * width_of(dtype);
-    for (uint64_t i = 0; i < given->count; i++)
+    uint64_t distinct = 0, width = shape->width, size = width * width_of(payload->dtype);
+    for (uint64_t i = 0; i < gradient->count; i++)
         distinct += !i || rows[i].number != rows[i - 1].number;
     uint64_t listed = rounded(distinct * 8) + rounded(distinct * size);
-    uint64_t whole = rounded(given->rows * size);
+    uint64_t whole = rounded(shape->rows * size);
     /* A slot has room for the numbers of all rows, but not where a row is a single value. */
-    int crowded = given->width == 1 && listed > rounded(given->rows * 4) + 64;
-    int dense = distinct == given->rows || crowded;
+    int crowded = width == 1 && listed > rounded(shape->rows * 4) + 64;
+    int dense = distinct == shape->rows || crowded;
     block->form = dense ? PS_DENSE : PS_ROWS;
     block->rows = dense ? 0 : distinct;
-    block->indices_at = *at;
-    block->values_at = dense ? *at : *at + rounded(distinct * 8);
-    *at += dense ? whole : listed;
-    int64_t *indices = (int64_t *)(void *)(payload + block->indices_at);
-    char *values = payload + block->values_at;
+    block->indices_at = payload->end;
+    block->values_at = dense ? payload->end : payload->end + rounded(distinct * 8);
+    int64_t *indices = (int64_t *)(void *)(payload->at + block->indices_at);
     if (dense)
-        memset(values, 0, given->rows * size);
-    int found = 0;
-    for (uint64_t i = 0, row = 0, same; i < given->count; i += same, row++) {
-        for (same = 1; i + same < given->count && rows[i + same].number == rows[i].number;)
+        memset(payload->at + block->values_at, 0, whole);
+    for (uint64_t i = 0, row = 0, same; i < gradient->count; i += same, row++) {
+        uint64_t number = rows[i].number;
+        for (same = 1; i + same < gradient->count && rows[i + same].number == number;)
             same++;
-        const float *from = add_up(given, rows + i, same, sum);
+        const float *from = add_up(gradient->values, width, rows + i, same, sum);
         if (!dense)
-            indices[row] = (int64_t)rows[i].number;
-        found |= ps_copy(dtype, values + (dense ? rows[i].number : row) * size, from, given->width);
+            indices[row] = (int64_t)number;
+        copy(payload, block->values_at + (dense ? number : row) * size, from, width,
+             shape->left ? shape->left + number * width : NULL);
     }
-    return found;
+    payload->end += dense ? whole : listed;
 }
 
-int ps_write_rows(uint32_t dtype, char *payload, uint64_t *at, struct ps_block *block,
-                  const struct ps_rows *given, uint64_t *bad)
+static int write_listed(struct ps_payload *payload, struct ps_block *block,
+                        const struct ps_gradient *gradient, const struct ps_shape *shape,
+                        uint64_t *bad)
 {
     struct row few[2 * FEW], *rows = few;
-    uint64_t largest = 0;
-    for (uint64_t i = 0; i < given->count; i++) {
-        if (given->indices[i] < 0 || (uint64_t)given->indices[i] >= given->rows) {
+    uint64_t count = gradient->count, largest = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        if (gradient->indices[i] < 0 || (uint64_t)gradient->indices[i] >= shape->rows) {
             *bad = i;
             return PS_BAD_ROW;
         }
     }
-    if (given->count > FEW)
-        rows = malloc(2 * given->count * sizeof *rows);
-    float *sum = malloc(given->width * sizeof *sum);
+    if (count > FEW)
+        rows = malloc(2 * count * sizeof *rows);
+    float *sum = malloc(shape->width * sizeof *sum);
     if (!rows || !sum) {
         if (rows != few)
             free(rows);
         free(sum);
         return PS_NO_MEMORY;
     }
-    for (uint64_t i = 0; i < given->count; i++) {
-        rows[i] = (struct row){(uint64_t)given->indices[i], i};
+    for (uint64_t i = 0; i < count; i++) {
+        rows[i] = (struct row){(uint64_t)gradient->indices[i], i};
         largest = rows[i].number > largest ? rows[i].number : largest;
     }
     const struct row *sorted = rows;
-    if (given->count <= 32)
-        sort_few(rows, given->count);
+    if (count <= 32)
+        sort_few(rows, count);
     else
-        sorted = sort_many(rows, rows + given->count, given->count, largest);
-    int found = write_sorted(dtype, payload, at, block, given, sorted, sum);
+        sorted = sort_many(rows, rows + count, count, largest);
+    write_sorted(payload, block, gradient, shape, sorted, sum);
     if (rows != few)
         free(rows);
     free(sum);
-    return found;
+    return 0;
+}
+
+/* -- rows that are zero ------------------------------------------------------------------------ */
+
+static int is_zero(const float *values, uint64_t count)
+{
+    uint32_t seen = 0, bits;
+    for (uint64_t i = 0; i < count && !seen; i += 64) { /* most rows differ from zero at once */
+        uint64_t end = count - i < 64 ? count : i + 64;
+        for (uint64_t k = i; k < end; k++) {
+            memcpy(&bits, values + k, sizeof bits);
+            seen |= bits << 1; /* either zero */
+        }
+    }
+    return !seen;
+}
+
+/* Of a whole tensor the rows that are not zero, if that leaves out a quarter; else returns 0. */
+static int write_spared(struct ps_payload *payload, struct ps_block *block, const float *values,
+                        const struct ps_shape *shape)
+{
+    uint64_t rows = shape->rows, width = shape->width, most = rows - rows / 4, kept = 0;
+    uint64_t size = width * width_of(payload->dtype);
+    int64_t *indices = (int64_t *)(void *)(payload->at + payload->end);
+    if (rows < 4 || width < LEAST_WIDTH)
+        return 0;
+    for (uint64_t i = 0; i < rows; i++) {
+        if (is_zero(values + i * width, width))
+            continue;
+        if (kept == most)
+            return 0;
+        indices[kept++] = (int64_t)i;
+    }
+    block->form = PS_ROWS;
+    block->rows = kept;
+    block->indices_at = payload->end;
+    block->values_at = payload->end + rounded(kept * 8);
+    for (uint64_t i = 0; i < kept; i++) {
+        uint64_t first = (uint64_t)indices[i] * width;
+        copy(payload, block->values_at + i * size, values + first, width,
+             shape->left ? shape->left + first : NULL);
+    }
+    payload->end += rounded(kept * 8) + rounded(kept * size);
+    return 1;
+}
+
+int ps_write_block(struct ps_payload *payload, struct ps_block *block,
+                   const struct ps_gradient *gradient, const struct ps_shape *shape, int spare,
+                   uint64_t *bad)
+{
+    if (gradient->indices)
+        return write_listed(payload, block, gradient, shape, bad);
+    if (!spare || !write_spared(payload, block, gradient->values, shape))
+        write_all(payload, block, gradient->values, shape);
+    return 0;
+}
+
+/* -- frames ------------------------------------------------------------------------------------ */
+
+static struct ps_shape shape_of(const struct ps_tensor *tensor, float *left)
+{
+    uint64_t rows = tensor->dims ? tensor->shape[0] : 1;
+    return (struct ps_shape){rows, tensor->count / rows, left ? left + tensor->start : NULL};
+}
+
+/* Whether so many rows begin with a zero that leaving them out may save a quarter of the frame. */
+static int looks_sparse(const struct ps_weights *weights, const struct ps_tensor *table,
+                        const struct ps_gradient *gradients)
+{
+    uint64_t zeros = 0;
+    for (uint64_t i = 0; i < weights->tensors; i++) {
+        struct ps_shape shape = shape_of(&table[i], NULL);
+        if (!gradients[i].values || shape.rows < 4 || shape.width < LEAST_WIDTH)
+            continue;
+        for (uint64_t row = 0; row < shape.rows; row++)
+            zeros += gradients[i].values[row * shape.width] == 0.0f ? shape.width : 0;
+    }
+    return zeros > weights->elements / 4;
+}
+
+static void write_dense(const struct ps_weights *weights, const struct ps_tensor *table,
+                        const struct ps_gradient *gradients, float *left,
+                        struct ps_payload *payload)
+{
+    uint64_t width = width_of(payload->dtype);
+    for (uint64_t i = 0; i < weights->tensors; i++) {
+        double before = payload->squares;
+        if (gradients[i].values)
+            copy(payload, table[i].start * width, gradients[i].values, table[i].count,
+                 left ? left + table[i].start : NULL);
+        else
+            memset(payload->at + table[i].start * width, 0, table[i].count * width);
+        if (table[i].role == PS_BUFFER)
+            payload->squares = ps_not_counted(before, payload->squares);
+    }
+    payload->end = weights->elements * width;
+}
+
+int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
+                   const struct ps_gradient *gradients, int spare, float *left,
+                   struct ps_written *written)
+{
+    const struct ps_tensor *table =
+        (const struct ps_tensor *)((const char *)weights + weights->table_at);
+    struct ps_payload payload = {at, dtype, 0, 0.0};
+    int rows = 0, result = 0;
+    *written = (struct ps_written){.kind = PS_DENSE};
+    for (uint64_t i = 0; i < weights->tensors; i++)
+        rows |= gradients[i].indices != NULL;
+    if (rows || (spare && looks_sparse(weights, table, gradients))) {
+        written->kind = PS_ROWS;
+        payload.end = rounded(weights->tensors * sizeof(struct ps_block));
+        for (uint64_t i = 0; i < weights->tensors && !result; i++) {
+            struct ps_shape shape = shape_of(&table[i], left);
+            struct ps_block block = {.tensor = (uint32_t)i};
+            double before = payload.squares;
+            if (!gradients[i].values)
+                continue;
+            written->tensor = i;
+            result = ps_write_block(&payload, &block, &gradients[i], &shape, spare, &written->bad);
+            memcpy(at + written->blocks++ * sizeof block, &block, sizeof block);
+            if (table[i].role == PS_BUFFER)
+                payload.squares = ps_not_counted(before, payload.squares);
+        }
+    } else {
+        write_dense(weights, table, gradients, left, &payload);
+    }
+    written->bytes = payload.end;
+    written->squares = payload.squares;
+    return result;
 }

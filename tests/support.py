@@ -29,10 +29,10 @@ from gadei_ps.config import JobConfig, from_mapping
 from gadei_ps.control import Status, ask
 from gadei_ps.daemon import Daemon
 from gadei_ps.layout import Action, FrameKind, Phase, Reason, WireType
-from gadei_ps.learners.client import Client
+from gadei_ps.learners.client import Client, rows_at
 from gadei_ps.segment import Segment
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.weights import Model, Tensor, data, payload_bytes
+from gadei_ps.weights import Model, Tensor, data, payload_bytes, write_table
 from gadei_ps.weights import place as placed
 
 FORK = multiprocessing.get_context("fork")
@@ -365,27 +365,77 @@ def same(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+class Loose:
+    """A weights segment's table in private memory, for weights.write_table."""
+
+    def __init__(self, model: Model) -> None:
+        size = layout.WEIGHTS.itemsize + len(model.tensors) * layout.TENSOR.itemsize
+        self._bytes = np.zeros(size, np.uint8)
+        write_table(self, model)  # type: ignore[arg-type]
+
+    @property
+    def address(self) -> int:
+        return self._bytes.ctypes.data
+
+    def view(self, dtype: np.dtype[np.void]) -> np.void:
+        one: np.void = self._bytes[: dtype.itemsize].view(dtype)[0]
+        return one
+
+    def array(self, dtype: np.dtype[np.void], count: int, at: int) -> np.ndarray:
+        return self._bytes[at : at + count * dtype.itemsize].view(dtype)
+
+
+def payload_of(
+    model: Model,
+    gradients: dict[int, tuple[np.ndarray, np.ndarray] | np.ndarray],
+    wire: WireType = WireType.FLOAT32,
+    *,
+    spare: bool = False,
+    left: np.ndarray | None = None,
+) -> tuple[np.ndarray, FrameKind, int, float]:
+    """What a client writes into a slot, uint8; its kind, blocks and sum of squares."""
+    room = np.zeros(payload_bytes(model) + 64, np.uint8)
+    room = room[-room.ctypes.data % 64 :]
+    where: list[int] = []
+    kept = []
+    for number in range(len(model.tensors)):
+        given = gradients.get(number)
+        if given is None:
+            where += (0, 0, 0)
+        elif isinstance(given, np.ndarray):
+            kept.append(np.ascontiguousarray(given, np.float32))
+            where += (kept[-1].ctypes.data, 0, 0)
+        else:
+            indices = np.ascontiguousarray(given[0], np.int64)
+            values = np.ascontiguousarray(given[1], np.float32)
+            kept += [indices, values]
+            where += rows_at(indices.ctypes.data, values.ctypes.data, indices.size)
+    table = Loose(model)
+    kept_left = 0 if left is None else left.ctypes.data
+    kind, blocks, size, squares = _native.write_frame(
+        table.address, wire, room.ctypes.data, spare, kept_left, *where
+    )
+    return room[:size].copy(), FrameKind(kind), blocks, squares
+
+
 def rows_payload(
     model: Model,
     gradients: dict[int, tuple[np.ndarray, np.ndarray] | np.ndarray],
     wire: WireType = WireType.FLOAT32,
 ) -> tuple[np.ndarray, int]:
     """Payload of a frame of rows, uint8, and how many blocks it has."""
-    room = np.zeros(payload_bytes(model) + 64, np.uint8)
-    room = room[-room.ctypes.data % 64 :]
+    if any(isinstance(given, tuple) for given in gradients.values()):
+        payload, _, blocks, _ = payload_of(model, gradients, wire)
+        return payload, blocks
+    # A client makes a dense frame of these; one of rows may hold whole tensors only, too.
     at = layout.rounded(len(model.tensors) * layout.BLOCK.itemsize, 64)
+    room = np.zeros(payload_bytes(model) + 64, np.uint8)
     for block, (number, given) in enumerate(sorted(gradients.items())):
-        where = (wire, room.ctypes.data, block, number, at)
-        if isinstance(given, np.ndarray):
-            values = np.ascontiguousarray(given, np.float32)
-            at, _ = _native.write_block(*where, values.ctypes.data, values.size)
-        else:
-            tensor = model.tensors[number]
-            indices = np.ascontiguousarray(given[0], np.int64)
-            values = np.ascontiguousarray(given[1], np.float32)
-            rows = tensor.shape[0]
-            sizes = (indices.size, rows, tensor.count // rows)
-            at, _ = _native.write_rows(*where, indices.ctypes.data, values.ctypes.data, *sizes)
+        values = np.ascontiguousarray(given, np.float32)
+        entry = room[block * layout.BLOCK.itemsize :][: layout.BLOCK.itemsize].view(layout.BLOCK)
+        entry["tensor"], entry["form"], entry["values_at"] = number, FrameKind.DENSE, at
+        _native.copy(wire, room.ctypes.data + at, values.ctypes.data, values.size, 0)
+        at += layout.rounded(values.size * layout.WIRE_BYTES[wire], 64)
     return room[:at].copy(), len(gradients)
 
 

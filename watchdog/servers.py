@@ -189,6 +189,8 @@ class Servers:
     def _start(self, number: int) -> None:
         command = [sys.executable, "-m", "gadei_ps.server", self.memory.config.name, self.sync]
         command += [str(number), str(self.orphan_s), *self.flags]
+        if self.memory.config.cores:
+            command += ["--cores", self.memory.config.cores]
         # The server writes the log to stderr: stdout belongs to the command's result.
         # NumPy's own threads would only be more threads to die at a take-over.
         env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}

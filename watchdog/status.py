@@ -87,6 +87,7 @@ def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
         "refused": int(entry["refused"]),
         "refused_because": layout.REASON_TEXT[Reason(int(entry["reason"]))],
         "samples": int(entry["samples"]),
+        "gradient_norm": float(entry["norm"]) if applied and math.isfinite(entry["norm"]) else None,
         "loss": float(entry["loss"]) if applied and math.isfinite(entry["loss"]) else None,
         "queue": max(0, int(ring["head"]) - int(ring["tail"]["value"][:shards].min())),
         "staleness_mean": int(entry["staleness_sum"]) / applied if applied else 0.0,

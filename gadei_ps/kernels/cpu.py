@@ -22,6 +22,7 @@ from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.optimizers import (
     BETA1,
     BETA2,
+    CLIP_NORM,
     DECAY,
     EPS,
     FLOOR,
@@ -111,6 +112,18 @@ def stale_rate(hyper: Doubles, lr: float, staleness: int) -> float:
     if hyper[STALENESS_AWARE] != 0:
         return lr / max(1, staleness)
     return lr
+
+
+@_kernel
+def clip_scale(hyper: Doubles, squares: float) -> float:
+    """Return what to multiply a gradient by whose squares add up to that: 1 unless it is clipped.
+
+    hyper: float64 of shape (HYPER,). Also 1 for squares that cannot be: a learner has written them.
+    """
+    limit = float(hyper[CLIP_NORM])
+    if limit > 0 and squares >= 0:
+        return min(1.0, limit / (math.sqrt(squares) + 1e-6))
+    return 1.0
 
 
 @_kernel
@@ -280,9 +293,12 @@ def add(w: Floats, delta: Floats) -> None:
 
 
 @_kernel
-def accumulate(acc: Floats, g: Floats) -> None:
-    """Add a gradient to the sum of several, in place."""
-    add(borrow(acc), borrow(g))
+def accumulate(acc: Floats, g: Floats, factor: float) -> None:
+    """Add a gradient times a factor, rounded to float32, to the sum of several, in place."""
+    acc, g = borrow(acc), borrow(g)
+    times = np.float32(factor)
+    for i in range(acc.size):
+        acc[i] += times * g[i]
 
 
 @_kernel

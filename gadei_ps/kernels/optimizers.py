@@ -44,7 +44,7 @@ class WireType(IntEnum):
     FLOAT16 = 3
 
 
-# Elements of a packed specification; 14 and 15 are zero.
+# Elements of a packed specification; 15 is zero.
 KIND = 0
 LR = 1
 MOMENTUM = 2
@@ -59,6 +59,7 @@ STEP_GAMMA = 10
 TOTAL_STEPS = 11
 MIN_LR = 12
 STALENESS_AWARE = 13
+CLIP_NORM = 14
 HYPER = 16
 
 # Elements of the scalars of one gradient, as `cpu.coefficients` writes them.
@@ -119,6 +120,9 @@ class OptimizerSpec:
     applied with that rate divided by s (Zhang, Gupta, Lian, Liu 2016, 'Staleness-aware async-SGD
     for distributed deep learning').
 
+    `clip_norm` above 0 scales a gradient whose Euclidean norm is larger down to it, as
+    torch.nn.utils.clip_grad_norm_ does before the step.
+
     `eps` None stands for torch's default: 1e-10 for Adagrad, 1e-8 for the others. Parameters that
     the kind does not use are checked, carried and ignored. Raises ValueError naming the field.
     """
@@ -137,6 +141,7 @@ class OptimizerSpec:
     total_steps: int = 0
     min_lr: float = 0.0
     staleness_aware: bool = False
+    clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every field; raise ValueError naming the first that is wrong."""
@@ -156,6 +161,8 @@ class OptimizerSpec:
         _require("weight_decay", decay, decay >= 0, "at least 0")
         gamma = _number("step_gamma", self.step_gamma)
         _require("step_gamma", gamma, gamma > 0, "above 0")
+        clip_norm = _number("clip_norm", self.clip_norm)
+        _require("clip_norm", clip_norm, clip_norm >= 0, "at least 0; 0: not at all")
         min_lr = _number("min_lr", self.min_lr)
         _require("min_lr", min_lr, 0 <= min_lr <= lr, f"between 0 and lr ({lr})")
         for name in ("warmup_steps", "step_size", "total_steps"):
@@ -208,6 +215,7 @@ _FIELDS = {
     TOTAL_STEPS: "total_steps",
     MIN_LR: "min_lr",
     STALENESS_AWARE: "staleness_aware",
+    CLIP_NORM: "clip_norm",
 }
 assert set(_FIELDS.values()) == {field.name for field in fields(OptimizerSpec)}
 

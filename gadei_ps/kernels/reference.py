@@ -46,6 +46,15 @@ def stale_rate(hyper: NDArray[np.float64], lr: float, staleness: int) -> float:
     return lr / max(1, staleness) if hyper[o.STALENESS_AWARE] else lr
 
 
+def clip_scale(hyper: NDArray[np.float64], squares: float) -> float:
+    """Return what to multiply a gradient by whose squares add up to that: 1 unless it is clipped.
+
+    As torch.nn.utils.clip_grad_norm_ with max_norm = clip_norm.
+    """
+    limit = float(hyper[o.CLIP_NORM])
+    return min(1.0, limit / (math.sqrt(squares) + 1e-6)) if limit > 0 else 1.0
+
+
 def step(
     spec: OptimizerSpec,
     weights: Floats,

@@ -86,10 +86,11 @@ def test_store(case: Case, job: Daemon, job_name: str) -> None:
         with Client(job_name, tensors=arrays(0.0), wire=wire) as client:
 
             def push(given: dict[str, Any], client: Client = client) -> bool:
-                nonfinite = device.store(client, client.claim() + layout.PAYLOAD_AT, given)
-                client.publish(nonfinite=nonfinite)
+                refused = int(client._control["roster"][client.row]["refused"])
+                device.store(client, client.claim() + layout.PAYLOAD_AT, given)
+                client.publish()
                 client.wait_applied()
-                return nonfinite
+                return int(client._control["roster"][client.row]["refused"]) > refused
 
             before = -2.0 * number
             assert not push(gradients(case, 0.5))

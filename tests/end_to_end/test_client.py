@@ -22,7 +22,9 @@ from gadei_ps.errors import (
     PushTimeout,
     UsageError,
 )
-from gadei_ps.layout import Role
+from gadei_ps.kernels import reference
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
+from gadei_ps.layout import FrameKind, Role
 from gadei_ps.learners.client import JOB_VARIABLE, Client, Rows, epoch_order
 
 VALUES = 100_000
@@ -320,3 +322,66 @@ def test_rubbish_in_its_own_ring_harms_no_other(model: str, job_name: str) -> No
             other.wait_applied(timeout_s=20)
             job.check()
         eventually(lambda: len(status(job_name)["learners"]) == 1, 20, lambda: status(job_name))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "momentum", "adam"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_rows_of_zeros_travel_only_where_they_matter(
+    kind: str, weight_decay: float, job_name: str
+) -> None:
+    """The weights are as if all had been sent."""
+    gradient = np.zeros((100, 20), np.float32)
+    gradient[[3, 50, 99]] = np.arange(20)
+    spec = OptimizerSpec(Kind[kind.upper()], lr=0.1, weight_decay=weight_decay)
+    expected = np.ones((100, 20), np.float32)
+    state = [np.zeros_like(expected) for _ in range(slots(spec.kind))]
+    optimizer = {"kind": kind, "lr": 0.1, "weight_decay": weight_decay}
+    tensors = {"table": expected, "rest": np.zeros(64, np.float32)}
+    with daemon(job_name, optimizer=optimizer), Client(job_name, tensors=tensors) as client:
+        spared = kind in ("sgd", "adagrad") and not weight_decay
+        for t in range(3):
+            whole = {"table": gradient, "rest": np.zeros(64)}
+            client.push(client.model.flatten(whole) if t == 1 else whole)
+            assert client._frame[0] == (FrameKind.ROWS if spared else FrameKind.DENSE)
+            assert (client._frame[2] < 1000) == spared
+            reference.step(spec, expected, state, gradient, t + 1, 0.1)
+        client.wait_applied()
+        np.testing.assert_allclose(client.weights["table"], expected, rtol=1e-6)
+
+
+def test_error_feedback_sends_what_is_too_small(job_name: str) -> None:
+    tensors = {"w": np.zeros(100, np.float32), "table": np.zeros((50, 4), np.float32)}
+    tiny = np.float32(1e-9)  # a fiftieth of float16's smallest value
+    row = Rows(np.array([7]), np.full((1, 4), tiny))
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
+        for feedback, moves in ((False, False), (True, True)):
+            with Client(
+                job_name, tensors=tensors, wire="float16", error_feedback=feedback
+            ) as client:
+                for _ in range(300):
+                    client.push({"w": np.full(100, tiny), "table": row})
+                client.wait_applied()
+                for moved in (client.weights["w"], client.weights["table"][7]):
+                    assert moved.any() == moves
+                    if moves:
+                        np.testing.assert_allclose(moved, -300 * tiny, atol=6e-8)
+                assert not client.weights["table"][8:].any()
+
+
+def test_clipped_to_a_norm(job_name: str) -> None:
+    optimizer = {"kind": "sgd", "lr": 1.0, "clip_norm": 2.0}
+    tensors = {"w": np.zeros((10, 10), np.float32)}
+    buffers = {"seen": np.zeros(3, np.float32)}
+    with (
+        daemon(job_name, optimizer=optimizer),
+        Client(job_name, tensors=tensors, buffers=buffers) as client,
+    ):
+        client.push({"w": np.full((10, 10), 0.1), "seen": np.full(3, 100.0)})  # norm 1
+        client.wait_applied()
+        np.testing.assert_allclose(client.weights["w"], -0.1)
+        client.push({"w": np.full((10, 10), 10.0), "seen": np.full(3, 100.0)})  # norm 100
+        client.wait_applied()
+        np.testing.assert_allclose(client.weights["w"], -0.3, rtol=1e-5)
+        np.testing.assert_array_equal(client.weights["seen"], 200.0)
+        (mine,) = status(job_name)["learners"]
+        assert mine["gradient_norm"] == pytest.approx(100.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -19,8 +20,8 @@ STORED = {WireType.FLOAT32: np.uint32, WireType.BFLOAT16: np.uint16, WireType.FL
 def copy(wire: WireType, source: Floats) -> tuple[np.ndarray, bool]:
     """The stored bits, and whether a value was found that is not finite."""
     to = np.zeros(source.size, STORED[wire])
-    found = _native.copy(wire, to.ctypes.data, source.ctypes.data, source.size)
-    return to, found
+    squares = _native.copy(wire, to.ctypes.data, source.ctypes.data, source.size, 0)
+    return to, not math.isfinite(squares)
 
 
 def decoded(wire: WireType, stored: np.ndarray) -> np.ndarray:
@@ -151,7 +152,8 @@ def test_lengths_and_places(wire: WireType) -> None:
             source = values[from_ : from_ + length]
             room = np.full(length + 32, 0xA5A5, kind)
             target = room[to_ : to_ + length]
-            assert not _native.copy(wire, target.ctypes.data, source.ctypes.data, length)
+            squares = _native.copy(wire, target.ctypes.data, source.ctypes.data, length, 0)
+            assert squares == pytest.approx(float(np.square(source, dtype=np.float64).sum()))
             expected = np.full(length + 32, 0xA5A5, kind)
             expected[to_ : to_ + length] = REFERENCE[wire](np.ascontiguousarray(source))
             np.testing.assert_array_equal(room, expected)
@@ -161,4 +163,66 @@ def test_an_unknown_format_is_an_error() -> None:
     source = np.ones(4, np.float32)
     for wire in (0, 4, 2**32 - 1):
         with pytest.raises(ValueError, match="unknown dtype code"):
-            _native.copy(wire, source.ctypes.data, source.ctypes.data, 4)
+            _native.copy(wire, source.ctypes.data, source.ctypes.data, 4, 0)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("length", [1, 7, 8, 2047, 2048, 2049, 10_000])
+def test_sum_of_squares(wire: WireType, length: int) -> None:
+    source = np.random.default_rng(length).standard_normal(length).astype(np.float32)
+    for scale in (1e-12, 1.0, 100.0):
+        scaled = source * np.float32(scale)
+        to = np.zeros(length, STORED[wire])
+        squares = _native.copy(wire, to.ctypes.data, scaled.ctypes.data, length, 0)
+        wanted = np.square(scaled, dtype=np.float64).sum()
+        assert squares == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_squares_beyond_float32_are_added_up() -> None:
+    source = np.full(5000, 1e30, np.float32)
+    to = np.zeros(5000, np.uint32)
+    squares = _native.copy(WireType.FLOAT32, to.ctypes.data, source.ctypes.data, 5000, 0)
+    assert squares == pytest.approx(5000 * float(np.float32(1e30)) ** 2)
+
+
+HALVES = [WireType.BFLOAT16, WireType.FLOAT16]
+
+
+@pytest.mark.parametrize("wire", HALVES)
+@pytest.mark.parametrize("length", [1, 9, 2048, 5003])
+def test_error_feedback_loses_nothing(wire: WireType, length: int) -> None:
+    """What has been sent and what is left over add up to all that was given."""
+    random = np.random.default_rng(5)
+    left = np.zeros(length, np.float32)
+    given, sent = np.zeros(length), np.zeros(length)
+    for _ in range(30):
+        gradient = random.standard_normal(length).astype(np.float32) * np.float32(1e-3)
+        to = np.zeros(length, STORED[wire])
+        wanted = gradient + left
+        _native.copy(wire, to.ctypes.data, gradient.ctypes.data, length, left.ctypes.data)
+        np.testing.assert_array_equal(to, REFERENCE[wire](wanted))
+        np.testing.assert_array_equal(left, wanted - decoded(wire, to).astype(np.float32))
+        given += gradient
+        sent += decoded(wire, to)
+    np.testing.assert_allclose(sent + left, given, atol=1e-6)
+    plain = np.abs(left).max()
+    assert plain < np.abs(given).max() / 100
+
+
+@pytest.mark.parametrize("wire", HALVES)
+def test_what_is_not_finite_leaves_nothing_over(wire: WireType) -> None:
+    gradient = np.array([1.0, np.nan, np.inf, -np.inf, 1e38, 1.0] * 3, np.float32)
+    left = np.full(gradient.size, 0.25, np.float32)
+    to = np.zeros(gradient.size, STORED[wire])
+    assert math.isinf(
+        _native.copy(wire, to.ctypes.data, gradient.ctypes.data, gradient.size, left.ctypes.data)
+    )
+    assert np.isfinite(left).all()
+
+
+def test_float32_leaves_nothing_over() -> None:
+    gradient, left = np.ones(10, np.float32), np.full(10, 0.5, np.float32)
+    to = np.zeros(10, np.float32)
+    _native.copy(WireType.FLOAT32, to.ctypes.data, gradient.ctypes.data, 10, left.ctypes.data)
+    np.testing.assert_array_equal(to, 1.0)
+    np.testing.assert_array_equal(left, 0.5)

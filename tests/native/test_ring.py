@@ -77,7 +77,7 @@ class Ring:
 
     def publish(self, clock: int = 0) -> int:
         return _native.publish(
-            self.at, self.control_at, clock, 3, 1, 1, 64, 1, 0, 9, 32, 0.5, 1.25, 10.0, 11.0
+            self.at, self.control_at, clock, 3, 1, 1, 0, 64, 9, 32, 4.0, 0.5, 1.25, 10.0, 11.0
         )
 
     def head(self) -> int:
@@ -194,6 +194,7 @@ def test_a_frame_is_what_was_published() -> None:
             "loss": 1.25,
             "started": 10.0,
             "finished": 11.0,
+            "squares": 4.0,
         }
         assert ring.ring["pulled"] == 3
         for shard in range(2):

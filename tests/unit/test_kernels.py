@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -165,18 +166,33 @@ def test_mean_of_gradients(seed: int, length: int) -> None:
     random = np.random.default_rng(seed)
     first, second, third = random.standard_normal((3, length)).astype(np.float32)
     acc = first.copy()
-    cpu.accumulate(acc, second)
+    cpu.accumulate(acc, second, 1.0)
     cpu.add(acc, third)
     assert np.array_equal(acc, first + second + third)
     cpu.scale(acc, 1 / 3)
     assert np.array_equal(acc, (first + second + third) * np.float32(1 / 3))
+    before = acc.copy()
+    cpu.accumulate(acc, second, 0.5)  # exact: the sum alone is rounded
+    assert np.array_equal(acc, before + second * np.float32(0.5))
+
+
+@pytest.mark.parametrize("squares", [0.0, 1e-300, 3.9, 4.0, 4.1, 1e30])
+@pytest.mark.parametrize("clip_norm", [0.0, 2.0])
+def test_clip_scale(squares: float, clip_norm: float) -> None:
+    hyper = OptimizerSpec(Kind.SGD, clip_norm=clip_norm).pack()
+    wanted = reference.clip_scale(hyper, squares)
+    assert cpu.clip_scale(hyper, squares) == pytest.approx(wanted, rel=1e-15)
+    if clip_norm and squares:
+        assert wanted * math.sqrt(squares) == pytest.approx(
+            min(clip_norm, math.sqrt(squares)), rel=1e-5
+        )
 
 
 COMPILED: list[tuple[Any, tuple[Any, ...]]] = [
     (cpu.update, (numba.int64, numba.float64[::1], *[numba.float32[::1]] * 4)),
     (cpu.move, (numba.int64, numba.types.UniTuple(numba.float64, 8), *[numba.float32[::1]] * 4)),
     (cpu.add, (numba.float32[::1],) * 2),
-    (cpu.accumulate, (numba.float32[::1],) * 2),
+    (cpu.accumulate, (numba.float32[::1], numba.float32[::1], numba.float64)),
     (cpu.scale, (numba.float32[::1], numba.float64)),
     (cpu.decode_bfloat16, (numba.uint16[::1], numba.float32[::1])),
     (cpu.decode_float16, (numba.uint16[::1], numba.float32[::1])),

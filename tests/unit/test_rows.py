@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import Rig, rows_payload
+from support import Rig, payload_of, rows_payload
 
-from gadei_ps import _native, layout
+from gadei_ps import layout
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
 from gadei_ps.layout import Action, FrameKind, Reason, Role
@@ -67,17 +68,74 @@ def test_rows_are_put_in_order_and_added_up(
 @pytest.mark.parametrize("bad", [-1, 50, 2**62])
 def test_a_row_that_is_none(bad: int) -> None:
     model = place([TABLE])
-    with pytest.raises(IndexError, match=f"row {bad} of 50"):
+    with pytest.raises(IndexError) as caught:
         rows_payload(model, {0: (np.array([3, bad]), noise(1, 2, 7))})
+    assert caught.value.args == (0, bad)  # tensor, row
 
 
 def test_values_that_are_not_finite_are_found() -> None:
-    room = np.zeros(8192, np.uint8)
+    model = place([Tensor("t", (9000, 1))])
     for values, wanted in [([1.0, 2.0], False), ([1.0, np.inf], True), ([3e38, 3e38], True)]:
         given_ = np.array([[value] for value in values], np.float32)
         indices = np.zeros(2, np.int64)  # one row: the sum counts
-        at = (indices.ctypes.data, given_.ctypes.data, 2, 9000, 1)
-        assert _native.write_rows(WireType.FLOAT32, room.ctypes.data, 0, 0, 64, *at)[1] is wanted
+        squares = payload_of(model, {0: (indices, given_)})[3]
+        assert math.isinf(squares) is wanted
+
+
+@given(data=st.data(), wire=st.sampled_from(list(WireType)))
+@settings(max_examples=100, deadline=None)
+def test_rows_of_zeros_need_not_travel(data: st.DataObject, wire: WireType) -> None:
+    """What is left out is zero; what is not is as without leaving out."""
+    shapes = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1))
+    model = place([Tensor(f"t{i}", shape) for i, shape in enumerate(shapes)])
+    gradients = {}
+    for number, shape in enumerate(shapes):
+        zero = data.draw(st.floats(0, 1))
+        draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+        values = draw.integers(-9, 9, shape).astype(np.float32)
+        values[draw.random(shape[0]) < zero] = data.draw(st.sampled_from([0.0, -0.0]))
+        gradients[number] = values
+    payload, kind, blocks, squares = payload_of(model, gradients, wire, spare=True)
+    assert squares == sum(float(np.square(values).sum()) for values in gradients.values())
+    assert payload.size <= payload_bytes(model)
+    got = decoded_frame(model, payload, kind, blocks, wire)
+    for number, values in gradients.items():
+        np.testing.assert_array_equal(got[number], values)
+    if kind is FrameKind.ROWS:
+        table = layout.rounded(len(shapes) * layout.BLOCK.itemsize, 64)
+        assert payload.size <= table + model.elements * layout.WIRE_BYTES[wire] + 64 * len(shapes)
+
+
+def decoded_frame(
+    model: Model, payload: np.ndarray, kind: FrameKind, blocks: int, wire: WireType
+) -> dict[int, np.ndarray]:
+    """The dense gradients that a payload says, by tensor's number."""
+
+    def read(at: int, count: int) -> np.ndarray:
+        raw = payload[at : at + count * layout.WIRE_BYTES[wire]]
+        if wire is WireType.BFLOAT16:
+            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return raw.view(np.float16 if wire is WireType.FLOAT16 else np.float32).astype(np.float32)
+
+    found = {}
+    if kind is FrameKind.DENSE:
+        for number, tensor in enumerate(model.tensors):
+            at = tensor.start * layout.WIRE_BYTES[wire]
+            found[number] = read(at, tensor.count).reshape(tensor.shape)
+        return found
+    for i in range(blocks):
+        block = payload[i * layout.BLOCK.itemsize :][: layout.BLOCK.itemsize].view(layout.BLOCK)[0]
+        tensor = model.tensors[int(block["tensor"])]
+        if int(block["form"]) == FrameKind.DENSE:
+            values = read(int(block["values_at"]), tensor.count).reshape(tensor.shape)
+        else:
+            count, at = int(block["rows"]), int(block["indices_at"])
+            values = np.zeros(tensor.shape, np.float32)
+            indices = payload[at : at + 8 * count].view(np.int64)
+            width = tensor.count // tensor.rows
+            values[indices] = read(int(block["values_at"]), count * width).reshape(count, width)
+        found[int(block["tensor"])] = values
+    return found
 
 
 # -- applied --------------------------------------------------------------------------------------
@@ -130,6 +188,10 @@ def touched(model: Model, named: dict[int, Any]) -> tuple[np.ndarray, np.ndarray
     return flat, mask
 
 
+def squares_of(values: np.ndarray) -> float:
+    return float(np.square(values, dtype=np.float64).sum())
+
+
 @st.composite
 def models(draw: st.DrawFn) -> list[Tensor]:
     shapes = st.tuples(st.integers(1, 60), st.sampled_from([1, 3, 64, 65, 300]))
@@ -151,11 +213,11 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
         optimizer = {
             "kind": kind,
             "lr": 0.05,
-            "weight_decay": data.draw(st.sampled_from([0, 0.01])),
+            "weight_decay": data.draw(st.sampled_from([0.0, 0.01])),
+            "clip_norm": data.draw(st.sampled_from([0.0, 3.0])),
         }
-        spec = OptimizerSpec(
-            Kind[kind.upper()], lr=0.05, weight_decay=float(optimizer["weight_decay"])
-        )
+        named_kind = {"kind": Kind[kind.upper()]}
+        spec = OptimizerSpec(**{**optimizer, **named_kind})
         values = {one.name: noise(seed + at, *one.shape) for at, one in enumerate(tensors)}
         learners = data.draw(st.integers(1, 3)) if collect else 1
         how: dict[str, Any] = {"shards": shards, "optimizer": optimizer, "learners": learners}
@@ -171,15 +233,19 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
                     wire = data.draw(st.sampled_from(WireType))
                     if frame is None:
                         raw = reference.encode(wire, noise(seed + t, model.elements))
-                        rig.publish(row, raw, wire)
-                        total += reference.decode(wire, raw)
+                        flat = reference.decode(wire, raw)
+                        squares = squares_of(flat[moves])
+                        rig.publish(row, raw, wire, squares=squares)
                         named[:] = True
                     else:
                         given_ = gradients(model, frame, seed + 10 * t + row)
-                        rig.publish_rows(row, given_, wire)
                         flat, mask = touched(model, given_)
-                        total += reference.decode(wire, reference.encode(wire, flat))
+                        squares = squares_of(flat[moves])
+                        rig.publish_rows(row, given_, wire, squares=squares)
+                        flat = reference.decode(wire, reference.encode(wire, flat))
                         named |= mask
+                    flat[moves] *= np.float32(reference.clip_scale(spec.pack(), squares))
+                    total += flat
                 if collect:
                     rig.superstep(dict.fromkeys(range(learners), Action.APPLY))
                 for row in range(learners):

@@ -59,6 +59,7 @@ def test_as_the_reference(kind: str, job_name: str) -> None:
         depth=st.integers(1, 3),
         decay=st.sampled_from([0.0, 0.01]),
         warmup=st.integers(0, 3),
+        clip=st.sampled_from([0.0, 5.0]),
         seed=st.integers(0, 2**32),
     )
     def holds(
@@ -68,15 +69,19 @@ def test_as_the_reference(kind: str, job_name: str) -> None:
         depth: int,
         decay: float,
         warmup: int,
+        clip: float,
         seed: int,
     ) -> None:
         optimizer = {
             "kind": kind,
             "lr": 0.05,
             "weight_decay": decay,
+            "clip_norm": clip,
             "schedule": {"warmup_steps": warmup},
         }
-        spec = OptimizerSpec(Kind[kind.upper()], lr=0.05, weight_decay=decay, warmup_steps=warmup)
+        spec = OptimizerSpec(
+            Kind[kind.upper()], lr=0.05, weight_decay=decay, warmup_steps=warmup, clip_norm=clip
+        )
         values = {one.name: noise(seed + at, one.count) for at, one in enumerate(tensors)}
         with Rig(
             job_name, tensors, values, shards=shards, slots=depth, optimizer=optimizer, learners=2
@@ -89,8 +94,10 @@ def test_as_the_reference(kind: str, job_name: str) -> None:
                 for t, wire in enumerate(wires):
                     raw = reference.encode(wire, noise(seed + 100 + t, rig.model.elements))
                     scale = np.float32(1.0 - 0.25 * t)
-                    apply_one(rig, t % 2, raw, wire=wire, rate_scale=scale)
                     g = reference.decode(wire, raw)
+                    squares = float(np.square(g[moved], dtype=np.float64).sum())
+                    apply_one(rig, t % 2, raw, wire=wire, rate_scale=scale, squares=squares)
+                    g[moved] *= np.float32(reference.clip_scale(spec.pack(), squares))
                     rate = reference.learning_rate(spec.pack(), t) * float(scale)
                     reference.step(spec, expected[moved], state, g[moved], t + 1, rate)
                     expected[added] += g[added]
@@ -358,6 +365,28 @@ def test_superstep_applies_the_mean(job_name: str) -> None:
         assert (rig.state["record"]["supersteps"][:3] == 2).all()
         for row, tail in enumerate([1, 2, 1, 1]):
             assert (rig.ring(row)["tail"]["value"][:3] == tail).all()
+
+
+def test_superstep_clips_each_gradient(job_name: str) -> None:
+    optimizer = {"kind": "sgd", "lr": 1.0, "clip_norm": 2.0}
+    tensors = [Tensor("w", (4,)), Tensor("s", (4,), Role.BUFFER)]
+    with Rig(job_name, tensors, learners=3, collect=True, optimizer=optimizer) as rig:
+        with rig.serving():
+            for row, size in enumerate([0.5, 4.0, 16.0]):  # norms 1, 8, 32
+                rig.publish(row, ones(rig) * np.float32(size), squares=4 * size * size)
+            rig.superstep(dict.fromkeys(range(3), Action.APPLY))
+            eventually(rig.superstep_done)
+        views = rig.model.views(rig.weights)
+        np.testing.assert_allclose(views["w"], -(0.5 + 1.0 + 1.0) / 3, rtol=1e-5)
+        np.testing.assert_allclose(views["s"], (0.5 + 4.0 + 16.0) / 3, rtol=1e-6)  # as it is
+
+
+@pytest.mark.parametrize("squares", [-1.0, math.nan, 0.0])
+def test_squares_that_cannot_be_clip_nothing(squares: float, job_name: str) -> None:
+    optimizer = {"kind": "sgd", "lr": 1.0, "clip_norm": 0.5}
+    with Rig(job_name, W, optimizer=optimizer) as rig, rig.serving():
+        apply_one(rig, 0, ones(rig), squares=squares)
+        np.testing.assert_array_equal(rig.weights, -1.0)
 
 
 def test_a_dropped_gradients_batch_is_handed_out_again(job_name: str) -> None:

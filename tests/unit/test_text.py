@@ -62,7 +62,7 @@ def plain_logits(model: SentenceClassifier, tokens: Any) -> Any:
                 if tap < width:
                     at = start + index * maps
                     # The tap that is shifted furthest meets the first word of its window.
-                    taps.insert(0, model.filters[:, at : at + maps].T)
+                    taps.insert(0, model.filters[at : at + maps])
                 start += count
             padded = functional.pad(embedded, (width, width))
             bias = model.filter_bias[index * maps : (index + 1) * maps]
@@ -135,7 +135,7 @@ def test_sizes_are_kims() -> None:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes == {
         "embedding": (1000, 300),
-        "filters": (300, 1200),
+        "filters": (1200, 300),
         "filter_bias": (300,),
         "output_weight": (6, 300),
         "output_bias": (6,),
@@ -144,9 +144,9 @@ def test_sizes_are_kims() -> None:
     assert 0.04 < model.embedding[1:].abs().max() <= 0.05
     assert 0.2 < small(embedding_range=0.25).embedding.abs().max() <= 0.25
     # Column blocks are taps; the first 100 columns of a block belong to the width 5.
-    for block in (model.filters[:, :100], model.filters[:, -100:]):
+    for block in (model.filters[:100], model.filters[-100:]):
         assert 0.9 * 1500**-0.5 < block.abs().max() <= 1500**-0.5
-    assert 0.9 * 900**-0.5 < model.filters[:, 200:300].abs().max() <= 900**-0.5
+    assert 0.9 * 900**-0.5 < model.filters[200:300].abs().max() <= 900**-0.5
 
 
 def test_the_initial_weights_depend_on_the_seed_alone() -> None:
@@ -412,9 +412,9 @@ def test_files_that_do_not_fit_together_are_named(tmp_path: Path) -> None:
         assert unreadable(directory).startswith(f"{directory / file}: ")
     save(directory)
     content = json.loads(config.read_text())
-    config.write_text(json.dumps({**content, "format": 2}))
-    assert "has format 2, not 1" in unreadable(directory)
-    config.write_text(json.dumps({"format": 1}))
+    config.write_text(json.dumps({**content, "format": 9}))
+    assert "has format 9, not 2" in unreadable(directory)
+    config.write_text(json.dumps({"format": 2}))
     assert "sizes of the model are missing" in unreadable(directory)
     save(directory)
     (directory / "labels.json").write_text('{"labels": [1, 2, 3]}')

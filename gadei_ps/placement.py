@@ -1,0 +1,79 @@
+"""On which cores the shards of a server run. Pure but for bind(), so that tests make machines up.
+
+Shards stream weights through their core's memory controller. On a machine with several nodes (two
+sockets, say) they are kept on the node whose memory holds the weights. Elsewhere the scheduler
+knows better: a shard bound to one core waits for the learner that happens to run there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+NODES = Path("/sys/devices/system/node")
+CORE_LIST = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+def parse(text: str) -> list[int]:
+    """Cores of a list as the kernel writes them, '0-3,8'. Raises ValueError."""
+    if not CORE_LIST.fullmatch(text):
+        raise ValueError(f"{text!r} is no list of cores: write it as 0-3,8")
+    found = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        found += range(int(low), int(high or low) + 1)
+    return found
+
+
+def nodes(root: Path = NODES) -> dict[int, set[int]]:
+    """Cores by node of the machine; {} where the kernel does not say."""
+    found = {}
+    for path in root.glob("node[0-9]*"):
+        try:
+            listed = (path / "cpulist").read_text().strip()
+        except OSError:
+            continue
+        if listed:
+            found[int(path.name.removeprefix("node"))] = set(parse(listed))
+    return found
+
+
+def home(address: int, maps: str) -> int | None:
+    """The node that holds most pages of the mapping at this address, of /proc/self/numa_maps."""
+    for line in maps.splitlines():
+        first, _, rest = line.partition(" ")
+        if int(first, 16) == address:
+            pages = {int(n): int(count) for n, count in re.findall(r"\bN(\d+)=(\d+)", rest)}
+            return max(pages, key=lambda node: pages[node]) if pages else None
+    return None
+
+
+def cores_of_shard(
+    shard: int,
+    wanted: list[int],
+    allowed: set[int],
+    by_node: dict[int, set[int]],
+    node: int | None,
+) -> set[int]:
+    """Where a shard may run: one of the cores asked for, else those of the weights' node."""
+    usable = [core for core in wanted if core in allowed]
+    if usable:
+        return {usable[shard % len(usable)]}
+    if len(by_node) > 1 and node is not None:
+        return (by_node.get(node, set()) & allowed) or allowed
+    return allowed
+
+
+def bind(shard: int, wanted: list[int], address: int) -> None:
+    """Keeps the calling thread, a shard's, where it belongs. address: of the weights' mapping."""
+    allowed, by_node = os.sched_getaffinity(0), nodes()
+    node = None
+    if len(by_node) > 1 and not wanted:
+        try:
+            node = home(address, Path("/proc/self/numa_maps").read_text())
+        except OSError:
+            return
+    chosen = cores_of_shard(shard, wanted, allowed, by_node, node)
+    if chosen != allowed:
+        os.sched_setaffinity(0, chosen)
