@@ -88,7 +88,8 @@ def train(
     command += ["--out", str(out), "--job", job]
     with Killer(job, kill_every_s) as killer:
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout) | {"kills": killer.kills}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found | {"kills": killer.kills}
 
 
 def keep(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> Path:

@@ -301,7 +301,7 @@ def _measure_kind(
         needed = work.bytes_moved(wire) / moved
         mine = {who: seconds[f"{who}/{wire.name}"] for who in ("gadei-ps", "C", "torch")}
         mine["limit"] = [one * needed for one in seconds["memory"]]
-        told = {"optimizer": work.kind.name, "wire": wire.name.lower()}
+        told: dict[str, Any] = {"optimizer": work.kind.name, "wire": wire.name.lower()}
         told |= {"bytes": count, "threads": threads}
         line = [work.kind.name, wire.name.lower(), f"{count / MB:g} MB"]
         for who, taken in mine.items():

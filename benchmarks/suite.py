@@ -30,9 +30,10 @@ BENCHMARKS = {
 }
 
 
-def listed() -> list[list[str]]:
-    """Lines of a table of them."""
-    return [[name, what] for name, what in BENCHMARKS.items()]
+def listed() -> str:
+    """A line for each of them."""
+    width = max(map(len, BENCHMARKS))
+    return "\n".join(f"{name:{width}}  {what}" for name, what in BENCHMARKS.items())
 
 
 def check(names: Iterable[str]) -> None:

@@ -682,7 +682,7 @@ def bench(
         if as_json:
             print_json({"benchmarks": suite.BENCHMARKS})
         else:
-            print(suite.table(["name", "measures"], suite.listed()))
+            print(suite.listed())
         return 0
     suite.check(names)
     results = []

@@ -19,7 +19,7 @@ def parse(text: str) -> list[int]:
     """Cores of a list as the kernel writes them, '0-3,8'. Raises ValueError."""
     if not CORE_LIST.fullmatch(text):
         raise ValueError(f"{text!r} is no list of cores: write it as 0-3,8")
-    found = []
+    found: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
         found += range(int(low), int(high or low) + 1)
