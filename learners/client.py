@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -54,12 +53,11 @@ UNWRITTEN = (0, 0, 0, 0.0)  # a frame that the server refuses
 HOLD_S = 0.03  # above what a shard waits for a consistent pull
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A mini-batch that the server has handed to this learner."""
 
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment] # not the method of tuples
     indices: npt.NDArray[np.int64]
     """Samples of it, shape (at most batch_size,)."""
 
@@ -432,14 +430,16 @@ class Client:
             raise UsageError(
                 f"{len(self._taken)} batches wait for their gradients: push once for each batch"
             )
-        try:
-            taken = self._wait(
-                lambda ns: _native.take_work(self._ring_at, self._control_at, ns),
-                timeout_s,
-                "no batch was handed out",
-            )
-        except JobStopped:
-            return None
+        taken = _native.take_work(self._ring_at, self._control_at, 0)
+        if taken < 0:
+            try:
+                taken = self._wait(
+                    lambda ns: _native.take_work(self._ring_at, self._control_at, ns),
+                    timeout_s,
+                    "no batch was handed out",
+                )
+            except JobStopped:
+                return None
         if taken == _native.PS_FINISHED:
             if int(self._control["phase"]) == Phase.FAILED:
                 raise self._ended()
