@@ -1,72 +1,143 @@
-"""What a job costs in memory: shared segments by part, and the server's private memory over time.
+"""What a job costs in memory: each of its processes, its shared segments, and all of it over time.
 
-    python benchmarks/memory.py [--megabytes 25] [--gradients 2000]
+Two parts. The sentence classifier is trained on mr by gadei-ps with one learner and with two, by
+Hogwild and by DistributedDataParallel, each process started on its own; then each process tells its
+resident memory (pages that several map count in each) and its proportional share (they count in
+parts, so that shares add up to what the contender takes). The second part pushes dense gradients to
+a job and looks how large its segments are beside the model, and whether the server's private
+memory grows.
 
-The limit is the model: weights, optimizer slots, and slots x model for each learner. Writes
-results/memory.json.
+ratio: what the contender takes over what gadei-ps takes, with as many learners; in the second part
+as `of` and `to` say.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-from common import table, write_results
+import psutil
 
 from gadei_ps import segment
+from gadei_ps.benchmarks import nlc_texts
+from gadei_ps.benchmarks.common import Report
+from gadei_ps.benchmarks.nlc_member import OURS
+from gadei_ps.benchmarks.nlc_team import Team, started
+from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.config import from_mapping
 from gadei_ps.control import Status
 from gadei_ps.daemon import Daemon
 from gadei_ps.learners.client import Client
 
 SAMPLES = 10
+GROWTH = 1.05
+"""Of the server's private memory from the first tenth of the gradients to the last, at most."""
+MB = 1e6
+SEGMENTS = str(segment.SHM / "gadei-ps.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=25)
-    parser.add_argument("--gradients", type=int, default=2000)
-    options = parser.parse_args()
-    values = options.megabytes * 250_000
+def measure(quick: bool) -> Report:
+    """Measure the processes, then the server over time."""
+    size = sizes("memory", quick)
+    found, notes = nlc_texts.read(["mr"])
+    report = Report(["contender", "learners", "of", "MB", "resident MB"], notes=notes)
+    name, data = next(iter(found.items()))
+    texts = nlc_texts.whole(name, data)
+    shares = {}
+    for kind, learners in size["contenders"]:
+        # One after the other: a page of a library would be shared with the other contenders too.
+        team = Team(kind, learners, texts, method="spawn")
+        with started([team]):
+            team.train(1, size["run_s"], 0.1)
+            shares[kind, learners] = _processes(report, team)
+    for (kind, learners), share in shares.items():
+        if kind != OURS:
+            for of, taken in share.items():
+                ratio = taken / shares[OURS, learners][of]
+                told = {"contender": kind, "learners": learners, "of": of}
+                report.ratios.append(told | {"ratio": ratio, "best_ratio": ratio})
+    _over_time(report, size["megabytes"] * 250_000, size["gradients"])
+    return report
+
+
+def _add(
+    report: Report, contender: str, learners: int, of: str, taken: float, **more: int | None
+) -> None:
+    """Add a row and a line. taken: bytes."""
+    told = {"contender": contender, "learners": learners, "of": of}
+    report.rows.append(told | {"bytes": taken, "unit": "bytes"} | more)
+    resident = more.get("resident_bytes")
+    shown = "" if resident is None else f"{resident / MB:.1f}"
+    report.lines.append([contender, str(learners), of, f"{taken / MB:.2f}", shown])
+
+
+def _processes(report: Report, team: Team) -> dict[str, float]:
+    """Add a row for each process and segment; return what all take and what the mean learner."""
+    processes = {f"learner {i + 1}": psutil.Process(pid) for i, pid in enumerate(team.pids)}
+    if team.daemon is not None:
+        watchdog = psutil.Process(team.daemon.request(Status())["watchdog_pid"])
+        processes["watchdog"] = watchdog
+        for i, server in enumerate(watchdog.children()):
+            processes[f"server {i + 1}"] = server
+    shares = {}
+    mapped = 0.0
+    for of, process in processes.items():
+        memory = process.memory_full_info()
+        maps = process.memory_maps(grouped=False)
+        mapped += sum(one.pss for one in maps if one.path.startswith(SEGMENTS))
+        shares[of] = float(memory.pss)
+        more = {"resident_bytes": memory.rss, "private_bytes": memory.uss}
+        _add(report, team.kind, team.count, of, memory.pss, **more)
+    # A segment's memory is reserved, also what of it nobody has touched yet.
+    parts = sizes_of(team.daemon.config.name) if team.daemon is not None else {}
+    whole = sum(shares.values()) - mapped + sum(parts.values())
+    _add(report, team.kind, team.count, "all together", whole)
+    for part, size in parts.items():
+        _add(report, team.kind, team.count, f"segment {part}", size)
+    learner = sum(share for of, share in shares.items() if of.startswith("learner")) / team.count
+    return {"all together": whole, "a learner": learner}
+
+
+def sizes_of(job: str) -> dict[str, int]:
+    """Return the bytes of each of a job's segments."""
+    return {found.part: found.size for found in segment.find(job)}
+
+
+def _over_time(report: Report, values: int, gradients: int) -> None:
+    """Push dense gradients of that many float32 values."""
     name = f"memory-{os.getpid()}"
     config = from_mapping({"name": name, "optimizer": {"kind": "adam"}, "slots": 2}, "memory")
-    private = []
     tensors = {"w": np.zeros(values, np.float32)}
+    gradient = {"w": np.full(values, 1e-3, np.float32)}
+    private: dict[int, int] = {}
     with Daemon(config) as daemon, Client(name, tensors=tensors) as client:
-        sizes = {found.part: found.size for found in segment.find(name)}
-        gradient = {"w": np.full(values, 1e-3, np.float32)}
-        for _ in range(SAMPLES):
-            for _ in range(options.gradients // SAMPLES):
+        parts = sizes_of(name)
+        for sample in range(1, SAMPLES + 1):
+            for _ in range(gradients // SAMPLES):
                 client.push(gradient)
             client.wait_applied()
-            private.append(daemon.request(Status())["server_private_bytes"])
-    model = 4 * values
-    limit = {"weights": model, "state": 2 * model, "ring.0": 2 * model}
-    rows = [
-        {"contender": part, "bytes": size, "limit_bytes": limit.get(part), "unit": "bytes"}
-        for part, size in sizes.items()
-    ]
-    rows += [
-        {
-            "contender": "server, private",
-            "gradients": (i + 1) * options.gradients // SAMPLES,
-            "bytes": value,
-            "unit": "bytes",
-        }
-        for i, value in enumerate(private)
-    ]
-    ratios = [
-        {"of": part, "to": "model", "ratio": sizes[part] / model} for part in limit if part in sizes
-    ]
-    ratios.append({"of": "private memory, last", "to": "first", "ratio": private[-1] / private[0]})
-    lines = [
-        [str(row["contender"]), str(row.get("gradients", "")), f"{row['bytes'] / 1e6:.2f}"]
-        for row in rows
-    ]
-    print(table(["part", "after gradients", "MB"], lines))
-    print(write_results("memory", rows, ratios))
+            private[sample * (gradients // SAMPLES)] = daemon.request(Status())[
+                "server_private_bytes"
+            ]
+    _tell_segments(report, parts, 4 * values)
+    for pushed, taken in private.items():
+        what = f"server, private, after {pushed} gradients"
+        _add(report, "dense pushes", 1, what, taken, gradients=pushed)
+    first, *_, last = private.values()
+    told = {"contender": "dense pushes", "of": "private memory, last", "to": "first"}
+    growth = last / first
+    reach = {"reach": GROWTH, "reached": growth <= GROWTH}
+    report.ratios.append(told | {"ratio": growth, "best_ratio": growth} | reach)
 
 
-if __name__ == "__main__":
-    main()
+def _tell_segments(report: Report, parts: Mapping[str, int], model: int) -> None:
+    """Set the segments beside the least there could be: weights, two slots of Adam, a ring of 2."""
+    least: dict[str, Any] = {"weights": model, "state": 2 * model, "ring.0": 2 * model}
+    for part, size in parts.items():
+        _add(report, "dense pushes", 1, f"segment {part}", size, limit_bytes=least.get(part))
+    for part, limit in least.items():
+        told = {"contender": "dense pushes", "of": f"segment {part}", "to": "least"}
+        ratio = parts[part] / limit
+        report.ratios.append(told | {"ratio": ratio, "best_ratio": ratio})

@@ -13,8 +13,8 @@ FULL: dict[str, dict[str, Any]] = {
     "ingest": {
         "bytes": [1 * MB, 5 * MB, 25 * MB, 100 * MB],
         "learners": [1, 2, 4],
-        "rounds": 5,
-        "call_s": 0.35,
+        "rounds": 4,
+        "call_s": 0.25,
         "ray_bytes": 25 * MB,
     },
     "latency": {"rounds": 10, "spinning": 2000, "asleep": 200},
@@ -29,7 +29,7 @@ FULL: dict[str, dict[str, Any]] = {
         "sets": ["mr", "banking77"],
         "learners": [1, 2],
         "batches": [1, 2, 4, 8, 32, 128],
-        "window_s": 1.5,
+        "window_s": 1.3,
         "rounds": 3,
     },
     "table8": {
@@ -46,11 +46,22 @@ FULL: dict[str, dict[str, Any]] = {
         "copy_bytes": 256 * MB,
     },
     "time_to_accuracy": {
-        "accuracy": {"mr": 0.7, "trec6": 0.8, "banking77": 0.6},
-        "interval_s": 1.5,
-        "cap_s": 45.0,
+        "accuracy": {"mr": 0.74, "trec6": 0.82, "banking77": 0.8},
+        "interval_s": 1.0,
+        "cap_s": 60.0,
     },
-    "memory": {"run_s": 2.0, "megabytes": 25, "gradients": 2000},
+    "memory": {
+        "contenders": [
+            ("gadei-ps", 1),
+            ("gadei-ps", 2),
+            ("Hogwild", 2),
+            ("Hogwild sparse", 2),
+            ("DDP gloo", 2),
+        ],
+        "run_s": 2.0,
+        "megabytes": 25,
+        "gradients": 2000,
+    },
 }
 QUICK: dict[str, dict[str, Any]] = {
     "apply": {"bytes": [2 * MB], "rounds": 2, "call_s": 0.003},
@@ -78,16 +89,21 @@ QUICK: dict[str, dict[str, Any]] = {
         "window_s": 0.3,
         "rounds": 1,
     },
-    "table8": {"sets": ["trec6"], "batches": [1, 2], "window_s": 0.2, "rounds": 1},
+    "table8": {"sets": ["trec6"], "batches": [1], "window_s": 0.2, "rounds": 1},
     "table7": {
         "sets": ["trec6"],
-        "learners": [1, 2],
+        "learners": [2],
         "window_s": 0.3,
         "rounds": 1,
         "copy_bytes": 32 * MB,
     },
-    "time_to_accuracy": {"accuracy": {"trec6": 0.8}, "interval_s": 0.5, "cap_s": 1.0},
-    "memory": {"run_s": 0.2, "megabytes": 1, "gradients": 100},
+    "time_to_accuracy": {"accuracy": {"trec6": 0.8}, "interval_s": 1.0, "cap_s": 1.0},
+    "memory": {
+        "contenders": [("gadei-ps", 1), ("Hogwild", 1)],
+        "run_s": 0.2,
+        "megabytes": 1,
+        "gradients": 100,
+    },
 }
 
 

@@ -27,10 +27,43 @@ def publish(
     finished: float,
     /,
 ) -> int: ...
+def push(
+    ring: int,
+    control: int,
+    weights: int,
+    dtype: int,
+    spare: int,
+    left: int,
+    clock: int,
+    version: int,
+    batch: int,
+    samples: int,
+    rate_scale: float,
+    loss: float,
+    started: float,
+    /,
+    *gradients: int,
+) -> int: ...
 def copy(dtype: int, to: int, source: int, count: int, left: int, /) -> float: ...
 def write_frame(
-    weights: int, dtype: int, payload: int, spare: int, left: int, /, *gradients: int
+    weights: int, dtype: int, spare: int, left: int, payload: int, /, *gradients: int
 ) -> tuple[int, int, int, float]: ...
+def first_block(weights: int, /) -> int: ...
+def append(
+    weights: int,
+    dtype: int,
+    spare: int,
+    left: int,
+    payload: int,
+    at: int,
+    blocks: int,
+    tensor: int,
+    values: int,
+    indices: int,
+    count: int,
+    /,
+) -> tuple[int, float]: ...
+def sort_blocks(payload: int, blocks: int, /) -> None: ...
 def wait_grant(ring: int, control: int, clock: int, timeout_ns: int, /) -> int: ...
 def wait_applied(ring: int, control: int, sequence: int, timeout_ns: int, /) -> int: ...
 def take_work(ring: int, control: int, timeout_ns: int, /) -> int: ...

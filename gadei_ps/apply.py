@@ -55,6 +55,7 @@ CHUNK_BYTES = np.uint64(layout.CHUNK * 4)
 HALF_BYTES = np.uint64(layout.UNDO_HALF)
 # Values decoded or averaged at a time, some chunks: a chunk is small for the loops that do it.
 BLOCK = 1024
+LINE = 16
 BLOCK_BYTES = np.uint64(BLOCK * 4)
 COEFFICIENT_BYTES = np.uint64(COEFFICIENTS * 8)
 PAYLOAD_AT = np.uint64(layout.PAYLOAD_AT)
@@ -331,6 +332,40 @@ def _change_chunk(
         cpu.move(kind, coef, w, s0, s1, gradient)
 
 
+@inlined
+def _save_line(at: Streams, kept: int, chunk: np.uint64, start: int, low: int, count: int) -> None:
+    """Saves some values of the piece that begins at `start`, from its low-th on."""
+    here, there = np.uint64((start + low) * 4), _half(at, chunk) + np.uint64(low * 4)
+    _copy(floats(there, count), floats(at.weights + here, count))
+    if kept > 0:
+        _copy(floats(there + CHUNK_BYTES, count), floats(at.slot0 + here, count))
+    if kept > 1:
+        two = CHUNK_BYTES + CHUNK_BYTES
+        _copy(floats(there + two, count), floats(at.slot1 + here, count))
+
+
+@inlined
+def _move_line(
+    kind: int,
+    kept: int,
+    coef: cpu.Scalars,
+    at: Streams,
+    g: np.uint64,
+    start: int,
+    low: int,
+    count: int,
+) -> None:
+    """Moves them."""
+    here = np.uint64((start + low) * 4)
+    w, gradient = floats(at.weights + here, count), floats(g + np.uint64(low * 4), count)
+    if kind == BUFFER:
+        cpu.add(w, gradient)
+    else:
+        s0 = floats(at.slot0 + here, count if kept > 0 else 0)
+        s1 = floats(at.slot1 + here, count if kept > 1 else 0)
+        cpu.move(kind, coef, w, s0, s1, gradient)
+
+
 @compiled
 def _change_rest(
     kind: int,
@@ -343,8 +378,21 @@ def _change_rest(
     start: int,
     count: int,
 ) -> None:
-    """The same for a chunk that is not whole, once a gradient: compiled once for all kinds."""
-    _change_chunk(kind, kept, coef, at, g, cursor, np.uint64(chunk), start, count)
+    """The same for a piece that is no whole chunk, the end of a row most often.
+
+    Compiled once for all kinds, and by lines: a loop of vectors over a length that is not known
+    would do most of so few values one by one.
+    """
+    whole = count - count % LINE
+    for low in range(0, whole, LINE):
+        _save_line(at, kept, np.uint64(chunk), start, low, LINE)
+    if whole < count:
+        _save_line(at, kept, np.uint64(chunk), start, whole, count - whole)
+    mark(cursor, (np.uint64(chunk) << ONE) | ONE)
+    for low in range(0, whole, LINE):
+        _move_line(kind, kept, coef, at, g, start, low, LINE)
+    if whole < count:
+        _move_line(kind, kept, coef, at, g, start, whole, count - whole)
 
 
 @inlined

@@ -172,7 +172,8 @@ SHARD: Final = _struct(
     ("parked", u64),
     ("tid", u32),
     ("recovered", u32),
-    ("pad0", u8, (24,)),
+    ("cpu", u32),
+    ("pad0", u8, (20,)),
     ("lease", u64, (8,)),
 )
 

@@ -5,9 +5,10 @@ frame in hand names is left as it is, with its optimizer state ("lazily": the ro
 not decay while nobody touches them, as with torch.optim.SparseAdam).
 
 The walk goes by tensor and row and cuts each row, or dense tensor, into pieces of at most CHUNK
-values within the shard. Its pieces are numbered like the chunks of a dense gradient, and the cursor
-and the undo log serve them in the same way. The same frames give the same walk, so that whoever
-recovers finds the piece that was open by walking again.
+values within the shard; a single frame's rows that follow each other are cut as one. Its pieces are
+numbered like the chunks of a dense gradient, and the cursor and the undo log serve them in the same
+way. The same frames give the same walk, so that whoever recovers finds the piece that was open by
+walking again.
 
 A learner may write over a frame at any time. So whatever places a write is read once and checked
 where it is used; what does not fit moves nothing.
@@ -215,6 +216,17 @@ def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
 
 
 @compiled
+def _next_gap(s: Shard, tensor: np.ndarray) -> int:
+    """Goes on past the rows that follow the one at hand without a gap; the one after them."""
+    after = integer(s.hands[ROW, 0]) + 1
+    _next_row(s, 0, tensor)
+    while s.hands[ROW, 0] == after:
+        after += 1
+        _next_row(s, 0, tensor)
+    return after
+
+
+@compiled
 def _add_row(
     s: Shard, m: int, mean: np.ndarray, width: int, row_start: int, start: int, end: int
 ) -> None:
@@ -263,6 +275,7 @@ def _span(
     members: int,
     tensor: np.ndarray,
     row: int,
+    shift: int,
     low: int,
     high: int,
     piece: int,
@@ -271,7 +284,8 @@ def _span(
 ) -> int:
     """Moves values low to high, of one row (-1: of a tensor given whole); the next piece's number.
 
-    Pieces before the first-th are done. reopen: that one is open, its old values in the undo log.
+    Where one frame is applied as it is, also of several rows that follow each other; shift: how
+    far its values of them are from where they were if it gave the tensor whole. Pieces before the first-th are done. reopen: that one is open, its old values in the undo log.
     """
     pieces = -(-(high - low) // CHUNK)
     if piece + pieces <= first:
@@ -285,17 +299,14 @@ def _span(
     if reopen and piece == first:
         restore(s.at, kept, np.uint64(piece), at, min(CHUNK, high - at))
     start = integer(tensor[0].start)
-    width = integer(tensor[0].count) // _rows_of(tensor)
     single = not is_mixed(s, members)
     while at < high:
         end = high
         if not single or s.hands[DTYPE, 0] != FLOAT32:
             end = min(high, at + BLOCK)
         if single:
-            skip = at - start
-            if row >= 0:
-                skip += (s.hands[AT, 0] - row) * width
             values = np.uint64(s.hands[VALUES, 0])
+            skip = at - start + shift
             g = gradient_at(values, s.hands[DTYPE, 0], skip, end - at, s.at.scratch)
         else:
             g = _mean(s, members, tensor, row, at, end)
@@ -315,6 +326,7 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
     lock(s)
     coef = cpu.scalars(doubles(s.at.coef, COEFFICIENTS))
     piece = 0
+    single = not is_mixed(s, members)
     for m in range(members):
         s.hands[NEXT, m] = 0
     for number in range(integer(s.places[TENSORS])):
@@ -326,9 +338,21 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
         if met == ABSENT or low >= high:
             continue
         if met == DENSE:
-            piece = _span(s, coef, members, tensor, -1, low, high, piece, first, reopen)
+            piece = _span(s, coef, members, tensor, -1, 0, low, high, piece, first, reopen)
             continue
         width = (end - start) // _rows_of(tensor)
+        if single:
+            while s.hands[ROW, 0] != NO_ROW:
+                row = integer(s.hands[ROW, 0])
+                shift = (s.hands[AT, 0] - row) * width
+                after = _next_gap(s, tensor)
+                low = max(start + row * width, s.low)
+                high = min(start + after * width, s.high)
+                if low < high:
+                    piece = _span(
+                        s, coef, members, tensor, row, shift, low, high, piece, first, reopen
+                    )
+            continue
         while True:
             row = NO_ROW
             for m in range(members):
@@ -339,7 +363,7 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
             low = max(start + row * width, s.low)
             high = min(start + (row + 1) * width, s.high)
             if low < high:
-                piece = _span(s, coef, members, tensor, row, low, high, piece, first, reopen)
+                piece = _span(s, coef, members, tensor, row, 0, low, high, piece, first, reopen)
             for m in range(members):
                 if s.hands[FORM, m] == ROWS and s.hands[ROW, m] == row:
                     _next_row(s, m, tensor)

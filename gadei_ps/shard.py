@@ -61,12 +61,14 @@ from gadei_ps.rows import applier, apply_frames
 from gadei_ps.symbols import (
     bell,
     clock,
+    cpu_here,
     get,
     get32,
     lease_take,
     put,
     release,
     shard_sleep,
+    spin_on,
     spin_once,
     thread_id,
     wide_awake,
@@ -369,7 +371,7 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
     books_due = True
     beat = ZERO
     passes = 0
-    spin_until = 0.0
+    idle_since = 0.0
     wide_awake(s.control, np.uint64(index))  # the one before may have died asleep
 
     while True:
@@ -436,10 +438,14 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
             passes = 0
             continue
         passes += 1
-        spin_once()
         if passes == 1:
-            spin_until = clock() + spin_s
-        if passes % PASSES_PER_CLOCK or clock() < spin_until:
+            idle_since = clock()
+            s.c[0].shard[index].cpu = cpu_here()
+        if passes % PASSES_PER_CLOCK:
+            spin_once()
+            continue
+        if clock() < idle_since + spin_s:
+            spin_on(idle_since)
             continue
         watched = count
         if collect and index != 0:

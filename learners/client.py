@@ -37,6 +37,7 @@ from gadei_ps.kernels.optimizers import HYPER, Kind, OptimizerSpec
 from gadei_ps.layout import (
     CONTROL,
     RING,
+    FrameKind,
     Phase,
     WireType,
 )
@@ -48,9 +49,20 @@ NAME_VARIABLE = "GADEI_PS_NAME"
 SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
 GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
 CONSISTENT_S = 5.0
-NONE = (0, 0, 0)  # for Client.write_gradients: a tensor without a gradient
+NONE = (0, 0, 0)  # for Client.push_from: a tensor without a gradient
 UNWRITTEN = (0, 0, 0, 0.0)  # a frame that the server refuses
 HOLD_S = 0.03  # above what a shard waits for a consistent pull
+
+
+_forks = 0  # that this process comes after
+
+
+def _count_forks() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_forks)
 
 
 class Batch(NamedTuple):
@@ -116,7 +128,7 @@ class Client:
             self._wire = WireType[wire.upper()]
         except KeyError:
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
-        self._pid = os.getpid()
+        self._forks = _forks
         self._connection = Lasting(target)
         try:
             if tensors is not None:
@@ -132,7 +144,7 @@ class Client:
         self._control = place.control.view(CONTROL)
         self._ring = place.ring.view(RING)
         self._control_at = place.control.address
-        self._ring_at = place.ring.address
+        self._rings = place.ring.address, self._control_at
         self.model: Model = weights.read_table(place.weights)
         self.flat: FloatArray = weights.data(place.weights)
         """The live weights, shape (model.elements,), read-only: the server changes them."""
@@ -144,6 +156,7 @@ class Client:
         self._way = int(self._may_spare()), _native.address(self._left) if error_feedback else 0
         # Of the claimed slot, once it is written: kind, blocks, payload bytes, sum of squares.
         self._frame = UNWRITTEN
+        self._appended = 0  # where append() writes
         self._version_at = self._control_at + layout.offset(CONTROL, "version")
         self.version = self.current_version
         self.published = 0
@@ -153,7 +166,7 @@ class Client:
         self._gone_since: float | None = None  # over all waits: each may be short
         self._copies = False  # whether gradients are computed from what pull() copied
         self._finalizer = weakref.finalize(
-            self, detach, self._connection, self.row, self.generation, self._pid, place
+            self, detach, self._connection, self.row, self.generation, os.getpid(), place
         )
         # Before weakref's own hook, which runs after threads and modules may be gone.
         atexit.register(self._finalizer)
@@ -256,64 +269,102 @@ class Client:
         rate_scale multiplies the job's learning rate. Raises PushTimeout, JobStopped, JobFailed;
         then nothing has been published.
         """
-        payload = self.claim(timeout_s) + layout.PAYLOAD_AT
-        if isinstance(gradients, np.ndarray):
-            self.write_flat(payload, gradients)
-        elif isinstance(gradients, Mapping):
-            self.write_named(payload, gradients)
-        else:
-            raise ModelMismatch(
-                f"gradients are a {type(gradients).__name__}, not arrays by name or one flat array"
-            )
-        return self.publish(
-            loss=loss, samples=samples, rate_scale=rate_scale, batch=batch, version=version
+        kept: list[object] = []
+        where = self._addresses(gradients, kept)
+        return self.push_from(
+            where,
+            loss=loss,
+            samples=samples,
+            rate_scale=rate_scale,
+            batch=batch,
+            version=version,
+            timeout_s=timeout_s,
         )
+
+    def push_from(
+        self,
+        where: Sequence[int],
+        *,
+        loss: float = float("nan"),
+        samples: int = 0,
+        rate_scale: float = 1.0,
+        batch: int | None = None,
+        version: int | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """The same from addresses: three numbers for each tensor of the model, in its order.
+
+        Of contiguous float32: (address, 0, 0) for all of it, rows_at() for rows, NONE for nothing.
+        Or one number for all, the address of a flat gradient. Who calls it answers for the shapes.
+        Raises ModelMismatch for a row that there is not.
+        """
+        self._check_process()
+        if batch is None:
+            batch = self._taken[0] if self._taken else layout.NO_BATCH
+        if version is None:
+            version = self.version
+        target = *self._rings, *self._target, *self._way
+        counts = self.published, version, batch, samples
+        facts = rate_scale, loss, self._started
+        try:
+            sequence = _native.push(*target, *counts, *facts, *where)
+            while sequence < 0:
+                self.claim(timeout_s)
+                sequence = _native.push(*target, *counts, *facts, *where)
+        except IndexError as error:
+            raise self._no_row(*error.args) from None
+        self._count(batch)
+        return sequence
 
     def claim(self, timeout_s: float | None = None) -> int:
         """Waits for the grant and for a free slot; returns the slot's address.
 
-        For writers of their own: fill the payload at PAYLOAD_AT by write_flat(), write_named() or
-        write_gradients(), then publish().
+        For gradients that come piece by piece: append() each of them, or write_named(), at
+        PAYLOAD_AT, then publish().
         """
-        if os.getpid() != self._pid:
-            raise UsageError("this client belongs to the parent process; make one after the fork")
+        self._check_process()
         self._wait_grant(timeout_s)
         self._frame = UNWRITTEN
-        slot = _native.claim(self._ring_at, self._control_at, 0)
+        self._appended = 0
+        slot = _native.claim(*self._rings, 0)
         if slot >= 0:
             self._gone_since = None
             return slot
         return self._wait(
-            lambda ns: _native.claim(self._ring_at, self._control_at, ns),
+            lambda ns: _native.claim(*self._rings, ns),
             timeout_s,
             "no slot came free: does the server apply gradients?",
         )
 
+    def _check_process(self) -> None:
+        if _forks != self._forks:
+            raise UsageError("this client belongs to the parent process; make one after the fork")
+
     def _wait_grant(self, timeout_s: float | None) -> None:
-        if _native.wait_grant(self._ring_at, self._control_at, self.published, 0) < 0:
+        if _native.wait_grant(*self._rings, self.published, 0) < 0:
             self._wait(
-                lambda ns: _native.wait_grant(self._ring_at, self._control_at, self.published, ns),
+                lambda ns: _native.wait_grant(*self._rings, self.published, ns),
                 timeout_s,
                 "no grant to go on",
             )
 
-    def write_flat(self, payload: int, flat: FloatArray) -> None:
-        """Writes a whole gradient of shape (model.elements,) into a claimed slot."""
-        if flat.shape != (self.model.elements,):
+    def _addresses(self, gradients: Gradients | FloatArray, kept: list[object]) -> list[int]:
+        """For push_from(). kept: takes what they are of. Raises ModelMismatch."""
+        if isinstance(gradients, np.ndarray):
+            if gradients.shape != (self.model.elements,):
+                raise ModelMismatch(
+                    f"gradient has shape {list(gradients.shape)}, the model [{self.model.elements}]"
+                )
+            flat = np.ascontiguousarray(gradients, np.float32)
+            kept.append(flat)
+            return [_native.address(flat)]
+        if not isinstance(gradients, Mapping):
             raise ModelMismatch(
-                f"gradient has shape {list(flat.shape)}, the model [{self.model.elements}]"
+                f"gradients are a {type(gradients).__name__}, not arrays by name or one flat array"
             )
-        source = np.ascontiguousarray(flat, np.float32)
-        self._frame = _native.write_frame(
-            *self._target, payload, *self._way, _native.address(source)
-        )
-
-    def write_named(self, payload: int, gradients: Gradients) -> None:
-        """Writes all tensors' gradients into a claimed slot. Raises ModelMismatch."""
         unknown = gradients.keys() - self._tensors.keys()
         if unknown:
             raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
-        kept: list[object] = []  # copies whose addresses are handed on
         where: list[int] = []
         for name, tensor in self._tensors.items():
             gradient = gradients.get(name)
@@ -327,20 +378,38 @@ class Client:
                 source = _source(tensor, gradient)
                 kept.append(source)
                 where += (_native.address(source), 0, 0)
-        self.write_gradients(payload, where)
+        return where
 
-    def write_gradients(self, payload: int, where: Sequence[int]) -> None:
-        """The same from addresses: three numbers for each tensor of the model, in its order.
-
-        Of contiguous float32: (address, 0, 0) for all of it, rows_at() for rows, NONE for nothing.
-        Who calls it answers for the shapes. Raises ModelMismatch for a row that there is not.
-        """
+    def write_named(self, payload: int, gradients: Gradients) -> None:
+        """Writes all tensors' gradients into a claimed slot. Raises ModelMismatch."""
+        kept: list[object] = []
+        where = self._addresses(gradients, kept)
         try:
-            self._frame = _native.write_frame(*self._target, payload, *self._way, *where)
+            self._frame = _native.write_frame(*self._target, *self._way, payload, *where)
         except IndexError as error:
-            number, row = error.args
-            tensor = self.model.tensors[number]
-            raise ModelMismatch(f"{tensor.name!r} has no row {row} of {tensor.rows}") from None
+            raise self._no_row(*error.args) from None
+
+    def append(self, payload: int, number: int, where: tuple[int, int, int]) -> None:
+        """Writes one tensor into a claimed slot: any of them, in any order, once.
+
+        number: in the model. where: three numbers as push_from() takes them. Tensors that are
+        not appended are left as they are. Raises ModelMismatch for a row that there is not.
+        """
+        if self._frame is UNWRITTEN:
+            self._frame = FrameKind.ROWS, 0, _native.first_block(self._target[0]), 0.0
+            self._appended = payload
+        kind, blocks, at, squares = self._frame
+        try:
+            at, more = _native.append(
+                *self._target, *self._way, payload, at, blocks, number, *where
+            )
+        except IndexError as error:
+            raise self._no_row(*error.args) from None
+        self._frame = kind, blocks + 1, at, squares + more
+
+    def _no_row(self, number: int, row: int) -> ModelMismatch:
+        tensor = self.model.tensors[number]
+        return ModelMismatch(f"{tensor.name!r} has no row {row} of {tensor.rows}")
 
     def publish(
         self,
@@ -353,11 +422,12 @@ class Client:
     ) -> int:
         """Makes the claimed and written slot visible; returns the gradient's sequence number."""
         kind, blocks, payload_bytes, squares = self._frame
+        if self._appended:
+            _native.sort_blocks(self._appended, blocks)
         if batch is None:
             batch = self._taken[0] if self._taken else layout.NO_BATCH
         sequence = _native.publish(
-            self._ring_at,
-            self._control_at,
+            *self._rings,
             self.published,
             self.version if version is None else version,
             self._wire,
@@ -372,13 +442,24 @@ class Client:
             self._started,
             time.monotonic(),
         )
+        self._count(batch)
+        return sequence
+
+    def _count(self, batch: int) -> None:
+        """A gradient is published."""
         self.published += 1
         if batch in self._taken:
             self._taken.remove(batch)
         self._started = time.monotonic()
         if not self._copies:
             self.version = self.current_version  # it reads the live weights
-        return sequence
+
+    @property
+    def last_frame(self) -> npt.NDArray[np.void]:
+        """Header (layout.FRAME, shape (1,)) of the gradient published last."""
+        slot = (self.published - 1) % int(self._ring["slots"])
+        at = int(self._ring["slots_at"]) + slot * int(self._ring["slot_bytes"])
+        return self._place.ring.array(layout.FRAME, 1, at)
 
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
         """Waits until the gradient, by default the last one, is in the weights or dropped."""
@@ -386,9 +467,9 @@ class Client:
         if wanted < 0:
             return
         slice_ns = SLICE_NS if timeout_s is None else 0
-        if _native.wait_applied(self._ring_at, self._control_at, wanted, slice_ns) < 0:
+        if _native.wait_applied(*self._rings, wanted, slice_ns) < 0:
             self._wait(
-                lambda ns: _native.wait_applied(self._ring_at, self._control_at, wanted, ns),
+                lambda ns: _native.wait_applied(*self._rings, wanted, ns),
                 timeout_s,
                 "the gradient was not applied in time",
             )
@@ -430,11 +511,11 @@ class Client:
             raise UsageError(
                 f"{len(self._taken)} batches wait for their gradients: push once for each batch"
             )
-        taken = _native.take_work(self._ring_at, self._control_at, 0)
+        taken = _native.take_work(*self._rings, 0)
         if taken < 0:
             try:
                 taken = self._wait(
-                    lambda ns: _native.take_work(self._ring_at, self._control_at, ns),
+                    lambda ns: _native.take_work(*self._rings, ns),
                     timeout_s,
                     "no batch was handed out",
                 )
@@ -546,7 +627,7 @@ def _rows(tensor: Tensor, given: Rows) -> tuple[npt.NDArray[np.int64], FloatArra
 
 
 def rows_at(indices: int, values: int, count: int) -> tuple[int, int, int]:
-    """For Client.write_gradients: int64 indices and their float32 rows, by address."""
+    """For Client.push_from: int64 indices and their float32 rows, by address."""
     # No rows at all are rows too; an empty array may have no address.
     return (values, indices, count) if count else (1, 1, 0)
 

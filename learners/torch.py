@@ -39,12 +39,22 @@ from gadei_ps.kernels import optimizers
 from gadei_ps.learners.client import NONE, Batch, Client, rows_at
 
 
+# Hooks on every optimizer's step; under these names in every torch since 2.0.
+_MODULE = sys.modules[torch.optim.Optimizer.__module__]
+_HOOKS_OF_ALL = tuple(
+    getattr(_MODULE, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")
+)
+
+
 class Optimizer(torch.optim.Optimizer):
     """Pushes the model's gradients to a job.
 
     model: its parameters that require a gradient, on the CPU and float32, become the job's. job: a
     name or a socket's path; None takes it from the environment (`gadei-ps run`, `attach`). view:
-    see the module's text. wire, error_feedback: see Client. Learning-rate schedulers of
+    see the module's text. wire, error_feedback: see Client. free_gradients: backward() copies each
+    gradient into the ring while it is in the cache, and frees it. Faster for models larger than the
+    cache, and they need no memory for gradients; but `parameter.grad` is None after backward(), so
+    there is nothing to clip (use the job's clip_norm) or to accumulate. Learning-rate schedulers of
     torch work: their rate travels with each gradient, relative to the job's.
 
     Raises UsageError, and what Client raises.
@@ -58,6 +68,7 @@ class Optimizer(torch.optim.Optimizer):
         view: bool = True,
         wire: str = "float32",
         error_feedback: bool = False,
+        free_gradients: bool = False,
         name: str = "",
     ) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -90,8 +101,15 @@ class Optimizer(torch.optim.Optimizer):
         self._refresh_buffers()
         # In the order of the job's table, which the first learner has made.
         tensors = {**self._parameters, **self._buffers}
-        self._ordered = [tensors[tensor.name] for tensor in self.client.model.tensors]
-        self._kept: list[Any] = []  # what the addresses of a push are of, until the next one
+        self._ordered: list[torch.Tensor] = [
+            tensors[tensor.name] for tensor in self.client.model.tensors
+        ]
+        self._payload = 0  # of the slot that gradients are being copied into, as they are computed
+        self._taken: set[int] = set()
+        if free_gradients:
+            for number, tensor in enumerate(self._ordered):
+                if isinstance(tensor, torch.nn.Parameter):
+                    tensor.register_post_accumulate_grad_hook(self._take(number))  # type: ignore[no-untyped-call]
         self._job_lr = float(self.client.hyper[optimizers.LR])
         self._made = False
         super().__init__(self._parameters.values(), {"lr": self._job_lr})
@@ -109,6 +127,18 @@ class Optimizer(torch.optim.Optimizer):
         With data of the learner's own it also waits for the turn that the synchronization model
         gives; batches() waits itself. Returns what the closure returns.
         """
+        return self._hooked_step(closure) if self._is_watched() else self._push(closure)
+
+    # Torch would wrap step() in its profiler's and its hooks' code, which takes some 80 us between
+    # backward() and the push, when it is not in the cache: as long as all the rest of a step.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _is_watched(self) -> bool:
+        """Whether somebody wants to know of steps: hooks, or torch's profiler."""
+        hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *_HOOKS_OF_ALL
+        return any(hooks) or torch.autograd._profiler_enabled()
+
+    def _push(self, closure: Callable[[], Any] | None) -> Any:
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -116,64 +146,75 @@ class Optimizer(torch.optim.Optimizer):
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 self._loss = float(result.detach())
         client = self.client
-        client.write_gradients(client.claim() + layout.PAYLOAD_AT, self._gradients())
         rate = self.param_groups[0]["lr"]
-        client.publish(
-            loss=self._loss,
-            samples=self._samples,
-            rate_scale=float(rate) / self._job_lr if rate != self._job_lr and self._job_lr else 1.0,
-        )
+        scale = float(rate) / self._job_lr if rate != self._job_lr and self._job_lr else 1.0
+        changes = self._changes() if self._buffers else {}
+        if self._payload:
+            for number, change in changes.items():
+                client.append(self._payload, number, (_native.address(change), 0, 0))
+            client.publish(loss=self._loss, samples=self._samples, rate_scale=scale)
+        else:
+            kept: list[Any] = []
+            where = self._addresses(changes, kept)
+            client.push_from(where, loss=self._loss, samples=self._samples, rate_scale=scale)
+        self._payload = 0
         self._loss = float("nan")
         if self._own_data:
             client.wait_turn()
             self._pull()
         return result
 
-    def _gradients(self) -> list[int]:
-        """Where they lie, for Client.write_gradients.
+    _hooked_step = torch.optim.Optimizer.profile_hook_step(_push)
+
+    def _addresses(self, changes: dict[int, np.ndarray], kept: list[Any]) -> list[int]:
+        """For Client.push_from. changes: of buffers. kept: takes copies that it had to make.
 
         Between backward() and this the caches hold the model, not the interpreter: each call of
         torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
         """
         where: list[int] = []
-        self._kept.clear()
-        for parameter in self._ordered:
-            gradient = parameter.grad if isinstance(parameter, torch.nn.Parameter) else None
-            if gradient is None:
-                where += NONE
-            elif gradient.dtype is not torch.float32:
-                raise ModelMismatch(f"a gradient is {gradient.dtype}, not float32")
-            elif not gradient.is_sparse:
-                if not gradient.is_contiguous():
-                    gradient = gradient.contiguous()
-                    self._kept.append(gradient)
-                where += (gradient.data_ptr(), 0, 0)
-            elif gradient.sparse_dim() == 1:
-                # As backward() left it: rows that a batch names twice are added up on their way.
-                indices = gradient._indices().contiguous()
-                values = gradient._values().contiguous()
-                self._kept += (indices, values)
-                where += rows_at(indices.data_ptr(), values.data_ptr(), indices.shape[1])
+        for number, parameter in enumerate(self._ordered):
+            if number in changes:
+                where += (_native.address(changes[number]), 0, 0)
+            elif isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None:
+                where += _where(parameter.grad, kept)
             else:
-                gradient = gradient.to_dense()
-                self._kept.append(gradient)
-                where += (gradient.data_ptr(), 0, 0)
-        if self._buffers:
-            self._add_buffers(where)
+                where += NONE
         return where
 
-    def _add_buffers(self, where: list[int]) -> None:
-        """By how much each buffer has changed, in the places that _gradients() left for them."""
+    def _take(self, number: int) -> Callable[[torch.Tensor], None]:
+        """What a parameter does with its gradient as soon as it is there."""
+
+        def take(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            if not self._payload:
+                self._payload = self.client.claim() + layout.PAYLOAD_AT
+                self._taken.clear()
+            if number in self._taken:
+                raise UsageError(
+                    "a second backward() before step() or zero_grad(): with free_gradients each "
+                    "gradient leaves as soon as it is computed, and cannot be added to"
+                )
+            self._taken.add(number)
+            kept: list[Any] = []
+            self.client.append(self._payload, number, _where(parameter.grad, kept))
+            parameter.grad = None
+
+        return take
+
+    def _changes(self) -> dict[int, np.ndarray]:
+        """By how much buffers have changed, those that have, by number in the model."""
+        found = {}
         for number, tensor in enumerate(self.client.model.tensors):
             if tensor.name in self._buffers:
                 change = _change(_array(self._buffers[tensor.name]), self._bases[tensor.name])
                 if change is not None:
-                    change = np.ascontiguousarray(change, np.float32)
-                    self._kept.append(change)
-                    where[3 * number : 3 * number + 3] = (_native.address(change), 0, 0)
+                    found[number] = np.ascontiguousarray(change, np.float32)
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are set to None are neither cleared nor added to."""
+        self._payload = 0
         if not set_to_none:
             return super().zero_grad(set_to_none=False)
         for parameter in self._parameters.values():
@@ -253,6 +294,24 @@ def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:
         return None
     with np.errstate(invalid="ignore"):
         return np.where(same, np.float32(0), now - base)
+
+
+def _where(gradient: torch.Tensor, kept: list[Any]) -> tuple[int, int, int]:
+    """Where it lies, for Client.push_from, as long as it and `kept` live."""
+    if gradient.dtype is not torch.float32:
+        raise ModelMismatch(f"a gradient is {gradient.dtype}, not float32")
+    if gradient.is_sparse and gradient.sparse_dim() == 1:
+        # As backward() left it: rows that a batch names twice are added up on their way.
+        indices, values = gradient._indices().contiguous(), gradient._values().contiguous()
+        kept += (indices, values)
+        return rows_at(indices.data_ptr(), values.data_ptr(), indices.shape[1])
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+        kept.append(gradient)
+    elif not gradient.is_contiguous():
+        gradient = gradient.contiguous()
+        kept.append(gradient)
+    return gradient.data_ptr(), 0, 0
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

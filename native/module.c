@@ -127,6 +127,16 @@ METHOD(copy)
     return PyFloat_FromDouble(squares);
 }
 
+/* IndexError(number of the tensor, row). */
+static PyObject *bad_row(uint64_t tensor, int64_t row)
+{
+    PyObject *where = Py_BuildValue("(KL)", (unsigned long long)tensor, (long long)row);
+    if (where)
+        PyErr_SetObject(PyExc_IndexError, where);
+    Py_XDECREF(where);
+    return NULL;
+}
+
 #define HEAD 5 /* arguments of write before the gradients' */
 #define FEW_TENSORS 64
 
@@ -156,6 +166,33 @@ static int take_gradients(const struct ps_weights *weights, PyObject *const *arg
     return 0;
 }
 
+/* A frame's payload from the arguments that tell the gradients; -1 with an exception set. */
+static int write_slot(const struct ps_weights *weights, uint32_t dtype, char *payload, int spare,
+                      float *left, PyObject *const *args, Py_ssize_t count,
+                      struct ps_written *written)
+{
+    struct ps_gradient few[FEW_TENSORS], *gradients = few;
+    if (weights->tensors > FEW_TENSORS && !(gradients = malloc(weights->tensors * sizeof *few))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    int result = 0, taken = take_gradients(weights, args, count, gradients);
+    if (!taken && weights->elements < WRITE_WITH_GIL) {
+        result = ps_write_frame(weights, dtype, payload, gradients, spare, left, written);
+    } else if (!taken) {
+        Py_BEGIN_ALLOW_THREADS
+        result = ps_write_frame(weights, dtype, payload, gradients, spare, left, written);
+        Py_END_ALLOW_THREADS
+    }
+    if (result == PS_BAD_ROW)
+        bad_row(written->tensor, gradients[written->tensor].indices[written->bad]);
+    if (result == PS_NO_MEMORY)
+        PyErr_NoMemory();
+    if (gradients != few)
+        free(gradients);
+    return taken || result ? -1 : 0;
+}
+
 METHOD(write_frame)
 {
     UNUSED;
@@ -166,39 +203,103 @@ METHOD(write_frame)
     }
     if (numbers(args, HEAD, HEAD, arg) < 0)
         return NULL;
-    const struct ps_weights *weights = (const struct ps_weights *)arg[0];
-    struct ps_gradient few[FEW_TENSORS], *gradients = few;
-    if (weights->tensors > FEW_TENSORS && !(gradients = malloc(weights->tensors * sizeof *few)))
-        return PyErr_NoMemory();
     struct ps_written written;
-    int result = take_gradients(weights, args + HEAD, count - HEAD, gradients);
-    if (!result && weights->elements < WRITE_WITH_GIL) {
-        result = ps_write_frame(weights, (uint32_t)arg[1], (char *)arg[2], gradients, (int)arg[3],
-                                (float *)arg[4], &written);
-    } else if (!result) {
-        Py_BEGIN_ALLOW_THREADS
-        result = ps_write_frame(weights, (uint32_t)arg[1], (char *)arg[2], gradients, (int)arg[3],
-                                (float *)arg[4], &written);
-        Py_END_ALLOW_THREADS
-    }
-    long long bad = -1;
-    if (!PyErr_Occurred() && result == PS_BAD_ROW)
-        bad = (long long)gradients[written.tensor].indices[written.bad];
-    if (gradients != few)
-        free(gradients);
-    if (PyErr_Occurred())
+    if (write_slot((const struct ps_weights *)arg[0], (uint32_t)arg[1], (char *)arg[4], (int)arg[2],
+                   (float *)arg[3], args + HEAD, count - HEAD, &written) < 0)
         return NULL;
-    if (result == PS_NO_MEMORY)
-        return PyErr_NoMemory();
-    if (result == PS_BAD_ROW) {
-        PyObject *where = Py_BuildValue("(KL)", (unsigned long long)written.tensor, bad);
-        if (where)
-            PyErr_SetObject(PyExc_IndexError, where);
-        Py_XDECREF(where);
-        return NULL;
-    }
     return Py_BuildValue("(IIKd)", written.kind, written.blocks, (unsigned long long)written.bytes,
                          written.squares);
+}
+
+#define PUSH_HEAD 13 /* arguments of push before the gradients' */
+
+/* claim, write and publish in one, where nothing need be waited for. */
+METHOD(push)
+{
+    UNUSED;
+    uint64_t arg[10];
+    double real[3];
+    if (count < PUSH_HEAD + 1) {
+        PyErr_SetString(PyExc_TypeError, "takes 14 arguments or more");
+        return NULL;
+    }
+    if (numbers(args, 10, 10, arg) < 0)
+        return NULL;
+    for (int i = 0; i < 3; i++) {
+        real[i] = PyFloat_AsDouble(args[10 + i]);
+        if (real[i] == -1.0 && PyErr_Occurred())
+            return NULL;
+    }
+    struct ps_ring *ring = RING;
+    int result = ps_wait_grant(ring, CONTROL, arg[6], 0);
+    struct ps_frame *frame = result ? NULL : ps_claim(ring, CONTROL, 0, &result);
+    if (!frame)
+        return PyLong_FromLong(result);
+    struct ps_written written;
+    if (write_slot((const struct ps_weights *)arg[2], (uint32_t)arg[3], (char *)frame + PS_PAYLOAD_AT,
+                   (int)arg[4], (float *)arg[5], args + PUSH_HEAD, count - PUSH_HEAD, &written) < 0)
+        return NULL;
+    *frame = (struct ps_frame){
+        .sequence = ring->head,
+        .generation = ring->header.generation,
+        .clock = arg[6],
+        .version = arg[7],
+        .dtype = (uint32_t)arg[3],
+        .kind = written.kind,
+        .blocks = written.blocks,
+        .payload_bytes = written.bytes,
+        .flags = PS_CHECKED | (isfinite(written.squares) ? 0u : PS_NONFINITE),
+        .squares = written.squares,
+        .batch = arg[8],
+        .samples = (uint32_t)arg[9],
+        .rate_scale = (float)real[0],
+        .loss = real[1],
+        .started = real[2],
+        .finished = ps_clock(),
+    };
+    ring->pulled = arg[7];
+    uint64_t sequence = ring->head;
+    ps_publish(ring, CONTROL);
+    return PyLong_FromUnsignedLongLong(sequence);
+}
+
+METHOD(first_block)
+{
+    UNUSED;
+    TAKES(1)
+    return PyLong_FromUnsignedLongLong(ps_first_block((const struct ps_weights *)arg[0]));
+}
+
+METHOD(append)
+{
+    UNUSED;
+    TAKES(11)
+    const struct ps_weights *weights = (const struct ps_weights *)arg[0];
+    struct ps_payload payload = {(char *)arg[4], (uint32_t)arg[1], arg[5], 0.0};
+    struct ps_gradient gradient = {(const float *)arg[8], (const int64_t *)arg[9], arg[10]};
+    uint64_t bad = 0;
+    int result;
+    if (arg[7] >= weights->tensors) {
+        PyErr_SetString(PyExc_ValueError, "no such tensor");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    result = ps_append(weights, &payload, (uint32_t)arg[6], arg[7], &gradient, (int)arg[2],
+                       (float *)arg[3], &bad);
+    Py_END_ALLOW_THREADS
+    if (result == PS_NO_MEMORY)
+        return PyErr_NoMemory();
+    if (result == PS_BAD_ROW)
+        return bad_row(arg[7], gradient.indices[bad]);
+    return Py_BuildValue("(Kd)", (unsigned long long)payload.end, payload.squares);
+}
+
+METHOD(sort_blocks)
+{
+    UNUSED;
+    TAKES(2)
+    ps_sort_blocks((char *)arg[0], (uint32_t)arg[1]);
+    Py_RETURN_NONE;
 }
 
 METHOD(wait_grant)
@@ -412,7 +513,7 @@ METHOD(layout)
     BEGIN(ps_shard)
     FIELD(ps_shard, heartbeat) FIELD(ps_shard, sequence) FIELD(ps_shard, frames)
     FIELD(ps_shard, parked) FIELD(ps_shard, tid) FIELD(ps_shard, recovered)
-    FIELD(ps_shard, lease)
+    FIELD(ps_shard, cpu) FIELD(ps_shard, lease)
     END(ps_shard)
     BEGIN(ps_server)
     FIELD(ps_server, pid) FIELD(ps_server, state) FIELD(ps_server, start) FIELD(ps_server, beat)
@@ -511,9 +612,16 @@ static PyMethodDef methods[] = {
     ENTRY(claim, "claim(ring, control, timeout_ns) -> address of the free slot, or a result < 0"),
     ENTRY(publish, "publish(ring, control, clock, version, dtype, kind, blocks, payload_bytes, "
                    "batch, samples, squares, rate_scale, loss, started, finished) -> sequence"),
+    ENTRY(push, "push(ring, control, weights, dtype, spare, left, clock, version, batch, samples, "
+                "rate_scale, loss, started, ...) -> sequence, or a result < 0; gradients as of "
+                "write_frame"),
     ENTRY(copy, "copy(dtype, to, from, count, left) -> sum of squares; infinite if one is not finite"),
-    ENTRY(write_frame, "write_frame(weights, dtype, payload, spare, left, flat), or for flat (values, indices, "
+    ENTRY(write_frame, "write_frame(weights, dtype, spare, left, payload, flat), or for flat (values, indices, "
                  "count) of each tensor -> kind, blocks, payload bytes, sum of squares"),
+    ENTRY(first_block, "first_block(weights) -> where the first block may begin"),
+    ENTRY(append, "append(weights, dtype, spare, left, payload, at, blocks, tensor, values, indices, "
+                  "count) -> where the next block may begin, sum of squares"),
+    ENTRY(sort_blocks, "sort_blocks(payload, blocks): by tensor"),
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
     ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),

@@ -80,7 +80,8 @@ struct ps_shard {          /* S: the thread of this shard; two lines */
     uint64_t parked;       /* the pause that it obeys */
     uint32_t tid;
     uint32_t recovered;    /* gradients that it finished for a server that died */
-    uint8_t pad0[24];
+    uint32_t cpu;            /* that its thread runs on, plus 1; 0: not known */
+    uint8_t pad0[20];
     uint64_t lease[8];     /* robust mutex: who holds it may write this shard's part (ps_lease.h) */
 };
 

@@ -1,4 +1,5 @@
 /* The ring's protocol; see ps_ring.h for the picture. */
+#define _GNU_SOURCE
 #include "ps_ring.h"
 
 #include <string.h>
@@ -18,6 +19,7 @@ struct waitv {
 };
 #define WAITV_SIZE_U32 2u
 #define WAITV_MAX 128
+#define ASIDE_NS 1000000ull
 
 static uint64_t slowest_tail(const struct ps_ring *ring)
 {
@@ -41,6 +43,36 @@ static int may_go_on(const struct ps_ring *ring, const struct ps_control *contro
     return 0;
 }
 
+/* How long a learner spins: whatever it waits for takes longer then than to be woken. */
+static uint64_t alone_ns(const struct ps_control *control)
+{
+    return control->spin_ns < PS_SPIN_ALONE_NS ? control->spin_ns : PS_SPIN_ALONE_NS;
+}
+
+/* Where waits are to spin, a learner that has spun for nothing may sit on the very core of a shard,
+ * where neither goes on before the other has given up: a round trip of 19 us instead of 5. The
+ * scheduler leaves two threads that wake each other together for seconds, though cores be idle.
+ * So the learner leaves that core, now and then. */
+static void step_aside(const struct ps_control *control, uint64_t now)
+{
+    static _Thread_local uint64_t last;
+    int here = sched_getcpu(), together = 0;
+    for (uint32_t shard = 0; shard < control->shards; shard++) {
+        uint32_t cpu = __atomic_load_n(&control->shard[shard].cpu, __ATOMIC_RELAXED);
+        together |= cpu == (uint32_t)here + 1;
+    }
+    if (here < 0 || !together || now - last < ASIDE_NS)
+        return;
+    last = now;
+    cpu_set_t allowed, others;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) || CPU_COUNT(&allowed) < 2)
+        return;
+    others = allowed;
+    CPU_CLR(here, &others);
+    if (!sched_setaffinity(0, sizeof others, &others))
+        sched_setaffinity(0, sizeof allowed, &allowed);
+}
+
 /* The one shape of a learner's wait: spin briefly, then sleep on `bell`, at most timeout_ns.
  * `flag`, in the ring, tells the server that a wake is wanted; the fence pairs with the one that
  * the server makes between its store and its look at the flag. */
@@ -48,7 +80,7 @@ static int may_go_on(const struct ps_ring *ring, const struct ps_control *contro
     do {                                                                                         \
         if (condition) /* most often, and then without a look at the clock */                    \
             break;                                                                               \
-        uint64_t begin = ps_now_ns(), spin = begin + control->spin_ns, end = begin + timeout_ns; \
+        uint64_t begin = ps_now_ns(), end = begin + timeout_ns, spin = begin + alone_ns(control); \
         for (;;) {                                                                               \
             if (condition)                                                                       \
                 break;                                                                           \
@@ -62,6 +94,8 @@ static int may_go_on(const struct ps_ring *ring, const struct ps_control *contro
                 ps_relax();                                                                      \
                 continue;                                                                        \
             }                                                                                    \
+            if (control->spin_ns >= PS_SPIN_ALONE_NS)                                            \
+                step_aside(control, now);                                                        \
             const uint32_t *word = (bell);                                                       \
             uint32_t seen = ps_load_acquire32(word);                                             \
             __atomic_store_n((flag), 1, __ATOMIC_RELAXED);                                       \
@@ -173,6 +207,8 @@ void ps_wake(uint64_t address) { ps_futex_wake((const uint32_t *)address); }
 void ps_bell(uint64_t address) { ps_ring_bell((uint32_t *)address); }
 double ps_clock(void) { return (double)ps_now_ns() * 1e-9; }
 void ps_spin_once(void) { ps_relax(); }
+void ps_spin_on(double since) { ps_spin((uint64_t)((ps_clock() - since) * 1e9)); }
+uint32_t ps_cpu(void) { return (uint32_t)(sched_getcpu() + 1); }
 uint32_t ps_thread_id(void) { return (uint32_t)syscall(SYS_gettid); }
 
 void ps_release(uint64_t ring_address, uint64_t shard, uint64_t tail)

@@ -81,6 +81,14 @@ int ps_write_block(struct ps_payload *payload, struct ps_block *block,
                    const struct ps_gradient *gradient, const struct ps_shape *shape, int spare,
                    uint64_t *bad);
 
+/* Learner: a frame of rows, tensor by tensor in any order: where its first block may begin; the next
+ * block, one for a tensor; and, when all are written, their order. */
+uint64_t ps_first_block(const struct ps_weights *weights);
+int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint32_t blocks,
+              uint64_t number, const struct ps_gradient *gradient, int spare, float *left,
+              uint64_t *bad);
+void ps_sort_blocks(char *payload, uint32_t blocks);
+
 /* Learner: a whole frame's payload. gradients: one for each of the model's tensors, in the order of
  * its table. It becomes a frame of rows if one of them lists rows, or if `spare` allows it and many
  * are zero. left: as many values as the model has, or NULL. */
@@ -106,6 +114,8 @@ double ps_clock(void);
 void ps_release(uint64_t ring, uint64_t shard, uint64_t tail);
 void ps_hand_out(uint64_t ring, uint64_t number, uint64_t item);
 void ps_spin_once(void);
+void ps_spin_on(double since);
+uint32_t ps_cpu(void);
 uint32_t ps_thread_id(void);
 void ps_wide_awake(uint64_t control, uint64_t shard);
 void ps_shard_sleep(uint64_t control, uint64_t shard, uint64_t rings, uint64_t seen,

@@ -215,6 +215,16 @@ int ps_write_block(struct ps_payload *payload, struct ps_block *block,
 
 /* -- frames ------------------------------------------------------------------------------------ */
 
+static const struct ps_tensor *table_of(const struct ps_weights *weights)
+{
+    return (const struct ps_tensor *)((const char *)weights + weights->table_at);
+}
+
+uint64_t ps_first_block(const struct ps_weights *weights)
+{
+    return rounded(weights->tensors * sizeof(struct ps_block));
+}
+
 static struct ps_shape shape_of(const struct ps_tensor *tensor, float *left)
 {
     uint64_t rows = tensor->dims ? tensor->shape[0] : 1;
@@ -254,12 +264,37 @@ static void write_dense(const struct ps_weights *weights, const struct ps_tensor
     payload->end = weights->elements * width;
 }
 
+int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint32_t blocks,
+              uint64_t number, const struct ps_gradient *gradient, int spare, float *left,
+              uint64_t *bad)
+{
+    const struct ps_tensor *tensor = table_of(weights) + number;
+    struct ps_shape shape = shape_of(tensor, left);
+    struct ps_block block = {.tensor = (uint32_t)number};
+    double before = payload->squares;
+    int result = ps_write_block(payload, &block, gradient, &shape, spare, bad);
+    if (tensor->role == PS_BUFFER)
+        payload->squares = ps_not_counted(before, payload->squares);
+    memcpy(payload->at + blocks * sizeof block, &block, sizeof block);
+    return result;
+}
+
+static int by_tensor(const void *one, const void *other)
+{
+    uint32_t a = ((const struct ps_block *)one)->tensor, b = ((const struct ps_block *)other)->tensor;
+    return a < b ? -1 : a > b;
+}
+
+void ps_sort_blocks(char *payload, uint32_t blocks)
+{
+    qsort(payload, blocks, sizeof(struct ps_block), by_tensor);
+}
+
 int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
                    const struct ps_gradient *gradients, int spare, float *left,
                    struct ps_written *written)
 {
-    const struct ps_tensor *table =
-        (const struct ps_tensor *)((const char *)weights + weights->table_at);
+    const struct ps_tensor *table = table_of(weights);
     struct ps_payload payload = {at, dtype, 0, 0.0};
     int rows = 0, result = 0;
     *written = (struct ps_written){.kind = PS_DENSE};
@@ -267,18 +302,13 @@ int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
         rows |= gradients[i].indices != NULL;
     if (rows || (spare && looks_sparse(weights, table, gradients))) {
         written->kind = PS_ROWS;
-        payload.end = rounded(weights->tensors * sizeof(struct ps_block));
+        payload.end = ps_first_block(weights);
         for (uint64_t i = 0; i < weights->tensors && !result; i++) {
-            struct ps_shape shape = shape_of(&table[i], left);
-            struct ps_block block = {.tensor = (uint32_t)i};
-            double before = payload.squares;
             if (!gradients[i].values)
                 continue;
             written->tensor = i;
-            result = ps_write_block(&payload, &block, &gradients[i], &shape, spare, &written->bad);
-            memcpy(at + written->blocks++ * sizeof block, &block, sizeof block);
-            if (table[i].role == PS_BUFFER)
-                payload.squares = ps_not_counted(before, payload.squares);
+            result = ps_append(weights, &payload, written->blocks++, i, &gradients[i], spare, left,
+                               &written->bad);
         }
     } else {
         write_dense(weights, table, gradients, left, &payload);

@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <sys/syscall.h>
@@ -58,6 +59,17 @@ static inline void ps_relax(void)
 #else
     __asm__ volatile("" ::: "memory");
 #endif
+}
+
+/* One turn of a server that has spun for so long. A learner may need this very core: after some
+ * microseconds each turn offers it, or neither goes on before the other's spinning is over. */
+#define PS_SPIN_ALONE_NS 8000
+static inline void ps_spin(uint64_t spun_ns)
+{
+    if (spun_ns < PS_SPIN_ALONE_NS)
+        ps_relax();
+    else
+        sched_yield();
 }
 
 /* Sleeps while *word == expected, at most timeout_ns. Spurious returns are normal: look again. */

@@ -413,7 +413,7 @@ def payload_of(
     table = Loose(model)
     kept_left = 0 if left is None else left.ctypes.data
     kind, blocks, size, squares = _native.write_frame(
-        table.address, wire, room.ctypes.data, spare, kept_left, *where
+        table.address, wire, spare, kept_left, room.ctypes.data, *where
     )
     return room[:size].copy(), FrameKind(kind), blocks, squares
 

@@ -104,7 +104,7 @@ def test_rows(wire: str, job_name: str) -> None:
         # A slot that was given up, with rows in it, may be filled anew.
         payload = client.claim() + layout.PAYLOAD_AT
         client.write_named(payload, {"table": some})
-        client.write_flat(payload, np.zeros(client.model.elements, np.float32))
+        client.write_named(payload, {"flat": np.zeros(1000)})
         client.publish()
         client.wait_applied()
         np.testing.assert_array_equal(client.weights["left"], 0.5)
@@ -342,8 +342,9 @@ def test_rows_of_zeros_travel_only_where_they_matter(
         for t in range(3):
             whole = {"table": gradient, "rest": np.zeros(64)}
             client.push(client.model.flatten(whole) if t == 1 else whole)
-            assert client._frame[0] == (FrameKind.ROWS if spared else FrameKind.DENSE)
-            assert (client._frame[2] < 1000) == spared
+            frame = client.last_frame
+            assert frame["kind"] == (FrameKind.ROWS if spared else FrameKind.DENSE)
+            assert (frame["payload_bytes"] < 1000) == spared
             reference.step(spec, expected, state, gradient, t + 1, 0.1)
         client.wait_applied()
         np.testing.assert_allclose(client.weights["table"], expected, rtol=1e-5, atol=1e-7)

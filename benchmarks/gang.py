@@ -1,0 +1,157 @@
+"""Processes of a benchmark that are told what to do by lines of JSON and answer with one each.
+
+The other end is in `peers.orders`. They end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from gadei_ps import process
+
+START_S = 30.0
+ANSWER_S = 60.0
+END_S = 10.0  # a round that goes on may take seconds on a busy machine
+
+
+class Failed(Exception):
+    """A process of a gang has ended or does not answer; the message says how."""
+
+
+class Gang:
+    """Some processes, each with its pipes.
+
+    commands: arguments of `python`, by process. how: the signal by which they end with this
+    process. Raises Failed if one of them does not get ready.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        *,
+        launcher: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        how: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        self._how = how
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._rest: list[bytes] = []
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (close() does it)
+        try:
+            for command in commands:
+                child = process.spawn(
+                    [*launcher, sys.executable, *command],
+                    env={**os.environ, **(env or {})},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._said,
+                    how=how,
+                )
+                self._processes.append(child)
+                self._rest.append(b"")
+            self._answers(len(self._processes), START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(
+        self, order: Mapping[str, Any], first: int | None = None, timeout_s: float = ANSWER_S
+    ) -> list[dict[str, Any]]:
+        """Tells the first of them, by default all; returns their answers. Raises Failed."""
+        count = len(self._processes) if first is None else first
+        line = json.dumps(order).encode() + b"\n"
+        for child in self._processes[:count]:
+            assert child.stdin is not None
+            try:
+                child.stdin.write(line)
+                child.stdin.flush()
+            except OSError:
+                raise Failed(self._why("has ended")) from None
+        return self._answers(count, timeout_s)
+
+    def seconds(self, order: Mapping[str, Any], first: int | None = None) -> float:
+        """The same for an order that is timed: from the first one's begin to the last one's end."""
+        spans = [answer for answer in self.ask(order, first) if "begin" in answer]
+        began: float = min(span["begin"] for span in spans)
+        ended: float = max(span["end"] for span in spans)
+        return ended - began
+
+    def _answers(self, count: int, timeout_s: float) -> list[dict[str, Any]]:
+        until = time.monotonic() + timeout_s
+        return [json.loads(self._line(index, until)) for index in range(count)]
+
+    def _line(self, index: int, until: float) -> bytes:
+        pipe = self._processes[index].stdout
+        assert pipe is not None
+        while b"\n" not in self._rest[index]:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise Failed(self._why("does not answer"))
+            part = os.read(pipe.fileno(), 65536)
+            if not part:
+                raise Failed(self._why("has ended"))
+            self._rest[index] += part
+        line, _, self._rest[index] = self._rest[index].partition(b"\n")
+        return line
+
+    def _why(self, what: str) -> str:
+        """The last line that one of them has written to standard error, if any."""
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").split("\n")
+        told = [line.strip() for line in lines if line.strip()]
+        return told[-1][:200] if told else what
+
+    def close(self) -> None:
+        """Ends them: the end of their input first, so that they clean up after themselves."""
+        for child in self._processes:
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+        until = time.monotonic() + END_S
+        for child in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, until - time.monotonic()))
+            if child.poll() is None:
+                child.send_signal(self._how)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(END_S)
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # with what it has started
+                child.wait()
+            assert child.stdout is not None
+            child.stdout.close()
+        self._processes.clear()
+        self._said.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def mpi_gang(module: str, ranks: int, *arguments: str) -> Gang:
+    """One program of so many ranks; rank 0 takes the orders. Raises Failed without an mpiexec."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise Failed("no mpiexec: pip install mpich")
+    # mpi4py's runner ends all ranks upon an exception of one. mpiexec ends the ranks, which are in
+    # groups of their own, when it gets SIGTERM.
+    return Gang(
+        [["-m", "mpi4py", "-m", module, *arguments]],
+        launcher=[mpiexec, "-n", str(ranks)],
+        how=signal.SIGTERM,
+    )

@@ -1,0 +1,135 @@
+"""How long a push of 4 KB takes until it is applied and the learner knows.
+
+spinning: pushes follow each other, and who can spin does: both sides look for the other's word in a
+loop. asleep: the learner pauses before each push, and both sides sleep while they wait. Peers apply
+in numpy and answer with a byte; gadei-ps' learner sees the weights themselves. MPI always spins and
+so has no figure for asleep.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gadei_ps.benchmarks.common import Report, alternate, cores, ratios_of, summary
+from gadei_ps.benchmarks.gang import Failed, Gang, mpi_gang
+from gadei_ps.benchmarks.sizes import sizes
+from gadei_ps.config import from_mapping
+from gadei_ps.daemon import Daemon
+
+PACKAGE = "gadei_ps.benchmarks"
+OURS, MPI = "gadei-ps", "MPI"
+PEERS = {
+    "Pipe": "pipe",
+    "Queue": "queue",
+    "ZeroMQ": "zmq",
+    "iceoryx2": "iceoryx2",
+}
+QUANTILES = "p50", "p99"
+PAUSE_S = {"spinning": 0.0, "asleep": 2e-3}
+SPIN_US = {"spinning": 1000.0, "asleep": 0.0}
+REACH_S = {"spinning": 5e-6, "asleep": 30e-6}
+MODEL = [{"name": "w", "shape": [1024]}]
+SHARED = Path("/dev/shm")
+FIRST_S = 10.0
+
+
+class Gangs:
+    """A learner of each contender in one mode, while this is entered."""
+
+    def __init__(self, mode: str, notes: list[str]) -> None:
+        self.mode = mode
+        self.notes = notes
+        self.members: dict[str, Gang] = {}
+
+    def __enter__(self) -> Gangs:
+        with ExitStack() as stack:
+            name = f"latency-{os.getpid()}"
+            config = from_mapping(
+                {"name": name, "spin_us": SPIN_US[self.mode], "tensors": MODEL}, "latency"
+            )
+            stack.enter_context(Daemon(config, silent=True))
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gadei-ps-latency-"))
+            stack.callback(remove_shared, Path(scratch).name)
+            self.members[OURS] = stack.enter_context(self._start(OURS, name))
+            for who, kind in PEERS.items():
+                self._add(stack, who, partial(self._start, kind, scratch))
+            if self.mode == "spinning":
+                self._add(stack, MPI, lambda: mpi_gang(f"{PACKAGE}.peers_latency_mpi", 2))
+            self._stack = stack.pop_all()
+        return self
+
+    def _start(self, kind: str, where: str) -> Gang:
+        return Gang([["-m", f"{PACKAGE}.peers_latency", kind, self.mode, where]])
+
+    def _add(self, stack: ExitStack, who: str, start: Callable[[], Gang]) -> None:
+        """Start a peer that answers a first order, or note why it does not."""
+        try:
+            gang = stack.enter_context(start())
+            gang.ask({"times": 1, "pause_s": 0}, timeout_s=FIRST_S)
+            self.members[who] = gang
+        except Failed as error:
+            self.notes.append(f"{who} is left out where it is {self.mode}: {error}")
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+
+def remove_shared(prefix: str) -> None:
+    """Remove what iceoryx2 leaves in shared memory when one of its processes is ended."""
+    for path in SHARED.glob(f"{prefix}_*"):
+        path.unlink(missing_ok=True)
+
+
+def rounds_of(gangs: Gangs, times: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """By contender and quantile, the figures of each round."""
+    order = {"times": times, "pause_s": PAUSE_S[gangs.mode]}
+    highs: dict[str, list[float]] = {who: [] for who in gangs.members}
+
+    def one(who: str) -> float:
+        told = gangs.members[who].ask(order)[0]
+        highs[who].append(told["p99"])
+        return float(told["p50"])
+
+    found = alternate({who: partial(one, who) for who in gangs.members}, rounds)
+    # The round before the first is thrown away there, and here as well.
+    return {who: {"p50": found[who], "p99": highs[who][1:]} for who in found}
+
+
+def compare(report: Report, mode: str, found: Mapping[str, Mapping[str, list[float]]]) -> None:
+    """Add the rows and ratios of one mode."""
+    for who, figures in found.items():
+        line = [f"{who}, {mode}"]
+        for quantile in QUANTILES:
+            told: dict[str, Any] = {"contender": who, "mode": mode, "quantile": quantile}
+            row = {**told, **summary(figures[quantile])}
+            if who == OURS and quantile == "p50":
+                reach = REACH_S[mode]
+                row |= {"reach_s": reach, "reached": row["median"] <= reach}
+            report.rows.append(row)
+            line.append(f"{row['median'] * 1e6:.1f} ±{row['spread']:.0%}")
+            if who != OURS:
+                ratios = ratios_of(found[OURS][quantile], figures[quantile])
+                reached = ratios["ratio"] >= 1.0
+                report.ratios.append({**told, **ratios, "reach": 1.0, "reached": reached})
+                line.append(f"{ratios['ratio']:.2f}")
+            else:
+                line.append("-")
+        report.lines.append(line)
+
+
+def measure(quick: bool) -> Report:
+    """Each mode by itself; all its contenders are there, asleep when it is not their turn."""
+    size = sizes("latency", quick)
+    report = Report(["4 KB push", "p50 us", "/ours", "p99 us", "/ours"])
+    if cores() < 2:
+        report.notes.append("one core: nobody can spin while the other works")
+    for mode in PAUSE_S:
+        with Gangs(mode, report.notes) as gangs:
+            compare(report, mode, rounds_of(gangs, size[mode], size["rounds"]))
+    return report

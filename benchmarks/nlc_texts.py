@@ -1,0 +1,97 @@
+"""The labelled sentences of the benchmarks: whole files, numbered once, the same for everybody.
+
+The data sets lie in $GADEI_PS_BENCH_DATA, else in shared/data beside the checkout: mr/all.csv,
+trec6/train.csv, banking77/train.csv. Where there is none of them, the checkout's
+examples/intents.csv takes their place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gadei_ps import dataset
+from gadei_ps.dataset import Dataset, Encoded, Vocabulary
+from gadei_ps.errors import UsageError
+
+VARIABLE = "GADEI_PS_BENCH_DATA"
+CHECKOUT = Path(__file__).resolve().parents[1]
+FILES = {"mr": "mr/all.csv", "trec6": "trec6/train.csv", "banking77": "banking77/train.csv"}
+FALLBACK = "intents"
+SEED = 0
+
+
+@dataclass
+class Texts:
+    """A data set as a learner needs it. Every word that occurs is in the vocabulary."""
+
+    name: str
+    encoded: Encoded
+    labels: NDArray[np.int64]
+    vocabulary_size: int
+    classes: int
+
+    def __post_init__(self) -> None:
+        """Shuffle nothing yet."""
+        self._epoch = -1
+        self._order = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        """Count the sentences."""
+        return len(self.labels)
+
+    def rows(self, number: int, size: int) -> NDArray[np.int64]:
+        """Return the sentences of mini-batch `number`, counted through all epochs.
+
+        Each epoch has an order of its own; what is left of it for less than a batch is left out.
+        """
+        size = min(size, len(self))
+        epoch, at = divmod(number, len(self) // size)
+        if epoch != self._epoch:
+            # As gadei_ps.learners.client.epoch_order, which this process need not import.
+            self._order = np.random.default_rng([SEED, epoch]).permutation(len(self))
+            self._epoch = epoch
+        return self._order[at * size : (at + 1) * size]
+
+
+def read(names: Sequence[str]) -> tuple[dict[str, Dataset], list[str]]:
+    """Return those of the data sets that there are, and a note on those that there are not.
+
+    Raises UsageError if there is nothing to measure with.
+    """
+    directory = Path(os.environ.get(VARIABLE, CHECKOUT.parent / "shared" / "data"))
+    paths = {name: directory / FILES[name] for name in names}
+    found = {name: dataset.read_training(path) for name, path in paths.items() if path.exists()}
+    missing = ", ".join(FILES[name] for name in names if name not in found)
+    if not missing:
+        return found, []
+    note = f"not measured, because not in {directory} (${VARIABLE}): {missing}"
+    if not found:
+        example = CHECKOUT / "examples" / "intents.csv"
+        if not example.exists():
+            raise UsageError(f"no sentences to train on: {missing} in {directory} (${VARIABLE})")
+        found = {FALLBACK: dataset.read_training(example)}
+        note += "; examples/intents.csv instead"
+    return found, [note]
+
+
+def whole(name: str, data: Dataset) -> Texts:
+    """Return all sentences of a data set to train on."""
+    return _numbered(name, data, Vocabulary.build(data.texts))
+
+
+def parts(name: str, data: Dataset) -> tuple[Texts, Texts]:
+    """Return nine tenths to train on and the tenth to measure accuracy on, always the same."""
+    training, held_out = dataset.split(data, 0.1, SEED)
+    vocabulary = Vocabulary.build(training.texts)
+    return _numbered(name, training, vocabulary), _numbered(name, held_out, vocabulary)
+
+
+def _numbered(name: str, data: Dataset, vocabulary: Vocabulary) -> Texts:
+    encoded = dataset.encode(data.texts, vocabulary)
+    return Texts(name, encoded, data.labels, len(vocabulary), len(data.label_names))
