@@ -31,7 +31,7 @@ from gadei_ps.benchmarks.nlc_texts import SEED, Texts
 from gadei_ps.dataset import Encoded
 from gadei_ps.learners import text
 from gadei_ps.learners.text import SentenceClassifier
-from gadei_ps.learners.torch import Optimizer
+from gadei_ps.learners.torch import Optimizer, linear
 
 OURS = "gadei-ps"
 OURS_DENSE = "gadei-ps dense"
@@ -115,9 +115,10 @@ class Done:
 
 def fresh(kind: str, texts: Texts) -> SentenceClassifier:
     """Return a new network, always of the same weights."""
-    sparse = kind in SPARSE
-    model = SentenceClassifier(texts.vocabulary_size, texts.classes, seed=SEED, sparse=sparse)
-    return model.train()
+    sizes = texts.vocabulary_size, texts.classes
+    if kind == OURS:  # as `gadei-ps train` does
+        return SentenceClassifier(*sizes, seed=SEED, sparse=True, linear=linear).train()
+    return SentenceClassifier(*sizes, seed=SEED, sparse=kind in SPARSE).train()
 
 
 def optimizer_of(model: torch.nn.Module, update: str, lr: float) -> torch.optim.Optimizer:

@@ -285,7 +285,8 @@ def _span(
     """Moves values low to high, of one row (-1: of a tensor given whole); the next piece's number.
 
     Where one frame is applied as it is, also of several rows that follow each other; shift: how
-    far its values of them are from where they were if it gave the tensor whole. Pieces before the first-th are done. reopen: that one is open, its old values in the undo log.
+    far its values of them are from where they were if it gave the tensor whole. Pieces before the
+    first-th are done. reopen: that one is open, its old values in the undo log.
     """
     pieces = -(-(high - low) // CHUNK)
     if piece + pieces <= first:

@@ -49,7 +49,7 @@ NAME_VARIABLE = "GADEI_PS_NAME"
 SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
 GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
 CONSISTENT_S = 5.0
-NONE = (0, 0, 0)  # for Client.push_from: a tensor without a gradient
+NONE = (0, 0, 0, 0)  # for Client.push_from: a tensor without a gradient
 UNWRITTEN = (0, 0, 0, 0.0)  # a frame that the server refuses
 HOLD_S = 0.03  # above what a shard waits for a consistent pull
 
@@ -90,6 +90,9 @@ class Rows(NamedTuple):
     indices: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
 
+
+Where = tuple[int, int, int, int]
+"""A tensor's gradient as C is told of it."""
 
 Gradients = Mapping[str, npt.NDArray[Any] | Rows | None]
 
@@ -292,11 +295,12 @@ class Client:
         version: int | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """The same from addresses: three numbers for each tensor of the model, in its order.
+        """The same from addresses: four numbers for each tensor of the model, in its order.
 
-        Of contiguous float32: (address, 0, 0) for all of it, rows_at() for rows, NONE for nothing.
-        Or one number for all, the address of a flat gradient. Who calls it answers for the shapes.
-        Raises ModelMismatch for a row that there is not.
+        Of contiguous float32: whole_at() for all of it, rows_at() for rows, product_at() for what
+        is to be worked out on its way, NONE for nothing. Or one number for all, the address of a
+        flat gradient. Who calls it answers for the shapes. Raises ModelMismatch for a row that
+        there is not.
         """
         self._check_process()
         if batch is None:
@@ -377,7 +381,7 @@ class Client:
             else:
                 source = _source(tensor, gradient)
                 kept.append(source)
-                where += (_native.address(source), 0, 0)
+                where += whole_at(_native.address(source))
         return where
 
     def write_named(self, payload: int, gradients: Gradients) -> None:
@@ -389,10 +393,10 @@ class Client:
         except IndexError as error:
             raise self._no_row(*error.args) from None
 
-    def append(self, payload: int, number: int, where: tuple[int, int, int]) -> None:
+    def append(self, payload: int, number: int, where: Where) -> None:
         """Writes one tensor into a claimed slot: any of them, in any order, once.
 
-        number: in the model. where: three numbers as push_from() takes them. Tensors that are
+        number: in the model. where: four numbers as push_from() takes them. Tensors that are
         not appended are left as they are. Raises ModelMismatch for a row that there is not.
         """
         if self._frame is UNWRITTEN:
@@ -626,10 +630,23 @@ def _rows(tensor: Tensor, given: Rows) -> tuple[npt.NDArray[np.int64], FloatArra
     return indices, values
 
 
-def rows_at(indices: int, values: int, count: int) -> tuple[int, int, int]:
+def whole_at(values: int) -> Where:
+    """For Client.push_from: all of a tensor, by its address."""
+    return values, 0, 0, 0
+
+
+def rows_at(indices: int, values: int, count: int) -> Where:
     """For Client.push_from: int64 indices and their float32 rows, by address."""
     # No rows at all are rows too; an empty array may have no address.
-    return (values, indices, count) if count else (1, 1, 0)
+    return (values, indices, count, 0) if count else (1, 1, 0, 0)
+
+
+def product_at(factors: int, vectors: int, count: int) -> Where:
+    """For Client.push_from: the transposed of `factors` times `vectors`, by address.
+
+    factors: float32 of shape (count, rows of the tensor). vectors: (count, values of a row).
+    """
+    return (vectors, 0, count, factors) if count else NONE
 
 
 def _source(tensor: Tensor, gradient: npt.NDArray[Any]) -> FloatArray:

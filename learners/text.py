@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch.nn import functional
 from gadei_ps.dataset import PADDING, UNSEEN_LABEL, Vocabulary
 from gadei_ps.errors import GadeiError
 
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 EMBEDDING_RANGE = 0.05
 """Embeddings start uniform within this distance of zero.
 
@@ -50,7 +51,8 @@ class SentenceClassifier(torch.nn.Module):
     output_bias    (classes,)
 
     The initial weights depend on the arguments and `seed` only, not on the global generator (which
-    does draw the dropout). With `sparse`, the gradient of `embedding` is a sparse tensor.
+    does draw the dropout). With `sparse`, the gradient of `embedding` is a sparse tensor. linear:
+    what multiplies by the filters, in place of torch's own.
     Raises ValueError for sizes that are not positive.
     """
 
@@ -66,6 +68,7 @@ class SentenceClassifier(torch.nn.Module):
         embedding_range: float = EMBEDDING_RANGE,
         seed: int = 0,
         sparse: bool = False,
+        linear: Linear = functional.linear,
     ) -> None:
         super().__init__()
         sizes = (vocabulary_size, classes, embedding, maps, *widths)
@@ -83,6 +86,7 @@ class SentenceClassifier(torch.nn.Module):
         }
         self.dropout = dropout
         self.sparse = sparse
+        self.linear = linear
         self.widest = max(widths)
         features = maps * len(widths)
         self.tap_features = [
@@ -130,7 +134,7 @@ class SentenceClassifier(torch.nn.Module):
         batch, length = tokens.shape
         embedded = functional.embedding(tokens, self.embedding, PADDING, sparse=self.sparse)
         words = embedded.reshape(batch * length, -1)
-        products = functional.linear(words, self.filters).view(batch, length, -1)
+        products = self.linear(words, self.filters).view(batch, length, -1)
         features = self.tap_features[0]
         windows: torch.Tensor | None = None
         for tap, block in enumerate(torch.split(products, self.tap_features, dim=2)):

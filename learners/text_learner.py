@@ -19,7 +19,7 @@ from torch.nn import functional
 from gadei_ps.dataset import Encoded
 from gadei_ps.errors import GadeiError, JobStopped
 from gadei_ps.learners.text import SentenceClassifier
-from gadei_ps.learners.torch import Optimizer
+from gadei_ps.learners.torch import Optimizer, linear
 
 
 def learn(path: str) -> None:
@@ -35,6 +35,7 @@ def learn(path: str) -> None:
         dropout=settings["dropout"],
         seed=settings["seed"],
         sparse=True,  # pushes the words of a batch, not the vocabulary
+        linear=linear,  # and of the filters' gradient what the batch moves
     )
     optimizer = Optimizer(model, wire=settings["wire"], error_feedback=settings["error_feedback"])
     # Two learners must not drop the same units in the same order.

@@ -25,6 +25,7 @@ statistics have moved by every learner's batches. Others (num_batches_tracked) s
 from __future__ import annotations
 
 import faulthandler
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,8 +37,7 @@ import torch
 from gadei_ps import _native, layout
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.kernels import optimizers
-from gadei_ps.learners.client import NONE, Batch, Client, rows_at
-
+from gadei_ps.learners.client import NONE, Batch, Client, Where, product_at, rows_at, whole_at
 
 # Hooks on every optimizer's step; under these names in every torch since 2.0.
 _MODULE = sys.modules[torch.optim.Optimizer.__module__]
@@ -46,15 +46,23 @@ _HOOKS_OF_ALL = tuple(
 )
 
 
+PRODUCTS = "_gadei_ps_products"
+"""Attribute of a weight: factors and vectors of which its gradient is the sum of products."""
+Products = list[tuple[torch.Tensor, torch.Tensor]]
+FEW_VECTORS = 4  # for which a product is bound by memory, however it is computed
+SPARSE = 8  # one in so many values differs from zero
+
+
 class Optimizer(torch.optim.Optimizer):
     """Pushes the model's gradients to a job.
 
     model: its parameters that require a gradient, on the CPU and float32, become the job's. job: a
     name or a socket's path; None takes it from the environment (`gadei-ps run`, `attach`). view:
     see the module's text. wire, error_feedback: see Client. free_gradients: backward() copies each
-    gradient into the ring while it is in the cache, and frees it. Faster for models larger than the
-    cache, and they need no memory for gradients; but `parameter.grad` is None after backward(), so
-    there is nothing to clip (use the job's clip_norm) or to accumulate. Learning-rate schedulers of
+    gradient into the ring while it is in the cache, and frees it; those of torch.nn.Linear are
+    worked out in the ring (see linear()). Faster for models larger than the cache, and they need no
+    memory for gradients; but `parameter.grad` is None after backward(), so there is nothing to clip
+    (use the job's clip_norm) or to accumulate. Learning-rate schedulers of
     torch work: their rate travels with each gradient, relative to the job's.
 
     Raises UsageError, and what Client raises.
@@ -104,9 +112,15 @@ class Optimizer(torch.optim.Optimizer):
         self._ordered: list[torch.Tensor] = [
             tensors[tensor.name] for tensor in self.client.model.tensors
         ]
+        self._products: list[Products] = [[] for _ in self._ordered]
+        for tensor, products in zip(self._ordered, self._products, strict=True):
+            setattr(tensor, PRODUCTS, products)
         self._payload = 0  # of the slot that gradients are being copied into, as they are computed
         self._taken: set[int] = set()
         if free_gradients:
+            for module in model.modules():
+                if type(module) is torch.nn.Linear:
+                    module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
             for number, tensor in enumerate(self._ordered):
                 if isinstance(tensor, torch.nn.Parameter):
                     tensor.register_post_accumulate_grad_hook(self._take(number))  # type: ignore[no-untyped-call]
@@ -136,7 +150,7 @@ class Optimizer(torch.optim.Optimizer):
     def _is_watched(self) -> bool:
         """Whether somebody wants to know of steps: hooks, or torch's profiler."""
         hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *_HOOKS_OF_ALL
-        return any(hooks) or torch.autograd._profiler_enabled()
+        return any(hooks) or bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:
         result = None
@@ -148,15 +162,18 @@ class Optimizer(torch.optim.Optimizer):
         client = self.client
         rate = self.param_groups[0]["lr"]
         scale = float(rate) / self._job_lr if rate != self._job_lr and self._job_lr else 1.0
-        changes = self._changes() if self._buffers else {}
+        kept: list[Any] = []  # what the addresses are of
+        where = self._addresses(kept)
         if self._payload:
-            for number, change in changes.items():
-                client.append(self._payload, number, (_native.address(change), 0, 0))
+            for number in range(len(self._ordered)):
+                one = where[4 * number : 4 * number + 4]
+                if any(one):
+                    client.append(self._payload, number, (one[0], one[1], one[2], one[3]))
             client.publish(loss=self._loss, samples=self._samples, rate_scale=scale)
         else:
-            kept: list[Any] = []
-            where = self._addresses(changes, kept)
             client.push_from(where, loss=self._loss, samples=self._samples, rate_scale=scale)
+        for products in self._products:
+            products.clear()
         self._payload = 0
         self._loss = float("nan")
         if self._own_data:
@@ -166,17 +183,21 @@ class Optimizer(torch.optim.Optimizer):
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_push)
 
-    def _addresses(self, changes: dict[int, np.ndarray], kept: list[Any]) -> list[int]:
-        """For Client.push_from. changes: of buffers. kept: takes copies that it had to make.
+    def _addresses(self, kept: list[Any]) -> list[int]:
+        """For Client.push_from. kept: takes copies that it had to make.
 
         Between backward() and this the caches hold the model, not the interpreter: each call of
         torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
         """
         where: list[int] = []
+        changes = self._changes() if self._buffers else {}
         for number, parameter in enumerate(self._ordered):
             if number in changes:
-                where += (_native.address(changes[number]), 0, 0)
-            elif isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None:
+                kept.append(changes[number])
+                where += whole_at(_native.address(changes[number]))
+            elif products := self._products[number]:
+                where += _product(parameter, products, kept)
+            elif parameter.requires_grad and parameter.grad is not None:
                 where += _where(parameter.grad, kept)
             else:
                 where += NONE
@@ -215,6 +236,8 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are set to None are neither cleared nor added to."""
         self._payload = 0
+        for products in self._products:
+            products.clear()
         if not set_to_none:
             return super().zero_grad(set_to_none=False)
         for parameter in self._parameters.values():
@@ -263,6 +286,7 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
+                delattr(parameter, PRODUCTS)
         self._refresh_buffers()
         self.client.detach()
 
@@ -296,7 +320,81 @@ def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:
         return np.where(same, np.float32(0), now - base)
 
 
-def _where(gradient: torch.Tensor, kept: list[Any]) -> tuple[int, int, int]:
+def linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As torch.nn.functional.linear, for a weight that an Optimizer pushes the gradient of.
+
+    That gradient is a product, of the outputs' gradients and the inputs. For a small mini-batch, or
+    where most outputs have none (after a maximum over positions), backward() leaves the product
+    undone, `weight.grad` stays None, and step() works it out in the ring, row by row, where it is
+    converted and checked too. So the gradient is written once and read by the server only.
+    Poseidon (Zhang et al. 2017) and others send such factors for the same reason. Elsewhere it is
+    torch's own.
+    """
+    if not torch.is_grad_enabled() or not hasattr(weight, PRODUCTS):
+        return torch.nn.functional.linear(inputs, weight, bias)
+    outputs: torch.Tensor = _Linear.apply(inputs, weight)  # type: ignore[no-untyped-call]
+    return outputs if bias is None else outputs + bias
+
+
+def _forward(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    return linear(inputs, layer.weight, layer.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(inputs)
+        context.weight = weight  # a leaf: it outlives the graph
+        return torch.nn.functional.linear(inputs, weight)
+
+    @staticmethod
+    def backward(
+        context: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        (inputs,), weight = context.saved_tensors, context.weight
+        factors = gradient.reshape(-1, weight.shape[0]).contiguous()
+        vectors = inputs.reshape(-1, weight.shape[1])
+        back = None
+        sparse = _is_sparse(factors) and weight.is_contiguous()
+        if context.needs_input_grad[0]:
+            back = _times(factors, weight) if sparse else factors @ weight
+            back = back.view(inputs.shape)
+        if hasattr(weight, PRODUCTS) and (sparse or len(factors) <= FEW_VECTORS):
+            getattr(weight, PRODUCTS).append((factors, vectors.contiguous()))
+            return back, None
+        return back, factors.t() @ vectors
+
+
+def _is_sparse(factors: torch.Tensor) -> bool:
+    """Whether most are zero: then row by row is faster than a product of matrices."""
+    return _native.nonzeros(factors.data_ptr(), factors.numel()) * SPARSE <= factors.numel()
+
+
+def _times(factors: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(factors), weight.shape[1])
+    _native.sparse_product(
+        out.data_ptr(), factors.data_ptr(), weight.data_ptr(), len(factors), *weight.shape
+    )
+    return out
+
+
+def _product(weight: torch.Tensor, products: Products, kept: list[Any]) -> Where:
+    """Where the factors of its gradient lie."""
+    if weight.grad is not None:  # it has been used in another way, too
+        whole = sum((one.t() @ two for one, two in products), start=weight.grad)
+        kept.append(whole)
+        return _where(whole, kept)
+    factors, vectors = products[0]
+    if len(products) > 1:
+        factors = torch.cat([one for one, _ in products])
+        vectors = torch.cat([two for _, two in products])
+        kept += (factors, vectors)
+    return product_at(factors.data_ptr(), vectors.data_ptr(), len(factors))
+
+
+def _where(gradient: torch.Tensor, kept: list[Any]) -> Where:
     """Where it lies, for Client.push_from, as long as it and `kept` live."""
     if gradient.dtype is not torch.float32:
         raise ModelMismatch(f"a gradient is {gradient.dtype}, not float32")
@@ -311,7 +409,7 @@ def _where(gradient: torch.Tensor, kept: list[Any]) -> tuple[int, int, int]:
     elif not gradient.is_contiguous():
         gradient = gradient.contiguous()
         kept.append(gradient)
-    return gradient.data_ptr(), 0, 0
+    return whole_at(gradient.data_ptr())
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -3,10 +3,10 @@
  *
  * A learner attaches to a job that is running on this machine, reads the live weights where they
  * are, and pushes gradients into a ring of its own; the parameter server applies them. Build it
- * with five files of native/ and nothing else (-lrt is for glibc before 2.34):
+ * with six files of native/ and nothing else (-lrt is for glibc before 2.34):
  *
  *     cc -std=gnu11 -O2 -Inative -o learner learner.c \
- *         native/ps_client.c native/ps_attach.c native/ps_ring.c native/ps_copy.c native/ps_rows.c -lrt
+ *         native/ps_client.c native/ps_attach.c native/ps_ring.c native/ps_copy.c native/ps_rows.c native/ps_product.c -lrt
  *
  * From C++, compile those five with cc and link them; this header needs no other.
  *

@@ -12,6 +12,7 @@
 #include <sys/prctl.h>
 
 #include "ps_lease.h"
+#include "ps_product.h"
 #include "ps_ring.h"
 #include "ps_sync.h"
 
@@ -140,28 +141,34 @@ static PyObject *bad_row(uint64_t tensor, int64_t row)
 #define HEAD 5 /* arguments of write before the gradients' */
 #define FEW_TENSORS 64
 
-/* The gradients of all tensors: three arguments each, or the address of one flat array. */
+static struct ps_gradient gradient_of(const uint64_t *arg)
+{
+    return (struct ps_gradient){(const float *)arg[0], (const int64_t *)arg[1], arg[2],
+                                (const float *)arg[3]};
+}
+
+/* The gradients of all tensors: four arguments each, or the address of one flat array. */
 static int take_gradients(const struct ps_weights *weights, PyObject *const *args,
                           Py_ssize_t count, struct ps_gradient *gradients)
 {
     const struct ps_tensor *table =
         (const struct ps_tensor *)((const char *)weights + weights->table_at);
-    uint64_t flat, arg[3];
+    uint64_t flat, arg[4];
     if (count == 1) {
         if (numbers(args, 1, 1, &flat) < 0)
             return -1;
         for (uint64_t i = 0; i < weights->tensors; i++)
-            gradients[i] = (struct ps_gradient){(const float *)flat + table[i].start, NULL, 0};
+            gradients[i] = (struct ps_gradient){.values = (const float *)flat + table[i].start};
         return 0;
     }
-    if ((uint64_t)count != 3 * weights->tensors) {
-        PyErr_SetString(PyExc_TypeError, "takes three numbers for each tensor");
+    if ((uint64_t)count != 4 * weights->tensors) {
+        PyErr_SetString(PyExc_TypeError, "takes four numbers for each tensor");
         return -1;
     }
     for (uint64_t i = 0; i < weights->tensors; i++) {
-        if (numbers(args + 3 * i, 3, 3, arg) < 0)
+        if (numbers(args + 4 * i, 4, 4, arg) < 0)
             return -1;
-        gradients[i] = (struct ps_gradient){(const float *)arg[0], (const int64_t *)arg[1], arg[2]};
+        gradients[i] = gradient_of(arg);
     }
     return 0;
 }
@@ -263,6 +270,28 @@ METHOD(push)
     return PyLong_FromUnsignedLongLong(sequence);
 }
 
+METHOD(nonzeros)
+{
+    UNUSED;
+    TAKES(2)
+    const float *values = (const float *)arg[0];
+    uint64_t found = 0;
+    for (uint64_t i = 0; i < arg[1]; i++)
+        found += values[i] != 0.0f;
+    return PyLong_FromUnsignedLongLong(found);
+}
+
+METHOD(sparse_product)
+{
+    UNUSED;
+    TAKES(6)
+    Py_BEGIN_ALLOW_THREADS
+    ps_sparse_product((float *)arg[0], (const float *)arg[1], (const float *)arg[2], arg[3], arg[4],
+                      arg[5]);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 METHOD(first_block)
 {
     UNUSED;
@@ -273,10 +302,10 @@ METHOD(first_block)
 METHOD(append)
 {
     UNUSED;
-    TAKES(11)
+    TAKES(12)
     const struct ps_weights *weights = (const struct ps_weights *)arg[0];
     struct ps_payload payload = {(char *)arg[4], (uint32_t)arg[1], arg[5], 0.0};
-    struct ps_gradient gradient = {(const float *)arg[8], (const int64_t *)arg[9], arg[10]};
+    struct ps_gradient gradient = gradient_of(arg + 8);
     uint64_t bad = 0;
     int result;
     if (arg[7] >= weights->tensors) {
@@ -617,10 +646,12 @@ static PyMethodDef methods[] = {
                 "write_frame"),
     ENTRY(copy, "copy(dtype, to, from, count, left) -> sum of squares; infinite if one is not finite"),
     ENTRY(write_frame, "write_frame(weights, dtype, spare, left, payload, flat), or for flat (values, indices, "
-                 "count) of each tensor -> kind, blocks, payload bytes, sum of squares"),
+                 "count, factors) of each tensor -> kind, blocks, payload bytes, sum of squares"),
+    ENTRY(nonzeros, "nonzeros(values, count) -> how many differ from zero"),
+    ENTRY(sparse_product, "sparse_product(to, factors, matrix, count, rows, width)"),
     ENTRY(first_block, "first_block(weights) -> where the first block may begin"),
     ENTRY(append, "append(weights, dtype, spare, left, payload, at, blocks, tensor, values, indices, "
-                  "count) -> where the next block may begin, sum of squares"),
+                  "count, factors) -> where the next block may begin, sum of squares"),
     ENTRY(sort_blocks, "sort_blocks(payload, blocks): by tensor"),
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),

@@ -324,7 +324,7 @@ int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
 {
     if (check_tensor(learner, index))
         return GADEI_ERROR;
-    return write_tensor(learner, index, &(struct ps_gradient){values, NULL, 0});
+    return write_tensor(learner, index, &(struct ps_gradient){.values = values});
 }
 
 int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
@@ -335,7 +335,7 @@ int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indi
         return GADEI_ERROR;
     if (!learner->rows)
         return ps_fail(learner, GADEI_ERROR, "rows go into a slot of gadei_claim_rows");
-    struct ps_gradient gradient = {values, count ? indices : &none, count};
+    struct ps_gradient gradient = {values, count ? indices : &none, count, NULL};
     return write_tensor(learner, index, &gradient);
 }
 

@@ -42,11 +42,14 @@ int ps_snapshot(const struct ps_control *control, uint32_t shard, void *to, cons
 double ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count, float *left);
 
 /* A gradient of one tensor: of the rows listed, in any order, where the values of repeated ones are
- * added up; or, without indices, of all of it; or, without values, none. */
+ * added up; or a product, which is worked out on its way; or, with neither, all of it; or, without
+ * values, none. */
 struct ps_gradient {
-    const float *values; /* `count` rows, or the whole tensor */
-    const int64_t *indices;
+    const float *values;    /* `count` rows, or the whole tensor */
+    const int64_t *indices; /* of the rows */
     uint64_t count;
+    const float *factors;   /* `count` times the tensor's rows: row r is the sum of factor[i][r] times
+                               the i-th row of values */
 };
 
 /* What a block is of: a tensor's rows, how many values each has, and what rounding them left. */
@@ -69,6 +72,9 @@ static inline double ps_not_counted(double before, double squares)
 {
     return squares <= 1.7e308 ? before : squares;
 }
+
+static inline uint64_t ps_rounded(uint64_t bytes) { return (bytes + 63) & ~63ull; }
+static inline uint64_t ps_width_of(uint32_t dtype) { return dtype == PS_FLOAT32 ? 4 : 2; }
 
 #define PS_BAD_ROW (-1)   /* indices[*bad] is no row of the tensor; nothing is written */
 #define PS_NO_MEMORY (-2) /* likewise */

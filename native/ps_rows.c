@@ -2,27 +2,20 @@
  * tensor or of all of it. Rows may come in any order and repeated, as a mini-batch names them; here
  * they are put in order and added up, and copied and converted on the way into the slot. */
 #include "ps_ring.h"
+#include "ps_product.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #define FEW 256       /* rows that are sorted without asking for memory */
-#define LEAST_WIDTH 8 /* values of a row that is worth to be left out */
 
 struct row {
     uint64_t number;
     uint64_t given; /* place in what the caller gave */
 };
 
-static uint64_t rounded(uint64_t bytes)
-{
-    return (bytes + 63) & ~63ull;
-}
-
-static uint64_t width_of(uint32_t dtype)
-{
-    return dtype == PS_FLOAT32 ? 4 : 2;
-}
+#define rounded ps_rounded
+#define width_of ps_width_of
 
 /* By number; rows of one number keep their order, so that their sum does not depend on chance. */
 static void sort_few(struct row *rows, uint64_t count)
@@ -180,7 +173,7 @@ static int write_spared(struct ps_payload *payload, struct ps_block *block, cons
     uint64_t rows = shape->rows, width = shape->width, most = rows - rows / 4, kept = 0;
     uint64_t size = width * width_of(payload->dtype);
     int64_t *indices = (int64_t *)(void *)(payload->at + payload->end);
-    if (rows < 4 || width < LEAST_WIDTH)
+    if (rows < 4 || width < PS_LEAST_WIDTH)
         return 0;
     for (uint64_t i = 0; i < rows; i++) {
         if (is_zero(values + i * width, width))
@@ -206,6 +199,8 @@ int ps_write_block(struct ps_payload *payload, struct ps_block *block,
                    const struct ps_gradient *gradient, const struct ps_shape *shape, int spare,
                    uint64_t *bad)
 {
+    if (gradient->factors)
+        return ps_write_product(payload, block, gradient, shape, spare);
     if (gradient->indices)
         return write_listed(payload, block, gradient, shape, bad);
     if (!spare || !write_spared(payload, block, gradient->values, shape))
@@ -238,7 +233,7 @@ static int looks_sparse(const struct ps_weights *weights, const struct ps_tensor
     uint64_t zeros = 0;
     for (uint64_t i = 0; i < weights->tensors; i++) {
         struct ps_shape shape = shape_of(&table[i], NULL);
-        if (!gradients[i].values || shape.rows < 4 || shape.width < LEAST_WIDTH)
+        if (!gradients[i].values || shape.rows < 4 || shape.width < PS_LEAST_WIDTH)
             continue;
         for (uint64_t row = 0; row < shape.rows; row++)
             zeros += gradients[i].values[row * shape.width] == 0.0f ? shape.width : 0;
@@ -299,7 +294,7 @@ int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
     int rows = 0, result = 0;
     *written = (struct ps_written){.kind = PS_DENSE};
     for (uint64_t i = 0; i < weights->tensors; i++)
-        rows |= gradients[i].indices != NULL;
+        rows |= gradients[i].indices || gradients[i].factors;
     if (rows || (spare && looks_sparse(weights, table, gradients))) {
         written->kind = PS_ROWS;
         payload.end = ps_first_block(weights);

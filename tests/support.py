@@ -401,10 +401,10 @@ def payload_of(
     for number in range(len(model.tensors)):
         given = gradients.get(number)
         if given is None:
-            where += (0, 0, 0)
+            where += (0, 0, 0, 0)
         elif isinstance(given, np.ndarray):
             kept.append(np.ascontiguousarray(given, np.float32))
-            where += (kept[-1].ctypes.data, 0, 0)
+            where += (kept[-1].ctypes.data, 0, 0, 0)
         else:
             indices = np.ascontiguousarray(given[0], np.int64)
             values = np.ascontiguousarray(given[1], np.float32)
@@ -416,6 +416,38 @@ def payload_of(
         table.address, wire, spare, kept_left, room.ctypes.data, *where
     )
     return room[:size].copy(), FrameKind(kind), blocks, squares
+
+
+def decoded_frame(
+    model: Model, payload: np.ndarray, kind: FrameKind, blocks: int, wire: WireType
+) -> dict[int, np.ndarray]:
+    """The dense gradients that a payload says, by tensor's number."""
+
+    def read(at: int, count: int) -> np.ndarray:
+        raw = payload[at : at + count * layout.WIRE_BYTES[wire]]
+        if wire == WireType.BFLOAT16:
+            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return raw.view(np.float16 if wire == WireType.FLOAT16 else np.float32).astype(np.float32)
+
+    found = {}
+    if kind is FrameKind.DENSE:
+        for number, tensor in enumerate(model.tensors):
+            at = tensor.start * layout.WIRE_BYTES[wire]
+            found[number] = read(at, tensor.count).reshape(tensor.shape)
+        return found
+    for i in range(blocks):
+        block = payload[i * layout.BLOCK.itemsize :][: layout.BLOCK.itemsize].view(layout.BLOCK)[0]
+        tensor = model.tensors[int(block["tensor"])]
+        if int(block["form"]) == FrameKind.DENSE:
+            values = read(int(block["values_at"]), tensor.count).reshape(tensor.shape)
+        else:
+            count, at = int(block["rows"]), int(block["indices_at"])
+            values = np.zeros(tensor.shape, np.float32)
+            indices = payload[at : at + 8 * count].view(np.int64)
+            width = tensor.count // tensor.rows
+            values[indices] = read(int(block["values_at"]), count * width).reshape(count, width)
+        found[int(block["tensor"])] = values
+    return found
 
 
 def rows_payload(

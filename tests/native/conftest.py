@@ -25,7 +25,8 @@ HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "native"
 CC = ["cc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}"]
 LIBRARY = [
-    NATIVE / f"{name}.c" for name in ("ps_client", "ps_attach", "ps_ring", "ps_copy", "ps_rows")
+    NATIVE / f"{name}.c"
+    for name in ("ps_client", "ps_attach", "ps_ring", "ps_copy", "ps_rows", "ps_product")
 ]
 
 

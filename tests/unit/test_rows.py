@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import Rig, payload_of, rows_payload
+from support import Rig, decoded_frame, payload_of, rows_payload
 
 from gadei_ps import layout
 from gadei_ps.kernels import reference
@@ -104,38 +104,6 @@ def test_rows_of_zeros_need_not_travel(data: st.DataObject, wire: WireType) -> N
     if kind is FrameKind.ROWS:
         table = layout.rounded(len(shapes) * layout.BLOCK.itemsize, 64)
         assert payload.size <= table + model.elements * layout.WIRE_BYTES[wire] + 64 * len(shapes)
-
-
-def decoded_frame(
-    model: Model, payload: np.ndarray, kind: FrameKind, blocks: int, wire: WireType
-) -> dict[int, np.ndarray]:
-    """The dense gradients that a payload says, by tensor's number."""
-
-    def read(at: int, count: int) -> np.ndarray:
-        raw = payload[at : at + count * layout.WIRE_BYTES[wire]]
-        if wire is WireType.BFLOAT16:
-            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return raw.view(np.float16 if wire is WireType.FLOAT16 else np.float32).astype(np.float32)
-
-    found = {}
-    if kind is FrameKind.DENSE:
-        for number, tensor in enumerate(model.tensors):
-            at = tensor.start * layout.WIRE_BYTES[wire]
-            found[number] = read(at, tensor.count).reshape(tensor.shape)
-        return found
-    for i in range(blocks):
-        block = payload[i * layout.BLOCK.itemsize :][: layout.BLOCK.itemsize].view(layout.BLOCK)[0]
-        tensor = model.tensors[int(block["tensor"])]
-        if int(block["form"]) == FrameKind.DENSE:
-            values = read(int(block["values_at"]), tensor.count).reshape(tensor.shape)
-        else:
-            count, at = int(block["rows"]), int(block["indices_at"])
-            values = np.zeros(tensor.shape, np.float32)
-            indices = payload[at : at + 8 * count].view(np.int64)
-            width = tensor.count // tensor.rows
-            values[indices] = read(int(block["values_at"]), count * width).reshape(count, width)
-        found[int(block["tensor"])] = values
-    return found
 
 
 # -- applied --------------------------------------------------------------------------------------
