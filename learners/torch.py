@@ -208,6 +208,8 @@ class Optimizer(torch.optim.Optimizer):
 
         def take(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
+            if self._products[number]:  # complete by now; step() adds the two
+                return
             if not self._payload:
                 self._payload = self.client.claim() + layout.PAYLOAD_AT
                 self._taken.clear()
