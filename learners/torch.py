@@ -207,9 +207,8 @@ class Optimizer(torch.optim.Optimizer):
         """What a parameter does with its gradient as soon as it is there."""
 
         def take(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            if self._products[number]:  # complete by now; step() adds the two
-                return
+            if parameter.grad is None or self._products[number]:
+                return  # products are complete by now; step() adds the two
             if not self._payload:
                 self._payload = self.client.claim() + layout.PAYLOAD_AT
                 self._taken.clear()
