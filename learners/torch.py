@@ -117,17 +117,24 @@ class Optimizer(torch.optim.Optimizer):
             setattr(tensor, PRODUCTS, products)
         self._payload = 0  # of the slot that gradients are being copied into, as they are computed
         self._taken: set[int] = set()
+        self._undo: list[Callable[[], None]] = []
         if free_gradients:
-            for module in model.modules():
-                if type(module) is torch.nn.Linear:
-                    module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
-            for number, tensor in enumerate(self._ordered):
-                if isinstance(tensor, torch.nn.Parameter):
-                    tensor.register_post_accumulate_grad_hook(self._take(number))  # type: ignore[no-untyped-call]
+            self._free_gradients(model)
         self._job_lr = float(self.client.hyper[optimizers.LR])
         self._made = False
         super().__init__(self._parameters.values(), {"lr": self._job_lr})
         self._made = True
+
+    def _free_gradients(self, model: torch.nn.Module) -> None:
+        """From now on backward() gives them away."""
+        for module in model.modules():
+            if type(module) is torch.nn.Linear:
+                module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+                self._undo.append(functools.partial(delattr, module, "forward"))
+        for number, tensor in enumerate(self._ordered):
+            if isinstance(tensor, torch.nn.Parameter):
+                hook = tensor.register_post_accumulate_grad_hook(self._take(number))  # type: ignore[no-untyped-call]
+                self._undo.append(hook.remove)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's own constructor only: the job's model is fixed once it is made."""
@@ -284,6 +291,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Leaves the job; the model keeps the weights as they are now, in memory of its own."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         with torch.no_grad():
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
