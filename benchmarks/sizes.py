@@ -29,7 +29,7 @@ FULL: dict[str, dict[str, Any]] = {
         "sets": ["mr", "banking77"],
         "learners": [1, 2],
         "batches": [1, 2, 4, 8, 32, 128],
-        "window_s": 1.3,
+        "window_s": 1.0,
         "rounds": 3,
     },
     "table8": {
@@ -48,7 +48,7 @@ FULL: dict[str, dict[str, Any]] = {
     "time_to_accuracy": {
         "accuracy": {"mr": 0.74, "trec6": 0.82, "banking77": 0.8},
         "interval_s": 1.0,
-        "cap_s": 60.0,
+        "cap_s": 45.0,
     },
     "memory": {
         "contenders": [

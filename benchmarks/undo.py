@@ -53,6 +53,7 @@ def with_log(high: int, places: Words, payload: int, times: int) -> None:
     s = shard_of(0, 0, high, places)
     s.hands[PAYLOAD, 0] = payload
     s.hands[DTYPE, 0] = FLOAT32
+    doubles(s.at.scales, 1)[0] = 1.0
     for _ in range(times):
         apply_chunks(s, 1, 0, False)
 
