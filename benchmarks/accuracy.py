@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,19 @@ class Killer:
 
 
 def train(
-    train_file: Path, test_file: Path, learners: int, kill_every_s: float, seed: int, out: Path
+    train_file: Path,
+    test_file: Path,
+    learners: int,
+    kill_every_s: float,
+    seed: int,
+    out: Path,
+    more: Sequence[str],
 ) -> dict[str, Any]:
     """One run of the command with its defaults; its summary and the number of kills."""
     job = f"accuracy-{os.getpid()}"
     command = [sys.executable, "-m", "gadei_ps", "train", str(train_file), "--json"]
     command += ["--test", str(test_file), "--learners", str(learners), "--seed", str(seed)]
-    command += ["--out", str(out), "--job", job]
+    command += ["--out", str(out), "--job", job, *more]
     with Killer(job, kill_every_s) as killer:
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -104,24 +111,40 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=["trec6", "mr"])
     parser.add_argument("--kill-every", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--cases", nargs="+", default=[], help="of them, by name")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if options.resume and (suite.RESULTS / "accuracy.json").exists():
         rows = json.loads((suite.RESULTS / "accuracy.json").read_text())["rows"]
     ratios: list[dict[str, Any]] = []
-    cases = [("1 learner", 1, 0.0), ("2 learners", 2, 0.0)]
-    cases.append((f"2 learners, one killed every {options.kill_every:g} s", 2, options.kill_every))
+    killed = f"2 learners, one killed every {options.kill_every:g} s"
+    feedback = ["--wire", "float16", "--error-feedback"]
+    cases: list[tuple[str, int, float, list[str]]] = [
+        ("1 learner", 1, 0.0, []),
+        ("2 learners", 2, 0.0, []),
+        (killed, 2, options.kill_every, []),
+        ("2 learners, bfloat16", 2, 0.0, ["--wire", "bfloat16"]),
+        ("2 learners, float16", 2, 0.0, ["--wire", "float16"]),
+        ("2 learners, float16, error feedback", 2, 0.0, feedback),
+    ]
+    cases = [case for case in cases if not options.cases or case[0] in options.cases]
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.sets:
             train_file, test_file = files(options.data, name, Path(scratch))
             for seed in range(options.seeds):
-                for case, learners, kill_every_s in cases:
+                for case, learners, kill_every_s, more in cases:
                     told = {"contender": case, "set": name, "seed": seed}
                     if any(told.items() <= row.items() for row in rows):
                         continue
                     found = train(
-                        train_file, test_file, learners, kill_every_s, seed, Path(scratch) / "model"
+                        train_file,
+                        test_file,
+                        learners,
+                        kill_every_s,
+                        seed,
+                        Path(scratch) / "model",
+                        more,
                     )
                     found.pop("model_dir")
                     rows.append(told | found)

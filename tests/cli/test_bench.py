@@ -1,0 +1,53 @@
+"""`bench` runs, and says what it has found. How fast is not for tests to say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from shell import Cli
+
+from gadei_ps import segment
+from gadei_ps.benchmarks import suite
+
+RATIO = {"contender", "ratio"}
+ROW = {"contender", "unit"}
+
+
+def test_they_are_listed(cli: Cli) -> None:
+    shown = cli("bench")
+    assert shown.code == 0
+    assert [line.split()[0] for line in shown.out.splitlines()] == list(suite.BENCHMARKS)
+    assert cli("bench", "--json").json["benchmarks"] == suite.BENCHMARKS
+
+
+def test_a_name_that_there_is_not(cli: Cli) -> None:
+    shown = cli("bench", "nonsense", "--quick")
+    assert shown.code == 2
+    assert "no benchmark 'nonsense': there are apply, undo" in shown.err
+    assert len(shown.err.splitlines()) == 1
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", suite.BENCHMARKS)
+def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
+    before = {one.name for one in segment.find()}
+    out = cli.directory / "results"
+    command = [sys.executable, "-m", "gadei_ps", "bench", name, "--quick", "--json"]
+    done = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, cwd=cli.directory, timeout=200
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    result = json.loads(done.stdout)
+    assert json.loads((out / f"{name}.json").read_text()) == result
+    assert (result["benchmark"], result["quick"]) == (name, True)
+    assert result["machine"]["cores"] >= 1
+    assert re.fullmatch(r"gadei-ps bench \w+ --quick", result["command"])
+    assert result["rows"]
+    assert all(row.keys() >= ROW for row in result["rows"])
+    assert all(ratio.keys() >= RATIO for ratio in result["ratios"])
+    assert any("gadei-ps" in row["contender"] for row in result["rows"]) or name in ("start",)
+    assert {one.name for one in segment.find()} <= before
