@@ -22,6 +22,8 @@ def parse(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
+        if int(high or low) < int(low):
+            raise ValueError(f"{part!r}: the first core of a range is its lowest")
         found += range(int(low), int(high or low) + 1)
     return found
 
@@ -66,14 +68,14 @@ def cores_of_shard(
 
 
 def bind(shard: int, wanted: list[int], address: int) -> None:
-    """Keeps the calling thread, a shard's, where it belongs. address: of the weights' mapping."""
+    """Keeps the calling thread, a shard's, where it belongs. address: of the weights' mapping.
+
+    Raises OSError or ValueError where the system does not tell, or does not allow it.
+    """
     allowed, by_node = os.sched_getaffinity(0), nodes()
     node = None
     if len(by_node) > 1 and not wanted:
-        try:
-            node = home(address, Path("/proc/self/numa_maps").read_text())
-        except OSError:
-            return
+        node = home(address, Path("/proc/self/numa_maps").read_text())
     chosen = cores_of_shard(shard, wanted, allowed, by_node, node)
     if chosen != allowed:
         os.sched_setaffinity(0, chosen)

@@ -38,7 +38,6 @@ from gadei_ps.apply import (
     apply_chunks,
     gradient_at,
     integer,
-    is_mixed,
     lock,
     move_span,
     restore,
@@ -300,15 +299,21 @@ def _span(
     if reopen and piece == first:
         restore(s.at, kept, np.uint64(piece), at, min(CHUNK, high - at))
     start = integer(tensor[0].start)
-    single = not is_mixed(s, members)
+    single = members == 1
+    scale = scale_of(s, 0, is_parameter)
     while at < high:
         end = high
-        if not single or s.hands[DTYPE, 0] != FLOAT32:
+        if not single or scale != 1.0 or s.hands[DTYPE, 0] != FLOAT32:
             end = min(high, at + BLOCK)
         if single:
             values = np.uint64(s.hands[VALUES, 0])
             skip = at - start + shift
             g = gradient_at(values, s.hands[DTYPE, 0], skip, end - at, s.at.scratch)
+            if scale != 1.0:
+                mean = floats(s.at.mean, end - at)
+                mean[:] = np.float32(0)
+                cpu.accumulate(mean, floats(g, end - at), scale)
+                g = s.at.mean
         else:
             g = _mean(s, members, tensor, row, at, end)
         move_span(s.kind if is_parameter else 0, kept, coef, s.at, g, s.cursor, piece, at, end)
@@ -327,7 +332,7 @@ def apply_rows(s: Shard, members: int, first: int, reopen: bool) -> None:
     lock(s)
     coef = cpu.scalars(doubles(s.at.coef, COEFFICIENTS))
     piece = 0
-    single = not is_mixed(s, members)
+    single = members == 1  # and nothing else: recovery must cut the same pieces
     for m in range(members):
         s.hands[NEXT, m] = 0
     for number in range(integer(s.places[TENSORS])):

@@ -350,6 +350,9 @@ class Server:
         assert self.weights is not None
         try:
             placement.bind(index, self.cores, self.weights.address)
+        except (OSError, ValueError) as error:  # slower, perhaps, and no reason not to serve
+            self.log.warning("shard not bound to cores", shard=index, reason=str(error))
+        try:
             shard.stand_by(index, low, high, places)
         except BaseException as error:
             self.crashed = error

@@ -106,7 +106,8 @@ class Client:
     buffers: tensors that no optimizer moves, likewise; a push adds to them. wire: how gradients
     travel, "float32", "bfloat16" or "float16". error_feedback: what rounding to 16 bits leaves
     over is kept here and added to the next gradient (Seide et al. 2014, '1-bit stochastic gradient
-    descent'), at the cost of as much memory as the model has weights.
+    descent'), at the cost of as much memory as the model has weights. What a frame that is given
+    up, dropped or refused has carried of it is lost with the frame.
 
     Raises JobNotFound, ModelMismatch, NoSharedMemory, ControlError.
     """
@@ -159,7 +160,8 @@ class Client:
         self._way = int(self._may_spare()), _native.address(self._left) if error_feedback else 0
         # Of the claimed slot, once it is written: kind, blocks, payload bytes, sum of squares.
         self._frame = UNWRITTEN
-        self._appended = 0  # where append() writes
+        self._payload = 0  # where append() writes, once it has begun
+        self._appended: set[int] = set()
         self._version_at = self._control_at + layout.offset(CONTROL, "version")
         self.version = self.current_version
         self.published = 0
@@ -263,7 +265,7 @@ class Client:
     ) -> int:
         """Publishes one gradient and returns its sequence number.
 
-        gradients: by name (None and missing tensors count as zero), or flat, float32 of shape
+        gradients: by name (None and missing ones count as zero), or flat, float32 of shape
         (model.elements,). Where one of them is Rows, tensors and rows that are not given are left
         as they are, with the optimizer's state of them: momentum, Adagrad and Adam move a row only
         when a gradient names it (torch.optim.SparseAdam's rule). batch: id of the batch it answers;
@@ -329,7 +331,7 @@ class Client:
         self._check_process()
         self._wait_grant(timeout_s)
         self._frame = UNWRITTEN
-        self._appended = 0
+        self._payload = 0
         slot = _native.claim(*self._rings, 0)
         if slot >= 0:
             self._gone_since = None
@@ -384,11 +386,12 @@ class Client:
                 where += whole_at(_native.address(source))
         return where
 
-    def write_named(self, payload: int, gradients: Gradients) -> None:
-        """Writes all tensors' gradients into a claimed slot. Raises ModelMismatch."""
+    def write_named(self, payload: int, gradients: Gradients | FloatArray) -> None:
+        """Writes all tensors' gradients, as push() takes them, into a claimed slot."""
         kept: list[object] = []
         where = self._addresses(gradients, kept)
         try:
+            self._payload = 0
             self._frame = _native.write_frame(*self._target, *self._way, payload, *where)
         except IndexError as error:
             raise self._no_row(*error.args) from None
@@ -399,9 +402,16 @@ class Client:
         number: in the model. where: four numbers as push_from() takes them. Tensors that are
         not appended are left as they are. Raises ModelMismatch for a row that there is not.
         """
+        if where == NONE:
+            return
         if self._frame is UNWRITTEN:
             self._frame = FrameKind.ROWS, 0, _native.first_block(self._target[0]), 0.0
-            self._appended = payload
+            self._payload = payload
+            self._appended.clear()
+        elif not self._payload or number in self._appended:
+            raise UsageError(
+                "append() writes each tensor once, into a slot that holds nothing else"
+            )
         kind, blocks, at, squares = self._frame
         try:
             at, more = _native.append(
@@ -410,6 +420,7 @@ class Client:
         except IndexError as error:
             raise self._no_row(*error.args) from None
         self._frame = kind, blocks + 1, at, squares + more
+        self._appended.add(number)
 
     def _no_row(self, number: int, row: int) -> ModelMismatch:
         tensor = self.model.tensors[number]
@@ -426,8 +437,10 @@ class Client:
     ) -> int:
         """Makes the claimed and written slot visible; returns the gradient's sequence number."""
         kind, blocks, payload_bytes, squares = self._frame
-        if self._appended:
-            _native.sort_blocks(self._appended, blocks)
+        if self._frame is UNWRITTEN:
+            raise UsageError("nothing is written into the claimed slot")
+        if self._payload:
+            _native.sort_blocks(self._payload, blocks)
         if batch is None:
             batch = self._taken[0] if self._taken else layout.NO_BATCH
         sequence = _native.publish(

@@ -47,8 +47,13 @@ _HOOKS_OF_ALL = tuple(
 
 
 PRODUCTS = "_gadei_ps_products"
-"""Attribute of a weight: factors and vectors of which its gradient is the sum of products."""
-Products = list[tuple[torch.Tensor, torch.Tensor]]
+"""Attribute of a weight: factors and vectors of which its gradient is the sum of products, and the
+vectors' version, which says whether they have been changed since."""
+Products = list[tuple[torch.Tensor, torch.Tensor, int]]
+SECOND = (
+    "a second backward() before step() or zero_grad(): with free_gradients each gradient leaves as "
+    "soon as it is computed, and cannot be added to"
+)
 FEW_VECTORS = 4  # for which a product is bound by memory, however it is computed
 SPARSE = 8  # one in so many values differs from zero
 
@@ -175,6 +180,8 @@ class Optimizer(torch.optim.Optimizer):
             for number in range(len(self._ordered)):
                 one = where[4 * number : 4 * number + 4]
                 if any(one):
+                    if number in self._taken:
+                        raise UsageError(SECOND)
                     client.append(self._payload, number, (one[0], one[1], one[2], one[3]))
             client.publish(loss=self._loss, samples=self._samples, rate_scale=scale)
         else:
@@ -202,9 +209,11 @@ class Optimizer(torch.optim.Optimizer):
             if number in changes:
                 kept.append(changes[number])
                 where += whole_at(_native.address(changes[number]))
+            elif not parameter.requires_grad:
+                where += NONE
             elif products := self._products[number]:
                 where += _product(parameter, products, kept)
-            elif parameter.requires_grad and parameter.grad is not None:
+            elif parameter.grad is not None:
                 where += _where(parameter.grad, kept)
             else:
                 where += NONE
@@ -220,10 +229,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._payload = self.client.claim() + layout.PAYLOAD_AT
                 self._taken.clear()
             if number in self._taken:
-                raise UsageError(
-                    "a second backward() before step() or zero_grad(): with free_gradients each "
-                    "gradient leaves as soon as it is computed, and cannot be added to"
-                )
+                raise UsageError(SECOND)
             self._taken.add(number)
             kept: list[Any] = []
             self.client.append(self._payload, number, _where(parameter.grad, kept))
@@ -297,7 +303,8 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
-                delattr(parameter, PRODUCTS)
+            for tensor in self._ordered:
+                vars(tensor).pop(PRODUCTS, None)
         self._refresh_buffers()
         self.client.detach()
 
@@ -340,10 +347,12 @@ def linear(
     where most outputs have none (after a maximum over positions), backward() leaves the product
     undone, `weight.grad` stays None, and step() works it out in the ring, row by row, where it is
     converted and checked too. So the gradient is written once and read by the server only.
-    Poseidon (Zhang et al. 2017) and others send such factors for the same reason. Elsewhere it is
-    torch's own.
+    Poseidon (Zhang et al. 2017) and others send such factors for the same reason. So the inputs
+    must not be changed before step(), and only the optimizer's zero_grad() forgets a backward().
+    Under autocast, and for a weight of no Optimizer, it is torch's own. Once differentiable.
     """
-    if not torch.is_grad_enabled() or not hasattr(weight, PRODUCTS):
+    plain = inputs.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
+    if not plain or not torch.is_grad_enabled() or not hasattr(weight, PRODUCTS):
         return torch.nn.functional.linear(inputs, weight, bias)
     outputs: torch.Tensor = _Linear.apply(inputs, weight)  # type: ignore[no-untyped-call]
     return outputs if bias is None else outputs + bias
@@ -361,6 +370,7 @@ class _Linear(torch.autograd.Function):
         return torch.nn.functional.linear(inputs, weight)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(
         context: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -372,8 +382,11 @@ class _Linear(torch.autograd.Function):
         if context.needs_input_grad[0]:
             back = _times(factors, weight) if sparse else factors @ weight
             back = back.view(inputs.shape)
+        if not context.needs_input_grad[1]:
+            return back, None
         if hasattr(weight, PRODUCTS) and (sparse or len(factors) <= FEW_VECTORS):
-            getattr(weight, PRODUCTS).append((factors, vectors.contiguous()))
+            vectors = vectors.contiguous()
+            getattr(weight, PRODUCTS).append((factors, vectors, vectors._version))
             return back, None
         return back, factors.t() @ vectors
 
@@ -393,14 +406,19 @@ def _times(factors: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _product(weight: torch.Tensor, products: Products, kept: list[Any]) -> Where:
     """Where the factors of its gradient lie."""
+    if any(vectors._version != version for _, vectors, version in products):
+        raise UsageError(
+            "the inputs of a linear layer were changed between backward() and step(), which needs "
+            "them still: change a copy"
+        )
     if weight.grad is not None:  # it has been used in another way, too
-        whole = sum((one.t() @ two for one, two in products), start=weight.grad)
+        whole = sum((one.t() @ two for one, two, _ in products), start=weight.grad)
         kept.append(whole)
         return _where(whole, kept)
-    factors, vectors = products[0]
+    factors, vectors, _ = products[0]
     if len(products) > 1:
-        factors = torch.cat([one for one, _ in products])
-        vectors = torch.cat([two for _, two in products])
+        factors = torch.cat([one for one, _, _ in products])
+        vectors = torch.cat([two for _, two, _ in products])
         kept += (factors, vectors)
     return product_at(factors.data_ptr(), vectors.data_ptr(), len(factors))
 

@@ -8,7 +8,7 @@
  *     cc -std=gnu11 -O2 -Inative -o learner learner.c \
  *         native/ps_client.c native/ps_attach.c native/ps_ring.c native/ps_copy.c native/ps_rows.c native/ps_product.c -lrt
  *
- * From C++, compile those five with cc and link them; this header needs no other.
+ * From C++, compile those six with cc and link them; this header needs no other.
  *
  *     gadei_learner *learner;
  *     if (gadei_attach("demo", "mine", &learner) < 0)
@@ -19,6 +19,9 @@
  *             break;
  *     }
  *     gadei_detach(learner);
+ *
+ * Where a job's waits spin (spin_us of 8 or more), a wait that finds itself on the core of one of the
+ * server's threads changes this thread's affinity for an instant, to be moved to another one.
  *
  * Every function here is for the learner's process, and a learner belongs to the one thread that
  * attached it; a process may have several. Nothing takes a lock that another process could hold. A

@@ -184,7 +184,10 @@ static int write_slot(const struct ps_weights *weights, uint32_t dtype, char *pa
         return -1;
     }
     int result = 0, taken = take_gradients(weights, args, count, gradients);
-    if (!taken && weights->elements < WRITE_WITH_GIL) {
+    uint64_t work = weights->elements;
+    for (uint64_t i = 0; i < weights->tensors && !taken; i++)
+        work += gradients[i].count * (gradients[i].factors ? weights->elements : 1);
+    if (!taken && work < WRITE_WITH_GIL) {
         result = ps_write_frame(weights, dtype, payload, gradients, spare, left, written);
     } else if (!taken) {
         Py_BEGIN_ALLOW_THREADS
@@ -276,8 +279,10 @@ METHOD(nonzeros)
     TAKES(2)
     const float *values = (const float *)arg[0];
     uint64_t found = 0;
+    Py_BEGIN_ALLOW_THREADS
     for (uint64_t i = 0; i < arg[1]; i++)
         found += values[i] != 0.0f;
+    Py_END_ALLOW_THREADS
     return PyLong_FromUnsignedLongLong(found);
 }
 

@@ -355,7 +355,8 @@ static int read_model(gadei_learner *learner)
     learner->tensors = calloc(learner->tensor_count + 1, sizeof *learner->tensors);
     learner->written = calloc(learner->tensor_count + 1, 1);
     learner->blocks = calloc(learner->tensor_count + 1, sizeof *learner->blocks);
-    if (!learner->tensors || !learner->written || !learner->blocks)
+    learner->squares = calloc(learner->tensor_count + 1, sizeof *learner->squares);
+    if (!learner->tensors || !learner->written || !learner->blocks || !learner->squares)
         return ps_fail(learner, GADEI_ERROR, "out of memory");
     for (uint32_t i = 0; i < learner->tensor_count; i++, row++) {
         if (row->count > learner->elements || row->start > learner->elements - row->count ||
@@ -445,6 +446,7 @@ static void drop(gadei_learner *learner)
     free(learner->tensors);
     free(learner->written);
     free(learner->blocks);
+    free(learner->squares);
     free(learner);
 }
 

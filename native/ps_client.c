@@ -296,7 +296,6 @@ static int write_tensor(gadei_learner *learner, uint32_t index, const struct ps_
 {
     const struct gadei_tensor *tensor = &learner->tensors[index];
     uint64_t rows = tensor->dims ? tensor->shape[0] : 1, bad = 0;
-    double before = learner->payload.squares;
     int result = 0;
     learner->payload.squares = 0.0;
     if (learner->rows) {
@@ -307,9 +306,9 @@ static int write_tensor(gadei_learner *learner, uint32_t index, const struct ps_
                                            tensor->count, NULL);
     }
     int found = !isfinite(learner->payload.squares);
-    learner->payload.squares += before;
+    learner->squares[index] = learner->payload.squares;
     if (tensor->role == GADEI_BUFFER)
-        learner->payload.squares = ps_not_counted(before, learner->payload.squares);
+        learner->squares[index] = ps_not_counted(0.0, learner->payload.squares);
     if (result == PS_BAD_ROW)
         return ps_fail(learner, GADEI_ERROR, "tensor '%s' has no row %lld: it has %llu",
                        tensor->name, (long long)gradient->indices[bad], (unsigned long long)rows);
@@ -366,6 +365,9 @@ int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float r
         if (!learner->written[i])
             memset(place(learner, &learner->tensors[i]), 0,
                    learner->tensors[i].count * width(learner));
+    double squares = 0.0;
+    for (uint32_t i = 0; i < learner->tensor_count; i++)
+        squares += learner->written[i] ? learner->squares[i] : 0.0;
     uint64_t batch = PS_NO_BATCH;
     if (learner->taken_count) {
         batch = learner->taken[learner->taken_first];
@@ -381,8 +383,8 @@ int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float r
         .dtype = learner->wire,
         .blocks = blocks,
         .payload_bytes = learner->rows ? learner->payload.end : learner->elements * width(learner),
-        .flags = PS_CHECKED | (isfinite(learner->payload.squares) ? 0 : PS_NONFINITE),
-        .squares = learner->payload.squares,
+        .flags = PS_CHECKED | (isfinite(squares) ? 0 : PS_NONFINITE),
+        .squares = squares,
         .batch = batch,
         .samples = samples,
         .rate_scale = rate_scale,
@@ -403,10 +405,11 @@ int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint3
     int result = gadei_claim(learner, timeout_ms);
     if (result)
         return result;
+    int found = GADEI_OK;
     for (uint32_t i = 0; i < learner->tensor_count; i++)
-        gadei_write(learner, i, gradient + learner->tensors[i].start);
+        found |= gadei_write(learner, i, gradient + learner->tensors[i].start);
     result = gadei_publish(learner, loss, samples, 1.0f);
-    return result ? result : isfinite(learner->payload.squares) ? GADEI_OK : GADEI_NONFINITE;
+    return result ? result : found;
 }
 
 int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)

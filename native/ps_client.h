@@ -37,6 +37,7 @@ struct gadei_learner {
     struct ps_frame *slot; /* claimed and not published; else NULL */
     int rows;              /* it is for a frame of rows */
     struct ps_payload payload; /* of it */
+    double *squares;       /* for each tensor, of what is written of it */
     double started;        /* of the iteration, CLOCK_MONOTONIC seconds */
     uint64_t version;      /* last pulled */
     uint64_t published;

@@ -114,18 +114,26 @@ static void write_sorted(struct ps_payload *payload, struct ps_block *block,
     payload->end += dense ? whole : listed;
 }
 
+/* Whether a row that it lists is none; *bad: its place in the list. */
+static int is_bad(const struct ps_gradient *gradient, uint64_t rows, uint64_t *bad)
+{
+    for (uint64_t i = 0; i < gradient->count; i++) {
+        if (gradient->indices[i] < 0 || (uint64_t)gradient->indices[i] >= rows) {
+            *bad = i;
+            return 1;
+        }
+    }
+    return 0;
+}
+
 static int write_listed(struct ps_payload *payload, struct ps_block *block,
                         const struct ps_gradient *gradient, const struct ps_shape *shape,
                         uint64_t *bad)
 {
     struct row few[2 * FEW], *rows = few;
     uint64_t count = gradient->count, largest = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        if (gradient->indices[i] < 0 || (uint64_t)gradient->indices[i] >= shape->rows) {
-            *bad = i;
-            return PS_BAD_ROW;
-        }
-    }
+    if (is_bad(gradient, shape->rows, bad))
+        return PS_BAD_ROW;
     if (count > FEW)
         rows = malloc(2 * count * sizeof *rows);
     float *sum = malloc(shape->width * sizeof *sum);
@@ -241,6 +249,13 @@ static int looks_sparse(const struct ps_weights *weights, const struct ps_tensor
     return zeros > weights->elements / 4;
 }
 
+/* What no tensor has is between tensors, and is not to keep what an earlier frame had there. */
+static void clear(struct ps_payload *payload, uint64_t from, uint64_t to)
+{
+    uint64_t width = width_of(payload->dtype);
+    memset(payload->at + from * width, 0, (to - from) * width);
+}
+
 static void write_dense(const struct ps_weights *weights, const struct ps_tensor *table,
                         const struct ps_gradient *gradients, float *left,
                         struct ps_payload *payload)
@@ -252,7 +267,9 @@ static void write_dense(const struct ps_weights *weights, const struct ps_tensor
             copy(payload, table[i].start * width, gradients[i].values, table[i].count,
                  left ? left + table[i].start : NULL);
         else
-            memset(payload->at + table[i].start * width, 0, table[i].count * width);
+            clear(payload, table[i].start, table[i].start + table[i].count);
+        clear(payload, table[i].start + table[i].count,
+              i + 1 < weights->tensors ? table[i + 1].start : weights->elements);
         if (table[i].role == PS_BUFFER)
             payload->squares = ps_not_counted(before, payload->squares);
     }
@@ -285,23 +302,46 @@ void ps_sort_blocks(char *payload, uint32_t blocks)
     qsort(payload, blocks, sizeof(struct ps_block), by_tensor);
 }
 
+/* A gradient of zero, where momentum or decay moves what has none. */
+static void write_zeros(struct ps_payload *payload, const struct ps_tensor *tensor, uint64_t number,
+                        uint32_t blocks)
+{
+    uint64_t bytes = tensor->count * width_of(payload->dtype);
+    struct ps_block block = {.tensor = (uint32_t)number, .form = PS_DENSE};
+    block.indices_at = block.values_at = payload->end;
+    memset(payload->at + payload->end, 0, bytes);
+    memcpy(payload->at + blocks * sizeof block, &block, sizeof block);
+    payload->end += rounded(bytes);
+}
+
 int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
                    const struct ps_gradient *gradients, int spare, float *left,
                    struct ps_written *written)
 {
     const struct ps_tensor *table = table_of(weights);
     struct ps_payload payload = {at, dtype, 0, 0.0};
-    int rows = 0, result = 0;
+    int rows = 0, products = 0, result = 0;
     *written = (struct ps_written){.kind = PS_DENSE};
-    for (uint64_t i = 0; i < weights->tensors; i++)
-        rows |= gradients[i].indices || gradients[i].factors;
-    if (rows || (spare && looks_sparse(weights, table, gradients))) {
+    for (uint64_t i = 0; i < weights->tensors; i++) {
+        products |= gradients[i].factors != NULL;
+        rows |= gradients[i].indices != NULL;
+        /* Before anything is written: what rounding has left over is used up then. */
+        written->tensor = i;
+        if (gradients[i].indices && !gradients[i].factors &&
+            is_bad(&gradients[i], shape_of(&table[i], NULL).rows, &written->bad))
+            return PS_BAD_ROW;
+    }
+    if (rows || products || (spare && looks_sparse(weights, table, gradients))) {
         written->kind = PS_ROWS;
         payload.end = ps_first_block(weights);
         for (uint64_t i = 0; i < weights->tensors && !result; i++) {
-            if (!gradients[i].values)
-                continue;
             written->tensor = i;
+            if (!gradients[i].values && (rows || spare))
+                continue;
+            if (!gradients[i].values) {
+                write_zeros(&payload, &table[i], i, written->blocks++);
+                continue;
+            }
             result = ps_append(weights, &payload, written->blocks++, i, &gradients[i], spare, left,
                                &written->bad);
         }

@@ -118,10 +118,11 @@ def stale_rate(hyper: Doubles, lr: float, staleness: int) -> float:
 def clip_scale(hyper: Doubles, squares: float) -> float:
     """Return what to multiply a gradient by whose squares add up to that: 1 unless it is clipped.
 
-    hyper: float64 of shape (HYPER,). Also 1 for squares that cannot be: a learner has written them.
+    hyper: float64 of shape (HYPER,). Also 1 for squares that are not finite, where the job allows
+    that, and for those that cannot be: a learner has written them.
     """
     limit = float(hyper[CLIP_NORM])
-    if limit > 0 and squares >= 0:
+    if limit > 0 and squares >= 0 and squares < math.inf:
         return min(1.0, limit / (math.sqrt(squares) + 1e-6))
     return 1.0
 

@@ -52,7 +52,9 @@ def clip_scale(hyper: NDArray[np.float64], squares: float) -> float:
     As torch.nn.utils.clip_grad_norm_ with max_norm = clip_norm.
     """
     limit = float(hyper[o.CLIP_NORM])
-    return min(1.0, limit / (math.sqrt(squares) + 1e-6)) if limit > 0 else 1.0
+    if limit <= 0 or not math.isfinite(squares):
+        return 1.0
+    return min(1.0, limit / (math.sqrt(squares) + 1e-6))
 
 
 def step(

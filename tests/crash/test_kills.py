@@ -69,7 +69,8 @@ class Job:
 
     def __init__(self, name: str, kind: str, rounds: int) -> None:
         self.name = name
-        self.how = {"optimizer": {"kind": kind, "lr": 0.01}, "shards": SHARDS, "slots": SLOTS}
+        optimizer = {"kind": kind, "lr": 0.01, "clip_norm": 500.0 if kind == "sgd" else 0.0}
+        self.how = {"optimizer": optimizer, "shards": SHARDS, "slots": SLOTS}
         self.rounds = rounds
         self.chance = random.Random(kind)
         tensors = [

@@ -25,7 +25,14 @@ from gadei_ps.errors import (
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.layout import FrameKind, Role
-from gadei_ps.learners.client import JOB_VARIABLE, Client, Rows, epoch_order
+from gadei_ps.learners.client import (
+    JOB_VARIABLE,
+    NONE,
+    Client,
+    Rows,
+    epoch_order,
+    whole_at,
+)
 
 VALUES = 100_000
 
@@ -386,3 +393,62 @@ def test_clipped_to_a_norm(job_name: str) -> None:
         np.testing.assert_array_equal(client.weights["seen"], 200.0)
         (mine,) = status(job_name)["learners"]
         assert mine["gradient_norm"] == pytest.approx(100.0)
+
+
+def test_a_slot_is_filled_piece_by_piece(job_name: str) -> None:
+    tensors = {"a": np.zeros((4, 16), np.float32), "b": np.zeros(5, np.float32)}
+    ones = {name: np.ones_like(array) for name, array in tensors.items()}
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
+        with Client(job_name, tensors=tensors) as client:
+            where = {name: whole_at(_native.address(array)) for name, array in ones.items()}
+            payload = client.claim() + layout.PAYLOAD_AT
+            with pytest.raises(UsageError, match="nothing is written"):
+                client.publish()
+            client.append(payload, 1, where["b"])  # not in the model's order
+            client.append(payload, 0, NONE)
+            client.append(payload, 0, where["a"])
+            for number in (0, 1):
+                with pytest.raises(UsageError, match="each tensor once"):
+                    client.append(payload, number, where["a"])
+            client.publish()
+            client.wait_applied()
+            for name in tensors:
+                np.testing.assert_array_equal(client.weights[name], -1.0)
+            payload = client.claim() + layout.PAYLOAD_AT
+            client.write_named(payload, ones)
+            with pytest.raises(UsageError, match="holds nothing else"):
+                client.append(payload, 0, where["a"])
+            client.publish()
+            client.wait_applied()
+            np.testing.assert_array_equal(client.weights["b"], -2.0)
+        assert status(job_name)["gradients_refused"] == 0
+
+
+def test_a_push_that_fails_keeps_what_is_left_over(job_name: str) -> None:
+    tensors = {"a": np.zeros(40, np.float32), "t": np.zeros((9, 4), np.float32)}
+    with (
+        daemon(job_name),
+        Client(job_name, tensors=tensors, wire="bfloat16", error_feedback=True) as client,
+    ):
+        client.push({"a": np.full(40, 1.001, np.float32)})
+        left = client._left.copy()
+        assert left.any()
+        bad = Rows(np.array([9]), np.ones((1, 4)))
+        with pytest.raises(ModelMismatch, match="no row 9 of 9"):
+            client.push({"a": np.full(40, 1.001, np.float32), "t": bad})
+        np.testing.assert_array_equal(client._left, left)
+
+
+def test_nothing_lies_between_tensors(job_name: str) -> None:
+    """Whatever a slot held before: rows' numbers would be NaN, or worse, as weights."""
+    tensors = {"a": np.zeros(3, np.float32), "t": np.zeros((50, 8), np.float32)}
+    buffers = {"s": np.zeros(5, np.float32)}
+    with daemon(job_name, slots=1), Client(job_name, tensors=tensors, buffers=buffers) as client:
+        for _ in range(2):
+            client.push({"t": Rows(np.arange(40), np.ones((40, 8)))})
+            client.push(np.ones(client.model.elements, np.float32))
+        client.wait_applied()
+        inside = np.zeros(client.model.elements, bool)
+        for tensor in client.model.tensors:
+            inside[tensor.start : tensor.start + tensor.count] = True
+        assert not client.flat[~inside].any()

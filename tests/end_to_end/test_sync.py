@@ -228,7 +228,7 @@ def _answer_and_die(pipe: Connection, job: str, seed: int, deaths: bool) -> None
         payload = client.claim() + layout.PAYLOAD_AT
         if point == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        client.write_flat(payload, gradient)
+        client.write_named(payload, gradient)
         if point == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         client.publish(samples=1)

@@ -416,3 +416,58 @@ def test_hooks_of_step_are_called(job_name: str) -> None:
         first.remove()
         optimizer.step()
         assert called == ["before", "after", "after"]
+
+
+def test_products_are_of_backward_only(job_name: str) -> None:
+    """What autograd.grad, a frozen weight or autocast leave is none, or torch's own."""
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer = Optimizer(model, job_name, free_gradients=True)
+        inputs = torch.randn(2, 6, requires_grad=True)
+        (wanted,) = torch.autograd.grad(model(inputs).sum(), inputs)
+        torch.testing.assert_close(wanted, (before[1] @ before[0]).sum(0).expand(2, 6))
+        model[0].weight.requires_grad_(False)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(inputs.detach()).float().sum().backward()
+        optimizer.zero_grad()
+        model(inputs.detach()).sum().backward()
+        optimizer.step()
+        optimizer.client.wait_applied()
+        torch.testing.assert_close(model[0].weight.detach(), before[0])
+        moved = torch.ones(4, 2) @ (inputs.detach() @ before[0].t())
+        torch.testing.assert_close(model[1].weight.detach(), before[1] - moved)
+        assert status(job_name)["gradients_applied"] == 1
+        optimizer.close()
+        optimizer.close()
+
+
+def test_inputs_that_have_changed_are_noticed(job_name: str) -> None:
+    with daemon(job_name):
+        model = nn.Linear(6, 8, bias=False)
+        optimizer = Optimizer(model, job_name, free_gradients=True)
+        inputs = torch.randn(2, 6)
+        model(inputs).sum().backward()
+        inputs.zero_()
+        with pytest.raises(UsageError, match=r"changed between backward\(\) and step\(\)"):
+            optimizer.step()
+
+
+def test_what_has_no_gradient_is_zero_beside_products(job_name: str) -> None:
+    """As in a dense frame: momentum goes on without it."""
+    settings = {"kind": "momentum", "lr": 1.0, "momentum": 0.5}
+    with daemon(job_name, sync="bsp", optimizer=settings):
+        model = nn.ModuleDict(
+            {"one": nn.Linear(16, 8, bias=False), "two": nn.Linear(4, 4, bias=False)}
+        )
+        start = model["two"].weight.detach().clone()
+        optimizer = Optimizer(model, job_name)
+        (
+            linear(torch.ones(1, 16), model["one"].weight).sum() + model["two"].weight.sum()
+        ).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        linear(torch.ones(1, 16), model["one"].weight).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(model["two"].weight.detach(), start - 1.5)
