@@ -1,5 +1,4 @@
 /* The ring's protocol; see ps_ring.h for the picture. */
-#define _GNU_SOURCE
 #include "ps_ring.h"
 
 #include <string.h>
@@ -19,6 +18,7 @@ struct waitv {
 };
 #define WAITV_SIZE_U32 2u
 #define WAITV_MAX 128
+#define CPUS 1024 /* of a mask of affinity */
 #define ASIDE_NS 1000000ull
 
 static uint64_t slowest_tail(const struct ps_ring *ring)
@@ -56,21 +56,22 @@ static uint64_t alone_ns(const struct ps_control *control)
 static void step_aside(const struct ps_control *control, uint64_t now)
 {
     static _Thread_local uint64_t last;
-    int here = sched_getcpu(), together = 0;
-    for (uint32_t shard = 0; shard < control->shards; shard++) {
-        uint32_t cpu = __atomic_load_n(&control->shard[shard].cpu, __ATOMIC_RELAXED);
-        together |= cpu == (uint32_t)here + 1;
-    }
-    if (here < 0 || !together || now - last < ASIDE_NS)
+    uint64_t allowed[CPUS / 64] = {0}, others[CPUS / 64];
+    uint32_t here = ps_cpu(); /* plus 1 */
+    int together = 0, elsewhere = 0;
+    for (uint32_t shard = 0; shard < control->shards; shard++)
+        together |= __atomic_load_n(&control->shard[shard].cpu, __ATOMIC_RELAXED) == here;
+    if (!here || here > CPUS || !together || now - last < ASIDE_NS)
         return;
     last = now;
-    cpu_set_t allowed, others;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) || CPU_COUNT(&allowed) < 2)
+    if (syscall(SYS_sched_getaffinity, 0, sizeof allowed, allowed) < 0)
         return;
-    others = allowed;
-    CPU_CLR(here, &others);
-    if (!sched_setaffinity(0, sizeof others, &others))
-        sched_setaffinity(0, sizeof allowed, &allowed);
+    memcpy(others, allowed, sizeof others);
+    others[(here - 1) / 64] &= ~(1ull << (here - 1) % 64);
+    for (int i = 0; i < CPUS / 64; i++)
+        elsewhere |= others[i] != 0;
+    if (elsewhere && !syscall(SYS_sched_setaffinity, 0, sizeof others, others))
+        syscall(SYS_sched_setaffinity, 0, sizeof allowed, allowed);
 }
 
 /* The one shape of a learner's wait: spin briefly, then sleep on `bell`, at most timeout_ns.
@@ -208,7 +209,11 @@ void ps_bell(uint64_t address) { ps_ring_bell((uint32_t *)address); }
 double ps_clock(void) { return (double)ps_now_ns() * 1e-9; }
 void ps_spin_once(void) { ps_relax(); }
 void ps_spin_on(double since) { ps_spin((uint64_t)((ps_clock() - since) * 1e9)); }
-uint32_t ps_cpu(void) { return (uint32_t)(sched_getcpu() + 1); }
+uint32_t ps_cpu(void)
+{
+    unsigned int cpu;
+    return syscall(SYS_getcpu, &cpu, NULL, NULL) < 0 ? 0 : cpu + 1;
+}
 uint32_t ps_thread_id(void) { return (uint32_t)syscall(SYS_gettid); }
 
 void ps_release(uint64_t ring_address, uint64_t shard, uint64_t tail)

@@ -17,14 +17,25 @@ from typing import Any
 import numpy as np
 import pytest
 import team
-from support import PATIENCE_S, Pusher, QuickDaemon, Rig, config, live_weights, same, spin, status
+from support import (
+    PATIENCE_S,
+    Pusher,
+    QuickDaemon,
+    Rig,
+    config,
+    live_weights,
+    payload_of,
+    same,
+    spin,
+    status,
+)
 from team import apart, seen
 
 from gadei_ps import layout, process, segment
 from gadei_ps.faults import Processes
 from gadei_ps.layout import STATE, Role, SegmentKind
 from gadei_ps.learners.client import Client, Rows
-from gadei_ps.weights import Tensor, place
+from gadei_ps.weights import Model, Tensor, place
 
 # So large that one gradient takes longer than it takes to kill a process.
 TENSORS = [
@@ -54,6 +65,15 @@ def rows() -> Rows:
     draw = np.random.default_rng(99)
     indices = draw.integers(0, 4000, 6000)
     return Rows(indices, draw.standard_normal((6000, 100)).astype(np.float32))
+
+
+@functools.cache
+def squares(model: Model, kind: int) -> float:
+    """What a client's frame says, to the last bit."""
+    if kind == KINDS - 1:
+        return payload_of(model, {1: tuple(rows()), 2: gradient(50_000, 0)})[3]
+    flat = model.views(gradient(model.elements, kind))
+    return payload_of(model, dict(enumerate(flat.values())))[3]
 
 
 def until(condition: Callable[[], Any], what: str) -> Steps:
@@ -160,9 +180,11 @@ def _undisturbed(job: Job) -> list[np.ndarray]:
     with Rig(job.name, TENSORS, **job.how) as rig, rig.serving():
         for number in range(job.total):
             if number % KINDS == KINDS - 1:
-                rig.publish_rows(0, {1: rows(), 2: gradient(50_000, 0)})
+                given = {1: tuple(rows()), 2: gradient(50_000, 0)}
+                rig.publish_rows(0, given, squares=squares(rig.model, number % KINDS))
             else:
-                rig.publish(0, gradient(rig.model.elements, number % KINDS))
+                flat = gradient(rig.model.elements, number % KINDS)
+                rig.publish(0, flat, squares=squares(rig.model, number % KINDS))
         rig.wait_tail(0, job.total)
         return rig.kept()
 
