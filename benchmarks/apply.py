@@ -92,12 +92,13 @@ def apply_halves(
     for _ in range(passes):
         for start in range(0, w.size, CHUNK):
             end = min(start + CHUNK, w.size)
-            gradient = decoded[: end - start]
+            mine = w[start:end], s0[start:end], s1[start:end]
             if wire == BFLOAT16:
-                cpu.decode_bfloat16(g[start:end], gradient)
+                cpu.update(kind, coef, *mine, g[start:end])
             else:
+                gradient = decoded[: end - start]
                 cpu.decode_float16(g[start:end], gradient)
-            cpu.update(kind, coef, w[start:end], s0[start:end], s1[start:end], gradient)
+                cpu.update(kind, coef, *mine, gradient)
 
 
 class Work:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numba
+import numba.extending
 import numpy as np
 
 from gadei_ps import layout
@@ -75,6 +77,8 @@ WALK = 3
 HANDS = 10
 # What moves a buffer, beside the kinds of optimizer that move a parameter.
 BUFFER = 0
+AS_FLOAT32 = np.float32(0)
+AS_BFLOAT16 = np.uint16(0)
 APPLY = int(Action.APPLY)
 SKIP = int(Action.SKIP)
 OK = int(Reason.OK)
@@ -226,6 +230,33 @@ def _decode(payload: np.uint64, dtype: int, start: int, count: int, out: np.uint
         cpu.decode_float16(source, floats(out, count))
 
 
+def values_at(form: Any, address: Any, count: int) -> Any:
+    """`count` values of a gradient at an address, of the form's type: AS_FLOAT32 or AS_BFLOAT16.
+
+    By the type of an argument, so that each has loops of its own, which convert as they read.
+    """
+    raise NotImplementedError
+
+
+@numba.extending.overload(values_at, inline="always")
+def _values_at(form, address, count):  # type: ignore[no-untyped-def]  # Numba compares signatures
+    if form == numba.types.uint16:
+        return lambda form, address, count: halves(address, count)
+    return lambda form, address, count: floats(address, count)
+
+
+def bytes_of(form: Any) -> np.uint64:
+    """Of one of these values."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(bytes_of, inline="always")
+def _bytes_of(form):  # type: ignore[no-untyped-def]
+    if form == numba.types.uint16:
+        return lambda form: np.uint64(2)
+    return lambda form: np.uint64(4)
+
+
 @inlined
 def gradient_at(
     payload: np.uint64, dtype: int, start: int, count: int, scratch: np.uint64
@@ -311,19 +342,20 @@ def _change_chunk(
     coef: cpu.Scalars,
     at: Streams,
     g: np.uint64,
+    form: Any,
     cursor: np.uint64,
     chunk: np.uint64,
     start: int,
     count: int,
 ) -> None:
-    """Moves the values of one chunk. g: address of their gradient.
+    """Moves the values of one chunk. g: address of their gradient; form: see `values_at`.
 
     It stays open until the next one is, which is saved in the other half of the log.
     """
     _save(at, kept, chunk, start, count)
     mark(cursor, (chunk << ONE) | ONE)
     here = np.uint64(start * 4)
-    w, gradient = floats(at.weights + here, count), floats(g, count)
+    w, gradient = floats(at.weights + here, count), values_at(form, g, count)
     if kind == BUFFER:
         cpu.add(w, gradient)
     else:
@@ -351,13 +383,15 @@ def _move_line(
     coef: cpu.Scalars,
     at: Streams,
     g: np.uint64,
+    form: Any,
     start: int,
     low: int,
     count: int,
 ) -> None:
     """Moves them."""
     here = np.uint64((start + low) * 4)
-    w, gradient = floats(at.weights + here, count), floats(g + np.uint64(low * 4), count)
+    w = floats(at.weights + here, count)
+    gradient = values_at(form, g + np.uint64(low) * bytes_of(form), count)
     if kind == BUFFER:
         cpu.add(w, gradient)
     else:
@@ -373,6 +407,7 @@ def _change_rest(
     coef: cpu.Scalars,
     at: Streams,
     g: np.uint64,
+    form: Any,
     cursor: np.uint64,
     chunk: int,
     start: int,
@@ -390,9 +425,9 @@ def _change_rest(
         _save_line(at, kept, np.uint64(chunk), start, whole, count - whole)
     mark(cursor, (np.uint64(chunk) << ONE) | ONE)
     for low in range(0, whole, LINE):
-        _move_line(kind, kept, coef, at, g, start, low, LINE)
+        _move_line(kind, kept, coef, at, g, form, start, low, LINE)
     if whole < count:
-        _move_line(kind, kept, coef, at, g, start, whole, count - whole)
+        _move_line(kind, kept, coef, at, g, form, start, whole, count - whole)
 
 
 @inlined
@@ -402,6 +437,7 @@ def _change(
     coef: cpu.Scalars,
     at: Streams,
     g: np.uint64,
+    form: Any,
     cursor: np.uint64,
     chunk: int,
     start: int,
@@ -414,9 +450,9 @@ def _change(
     """
     position = np.uint64(chunk)
     for low in range(start, end, CHUNK):
-        _change_chunk(kind, kept, coef, at, g, cursor, position, low, CHUNK)
+        _change_chunk(kind, kept, coef, at, g, form, cursor, position, low, CHUNK)
         position += ONE
-        g += CHUNK_BYTES
+        g += np.uint64(CHUNK) * bytes_of(form)
 
 
 @compiled
@@ -426,6 +462,7 @@ def move_span(
     coef: cpu.Scalars,
     at: Streams,
     g: np.uint64,
+    form: Any,
     cursor: np.uint64,
     chunk: int,
     start: int,
@@ -435,23 +472,23 @@ def move_span(
     rest = (end - start) % CHUNK
     whole = end - rest
     if kind == BUFFER:
-        _change(BUFFER, 0, coef, at, g, cursor, chunk, start, whole)
+        _change(BUFFER, 0, coef, at, g, form, cursor, chunk, start, whole)
     elif kind == cpu.SGD:
-        _change(cpu.SGD, 0, coef, at, g, cursor, chunk, start, whole)
+        _change(cpu.SGD, 0, coef, at, g, form, cursor, chunk, start, whole)
     elif kind == cpu.MOMENTUM_SGD:
-        _change(cpu.MOMENTUM_SGD, 1, coef, at, g, cursor, chunk, start, whole)
+        _change(cpu.MOMENTUM_SGD, 1, coef, at, g, form, cursor, chunk, start, whole)
     elif kind == cpu.NESTEROV:
-        _change(cpu.NESTEROV, 1, coef, at, g, cursor, chunk, start, whole)
+        _change(cpu.NESTEROV, 1, coef, at, g, form, cursor, chunk, start, whole)
     elif kind == cpu.ADAGRAD:
-        _change(cpu.ADAGRAD, 1, coef, at, g, cursor, chunk, start, whole)
+        _change(cpu.ADAGRAD, 1, coef, at, g, form, cursor, chunk, start, whole)
     elif kind == cpu.ADAM:
-        _change(cpu.ADAM, 2, coef, at, g, cursor, chunk, start, whole)
+        _change(cpu.ADAM, 2, coef, at, g, form, cursor, chunk, start, whole)
     elif kind == cpu.ADAMW:
-        _change(cpu.ADAMW, 2, coef, at, g, cursor, chunk, start, whole)
+        _change(cpu.ADAMW, 2, coef, at, g, form, cursor, chunk, start, whole)
     if rest > 0:
-        g += np.uint64((whole - start) * 4)
+        g += np.uint64(whole - start) * bytes_of(form)
         chunk += (whole - start) // CHUNK
-        _change_rest(kind, kept, coef, at, g, cursor, chunk, whole, rest)
+        _change_rest(kind, kept, coef, at, g, form, cursor, chunk, whole, rest)
 
 
 @compiled
@@ -499,7 +536,7 @@ def apply_chunks(s: Shard, members: int, first: int, reopen: bool) -> None:
     while start < s.high:
         is_parameter = start < parameters
         end = min(s.high, parameters) if is_parameter else s.high
-        if mixed or hands[DTYPE, 0] != FLOAT32:
+        if mixed or hands[DTYPE, 0] == FLOAT16:
             end = min(end, start + BLOCK)
         count = end - start
         if mixed:
@@ -513,9 +550,15 @@ def apply_chunks(s: Shard, members: int, first: int, reopen: bool) -> None:
             cpu.scale(mean, 1.0 / members)
         else:
             payload = np.uint64(hands[PAYLOAD, 0])
-            g = gradient_at(payload, hands[DTYPE, 0], start, count, at.scratch)
+            g = payload + np.uint64(start * 2)
+            if hands[DTYPE, 0] != BFLOAT16:
+                g = gradient_at(payload, hands[DTYPE, 0], start, count, at.scratch)
         kind, kept = (s.kind, s.kept) if is_parameter else (BUFFER, 0)
-        move_span(kind, kept, coef, at, g, s.cursor, (start - s.low) // CHUNK, start, end)
+        chunk = (start - s.low) // CHUNK
+        if mixed or hands[DTYPE, 0] != BFLOAT16:
+            move_span(kind, kept, coef, at, g, AS_FLOAT32, s.cursor, chunk, start, end)
+        else:
+            move_span(kind, kept, coef, at, g, AS_BFLOAT16, s.cursor, chunk, start, end)
         start = end
     unlock(s)
 

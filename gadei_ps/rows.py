@@ -25,9 +25,13 @@ from numba import types
 
 from gadei_ps import layout
 from gadei_ps.apply import (
+    AS_BFLOAT16,
+    AS_FLOAT32,
+    BFLOAT16,
     BLOCK,
     CHUNK,
     DTYPE,
+    FLOAT16,
     FLOAT32,
     KIND,
     OK,
@@ -301,22 +305,25 @@ def _span(
     start = integer(tensor[0].start)
     single = members == 1
     scale = scale_of(s, 0, is_parameter)
+    kind = s.kind if is_parameter else 0
     while at < high:
-        end = high
-        if not single or scale != 1.0 or s.hands[DTYPE, 0] != FLOAT32:
-            end = min(high, at + BLOCK)
-        if single:
-            values = np.uint64(s.hands[VALUES, 0])
-            skip = at - start + shift
-            g = gradient_at(values, s.hands[DTYPE, 0], skip, end - at, s.at.scratch)
-            if scale != 1.0:
+        as_it_is = single and scale == 1.0 and s.hands[DTYPE, 0] != FLOAT16
+        end = high if as_it_is else min(high, at + BLOCK)
+        values, skip = np.uint64(s.hands[VALUES, 0]), at - start + shift
+        if as_it_is and s.hands[DTYPE, 0] == BFLOAT16:
+            g = values + np.uint64(skip * 2)
+            move_span(kind, kept, coef, s.at, g, AS_BFLOAT16, s.cursor, piece, at, end)
+        else:
+            if single:
+                g = gradient_at(values, s.hands[DTYPE, 0], skip, end - at, s.at.scratch)
+            else:
+                g = _mean(s, members, tensor, row, at, end)
+            if single and scale != 1.0:
                 mean = floats(s.at.mean, end - at)
                 mean[:] = np.float32(0)
                 cpu.accumulate(mean, floats(g, end - at), scale)
                 g = s.at.mean
-        else:
-            g = _mean(s, members, tensor, row, at, end)
-        move_span(s.kind if is_parameter else 0, kept, coef, s.at, g, s.cursor, piece, at, end)
+            move_span(kind, kept, coef, s.at, g, AS_FLOAT32, s.cursor, piece, at, end)
         piece += -(-(end - at) // CHUNK)
         at = end
     return piece

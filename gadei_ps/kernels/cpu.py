@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
+import numba.extending
 import numpy as np
 from numpy.typing import NDArray
 
 from gadei_ps.kernels import cache  # noqa: F401 (sets where Numba keeps compiled code)
 from gadei_ps.kernels.borrow import borrow
+from gadei_ps.kernels.half import HAS_CONVERSION, from_bits
 from gadei_ps.kernels.optimizers import (
     BETA1,
     BETA2,
@@ -49,6 +51,8 @@ from gadei_ps.kernels.optimizers import (
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Halves = NDArray[np.uint16]
+Gradient = Floats | Halves
+"""float32, or bfloat16 as bits."""
 Scalars = tuple[float, ...]
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -79,6 +83,18 @@ def _kernel(function: F) -> F:
         fastmath={"contract"},
     )(function)
     return cast(F, compiled)
+
+
+def wide(value: Any) -> Any:
+    """Return a gradient's value as float32: a bfloat16's bits, given as uint16, or what it is."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(wide, inline="always")
+def _wide(value):  # type: ignore[no-untyped-def]  # Numba compares the signatures
+    if value == numba.types.uint16:
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
 
 
 @_kernel
@@ -157,27 +173,27 @@ def scalars(coef: Doubles) -> Scalars:
 
 
 @_kernel
-def _sgd(coef: Scalars, w: Floats, g: Floats) -> None:
+def _sgd(coef: Scalars, w: Floats, g: Gradient) -> None:
     """Update weights without a slot."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
     for i in range(w.size):
         weight = w[i]
-        gradient = g[i]
+        gradient = wide(g[i])
         if decay != np.float32(0):
             gradient += decay * weight
         w[i] = weight - rate * gradient
 
 
 @_kernel
-def _momentum(coef: Scalars, w: Floats, momentum: Floats, g: Floats) -> None:
+def _momentum(coef: Scalars, w: Floats, momentum: Floats, g: Gradient) -> None:
     """Update weights along the momentum."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
     mass = np.float32(coef[MASS])
     for i in range(w.size):
         weight = w[i]
-        gradient = g[i]
+        gradient = wide(g[i])
         if decay != np.float32(0):
             gradient += decay * weight
         moving = mass * momentum[i] + gradient
@@ -186,14 +202,14 @@ def _momentum(coef: Scalars, w: Floats, momentum: Floats, g: Floats) -> None:
 
 
 @_kernel
-def _nesterov(coef: Scalars, w: Floats, momentum: Floats, g: Floats) -> None:
+def _nesterov(coef: Scalars, w: Floats, momentum: Floats, g: Gradient) -> None:
     """Update weights along the gradient and the momentum that follows from it."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
     mass = np.float32(coef[MASS])
     for i in range(w.size):
         weight = w[i]
-        gradient = g[i]
+        gradient = wide(g[i])
         if decay != np.float32(0):
             gradient += decay * weight
         moving = mass * momentum[i] + gradient
@@ -202,14 +218,14 @@ def _nesterov(coef: Scalars, w: Floats, momentum: Floats, g: Floats) -> None:
 
 
 @_kernel
-def _adagrad(coef: Scalars, w: Floats, squares: Floats, g: Floats) -> None:
+def _adagrad(coef: Scalars, w: Floats, squares: Floats, g: Gradient) -> None:
     """Update weights by the gradient over the root of the sum of its squares."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
     eps = np.float32(coef[FLOOR])
     for i in range(w.size):
         weight = w[i]
-        gradient = g[i]
+        gradient = wide(g[i])
         if decay != np.float32(0):
             gradient += decay * weight
         total = squares[i] + gradient * gradient
@@ -218,7 +234,7 @@ def _adagrad(coef: Scalars, w: Floats, squares: Floats, g: Floats) -> None:
 
 
 @_kernel
-def _adam(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Floats) -> None:
+def _adam(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Gradient) -> None:
     """Update weights by the two moments, with coupled weight decay."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
@@ -229,7 +245,7 @@ def _adam(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Floats) -> 
     unbias = np.float32(coef[UNBIAS])
     for i in range(w.size):
         weight = w[i]
-        gradient = g[i]
+        gradient = wide(g[i])
         if decay != np.float32(0):
             gradient += decay * weight
         first = mean[i] + mean_new * (gradient - mean[i])
@@ -240,7 +256,7 @@ def _adam(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Floats) -> 
 
 
 @_kernel
-def _adamw(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Floats) -> None:
+def _adamw(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Gradient) -> None:
     """Update weights by the two moments, with decoupled weight decay."""
     rate = np.float32(coef[RATE])
     keep = np.float32(coef[DECAY])
@@ -250,7 +266,7 @@ def _adamw(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Floats) ->
     square_new = np.float32(coef[SQUARE_NEW])
     unbias = np.float32(coef[UNBIAS])
     for i in range(w.size):
-        gradient = g[i]
+        gradient = wide(g[i])
         first = mean[i] + mean_new * (gradient - mean[i])
         second = square_old * square[i] + square_new * (gradient * gradient)
         mean[i] = first
@@ -259,17 +275,18 @@ def _adamw(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Floats) ->
 
 
 @_kernel
-def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Floats) -> None:
+def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
     """Apply one gradient to one chunk in place; an unknown kind changes nothing.
 
     kind: a `Kind` as a plain int. coef: float64 of shape (COEFFICIENTS,), from `coefficients`.
-    w, g: float32 of one length. s0, s1: as long where the kind has that slot, else of any length.
+    w: float32. g: as long, float32, or bfloat16 as uint16 bits. s0, s1: as long where the kind has
+    that slot, else of any length.
     """
     move(kind, scalars(borrow(coef)), w, s0, s1, g)
 
 
 @_kernel
-def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Floats) -> None:
+def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
     """Do what `update` does, with the `scalars` of its coefficients."""
     w, s0, s1, g = borrow(w), borrow(s0), borrow(s1), borrow(g)
     if kind == SGD:
@@ -287,10 +304,10 @@ def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Floats)
 
 
 @_kernel
-def add(w: Floats, delta: Floats) -> None:
+def add(w: Floats, delta: Gradient) -> None:
     """Add delta to w in place (statistics of batch norm: they are moved, not descended)."""
     for i in range(w.size):
-        w[i] += delta[i]
+        w[i] += wide(delta[i])
 
 
 @_kernel
@@ -315,18 +332,23 @@ def decode_bfloat16(source: Halves, out: Floats) -> None:
     """Write bfloat16 values, given as uint16 bits, as float32 of the same length. Exact."""
     source, out = borrow(source), borrow(out)
     for i in range(out.size):
-        out[i] = np.uint32(np.uint32(source[i]) << np.uint32(16)).view(np.float32)
+        out[i] = wide(source[i])
 
 
 @_kernel
 def decode_float16(source: Halves, out: Floats) -> None:
     """Write float16 values, given as uint16 bits, as float32 of the same length.
 
-    Exact for every finite and infinite value; a NaN keeps its sign and payload. Each value goes all
-    three ways and takes one: there is no branch, and no subnormal float32 that the processor might
-    have been told to flush.
+    Exact for every finite and infinite value; a NaN keeps its sign and payload, but that it becomes
+    a quiet one. Without a conversion of the processor's own each value goes all three ways and
+    takes one: there is no branch, and no subnormal float32 that the processor might have been told
+    to flush.
     """
     source, out = borrow(source), borrow(out)
+    if HAS_CONVERSION:
+        for i in range(out.size):
+            out[i] = from_bits(source[i])
+        return
     for i in range(out.size):
         half = np.uint32(source[i])
         sign = np.uint32((half & np.uint32(0x8000)) << np.uint32(16))
