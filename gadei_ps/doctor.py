@@ -103,14 +103,14 @@ def _numba() -> tuple[Level, str, str]:
     if not os.access(where, os.W_OK | os.X_OK):
         return (
             Level.WARNING,
-            f"{where} cannot be written: every start compiles for about half a minute",
+            f"{where} cannot be written: every start compiles for about a minute",
             "set NUMBA_CACHE_DIR to a directory you may write",
         )
     # Numba itself looks: files may be missing, of an older source, or of another processor.
     entries: tuple[Any, ...] = (recover.can_recover, recover.recover, shard.serve, shard.stand_by)
     if all(one._cache.load_overload(shard.SIGNATURE, one.targetctx) for one in entries):
         return Level.OK, f"{where}, filled", ""
-    return Level.OK, f"{where}, not filled: the next start compiles for about half a minute", ""
+    return Level.OK, f"{where}, not filled: the next start compiles for about a minute", ""
 
 
 def _shm() -> tuple[Level, str, str]:

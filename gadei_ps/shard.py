@@ -504,7 +504,7 @@ SIGNATURE = "int64(int64, int64, int64, uint64[::1])"
 
 
 def load() -> None:
-    """Loads what follows from Numba's cache, or compiles it (some 30 s, once)."""
+    """Loads what follows from Numba's cache, or compiles it (a minute or so, once)."""
     applier()
     for function in (can_recover, recover, serve, stand_by):
         function.compile(SIGNATURE)  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ StartLimitIntervalSec=120
 StartLimitBurst=10
 
 [Service]
-# Ready when learners can attach. The first start on a machine compiles for about half a minute.
+# Ready when learners can attach. The first start on a machine compiles for about a minute.
 Type=notify
 NotifyAccess=main
 TimeoutStartSec=210
