@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -82,11 +83,20 @@ def shown(report: Report) -> str:
     return "\n".join([table(report.header, report.lines), *report.notes])
 
 
+def prepare(directory: Path) -> None:
+    """Makes the directory of results, before hours of measuring. Raises UsageError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{directory}: {error.strerror}") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UsageError(f"{directory}: not writable for you")
+
+
 def write(result: dict[str, Any], directory: Path) -> Path:
     """Writes DIRECTORY/NAME.json and returns its path. Raises UsageError if it cannot be."""
     path = directory / f"{result['benchmark']}.json"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None

@@ -685,6 +685,8 @@ def bench(
             print(suite.listed())
         return 0
     suite.check(names)
+    if out is not None:
+        suite.prepare(out)
     results = []
     for name in names:
         result, shown = suite.run(name, quick=quick)

@@ -162,7 +162,7 @@ class OptimizerSpec:
         gamma = _number("step_gamma", self.step_gamma)
         _require("step_gamma", gamma, gamma > 0, "above 0")
         clip_norm = _number("clip_norm", self.clip_norm)
-        _require("clip_norm", clip_norm, clip_norm >= 0, "at least 0; 0: not at all")
+        _require("clip_norm", clip_norm, clip_norm >= 0, "at least 0")
         min_lr = _number("min_lr", self.min_lr)
         _require("min_lr", min_lr, 0 <= min_lr <= lr, f"between 0 and lr ({lr})")
         for name in ("warmup_steps", "step_size", "total_steps"):

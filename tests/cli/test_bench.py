@@ -55,3 +55,10 @@ def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
     assert any("gadei-ps" in row["contender"] for row in result["rows"]) or name in ("start",)
     # Its jobs are named after its process.
     assert not [one.name for one in segment.find() if f"-{bench.pid}" in one.name]
+
+
+def test_a_directory_that_cannot_be(cli: Cli) -> None:
+    """Before anything is measured."""
+    shown = cli("bench", "nlc", "--out", "/proc/nothing/results")
+    assert shown.code == 2
+    assert shown.error == "/proc/nothing/results: No such file or directory"
