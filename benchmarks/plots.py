@@ -153,8 +153,11 @@ def _scale(result: Result, figure: Any) -> None:
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, color="tab:red")
         axis.set_xscale("log")
-        axis.set_yscale("log")
         axis.set_xlabel(by)
+        if by == "bytes":
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
     axes[0].set_ylabel("us per gradient applied")
 
 
