@@ -102,7 +102,9 @@ def train(
 def keep(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> Path:
     """Writes what there is so far."""
     report = Report([], rows=rows, ratios=ratios)
-    return suite.write(suite.result_of("accuracy", report, " ".join(sys.argv)), suite.RESULTS)
+    return suite.write(
+        suite.result_of("accuracy", report, suite.command("accuracy")), suite.RESULTS
+    )
 
 
 def main() -> None:

@@ -47,7 +47,6 @@ HEADLINE = 100 * MB
 IN_CACHE = 2 * MB
 Floats = NDArray[np.float32]
 Run = Callable[[int], None]
-FLOAT32, BFLOAT16 = int(WireType.FLOAT32), int(WireType.BFLOAT16)
 SETTLE_S = 0.02
 """The OpenMP threads of the contender before go on spinning for some milliseconds, on a core that
 this one needs; then they sleep."""
@@ -64,10 +63,10 @@ def apply_shard(
     w: Floats,
     s0: Floats,
     s1: Floats,
-    g: Floats,
+    g: cpu.Gradient,
     passes: int,
 ) -> None:
-    """Pass over one shard chunk by chunk, as the server does."""
+    """Pass over one shard chunk by chunk, as the server does. g: float32, or bfloat16's bits."""
     coef, w, s0, s1, g = borrow(coef), borrow(w), borrow(s0), borrow(s1), borrow(g)
     for _ in range(passes):
         for start in range(0, w.size, CHUNK):
@@ -76,29 +75,24 @@ def apply_shard(
 
 
 @numba.njit(nogil=True)
-def apply_halves(
+def apply_float16(
     kind: int,
     coef: NDArray[np.float64],
     w: Floats,
     s0: Floats,
     s1: Floats,
     g: NDArray[np.uint16],
-    wire: int,
     passes: int,
 ) -> None:
-    """Do the same with a gradient of 16-bit values, converted while they are in the cache."""
+    """Do the same with a gradient of float16, converted block by block."""
     coef, w, s0, s1, g = borrow(coef), borrow(w), borrow(s0), borrow(s1), borrow(g)
     decoded = np.empty(CHUNK, np.float32)
     for _ in range(passes):
         for start in range(0, w.size, CHUNK):
             end = min(start + CHUNK, w.size)
-            mine = w[start:end], s0[start:end], s1[start:end]
-            if wire == BFLOAT16:
-                cpu.update(kind, coef, *mine, g[start:end])
-            else:
-                gradient = decoded[: end - start]
-                cpu.decode_float16(g[start:end], gradient)
-                cpu.update(kind, coef, *mine, gradient)
+            gradient = decoded[: end - start]
+            cpu.decode_float16(g[start:end], gradient)
+            cpu.update(kind, coef, w[start:end], s0[start:end], s1[start:end], gradient)
 
 
 class Work:
@@ -126,6 +120,10 @@ class Work:
         self.s0 = self.slots[0] if count > 0 else nothing
         self.s1 = self.slots[1] if count > 1 else nothing
 
+    def payload(self, wire: WireType) -> NDArray[Any]:
+        """Return the gradient as it comes; 16-bit values as uint16."""
+        return self.g if wire is WireType.FLOAT32 else self.halves[wire]
+
     def bytes_moved(self, wire: WireType) -> int:
         """Return what one pass must read and write."""
         gradient = 4 if wire is WireType.FLOAT32 else 2
@@ -148,10 +146,8 @@ def ours(work: Work, wire: WireType, threads: int) -> Run:
     def shard(i: int, passes: int) -> None:
         part = slice(edges[i], edges[i + 1])
         mine = work.coef, work.w[part], work.s0[part], work.s1[part]
-        if wire is WireType.FLOAT32:
-            apply_shard(kind, *mine, work.g[part], passes)
-        else:
-            apply_halves(kind, *mine, work.halves[wire][part], int(wire), passes)
+        run = apply_float16 if wire is WireType.FLOAT16 else apply_shard
+        run(kind, *mine, work.payload(wire)[part], passes)
 
     def run(passes: int) -> None:
         started = [threading.Thread(target=shard, args=(i, passes)) for i in range(1, threads)]
@@ -166,12 +162,12 @@ def ours(work: Work, wire: WireType, threads: int) -> Run:
 
 def in_c(library: ctypes.CDLL, work: Work, wire: WireType, threads: int) -> Run:
     """Return a function that makes that many passes in C."""
-    payload = work.g if wire is WireType.FLOAT32 else work.halves[wire]
-    arrays = [_pointer(array) for array in (work.coef, work.w, work.s0, work.s1, payload)]
+    arrays: list[NDArray[Any]] = [work.coef, work.w, work.s0, work.s1, work.payload(wire)]
+    pointers = [_pointer(array) for array in arrays]
     size = ctypes.c_size_t(work.w.size)
 
     def run(passes: int) -> None:
-        library.apply(int(work.kind), *arrays, int(wire), size, passes, threads)
+        library.apply(int(work.kind), *pointers, int(wire), size, passes, threads)
 
     return run
 

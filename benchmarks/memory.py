@@ -22,7 +22,7 @@ import psutil
 
 from gadei_ps import segment
 from gadei_ps.benchmarks import nlc_texts
-from gadei_ps.benchmarks.common import Report
+from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.nlc_member import OURS
 from gadei_ps.benchmarks.nlc_team import Team, started
 from gadei_ps.benchmarks.sizes import sizes
@@ -67,7 +67,7 @@ def _add(
 ) -> None:
     """Add a row and a line. taken: bytes."""
     told = {"contender": contender, "learners": learners, "of": of}
-    report.rows.append(told | {"bytes": taken, "unit": "bytes"} | more)
+    report.rows.append(told | summary([taken], "bytes") | more)
     resident = more.get("resident_bytes")
     shown = "" if resident is None else f"{resident / MB:.1f}"
     report.lines.append([contender, str(learners), of, f"{taken / MB:.2f}", shown])

@@ -122,19 +122,14 @@ def _latency(result: Result, figure: Any) -> None:
 
 @_drawn("time_to_accuracy")
 def _time_to_accuracy(result: Result, figure: Any) -> None:
-    curves = [row for row in result["rows"] if "validation_accuracy" in row]
-    sets = list(dict.fromkeys(row["set"] for row in curves))
+    sets = list(dict.fromkeys(row["set"] for row in result["rows"]))
     axes = figure.subplots(1, len(sets), squeeze=False)[0]
     for axis, name in zip(axes, sets, strict=True):
-        for contender in dict.fromkeys(row["contender"] for row in curves):
-            points = [
-                (row["seconds"], row["validation_accuracy"])
-                for row in curves
-                if (row["set"], row["contender"]) == (name, contender)
-            ]
-            if points:
-                colour = COLOURS.get(contender)
-                axis.plot(*zip(*points, strict=True), label=contender, color=colour)
+        for row in result["rows"]:
+            if row["set"] == name:
+                points = [(one["seconds"], one["validation_accuracy"]) for one in row["curve"]]
+                who = row["contender"]
+                axis.plot(*zip(*points, strict=True), label=who, color=COLOURS.get(who))
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("s of training")
     axes[0].set_ylabel("accuracy on the held-out tenth")

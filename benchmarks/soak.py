@@ -301,7 +301,7 @@ def main() -> int:
         {"contender": "run", "quantity": "segments left", "last": len(left), "unit": "count"}
     )
     print(suite.shown(report))
-    print(suite.write(suite.result_of("soak", report, " ".join(sys.argv)), suite.RESULTS))
+    print(suite.write(suite.result_of("soak", report, suite.command("soak")), suite.RESULTS))
     return int(bool(left) or any(row.get("grew", False) for row in rows))
 
 

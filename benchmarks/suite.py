@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,11 @@ def result_of(name: str, report: Report, command: str) -> dict[str, Any]:
 def shown(report: Report) -> str:
     """The report for people."""
     return "\n".join([table(report.header, report.lines), *report.notes])
+
+
+def command(name: str) -> str:
+    """How a benchmark with options of its own was started."""
+    return " ".join(["python -m", f"gadei_ps.benchmarks.{name}", *sys.argv[1:]])
 
 
 def prepare(directory: Path) -> None:

@@ -71,7 +71,14 @@ def _tell(report: Report, name: str, who: str, gains: Gains) -> None:
     """Add the smallest mini-batch at which two were faster; None where there was none."""
     smallest = next((batch for batch, gain in gains.items() if gain["ratio"] > 1), None)
     report.rows.append(
-        {"contender": who, "set": name, "smallest_mini_batch": smallest, "unit": "samples"}
+        {
+            "contender": who,
+            "set": name,
+            "smallest_mini_batch": smallest,
+            "median": smallest,
+            "spread": None,
+            "unit": "samples",
+        }
     )
     shown = f"none up to {max(gains)}" if smallest is None else str(smallest)
     report.lines.append(

@@ -216,12 +216,6 @@ def scale_of(s: Shard, member: int, is_parameter: bool) -> float:
 
 
 @compiled
-def is_mixed(s: Shard, members: int) -> bool:
-    """Whether what is in hand must be worked out, block by block: it is not one frame as it is."""
-    return members > 1 or doubles(s.at.scales, MAX_LEARNERS)[0] != 1.0
-
-
-@compiled
 def _decode(payload: np.uint64, dtype: int, start: int, count: int, out: np.uint64) -> None:
     source = halves(payload + np.uint64(start * 2), count)
     if dtype == BFLOAT16:
@@ -336,6 +330,33 @@ def begin(
 
 
 @inlined
+def _move(
+    kind: int,
+    kept: int,
+    coef: cpu.Scalars,
+    at: Streams,
+    g: np.uint64,
+    form: Any,
+    start: int,
+    low: int,
+    count: int,
+) -> None:
+    """Moves some values of a piece that begins at `start`, from its low-th on.
+
+    g: address of the piece's gradient; form: see `values_at`.
+    """
+    here = np.uint64((start + low) * 4)
+    w = floats(at.weights + here, count)
+    gradient = values_at(form, g + np.uint64(low) * bytes_of(form), count)
+    if kind == BUFFER:
+        cpu.add(w, gradient)
+    else:
+        s0 = floats(at.slot0 + here, count if kept > 0 else 0)
+        s1 = floats(at.slot1 + here, count if kept > 1 else 0)
+        cpu.move(kind, coef, w, s0, s1, gradient)
+
+
+@inlined
 def _change_chunk(
     kind: int,
     kept: int,
@@ -354,14 +375,7 @@ def _change_chunk(
     """
     _save(at, kept, chunk, start, count)
     mark(cursor, (chunk << ONE) | ONE)
-    here = np.uint64(start * 4)
-    w, gradient = floats(at.weights + here, count), values_at(form, g, count)
-    if kind == BUFFER:
-        cpu.add(w, gradient)
-    else:
-        s0 = floats(at.slot0 + here, count if kept > 0 else 0)
-        s1 = floats(at.slot1 + here, count if kept > 1 else 0)
-        cpu.move(kind, coef, w, s0, s1, gradient)
+    _move(kind, kept, coef, at, g, form, start, 0, count)
 
 
 @inlined
@@ -374,30 +388,6 @@ def _save_line(at: Streams, kept: int, chunk: np.uint64, start: int, low: int, c
     if kept > 1:
         two = CHUNK_BYTES + CHUNK_BYTES
         _copy(floats(there + two, count), floats(at.slot1 + here, count))
-
-
-@inlined
-def _move_line(
-    kind: int,
-    kept: int,
-    coef: cpu.Scalars,
-    at: Streams,
-    g: np.uint64,
-    form: Any,
-    start: int,
-    low: int,
-    count: int,
-) -> None:
-    """Moves them."""
-    here = np.uint64((start + low) * 4)
-    w = floats(at.weights + here, count)
-    gradient = values_at(form, g + np.uint64(low) * bytes_of(form), count)
-    if kind == BUFFER:
-        cpu.add(w, gradient)
-    else:
-        s0 = floats(at.slot0 + here, count if kept > 0 else 0)
-        s1 = floats(at.slot1 + here, count if kept > 1 else 0)
-        cpu.move(kind, coef, w, s0, s1, gradient)
 
 
 @compiled
@@ -425,9 +415,9 @@ def _change_rest(
         _save_line(at, kept, np.uint64(chunk), start, whole, count - whole)
     mark(cursor, (np.uint64(chunk) << ONE) | ONE)
     for low in range(0, whole, LINE):
-        _move_line(kind, kept, coef, at, g, form, start, low, LINE)
+        _move(kind, kept, coef, at, g, form, start, low, LINE)
     if whole < count:
-        _move_line(kind, kept, coef, at, g, form, start, whole, count - whole)
+        _move(kind, kept, coef, at, g, form, start, whole, count - whole)
 
 
 @inlined
@@ -528,7 +518,8 @@ def apply_chunks(s: Shard, members: int, first: int, reopen: bool) -> None:
     hands = borrow(s.hands)
     parameters = integer(s.places[PARAMETERS])
     at = s.at
-    mixed = is_mixed(s, members)
+    # Then it is worked out, block by block.
+    mixed = members > 1 or scale_of(s, 0, True) != 1.0
     start = s.low + first * CHUNK
     if reopen:
         kept = s.kept if start < parameters else 0

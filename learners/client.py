@@ -332,27 +332,15 @@ class Client:
         self._wait_grant(timeout_s)
         self._frame = UNWRITTEN
         self._payload = 0
-        slot = _native.claim(*self._rings, 0)
-        if slot >= 0:
-            self._gone_since = None
-            return slot
-        return self._wait(
-            lambda ns: _native.claim(*self._rings, ns),
-            timeout_s,
-            "no slot came free: does the server apply gradients?",
-        )
+        what = "no slot came free: does the server apply gradients?"
+        return self._wait(_native.claim, (), timeout_s, what)
 
     def _check_process(self) -> None:
         if _forks != self._forks:
             raise UsageError("this client belongs to the parent process; make one after the fork")
 
     def _wait_grant(self, timeout_s: float | None) -> None:
-        if _native.wait_grant(*self._rings, self.published, 0) < 0:
-            self._wait(
-                lambda ns: _native.wait_grant(*self._rings, self.published, ns),
-                timeout_s,
-                "no grant to go on",
-            )
+        self._wait(_native.wait_grant, (self.published,), timeout_s, "no grant to go on")
 
     def _addresses(self, gradients: Gradients | FloatArray, kept: list[object]) -> list[int]:
         """For push_from(). kept: takes what they are of. Raises ModelMismatch."""
@@ -405,14 +393,15 @@ class Client:
         if where == NONE:
             return
         if self._frame is UNWRITTEN:
-            self._frame = FrameKind.ROWS, 0, _native.first_block(self._target[0]), 0.0
-            self._payload = payload
+            frame = int(FrameKind.ROWS), 0, _native.first_block(self._target[0]), 0.0
             self._appended.clear()
         elif not self._payload or number in self._appended:
             raise UsageError(
                 "append() writes each tensor once, into a slot that holds nothing else"
             )
-        kind, blocks, at, squares = self._frame
+        else:
+            frame = self._frame
+        kind, blocks, at, squares = frame
         try:
             at, more = _native.append(
                 *self._target, *self._way, payload, at, blocks, number, *where
@@ -420,6 +409,7 @@ class Client:
         except IndexError as error:
             raise self._no_row(*error.args) from None
         self._frame = kind, blocks + 1, at, squares + more
+        self._payload = payload
         self._appended.add(number)
 
     def _no_row(self, number: int, row: int) -> ModelMismatch:
@@ -463,7 +453,8 @@ class Client:
         return sequence
 
     def _count(self, batch: int) -> None:
-        """A gradient is published."""
+        """A gradient is published: there was room for it, so the job has lived."""
+        self._gone_since = None
         self.published += 1
         if batch in self._taken:
             self._taken.remove(batch)
@@ -481,15 +472,9 @@ class Client:
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
         """Waits until the gradient, by default the last one, is in the weights or dropped."""
         wanted = self.published - 1 if sequence is None else sequence
-        if wanted < 0:
-            return
-        slice_ns = SLICE_NS if timeout_s is None else 0
-        if _native.wait_applied(*self._rings, wanted, slice_ns) < 0:
-            self._wait(
-                lambda ns: _native.wait_applied(*self._rings, wanted, ns),
-                timeout_s,
-                "the gradient was not applied in time",
-            )
+        if wanted >= 0:
+            what = "the gradient was not applied in time"
+            self._wait(_native.wait_applied, (wanted,), timeout_s, what)
 
     # -- work -----------------------------------------------------------------------------------
 
@@ -528,16 +513,10 @@ class Client:
             raise UsageError(
                 f"{len(self._taken)} batches wait for their gradients: push once for each batch"
             )
-        taken = _native.take_work(*self._rings, 0)
-        if taken < 0:
-            try:
-                taken = self._wait(
-                    lambda ns: _native.take_work(*self._rings, ns),
-                    timeout_s,
-                    "no batch was handed out",
-                )
-            except JobStopped:
-                return None
+        try:
+            taken = self._wait(_native.take_work, (), timeout_s, "no batch was handed out")
+        except JobStopped:
+            return None
         if taken == _native.PS_FINISHED:
             if int(self._control["phase"]) == Phase.FAILED:
                 raise self._ended()
@@ -552,14 +531,20 @@ class Client:
 
     # -- waiting --------------------------------------------------------------------------------
 
-    def _wait(self, attempt: Callable[[int], int], timeout_s: float | None, what: str) -> int:
+    def _wait(
+        self,
+        wait: Callable[..., int],
+        arguments: tuple[int, ...],
+        timeout_s: float | None,
+        what: str,
+    ) -> int:
         """Repeats a native wait in slices, looking between them whether the job lives."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = SLICE_NS
             if until is not None:
                 left = min(left, max(0, int((until - time.monotonic()) * 1e9)))
-            result = attempt(left)
+            result = wait(*self._rings, *arguments, left)
             if result >= 0 or result == _native.PS_FINISHED:
                 self._gone_since = None
                 return result

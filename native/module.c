@@ -70,6 +70,21 @@ METHOD(claim)
     return frame ? PyLong_FromUnsignedLongLong((uint64_t)frame) : PyLong_FromLong(result);
 }
 
+/* Fills in what the ring and the sum of squares say, and makes the frame visible. */
+static PyObject *publish_frame(struct ps_ring *ring, const struct ps_control *control,
+                               struct ps_frame frame)
+{
+    uint64_t sequence = ring->head;
+    frame.sequence = sequence;
+    frame.generation = ring->header.generation;
+    frame.flags = PS_CHECKED | (isfinite(frame.squares) ? 0u : PS_NONFINITE);
+    *(struct ps_frame *)((char *)ring + ring->slots_at +
+                         (sequence % ring->slots) * ring->slot_bytes) = frame;
+    ring->pulled = frame.version;
+    ps_publish(ring, control);
+    return PyLong_FromUnsignedLongLong(sequence);
+}
+
 METHOD(publish)
 {
     UNUSED;
@@ -86,30 +101,21 @@ METHOD(publish)
         if (real[i] == -1.0 && PyErr_Occurred())
             return NULL;
     }
-    struct ps_ring *ring = RING;
-    struct ps_frame *frame = (struct ps_frame *)((char *)ring + ring->slots_at +
-                                                 (ring->head % ring->slots) * ring->slot_bytes);
-    *frame = (struct ps_frame){
-        .sequence = ring->head,
-        .generation = ring->header.generation,
+    return publish_frame(RING, CONTROL, (struct ps_frame){
         .clock = arg[2],
         .version = arg[3],
         .dtype = (uint32_t)arg[4],
         .kind = (uint32_t)arg[5],
         .blocks = (uint32_t)arg[6],
         .payload_bytes = arg[7],
-        .flags = PS_CHECKED | (isfinite(real[0]) ? 0u : PS_NONFINITE),
-        .squares = real[0],
         .batch = arg[8],
         .samples = (uint32_t)arg[9],
+        .squares = real[0],
         .rate_scale = (float)real[1],
         .loss = real[2],
         .started = real[3],
         .finished = real[4],
-    };
-    ring->pulled = arg[3];
-    ps_publish(ring, CONTROL);
-    return PyLong_FromUnsignedLongLong(frame->sequence);
+    });
 }
 
 METHOD(copy)
@@ -249,28 +255,21 @@ METHOD(push)
     if (write_slot((const struct ps_weights *)arg[2], (uint32_t)arg[3], (char *)frame + PS_PAYLOAD_AT,
                    (int)arg[4], (float *)arg[5], args + PUSH_HEAD, count - PUSH_HEAD, &written) < 0)
         return NULL;
-    *frame = (struct ps_frame){
-        .sequence = ring->head,
-        .generation = ring->header.generation,
+    return publish_frame(ring, CONTROL, (struct ps_frame){
         .clock = arg[6],
         .version = arg[7],
         .dtype = (uint32_t)arg[3],
         .kind = written.kind,
         .blocks = written.blocks,
         .payload_bytes = written.bytes,
-        .flags = PS_CHECKED | (isfinite(written.squares) ? 0u : PS_NONFINITE),
-        .squares = written.squares,
         .batch = arg[8],
         .samples = (uint32_t)arg[9],
+        .squares = written.squares,
         .rate_scale = (float)real[0],
         .loss = real[1],
         .started = real[2],
         .finished = ps_clock(),
-    };
-    ring->pulled = arg[7];
-    uint64_t sequence = ring->head;
-    ps_publish(ring, CONTROL);
-    return PyLong_FromUnsignedLongLong(sequence);
+    });
 }
 
 METHOD(nonzeros)
