@@ -7,6 +7,7 @@ the server and the simulator drive the same objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from gadei_ps.sync.asp import ASP
 from gadei_ps.sync.base import (
@@ -19,8 +20,11 @@ from gadei_ps.sync.base import (
     UnknownLearner,
 )
 from gadei_ps.sync.bsp import BSP
-from gadei_ps.sync.parameters import SpecError, shown
+from gadei_ps.sync.cutoff import Cutoff
+from gadei_ps.sync.elastic_bsp import ElasticBSP
+from gadei_ps.sync.parameters import SpecError, path, shown
 from gadei_ps.sync.ssp import SSP
+from gadei_ps.sync.wsp import WSP
 
 __all__ = [
     "UNBOUNDED",
@@ -33,9 +37,12 @@ __all__ = [
     "UnknownLearner",
     "names",
     "parse",
+    "relative_to",
 ]
 
-_MODELS: dict[str, type[SyncModel]] = {model.name: model for model in (ASP, SSP, BSP)}
+_MODELS: dict[str, type[SyncModel]] = {
+    model.name: model for model in (ASP, SSP, BSP, ElasticBSP, Cutoff, WSP)
+}
 
 
 def names() -> tuple[str, ...]:
@@ -48,19 +55,31 @@ def parse(spec: str | Mapping[str, object]) -> SyncModel:
 
     Raises SpecError, in one line that names the bad parameter and the allowed forms.
     """
+    return _made(*_read(spec))
+
+
+def relative_to(directory: Path, spec: str | Mapping[str, object]) -> str | Mapping[str, object]:
+    """The same where paths in it, if not absolute, begin at this directory. Raises SpecError."""
+    model, given = _read(spec)
+    for key, value in given.items():
+        parameter = model.parameters.get(key)
+        if parameter is not None and parameter.convert is path and isinstance(value, str) and value:
+            return {"model": model.name, **given, key: str(directory / Path(value).expanduser())}
+    return spec
+
+
+def _read(spec: str | Mapping[str, object]) -> tuple[type[SyncModel], dict[str, object]]:
+    """The model that is named, and its parameters as they are given."""
     if isinstance(spec, str):
         name, colon, rest = spec.strip().partition(":")
         model = _named(name)
-        given = _split(model, rest) if colon else {}
-    elif isinstance(spec, Mapping):
+        return model, _split(model, rest) if colon else {}
+    if isinstance(spec, Mapping):
         options = dict(spec)
         if "model" not in options:
             raise SpecError(f"model is missing; the models are {', '.join(_MODELS)}")
-        model = _named(options.pop("model"))
-        given = options
-    else:
-        raise SpecError(f"a model is text or a mapping, not {shown(spec)}")
-    return _made(model, given)
+        return _named(options.pop("model")), options
+    raise SpecError(f"a model is text or a mapping, not {shown(spec)}")
 
 
 def _named(name: object) -> type[SyncModel]:
@@ -99,7 +118,10 @@ def _made(model: type[SyncModel], given: Mapping[str, object]) -> SyncModel:
         elif parameter.required:
             raise _error(model, f"{key} is missing")
     make: Callable[..., SyncModel] = model
-    return make(**values)
+    try:
+        return make(**values)
+    except ValueError as error:
+        raise _error(model, str(error)) from None
 
 
 def _error(model: type[SyncModel], what: str) -> SpecError:

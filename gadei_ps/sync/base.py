@@ -9,7 +9,8 @@ joined, left and pushed, and at what time; the model answers with two words.
 What the driver owes the model
 ------------------------------
 1. Every granted iteration ends in one push, or in the learner's leaving. A learner that gives an
-   iteration up publishes an empty frame, which is reported as `refused`.
+   iteration up, as it may where `wanted` is above it, publishes an empty frame, which is reported
+   as `refused`.
 2. A learner's gradients are reported in the order of its ring, and only while its clock is below
    its grant; whatever it published beyond that stays in its ring, unreported, until granted.
 3. An on-arrival model is told of a push once the gradient has been applied (or refused). A
@@ -27,21 +28,6 @@ publishes a grant as 'so many iterations more than the clock'.
 
 Cost: every call is O(1) or O(log n) amortized over n members. A driver that waits for grants
 needs no scan per event either: it looks at its waiting learners again when `releases` changed.
-
-How later models fit, each as one new file
-------------------------------------------
-- ElasticBSP(R) is on-arrival. Pushes give it each learner's intervals (`now`); when the last
-  learner has reached its grant it runs ZipLine over them, once a superstep, and sets each
-  learner's grant to its clock + its own length (1 to R) of the next superstep. Grants differ
-  between learners, hence `grant(learner)`.
-- Cutoff(c) collects. The push of number c returns the mean of the c held gradients; run times are
-  `now - started`, censored at that moment for the rest. A straggler is not published yet, so no
-  commit can name it: `wanted(straggler)` rises above the iteration it is at, which the server
-  publishes beside the grant and which tells it that it may give up. Its late (or empty) gradient
-  is answered at once by a commit that drops it and by a grant for the superstep then running:
-  its clock lags behind the superstep, which costs nothing because grants are in its own clock.
-- WSP(D) is SSP on waves: one push, hence one clock unit, is one wave; the iterations of the next
-  wave that a virtual worker may run ahead are its own affair; rule 3 gives the pulled version.
 """
 
 from __future__ import annotations
@@ -128,6 +114,20 @@ class SyncModel(ABC):
         given = [(key, getattr(self, key)) for key in self.parameters]
         listed = ",".join(f"{key}={value}" for key, value in given if value is not None)
         return f"{self.name}:{listed}" if listed else self.name
+
+    @property
+    def wave(self) -> int:
+        """Mini-batches that a learner aggregates and pushes as one gradient."""
+        return 1
+
+    def check(self, learners: int | None) -> None:  # noqa: B027 (most models fit any number)
+        """Whether the model can be used, by so many learners where their number is known.
+
+        Looks at files that it names, too. Raises SpecError, in one line.
+        """
+
+    def prepare(self) -> None:  # noqa: B027 (most models need nothing)
+        """Loads what the model computes with, so that no call has to; may take seconds."""
 
     @property
     def learners(self) -> KeysView[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -44,3 +45,24 @@ def whole(low: int, high: int) -> Callable[[object], int]:
         return number
 
     return convert
+
+
+def choice(*words: str) -> Callable[[object], str]:
+    """A converter for one of some words."""
+
+    def convert(value: object) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise ValueError(f"must be {' or '.join(words)}, not {shown(value)}")
+        return value
+
+    return convert
+
+
+def path(value: object) -> str:
+    """A converter for the path of a file: made absolute, since a server may run elsewhere."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"must be the path of a file, not {shown(value)}")
+    absolute = str(Path(value).expanduser().absolute())
+    if "," in absolute or not absolute.isprintable():
+        raise ValueError(f"cannot be a path with a comma or control characters: {shown(value)}")
+    return absolute

@@ -58,6 +58,14 @@ CASES = [
     Case("ssp:s=1", spread=2),
     Case("ssp:s=4", spread=5),
     Case("bsp", spread=1),
+    Case("elastic-bsp:R=1", spread=None),
+    Case("elastic-bsp:R=15", spread=None),
+    Case("cutoff:c=1", spread=None, drops_good=True),
+    Case("cutoff:c=3", spread=None, drops_good=True),
+    Case("cutoff:by=order", spread=None, drops_good=True),
+    Case("cutoff:by=sampled", spread=None, drops_good=True),
+    Case("wsp:D=0,s_local=3", spread=1),
+    Case("wsp:D=2", spread=3),
 ]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,0 +1,216 @@
+"""Cutoff SGD: a superstep ends with its c-th gradient; what comes later is dropped."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+
+from gadei_ps.sync.base import Commit, SyncModel
+from gadei_ps.sync.parameters import Parameter, SpecError, choice, path, whole
+
+if TYPE_CHECKING:
+    from gadei_ps.sync.prediction import Predictor
+
+_count = whole(1, 2**31 - 1)
+
+
+class Cutoff(SyncModel):
+    """Collects; the push of number c applies the mean of c gradients (Teng and Wood 2018).
+
+    Algorithm 1. The cutoff c is chosen for each superstep before it begins, one of:
+
+    - `c`: fixed, the backup workers of Chen et al. 2016.
+    - `by=order`: c that maximises c / x_(c), where x_(c) is the c-th of the ordered run times as
+      Elfving's formula has it, of independent normal times alike for all (section 3.1.1).
+    - `by=sampled`: likewise from each learner's own recent times, by Monte Carlo.
+    - `file`: likewise from the learned run-time model (sections 3.1.2 and 3.1.3).
+
+    Learners that are not among the first c are stragglers. Their iteration is `wanted` no more:
+    they may give it up at once, and begin one of the superstep that runs then. A late or empty
+    gradient is dropped on arrival, whatever superstep runs.
+
+    A run time is from the grant of an iteration to its push. That of a straggler is censored, known
+    only to be longer than until the cutoff (section 4.2). While a prediction knows too little, all
+    are awaited. A learner that leaves is not waited for; c is at most the number of those there
+    are.
+
+    As in BSP, the first arrival closes a superstep to newcomers, and a refused gradient is dropped
+    and its learner waits for the next superstep; it does not count among the c.
+    """
+
+    name: ClassVar[str] = "cutoff"
+    forms: ClassVar[tuple[str, ...]] = (
+        "cutoff:c=6",
+        "cutoff:6",
+        "cutoff:by=order",
+        "cutoff:by=sampled",
+        "cutoff:file=MODEL.safetensors",
+    )
+    parameters: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
+        {
+            "c": Parameter(_count, required=False),
+            "by": Parameter(choice("order", "sampled"), required=False),
+            "file": Parameter(path, required=False),
+        }
+    )
+    on_arrival: ClassVar[bool] = False
+
+    def __init__(
+        self, c: int | None = None, by: str | None = None, file: str | None = None
+    ) -> None:
+        """Raises ValueError unless one, and only one, of the three is given."""
+        super().__init__()
+        if sum(given is not None for given in (c, by, file)) != 1:
+            raise ValueError("give one of c, by and file")
+        self.c = None if c is None else _count(c)
+        self.by = by
+        self.file = file
+        self._predictor: Predictor | None = None
+        self._superstep = 0
+        self._closed = False
+        self._cutoff = self.c  # of the superstep that runs; None: all
+        self._since: dict[int, int] = {}  # the superstep in which a computing learner began
+        self._waiting: dict[int, None] = {}  # for the next superstep, in the order they came
+        self._held: list[int] = []
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        # By slot. began: of the iteration in hand, NaN for who has none.
+        self._began = np.full(0, np.nan)
+        self._times = np.full(0, np.nan)
+
+    @classmethod
+    def predicted_by(cls, predictor: Predictor) -> Self:
+        """One whose cutoffs come from this predictor; it has no text that `parse` could read."""
+        made = cls(by="order")
+        made.by = None
+        made._predictor = predictor
+        return made
+
+    @property
+    def cutoff(self) -> int | None:
+        """Of the superstep that runs; None where all are awaited."""
+        return self._cutoff
+
+    def check(self, learners: int | None) -> None:
+        """Whether c or the file fits so many learners."""
+        if self.c is not None and learners is not None and self.c > learners:
+            raise SpecError(f"cutoff: c = {self.c} is above the number of learners, {learners}")
+        if self.file is not None:
+            self.prepare()
+            made_for = self._predictor.learners if self._predictor is not None else None
+            if learners is not None and made_for not in (None, learners):
+                raise SpecError(
+                    f"cutoff: {self.file} predicts {made_for} learners, not {learners}: train one "
+                    "with gadei-ps runtime-model train"
+                )
+
+    def prepare(self) -> None:
+        """Makes the predictor. Raises SpecError for a file that is none."""
+        if self._predictor is not None or self.c is not None:
+            return
+        if self.file is not None:
+            from gadei_ps.sync.runtime_model import RuntimeModel
+
+            try:
+                self._predictor = RuntimeModel.load(Path(self.file))
+            except (OSError, ValueError) as error:
+                raise SpecError(f"cutoff: {error}") from None
+        else:
+            from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor
+
+            self._predictor = NormalPredictor() if self.by == "order" else SampledPredictor()
+
+    def wanted(self, learner: int) -> int:
+        """See SyncModel: above the clock while the learner is a straggler."""
+        clock = self.clock(learner)
+        since = self._since.get(learner)
+        return clock + (since is not None and since < self._superstep)
+
+    def _joined(self, learner: int, now: float) -> int:
+        slot = heapq.heappop(self._free) if self._free else len(self._slots)
+        if slot >= self._began.size:
+            more = np.full(max(8, self._began.size), np.nan)
+            self._began = np.concatenate([self._began, more])
+            self._times = np.concatenate([self._times, more])
+        self._slots[learner] = slot
+        self._times[slot] = self._began[slot] = np.nan
+        if self._closed:
+            self._waiting[learner] = None
+        else:
+            self._begin(learner, now)
+        return 0
+
+    def _left(self, learner: int, clock: int, now: float) -> list[Commit]:
+        slot = self._slots.pop(learner)
+        heapq.heappush(self._free, slot)
+        self._began[slot] = np.nan
+        if self._since.pop(learner, None) is None:
+            del self._waiting[learner]
+        return self._cut(now)
+
+    def _pushed(
+        self, learner: int, clock: int, now: float, started: float | None, refused: bool
+    ) -> list[Commit]:
+        slot = self._slots[learner]
+        if self._since.pop(learner) < self._superstep:
+            self._begin(learner, now)
+            return [Commit((), (learner,))]
+        self._closed = True
+        self._waiting[learner] = None
+        if refused:
+            self._began[slot] = np.nan
+            return [Commit((), (learner,)), *self._cut(now)]
+        self._times[slot] = now - self._began[slot]
+        self._began[slot] = np.nan
+        self._held.append(learner)
+        return self._cut(now)
+
+    def _grant(self, learner: int, clock: int) -> int:
+        return clock + (learner in self._since)
+
+    def _begin(self, learner: int, now: float) -> None:
+        self._since[learner] = self._superstep
+        self._began[self._slots[learner]] = now
+
+    def _cut(self, now: float) -> list[Commit]:
+        """Ends the superstep once c gradients are there, or nobody is left who could push."""
+        enough = self._cutoff is not None and len(self._held) >= self._cutoff
+        if not self._closed or (self._since and not enough):
+            return []
+        self._foresee(now)
+        self._superstep += 1
+        self._closed = False
+        self._releases += 1
+        waiting, self._waiting = self._waiting, {}
+        for learner in waiting:
+            self._begin(learner, now)
+        held, self._held = self._held, []
+        return [Commit(tuple(sorted(held)))] if held else []
+
+    def _foresee(self, now: float) -> None:
+        """Tells the predictor of the superstep that ends, and chooses the cutoff of the next."""
+        if self.c is not None:
+            return
+        self.prepare()
+        assert self._predictor is not None
+        slots = np.sort(np.fromiter(self._slots.values(), np.int64, len(self._slots)))
+        if not slots.size:
+            self._cutoff = None
+            return
+        size = int(slots[-1]) + 1
+        censored = np.isfinite(self._began[:size])
+        times = np.where(censored, now - self._began[:size], self._times[:size])
+        self._times[:] = np.nan
+        self._predictor.observe(times, censored)
+        expected = self._predictor.expected(slots)
+        if expected is None:
+            self._cutoff = None
+        else:
+            from gadei_ps.sync.order_statistics import best_cutoff
+
+            self._cutoff = best_cutoff(expected)

@@ -1,0 +1,184 @@
+"""Expected order statistics of run times, the cutoff they ask for, and two simple predictors.
+
+After Teng and Wood 2018 (Cutoff SGD), section 3. With x_(1) <= ... <= x_(n) the run times of a
+superstep in ascending order, waiting for the first c gradients gives a throughput of c / x_(c)
+gradients a second; the cutoff is the c that makes it largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from gadei_ps.sync.prediction import (
+    BoolArray,
+    FloatArray,
+    History,
+    IntArray,
+    checked,
+    inverse_normal,
+    right_tail,
+)
+
+WINDOW: Final = 20
+"""Supersteps that the predictors here look back, as many as the paper's lag."""
+
+BEYOND: Final = 1.1
+"""How far above its bound a dropped learner's run time is put if no better guess is known."""
+
+
+def elfving(n: int, mean: float, std: float) -> FloatArray:
+    """Expected order statistics of `n` independent normal run times: float64 (n,), ascending.
+
+    Elfving 1947 as Royston 1982 gives it (the paper's equation 3, whose symbols its text has lost):
+    mean + std * Phi^-1((i - pi/8) / (n - pi/4 + 1)) for i = 1 ... n. The largest of 158 with mean
+    1.057 and deviation 0.393 comes out at 2.1047; the paper has 2.1063.
+    """
+    if n < 1:
+        raise ValueError(f"order statistics of {n} run times; there must be one at least")
+    expected: FloatArray = mean + std * _scores(n)
+    return expected
+
+
+@lru_cache(maxsize=16)
+def _scores(n: int) -> FloatArray:
+    ranks: FloatArray = np.arange(1.0, n + 1.0)
+    scores = inverse_normal((ranks - math.pi / 8) / (n - math.pi / 4 + 1))
+    scores.flags.writeable = False  # it is shared by all who ask
+    return scores
+
+
+def monte_carlo(
+    draw: Callable[[np.random.Generator, int, int], FloatArray], n: int, draws: int, seed: int
+) -> FloatArray:
+    """Expected order statistics of any joint distribution, by sampling: float64 (n,), ascending.
+
+    `draw(generator, draws, n)` returns that many joint draws, float64 (draws, n): each is sorted,
+    and the sorted rows are averaged (section 3.1.1).
+    """
+    sampled = draw(np.random.default_rng(seed), draws, n)
+    if sampled.shape != (draws, n) or not sampled.size:
+        raise ValueError(f"draw returned {sampled.shape}, not ({draws}, {n}) with values")
+    return sorted_mean(sampled)
+
+
+def sorted_mean(draws: FloatArray) -> FloatArray:
+    """The mean over rows, each sorted: (draws, n) gives (n,), ascending."""
+    mean: FloatArray = np.sort(draws, axis=1).mean(axis=0)
+    # Rounding may put neighbours that are equal in every draw the wrong way round.
+    np.maximum.accumulate(mean, out=mean)
+    return mean
+
+
+def throughput(expected: FloatArray) -> FloatArray:
+    """c / x_(c) for c = 1 ... n, gradients a second, from ascending run times (n,) in seconds.
+
+    A run time of 0 gives infinity.
+    """
+    with np.errstate(divide="ignore"):
+        rate: FloatArray = np.arange(1, len(expected) + 1) / np.asarray(expected, np.float64)
+    return rate
+
+
+def best_cutoff(expected: FloatArray) -> int:
+    """The c, from 1, that maximises c / x_(c); of equal ones the largest, which drops least.
+
+    expected: ascending run times (n,), seconds. Raises ValueError if there are none.
+    """
+    if not len(expected):
+        raise ValueError("there is no cutoff without run times")
+    return len(expected) - int(np.argmax(throughput(expected)[::-1]))
+
+
+class NormalPredictor:
+    """Run times are independent and normal, the same for all learners (the paper's 'order').
+
+    Mean and deviation are those of the last `window` supersteps; a superstep has the expected order
+    statistics of Elfving's formula, but none below the shortest run time of the window, because a
+    normal variable may be negative. A censored run time is replaced by a draw from the right tail
+    of the normal distribution that was believed in before.
+    """
+
+    def __init__(self, *, window: int = WINDOW, seed: int = 0) -> None:
+        self._generator = np.random.default_rng(seed)
+        self._history = History(window)
+
+    def observe(self, times: FloatArray, censored: BoolArray) -> None:
+        """As in Predictor."""
+        row, bound = checked(times, censored)
+        if bound.any():
+            # Before the first superstep, what arrived in this one must do.
+            mean, std = self._moments() or _moments(row[~bound]) or (0.0, 0.0)
+            count = int(bound.sum())
+            row[bound] = right_tail(
+                self._generator, np.full(count, mean), np.full(count, std), row[bound]
+            )
+        self._history.append(row)
+
+    def expected(self, slots: IntArray) -> FloatArray | None:
+        """As in Predictor; None until `window` supersteps have been seen."""
+        moments = self._moments()
+        if len(self._history) < self._history.window or moments is None:
+            return None
+        found: FloatArray = np.maximum(elfving(len(slots), *moments), np.nanmin(self._history.rows))
+        return found
+
+    def _moments(self) -> tuple[float, float] | None:
+        return _moments(self._history.rows)
+
+
+def _moments(times: FloatArray) -> tuple[float, float] | None:
+    """Mean and deviation of what is known; None if nothing is."""
+    known = times[~np.isnan(times)]
+    return (float(known.mean()), float(known.std())) if len(known) else None
+
+
+class SampledPredictor:
+    """The next superstep is one of the last `window`, each as likely: no model, no training.
+
+    Learners are drawn jointly, so what slows several of them at once is kept, as is which of them
+    are slow. With so few rows the expectation is taken over all of them, exactly, instead of over
+    samples. What a row lacks (a learner that joined later) is drawn from the learner's other rows,
+    else from the row's other learners.
+
+    A censored run time is replaced by one drawn from the learner's own in the window that are above
+    the bound; if there is none, by the bound times BEYOND.
+    """
+
+    def __init__(self, *, window: int = WINDOW, seed: int = 0) -> None:
+        self._generator = np.random.default_rng(seed)
+        self._history = History(window)
+
+    def observe(self, times: FloatArray, censored: BoolArray) -> None:
+        """As in Predictor."""
+        row, bound = checked(times, censored)
+        past = self._history.widened(len(row))
+        for slot in np.flatnonzero(bound).tolist():
+            longer = past[past[:, slot] > row[slot], slot]
+            if len(longer):
+                row[slot] = longer[self._generator.integers(len(longer))]
+            else:
+                row[slot] *= BEYOND
+        self._history.append(row)
+
+    def expected(self, slots: IntArray) -> FloatArray | None:
+        """As in Predictor; None until `window` supersteps have been seen."""
+        if len(self._history) < self._history.window:
+            return None
+        rows = self._history.widened(int(slots.max()) + 1)[:, slots]
+        rows = self._without_gaps(rows[~np.isnan(rows).all(axis=1)])
+        return sorted_mean(rows) if len(rows) else None
+
+    def _without_gaps(self, rows: FloatArray) -> FloatArray:
+        """Fills (supersteps, m), of which no row is empty."""
+        pick = self._generator.choice
+        known = ~np.isnan(rows)
+        filled = rows.copy()
+        for row, column in np.argwhere(~known).tolist():
+            own = rows[known[:, column], column]
+            filled[row, column] = pick(own if len(own) else rows[row, known[row]])
+        return filled

@@ -1,0 +1,60 @@
+"""Wave synchronous parallel (WSP): SSP for virtual workers, which push a wave at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+from gadei_ps.sync.parameters import Parameter, whole
+from gadei_ps.sync.ssp import SSP
+
+_distance = whole(0, 2**31 - 1)
+_wave = whole(0, 2**16 - 1)
+
+
+class WSP(SSP):
+    """Waves are applied on arrival; grant = slowest wave + D + 1 (Park et al. 2020, HetPipe).
+
+    From the thesis's chapter 'Data parallelism with multiple VWs'. A wave is s_local + 1
+    mini-batches whose updates a learner aggregates and pushes as one gradient. So the clocks of SSP
+    count waves here: `clock` is the learner's local clock, the slowest one the global clock. A wave
+    c >= D + 1 starts once every learner has pushed wave c - D - 1, and as grants are published
+    after what they stand on has been applied, the weights pulled for it hold all of these.
+
+    A virtual worker that runs its mini-batches in a pipeline may start s_local of the next wave
+    before its grant: see `mini_batches`. A learner that accumulates a wave serves as well.
+    """
+
+    name: ClassVar[str] = "wsp"
+    forms: ClassVar[tuple[str, ...]] = ("wsp:D=0,s_local=3", "wsp:0")
+    parameters: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
+        {"D": Parameter(_distance), "s_local": Parameter(_wave, required=False)}
+    )
+
+    def __init__(self, D: int, s_local: int = 0) -> None:
+        """D: clock distance, in waves, 0 to 2**31 - 1. s_local: 0 to 65,535 mini-batches.
+
+        Raises ValueError for others.
+        """
+        super().__init__(_distance(D))
+        self.D = self.s
+        self.s_local = _wave(s_local)
+
+    @property
+    def wave(self) -> int:
+        """Mini-batches that a learner pushes at once."""
+        return self.s_local + 1
+
+    @property
+    def s_global(self) -> int:
+        """Most updates of others, in mini-batches, that the weights of a mini-batch may miss."""
+        return (self.D + 1) * self.wave + self.s_local - 1
+
+    def mini_batches(self, learner: int) -> int:
+        """How many mini-batches, of all its waves, a learner that runs a pipeline may start.
+
+        Those of the waves that are granted, and all but the last of the wave after them. Raises
+        UnknownLearner.
+        """
+        return self.grant(learner) * self.wave + self.s_local
