@@ -25,7 +25,7 @@ from gadei_ps.apply import (
 )
 from gadei_ps.compiled import compiled
 from gadei_ps.journal import Books, forget, remember
-from gadei_ps.layout import CONTROL, ENTRY, RECORD, RING, STATE, Action
+from gadei_ps.layout import CONTROL, ENTRY, RECORD, RING, STATE, Action, Reason
 from gadei_ps.places import (
     RING_ADDRESS,
     RING_GENERATION,
@@ -39,6 +39,9 @@ AHEAD = layout.AHEAD
 HISTOGRAM = layout.HISTOGRAM
 NO_BATCH = np.uint64(layout.NO_BATCH)
 DROP = int(Action.DROP)
+REFUSE = int(Action.REFUSE)
+GIVEN_UP = int(Reason.GIVEN_UP)
+RUNS = np.uint64(layout.RUNS)
 NO_WORK = int(layout.Work.NONE)
 WORKING = int(layout.Work.WORKING)
 WORK = np.uint64(layout.offset(CONTROL, "work"))
@@ -107,10 +110,34 @@ def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64
 
 
 @compiled
+def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action: int) -> None:
+    """Keeps the times of an iteration for whoever records them (gadei-ps trace).
+
+    Outside the transactions: a server that dies in between costs a record no more than one line.
+    """
+    at = integer(sequence % RUNS)
+    s.state[0].runs[row, at].sequence = ZERO
+    fence()
+    s.state[0].runs[row, at].started = frame[0].started
+    s.state[0].runs[row, at].finished = frame[0].finished
+    s.state[0].runs[row, at].action = np.uint32(action)
+    s.state[0].runs[row, at].kind = frame[0].kind
+    fence()
+    s.state[0].runs[row, at].sequence = sequence + ONE
+
+
+@compiled
 def count_refused(c: np.ndarray, row: int, reason: int) -> None:
     """Counts a bad frame and keeps its reason."""
     c[0].roster[row].refused += ONE
     c[0].roster[row].reason = np.uint32(reason)
+
+
+@compiled
+def count_dropped(c: np.ndarray, row: int, batch: np.uint64) -> None:
+    """Counts a gradient that is not applied; its batch is handed out again."""
+    c[0].roster[row].dropped += ONE
+    ledger.requeue(c, row, batch)
 
 
 @compiled
@@ -184,8 +211,11 @@ def book_refusal(
     """A frame is consumed without being applied, by shard 0: counts it and answers its batch."""
     b = open_books(s, row)
     remember(b, True, APPLIED + np.uint64(8 * row), 1)
-    count_refused(s.c, row, reason)
-    settle(s.c, row, batch)
+    if reason == GIVEN_UP:
+        count_dropped(s.c, row, batch)
+    else:
+        count_refused(s.c, row, reason)
+        settle(s.c, row, batch)
     if more:
         hand_out_more(s.c, row)
     s.state[0].applied[0, row] = upto
@@ -211,6 +241,8 @@ def book_superstep(s: Shard, table: np.ndarray, version: np.uint64) -> None:
         _count_superstep(s.c, row, slot, version)
         record.booked = np.uint64(row + 1)
         forget(b)
+        sequence = s.c[0].superstep_upto[row] - ONE
+        note_run(s, row, sequence, frame_at(slot), s.c[0].superstep_action[row])
 
 
 @compiled
@@ -221,8 +253,7 @@ def _count_superstep(c: np.ndarray, row: int, slot: np.uint64, version: np.uint6
         count_applied(c, row, frame, version)
         settle(c, row, frame[0].batch)
     elif action == DROP:
-        c[0].roster[row].dropped += ONE
-        ledger.requeue(c, row, frame[0].batch)
+        count_dropped(c, row, frame[0].batch)
     else:
         count_refused(c, row, integer(c[0].superstep_reason[row]))
         settle(c, row, frame[0].batch)

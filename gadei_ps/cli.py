@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import gadei_ps
-from gadei_ps import outcome
+from gadei_ps import cli_sync, outcome
 from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
 from gadei_ps.outcome import print_json
 
@@ -67,7 +67,7 @@ Command = Annotated[
 ]
 Sync = Annotated[
     str | None,
-    typer.Option("--sync", metavar="MODEL", help="asp, ssp:S (staleness bound) or bsp."),
+    typer.Option("--sync", metavar="MODEL", help=cli_sync.MODELS),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the log of the job's daemon.")]
 
@@ -416,6 +416,10 @@ def stop(
     report = jobs.stop(job, drain=drain, timeout_s=timeout, discard=discard)
     _tell(as_json, report, lambda: view.stopped(report))
     return 0
+
+
+app.command("set")(cli_sync.set_job)
+app.command("trace")(cli_sync.trace)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

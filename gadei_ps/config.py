@@ -192,7 +192,16 @@ def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
         raise UsageError(f"{where}: {error}") from None
     if config.tensors and config.weights:
         raise UsageError(f"{where}: give tensors or weights, not both")
+    check_sync(config, config.learners.count if config.learners else None, where)
     return config
+
+
+def check_sync(config: JobConfig, learners: int | None, where: str) -> None:
+    """Raises UsageError where the synchronization model does not fit so many learners."""
+    try:
+        sync.parse(config.sync).check(learners)
+    except sync.SpecError as error:
+        raise UsageError(f"{where}: sync: {error}") from None
 
 
 def load(path: Path) -> JobConfig:
@@ -211,6 +220,10 @@ def load(path: Path) -> JobConfig:
     check_job_name(str(values["name"]))
     if isinstance(values.get("weights"), str):
         values["weights"] = path.parent / values["weights"]
+    try:
+        values["sync"] = sync.relative_to(path.parent, values.get("sync", "asp"))
+    except sync.SpecError as error:
+        raise UsageError(f"{path}: sync: {error}") from None
     checkpoint = values.get("checkpoint")
     if isinstance(checkpoint, dict) and isinstance(checkpoint.get("directory"), str):
         given = Path(checkpoint["directory"]).expanduser()

@@ -73,6 +73,13 @@ class SetWork(_Message):
     seed: int = Field(0, ge=0, lt=2**63)
 
 
+class SetSync(_Message):
+    """Another synchronization model, from the next barrier on; the reply does not wait for it."""
+
+    op: Literal["sync"] = "sync"
+    sync: str = Field(max_length=1024)
+
+
 class Status(_Message):
     op: Literal["status"] = "status"
 
@@ -92,7 +99,8 @@ class StopJob(_Message):
 
 
 Request = Annotated[
-    Attach | Checkpoint | Detach | Offer | SetWork | Status | StopJob, Field(discriminator="op")
+    Attach | Checkpoint | Detach | Offer | SetSync | SetWork | Status | StopJob,
+    Field(discriminator="op"),
 ]
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 

@@ -1,7 +1,9 @@
 """Drives the job's synchronization model: hears of pushes, publishes grants and supersteps.
 
 By the manager of the active server. The model itself lives in this process only; what the next
-server needs to make an equal one stands in the roster (`member`, `base`).
+server needs to make an equal one stands in the roster (`member`, `base`) and in control: its text,
+written by the watchdog, under a number. Another number wanted is a change of the model, made at a
+barrier (change.py).
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gadei_ps import _native, frames, layout, sync
+from gadei_ps import _native, frames, layout, modes, sync
+from gadei_ps.change import Change
 from gadei_ps.layout import CONTROL, ENTRY, Action, Reason, Work
 from gadei_ps.rings import Mapped
 from gadei_ps.segment import Segment
@@ -41,11 +44,10 @@ class Member:
 class Driver:
     """One active server's."""
 
-    def __init__(
-        self, model: sync.SyncModel, control: Segment, state: Segment, places: np.ndarray
-    ) -> None:
+    def __init__(self, control: Segment, state: Segment, places: np.ndarray) -> None:
         """places: of any shard, for the sizes that frames must have."""
-        self.sync = model
+        self.number = modes.done(control)
+        self.sync = _usable(modes.text(control, self.number))
         self.members: dict[int, Member] = {}
         self._segment = control
         self._control = control.view(CONTROL)
@@ -58,19 +60,85 @@ class Driver:
         self._refusals: dict[tuple[int, int], int] = {}  # (row, sequence) -> reason
         self._resumed = False
         self._offset = 0  # of the model's clocks to those written down, which outlive a server
+        self._change: Change | None = None
+
+    def follow(self) -> None:
+        """While another server is active: takes the model over that is in force there."""
+        if modes.done(self._segment) != self.number:
+            self.number = modes.done(self._segment)
+            self.sync = _usable(modes.text(self._segment, self.number))
 
     def run(self) -> None:
         """One pass, after anything may have happened."""
-        if not self.sync.uses_pushes:
-            return
         if not self._resumed:
-            if not self._supersteps_done():
-                return  # the shards are still finishing what the server before had published
-            self._resume()
-            self._resumed = True
-        self._report_pushes()
-        self._carry_out()
-        self._publish_grants()
+            self._resumed = self._take_over()
+            if not self._resumed:
+                return
+        elif self._change is None and self._is_to_change():
+            self._change = Change(self._segment, modes.wanted(self._segment), self._shards)
+        if self.sync.uses_pushes and not self._at_barrier:
+            self._report_pushes()
+            self._carry_out()
+        if self._change is None:
+            if self.sync.uses_pushes:
+                self._publish_grants()
+            return
+        if not self._at_barrier:
+            self._come_to_a_barrier(self._change)
+        if self._at_barrier:
+            self._switch(self._change)
+
+    # -- another model --------------------------------------------------------------------------
+
+    def _is_to_change(self) -> bool:
+        return modes.wanted(self._segment) != self.number
+
+    @property
+    def _at_barrier(self) -> bool:
+        return self._change is not None and self._change.at_barrier
+
+    def _come_to_a_barrier(self, change: Change) -> None:
+        """Lets everybody finish the iteration in hand, and gives no grant for another one."""
+        waits = True
+        for member in self.members.values():
+            head = member.mapped.head
+            if not member.leaving and self._has_work(member):
+                self._roster[member.row]["member"] = True  # one that hangs now holds others up
+                granted = int(self._roster[member.row]["grant"])
+                last = change.freeze(member.row, member.generation, granted, head)
+                if last != granted:
+                    self.publish_grant(member.row, last)
+                waits = waits and head >= last
+            # What nobody granted a collecting model leaves to the next one.
+            due = head if self.sync.on_arrival else member.reported
+            waits = waits and self._applied(member) >= due
+        if waits and not self._commits and self._supersteps_done():
+            change.at_barrier = True
+
+    def _switch(self, change: Change) -> None:
+        """From the barrier on: the other model, once the shards stand still."""
+        counts = self._state["applied"][: self._shards]
+        if not change.shards_hold() or (counts != counts[0]).any():
+            return
+        self._commits.clear()
+        self._refusals.clear()
+        self._offset = 0
+        self.sync, self.number = change.model, change.number
+        for member in self.members.values():
+            member.reported = self._applied(member)
+            member.joined = False
+            member.granted = member.reported if self.sync.uses_pushes else layout.UNBOUNDED
+            self._roster[member.row]["member"] = False
+            self.publish_obsolete(member, 0)
+            self.publish_grant(member.row, member.granted)
+        change.finish()
+        self._change = None
+        _native.bell(self._word("manager_bell"))
+
+    @property
+    def changing(self) -> bool:
+        """Whether the model is about to be changed."""
+        return self._change is not None
 
     def done_with(self, member: Member) -> bool:
         """Whether nothing in the model refers to a learner that is gone."""
@@ -82,6 +150,24 @@ class Driver:
         return self._resumed and (self.sync.on_arrival or self._applied(member) >= member.reported)
 
     # -- take-over ------------------------------------------------------------------------------
+
+    def _take_over(self) -> bool:
+        """The first pass; False while the shards are finishing what the server before had published.
+
+        Of a change that was under way nothing is left to wait for: it is made at once.
+        """
+        if self._is_to_change():
+            if not self._supersteps_done():
+                return False
+            self._change = Change(self._segment, modes.wanted(self._segment), self._shards)
+            self._change.at_barrier = True
+            return True
+        modes.enforce(self._segment, self.number, self.sync)
+        if self.sync.uses_pushes:
+            if not self._supersteps_done():
+                return False
+            self._resume()
+        return True
 
     def _resume(self) -> None:
         """Makes the model what it was in the server before: the same members, clocks apart alike.
@@ -229,7 +315,8 @@ class Driver:
             upto[row] = tail[row] + 1
         for row in commit.drop:
             reason = self._refusals.pop((row, tail[row]), Reason.OK)
-            action[row] = Action.DROP if reason == Reason.OK else Action.REFUSE
+            good = reason in (Reason.OK, Reason.GIVEN_UP)
+            action[row] = Action.DROP if good else Action.REFUSE
             self._control["superstep_reason"][row] = reason
             upto[row] = tail[row] + 1
         _native.store(self._word("superstep"), int(self._control["superstep"]) + 1)
@@ -253,11 +340,20 @@ class Driver:
         for member in self.members.values():
             if not member.joined:
                 continue
-            ahead = self.sync.grant(member.row) - self.sync.clock(member.row)
+            clock = self.sync.clock(member.row)
+            ahead = self.sync.grant(member.row) - clock
             grant = min(member.reported + ahead, layout.UNBOUNDED)
             if grant != member.granted:
                 member.granted = grant
                 self.publish_grant(member.row, grant)
+            behind = self.sync.wanted(member.row) - clock
+            if behind > 0:
+                self.publish_obsolete(member, member.reported + behind)
+
+    def publish_obsolete(self, member: Member, below: int) -> None:
+        """Gradients of the learner's iterations below this number will be dropped."""
+        at = self._word("roster") + member.row * ENTRY.itemsize + layout.offset(ENTRY, "obsolete")
+        _native.store(at, below)
 
     def publish_grant(self, row: int, grant: int) -> None:
         """The learner of this row may begin iterations below `grant`."""
@@ -267,3 +363,10 @@ class Driver:
 
     def _word(self, field: str) -> int:
         return self._segment.address + layout.offset(CONTROL, field)
+
+
+def _usable(text: str) -> sync.SyncModel:
+    """The model of that text, with what it reads from files. Raises SpecError."""
+    model = sync.parse(text)
+    model.check(None)
+    return model

@@ -17,6 +17,7 @@ from gadei_ps.rows import check_rows
 # Plain integers: Numba would carry an enum member along as a type of its own.
 DENSE = int(FrameKind.DENSE)
 ROWS = int(FrameKind.ROWS)
+EMPTY = int(FrameKind.EMPTY)
 FLOAT32 = int(Wire.FLOAT32)
 BFLOAT16 = int(Wire.BFLOAT16)
 FLOAT16 = int(Wire.FLOAT16)
@@ -30,6 +31,7 @@ BAD_SEQUENCE = int(Reason.BAD_SEQUENCE)
 UNCHECKED = int(Reason.UNCHECKED)
 NOT_FINITE = int(Reason.NOT_FINITE)
 BAD_SCALE = int(Reason.BAD_SCALE)
+GIVEN_UP = int(Reason.GIVEN_UP)
 
 
 @compiled
@@ -49,6 +51,8 @@ def check_frame(
         return BAD_GENERATION
     if frame[0].sequence != sequence:
         return BAD_SEQUENCE
+    if frame[0].kind == EMPTY:
+        return GIVEN_UP
     if frame[0].kind != DENSE and frame[0].kind != ROWS:
         return BAD_KIND
     if frame[0].dtype == FLOAT32:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import control, process, runtime, segment
-from gadei_ps.control import Checkpoint, Connection, Status, StopJob
+from gadei_ps import control, process, runtime, segment, sync
+from gadei_ps.control import Checkpoint, Connection, SetSync, Status, StopJob
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, SegmentError, UsageError
 from gadei_ps.layout import CONTROL, SegmentKind
 from gadei_ps.watchdog.memory import clear_dead
@@ -27,6 +28,7 @@ from gadei_ps.watchdog.memory import clear_dead
 ANSWER_TIMEOUT_S = 3.0
 CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
 SAVE_S = 600.0  # as long as the watchdog waits for the last checkpoint
+CHANGE_POLL_S = 0.02
 STOP_MARGIN_S = 20.0  # for what a stop does after the learners have left
 PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
 
@@ -156,6 +158,40 @@ def _locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+# -- change ---------------------------------------------------------------------------------------
+
+
+def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
+    """Changes the synchronization model and waits for the barrier at which it takes effect.
+
+    Raises UsageError for what is no model, ControlError where the job refuses it or has not come to
+    a barrier in time; then it will, unless the job ends.
+    """
+    try:
+        wanted = str(sync.parse(spec))
+    except sync.SpecError as error:
+        raise UsageError(f"sync: {error}") from None
+    before = status(job)["sync"]
+    reply = _plain(control.ask(job, SetSync(sync=wanted)))
+    until = time.monotonic() + timeout_s
+    while reply["changes"]:
+        report = status(job)
+        if report["sync_wanted"] is None:
+            if report["sync"] != reply["sync"]:
+                raise ControlError(
+                    f"job {job!r} keeps {report['sync']}: its server cannot use {reply['sync']}; "
+                    "see its log"
+                )
+            break
+        if time.monotonic() > until:
+            raise ControlError(
+                f"job {job!r} has not come to a barrier within {timeout_s:g} s; it will change to "
+                f"{reply['sync']} once every learner has pushed what it is computing"
+            )
+        time.sleep(CHANGE_POLL_S)
+    return {"job": job, "sync": reply["sync"], "before": before, "changed": reply["changes"]}
 
 
 # -- stop -----------------------------------------------------------------------------------------

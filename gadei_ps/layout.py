@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 MAGIC: Final = 0x53504945444147
-LAYOUT_VERSION: Final = 4
+LAYOUT_VERSION: Final = 5
 
 MAX_LEARNERS: Final = 256
 MAX_SHARDS: Final = 64
@@ -24,6 +24,8 @@ UNDO_HALVES: Final = 2
 HYPER: Final = 32
 JOURNAL: Final = 248
 MAX_DIMS: Final = 8
+RUNS: Final = 128
+SYNC_TEXT: Final = 512
 NO_BATCH: Final = 2**64 - 1
 UNBOUNDED: Final = 1 << 62
 IDLE: Final = 2**64 - 1
@@ -46,6 +48,7 @@ class FrameKind(IntEnum):
 
     DENSE = 1
     ROWS = 2
+    EMPTY = 3  # no gradient: the learner has given the iteration up
 
 
 class WireType(IntEnum):
@@ -107,6 +110,14 @@ class Work(IntEnum):
     DONE = 2
 
 
+class Mode(IntEnum):
+    """What shards do with a frame: apply it as it comes, leave it for a superstep, let it lie."""
+
+    ON_ARRIVAL = 0
+    COLLECT = 1
+    HOLD = 2
+
+
 class Action(IntEnum):
     """What a superstep does with the oldest gradient of a learner."""
 
@@ -129,6 +140,7 @@ class Reason(IntEnum):
     NOT_FINITE = 7
     BAD_SCALE = 8
     BAD_ROWS = 9
+    GIVEN_UP = 10  # empty: not refused but dropped
 
 
 REASON_TEXT: Final = {
@@ -142,6 +154,7 @@ REASON_TEXT: Final = {
     Reason.NOT_FINITE: "holds a NaN or an infinity",
     Reason.BAD_SCALE: "scale of the learning rate is negative or not finite",
     Reason.BAD_ROWS: "a row out of range, or tensors or rows not in ascending order",
+    Reason.GIVEN_UP: "given up by its learner",
 }
 
 
@@ -173,7 +186,8 @@ SHARD: Final = _struct(
     ("tid", u32),
     ("recovered", u32),
     ("cpu", u32),
-    ("pad0", u8, (20,)),
+    ("mode", u32),
+    ("pad0", u8, (16,)),
     ("lease", u64, (8,)),
 )
 
@@ -198,7 +212,8 @@ ENTRY: Final = _struct(
     ("grant_seq", u32),
     ("member", u32),
     ("base", u64),
-    ("pad2", u64, (3,)),
+    ("obsolete", u64),
+    ("pad2", u64, (2,)),
     ("applied", u64),
     ("dropped", u64),
     ("refused", u64),
@@ -226,7 +241,7 @@ CONTROL: Final = _struct(
     ("shards", u32),
     ("slots", u32),
     ("ahead", u32),
-    ("collect", u32),
+    ("mode", u32),
     ("report", u32),
     ("refuse_nonfinite", u32),
     ("staleness_aware", u32),
@@ -242,7 +257,8 @@ CONTROL: Final = _struct(
     ("pause", u64),
     ("temporary", u64),
     ("saves", u64),
-    ("pad2", u64, (2,)),
+    ("sync_wanted", u64),
+    ("wave", u64),
     ("lease_generation", u64),
     ("lease_pid", i32),
     ("lease_state", u32),
@@ -257,7 +273,8 @@ CONTROL: Final = _struct(
     ("sleepers", u64),
     ("pad6", u64, (6,)),
     ("superstep", u64),
-    ("pad8", u64, (7,)),
+    ("sync_done", u64),
+    ("pad8", u64, (6,)),
     ("work", u32),
     ("pad9", u32),
     ("batches", u64),
@@ -292,6 +309,7 @@ CONTROL: Final = _struct(
     ("superstep_reason", u32, (MAX_LEARNERS,)),
     ("superstep_upto", u64, (MAX_LEARNERS,)),
     ("requeue", u64, (MAX_LEARNERS * AHEAD,)),
+    ("sync_text", u8, (2, SYNC_TEXT)),
 )
 
 TENSOR: Final = _struct(
@@ -336,6 +354,14 @@ JOURNAL_LOG: Final = _struct(
     ("words", u64, (JOURNAL,)),
 )
 
+RUN: Final = _struct(
+    ("sequence", u64),
+    ("started", f64),
+    ("finished", f64),
+    ("action", u32),
+    ("kind", u32),
+)
+
 STATE: Final = _struct(
     ("header", HEADER),
     ("streams", u64),
@@ -346,6 +372,7 @@ STATE: Final = _struct(
     ("record", RECORD, (MAX_SHARDS,)),
     ("applied", u64, (MAX_SHARDS, MAX_LEARNERS)),
     ("journal", JOURNAL_LOG),
+    ("runs", RUN, (MAX_LEARNERS, RUNS)),
 )
 
 FRAME: Final = _struct(
@@ -417,6 +444,7 @@ STRUCTS: Final = {
     "ps_weights": WEIGHTS,
     "ps_record": RECORD,
     "ps_journal": JOURNAL_LOG,
+    "ps_run": RUN,
     "ps_state": STATE,
     "ps_frame": FRAME,
     "ps_block": BLOCK,

@@ -65,6 +65,7 @@ def run(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
         wanted = with_overrides(
             config.from_mapping({"name": name}, "job"), options.overrides, f"job {name}"
         )
+    config.check_sync(wanted, options.learners, f"run --learners {options.learners}")
     with Daemon(wanted, verbose=options.verbose) as served:
         return _Run(_Served(served), command, options).run()
 

@@ -35,7 +35,6 @@ from gadei_ps import (
     rows,
     segment,
     shard,
-    sync,
     weights,
 )
 from gadei_ps import places as place
@@ -44,6 +43,7 @@ from gadei_ps.errors import GadeiError, SegmentError
 from gadei_ps.layout import CONTROL, SERVER, STATE, Phase, SegmentKind, ServerState
 from gadei_ps.rings import Mapped, Rings
 from gadei_ps.segment import Segment, segment_name
+from gadei_ps.sync import SpecError, zipline
 
 WAIT_NS = 100_000_000
 LEASE_WAIT_NS = 100_000_000
@@ -55,12 +55,9 @@ UNNAMED_S = 10.0  # until the watchdog has written down whom it started
 class Server:
     """One server of a job. number: its line in control, 0 or 1."""
 
-    def __init__(
-        self, job: str, model: sync.SyncModel, number: int, orphan_s: float, cores: list[int]
-    ) -> None:
+    def __init__(self, job: str, number: int, orphan_s: float, cores: list[int]) -> None:
         self.job = job
         self.cores = cores  # asked for, of the shards
-        self.sync = model
         self.orphan_s = orphan_s
         self.log = log.get(job=job)
         self.control_segment = segment.attach(
@@ -114,6 +111,7 @@ class Server:
         """Loads or compiles the kernels."""
         begin = time.monotonic()
         shard.load()
+        zipline.load()
         self.log.debug("kernels loaded", seconds=round(time.monotonic() - begin, 2))
 
     def main_loop(self) -> None:
@@ -135,6 +133,8 @@ class Server:
                 if self.active and self.driver is not None:
                     self.driver.run()
                     self._retire()
+                elif self.driver is not None:
+                    self.driver.follow()
                 self._tell_ready()
             _native.futex_wait(self._manager_bell, bell, WAIT_NS)
 
@@ -286,7 +286,7 @@ class Server:
             self._shard_bell,
         )
         places = self._places(0, elements, int(head["parameters"]))
-        self.driver = Driver(self.sync, self.control_segment, self.state, places)
+        self.driver = Driver(self.control_segment, self.state, places)
         self.log.debug("model mapped", elements=elements, shards=shards)
 
     def _start_shards(self) -> None:
@@ -415,7 +415,9 @@ class Server:
         for shard_ in range(layout.MAX_SHARDS):
             _native.store(applied + 8 * layout.MAX_LEARNERS * shard_, 0)
         self.roster[one.row]["member"] = 0
-        self.driver.publish_grant(one.row, 0 if self.sync.uses_pushes else layout.UNBOUNDED)
+        self.roster[one.row]["obsolete"] = 0
+        free = not (self.driver.sync.uses_pushes or self.driver.changing)
+        self.driver.publish_grant(one.row, layout.UNBOUNDED if free else 0)
         _native.store(served, one.generation)
 
     def _look_at_members(self) -> None:
@@ -452,10 +454,9 @@ class Server:
 
 
 def main() -> None:
-    """`python -m gadei_ps.server JOB SYNC NUMBER ORPHAN_S`: started by the watchdog."""
+    """`python -m gadei_ps.server JOB NUMBER ORPHAN_S`: started by the watchdog."""
     parser = argparse.ArgumentParser(prog="gadei-ps server", description=main.__doc__)
     parser.add_argument("job")
-    parser.add_argument("sync")
     parser.add_argument("number", type=int)
     parser.add_argument("orphan_s", type=float)
     parser.add_argument("--cores", type=placement.parse, default=[])
@@ -465,9 +466,8 @@ def main() -> None:
     args = parser.parse_args()
     log.set_up(as_json=args.json, verbose=args.verbose, quiet=args.quiet)
     try:
-        model = sync.parse(args.sync)
-        code = Server(args.job, model, args.number, args.orphan_s, args.cores).run()
-    except (GadeiError, OSError) as error:
+        code = Server(args.job, args.number, args.orphan_s, args.cores).run()
+    except (GadeiError, SpecError, OSError) as error:
         log.get(job=args.job).error("parameter server", reason=str(error))
         code = 1
     sys.exit(code)

@@ -12,10 +12,14 @@ import numpy as np
 
 from gadei_ps import _native, layout
 from gadei_ps.account import (
+    DROP,
+    GIVEN_UP,
+    REFUSE,
     book_arrival,
     book_refusal,
     book_superstep,
     depart,
+    note_run,
     show_all_work,
     show_work,
     takes_work,
@@ -42,7 +46,7 @@ from gadei_ps.apply import (
 from gadei_ps.compiled import compiled
 from gadei_ps.frames import BAD_SEQUENCE, check_frame
 from gadei_ps.kernels import cpu
-from gadei_ps.layout import CONTROL, ENTRY, RING, SHARD, STATE
+from gadei_ps.layout import CONTROL, ENTRY, RING, SHARD, STATE, Mode
 from gadei_ps.places import (
     HOLDS,
     QUIT,
@@ -66,6 +70,7 @@ from gadei_ps.symbols import (
     get32,
     lease_take,
     put,
+    put32,
     release,
     shard_sleep,
     spin_on,
@@ -94,6 +99,12 @@ HEARTBEAT = np.uint64(layout.offset(SHARD, "heartbeat"))
 FRAMES = np.uint64(layout.offset(SHARD, "frames"))
 LEASE = np.uint64(layout.offset(SHARD, "lease"))
 PARKED = np.uint64(layout.offset(SHARD, "parked"))
+MODE = np.uint64(layout.offset(CONTROL, "mode"))
+OBEYED = np.uint64(layout.offset(SHARD, "mode"))
+KIND_OF_MODE = np.uint32(3)
+ON_ARRIVAL = int(Mode.ON_ARRIVAL)
+COLLECT = int(Mode.COLLECT)
+HOLD_ALL = int(Mode.HOLD)
 
 # The rings as this shard knows them: lines of a uint64 array of shape (KNOWN, MAX_LEARNERS). A line
 # is contiguous, because shard_sleep takes the addresses and the heads as C arrays.
@@ -229,9 +240,12 @@ def _on_arrival(s: Shard, known: np.ndarray, i: int) -> None:
         apply_frames(s, 1, 0, False)
         if s.number == 0:
             book_arrival(s, row, frame, version, more)
+            note_run(s, row, tail, frame, APPLY)
         finish(s)
     else:
         _refuse(s, row, reason, frame[0].batch, tail + ONE, more)
+        if s.number == 0:
+            note_run(s, row, tail, frame, DROP if reason == GIVEN_UP else REFUSE)
     if more:
         show_work(s.c, row, ring, shown)
     _consume(s, known, i, tail + ONE)
@@ -338,7 +352,10 @@ def _is_behind(s: Shard, row: int) -> bool:
 
 @compiled
 def _catch_up(s: Shard, known: np.ndarray, count: int) -> bool:
-    """During a pause: consumes what another shard has consumed already; True if there was any."""
+    """While the shards stand still: consumes what another one has consumed already.
+
+    True if there was any.
+    """
     found = False
     for i in range(count):
         if _is_behind(s, integer(known[ROWS, i])):
@@ -361,8 +378,6 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
     seen_version = places[WORDS_AT] + np.uint64(8 * (SEEN + index))
     quit_word = places[WORDS_AT] + np.uint64(8 * QUIT)
     record = s.state[0].record[index]
-    collect = s.c[0].collect != 0
-    report = collect or s.c[0].report != 0
     spin_s = s.c[0].spin_ns * 1e-9
     known = np.zeros((KNOWN, MAX_LEARNERS), np.uint64)
     count = 0
@@ -387,6 +402,10 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
             books_due = True
         if get(quit_word) != ZERO:
             return integer(beat)
+        mode = get32(s.control + MODE)  # SYNC POINT: mode
+        kind = integer(mode & KIND_OF_MODE)
+        collect = kind == COLLECT
+        report = kind != ON_ARRIVAL or s.c[0].report != 0
         pause = get(s.control + PAUSE)
         if pause != ZERO and superstep <= record.supersteps and clock() * 1e9 < float(pause):
             if not collect and _catch_up(s, known, count):
@@ -404,16 +423,24 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
         progress = False
         heard = False
         _wait_for_pulls(s, known, count, bell_seen)
-        if collect:
+        if kind != ON_ARRIVAL:
             if superstep > record.supersteps and _all_known(s, known, count):
                 _superstep(s, table, known, count, superstep)
                 progress = True
+            elif kind == HOLD_ALL:
+                progress = _catch_up(s, known, count)
+                if not progress and get32(s.me + OBEYED) != mode:
+                    put32(s.me + OBEYED, mode)  # SYNC POINT: mode
+                    bell(s.control + SHARD_BELL)  # the others look again whether they are behind
+                    heard = True
             if index == 0:
                 for i in range(count):
                     head = get(known[RINGS, i] + HEAD)  # SYNC POINT: frame
                     heard = heard or head != known[HEADS, i]
                     known[HEADS, i] = head
         else:
+            if get32(s.me + OBEYED) != mode:
+                put32(s.me + OBEYED, mode)
             for i in range(count):
                 if get(known[RINGS, i] + HEAD) != known[TAILS, i]:  # SYNC POINT: frame
                     _on_arrival(s, known, i)
@@ -448,7 +475,7 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
             spin_on(idle_since)
             continue
         watched = count
-        if collect and index != 0:
+        if kind != ON_ARRIVAL and (index != 0 or kind == HOLD_ALL):
             watched = 0
         shard_sleep(
             s.control,
@@ -479,6 +506,7 @@ def stand_by(index: int, low: int, high: int, places: np.ndarray) -> int:
             _nap(s, get32(s.control + SHARD_BELL), LEASE_NS)
         taken = lease_take(s.me + LEASE, LEASE_NS)
     s.c[0].shard[index].tid = thread_id()
+    put32(s.me + OBEYED, np.uint32(ON_ARRIVAL))  # what the one before had seen is of no use
     # From here on the manager must not unmap what this thread may read.
     put(words_at + np.uint64(8 * (SEEN + index)), ZERO)
     bell(s.control + MANAGER_BELL)

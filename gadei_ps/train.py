@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import dataset, process, segment, weights
-from gadei_ps.config import from_mapping
+from gadei_ps.config import check_sync, from_mapping
 from gadei_ps.control import SetWork, Status, StopJob
 from gadei_ps.daemon import Daemon
 from gadei_ps.dataset import Dataset, Encoded, Vocabulary
@@ -138,6 +138,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         },
         "train",
     )
+    check_sync(config, settings.learners, f"train --learners {settings.learners}")
     from gadei_ps.learners import text  # torch takes seconds: a mistake in the data is told before
 
     text.check_result_directory(settings.out)

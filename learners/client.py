@@ -36,8 +36,10 @@ from gadei_ps.errors import (
 from gadei_ps.kernels.optimizers import HYPER, Kind, OptimizerSpec
 from gadei_ps.layout import (
     CONTROL,
+    ENTRY,
     RING,
     FrameKind,
+    Mode,
     Phase,
     WireType,
 )
@@ -162,6 +164,8 @@ class Client:
         self._frame = UNWRITTEN
         self._payload = 0  # where append() writes, once it has begun
         self._appended: set[int] = set()
+        entry = self._control_at + layout.offset(CONTROL, "roster") + place.row * ENTRY.itemsize
+        self._obsolete_at = entry + layout.offset(ENTRY, "obsolete")
         self._version_at = self._control_at + layout.offset(CONTROL, "version")
         self.version = self.current_version
         self.published = 0
@@ -270,7 +274,7 @@ class Client:
         as they are, with the optimizer's state of them: momentum, Adagrad and Adam move a row only
         when a gradient names it (torch.optim.SparseAdam's rule). batch: id of the batch it answers;
         by default the one taken first of those not yet answered. version: that it was computed
-        from; by default the last pulled.
+        from; by default the last pulled. A gradient that is not `wanted` any more is given up.
         rate_scale multiplies the job's learning rate. Raises PushTimeout, JobStopped, JobFailed;
         then nothing has been published.
         """
@@ -309,6 +313,8 @@ class Client:
             batch = self._taken[0] if self._taken else layout.NO_BATCH
         if version is None:
             version = self.version
+        if not self.wanted:
+            return self._publish_nothing(batch, timeout_s)
         target = *self._rings, *self._target, *self._way
         counts = self.published, version, batch, samples
         facts = rate_scale, loss, self._started
@@ -452,6 +458,30 @@ class Client:
         self._count(batch)
         return sequence
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the gradient of the iteration in hand may still be applied.
+
+        False once the synchronization model has gone on without it (Cutoff): what is computed now
+        will be dropped, and give_up() is the quicker way to the next iteration.
+        """
+        return self.published >= _native.load(self._obsolete_at)
+
+    def give_up(self, *, batch: int | None = None, timeout_s: float | None = None) -> int:
+        """Ends the iteration in hand without a gradient; its batch is handed out again.
+
+        Returns the sequence number, as push() does, and raises the same.
+        """
+        self._check_process()
+        if batch is None:
+            batch = self._taken[0] if self._taken else layout.NO_BATCH
+        return self._publish_nothing(batch, timeout_s)
+
+    def _publish_nothing(self, batch: int, timeout_s: float | None) -> int:
+        self.claim(timeout_s)
+        self._frame = int(FrameKind.EMPTY), 0, 0, 0.0
+        return self.publish(batch=batch)
+
     def _count(self, batch: int) -> None:
         """A gradient is published: there was room for it, so the job has lived."""
         self._gone_since = None
@@ -491,8 +521,10 @@ class Client:
 
         samples: rows of the data set, which every learner has whole. Each epoch is shuffled anew
         by (seed, epoch), so that all learners agree. Every batch is to be answered by one push.
-        Also waits for the turn that the synchronization model gives.
+        Also waits for the turn that the synchronization model gives. Under WSP a batch is a wave:
+        `wave` mini-batches of batch_size, whose gradients are added up and pushed as one.
         """
+        batch_size *= self.wave
         self.set_work(samples, batch_size, epochs, seed)
         order = np.empty(0, np.int64)
         epoch = -1
@@ -589,6 +621,16 @@ class Client:
     def waits_for_others(self) -> bool:
         """Whether the job's synchronization model makes learners wait for one another."""
         return bool(int(self._control["report"]))
+
+    @property
+    def drops(self) -> bool:
+        """Whether the job's synchronization model may go on without a learner that computes."""
+        return int(self._control["mode"]) & 3 == Mode.COLLECT
+
+    @property
+    def wave(self) -> int:
+        """Mini-batches whose gradients are to be added up and pushed as one; above 1 under WSP."""
+        return max(1, int(self._control["wave"]))
 
     @property
     def stopping(self) -> bool:

@@ -44,12 +44,13 @@ def learn(path: str) -> None:
     for batch in optimizer.batches(
         len(labels), settings["batch_size"], settings["epochs"], settings["seed"]
     ):
-        optimizer.zero_grad()
-        logits = model(torch.from_numpy(sentences.batch(batch.indices)))
-        loss = functional.cross_entropy(logits, labels[batch.indices])
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.report(loss=loss)
-        optimizer.step()
+        with optimizer.iteration():
+            optimizer.zero_grad()
+            logits = model(torch.from_numpy(sentences.batch(batch.indices)))
+            loss = functional.cross_entropy(logits, labels[batch.indices])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.report(loss=loss)
+            optimizer.step()
     optimizer.client.detach()
 
 

@@ -24,6 +24,7 @@ statistics have moved by every learner's batches. Others (num_batches_tracked) s
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import sys
@@ -56,6 +57,10 @@ SECOND = (
 )
 FEW_VECTORS = 4  # for which a product is bound by memory, however it is computed
 SPARSE = 8  # one in so many values differs from zero
+
+
+class _NotWanted(Exception):
+    """The synchronization model has gone on without the gradient that is being computed."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -126,6 +131,12 @@ class Optimizer(torch.optim.Optimizer):
         if free_gradients:
             self._free_gradients(model)
         self._job_lr = float(self.client.hyper[optimizers.LR])
+        self._steps = 0  # of the wave in hand
+        self._wave = 1  # mini-batches in it
+        self._may_drop = False  # inside iteration(), and the job may go on without this learner
+        self._watched = False
+        self._model = model
+        self._free = free_gradients
         self._made = False
         super().__init__(self._parameters.values(), {"lr": self._job_lr})
         self._made = True
@@ -151,7 +162,8 @@ class Optimizer(torch.optim.Optimizer):
         """Pushes the gradients that backward() left; waits for a free slot, not for the server.
 
         With data of the learner's own it also waits for the turn that the synchronization model
-        gives; batches() waits itself. Returns what the closure returns.
+        gives; batches() waits itself. Returns what the closure returns. Under WSP only the last
+        step of a wave pushes, the sum of the wave's gradients; until then zero_grad() keeps them.
         """
         return self._hooked_step(closure) if self._is_watched() else self._push(closure)
 
@@ -172,6 +184,8 @@ class Optimizer(torch.optim.Optimizer):
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 self._loss = float(result.detach())
         client = self.client
+        if self._goes_on_with_wave():
+            return result
         rate = self.param_groups[0]["lr"]
         scale = float(rate) / self._job_lr if rate != self._job_lr and self._job_lr else 1.0
         kept: list[Any] = []  # what the addresses are of
@@ -186,14 +200,71 @@ class Optimizer(torch.optim.Optimizer):
             client.publish(loss=self._loss, samples=self._samples, rate_scale=scale)
         else:
             client.push_from(where, loss=self._loss, samples=self._samples, rate_scale=scale)
+        self._end_iteration()
+        return result
+
+    def _goes_on_with_wave(self) -> bool:
+        """Counts a mini-batch of a wave; whether more of them are to come."""
+        if self._own_data and not self._steps:
+            self._wave = self.client.wave
+        self._steps += 1
+        if self._steps == self._wave:
+            return False
+        if self._free:
+            raise UsageError(
+                "free_gradients gives each gradient away at once; WSP adds up those of a wave: "
+                "use the one or the other"
+            )
+        return True
+
+    def _end_iteration(self) -> None:
         for products in self._products:
             products.clear()
         self._payload = 0
+        self._steps = 0
         self._loss = float("nan")
         if self._own_data:
-            client.wait_turn()
+            self.client.wait_turn()
             self._pull()
-        return result
+
+    @contextlib.contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Around zero_grad() to step(): ends early once the gradient is not wanted any more.
+
+            with optimizer.iteration():
+                optimizer.zero_grad()
+                criterion(model(inputs), targets).backward()
+                optimizer.step()
+
+        Cutoff goes on without stragglers. One is then stopped at the next module or gradient,
+        inside the block, and goes on after it; its batch is handed out again. Without this block a
+        straggler computes to the end, and its gradient is dropped.
+        """
+        if not self._watched:
+            self._watched = True
+            for module in self._model.modules():
+                if not any(True for _ in module.children()):
+                    hook = module.register_forward_pre_hook(lambda *_: self._check_wanted())
+                    self._undo.append(hook.remove)
+            for parameter in self._parameters.values():
+                made = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _: self._check_wanted()
+                )
+                self._undo.append(made.remove)
+        self._may_drop = self.client.drops
+        try:
+            yield
+        except _NotWanted:
+            self._may_drop = False
+            self.client.give_up()
+            self._end_iteration()
+            self.zero_grad()
+        finally:
+            self._may_drop = False
+
+    def _check_wanted(self) -> None:
+        if self._may_drop and not self.client.wanted:
+            raise _NotWanted
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_push)
 
@@ -248,7 +319,12 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that are set to None are neither cleared nor added to."""
+        """As torch's; gradients that are set to None are neither cleared nor added to.
+
+        In the middle of a wave it does nothing.
+        """
+        if self._steps:
+            return None
         self._payload = 0
         for products in self._products:
             products.clear()
@@ -272,11 +348,16 @@ class Optimizer(torch.optim.Optimizer):
         self._own_data = False
         try:
             for batch in self.client.batches(samples, batch_size, epochs, seed):
-                self._samples = len(batch.indices)
                 self._pull()
-                yield batch
-                if self.client.unanswered:
-                    raise UsageError("a batch was left without a step(): call it once for each")
+                count = len(batch.indices)
+                self._wave = -(-count // batch_size)
+                for begin in range(0, count, batch_size):
+                    self._samples = min(begin + batch_size, count)
+                    steps = self._steps
+                    yield batch._replace(indices=batch.indices[begin : begin + batch_size])
+                    last = begin + batch_size >= count
+                    if self.client.unanswered if last else self._steps != steps + 1:
+                        raise UsageError("a batch was left without a step(): call it once for each")
         finally:
             self._own_data = True
             self._pull()

@@ -165,6 +165,17 @@ int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float r
 int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
                int64_t timeout_ms);
 
+/* 1 while the gradient of the iteration in hand may still be applied, 0 once the synchronization
+ * model has gone on without it (cutoff): then gadei_give_up is the quicker way to the next one. */
+int gadei_wanted(const gadei_learner *learner);
+
+/* Ends the iteration in hand without a gradient; the batch that it would have answered is handed
+ * out again. Errors of gadei_claim; then nothing has been published. */
+int gadei_give_up(gadei_learner *learner, int64_t timeout_ms);
+
+/* Mini-batches whose gradients are to be added up and pushed as one: above 1 under WSP. */
+uint32_t gadei_wave(const gadei_learner *learner);
+
 /* Gradients published so far. */
 uint64_t gadei_published(const gadei_learner *learner);
 

@@ -352,6 +352,29 @@ static uint32_t write_blocks(gadei_learner *learner)
     return count;
 }
 
+/* Makes the claimed slot visible: fills in what every frame says of its learner. */
+static void publish(gadei_learner *learner, struct ps_frame frame)
+{
+    frame.batch = PS_NO_BATCH;
+    if (learner->taken_count) {
+        frame.batch = learner->taken[learner->taken_first];
+        learner->taken_first = (learner->taken_first + 1) % PS_AHEAD;
+        learner->taken_count--;
+    }
+    frame.sequence = frame.clock = learner->published;
+    frame.generation = learner->generation;
+    frame.version = learner->version;
+    frame.dtype = learner->wire;
+    frame.flags = PS_CHECKED | (isfinite(frame.squares) ? 0 : PS_NONFINITE);
+    frame.started = learner->started;
+    frame.finished = ps_clock();
+    *learner->slot = frame;
+    learner->ring->pulled = learner->version;
+    learner->slot = NULL;
+    learner->published++;
+    ps_publish(learner->ring, learner->control);
+}
+
 int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
 {
     if (!learner->slot)
@@ -368,35 +391,36 @@ int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float r
     double squares = 0.0;
     for (uint32_t i = 0; i < learner->tensor_count; i++)
         squares += learner->written[i] ? learner->squares[i] : 0.0;
-    uint64_t batch = PS_NO_BATCH;
-    if (learner->taken_count) {
-        batch = learner->taken[learner->taken_first];
-        learner->taken_first = (learner->taken_first + 1) % PS_AHEAD;
-        learner->taken_count--;
-    }
-    *learner->slot = (struct ps_frame){
-        .sequence = learner->published,
-        .generation = learner->generation,
-        .clock = learner->published,
-        .version = learner->version,
+    publish(learner, (struct ps_frame){
         .kind = learner->rows ? PS_ROWS : PS_DENSE,
-        .dtype = learner->wire,
         .blocks = blocks,
         .payload_bytes = learner->rows ? learner->payload.end : learner->elements * width(learner),
-        .flags = PS_CHECKED | (isfinite(squares) ? 0 : PS_NONFINITE),
         .squares = squares,
-        .batch = batch,
         .samples = samples,
         .rate_scale = rate_scale,
         .loss = loss,
-        .started = learner->started,
-        .finished = ps_clock(),
-    };
-    learner->ring->pulled = learner->version;
-    learner->slot = NULL;
-    learner->published++;
-    ps_publish(learner->ring, learner->control);
+    });
     return GADEI_OK;
+}
+
+int gadei_wanted(const gadei_learner *learner)
+{
+    const struct ps_entry *entry = &learner->control->roster[learner->row];
+    return learner->published >= ps_load_acquire(&entry->obsolete);
+}
+
+uint32_t gadei_wave(const gadei_learner *learner)
+{
+    uint64_t wave = ps_load_acquire(&learner->control->wave);
+    return wave ? (uint32_t)wave : 1;
+}
+
+int gadei_give_up(gadei_learner *learner, int64_t timeout_ms)
+{
+    int result = gadei_claim_rows(learner, timeout_ms);
+    if (!result)
+        publish(learner, (struct ps_frame){.kind = PS_EMPTY, .rate_scale = 1.0f, .loss = NAN});
+    return result;
 }
 
 int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,

@@ -20,7 +20,7 @@
 #include <stdint.h>
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 4u
+#define PS_LAYOUT_VERSION 5u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
@@ -32,11 +32,14 @@
 #define PS_HYPER 32         /* packed hyper-parameters, float64 */
 #define PS_JOURNAL 248      /* words of the journal; a transaction takes some 110 at most */
 #define PS_MAX_DIMS 8
+#define PS_RUNS 128         /* iterations of each learner whose times are kept */
+#define PS_SYNC_TEXT 512    /* bytes of a synchronization model's text */
 #define PS_NO_BATCH UINT64_MAX
 #define PS_UNBOUNDED (1ull << 62)
 
 enum ps_kind { PS_CONTROL = 1, PS_WEIGHTS = 2, PS_STATE = 3, PS_RING = 4 };
-enum ps_frame_kind { PS_DENSE = 1, PS_ROWS = 2 };
+/* PS_EMPTY: no gradient; the learner has given the iteration up, and its batch goes to another. */
+enum ps_frame_kind { PS_DENSE = 1, PS_ROWS = 2, PS_EMPTY = 3 };
 enum ps_dtype { PS_FLOAT32 = 1, PS_BFLOAT16 = 2, PS_FLOAT16 = 3 };
 enum ps_flags { PS_CHECKED = 1, PS_NONFINITE = 2 };
 enum ps_tensor_role { PS_PARAMETER = 1, PS_BUFFER = 2 };
@@ -48,13 +51,15 @@ enum ps_phase {
 enum ps_server_state { PS_SERVER_NONE = 0, PS_SERVER_STARTING = 1, PS_SERVER_READY = 2 };
 enum ps_stop { PS_GO = 0, PS_STOP_DRAIN = 1, PS_STOP_NOW = 2 };
 enum ps_work { PS_NO_WORK = 0, PS_WORKING = 1, PS_WORK_DONE = 2 };
+/* What shards do with a frame: apply it as it comes, leave it for a superstep, or let it lie. */
+enum ps_mode { PS_ON_ARRIVAL = 0, PS_COLLECT = 1, PS_HOLD = 2 };
 enum ps_action { PS_SKIP = 0, PS_APPLY = 1, PS_DROP = 2, PS_REFUSE = 3 };
 /* A learner that never asks for a turn holds up no barrier, one that never asks for work gets none. */
 enum ps_wants { PS_WANTS_TURN = 1, PS_WANTS_WORK = 2 };
 enum ps_reason {
     PS_OK = 0, PS_BAD_KIND = 1, PS_BAD_DTYPE = 2, PS_BAD_SIZE = 3, PS_BAD_GENERATION = 4,
     PS_BAD_SEQUENCE = 5, PS_UNCHECKED = 6, PS_NOT_FINITE = 7, PS_BAD_SCALE = 8,
-    PS_BAD_ROWS = 9,
+    PS_BAD_ROWS = 9, PS_GIVEN_UP = 10,
 };
 
 /* 0        8        16               32       40       48    52    56       64              128
@@ -81,7 +86,8 @@ struct ps_shard {          /* S: the thread of this shard; two lines */
     uint32_t tid;
     uint32_t recovered;    /* gradients that it finished for a server that died */
     uint32_t cpu;            /* that its thread runs on, plus 1; 0: not known */
-    uint8_t pad0[20];
+    uint32_t mode;           /* the last one that it has seen in control and obeys */
+    uint8_t pad0[16];
     uint64_t lease[8];     /* robust mutex: who holds it may write this shard's part (ps_lease.h) */
 };
 
@@ -108,7 +114,8 @@ struct ps_entry {          /* a row of the roster */
     uint32_t grant_seq;    /* futex of the learner: bumped when grant changes */
     uint32_t member;       /* 1: the sync model waits for it */
     uint64_t base;         /* clock in the sync model less gradients reported to it, modulo 2^64 */
-    uint64_t pad2[3];
+    uint64_t obsolete;     /* in its own clock: gradients of iterations below will be dropped */
+    uint64_t pad2[2];
     /* 0, from here on; W clears them for a new learner, before `generation` */
     uint64_t applied;      /* of this generation */
     uint64_t dropped;
@@ -138,8 +145,8 @@ struct ps_control {
     uint32_t shards;
     uint32_t slots;              /* of each ring */
     uint32_t ahead;              /* batches handed out ahead, at most PS_AHEAD */
-    uint32_t collect;            /* 1: gradients wait for a superstep (BSP, cutoff) */
-    uint32_t report;             /* 1: the sync model wants to hear of every push */
+    uint32_t mode;               /* S (manager): enum ps_mode, and number of the change << 2 */
+    uint32_t report;             /* S (manager), 1: the sync model wants to hear of every push */
     uint32_t refuse_nonfinite;
     uint32_t staleness_aware;
     uint32_t optimizer;
@@ -155,7 +162,8 @@ struct ps_control {
     uint64_t pause;              /* CLOCK_MONOTONIC ns until which shards stand still; 0: none */
     uint64_t temporary;          /* 1: a command's own job, which nobody goes on with */
     uint64_t saves;              /* 1: a stop ends with a checkpoint */
-    uint64_t pad2[2];
+    uint64_t sync_wanted;        /* number of the model wanted: its text is sync_text[number % 2] */
+    uint64_t wave;               /* mini-batches that a learner pushes as one gradient */
     /* 512: S, which server is the active one */
     uint64_t lease_generation;   /* how many have been so far */
     int32_t lease_pid;
@@ -174,7 +182,8 @@ struct ps_control {
     uint64_t pad6[6];
     /* 704: S (manager), the open superstep of a collecting model */
     uint64_t superstep;          /* number; stored last */
-    uint64_t pad8[7];
+    uint64_t sync_done;          /* number of the model that is in force */
+    uint64_t pad8[6];
     /* 768: 0, the work ledger; W before `work` is set */
     uint32_t work;               /* enum ps_work */
     uint32_t pad9;
@@ -214,6 +223,7 @@ struct ps_control {
     uint32_t superstep_reason[PS_MAX_LEARNERS]; /* enum ps_reason where it is refused */
     uint64_t superstep_upto[PS_MAX_LEARNERS];   /* frames of each ring consumed once it is done */
     uint64_t requeue[PS_MAX_LEARNERS * PS_AHEAD];
+    char sync_text[2][PS_SYNC_TEXT]; /* W: the model in force, and the next or the last one */
 };
 
 struct ps_tensor {           /* one row of the table in the weights segment */
@@ -264,6 +274,14 @@ struct ps_journal {          /* 0 */
     uint64_t words[PS_JOURNAL];
 };
 
+struct ps_run {              /* an iteration, of the ring's generation; 0 */
+    uint64_t sequence;       /* of its frame, plus 1; stored last */
+    double started;          /* CLOCK_MONOTONIC seconds */
+    double finished;
+    uint32_t action;         /* enum ps_action: what became of its gradient */
+    uint32_t kind;           /* of its frame */
+};
+
 struct ps_state {
     struct ps_header header;
     uint64_t streams;        /* optimizer slots */
@@ -274,6 +292,7 @@ struct ps_state {
     struct ps_record record[PS_MAX_SHARDS];
     uint64_t applied[PS_MAX_SHARDS][PS_MAX_LEARNERS]; /* frames consumed of each ring's generation */
     struct ps_journal journal;
+    struct ps_run runs[PS_MAX_LEARNERS][PS_RUNS]; /* frame n is at n % PS_RUNS */
 };
 
 /* A frame: this header, then at PS_PAYLOAD_AT of the slot its payload. */
@@ -371,6 +390,7 @@ static_assert(sizeof(struct ps_tensor) == 256, "tensor");
 static_assert(sizeof(struct ps_weights) == 192, "weights");
 static_assert(sizeof(struct ps_record) == 128, "record");
 PS_AT(ps_state, record, 192);
+static_assert(sizeof(struct ps_run) == 32, "run");
 static_assert(sizeof(struct ps_frame) == 128, "frame");
 static_assert(sizeof(struct ps_block) == 32, "block");
 PS_AT(ps_ring, head, 192);

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gadei_ps import _native, layout, process, segment, weights
+from gadei_ps import _native, layout, modes, process, segment, weights
 from gadei_ps.checkpoint import Snapshot
 from gadei_ps.config import JobConfig
 from gadei_ps.errors import JobInUse, OtherVersion, SegmentError
@@ -25,7 +25,7 @@ from gadei_ps.weights import Model
 
 KILL_S = 10.0
 # Fields of the job file that cannot change while its memory lives.
-ADOPTED = ("optimizer", "sync", "slots", "shards", "ahead", "nonfinite", "tensors")
+ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
 RING_SLOTS_AT = layout.rounded(layout.RING.itemsize, layout.PAGE)
 
 
@@ -87,8 +87,7 @@ class JobMemory:
         control = self.control.view(layout.CONTROL)
         control["slots"] = self.config.slots
         control["ahead"] = self.config.ahead
-        control["collect"] = not sync.on_arrival
-        control["report"] = sync.uses_pushes
+        modes.begin(self.control, sync)
         control["refuse_nonfinite"] = self.config.nonfinite == "refuse"
         control["staleness_aware"] = spec.staleness_aware
         control["optimizer"] = spec.kind

@@ -59,7 +59,6 @@ class Servers:
     memory: JobMemory
     selector: selectors.BaseSelector
     log: Any
-    sync: str
     flags: list[str]
     hang_s: float
     orphan_s: float
@@ -187,7 +186,7 @@ class Servers:
             _native.lease_make(shard + layout.offset(SHARD, "lease"))
 
     def _start(self, number: int) -> None:
-        command = [sys.executable, "-m", "gadei_ps.server", self.memory.config.name, self.sync]
+        command = [sys.executable, "-m", "gadei_ps.server", self.memory.config.name]
         command += [str(number), str(self.orphan_s), *self.flags]
         if self.memory.config.cores:
             command += ["--cores", self.memory.config.cores]

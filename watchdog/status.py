@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gadei_ps import layout
+from gadei_ps import layout, modes
 from gadei_ps.layout import Phase, Reason, Work
 from gadei_ps.watchdog.memory import JobMemory
 
 
-def report(memory: JobMemory, sync: str) -> dict[str, Any]:
+def report(memory: JobMemory) -> dict[str, Any]:
     """The status as plain values; counters only ever grow."""
     control = memory.control.view(layout.CONTROL)
+    in_force, wanted = modes.done(memory.control), modes.wanted(memory.control)
     roster = control["roster"]
     learners = [_learner(memory, row) for row in sorted(memory.rings)]
     now = {name: int(roster[name].sum()) for name in ("applied", "dropped", "refused", "samples")}
@@ -20,7 +21,8 @@ def report(memory: JobMemory, sync: str) -> dict[str, Any]:
         "job": memory.config.name,
         "job_id": memory.job_id.hex(),
         "phase": Phase(int(control["phase"])).name.lower(),
-        "sync": sync,
+        "sync": modes.text(memory.control, in_force),
+        "sync_wanted": modes.text(memory.control, wanted) if wanted != in_force else None,
         "optimizer": memory.config.optimizer.kind,
         "shards": int(control["shards"]),
         "version": int(control["version"]),

@@ -24,9 +24,18 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import _native, control, layout, log, runtime, sync, weights
+from gadei_ps import _native, control, layout, log, modes, runtime, sync, weights
 from gadei_ps.config import JobConfig
-from gadei_ps.control import Attach, Checkpoint, Detach, Offer, SetWork, Status, StopJob
+from gadei_ps.control import (
+    Attach,
+    Checkpoint,
+    Detach,
+    Offer,
+    SetSync,
+    SetWork,
+    Status,
+    StopJob,
+)
 from gadei_ps.errors import (
     CheckpointError,
     ControlError,
@@ -101,7 +110,6 @@ class Supervisor:
         self.config = config
         self.options = options or Options()
         self.memory = JobMemory(config)
-        self.sync = sync.parse(config.sync)
         self._notify = notify or Notify()
         self._log = log.get(job=config.name)
         self._selector = selectors.DefaultSelector()
@@ -112,7 +120,6 @@ class Supervisor:
             self.memory,
             self._selector,
             self._log,
-            str(self.sync),
             self.options.flags,
             config.hang_s,
             config.orphan_s,
@@ -134,6 +141,11 @@ class Supervisor:
     @property
     def _control(self) -> np.void:
         return self.memory.control.view(layout.CONTROL)
+
+    @property
+    def _sync(self) -> str:
+        """The synchronization model in force."""
+        return modes.text(self.memory.control, modes.done(self.memory.control))
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -181,7 +193,7 @@ class Supervisor:
         else:
             for name in clear_dead(self.config.name):
                 self._log.warning("removed a dead job's segment", segment=name[1:])
-            self.memory.create_control(self.sync)
+            self.memory.create_control(sync.parse(self.config.sync))
             self._control["temporary"] = not self.options.resume
             self._make_first_model()
         self._wait_until_serving()
@@ -196,9 +208,15 @@ class Supervisor:
             "adopted" if self.memory.adopted else "ready",
             socket=str(path),
             pid=os.getpid(),
-            sync=str(self.sync),
+            sync=self._sync,
             version=int(self._control["version"]),
         )
+        if self._sync != str(sync.parse(self.config.sync)):
+            self._log.warning(
+                "the job keeps the synchronization model that it has; gadei-ps set changes it",
+                sync=self._sync,
+                file=str(sync.parse(self.config.sync)),
+            )
         if stop != Stop.GO:
             self._log.warning("finishing the stop that another watchdog had begun")
             self._begin_stop(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
@@ -443,6 +461,8 @@ class Supervisor:
                 return self._attach(client, request)
             case Detach():
                 return self._detach(client, request)
+            case SetSync():
+                return self._set_sync(request)
             case SetWork():
                 return self._set_work(request)
             case Checkpoint():
@@ -455,7 +475,7 @@ class Supervisor:
                 return None
 
     def _report(self) -> dict[str, Any]:
-        report = status.report(self.memory, str(self.sync))
+        report = status.report(self.memory)
         report["server_private_bytes"] = self._servers.private_bytes()
         report["standby_pid"] = self._servers.standby_pid
         report["last_checkpoint"] = self._checkpoints.last or None
@@ -514,6 +534,37 @@ class Supervisor:
     def _detach(self, client: Client, request: Detach) -> dict[str, Any]:
         self._roster.detach(client.pid, request.row, request.generation)
         return {}
+
+    def _set_sync(self, request: SetSync) -> dict[str, Any]:
+        self._refuse_when_stopping()
+        job = self.config.name
+        attached = len(self._roster.rows)
+        learners = self.config.learners.count if self.config.learners else attached or None
+        try:
+            wanted = sync.parse(request.sync)
+            wanted.check(learners)
+        except sync.SpecError as error:
+            raise ControlError(str(error)) from None
+        if not modes.fits(wanted):
+            raise ControlError(f"{wanted.name}: its parameters are too long; use a shorter path")
+        memory = self.memory.control
+        if modes.wanted(memory) != modes.done(memory):
+            raise ControlError(
+                f"job {job!r} is just changing to "
+                f"{modes.text(memory, modes.wanted(memory))}; ask again once it has"
+            )
+        wave = int(self._control["wave"])
+        if int(self._control["work"]) == Work.WORKING and wanted.wave != wave:
+            raise ControlError(
+                f"the job hands out batches of waves of {wave}, not {wanted.wave}: "
+                "that cannot change while it works on them"
+            )
+        if str(wanted) == self._sync:
+            return {"changes": False, "sync": str(wanted)}
+        self._log.info("changing the synchronization model", sync=str(wanted))
+        modes.ask(memory, wanted)
+        self.memory.ring_bells()
+        return {"changes": True, "sync": str(wanted)}
 
     def _set_work(self, request: SetWork) -> dict[str, Any]:
         self._refuse_when_stopping()

@@ -39,8 +39,9 @@ class Cutoff(SyncModel):
     are awaited. A learner that leaves is not waited for; c is at most the number of those there
     are.
 
-    As in BSP, the first arrival closes a superstep to newcomers, and a refused gradient is dropped
-    and its learner waits for the next superstep; it does not count among the c.
+    A newcomer takes part at once; where all are awaited, the first arrival closes the superstep to
+    it, as in BSP. A refused gradient is dropped, its learner waits for the next superstep, and it
+    does not count among the c.
     """
 
     name: ClassVar[str] = "cutoff"
@@ -76,7 +77,7 @@ class Cutoff(SyncModel):
         self._cutoff = self.c  # of the superstep that runs; None: all
         self._since: dict[int, int] = {}  # the superstep in which a computing learner began
         self._waiting: dict[int, None] = {}  # for the next superstep, in the order they came
-        self._held: list[int] = []
+        self._held: dict[int, None] = {}
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
         # By slot. began: of the iteration in hand, NaN for who has none.
@@ -139,7 +140,7 @@ class Cutoff(SyncModel):
             self._times = np.concatenate([self._times, more])
         self._slots[learner] = slot
         self._times[slot] = self._began[slot] = np.nan
-        if self._closed:
+        if learner in self._held or (self._closed and self._cutoff is None):
             self._waiting[learner] = None
         else:
             self._begin(learner, now)
@@ -167,7 +168,7 @@ class Cutoff(SyncModel):
             return [Commit((), (learner,)), *self._cut(now)]
         self._times[slot] = now - self._began[slot]
         self._began[slot] = np.nan
-        self._held.append(learner)
+        self._held[learner] = None
         return self._cut(now)
 
     def _grant(self, learner: int, clock: int) -> int:
@@ -189,7 +190,7 @@ class Cutoff(SyncModel):
         waiting, self._waiting = self._waiting, {}
         for learner in waiting:
             self._begin(learner, now)
-        held, self._held = self._held, []
+        held, self._held = self._held, {}
         return [Commit(tuple(sorted(held)))] if held else []
 
     def _foresee(self, now: float) -> None:

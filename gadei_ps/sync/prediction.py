@@ -97,7 +97,8 @@ def inverse_normal(probabilities: FloatArray) -> FloatArray:
 
 def survival(deviations: FloatArray) -> FloatArray:
     """P(Z > d) for a standard normal Z and each d, of any shape."""
-    flat = [0.5 * math.erfc(d * math.sqrt(0.5)) for d in deviations.ravel().tolist()]
+    scaled = deviations.ravel() * math.sqrt(0.5)
+    flat = [0.5 * math.erfc(d) for d in scaled.tolist()]
     return np.array(flat, np.float64).reshape(deviations.shape)
 
 

@@ -242,7 +242,18 @@ def _seeds() -> Iterator[int]:
     yield from range(10_000)
 
 
-@pytest.mark.parametrize(("model", "ahead"), [("asp", 1), ("asp", 4), ("ssp:1", 4), ("bsp", 1)])
+@pytest.mark.parametrize(
+    ("model", "ahead"),
+    [
+        ("asp", 1),
+        ("asp", 4),
+        ("ssp:1", 4),
+        ("bsp", 1),
+        ("elastic-bsp:R=4", 4),
+        ("cutoff:c=2", 1),
+        ("wsp:D=1", 4),
+    ],
+)
 def test_every_sample_once_an_epoch(model: str, ahead: int, job_name: str) -> None:
     tensors = [{"name": "w", "shape": [SAMPLES * EPOCHS * SPREAD]}]
     seeds = _seeds()
@@ -277,7 +288,7 @@ def test_every_sample_once_an_epoch(model: str, ahead: int, job_name: str) -> No
         assert deaths > 5
         weights = live_weights(job_name)
         answered = weights[: SAMPLES * EPOCHS * SPREAD : SPREAD]
-        if model == "bsp":
+        if model in ("bsp", "cutoff:c=2"):
             # A superstep divides by its members. As many gradients as samples, and none is missed.
             assert (answered > 0).all()
             assert answered.max() <= 1

@@ -112,7 +112,7 @@ def test_packages_that_know_only_themselves(package: str, more: tuple[str, ...])
 
 
 SERVER = named("server", "shard", "apply", "account", "places", "ledger", "symbols")
-SERVER |= named("compiled", "driver", "journal", "recover", "rings")
+SERVER |= named("change", "compiled", "driver", "journal", "recover", "rings")
 
 
 def test_learners_and_watchdog_know_neither_each_other_nor_the_server() -> None:

@@ -160,8 +160,29 @@ def test_bad_frames_never_reach_the_weights(shards: int, job_name: str) -> None:
 
 
 def test_every_reason_is_tested() -> None:
-    others = {Reason.OK, Reason.BAD_ROWS}  # test_rows.py
+    others = {Reason.OK, Reason.GIVEN_UP, Reason.BAD_ROWS}  # test_rows.py
     assert {reason for _, reason in BAD} == set(Reason) - others
+
+
+def test_what_is_given_up_is_dropped(job_name: str) -> None:
+    with Rig(job_name, W, shards=2) as rig, rig.serving():
+        apply_one(rig, 0, ones(rig), kind=FrameKind.EMPTY, payload_bytes=0)
+        entry = rig.roster[0]
+        assert (int(entry["dropped"]), int(entry["refused"]), int(entry["applied"])) == (1, 0, 0)
+        assert not rig.weights.any()
+
+
+def test_times_of_the_last_iterations_are_kept(job_name: str) -> None:
+    with Rig(job_name, W) as rig, rig.serving():
+        for number in range(layout.RUNS + 3):
+            apply_one(rig, 0, ones(rig), started=float(number), finished=number + 0.5)
+        runs = rig.state["runs"][0]
+        first = layout.RUNS + 3 - layout.RUNS
+        for number in range(first, layout.RUNS + 3):
+            run = runs[number % layout.RUNS]
+            assert int(run["sequence"]) == number + 1
+            assert (float(run["started"]), float(run["finished"])) == (number, number + 0.5)
+            assert int(run["action"]) == Action.APPLY
 
 
 def test_nonfinite_where_the_job_allows_it(job_name: str) -> None:

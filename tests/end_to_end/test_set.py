@@ -1,0 +1,309 @@
+"""Changing a running job's model, stragglers that are told, waves, and recorded run times."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import Child, daemon, eventually, fork, learner, live_weights, status
+
+from gadei_ps import control, jobs, traces, tracing
+from gadei_ps.control import SetSync
+from gadei_ps.errors import ControlError, JobNotFound, UsageError
+from gadei_ps.learners.client import Client
+
+VALUES = 3000
+TENSORS = [{"name": "w", "shape": [VALUES]}]
+MODELS = (
+    "asp",
+    "ssp:s=2",
+    "bsp",
+    "elastic-bsp:R=4",
+    "cutoff:c=2",
+    "cutoff:by=order",
+    "wsp:D=1,s_local=0",
+)
+
+
+def _push_until_told(pipe: Connection, job: str) -> None:
+    """Pushes ones until it is told to stop; sends how many."""
+    with Client(job) as client:
+        client.wait_turn()
+        pipe.send("granted")
+        while not pipe.poll():
+            client.push({"w": np.ones(VALUES, np.float32)})
+        client.wait_applied()
+        pipe.send(client.published)
+
+
+def _push_when_told(pipe: Connection, job: str) -> None:
+    """Pushes when it is sent a number, gives up when it is sent "give up"; else says `wanted`."""
+    with Client(job) as client:
+        client.wait_turn()
+        pipe.send("granted")
+        while (what := pipe.recv()) is not None:
+            if what == "wanted":
+                pipe.send(client.wanted)
+                continue
+            if what == "give up":
+                client.give_up()
+            else:
+                client.push({"w": np.full(VALUES, what, np.float32)})
+            client.wait_turn()
+            pipe.send("granted")
+
+
+def _tell(child: Child, what: Any) -> Any:
+    child.send(what)
+    return child.receive()
+
+
+def _all_granted(team: list[Child]) -> None:
+    for child in team:
+        assert child.receive() == "granted"
+
+
+def test_every_change_under_load_loses_nothing(job_name: str) -> None:
+    """From each model to each other one, while learners push as fast as they can."""
+    pairs = list(itertools.permutations(MODELS, 2))
+    order = [MODELS[0]]
+    while pairs:  # a walk over all pairs
+        after = next((b for a, b in pairs if a == order[-1]), pairs[0][0])
+        if (order[-1], after) in pairs:
+            pairs.remove((order[-1], after))
+        order.append(after)
+    with (
+        daemon(job_name, sync=MODELS[0], tensors=TENSORS, shards=2) as job,
+        fork(3, _push_until_told, job_name) as team,
+    ):
+        _all_granted(team)
+        for model in order[1:]:
+            result = jobs.set_sync(job_name, model, 30.0)
+            assert result["sync"] == model == status(job_name)["sync"]
+            heads = {row["pid"]: row["published"] for row in status(job_name)["learners"]}
+
+            def moved(heads: dict[int, int] = heads) -> bool:
+                rows = status(job_name)["learners"]
+                return all(row["published"] > heads[row["pid"]] + 3 for row in rows)
+
+            eventually(moved, what=lambda: status(job_name))
+            job.check()
+        pushed = sum(_tell(child, "stop") for child in team)
+        eventually(lambda: not status(job_name)["learners"])
+        end = status(job_name)
+        assert end["gradients_applied"] + end["gradients_dropped"] == pushed
+        assert end["gradients_refused"] == 0
+        assert end["version"] == end["gradients_applied"]
+
+
+@pytest.mark.parametrize("times", ["once", "each"])
+def test_kills_amid_changes(times: str, job_name: str) -> None:
+    """A change is made whoever dies, every gradient is applied or dropped once."""
+    with (
+        daemon(job_name, sync="bsp", tensors=TENSORS, shards=2, standby=True) as job,
+        fork(3, _push_until_told, job_name) as team,
+    ):
+        _all_granted(team)
+        for number, model in enumerate(("asp", "bsp", "ssp:s=1", "cutoff:c=2", "asp", "bsp")):
+            control.ask(job_name, SetSync(sync=model))
+            if times == "each" or number == 0:
+                before = status(job_name)["server_pid"]
+                os.kill(before, signal.SIGKILL)
+                eventually(lambda before=before: status(job_name)["server_pid"] != before)
+            eventually(
+                lambda model=model: status(job_name)["sync"] == model,
+                what=lambda: status(job_name),
+            )
+            eventually(lambda: status(job_name)["standby_pid"], what="a standby")
+            job.check()
+        pushed = sum(_tell(child, "stop") for child in team)
+        eventually(lambda: not status(job_name)["learners"])
+        end = status(job_name)
+        assert end["gradients_applied"] + end["gradients_dropped"] == pushed
+        if end["gradients_dropped"] == 0:
+            # Sums of ones, or means of them: a superstep of three moves the weights by one.
+            assert live_weights(job_name)[0] < 0
+        assert np.ptp(live_weights(job_name)[:VALUES]) == 0
+
+
+def test_change_waits_for_the_iteration_in_hand(job_name: str) -> None:
+    with (
+        daemon(job_name, sync="ssp:9", tensors=TENSORS),
+        fork(2, _push_when_told, job_name) as (one, other),
+    ):
+        _all_granted([one, other])
+        one.send(1)
+        assert one.receive() == "granted"
+        changing = threading.Thread(target=jobs.set_sync, args=(job_name, "bsp", 30.0))
+        changing.start()
+        eventually(lambda: status(job_name)["sync_wanted"] == "bsp")
+        with pytest.raises(ControlError, match="is just changing to bsp"):
+            jobs.set_sync(job_name, "asp", 1.0)
+        # Both finish what they have in hand, and neither begins another iteration.
+        one.send(2)
+        with pytest.raises(ControlError, match="is just changing"):
+            jobs.set_sync(job_name, "asp", 1.0)
+        assert status(job_name)["sync"] == "ssp:s=9"
+        other.send(3)
+        changing.join()
+        _all_granted([one, other])
+        assert status(job_name)["sync"] == "bsp"
+        before = live_weights(job_name)[0]
+        one.send(10)
+        other.send(20)
+        _all_granted([one, other])
+        assert live_weights(job_name)[0] == before - 15
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("ssp:-1", "sync: ssp: s must be a whole number from 0"),
+        ("elastic-bsp:0", "sync: elastic-bsp: R must be a whole number from 1"),
+        ("nosuch", "sync: unknown model 'nosuch'"),
+        ("cutoff:c=3", "cutoff: c = 3 is above the number of learners, 2"),
+        ("cutoff:file=/nonexistent/model.safetensors", "cutoff: .*/nonexistent/model"),
+    ],
+)
+def test_bad_change_changes_nothing(spec: str, why: str, job_name: str) -> None:
+    with (
+        daemon(job_name, tensors=TENSORS),
+        fork(2, _push_when_told, job_name) as team,
+    ):
+        _all_granted(team)
+        with pytest.raises((UsageError, ControlError), match=why):
+            jobs.set_sync(job_name, spec, 1.0)
+        assert (status(job_name)["sync"], status(job_name)["sync_wanted"]) == ("asp", None)
+        assert _tell(team[0], 1) == "granted"
+
+
+def test_straggler_gives_up_and_goes_on(job_name: str) -> None:
+    with (
+        daemon(job_name, sync="cutoff:c=2", tensors=TENSORS, shards=2),
+        fork(3, _push_when_told, job_name) as team,
+    ):
+        _all_granted(team)
+        one, other, slow = team
+        assert _tell(slow, "wanted") is True
+        one.send(100)
+        other.send(300)
+        _all_granted([one, other])
+        np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -200)
+        assert _tell(slow, "wanted") is False
+        assert _tell(slow, "give up") == "granted"
+        assert _tell(slow, "wanted") is True
+        row = learner(job_name, slow.pid)
+        assert row
+        assert (row["dropped"], row["refused"], row["applied"]) == (1, 0, 0)
+        # It counts in the superstep that runs.
+        one.send(4)
+        slow.send(8)
+        _all_granted([one, slow])
+        np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -206)
+        # A push that is not wanted any more is given up as well.
+        assert _tell(other, "wanted") is False
+        assert _tell(other, 1e9) == "granted"
+        np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -206)
+
+
+def _batches(pipe: Connection, job: str, slow: bool) -> None:
+    """Answers batches; a slow one waits until its gradient is not wanted, then gives it up."""
+    answered = []
+    with Client(job) as client:
+        pipe.send("attached")
+        pipe.recv()
+        for batch in client.batches(samples=100, batch_size=1, epochs=2, seed=1):
+            if slow:
+                while client.wanted and not pipe.poll():
+                    pass
+            if client.wanted:
+                answered.append(batch.id)
+                client.push({"w": np.ones(VALUES, np.float32)})
+            else:
+                client.give_up()
+        pipe.send(answered)
+
+
+def test_batch_of_a_straggler_is_handed_out_again(job_name: str) -> None:
+    with (
+        daemon(job_name, sync="cutoff:c=2", tensors=TENSORS, ahead=1) as job,
+        fork(2, _batches, job_name, False) as fast,
+        fork(1, _batches, job_name, True) as (slow,),
+    ):
+        team = [*fast, slow]
+        for child in team:
+            assert child.receive() == "attached"
+        for child in fast:
+            child.send("go")
+        slow.send("go")
+        eventually(lambda: status(job_name)["gradients_dropped"] > 0, what=lambda: status(job_name))
+        slow.send("hurry")  # at the end nobody else is left to compute
+        eventually(lambda: status(job_name)["work"]["state"] == "done")
+        end = status(job_name)
+        assert end["gradients_applied"] == 200
+        assert end["batches_requeued"] == end["gradients_dropped"] > 0
+        job.check()
+
+
+def test_trace_records_every_iteration(job_name: str, tmp_path: Path) -> None:
+    out = tmp_path / "trace.csv"
+    with (
+        daemon(job_name, sync="bsp", tensors=TENSORS),
+        fork(2, _push_when_told, job_name) as team,
+    ):
+        _all_granted(team)
+        result: dict[str, Any] = {}
+        stop = tracing.Recorder(job_name)
+        assert stop.read() == []
+        for number in range(300):  # more than the memory keeps
+            for child in team:
+                child.send(1)
+            _all_granted(team)
+            if number % 50 == 0:
+                result[str(number)] = stop.read()
+        lines = [line for part in result.values() for line in part] + stop.read()
+        assert stop.rows == len(lines) == 600
+        assert stop.missed == 0
+        out.write_text(",".join(traces.HEADER) + "\n" + "".join(lines))
+    recorded = traces.read(out)
+    assert recorded.times.shape == (300, 2)
+    assert not np.isnan(recorded.times).any()
+    assert (recorded.times > 0).all()
+    with pytest.raises(JobNotFound, match="no job"):
+        tracing.Recorder(job_name)
+
+
+def test_trace_counts_what_it_missed(job_name: str) -> None:
+    with (
+        daemon(job_name, tensors=TENSORS),
+        fork(1, _push_when_told, job_name) as (one,),
+    ):
+        _all_granted([one])
+        recorder = tracing.Recorder(job_name)
+        recorder.read()
+        for _ in range(200):
+            _tell(one, 1)
+        recorder.read()
+        # The last one is perhaps just being applied.
+        eventually(lambda: (recorder.read(), recorder.rows + recorder.missed == 200)[1])
+        assert 100 <= recorder.rows <= 129
+
+
+def test_stopped_learner_holds_a_change_up_until_it_goes_on(job_name: str) -> None:
+    with (
+        daemon(job_name, sync="ssp:9", tensors=TENSORS),
+        fork(2, _push_until_told, job_name) as team,
+    ):
+        _all_granted(team)
+        team[0].signal(signal.SIGSTOP)
+        with pytest.raises(ControlError, match=r"has not come to a barrier within 0\.5 s"):
+            jobs.set_sync(job_name, "bsp", 0.5)
+        team[0].signal(signal.SIGCONT)
+        eventually(lambda: status(job_name)["sync"] == "bsp")
