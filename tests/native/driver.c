@@ -170,6 +170,12 @@ static void do_command(char *line)
             ;
         free(gradient);
         answer(result);
+    } else if (!strcmp(word, "wanted")) {
+        answer(gadei_wanted(learner));
+    } else if (!strcmp(word, "wave")) {
+        answer((int)gadei_wave(learner));
+    } else if (!strcmp(word, "give_up")) {
+        answer(gadei_give_up(learner, a));
     } else if (!strcmp(word, "applied")) {
         answer(gadei_wait_applied(learner, a));
     } else if (!strcmp(word, "published")) {

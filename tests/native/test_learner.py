@@ -361,3 +361,30 @@ def test_a_wait_notices_reused_pids(small: Any, hurried: Callable[[], Any]) -> N
         running.control[f"{who}_start"] = start
     running.pause(False)
     mine.do("applied", 10_000)
+
+
+def test_straggler_gives_up(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
+    running, mine, other = job(**SMALL, sync="cutoff:c=1"), learner(), learner()
+    for one in (mine, other):
+        one.do("attach", running.socket, "one")
+    mine.do("work", 5, 1, 0)
+    assert mine.ask("take", 10_000) == (0, "0 0")
+    for one in (mine, other):
+        one.do("turn", 10_000)
+    assert mine.ask("wanted") == (1, "")
+    other.do("push", 1.0, 10_000)
+    other.do("turn", 10_000)  # granted once the superstep is applied
+    assert mine.ask("wanted") == (0, "")
+    mine.do("give_up", 10_000)
+    mine.do("turn", 10_000)
+    assert mine.ask("wanted") == (1, "")
+    status = running.status()
+    assert (status["gradients_applied"], status["gradients_dropped"]) == (1, 1)
+    assert status["batches_requeued"] == 1
+    assert mine.ask("wave") == (1, "")
+
+
+def test_wave(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
+    running, mine = job(**SMALL, sync="wsp:D=1,s_local=3"), learner()
+    mine.do("attach", running.socket, "one")
+    assert mine.ask("wave") == (4, "")
