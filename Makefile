@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.c native/*.h)
 
-.PHONY: train test crash verify stress fuzz soak lint typing bench docs clean
+.PHONY: train test crash verify stress fuzz soak lint typing bench reproduce docs clean
 
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents
@@ -41,6 +41,11 @@ lint: $(VENV)/built typing
 bench: $(VENV)/built
 	$(BIN)/python -m pip install -q -e '.[torch,dev,bench]'
 	$(BIN)/python -m gadei_ps.benchmarks
+
+# What the papers on synchronization models report, measured again: an hour or so.
+reproduce: $(VENV)/built
+	$(BIN)/python -m pip install -q -e '.[torch,dev,bench]'
+	$(BIN)/python -m gadei_ps.benchmarks.reproduce
 
 docs: $(VENV)/built
 	$(BIN)/python -m pip install -q -e '.[torch,dev,docs]'

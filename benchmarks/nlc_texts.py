@@ -59,12 +59,17 @@ class Texts:
         return self._order[at * size : (at + 1) * size]
 
 
+def data_directory() -> Path:
+    """$GADEI_PS_BENCH_DATA, else shared/data beside the checkout; it need not exist."""
+    return Path(os.environ.get(VARIABLE, CHECKOUT.parent / "shared" / "data"))
+
+
 def read(names: Sequence[str]) -> tuple[dict[str, Dataset], list[str]]:
     """Return those of the data sets that there are, and a note on those that there are not.
 
     Raises UsageError if there is nothing to measure with.
     """
-    directory = Path(os.environ.get(VARIABLE, CHECKOUT.parent / "shared" / "data"))
+    directory = data_directory()
     paths = {name: directory / FILES[name] for name in names}
     found = {name: dataset.read_training(path) for name, path in paths.items() if path.exists()}
     missing = ", ".join(FILES[name] for name in names if name not in found)

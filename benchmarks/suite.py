@@ -71,7 +71,7 @@ def result_of(name: str, report: Report, command: str) -> dict[str, Any]:
     return {
         "benchmark": name,
         "machine": machine(),
-        "commit": _commit(),
+        "commit": commit(),
         "command": command,
         "rows": report.rows,
         "ratios": report.ratios,
@@ -109,7 +109,7 @@ def write(result: dict[str, Any], directory: Path) -> Path:
     return path
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Of the checkout that this is, if it is one."""
     where = Path(__file__).resolve().parent
     told = subprocess.run(
