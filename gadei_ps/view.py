@@ -58,9 +58,12 @@ def facts(rows: Mapping[str, str]) -> Table:
 def job_status(status: Mapping[str, Any], rates: Mapping[int, float] | None = None) -> Group:
     """A job with its learners and their staleness."""
     model, work = status["model"], status["work"]
+    changing = f" (changing to {status['sync_wanted']})" if status["sync_wanted"] else ""
     rows = {
         "job": f"{status['job']}, {status['phase']}",
-        "configuration": f"{status['sync']}, {status['optimizer']}, {status['shards']} shards",
+        "configuration": (
+            f"{status['sync']}{changing}, {status['optimizer']}, {status['shards']} shards"
+        ),
         "model": (
             f"{model['values']:,} values in {model['tensors']} tensors, {size(model['bytes'])}"
             if model
