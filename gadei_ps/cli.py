@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import gadei_ps
-from gadei_ps import cli_sync, outcome
+from gadei_ps import cli_runtime_model, cli_simulate, cli_sync, outcome
 from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
 from gadei_ps.outcome import print_json
 
@@ -420,6 +420,8 @@ def stop(
 
 app.command("set")(cli_sync.set_job)
 app.command("trace")(cli_sync.trace)
+app.command("simulate")(cli_simulate.simulate)
+app.add_typer(cli_runtime_model.app, name="runtime-model")
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

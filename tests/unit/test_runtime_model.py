@@ -123,6 +123,26 @@ def test_it_sees_a_recovery_through_censored_run_times(trained: Path) -> None:
     assert expected[5] < 1.5 * expected[0]
 
 
+def test_it_gets_used_to_a_learner_that_is_slow_as_never_before(trained: Path) -> None:
+    """Learner 4 was as quick as the others all through the trace."""
+    generator = np.random.default_rng(0)
+    model = RuntimeModel.load(trained)
+    errors = []
+    for _ in range(60):
+        row = np.exp(generator.normal(0, 0.05, 6)) * np.where(ALL == 4, 2.5, 1.0)
+        expected = model.expected(ALL)
+        if expected is not None:
+            errors.append(abs(expected[5] - 2.5))
+            # It is dropped from then on, which must not make it seem quicker.
+            dropped = (ALL == 4) & (len(errors) > 10)
+            row = np.where(dropped, 1.2, row)
+            model.observe(row, dropped)
+        else:
+            model.observe(row, NOBODY)
+    assert errors[0] > 0.5
+    assert np.mean(errors[20:]) < 0.3
+
+
 def test_the_level_of_a_run_does_not_matter(trained: Path) -> None:
     times = switching(40, 2)
     minutes, seconds = RuntimeModel.load(trained), RuntimeModel.load(trained)

@@ -1,0 +1,1 @@
+"""What the papers report, done again here: `make reproduce`."""

@@ -1,0 +1,138 @@
+"""`make reproduce`: what the papers report, measured again, and docs/reproduction.md.
+
+    python -m gadei_ps.benchmarks.reproduce [--quick] [--write] [PART]...
+
+Each part runs in a process of its own and writes a result file; the document is written from all
+result files there are. `--write`: the document only. `--quick`: small sizes, to see that it works;
+nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import time
+
+import matplotlib
+
+from gadei_ps.benchmarks import suite
+from gadei_ps.benchmarks.common import machine
+from gadei_ps.benchmarks.reproduce import part
+from gadei_ps.benchmarks.reproduce.part import Part, Row
+
+PARTS = (
+    "zipline_table",
+    "elastic_accuracy",
+    "elastic_loss",
+    "cutoff_cluster",
+    "order_statistics",
+    "real_traces",
+    "prediction_cost",
+    "cutoff_loss",
+    "staleness",
+    "wsp_schedules",
+    "sync_accuracy",
+    "validation",
+)
+DOCUMENT = part.ROOT / "docs" / "reproduction.md"
+HEAD = """# Reproduction
+
+What the papers on synchronization models report, measured again. `make reproduce` does it all and
+writes this page; `python -m gadei_ps.benchmarks.reproduce PART` does a part of it. Every figure
+behind a table is in `benchmarks/results/reproduce_PART.json`, with the machine and the command.
+
+The papers: Zhao et al. 2019, *Elastic Bulk Synchronous Parallel Model for Distributed Deep
+Learning*; Teng and Wood 2018, *High Throughput Synchronous Distributed Stochastic Gradient
+Descent*; Park et al. 2020, *HetPipe*, after the thesis *Efficient Distributed DNN Training*; Zhang
+et al. 2016, *GaDei*.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures again what the papers report.")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--write", action="store_true", help="the document only")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    options = parser.parse_args()
+    for name in options.parts:
+        if name not in PARTS:
+            parser.error(f"there is no part {name!r}: there are {', '.join(PARTS)}")
+    if options.here:
+        _run(options.parts[0], options.quick)
+        return
+    if not options.write:
+        for name in options.parts or PARTS:
+            print(f"{name} ...", flush=True)
+            command = [sys.executable, "-m", "gadei_ps.benchmarks.reproduce", "--here", name]
+            subprocess.run(command + ["--quick"] * options.quick, check=True)
+    if not options.quick:
+        DOCUMENT.write_text(document())
+        print(DOCUMENT)
+
+
+def _run(name: str, quick: bool) -> None:
+    """One part, in this process."""
+    matplotlib.use("Agg")
+    # So that a plot drawn again from the same figures is the same file.
+    matplotlib.rcParams["svg.hashsalt"] = "gadei-ps"
+    if quick:
+        part.PLOTS = part.scratch()
+    begin = time.monotonic()
+    found: Part = importlib.import_module(f"gadei_ps.benchmarks.reproduce.{name}").run(quick)
+    for row in found.rows:
+        print(f"  {row.what}: {row.ours}  [{row.paper}]  {row.why}")
+    print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+    if not quick:
+        facts = {
+            "machine": machine(),
+            "commit": suite.commit(),
+            "command": f"python -m gadei_ps.benchmarks.reproduce {name}",
+        }
+        found.write(name, facts)
+
+
+def document() -> str:
+    """docs/reproduction.md, from the result files."""
+    sections = [HEAD]
+    for name in PARTS:
+        if not (part.RESULTS / f"reproduce_{name}.json").exists():
+            sections.append(f"## {name}\n\nNot measured yet.\n")
+            continue
+        found, facts = part.read(name)
+        sections.append(_section(name, found, facts))
+    return "\n".join(sections)
+
+
+def _section(name: str, found: Part, facts: dict[str, object]) -> str:
+    lines = [f"## {found.title}", "", found.text, ""]
+    if any(row.paper for row in found.rows):
+        lines += ["| | paper, or reach | ours | difference |", "| --- | --- | --- | --- |"]
+        lines += [f"| {_cell(row, 'paper')} |" for row in found.rows]
+    else:
+        lines += ["| | ours | |", "| --- | --- | --- |"]
+        lines += [f"| {_cell(row)} |" for row in found.rows]
+    lines.append("")
+    for plot in found.plots:
+        lines += [f"![{found.title}](plots/{plot})", ""]
+    machine_ = facts["machine"]
+    assert isinstance(machine_, dict)
+    lines += [
+        f"`{facts['command']}`, commit {facts['commit']}, {machine_['cores']} cores of "
+        f"{machine_['cpu']}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(row: Row, *more: str) -> str:
+    cells = [row.what, *(getattr(row, name) for name in more), row.ours, row.why]
+    return " | ".join(cell.replace("|", "\\|") for cell in cells)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,255 @@
+"""Throughput of learned cutoffs on a cluster one node of which is slow for a while.
+
+Teng and Wood 2018, Figure 2 and sections 4.1 and 4.2.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from gadei_ps import runtime_training
+from gadei_ps.benchmarks.reproduce import cutting, part
+from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Driven
+from gadei_ps.benchmarks.reproduce.part import Part, Row
+from gadei_ps.runtime_training import TrainingResult
+from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor, elfving
+from gadei_ps.sync.prediction import FloatArray
+from gadei_ps.sync.runtime_model import RuntimeModel
+from gadei_ps.traces import Trace
+
+LEARNERS = 158
+NODE = 40
+"""Learners of a node; the last one has 38, because two of 160 are not learners."""
+PAPER_MEAN, PAPER_STD = 1.057, 0.393
+MEAN, SLOW = 0.9119, 2.2326
+"""Seconds of an undisturbed run time, and the factor of a slow node: with these the recording has
+the paper's mean and deviation."""
+SWITCH = 60
+"""The node is slow in iterations 1 to 60 and recovers at iteration 61."""
+TEST, SETTLED = 200, 85
+RECORDED = 1600
+"""Iterations of the recording: about an hour, as the paper's."""
+
+
+def cluster(
+    slow: npt.NDArray[np.bool_],
+    seed: int,
+    *,
+    learners: int = LEARNERS,
+    node: int = NODE,
+    which: int = 0,
+) -> FloatArray:
+    """Run times in seconds, (iterations, learners). slow: whether node `which` is, (iterations,).
+
+    Learners differ a little for good; cluster and nodes wander together over some iterations; each
+    run time has noise of its own (8 %); one in a hundred is a straggler's, by a fifth or more.
+    """
+    generator = np.random.default_rng(seed)
+    iterations = len(slow)
+    of_node = np.arange(learners) // node
+    # The machines are the same in every recording.
+    times = MEAN * np.exp(np.random.default_rng(0).normal(0, 0.03, learners))
+    times = times * np.exp(_wander(generator, iterations, 1, 0.02))
+    times *= np.exp(_wander(generator, iterations, int(of_node[-1]) + 1, 0.03))[:, of_node]
+    times *= np.exp(generator.normal(0, 0.08, times.shape))
+    late = generator.random(times.shape) < 0.01
+    times *= np.where(late, 1.2 + generator.exponential(0.4, times.shape), 1.0)
+    times[:, of_node == which] *= np.where(slow, SLOW, 1.0)[:, None]
+    found: FloatArray = times
+    return found
+
+
+def _wander(generator: np.random.Generator, iterations: int, count: int, std: float) -> FloatArray:
+    """Independent series of that deviation, (iterations, count), each step 0.9 of the last."""
+    series = generator.normal(0, std, (iterations, count))
+    for before, now in pairwise(series):
+        now *= np.sqrt(1 - 0.9**2)
+        now += 0.9 * before
+    return series
+
+
+def switches(iterations: int, seed: int) -> npt.NDArray[np.bool_]:
+    """Slow and not, in turns of 40 to 160 iterations."""
+    generator = np.random.default_rng(seed)
+    turns = generator.integers(40, 161, iterations // 40 + 1)
+    return np.repeat(np.arange(len(turns)) % 2 == 0, turns)[:iterations]
+
+
+def recording(iterations: int = RECORDED, *, learners: int = LEARNERS, node: int = NODE) -> Trace:
+    """What the model is trained with: both regimes, several switches."""
+    times = cluster(switches(iterations, 1), 1, learners=learners, node=node)
+    names = tuple(str(learner) for learner in range(learners))
+    return Trace(times, np.zeros(times.shape, np.bool_), names)
+
+
+def trial(seed: int, *, learners: int = LEARNERS, node: int = NODE, which: int = 0) -> FloatArray:
+    """200 iterations, the first 60 with a slow node; another seed than the recording's."""
+    slow = np.arange(TEST) < SWITCH
+    return cluster(slow, 100 + seed, learners=learners, node=node, which=which)
+
+
+def model(out: Path, quick: bool) -> TrainingResult:
+    """Trains the model of this cluster."""
+    return runtime_training.train(recording(), out=out, epochs=4 if quick else 40)
+
+
+def run(quick: bool = False) -> Part:
+    """Figure 2."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "model.safetensors"
+        trained = model(file, quick)
+        times = [trial(seed) for seed in range(1 if quick else 5)]
+        hindsight = [cutting.best_fixed(one) for one in times]
+        runs: dict[str, list[Driven]] = {
+            "learned": [cutting.drive(RuntimeModel.load(file), one) for one in times],
+            "order": [cutting.drive(NormalPredictor(), one) for one in times],
+            "sampled": [cutting.drive(SampledPredictor(), one) for one in times],
+            "best fixed": [
+                cutting.fixed(one, cutoff) for one, cutoff in zip(times, hindsight, strict=True)
+            ],
+            "full": [cutting.fixed(one, LEARNERS) for one in times],
+        }
+        unseen = trial(0, which=2)
+        others = {
+            "learned": cutting.drive(RuntimeModel.load(file), unseen),
+            "order": cutting.drive(NormalPredictor(), unseen),
+            "sampled": cutting.drive(SampledPredictor(), unseen),
+        }
+    _plot(times[0], {name: made[0] for name, made in runs.items()})
+    recorded = recording().times
+    return Part(
+        title="Cutoff SGD: throughput with predicted cutoffs",
+        text=_text(trained, hindsight),
+        rows=_rows(runs, others, recorded),
+        plots=["cutoff_throughput.svg"],
+        data={
+            "mean": float(recorded.mean()),
+            "std": float(recorded.std()),
+            "training_seconds": trained.seconds,
+            "held_out_elbo": trained.held_out_elbo,
+            "best_fixed": hindsight,
+            "share": {name: [one.share.tolist() for one in made] for name, made in runs.items()},
+            "cutoffs": {
+                name: [one.cutoffs.tolist() for one in made] for name, made in runs.items()
+            },
+            "oracle": [cutting.oracle(one).tolist() for one in times],
+        },
+    )
+
+
+def _text(trained: TrainingResult, hindsight: list[int]) -> str:
+    return f"""\
+Figure 2 of Teng and Wood 2018 on a synthetic cluster after their section 4.1, whose recordings are
+not public: {LEARNERS} learners on four nodes, of which one is slow until iteration {SWITCH} and
+then like the others. Two figures are calibrated to theirs, the mean and the deviation of the
+recording's run times; how run times spread within a node is our guess. The model is trained on a
+recording of {RECORDED} iterations (about an hour) with several switches, in {trained.seconds:.0f} s
+on this machine, and tested on {TEST} iterations of other seeds. Every predictor learns only of the
+learners that it has waited for; in the first 20 iterations all are awaited. The share of an
+iteration is its throughput c / x_(c) over that of the oracle, which knows the run times beforehand.
+The best fixed cutoff is chosen with hindsight ({min(hindsight)} to {max(hindsight)}).
+
+The rows on another node are a test in which the third node is slow, which never was in the
+recording. The paper's networks alone do no better there than Elfving's formula; the learner's
+levels, which are ours (see gadei_ps.sync.runtime_model), make up for it.
+"""
+
+
+def _rows(
+    runs: dict[str, list[Driven]], others: dict[str, Driven], recorded: FloatArray
+) -> list[Row]:
+    mean, std = float(recorded.mean()), float(recorded.std())
+    largest = elfving(LEARNERS, PAPER_MEAN, PAPER_STD)[-1]
+    rows = [
+        Row("mean run time of the recording", "1.057 s", f"{mean:.3f} s", "calibrated"),
+        Row("deviation of the recording", "0.393 s", f"{std:.3f} s", "calibrated"),
+        Row(
+            "Elfving's largest of 158 at the paper's mean and deviation",
+            "2.1063 s",
+            f"{largest:.4f} s",
+            "the formula as Royston 1982 has it gives this; the paper's last digits are another's",
+        ),
+    ]
+    parts = {
+        "iterations 21 to 60": (20, SWITCH),
+        "iterations 61 to 85": (SWITCH, SETTLED),
+        "iterations 86 to 200": (SETTLED, TEST),
+        "all 200 iterations": (0, TEST),
+    }
+    told = {
+        ("learned", "iterations 61 to 85"): "suboptimal for a few iterations",
+        ("learned", "iterations 86 to 200"): "near maximum",
+    }
+    for name, made in runs.items():
+        for what, (begin, end) in parts.items():
+            share = cutting.over(made, lambda one: one.share, begin, end)
+            rows.append(
+                Row(f"share of the oracle, {name}, {what}", told.get((name, what), ""), share)
+            )
+    for name, other in others.items():
+        share = cutting.over([other], lambda one: one.share, 20, SWITCH)
+        what = f"share of the oracle, {name}, iterations 21 to 60, another node slow"
+        rows.append(Row(what, "", share))
+    settled = [int(np.argmax(one.share[SWITCH:] >= 0.95)) for one in runs["learned"]]
+    rows.append(
+        Row(
+            "iterations from the switch until the learned cutoff has 95 % of the oracle",
+            "a few, settled by the 25th",
+            f"{min(settled)} to {max(settled)}",
+        )
+    )
+    seconds = {name: sum(float(one.seconds.sum()) for one in made) for name, made in runs.items()}
+    rows.append(
+        Row(
+            "seconds of an iteration, learned over full",
+            "less (figure only)",
+            f"{seconds['learned'] / seconds['full']:.2f}",
+        )
+    )
+    return rows
+
+
+def _plot(times: FloatArray, runs: dict[str, Driven]) -> None:
+    figure = pyplot.figure(figsize=(8, 6.5), layout="constrained")
+    shown = (1, 50, 100, 150, 200)
+    grid = figure.add_gridspec(3, len(shown), height_ratios=(1, 2, 1.2))
+    first: Any = None
+    for column, iteration in enumerate(shown):
+        axes = first = figure.add_subplot(grid[0, column], sharey=first)
+        axes.plot(times[iteration - 1], ".", markersize=2, color="tab:gray")
+        axes.set_title(f"iteration {iteration}", fontsize=8)
+        axes.tick_params(labelsize=7, labelleft=column == 0)
+        if column == 0:
+            axes.set_ylabel("s, by learner", fontsize=8)
+    iterations = np.arange(1, len(times) + 1)
+    top = figure.add_subplot(grid[1, :])
+    top.plot(iterations, cutting.oracle(times), color="black", linewidth=1, label="oracle")
+    below = figure.add_subplot(grid[2, :], sharex=top)
+    for name in ("full", "best fixed", "order", "learned"):
+        style = {"color": COLOURS[name], "linewidth": 1, "label": name}
+        top.plot(iterations, runs[name].throughput, **style)
+        below.plot(iterations, runs[name].seconds, **style)
+    top.set_ylabel("gradients/s")
+    top.set_ylim(bottom=0)
+    top.legend(fontsize=7, ncols=5, loc="lower right")
+    below.set_ylabel("s per iteration")
+    below.set_ylim(bottom=0)
+    below.set_xlabel("iteration")
+    save(figure, "cutoff_throughput.svg")
+
+
+def save(figure: Any, name: str) -> None:
+    """Into the plots' directory; the same figures give the same file."""
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(part.PLOTS / name, metadata={"Date": None})
+    pyplot.close(figure)

@@ -1,0 +1,1 @@
+"""Synchronization models in virtual time: the objects that the server drives, with any learners."""

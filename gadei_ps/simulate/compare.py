@@ -1,0 +1,98 @@
+"""Several models on the same run times, one after the other, beside the oracle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gadei_ps.errors import UsageError
+from gadei_ps.simulate import oracle
+from gadei_ps.simulate.outcome import Outcome
+from gadei_ps.simulate.problems import PROBLEMS, Problem
+from gadei_ps.simulate.setting import Setting
+from gadei_ps.simulate.simulator import Simulator
+from gadei_ps.simulate.training import Descent
+from gadei_ps.sync import SpecError, SyncModel, parse
+from gadei_ps.sync.wsp import WSP
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What is learnt meanwhile. Rates of None: the problem's own; that over the learners."""
+
+    problem: Problem
+    batch: int = 32
+    lr: float | None = None
+    lr_on_arrival: float | None = None
+    points: int = 100
+    decay: float = 0.0
+
+    def descent(self, setting: Setting, model: SyncModel) -> Descent:
+        """New weights for one model's run."""
+        lr = self.problem.lr if self.lr is None else self.lr
+        on_arrival = lr / setting.learners if self.lr_on_arrival is None else self.lr_on_arrival
+        return Descent(
+            self.problem,
+            setting.seed,
+            batch=self.batch,
+            lr=lr,
+            lr_on_arrival=on_arrival,
+            wave=model.wave if isinstance(model, WSP) else 1,
+            points=self.points,
+            decay=self.decay,
+        )
+
+
+def problem(name: str, seed: int) -> Problem:
+    """One of PROBLEMS by its name. Raises UsageError."""
+    if name not in PROBLEMS:
+        raise UsageError(f"no problem {name!r}: there are {', '.join(PROBLEMS)}")
+    return PROBLEMS[name](seed)
+
+
+def model(spec: str, learners: int) -> SyncModel:
+    """A new model, ready to run with so many learners. Raises UsageError."""
+    try:
+        made = parse(spec)
+        made.check(learners)
+        made.prepare()
+    except SpecError as error:
+        raise UsageError(str(error)) from None
+    return made
+
+
+def run(made: SyncModel, setting: Setting, learning: Learning | None = None) -> Outcome:
+    """Simulates one model, which must be new."""
+    descent = None if learning is None else learning.descent(setting, made)
+    found = Simulator(made, setting, descent).run()
+    if descent is not None:
+        found.curve = descent.curve
+    return found
+
+
+def compare(
+    specs: Sequence[str],
+    setting: Setting,
+    learning: Learning | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """What `gadei-ps simulate --json` prints, but for the setting's own words.
+
+    Deterministic but for the keys `wall_s`. say: told of each model that is done. Raises UsageError
+    for a model that there is not, before anything is simulated.
+    """
+    began = time.perf_counter()
+    models = [model(spec, setting.learners) for spec in specs]
+    best = oracle.run(setting)
+    found = []
+    for made in models:
+        outcome = run(made, setting, learning)
+        found.append(outcome.as_dict(best.throughput))
+        say(f"{outcome.model}: {outcome.pushed:,} pushes in {outcome.wall_s:.1f} s")
+    return {
+        "oracle": best.as_dict(),
+        "models": found,
+        "wall_s": time.perf_counter() - began,
+    }

@@ -1,0 +1,74 @@
+"""Counts of whole numbers in bounded memory: how stale gradients were."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gadei_ps.simulate.draws import IntArray
+
+EXACT = 4096
+"""Numbers below have a bin each; above, a bin is at most 1/64 as wide as what it counts."""
+_STEPS = 6  # bits of a number above EXACT that are kept below its highest one
+
+
+class Histogram:
+    """Counts of numbers from 0: the mean and the maximum are exact, quantiles up to 1/64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0
+        self.max = 0
+        self._bins: dict[int, int] = {}
+
+    def add(self, value: int, times: int = 1) -> None:
+        """Counts one number, so often."""
+        self.count += times
+        self.total += value * times
+        if value > self.max:
+            self.max = value
+        low = value if value < EXACT else _low(value)
+        self._bins[low] = self._bins.get(low, 0) + times
+
+    def add_all(self, values: IntArray) -> None:
+        """Counts many."""
+        for value, times in zip(*np.unique(values, return_counts=True), strict=True):
+            self.add(int(value), int(times))
+
+    @property
+    def mean(self) -> float:
+        """0 without any number."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, part: float) -> int:
+        """The least number that at least this part of all does not exceed; 0 without any."""
+        wanted = part * self.count
+        seen = 0
+        for low in sorted(self._bins):
+            seen += self._bins[low]
+            if seen >= wanted:
+                return low
+        return self.max
+
+    def bins(self) -> dict[int, int]:
+        """How often each number, or the least one of its bin, was counted."""
+        return dict(self._bins)
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(lowest, highest, count) of 0 to 15 each, then by powers of two, up to the maximum."""
+        found: dict[int, int] = {}
+        for low, times in self._bins.items():
+            found[_row(low)] = found.get(_row(low), 0) + times
+        last = _row(self.max)
+        lows = [*range(16), *(1 << power for power in range(4, 64))]
+        listed = [(low, low if low < 16 else 2 * low - 1, found.get(low, 0)) for low in lows]
+        return [row for row in listed if row[0] <= last]
+
+
+def _low(value: int) -> int:
+    """The least number that shares the bin of one that is EXACT or above."""
+    shift = value.bit_length() - 1 - _STEPS
+    return value >> shift << shift
+
+
+def _row(low: int) -> int:
+    return low if low < 16 else 1 << (low.bit_length() - 1)

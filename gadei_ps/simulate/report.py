@@ -1,0 +1,148 @@
+"""What `gadei-ps simulate` shows: a table, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gadei_ps import view
+from gadei_ps.errors import UsageError
+
+Result = Mapping[str, Any]
+
+
+def shown(result: Result) -> RenderableType:
+    """The result of compare.compare() for people, with what was asked for."""
+    best = result["oracle"]
+    rows = {
+        "learners": f"{result['learners']:,}",
+        "run times": f"{result['times']}, seed {result['seed']}",
+        "oracle": f"{best['gradients_per_s']:,.4g} gradients/s, "
+        f"{best['mean_cutoff']:,.1f} of {result['learners']:,} a superstep",
+    }
+    parts: list[RenderableType] = [view.facts(rows), "", _speeds(result), "", _staleness(result)]
+    if any(one["curve"] for one in result["models"]):
+        parts += ["", _losses(result)]
+    early = [one for one in result["models"] if one["ended"] != "done"]
+    parts += [Text(f"{one['model']} ended early: {one['ended']}") for one in early]
+    parts += ["", Text(f"virtual time; it took {result['wall_s']:.1f} s", style="dim")]
+    return Group(*parts)
+
+
+def _speeds(result: Result) -> RenderableType:
+    numbers = (
+        "seconds", "gradients/s", "of oracle", "updates/s", "waiting", "s/iteration", "dropped",
+        "given up", "lost s",
+    )  # fmt: skip
+    made = view.table("model", *numbers, right=numbers)
+    for one in result["models"]:
+        made.add_row(
+            one["model"],
+            f"{one['seconds']:,.1f}",
+            f"{one['gradients_per_s']:,.4g}",
+            f"{one['oracle_share']:.1%}",
+            f"{one['updates_per_s']:,.4g}",
+            f"{one['waiting_share']:.1%}",
+            f"{one['waiting_s_per_iteration']:.3g}",
+            f"{one['dropped']:,}",
+            f"{one['given_up']:,}",
+            f"{one['lost_s']:,.1f}",
+        )
+    return made
+
+
+def _staleness(result: Result) -> RenderableType:
+    numbers = ("mean", "50 %", "90 %", "99 %", "max")
+    died = any(one["deaths"] or one["joins"] for one in result["models"])
+    more = ("deaths", "joins", "iterations lost") if died else ()
+    made = view.table("staleness", *numbers, *more, right=(*numbers, *more))
+    for one in result["models"]:
+        stale = one["staleness"]
+        row = [f"{stale['mean']:,.1f}"]
+        row += [f"{stale[key]:,}" for key in ("p50", "p90", "p99", "max")]
+        if died:
+            row += [f"{one[key]:,}" for key in ("deaths", "joins", "lost_iterations")]
+        made.add_row(one["model"], *row)
+    return made
+
+
+def _losses(result: Result) -> RenderableType:
+    numbers = ("loss at the end", "least loss", "at", "accuracy at the end")
+    made = view.table("learning", *numbers, right=numbers)
+    for one in result["models"]:
+        if one["curve"]:
+            last = one["curve"][-1]
+            least = min(one["curve"], key=lambda point: float(point["loss"]))
+            made.add_row(
+                one["model"],
+                f"{last['loss']:.4f}",
+                f"{least['loss']:.4f}",
+                f"{least['seconds']:,.1f} s",
+                f"{last['accuracy']:.1%}",
+            )
+    return made
+
+
+def plot(result: Result, path: Path) -> None:
+    """Draws the result into a file: loss against time if there is one, else speed and staleness.
+
+    The file's name says its format, such as .svg. Raises UsageError.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UsageError("--plot needs matplotlib: pip install 'gadei-ps[bench]'") from None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    if any(one["curve"] for one in result["models"]):
+        _draw_losses(result, figure)
+    else:
+        _draw_speeds(result, figure)
+    try:
+        # The same result gives the same file.
+        with matplotlib.rc_context({"svg.hashsalt": "gadei-ps"}):
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; name another file for --plot") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {str(error).splitlines()[0]}") from None
+
+
+def _draw_losses(result: Result, figure: Any) -> None:
+    axes = figure.subplots()
+    for one in result["models"]:
+        points = [(point["seconds"], point["loss"]) for point in one["curve"]]
+        axes.plot(*zip(*points, strict=True), label=one["model"])
+    axes.set_xlabel("s of virtual time")
+    axes.set_ylabel("held-out loss")
+    axes.set_yscale("log")
+    axes.legend(fontsize=7)
+
+
+def _draw_speeds(result: Result, figure: Any) -> None:
+    names = [one["model"] for one in result["models"]]
+    left, middle, right = figure.subplots(1, 3)
+    left.barh(names, [one["gradients_per_s"] for one in result["models"]], color="tab:red")
+    left.axvline(result["oracle"]["gradients_per_s"], color="black", linestyle="--", label="oracle")
+    left.set_xlabel("gradients/s")
+    left.legend(fontsize=7)
+    done = [0.0 for _ in names]
+    for key, label, shade in (("waiting_share", "waiting", 1.0), ("lost_share", "lost", 0.45)):
+        parts = [one[key] for one in result["models"]]
+        middle.barh(names, parts, left=done, color="tab:blue", alpha=shade, label=label)
+        done = [a + b for a, b in zip(done, parts, strict=True)]
+    middle.set_xlabel("share of the learners' time")
+    middle.set_yticklabels([])
+    middle.legend(fontsize=7)
+    for key, shade in (("p99", 0.35), ("p50", 1.0)):
+        parts = [one["staleness"][key] for one in result["models"]]
+        right.barh(names, parts, color="tab:green", alpha=shade, label=key)
+    right.set_xlabel("staleness, gradients")
+    right.set_yticklabels([])
+    right.legend(fontsize=7)
+    for axes in (left, middle, right):
+        axes.invert_yaxis()

@@ -1,0 +1,276 @@
+"""How long a learner computes on an iteration, drawn from a distribution or read from a trace.
+
+The run time of learner k's i-th iteration depends on the seed, k and i, and on nothing else: not on
+the model under test, nor on who asks for it when. So all models are compared on the same run times.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from gadei_ps.errors import UsageError
+from gadei_ps.simulate.draws import FloatArray, IntArray, Stream, normal, uniform
+
+LEAST = 0.01
+"""No run time is below this share of the mean: a normal distribution has negative numbers too."""
+GOLDEN = 0.6180339887498949  # shifts by this share of the trace meet no earlier one
+
+
+class RunTimes(ABC):
+    """A source of run times."""
+
+    form: ClassVar[str]
+    """An example of what `parse` reads."""
+
+    @abstractmethod
+    def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        """Seconds above 0 of each learner's iteration of that number; the arrays broadcast."""
+
+
+class Normal(RunTimes):
+    """Normally distributed, with `std` around `mean`, in seconds."""
+
+    form = "normal:mean=1,std=0.2"
+
+    def __init__(self, seed: int, mean: float = 1.0, std: float = 0.2) -> None:
+        self._seed = seed
+        self._mean = _above("mean", mean, 0)
+        self._std = _least("std", std, 0)
+
+    def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        noise = normal(self._seed, learners, iterations)
+        base = np.maximum(self._mean + self._std * noise, LEAST * self._mean)
+        return base * self._factor(learners, iterations)
+
+    def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        """By how much each is slowed down."""
+        return np.ones(np.broadcast_shapes(learners.shape, iterations.shape))
+
+
+class LogNormal(RunTimes):
+    """The logarithm is normal with deviation `sigma`; `mean` is that of the run times, seconds."""
+
+    form = "lognormal:mean=1,sigma=0.5"
+
+    def __init__(self, seed: int, mean: float = 1.0, sigma: float = 0.5) -> None:
+        self._seed = seed
+        self._mean = _above("mean", mean, 0)
+        self._sigma = _least("sigma", sigma, 0)
+
+    def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        noise = normal(self._seed, learners, iterations)
+        return self._mean * np.exp(self._sigma * noise - self._sigma**2 / 2)
+
+
+class Heavy(RunTimes):
+    """Pareto distributed: P(longer than t) falls as t to the power -`alpha`; `mean` in seconds."""
+
+    form = "heavy:mean=1,alpha=2.5"
+
+    def __init__(self, seed: int, mean: float = 1.0, alpha: float = 2.5) -> None:
+        self._seed = seed
+        self._alpha = _above("alpha", alpha, 1)
+        self._least = _above("mean", mean, 0) * (alpha - 1) / alpha
+
+    def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        chance = uniform(self._seed, Stream.TAIL, learners, iterations)
+        return self._least * chance ** (-1 / self._alpha)
+
+
+class Groups(Normal):
+    """Nodes of `size` learners whose slow-downs by `factor` come and go together.
+
+    Each node is slow for a `share` of the time, in spells of whole multiples of `length`
+    iterations; which, is drawn for each spell anew, and nodes do not begin theirs together.
+    """
+
+    form = "groups:size=10,factor=3,share=0.1,length=20,mean=1,std=0.1"
+
+    def __init__(
+        self,
+        seed: int,
+        size: float = 10,
+        factor: float = 3.0,
+        share: float = 0.1,
+        length: float = 20,
+        mean: float = 1.0,
+        std: float = 0.1,
+    ) -> None:
+        super().__init__(seed, mean, std)
+        self._size = _whole("size", size, 1)
+        self._slow = _above("factor", factor, 0)
+        self._share = _least("share", share, 0)
+        self._length = _whole("length", length, 1)
+
+    def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        node = learners // self._size
+        shift = uniform(self._seed, Stream.SHIFT, node, np.zeros_like(node)) * self._length
+        spell = (iterations + shift.astype(np.int64)) // self._length
+        slow = uniform(self._seed, Stream.SPELL, node, spell) < self._share
+        return np.where(slow, self._slow, 1.0)
+
+
+class Switch(Normal):
+    """Learners 0 to `slow` - 1 are slower by `factor` in their iterations below `until`.
+
+    As in figure 2 of the paper on cutoffs (Teng and Wood 2018): 40 of 158 learners share a slow
+    machine, from which the load is taken at iteration 61.
+    """
+
+    form = "switch:slow=40,until=61,factor=2,mean=1,std=0.1"
+
+    def __init__(
+        self,
+        seed: int,
+        slow: float = 40,
+        until: float = 61,
+        factor: float = 2.0,
+        mean: float = 1.0,
+        std: float = 0.1,
+    ) -> None:
+        super().__init__(seed, mean, std)
+        self._slow = _whole("slow", slow, 0)
+        self._until = _whole("until", until, 0)
+        self._by = _above("factor", factor, 0)
+
+    def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        return np.where((learners < self._slow) & (iterations < self._until), self._by, 1.0)
+
+
+class Speeds(Normal):
+    """Learners of unequal speed: learner k does its k-th number of iterations in `mean` seconds.
+
+    Where there are more learners than numbers, these begin anew.
+    """
+
+    form = "speeds:1,1.5,2,4,mean=1,std=0.05"
+
+    def __init__(self, seed: int, *speeds: float, mean: float = 1.0, std: float = 0.05) -> None:
+        super().__init__(seed, mean, std)
+        if not speeds:
+            raise ValueError("give the speeds")
+        self._speeds = np.array([_above("a speed", speed, 0) for speed in speeds])
+
+    def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        factor: FloatArray = 1.0 / self._speeds[learners % len(self._speeds)]
+        return factor + np.zeros(iterations.shape)
+
+
+class Recorded(RunTimes):
+    """Run times as they were measured, float64 of shape (iterations, learners), without gaps.
+
+    A learner takes a column, and begins it anew at its end. Where there are more learners than
+    columns, the next ones take the columns again, shifted in time, so that no two are the same.
+    Times of zero, which a clock may have shown, count as a millionth of the mean. Raises
+    ValueError for times that are negative or not finite, or all zero.
+    """
+
+    form = "FILE.csv"
+
+    def __init__(self, times: FloatArray) -> None:
+        if times.ndim != 2 or not times.size:
+            raise ValueError("there are no run times")
+        if not np.isfinite(times).all() or (times < 0).any() or not times.any():
+            raise ValueError("run times must be finite, at least 0 and not all 0")
+        self._times = np.maximum(times, 1e-6 * times.mean())
+
+    def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        rows, columns = self._times.shape
+        again = learners // columns
+        shift = again * max(1, round(rows * GOLDEN))
+        drawn: FloatArray = self._times[(iterations + shift) % rows, learners % columns]
+        return drawn
+
+
+_KINDS: Mapping[str, Callable[..., RunTimes]] = {
+    "normal": Normal,
+    "lognormal": LogNormal,
+    "heavy": Heavy,
+    "groups": Groups,
+    "switch": Switch,
+    "speeds": Speeds,
+}
+FORMS = tuple(one.form for one in (Normal, LogNormal, Heavy, Groups, Switch, Speeds, Recorded))
+
+
+def parse(spec: str, seed: int) -> RunTimes:
+    """Run times as a command line names them: `KIND:key=value,...`, or a trace file's path.
+
+    Raises UsageError, one line, for what cannot be read.
+    """
+    name, _, rest = spec.strip().partition(":")
+    if name not in _KINDS:
+        if "/" in spec or "." in name or Path(spec).exists():
+            return _read(spec)
+        raise UsageError(f"run times {_shown(spec)}: write one of {', '.join(FORMS)}")
+    make = _KINDS[name]
+    form: str = make.form  # type: ignore[attr-defined]
+    values: list[float] = []
+    named: dict[str, float] = {}
+    try:
+        for item in rest.split(",") if rest.strip() else []:
+            key, equals, value = (part.strip() for part in item.partition("="))
+            if equals:
+                if key in named:
+                    raise ValueError(f"{key} is given twice")
+                named[key] = _number(key, value)
+            elif make is Speeds:
+                values.append(_number("a speed", key))
+            else:
+                raise ValueError(f"cannot read {_shown(item)}")
+        known = re.findall(r"(\w+)=", form)
+        unknown = [key for key in named if key not in known]
+        if unknown:
+            raise ValueError(f"there is no {_shown(unknown[0])}")
+        return make(seed, *values, **named)
+    except ValueError as error:
+        raise UsageError(f"run times {_shown(spec)}: {error}; write it like {form}") from None
+
+
+def _read(path: str) -> RunTimes:
+    from gadei_ps import traces
+
+    times = traces.read(path).filled().times
+    try:
+        return Recorded(times)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}; correct the trace") from None
+
+
+def _shown(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not np.isfinite(value):
+        raise ValueError(f"{key} must be a number, not {_shown(text)}")
+    return value
+
+
+def _above(key: str, value: float, bound: float) -> float:
+    if not value > bound:
+        raise ValueError(f"{key} must be above {bound}, not {value:g}")
+    return value
+
+
+def _least(key: str, value: float, bound: float) -> float:
+    if not value >= bound:
+        raise ValueError(f"{key} must be at least {bound}, not {value:g}")
+    return value
+
+
+def _whole(key: str, value: float, bound: int) -> int:
+    if not value >= bound or value != int(value):
+        raise ValueError(f"{key} must be a whole number from {bound}, not {value:g}")
+    return int(value)

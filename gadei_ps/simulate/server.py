@@ -1,0 +1,185 @@
+"""The parameter server in virtual time: carries out what the model says, as driver.py does.
+
+With a cost of zero every gradient is applied the moment it is due. With a cost, gradients that are
+applied on arrival queue for the one server, and the model hears of each once it is applied; commits
+are carried out one after the other, and grants wait until all of them are (`sync/base.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from gadei_ps.simulate.columns import reals, wholes
+from gadei_ps.simulate.outcome import Outcome
+from gadei_ps.sync import Commit, SyncModel
+
+
+class Training(Protocol):
+    """Who moves weights in virtual time; it is told all that becomes of gradients."""
+
+    def begin(self, learners: Sequence[int], iterations: Sequence[int]) -> None:
+        """These learners pull, and begin gradients with their iterations of these numbers."""
+
+    def publish(self, learner: int) -> None:
+        """The gradient that the learner began last is computed, or given up."""
+
+    def apply(self, learners: Sequence[int], *, on_arrival: bool) -> None:
+        """The mean of these learners' oldest gradients is applied."""
+
+    def drop(self, learners: Sequence[int]) -> None:
+        """These learners' oldest gradients are consumed."""
+
+    def look(self, now: float, progress: float, applied: int) -> None:
+        """Time to see where the run stands. progress: share of the run that is done."""
+
+
+class Server:
+    """Consumes gradients and keeps count in an outcome."""
+
+    def __init__(
+        self,
+        model: SyncModel,
+        outcome: Outcome,
+        capacity: int,
+        cost_s: float,
+        schedule: Callable[[float, int], None],
+        training: Training | None = None,
+    ) -> None:
+        """schedule: takes a time and a learner, -1 for a commit; then `finish` is to be called."""
+        self.version = 0
+        self._model = model
+        self._outcome = outcome
+        self._cost_s = cost_s
+        self._schedule = schedule
+        self._training = training
+        self._on_arrival = model.on_arrival
+        self._at_once = model.on_arrival and not cost_s
+        self._hears = model.uses_pushes
+        # By learner: gradients neither applied nor dropped, and of the oldest one the version
+        # pulled, beginning and end of the iteration. Hardly anybody has a second one: those wait in
+        # `_later`.
+        self.held, self._held = wholes(capacity)
+        self._pulled, self._versions = wholes(capacity)
+        self._started, _ = reals(capacity)
+        self._ended, _ = reals(capacity)
+        self._later: dict[int, deque[tuple[int, float, float]]] = {}
+        self._commits: deque[Commit] = deque()
+        self._working = False
+        self._free_at = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a commit is to be finished before any grant is seen."""
+        return self._working
+
+    def publish(
+        self, learner: int, now: float, pulled: int, started: float, refused: bool = False
+    ) -> None:
+        """A learner's gradient, or the empty frame of an iteration that it gave up."""
+        outcome = self._outcome
+        outcome.pushed += 1
+        if self._training is not None:
+            self._training.publish(learner)
+        if self._at_once and not refused:
+            outcome.applied += 1
+            outcome.updates += 1
+            outcome.staleness.add(self.version - pulled)
+            self.version += 1
+            if self._training is not None:
+                self._training.apply((learner,), on_arrival=True)
+            if self._hears:
+                self._model.push(learner, now)
+            return
+        if self.held[learner]:
+            self._later.setdefault(learner, deque()).append((pulled, started, now))
+        else:
+            self._pulled[learner], self._started[learner] = pulled, started
+            self._ended[learner] = now
+        self.held[learner] += 1
+        if not self._on_arrival:
+            self._take(self._model.push(learner, now, started=started, refused=refused), now)
+        elif refused:
+            self._drop(learner)
+            self._model.push(learner, now, refused=True)
+        else:
+            self._free_at = max(self._free_at, now) + self._cost_s
+            self._schedule(self._free_at, learner)
+
+    def finish(self, learner: int, now: float) -> None:
+        """Something that took time is done: a gradient is applied, or (-1) the oldest commit."""
+        if learner >= 0:
+            self._apply((learner,))
+            if self._hears:
+                self._model.push(learner, now)
+            return
+        self._working = False
+        self._carry_out(self._commits.popleft())
+        self._go_on(now)
+
+    def join(self, learner: int, now: float) -> int:
+        """Makes the learner a member; returns the clock it starts at."""
+        return self._model.join(learner, now)
+
+    def leave(self, learner: int, now: float) -> None:
+        """Ends a membership; on arrival, once `held` is 0."""
+        self._take(self._model.leave(learner, now), now)
+
+    def _take(self, commits: Sequence[Commit], now: float) -> None:
+        if commits:
+            self._commits.extend(commits)
+            self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
+        """Carries out commits until there is none or one takes time."""
+        while self._commits and not self._working:
+            if self._cost_s and self._commits[0].apply:
+                self._working = True
+                self._schedule(now + self._cost_s * len(self._commits[0].apply), -1)
+            else:
+                self._carry_out(self._commits.popleft())
+
+    def _carry_out(self, commit: Commit) -> None:
+        if commit.apply:
+            self._apply(commit.apply)
+        for learner in commit.drop:
+            self._drop(learner)
+
+    def _apply(self, learners: Sequence[int]) -> None:
+        outcome = self._outcome
+        if len(learners) == 1:
+            outcome.staleness.add(self.version - self._pulled[learners[0]])
+            self._consume(learners[0])
+        else:
+            ids = np.array(learners, np.int64)
+            outcome.staleness.add_all(self.version - self._versions[ids])
+            self._held[ids] -= 1
+            for k in self._later.keys() & learners if self._later else ():
+                self._next(k)
+        outcome.applied += len(learners)
+        outcome.updates += 1
+        self.version += len(learners)
+        if self._training is not None:
+            self._training.apply(learners, on_arrival=self._on_arrival)
+
+    def _drop(self, learner: int) -> None:
+        self._outcome.dropped += 1
+        self._outcome.lost_s += self._ended[learner] - self._started[learner]
+        self._consume(learner)
+        if self._training is not None:
+            self._training.drop((learner,))
+
+    def _consume(self, learner: int) -> None:
+        self.held[learner] -= 1
+        if learner in self._later:
+            self._next(learner)
+
+    def _next(self, learner: int) -> None:
+        """The oldest one is gone; the second one takes its place."""
+        later = self._later[learner]
+        self._pulled[learner], self._started[learner], self._ended[learner] = later.popleft()
+        if not later:
+            del self._later[learner]

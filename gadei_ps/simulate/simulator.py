@@ -1,0 +1,359 @@
+"""A discrete-event simulation: learners in virtual time, under the very models that servers drive.
+
+A learner starts an iteration when its clock is below its grant; it pulls then, computes for the run
+time that is drawn for it, and pushes. Nothing grows with the number of iterations: a learner has
+one event to come, and what is kept of gradients are counts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from gadei_ps.simulate.columns import reals, wholes
+from gadei_ps.simulate.draws import FloatArray, IntArray, Stream, uniform
+from gadei_ps.simulate.events import Events
+from gadei_ps.simulate.outcome import Outcome
+from gadei_ps.simulate.server import Server, Training
+from gadei_ps.simulate.setting import Setting
+from gadei_ps.sync import SyncModel
+from gadei_ps.sync.wsp import WSP
+
+NEVER = -1.0  # no event has this time
+MANY = 32  # from so many on, one batch is cheaper than single events
+TILE = 64  # run times that a single learner draws ahead
+TILES = 2**21  # of all learners together
+
+
+class Kind(IntEnum):
+    """Of events; at the same time, in this order."""
+
+    END = 0
+    APPLIED = 1
+    COMMITTED = 2
+    JOIN = 3
+    DIE = 4
+    GIVE_UP = 5
+
+
+class Simulator:
+    """One run of one model, which must be new. `run` once."""
+
+    def __init__(
+        self, model: SyncModel, setting: Setting, training: Training | None = None
+    ) -> None:
+        self._model = model
+        self._setting = setting
+        self._training = training
+        self._outcome = Outcome(str(model))
+        self._events = Events()
+        size = self._size = setting.capacity
+        self._server = Server(
+            model, self._outcome, size, setting.server_s, self._schedule, training
+        )
+        self._tells = type(model).wanted is not SyncModel.wanted
+        # WSP's learners push once a wave, and may run ahead in the next one.
+        self._wave = model.wave if isinstance(model, WSP) else 1
+        self._limit = model.mini_batches if isinstance(model, WSP) else model.grant
+        self._outcome.wave = self._wave
+        self._unpushed: dict[int, float] = {}  # seconds computed on a wave that is not complete
+        self._releases = model.releases
+        # By learner. Iterations ever begun, which number the run times; iterations ended since it
+        # joined, after those of the clock it joined at; when the one in hand began and will end;
+        # the version pulled; the iteration, counted as begun, that it was told to give up; when it
+        # joined.
+        self._begun, self._begins = wholes(size)
+        self._clock, _ = wholes(size)
+        self._started, self._starts = reals(size)
+        self._due, self._dues = reals(size, NEVER)
+        self._pulled, self._pulls = wholes(size)
+        self._told, _ = wholes(size)
+        self._joined, self._joins = reals(size, NEVER)
+        self._idle, self._idles = reals(size)  # since when it waits for a grant, if it does
+        self._waiting: dict[int, None] = {}
+        self._blocked: dict[int, float] = {}  # for a free slot, since when
+        self._doomed: set[int] = set()  # die at the end of what they compute
+        self._leaving: set[int] = set()  # dead, with gradients yet to be applied on arrival
+        self._returning: set[int] = set()  # of these, who joins again as soon as they are
+        self._movers: dict[int, None] = {}  # who may have a new grant that nobody else has
+        self._tile = max(4, min(TILE, TILES // size))
+        self._tiles: list[list[float]] = [[] for _ in range(size)]
+        self._tile_at, _ = wholes(size)
+
+    def run(self) -> Outcome:
+        """Simulates to the end that the setting says."""
+        began = time.perf_counter()
+        setting, outcome = self._setting, self._outcome
+        self._open()
+        size, due, doomed, training = self._size, self._due, self._doomed, self._training
+        most_s = math.inf if setting.seconds is None else setting.seconds
+        gradients = pushes = math.inf
+        if setting.gradients is not None:
+            gradients = setting.gradients / self._wave
+        if setting.iterations is not None:
+            pushes = setting.iterations * setting.learners / self._wave
+        end = self._end if setting.server_s or self._wave > 1 else self._end_at_once
+        now = 0.0
+        for moment, key in self._events:
+            if moment > most_s:
+                now = most_s
+                break
+            if key < size and due[key] != moment:
+                continue  # it gave up, or died
+            now = moment
+            if key >= size:
+                self._happen(Kind(key // size), key % size, now)
+            elif key in doomed:
+                self._die(key, now)
+                self._settle(now)
+            else:
+                end(key, now)
+            if training is not None:
+                done = max(now / most_s, outcome.pushed / pushes, outcome.applied / gradients)
+                training.look(now, min(done, 1.0), outcome.applied)
+            if outcome.pushed >= pushes or outcome.applied >= gradients:
+                break
+        else:
+            outcome.ended = "no learner is left"
+        if training is not None:
+            training.look(now, 1.0, outcome.applied)
+        self._close(now)
+        outcome.wall_s = time.perf_counter() - began
+        return outcome
+
+    def _open(self) -> None:
+        faults = self._setting.faults
+        for k in range(self._setting.learners):
+            self._join(k, 0.0)
+        for k, moment in faults.die:
+            self._events.add(moment, Kind.DIE * self._size + k)
+        for k, moment in faults.join:
+            self._events.add(moment, Kind.JOIN * self._size + k)
+        self._settle(0.0)
+
+    def _close(self, now: float) -> None:
+        outcome = self._outcome
+        outcome.seconds = now
+        outcome.waiting_s += self._waited(list(self._waiting), now)
+        outcome.waiting_s += sum(now - since for since in self._blocked.values())
+        outcome.member_s += float((now - self._joins[self._joins != NEVER]).sum())
+        outcome.in_flight = sum(self._server.held)
+
+    def _schedule(self, moment: float, learner: int) -> None:
+        """For the server."""
+        kind = Kind.APPLIED if learner >= 0 else Kind.COMMITTED
+        self._events.add(moment, kind * self._size + max(0, learner))
+
+    def _happen(self, kind: Kind, k: int, now: float) -> None:
+        """Any event but an iteration's end."""
+        if kind == Kind.APPLIED:
+            self._applied(k, now)
+        elif kind == Kind.COMMITTED:
+            self._server.finish(-1, now)
+        elif kind == Kind.JOIN:
+            if k in self._leaving:
+                self._returning.add(k)
+            elif self._joined[k] == NEVER:
+                self._outcome.joins += 1
+                self._join(k, now)
+        elif kind == Kind.DIE:
+            if self._joined[k] != NEVER:
+                self._die(k, now)
+        elif self._told[k] == self._begun[k] and self._due[k] != NEVER:
+            self._give_up(k, now)
+        self._settle(now)
+
+    # -- a learner's life ---------------------------------------------------------------------
+
+    def _join(self, k: int, now: float) -> None:
+        self._clock[k] = self._server.join(k, now) * self._wave
+        self._joined[k] = now
+        self._wait(k, now)
+
+    def _wait(self, k: int, now: float) -> None:
+        """For a grant, if only until it is looked at."""
+        self._waiting[k] = None
+        self._idle[k] = now
+        self._movers[k] = None
+
+    def _waited(self, learners: Sequence[int], now: float) -> float:
+        """Seconds, of all these together."""
+        return float((now - self._idles[np.array(learners, np.int64)]).sum())
+
+    def _begin(self, learners: Sequence[int], now: float) -> None:
+        """They compute; who begins a new gradient pulls first."""
+        if len(learners) < MANY or self._wave > 1:
+            for k in learners:
+                self._begin_one(k, now)
+            return
+        keys = np.array(learners, np.int64)
+        numbers = self._begins[keys]
+        if self._training is not None:
+            self._training.begin(learners, numbers.tolist())
+        took = self._draw(keys, numbers)
+        self._doomed.update(keys[took < 0].tolist())
+        ends = now + np.abs(took)
+        self._events.add_all(ends, keys)
+        self._starts[keys], self._dues[keys] = now, ends
+        self._pulls[keys], self._begins[keys] = self._server.version, numbers + 1
+
+    def _begin_one(self, k: int, now: float) -> None:
+        if self._wave == 1 or not self._clock[k] % self._wave:
+            self._pulled[k] = self._server.version
+            if self._training is not None:
+                self._training.begin((k,), (self._begun[k],))
+        end = now + self._next(k)
+        self._events.add(end, k)
+        self._started[k], self._due[k] = now, end
+        self._begun[k] += 1
+
+    def _next(self, k: int) -> float:
+        """The learner's next run time, of those drawn ahead."""
+        at = self._begun[k] - self._tile_at[k]
+        if at >= len(self._tiles[k]):
+            at, self._tile_at[k] = 0, self._begun[k]
+            ahead = np.arange(self._begun[k], self._begun[k] + self._tile)
+            self._tiles[k] = self._draw(np.array([k]), ahead).tolist()
+        took = self._tiles[k][at]
+        if took < 0:
+            self._doomed.add(k)
+        return abs(took)
+
+    def _draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        """Run times; where the learner dies in the iteration, minus the time until then."""
+        times = self._setting.times.draw(learners, iterations)
+        deaths, seed = self._setting.faults.deaths, self._setting.seed
+        if deaths:
+            dies = uniform(seed, Stream.DEATH, learners, iterations) < deaths
+            moment = uniform(seed, Stream.MOMENT, learners, iterations)
+            times = np.where(dies, -times * moment, times)
+        return times
+
+    def _end_at_once(self, k: int, now: float) -> None:
+        """What `_end` does for the many: the server takes no time, and each iteration is pushed."""
+        self._due[k] = NEVER
+        self._clock[k] += 1
+        self._server.publish(k, now, self._pulled[k], self._started[k])
+        model = self._model
+        if model.releases != self._releases:
+            self._wait(k, now)
+            self._settle(now)
+        elif self._clock[k] < model.grant(k):
+            self._begin_one(k, now)
+        else:
+            self._waiting[k] = None
+            self._idle[k] = now
+
+    def _end(self, k: int, now: float) -> None:
+        """The end of an iteration."""
+        self._due[k] = NEVER
+        if (self._clock[k] + 1) % self._wave:
+            self._unpushed[k] = self._unpushed.get(k, 0.0) + now - self._started[k]
+            self._clock[k] += 1
+            self._wait(k, now)
+        elif self._server.held[k] >= self._setting.slots:
+            self._blocked[k] = now
+            return
+        else:
+            self._push(k, now)
+        self._settle(now)
+
+    def _push(self, k: int, now: float, *, refused: bool = False) -> None:
+        """What it has computed is published; then it waits for its next grant, if only now."""
+        self._clock[k] += 1
+        self._unpushed.pop(k, None)
+        self._wait(k, now)
+        self._server.publish(k, now, self._pulled[k], self._started[k], refused)
+
+    def _give_up(self, k: int, now: float) -> None:
+        """It pushes an empty frame."""
+        self._doomed.discard(k)
+        self._due[k] = NEVER
+        self._outcome.given_up += 1
+        self._push(k, now, refused=True)
+
+    def _die(self, k: int, now: float) -> None:
+        """What it computes is lost; what it has pushed is not."""
+        outcome = self._outcome
+        outcome.deaths += 1
+        self._doomed.discard(k)
+        if self._due[k] != NEVER or k in self._blocked:
+            outcome.lost_iterations += 1
+            outcome.lost_s += self._blocked.get(k, now) - self._started[k]
+        outcome.lost_iterations += self._clock[k] % self._wave
+        outcome.lost_s += self._unpushed.pop(k, 0.0)
+        if k in self._waiting:
+            del self._waiting[k]
+            outcome.waiting_s += now - self._idle[k]
+        outcome.waiting_s += now - self._blocked.pop(k, now)
+        self._due[k] = NEVER
+        outcome.member_s += now - self._joined[k]
+        self._joined[k] = NEVER
+        if self._model.on_arrival and self._server.held[k]:
+            self._leaving.add(k)
+        else:
+            self._server.leave(k, now)
+        if self._setting.faults.return_s is not None:
+            self._events.add(now + self._setting.faults.return_s, Kind.JOIN * self._size + k)
+
+    # -- the server's answers -----------------------------------------------------------------
+
+    def _applied(self, k: int, now: float) -> None:
+        """A gradient that had queued for the server."""
+        self._server.finish(k, now)
+        if k in self._blocked:
+            self._outcome.waiting_s += now - self._blocked.pop(k)
+            self._push(k, now)
+        if k in self._leaving and not self._server.held[k]:
+            self._leaving.remove(k)
+            self._server.leave(k, now)
+            if k in self._returning:
+                self._returning.remove(k)
+                self._outcome.joins += 1
+                self._join(k, now)
+        self._movers[k] = None
+
+    def _settle(self, now: float) -> None:
+        """Whoever is granted its next iteration begins it."""
+        if self._server.busy:
+            return
+        model, clock, waiting = self._model, self._clock, self._waiting
+        grant = self._limit
+        if model.releases != self._releases:
+            self._releases = model.releases
+            if self._tells:
+                self._tell(now)
+            # Sorted, since that is the order in which all that is known of them lies in memory.
+            ready = [k for k in sorted(waiting) if clock[k] < grant(k)]
+        else:
+            ready = [k for k in self._movers if k in waiting and clock[k] < grant(k)]
+        self._movers.clear()
+        if ready:
+            self._outcome.waiting_s += self._waited(ready, now)
+            if len(ready) == len(waiting):
+                waiting.clear()
+            else:
+                for k in ready:
+                    del waiting[k]
+            self._begin(ready, now)
+
+    def _tell(self, now: float) -> None:
+        """Stragglers hear that their gradients are not wanted any more."""
+        how = self._setting.give_up
+        if how.seconds is None:
+            return
+        due, clock, begun, told = self._due, self._clock, self._begun, self._told
+        wanted = self._model.wanted
+        keys = [
+            k
+            for k in self._model.learners
+            if due[k] != NEVER and told[k] != begun[k] and wanted(k) > clock[k]
+        ]
+        for k in keys:
+            told[k] = begun[k]
+        late = np.array([how.seconds + how.share * (due[k] - self._started[k]) for k in keys])
+        self._events.add_all(now + late, np.array(keys, np.int64) + Kind.GIVE_UP * self._size)
