@@ -40,7 +40,7 @@ def train(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the model goes.")] = DEFAULT_OUT,
     epochs: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Epochs of 40 mini-batches. [default: 40]"),
+        typer.Option(metavar="N", min=1, help="Epochs of 40 mini-batches. [default: 30]"),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of weights and batches.")] = 0,
     as_json: Annotated[

@@ -152,7 +152,7 @@ class Driver:
     # -- take-over ------------------------------------------------------------------------------
 
     def _take_over(self) -> bool:
-        """The first pass; False while the shards are finishing what the server before had published.
+        """The first pass; False while shards are finishing what the server before had published.
 
         Of a change that was under way nothing is left to wait for: it is made at once.
         """

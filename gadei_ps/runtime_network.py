@@ -49,8 +49,8 @@ def _perceptron(inner: int, hidden: int, outer: int) -> nn.ModuleList:
 class DeepMarkovModel(nn.Module):
     """The networks of runtime_model, with the same names, for training."""
 
-    def __init__(self, sizes: Sizes, mean: Tensor, std: Tensor) -> None:
-        """mean, std: (learners,), of the scaled run times; what training begins with."""
+    def __init__(self, sizes: Sizes, times: Tensor) -> None:
+        """times: scaled run times, (iterations, learners), that training is to begin with."""
         super().__init__()
         z, r, h, n = sizes.latent, sizes.recurrent, sizes.hidden, sizes.learners
         self.sizes = sizes
@@ -67,21 +67,26 @@ class DeepMarkovModel(nn.Module):
         self.posterior = nn.Linear(r, z)
         self.posterior_std = nn.Linear(r, z)
         self.start = nn.Parameter(torch.zeros(z))
-        self._begin(mean, std + 0.01)
+        self._begin(times)
 
     @torch.no_grad()
-    def _begin(self, mean: Tensor, std: Tensor) -> None:
+    def _begin(self, times: Tensor) -> None:
         """The first guess is each learner's own mean and deviation: what is left is learned soon.
 
-        The state stays where it is (W = 1, b = 0 in the transition), as with Krishnan et al.
+        The state stays where it is (W = 1, b = 0 in the transition), as with Krishnan et al. What
+        the RNNs take in varies by 1: else what a few of thousands of learners do together is lost
+        in the noise of all the others, and the state is never used.
         """
         nn.init.eye_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+        mean, std = times.mean(0), times.std(0) + 0.01
         self.run_time.weight.mul_(0.3)
         self.run_time.bias.copy_(mean)
         self.run_time_std.weight.mul_(0.1)
         self.run_time_std.bias.copy_(std + torch.log(-torch.expm1(-std)))  # softplus's inverse
         for side in (self.left, self.right):
+            taken = (times - mean) @ side.input.weight.T
+            side.input.weight.div_(taken.std(0)[:, None] + 1e-3)
             side.input.bias.copy_(-side.input.weight @ mean)
 
     def transition(self, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,16 +42,16 @@ LATENT: Final = 8
 RECURRENT: Final = 64
 HIDDEN: Final = 64
 
-EPOCHS: Final = 40
+EPOCHS: Final = 30
 BATCHES: Final = 40
 """Mini-batches of an epoch, whatever the trace's length."""
 BATCH: Final = 32
-LEARNING_RATE: Final = 3e-3
+LEARNING_RATE: Final = 2e-3
 PENALTY: Final = 1e-2
 """On the squares of all weights, against the ELBO of a superstep."""
 JITTER: Final = 0.1
 """Deviation of the logarithm of the noise on a window's scale."""
-CLIP: Final = 5.0
+CLIP: Final = 1.0
 HELD_OUT: Final = 0.15
 
 SHORTEST: Final = 4 * LAG
@@ -109,7 +109,7 @@ def train(
     sizes = Sizes(len(trace.learners), LAG, LATENT, RECURRENT, HIDDEN)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = DeepMarkovModel(sizes, *training.moments())
+        model = DeepMarkovModel(sizes, training.typical())
         best = _fit(model, training, testing, epochs, progress)
     told = {
         "normalisation": f"divided by twice the mean of the first {LAG} supersteps",
@@ -174,10 +174,9 @@ class _Windows:
         """Every window, scaled as a run that begins with the first one scales them."""
         return self._batch(torch.arange(self.count), self._scales[:1].expand(self.count))
 
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Each learner's mean and deviation, (learners,), at the usual scale."""
-        times = self._times / self._scales.mean()
-        return times.mean(0), times.std(0)
+    def typical(self) -> Tensor:
+        """Run times at the usual scale: (iterations, learners)."""
+        return self._times / self._scales.mean()
 
     def _batch(self, begins: Tensor, scales: Tensor) -> Batch:
         places = begins[:, None] + torch.arange(LAG)

@@ -100,7 +100,9 @@ def trial(seed: int, *, learners: int = LEARNERS, node: int = NODE, which: int =
 
 def model(out: Path, quick: bool) -> TrainingResult:
     """Trains the model of this cluster."""
-    return runtime_training.train(recording(), out=out, epochs=4 if quick else 40)
+    return runtime_training.train(
+        recording(), out=out, epochs=4 if quick else runtime_training.EPOCHS
+    )
 
 
 def run(quick: bool = False) -> Part:

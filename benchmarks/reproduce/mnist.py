@@ -39,7 +39,7 @@ def load(kind: str) -> Images:
         raise UsageError(
             f"{directory}: no MNIST ({error.strerror}); set {VARIABLE} to a directory with it"
         ) from None
-    return Images(pixels.astype(np.float32) / 255, labels.astype(np.int64))
+    return Images(pixels.astype(np.float32) / np.float32(255), labels.astype(np.int64))
 
 
 def _read(path: Path, head: int) -> npt.NDArray[np.uint8]:

@@ -81,7 +81,9 @@ def _measure(cluster: Cluster, quick: bool) -> Measured:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.safetensors"
         trained = runtime_training.train(
-            cutoff_cluster.recording(cluster.recorded, **size), out=file, epochs=4 if quick else 40
+            cutoff_cluster.recording(cluster.recorded, **size),
+            out=file,
+            epochs=4 if quick else runtime_training.EPOCHS,
         )
         calibration = {
             "learned": cutting.calibrate(RuntimeModel.load(file), times),

@@ -68,7 +68,7 @@ def run(quick: bool = False) -> Part:
             file = Path(directory) / "model.safetensors"
             half = len(jobs[job].times) // 2
             trained = runtime_training.train(
-                jobs[job].part(0, half), out=file, epochs=4 if quick else 40
+                jobs[job].part(0, half), out=file, epochs=4 if quick else runtime_training.EPOCHS
             )
             seconds.append(trained.seconds)
             for other in JOBS:
@@ -132,8 +132,8 @@ other job; a missing time is the learner's one before.
 
 What comes out: with ten learners dropping one pays only where it is more than a ninth slower than
 the one before it, and that is rare here. Full synchronisation has {min(whole):.1f} to
-{max(whole):.1f} % of the oracle, so a cutoff has next to nothing to gain; what a predictor can show is
-that it does not drop without need. The learned model dropped somebody in {dropped} supersteps of
+{max(whole):.1f} % of the oracle, so a cutoff has next to nothing to gain; what a predictor can show
+is that it does not drop without need. The learned model dropped somebody in {dropped} supersteps of
 all four tests. Its predicted order statistics are about as good as those of the two predictors that
 need no training, not better: half a job of this length, or another job, is little to learn from.
 """

@@ -57,7 +57,6 @@ def model(spec: str, learners: int) -> SyncModel:
     try:
         made = parse(spec)
         made.check(learners)
-        made.prepare()
     except SpecError as error:
         raise UsageError(str(error)) from None
     return made

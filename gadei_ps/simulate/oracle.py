@@ -3,7 +3,7 @@
 Teng and Wood 2018 (Cutoff SGD), section 3, whose figure 2 has it as 'ground truth maximum
 achievable'. All n learners begin superstep i together, with the run times of their i-th iterations;
 in ascending order these are x_(1) to x_(n). The superstep ends after x_(c) seconds with the c
-gradients that have arrived, c being the number that makes c / x_(c) largest (the smallest of
+gradients that have arrived, c being the number that makes c / x_(c) largest (the largest of
 several), and all begin the next one. If the server needs s seconds a gradient, the superstep takes
 x_(c) + c s; the same c is the best one then. The oracle's throughput is all its gradients over all
 its time, in as many supersteps as the run asks for: its iterations, or until its gradients or its
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gadei_ps.simulate.draws import FloatArray
 from gadei_ps.simulate.setting import Setting
+from gadei_ps.sync.order_statistics import best_cutoff
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,17 @@ class Oracle:
         }
 
 
-def best_cutoff(times: FloatArray) -> tuple[int, float]:
-    """The c that makes c / x_(c) largest, and x_(c); times: of any order, shape (learners,)."""
-    ordered = np.sort(times)
-    counts = np.arange(1, len(ordered) + 1)
-    c = int(np.argmax(counts / ordered)) + 1
-    return c, float(ordered[c - 1])
-
-
 def run(setting: Setting) -> Oracle:
     """The oracle's run on the setting's run times."""
     learners = np.arange(setting.learners)
     supersteps = gradients = 0
     seconds = 0.0
     while True:
-        c, x = best_cutoff(setting.times.draw(learners, np.full_like(learners, supersteps)))
+        times = np.sort(setting.times.draw(learners, np.full_like(learners, supersteps)))
+        c = best_cutoff(times)
         supersteps += 1
         gradients += c
-        seconds += x + c * setting.server_s
+        seconds += float(times[c - 1]) + c * setting.server_s
         if setting.iterations is not None and supersteps >= setting.iterations:
             break
         if setting.gradients is not None and gradients >= setting.gradients:

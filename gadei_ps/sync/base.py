@@ -126,9 +126,6 @@ class SyncModel(ABC):
         Looks at files that it names, too. Raises SpecError, in one line.
         """
 
-    def prepare(self) -> None:  # noqa: B027 (most models need nothing)
-        """Loads what the model computes with, so that no call has to; may take seconds."""
-
     @property
     def learners(self) -> KeysView[int]:
         """The members in the order in which they joined, as a live view."""

@@ -72,6 +72,7 @@ class Cutoff(SyncModel):
         self.by = by
         self.file = file
         self._predictor: Predictor | None = None
+        self._made_for: int | None = None  # learners; None: any number
         self._superstep = 0
         self._closed = False
         self._cutoff = self.c  # of the superstep that runs; None: all
@@ -102,15 +103,14 @@ class Cutoff(SyncModel):
         if self.c is not None and learners is not None and self.c > learners:
             raise SpecError(f"cutoff: c = {self.c} is above the number of learners, {learners}")
         if self.file is not None:
-            self.prepare()
-            made_for = self._predictor.learners if self._predictor is not None else None
-            if learners is not None and made_for not in (None, learners):
+            self._load()
+            if learners is not None and self._made_for not in (None, learners):
                 raise SpecError(
-                    f"cutoff: {self.file} predicts {made_for} learners, not {learners}: train one "
-                    "with gadei-ps runtime-model train"
+                    f"cutoff: {self.file} predicts {self._made_for} learners, not {learners}: "
+                    "train one with gadei-ps runtime-model train"
                 )
 
-    def prepare(self) -> None:
+    def _load(self) -> None:
         """Makes the predictor. Raises SpecError for a file that is none."""
         if self._predictor is not None or self.c is not None:
             return
@@ -118,9 +118,10 @@ class Cutoff(SyncModel):
             from gadei_ps.sync.runtime_model import RuntimeModel
 
             try:
-                self._predictor = RuntimeModel.load(Path(self.file))
+                model = RuntimeModel.load(Path(self.file))
             except (OSError, ValueError) as error:
                 raise SpecError(f"cutoff: {error}") from None
+            self._predictor, self._made_for = model, model.learners
         else:
             from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor
 
@@ -197,7 +198,7 @@ class Cutoff(SyncModel):
         """Tells the predictor of the superstep that ends, and chooses the cutoff of the next."""
         if self.c is not None:
             return
-        self.prepare()
+        self._load()
         assert self._predictor is not None
         slots = np.sort(np.fromiter(self._slots.values(), np.int64, len(self._slots)))
         if not slots.size:

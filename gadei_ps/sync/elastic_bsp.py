@@ -70,12 +70,6 @@ class ElasticBSP(SyncModel):
         self._arrived: set[int] = set()
         self._due = math.nan  # when the barrier was planned for; before the first plan, never
 
-    def prepare(self) -> None:
-        """Compiles the planner, or takes it from the cache."""
-        from gadei_ps.sync import zipline  # Numba: not for the processes that only read a name
-
-        zipline.load()
-
     def _joined(self, learner: int, now: float) -> int:
         waits = bool(self._arrived)
         self._members[learner] = _Member(0 if waits else 1, now, not waits, self.R - 1)
@@ -133,12 +127,12 @@ class ElasticBSP(SyncModel):
 
     def _plan(self, known: list[int], now: float) -> None:
         """Sets the lengths of the superstep, for the learners that something is known of."""
-        from gadei_ps.sync import zipline
+        from gadei_ps.sync import zipline  # Numba: not for the processes that only read a name
 
         members = [self._members[learner] for learner in known]
         began = np.array([member.began for member in members])
         intervals = np.array([_median(member.recent) for member in members])
-        ends = began[:, None] + intervals[:, None] * np.arange(1, self.R + 1)
+        ends = began[:, None] + intervals[:, None] * np.arange(1.0, self.R + 1.0)
         # One that is in the middle of an iteration may have been expected earlier.
         np.maximum(ends, now, out=ends)
         chosen, _ = zipline.plan(ends)

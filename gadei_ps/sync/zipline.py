@@ -26,9 +26,8 @@ from gadei_ps.compiled import compiled
 EndTimes = npt.NDArray[np.float64]
 Plan = tuple[npt.NDArray[np.int64], float]
 
-CROWDED = (
-    16  # mean number of times beside a time on its part of the timeline; then merging is faster
-)
+CROWDED = 16
+"""Times beside a time on its part of the timeline, in the mean, from which on merging is faster."""
 
 
 def plan(end_times: EndTimes) -> Plan:
@@ -154,7 +153,7 @@ def _sorted(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.in
     ends = np.zeros(total + 1, np.int32)
     for learner in range(learners):
         for i in range(ahead):
-            ends[np.int32((times[learner, i] - low) * scale) + 1] += np.int32(1)
+            ends[int((times[learner, i] - low) * scale) + 1] += np.int32(1)
     crowd = 0
     for part in range(total):
         crowd += np.int64(ends[part + 1]) * ends[part + 1]
@@ -165,7 +164,7 @@ def _sorted(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.in
     owners = np.empty(total, np.int32)
     for learner in range(learners):
         for i in range(ahead):
-            part = np.int32((times[learner, i] - low) * scale)
+            part = int((times[learner, i] - low) * scale)
             keys[ends[part]] = times[learner, i]
             owners[ends[part]] = learner
             ends[part] += np.int32(1)
@@ -189,22 +188,31 @@ def _plan(times: EndTimes) -> tuple[npt.NDArray[np.int64], float]:
     learners = times.shape[0]
     keys, owners = _sorted(times)
     latest = np.full(learners, -1, np.int32)  # place in the order of each learner's time in Z
-    first = 0  # place of the earliest time in Z
     missing = learners
-    best = np.inf
-    best_at = 0
-    for at in range(keys.size):
+    at = 0
+    while missing:
         missing -= latest[owners[at]] < 0
         latest[owners[at]] = at
-        if missing:
-            continue
+        at += 1
+    first = 0  # place of the earliest time in Z
+    best = np.inf
+    best_at = 0
+    while True:
         # What a later time of the same learner has replaced is no member any more.
         while latest[owners[first]] != first:
             first += 1
-        window = keys[at] - keys[first]
-        if window < best:
-            best = window
-            best_at = at
+        if keys[at - 1] - keys[first] < best:
+            best = keys[at - 1] - keys[first]
+            best_at = at - 1
+        # Until the earliest member is replaced, the window only grows.
+        earliest = owners[first]
+        while at < keys.size and owners[at] != earliest:
+            latest[owners[at]] = at
+            at += 1
+        if at == keys.size:
+            break
+        latest[earliest] = at
+        at += 1
     chosen = np.full(learners, -1)
     for at in range(best_at + 1):  # a learner's times come in the order of its row
         chosen[owners[at]] += 1

@@ -31,7 +31,7 @@ NOBODY = np.zeros(6, bool)
 
 def torch_model(seed: int = 0) -> DeepMarkovModel:
     torch.manual_seed(seed)
-    return DeepMarkovModel(SIZES, torch.rand(6), torch.rand(6))
+    return DeepMarkovModel(SIZES, torch.rand(30, 6))
 
 
 def arrays(model: DeepMarkovModel) -> dict[str, Floats]:
@@ -427,6 +427,9 @@ def test_command(tmp_path: Path) -> None:
     assert "80 iterations of 6 learners" in shown
     assert f"cutoff:file={model}" in shown
     assert RuntimeModel.load(model).learners == 6
+    helped = run(cli_runtime_model.app, ["train", "--help"], env={"COLUMNS": "200"}).stdout
+    batches, epochs = runtime_training.BATCHES, runtime_training.EPOCHS
+    assert f"Epochs of {batches} mini-batches. [default: {epochs}]" in helped
     refused = run(cli_runtime_model.app, ["train", str(tmp_path / "absent")])
     assert isinstance(refused.exception, UsageError)
 
