@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gadei_ps.cli_simulate import ProblemName, simulate
 from gadei_ps.errors import UsageError
 from gadei_ps.simulate import oracle
 from gadei_ps.simulate.compare import Learning, compare, model, run
-from gadei_ps.simulate.oracle import best_cutoff
 from gadei_ps.simulate.problems import PROBLEMS, Logistic, Problem
 from gadei_ps.simulate.run_times import Recorded, parse
 from gadei_ps.simulate.setting import Setting
@@ -165,15 +162,6 @@ def test_too_stale_gradients_do_not_learn() -> None:
 
 
 # -- the oracle -------------------------------------------------------------------------------
-
-
-@settings(deadline=None, max_examples=100, derandomize=True)
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
-def test_best_cutoff_against_all(times: list[float]) -> None:
-    c, x = best_cutoff(np.array(times))
-    assert sum(time <= x for time in times) >= c
-    for time in times:
-        assert sum(other <= time for other in times) / time <= c / x
 
 
 def test_the_oracle_by_hand() -> None:
