@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gadei_ps import _native, layout, log, modes, sync
+from gadei_ps import _native, layout, log, modes
 from gadei_ps.layout import CONTROL, Mode
 from gadei_ps.segment import Segment
 
@@ -28,20 +28,7 @@ class Change:
         self._control = control
         self._shards = shards
         self._frozen: dict[tuple[int, int], int] = {}
-        self.model = self._parse()
-
-    def _parse(self) -> sync.SyncModel:
-        """The model wanted; where it cannot be used after all, the one in force once more."""
-        text = modes.text(self._control, self.number)
-        try:
-            model = sync.parse(text)
-            model.check(None)
-        except sync.SpecError as error:
-            log.get().error("the synchronization model stays as it is", reason=str(error))
-            lines = self._control.view(CONTROL)["sync_text"]
-            lines[self.number % 2] = lines[(self.number + 1) % 2]
-            model = sync.parse(modes.text(self._control, self.number))
-        return model
+        self.model = modes.model(control, number)
 
     def freeze(self, row: int, generation: int, granted: int, head: int) -> int:
         """The last grant of a learner under the old model: for the iteration in hand, if any.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LINE_S = 5.0  # at most one line of progress in this time
 DEFAULT_OUT = Path("runtime-model.safetensors")
+DEFAULT_EPOCHS = 30  # runtime_training.EPOCHS, whose module imports PyTorch
 HELP = "The model that predicts learners' run times, for cutoff:file=MODEL."
 
 app = typer.Typer(help=HELP)
@@ -39,9 +40,8 @@ def train(
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the model goes.")] = DEFAULT_OUT,
     epochs: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Epochs of 40 mini-batches. [default: 30]"),
-    ] = None,
+        int, typer.Option(metavar="N", min=1, help="Epochs of 40 mini-batches.")
+    ] = DEFAULT_EPOCHS,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of weights and batches.")] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end.")
@@ -59,7 +59,7 @@ def train(
     result = runtime_training.train(
         read,
         out=out,
-        epochs=runtime_training.EPOCHS if epochs is None else epochs,
+        epochs=epochs,
         seed=seed,
         progress=None if as_json else _teller(),
     )

@@ -199,9 +199,17 @@ def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
 def check_sync(config: JobConfig, learners: int | None, where: str) -> None:
     """Raises UsageError where the synchronization model does not fit so many learners."""
     try:
-        sync.parse(config.sync).check(learners)
+        model = sync.parse(config.sync)
+        model.check(learners)
+        check_room(model)
     except sync.SpecError as error:
         raise UsageError(f"{where}: sync: {error}") from None
+
+
+def check_room(model: sync.SyncModel) -> None:
+    """Raises SpecError where the model's text is longer than shared memory has room for."""
+    if len(str(model).encode()) >= layout.SYNC_TEXT:
+        raise sync.SpecError(f"{model.name}: its parameters are too long; use a shorter path")
 
 
 def load(path: Path) -> JobConfig:

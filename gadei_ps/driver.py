@@ -47,7 +47,7 @@ class Driver:
     def __init__(self, control: Segment, state: Segment, places: np.ndarray) -> None:
         """places: of any shard, for the sizes that frames must have."""
         self.number = modes.done(control)
-        self.sync = _usable(modes.text(control, self.number))
+        self.sync = modes.model(control, self.number)
         self.members: dict[int, Member] = {}
         self._segment = control
         self._control = control.view(CONTROL)
@@ -66,10 +66,10 @@ class Driver:
         """While another server is active: takes the model over that is in force there."""
         if modes.done(self._segment) != self.number:
             self.number = modes.done(self._segment)
-            self.sync = _usable(modes.text(self._segment, self.number))
+            self.sync = modes.model(self._segment, self.number)
 
-    def run(self) -> None:
-        """One pass, after anything may have happened."""
+    def run(self, serving: bool = True) -> None:
+        """One pass, after anything may have happened. serving: whether all shards do."""
         if not self._resumed:
             self._resumed = self._take_over()
             if not self._resumed:
@@ -85,7 +85,7 @@ class Driver:
             return
         if not self._at_barrier:
             self._come_to_a_barrier(self._change)
-        if self._at_barrier:
+        if self._at_barrier and serving:
             self._switch(self._change)
 
     # -- another model --------------------------------------------------------------------------
@@ -99,26 +99,30 @@ class Driver:
 
     def _come_to_a_barrier(self, change: Change) -> None:
         """Lets everybody finish the iteration in hand, and gives no grant for another one."""
-        waits = True
+        all_wait = True
         for member in self.members.values():
+            if member.leaving:
+                continue
             head = member.mapped.head
-            if not member.leaving and self._has_work(member):
+            granted = int(self._roster[member.row]["grant"])
+            last = change.freeze(member.row, member.generation, granted, head)
+            if last != granted:
+                self.publish_grant(member.row, last)
+            if self._has_work(member):
                 self._roster[member.row]["member"] = True  # one that hangs now holds others up
-                granted = int(self._roster[member.row]["grant"])
-                last = change.freeze(member.row, member.generation, granted, head)
-                if last != granted:
-                    self.publish_grant(member.row, last)
-                waits = waits and head >= last
-            # What nobody granted a collecting model leaves to the next one.
-            due = head if self.sync.on_arrival else member.reported
-            waits = waits and self._applied(member) >= due
-        if waits and not self._commits and self._supersteps_done():
+                # What a collecting model still holds is left to the next one.
+                done = self._applied(member) if self.sync.on_arrival else head
+                all_wait = all_wait and head >= last <= done
+        if all_wait and not self._commits and self._supersteps_done():
             change.at_barrier = True
 
     def _switch(self, change: Change) -> None:
         """From the barrier on: the other model, once the shards stand still."""
-        counts = self._state["applied"][: self._shards]
-        if not change.shards_hold() or (counts != counts[0]).any():
+        used = np.flatnonzero(self._roster["generation"] != self._roster["retired"])
+        if not change.shards_hold():
+            return
+        counts = self._state["applied"][: self._shards, used]
+        if (counts != counts[0]).any():
             return
         self._commits.clear()
         self._refusals.clear()
@@ -156,6 +160,7 @@ class Driver:
 
         Of a change that was under way nothing is left to wait for: it is made at once.
         """
+        self.follow()  # the server before may have made a change as its last deed
         if self._is_to_change():
             if not self._supersteps_done():
                 return False
@@ -248,7 +253,8 @@ class Driver:
     def _report_pushes(self) -> None:
         now = time.monotonic()
         for member in list(self.members.values()):
-            if not member.joined and not member.leaving and self._has_work(member):
+            newcomer = not member.joined and not member.leaving and self._change is None
+            if newcomer and self._has_work(member):
                 self._join(member, now)
             held = self._report_member(member, now)
             if held and member.leaving and self.sync.on_arrival:
@@ -269,6 +275,8 @@ class Driver:
         """Tells the model of what is new. True if some of that has not been granted yet."""
         published = self._published(member)
         while member.reported < published:
+            if not member.joined and self._change is not None:
+                return True  # for the next model
             if not member.joined:
                 # Frames of a learner that is out of the membership: it published what it was not
                 # granted, or left its last batch unnamed. They count as one more iteration.
@@ -337,18 +345,18 @@ class Driver:
         """In a learner's own clock: iterations begun since it attached."""
         if self._commits or not self._supersteps_done():
             return  # a grant tells that all it stands on is in the weights
-        for member in self.members.values():
-            if not member.joined:
-                continue
-            clock = self.sync.clock(member.row)
-            ahead = self.sync.grant(member.row) - clock
+        members = [one for one in self.members.values() if one.joined]
+        # First: who sees the others go on without it sees also that it may give up.
+        for member in members:
+            behind = self.sync.wanted(member.row) - self.sync.clock(member.row)
+            if behind > 0:
+                self.publish_obsolete(member, member.reported + behind)
+        for member in members:
+            ahead = self.sync.grant(member.row) - self.sync.clock(member.row)
             grant = min(member.reported + ahead, layout.UNBOUNDED)
             if grant != member.granted:
                 member.granted = grant
                 self.publish_grant(member.row, grant)
-            behind = self.sync.wanted(member.row) - clock
-            if behind > 0:
-                self.publish_obsolete(member, member.reported + behind)
 
     def publish_obsolete(self, member: Member, below: int) -> None:
         """Gradients of the learner's iterations below this number will be dropped."""
@@ -363,10 +371,3 @@ class Driver:
 
     def _word(self, field: str) -> int:
         return self._segment.address + layout.offset(CONTROL, field)
-
-
-def _usable(text: str) -> sync.SyncModel:
-    """The model of that text, with what it reads from files. Raises SpecError."""
-    model = sync.parse(text)
-    model.check(None)
-    return model

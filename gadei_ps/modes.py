@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gadei_ps import _native, layout
+from gadei_ps import _native, layout, log, sync
 from gadei_ps.layout import CONTROL, Mode
 from gadei_ps.segment import Segment
 from gadei_ps.sync import SyncModel
@@ -33,9 +33,17 @@ def text(control: Segment, number: int) -> str:
     return line.tobytes().rstrip(b"\0").decode(errors="replace")
 
 
-def fits(model: SyncModel) -> bool:
-    """Whether its text has room in control."""
-    return len(str(model).encode()) < layout.SYNC_TEXT
+def model(control: Segment, number: int) -> SyncModel:
+    """The model of that number, new. One whose file is gone awaits all learners; that is logged.
+
+    Nobody starts or changes with such a file; but a server that dies later must find a successor.
+    """
+    made = sync.parse(text(control, number))
+    try:
+        made.check(None)
+    except sync.SpecError as error:
+        log.get().error("going on without: all learners are awaited", reason=str(error))
+    return made
 
 
 def begin(control: Segment, model: SyncModel) -> None:
@@ -53,7 +61,9 @@ def ask(control: Segment, model: SyncModel) -> None:
 
 def enforce(control: Segment, number: int, model: SyncModel) -> None:
     """Active server: the shards do as the model of that number wants it."""
-    control.view(CONTROL)["report"] = model.uses_pushes
+    view = control.view(CONTROL)
+    view["report"] = model.uses_pushes
+    view["wave"] = model.wave
     set_mode(control, number, Mode.ON_ARRIVAL if model.on_arrival else Mode.COLLECT)
 
 
@@ -73,4 +83,3 @@ def _write(control: Segment, number: int, model: SyncModel) -> None:
     line = view["sync_text"][number % 2]
     line[:] = 0
     line[: len(raw)] = np.frombuffer(raw, np.uint8)
-    view["wave"] = model.wave

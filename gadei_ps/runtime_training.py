@@ -47,12 +47,14 @@ BATCHES: Final = 40
 """Mini-batches of an epoch, whatever the trace's length."""
 BATCH: Final = 32
 LEARNING_RATE: Final = 2e-3
-PENALTY: Final = 1e-2
-"""On the squares of all weights, against the ELBO of a superstep."""
+PENALTY: Final = 1e-4
+"""On the squares of all weights, against the ELBO for each run time."""
 JITTER: Final = 0.1
 """Deviation of the logarithm of the noise on a window's scale."""
 CLIP: Final = 1.0
 HELD_OUT: Final = 0.15
+TESTED: Final = 64
+"""Held-out windows that are looked at, at most: it bounds the time and the memory."""
 
 SHORTEST: Final = 4 * LAG
 """Iterations; of fewer, nothing is left to learn from once some are held out."""
@@ -170,9 +172,10 @@ class _Windows:
             torch.randint(self.count, (count,)), scales * torch.exp(JITTER * torch.randn(count))
         )
 
-    def all(self) -> Batch:
-        """Every window, scaled as a run that begins with the first one scales them."""
-        return self._batch(torch.arange(self.count), self._scales[:1].expand(self.count))
+    def spread(self, count: int) -> Batch:
+        """At most so many windows, evenly, scaled as a run that begins with the first one does."""
+        begins = torch.linspace(0, self.count - 1, min(count, self.count)).round().long()
+        return self._batch(begins, self._scales[:1].expand(len(begins)))
 
     def typical(self) -> Tensor:
         """Run times at the usual scale: (iterations, learners)."""
@@ -208,7 +211,7 @@ def _fit(
         optimizer, epochs * BATCHES, LEARNING_RATE / 100
     )
     weights = [value for name, value in model.named_parameters() if name.endswith("weight")]
-    held_out = testing.all()
+    held_out = testing.spread(TESTED)
     best = _Best({}, 0, math.nan, -math.inf)
     for epoch in range(1, epochs + 1):
         elbos = []
@@ -216,14 +219,14 @@ def _fit(
             elbo = model.elbo(training.sample(BATCH), model.noise(BATCH))
             penalty = torch.stack([weight.square().sum() for weight in weights]).sum()
             optimizer.zero_grad()
-            (PENALTY / model.sizes.learners * penalty - elbo).backward()  # type: ignore[no-untyped-call]
+            (PENALTY * penalty - elbo).backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             schedule.step()
             elbos.append(elbo.item())
         with torch.no_grad():
             # The same noise each time, so that epochs differ by their weights alone.
-            noise = model.noise(testing.count, torch.Generator().manual_seed(0))
+            noise = model.noise(len(held_out.times), torch.Generator().manual_seed(0))
             found = model.elbo(held_out, noise).item()
         if found > best.held_out_elbo:
             kept = {

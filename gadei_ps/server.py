@@ -131,7 +131,7 @@ class Server:
                     self._follow()
                     self._start_shards()
                 if self.active and self.driver is not None:
-                    self.driver.run()
+                    self.driver.run(self._all_serve)
                     self._retire()
                 elif self.driver is not None:
                     self.driver.follow()
@@ -240,6 +240,11 @@ class Server:
 
     def _take(self, lease: int, timeout_ns: int = 0) -> bool:
         return _native.lease_take(lease, timeout_ns) != _native.PS_TIMEOUT
+
+    @property
+    def _all_serve(self) -> bool:
+        """Whether every shard holds its lease in this process."""
+        return self.rings is not None and self.rings.held == int(self.control["shards"])
 
     def _tell_ready(self) -> None:
         """Ready: active and serving, or everything mapped and waiting for its leases."""

@@ -243,9 +243,9 @@ def _on_arrival(s: Shard, known: np.ndarray, i: int) -> None:
             note_run(s, row, tail, frame, APPLY)
         finish(s)
     else:
-        _refuse(s, row, reason, frame[0].batch, tail + ONE, more)
-        if s.number == 0:
+        if s.number == 0:  # before it counts as consumed
             note_run(s, row, tail, frame, DROP if reason == GIVEN_UP else REFUSE)
+        _refuse(s, row, reason, frame[0].batch, tail + ONE, more)
     if more:
         show_work(s.c, row, ring, shown)
     _consume(s, known, i, tail + ONE)
@@ -341,26 +341,36 @@ def _keep_books(s: Shard, table: np.ndarray, known: np.ndarray, count: int) -> b
 
 
 @compiled
-def _is_behind(s: Shard, row: int) -> bool:
-    """Whether another shard has consumed more of this row's frames."""
-    mine = s.state[0].applied[s.number, row]
-    for shard in range(s.c[0].shards):  # noqa: SIM110 (compiled: no generators)
-        if get(_applied_at(s, shard, row)) > mine:  # acquire: its frame's head is read next
-            return True
-    return False
+def _most_applied(s: Shard, row: int) -> np.uint64:
+    """Frames of this row that the shard has consumed which is furthest."""
+    most = ZERO
+    for shard in range(s.c[0].shards):
+        most = max(most, get(_applied_at(s, shard, row)))  # acquire: its frame's head is read next
+    return most
 
 
 @compiled
-def _catch_up(s: Shard, known: np.ndarray, count: int) -> bool:
+def _catch_up(s: Shard, known: np.ndarray, count: int, mode: np.uint32) -> bool:
     """While the shards stand still: consumes what another one has consumed already.
 
-    True if there was any.
+    mode: that the pass began with. True if there was any, or if the mode is another one now: what
+    somebody has consumed by that one, a superstep perhaps, is not to be applied on arrival.
     """
     found = False
     for i in range(count):
-        if _is_behind(s, integer(known[ROWS, i])):
+        row = integer(known[ROWS, i])
+        most = _most_applied(s, row)
+        if most <= s.state[0].applied[s.number, row]:
+            continue
+        if get32(s.control + MODE) != mode:  # SYNC POINT: mode
+            return True
+        if _is_nonsense(s, most, known[TAILS, i]):
+            # Somebody wrote over the head, and another shard has taken it for consumed.
+            _refuse(s, row, BAD_SEQUENCE, NO_BATCH, most, False)
+            _consume(s, known, i, most)
+        else:
             _on_arrival(s, known, i)
-            found = True
+        found = True
     return found
 
 
@@ -408,7 +418,7 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
         report = kind != ON_ARRIVAL or s.c[0].report != 0
         pause = get(s.control + PAUSE)
         if pause != ZERO and superstep <= record.supersteps and clock() * 1e9 < float(pause):
-            if not collect and _catch_up(s, known, count):
+            if not collect and _catch_up(s, known, count, mode):
                 continue
             if get(s.me + PARKED) != pause:
                 put(s.me + PARKED, pause)  # SYNC POINT: pause
@@ -428,7 +438,7 @@ def serve(index: int, low: int, high: int, places: np.ndarray) -> int:
                 _superstep(s, table, known, count, superstep)
                 progress = True
             elif kind == HOLD_ALL:
-                progress = _catch_up(s, known, count)
+                progress = _catch_up(s, known, count, mode)
                 if not progress and get32(s.me + OBEYED) != mode:
                     put32(s.me + OBEYED, mode)  # SYNC POINT: mode
                     bell(s.control + SHARD_BELL)  # the others look again whether they are behind

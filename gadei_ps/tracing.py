@@ -6,6 +6,7 @@ They are read often enough that none is written over unseen; what was is counted
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 from gadei_ps import layout, segment, traces
 from gadei_ps.errors import JobNotFound, SegmentError, UsageError
-from gadei_ps.layout import CONTROL, STATE, FrameKind, Phase, SegmentKind
+from gadei_ps.layout import CONTROL, STATE, Action, FrameKind, Phase, SegmentKind
 from gadei_ps.segment import segment_name
 
 POLL_S: Final = 0.01
@@ -93,7 +94,7 @@ class Recorder:
                 if sequence <= one.next and one.next + 1 == upto:
                     break  # counted, and its times are just being written
                 self.missed += 1
-            elif finished >= started:
+            elif int(run["action"]) != Action.REFUSE and 0 <= finished - started < math.inf:
                 iteration = one.next + one.ahead
                 self._last = max(self._last, iteration)
                 lines.append(traces.line(iteration, row, started, finished - started, given_up))

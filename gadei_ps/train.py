@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import dataset, process, segment, weights
+from gadei_ps import dataset, process, segment, sync, weights
 from gadei_ps.config import check_sync, from_mapping
 from gadei_ps.control import SetWork, Status, StopJob
 from gadei_ps.daemon import Daemon
@@ -216,7 +216,9 @@ class _Run:
 
     def run(self, data: Path) -> None:
         """Trains until the epochs are done or the held-out tenth gets no better."""
-        batches = -(-len(self.corpus.train) // self.batch_size)
+        # Under WSP a batch that is handed out is a wave.
+        wave = sync.parse(self.settings.sync).wave
+        batches = -(-len(self.corpus.train) // (self.batch_size * wave))
         self.daemon.request(SetWork(batches=batches, epochs=self.epochs, seed=self.settings.seed))
         command = [sys.executable, "-m", "gadei_ps.learners.text_learner", str(data)]
         learners = Learners(command, self.settings.learners, str(self.daemon.socket), stdout=2)

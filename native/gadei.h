@@ -161,7 +161,8 @@ int gadei_write(gadei_learner *learner, uint32_t tensor, const float *values);
 int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale);
 
 /* Claim, write, publish: one whole gradient of gadei_elements() values. GADEI_NONFINITE as in
- * gadei_write, with the gradient published. Errors of gadei_claim; then nothing has been. */
+ * gadei_write, with the gradient published. Errors of gadei_claim; then nothing has been. One that
+ * is not wanted any more is given up (gadei_wanted, gadei_give_up). */
 int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
                int64_t timeout_ms);
 

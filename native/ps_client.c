@@ -426,6 +426,8 @@ int gadei_give_up(gadei_learner *learner, int64_t timeout_ms)
 int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
                int64_t timeout_ms)
 {
+    if (!gadei_wanted(learner))
+        return gadei_give_up(learner, timeout_ms);
     int result = gadei_claim(learner, timeout_ms);
     if (result)
         return result;

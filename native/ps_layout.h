@@ -163,7 +163,7 @@ struct ps_control {
     uint64_t temporary;          /* 1: a command's own job, which nobody goes on with */
     uint64_t saves;              /* 1: a stop ends with a checkpoint */
     uint64_t sync_wanted;        /* number of the model wanted: its text is sync_text[number % 2] */
-    uint64_t wave;               /* mini-batches that a learner pushes as one gradient */
+    uint64_t pad2;
     /* 512: S, which server is the active one */
     uint64_t lease_generation;   /* how many have been so far */
     int32_t lease_pid;
@@ -183,7 +183,8 @@ struct ps_control {
     /* 704: S (manager), the open superstep of a collecting model */
     uint64_t superstep;          /* number; stored last */
     uint64_t sync_done;          /* number of the model that is in force */
-    uint64_t pad8[6];
+    uint64_t wave;               /* mini-batches that a learner pushes as one gradient */
+    uint64_t pad8[5];
     /* 768: 0, the work ledger; W before `work` is set */
     uint32_t work;               /* enum ps_work */
     uint32_t pad9;

@@ -128,7 +128,7 @@ class Roster:
         entry["pid"] = pid
         entry["pid_start"] = process.start_ticks(pid)
         entry["name"] = name.encode()[:31]
-        for field in ("gone", "drained", "grant", "handed", *COUNTS, *STALENESS):
+        for field in ("gone", "drained", "grant", "obsolete", "handed", *COUNTS, *STALENESS):
             entry[field] = 0
         entry["outstanding"] = layout.NO_BATCH
         entry["wanted"] = self._generation

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native, control, layout, log, modes, runtime, sync, weights
-from gadei_ps.config import JobConfig
+from gadei_ps.config import JobConfig, check_room
 from gadei_ps.control import (
     Attach,
     Checkpoint,
@@ -543,10 +543,9 @@ class Supervisor:
         try:
             wanted = sync.parse(request.sync)
             wanted.check(learners)
+            check_room(wanted)
         except sync.SpecError as error:
             raise ControlError(str(error)) from None
-        if not modes.fits(wanted):
-            raise ControlError(f"{wanted.name}: its parameters are too long; use a shorter path")
         memory = self.memory.control
         if modes.wanted(memory) != modes.done(memory):
             raise ControlError(
@@ -559,7 +558,11 @@ class Supervisor:
                 f"the job hands out batches of waves of {wave}, not {wanted.wave}: "
                 "that cannot change while it works on them"
             )
-        if str(wanted) == self._sync:
+        if self.memory.model is None:
+            modes.begin(memory, wanted)  # no server has looked at it yet
+            return {"changes": True, "sync": str(wanted)}
+        # A file may have been written anew.
+        if str(wanted) == self._sync and "file" not in wanted.parameters:
             return {"changes": False, "sync": str(wanted)}
         self._log.info("changing the synchronization model", sync=str(wanted))
         modes.ask(memory, wanted)
@@ -578,6 +581,13 @@ class Supervisor:
                     f"{have}, not {wanted}"
                 )
             return {"set": False}
+        memory = self.memory.control
+        if modes.wanted(memory) != modes.done(memory):
+            coming = sync.parse(modes.text(memory, modes.wanted(memory)))
+            if coming.wave != int(control_["wave"]):
+                raise ControlError(
+                    f"the job is just changing to {coming}, with waves of {coming.wave}; ask again"
+                )
         control_["batches"], control_["epochs"], control_["seed"] = wanted
         control_["next"] = 0
         control_["epochs_done"] = 0

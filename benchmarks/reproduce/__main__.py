@@ -14,6 +14,7 @@ import importlib
 import os
 import subprocess
 import sys
+import textwrap
 import time
 
 import matplotlib
@@ -108,7 +109,8 @@ def document() -> str:
 
 
 def _section(name: str, found: Part, facts: dict[str, object]) -> str:
-    lines = [f"## {found.title}", "", found.text, ""]
+    paragraphs = [textwrap.fill(one, 100, break_on_hyphens=False) for one in _paragraphs(found)]
+    lines = [f"## {found.title}", "", "\n\n".join(paragraphs), ""]
     if any(row.paper for row in found.rows):
         lines += ["| | paper, or reach | ours | difference |", "| --- | --- | --- | --- |"]
         lines += [f"| {_cell(row, 'paper')} |" for row in found.rows]
@@ -126,6 +128,10 @@ def _section(name: str, found: Part, facts: dict[str, object]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _paragraphs(found: Part) -> list[str]:
+    return [" ".join(one.split()) for one in found.text.split("\n\n")]
 
 
 def _cell(row: Row, *more: str) -> str:

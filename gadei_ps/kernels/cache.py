@@ -36,6 +36,8 @@ SOURCES = (
             "journal.py",
             "compiled.py",
             "recover.py",
+            "frames.py",
+            "rows.py",
         )
     ),
 )

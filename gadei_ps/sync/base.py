@@ -1,6 +1,7 @@
 """The interface that every synchronization model has, for the server and for the simulator.
 
-A model is a state machine without clocks, threads or input and output: its driver reports who
+A model is a state machine without clocks, threads or output, and without input but for a file that
+its parameters name: its driver reports who
 joined, left and pushed, and at what time; the model answers with two words.
 
 - **grant**: a learner may start its iteration of number `clock` iff `clock < grant`.

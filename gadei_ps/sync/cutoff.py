@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -79,9 +79,8 @@ class Cutoff(SyncModel):
         self._since: dict[int, int] = {}  # the superstep in which a computing learner began
         self._waiting: dict[int, None] = {}  # for the next superstep, in the order they came
         self._held: dict[int, None] = {}
-        self._slots: dict[int, int] = {}
-        self._free: list[int] = []
-        # By slot. began: of the iteration in hand, NaN for who has none.
+        # By learner: a learner's number is its slot in the predictor, and so the column of its row
+        # in a trace is its column in a model. began: of the iteration in hand, NaN for none.
         self._began = np.full(0, np.nan)
         self._times = np.full(0, np.nan)
 
@@ -134,13 +133,11 @@ class Cutoff(SyncModel):
         return clock + (since is not None and since < self._superstep)
 
     def _joined(self, learner: int, now: float) -> int:
-        slot = heapq.heappop(self._free) if self._free else len(self._slots)
-        if slot >= self._began.size:
-            more = np.full(max(8, self._began.size), np.nan)
+        if learner >= self._began.size:
+            more = np.full(max(8, learner + 1, self._began.size), np.nan)
             self._began = np.concatenate([self._began, more])
             self._times = np.concatenate([self._times, more])
-        self._slots[learner] = slot
-        self._times[slot] = self._began[slot] = np.nan
+        self._times[learner] = self._began[learner] = np.nan
         if learner in self._held or (self._closed and self._cutoff is None):
             self._waiting[learner] = None
         else:
@@ -148,9 +145,7 @@ class Cutoff(SyncModel):
         return 0
 
     def _left(self, learner: int, clock: int, now: float) -> list[Commit]:
-        slot = self._slots.pop(learner)
-        heapq.heappush(self._free, slot)
-        self._began[slot] = np.nan
+        self._began[learner] = np.nan
         if self._since.pop(learner, None) is None:
             del self._waiting[learner]
         return self._cut(now)
@@ -158,17 +153,16 @@ class Cutoff(SyncModel):
     def _pushed(
         self, learner: int, clock: int, now: float, started: float | None, refused: bool
     ) -> list[Commit]:
-        slot = self._slots[learner]
         if self._since.pop(learner) < self._superstep:
             self._begin(learner, now)
             return [Commit((), (learner,))]
         self._closed = True
         self._waiting[learner] = None
         if refused:
-            self._began[slot] = np.nan
+            self._began[learner] = np.nan
             return [Commit((), (learner,)), *self._cut(now)]
-        self._times[slot] = now - self._began[slot]
-        self._began[slot] = np.nan
+        self._times[learner] = now - self._began[learner]
+        self._began[learner] = np.nan
         self._held[learner] = None
         return self._cut(now)
 
@@ -177,7 +171,7 @@ class Cutoff(SyncModel):
 
     def _begin(self, learner: int, now: float) -> None:
         self._since[learner] = self._superstep
-        self._began[self._slots[learner]] = now
+        self._began[learner] = now
 
     def _cut(self, now: float) -> list[Commit]:
         """Ends the superstep once c gradients are there, or nobody is left who could push."""
@@ -198,18 +192,20 @@ class Cutoff(SyncModel):
         """Tells the predictor of the superstep that ends, and chooses the cutoff of the next."""
         if self.c is not None:
             return
-        self._load()
-        assert self._predictor is not None
-        slots = np.sort(np.fromiter(self._slots.values(), np.int64, len(self._slots)))
-        if not slots.size:
+        with contextlib.suppress(SpecError):  # who checks the model is told
+            self._load()
+        if self._predictor is None:
+            return
+        learners = np.sort(np.fromiter(self._clocks, np.int64, len(self._clocks)))
+        if not learners.size:
             self._cutoff = None
             return
-        size = int(slots[-1]) + 1
+        size = int(learners[-1]) + 1
         censored = np.isfinite(self._began[:size])
         times = np.where(censored, now - self._began[:size], self._times[:size])
         self._times[:] = np.nan
         self._predictor.observe(times, censored)
-        expected = self._predictor.expected(slots)
+        expected = self._predictor.expected(learners)
         if expected is None:
             self._cutoff = None
         else:

@@ -14,11 +14,14 @@ import numpy as np
 from gadei_ps.sync.base import Commit, SyncModel
 from gadei_ps.sync.parameters import Parameter, whole
 
-_ahead = whole(1, 2**16)
+_ahead = whole(1, 4096)
 
 RECENT: Final = 5
 """Intervals of a learner that its next ones are predicted from, by their median: the paper's 'most
 recent intervals', so that one hiccup moves nothing."""
+
+SHORTEST: Final = 1e-9
+"""Seconds of an interval: of none at all, any number of iterations would end at one time."""
 
 
 @dataclass(slots=True)
@@ -63,7 +66,7 @@ class ElasticBSP(SyncModel):
     on_arrival: ClassVar[bool] = True
 
     def __init__(self, R: int = 15) -> None:
-        """Raises ValueError unless `R`, in iterations, is a whole number from 1 to 65,536."""
+        """Raises ValueError unless `R`, in iterations, is a whole number from 1 to 4,096."""
         super().__init__()
         self.R = _ahead(R)
         self._members: dict[int, _Member] = {}
@@ -131,10 +134,10 @@ class ElasticBSP(SyncModel):
 
         members = [self._members[learner] for learner in known]
         began = np.array([member.began for member in members])
-        intervals = np.array([_median(member.recent) for member in members])
+        intervals = np.array([max(_median(member.recent), SHORTEST) for member in members])
         ends = began[:, None] + intervals[:, None] * np.arange(1.0, self.R + 1.0)
-        # One that is in the middle of an iteration may have been expected earlier.
-        np.maximum(ends, now, out=ends)
+        # One that is in the middle of an iteration may have been expected to end it earlier.
+        ends += np.maximum(now - ends[:, :1], 0.0)
         chosen, _ = zipline.plan(ends)
         self._due = float(ends[np.arange(len(known)), chosen].max())
         for learner, member, index in zip(known, members, chosen.tolist(), strict=True):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 FORMAT: Final = "gadei-ps runtime model"
 VERSION: Final = 1
 _ENTRY: Final = "model"
-_MOST_BYTES: Final = 1 << 30
+_MOST_BYTES: Final = 1 << 26  # a server reads it between two passes
 
 Floats = npt.NDArray[np.float32]
 

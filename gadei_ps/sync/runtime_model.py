@@ -6,8 +6,8 @@ formulas; they are put together again from the work that they build on, Krishnan
 state; training is in gadei_ps.runtime_training.
 
     transition   g = sigmoid(MLP(z)); h = MLP(z)
-                 z_t ~ N((1 - g) * (W z + b) + g * h, softplus(W _relu(h) + b)), z = z_(t-1)
-    emission     x_t ~ N(W e + b, softplus(W e + b)), e = _relu(MLP(z_t))
+                 z_t ~ N((1 - g) * (W z + b) + g * h, softplus(W relu(h) + b)), z = z_(t-1)
+    emission     x_t ~ N(W e + b, softplus(W e + b)), e = relu(MLP(z_t))
     inference    l_t, r_t: tanh RNNs over x from the left and from the right (ST-LR)
                  h_t = (tanh(W z_(t-1) + b) + l_t + r_t) / 3
                  z_t ~ N(W h_t + b, softplus(W h_t + b))
@@ -18,8 +18,8 @@ one transition further, draws the run times, sorts each draw, and averages (equa
 Not in the paper: each learner's run times are multiplied by its level, the median over the last
 `lag` supersteps of what came over what the networks had predicted. It is 1 where they know the
 cluster. Where another node is slow than in the trace that they learned from, they alone choose
-cutoffs no better than Elfving's formula does (65 % of the best throughput on the synthetic cluster
-of the benchmarks), and with levels nearly the best ones (98 %).
+cutoffs no better than Elfving's formula does (60 to 69 % of the best throughput on the synthetic
+cluster of the benchmarks), and with levels nearly the best ones (98 %).
 """
 
 from __future__ import annotations

@@ -73,6 +73,9 @@ def test_models_that_do_not_fit_are_refused_before_the_start(
     missing = cli("serve", "job.toml")
     assert missing.code == 2
     assert str(cli.directory / "model.safetensors") in missing.error
+    long = cli("run", job_name, "--sync", f"cutoff:file=/{'x' * 600}", "--", *learner, 1)
+    assert long.code == 2
+    assert "cutoff: " in long.error
     for spec, why in (
         ("ssp:s=-1", "s must be a whole number"),
         ("elastic-bsp:R=0", "R must be a whole number"),

@@ -18,6 +18,7 @@ from gadei_ps import control, jobs, traces, tracing
 from gadei_ps.control import SetSync
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.learners.client import Client
+from gadei_ps.sync.runtime_file import Sizes, contents
 
 VALUES = 3000
 TENSORS = [{"name": "w", "shape": [VALUES]}]
@@ -294,6 +295,113 @@ def test_trace_counts_what_it_missed(job_name: str) -> None:
         # The last one is perhaps just being applied.
         eventually(lambda: (recorder.read(), recorder.rows + recorder.missed == 200)[1])
         assert 100 <= recorder.rows <= 129
+
+
+def _flood(pipe: Connection, job: str) -> None:
+    """Never asks for a turn, and pushes faster than the server applies."""
+    client = Client(job)
+    gradient = np.ones(client.model.elements, np.float32)
+    pipe.send("attached")
+    while not pipe.poll():
+        client.push(gradient)
+    client.wait_applied()
+    pipe.send(client.published)
+
+
+def test_change_from_asp_under_a_flood(job_name: str) -> None:
+    big = [{"name": "w", "shape": [1_000_000]}]
+    with (
+        daemon(job_name, tensors=big, optimizer={"kind": "adam"}, slots=4) as job,
+        fork(2, _flood, job_name) as team,
+    ):
+        for child in team:
+            assert child.receive() == "attached"
+        eventually(lambda: status(job_name)["version"] > 2)
+        assert jobs.set_sync(job_name, "ssp:s=3", 50.0)["changed"]
+        pushed = sum(_tell(child, "stop") for child in team)
+        job.check()
+        assert status(job_name)["gradients_applied"] == pushed
+
+
+def test_newcomer_amid_a_change(job_name: str) -> None:
+    """Who attaches meanwhile is no part of the old model, which would wait for it for ever."""
+    with (
+        daemon(job_name, sync="bsp", tensors=TENSORS),
+        fork(2, _push_when_told, job_name) as (one, other),
+    ):
+        _all_granted([one, other])
+        changing = threading.Thread(target=jobs.set_sync, args=(job_name, "asp", 50.0))
+        changing.start()
+        eventually(lambda: status(job_name)["sync_wanted"] == "asp")
+        with fork(1, _push_until_told, job_name) as (late,):
+            eventually(lambda: len(status(job_name)["learners"]) == 3)
+            one.send(1)
+            other.send(1)
+            changing.join()
+            _all_granted([one, other, late])
+            assert status(job_name)["sync"] == "asp"
+            _tell(late, "stop")
+
+
+def test_death_of_a_straggler_amid_a_change(job_name: str) -> None:
+    with (
+        daemon(job_name, sync="cutoff:c=2", tensors=TENSORS),
+        fork(4, _push_when_told, job_name) as team,
+    ):
+        _all_granted(team)
+        for child in team[:2]:
+            child.send(1)
+        _all_granted(team[:2])  # the other two are stragglers
+        changing = threading.Thread(target=jobs.set_sync, args=(job_name, "asp", 50.0))
+        changing.start()
+        eventually(lambda: status(job_name)["sync_wanted"] == "asp")
+        team[2].send(5)  # late: dropped
+        eventually(lambda: status(job_name)["gradients_dropped"] == 1)
+        team[3].kill()
+        for child in team[:2]:
+            child.send(1)
+        changing.join()
+        assert status(job_name)["sync"] == "asp"
+        _all_granted(team[:3])
+
+
+def test_model_file_that_vanishes_ends_no_job(job_name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    sizes = Sizes(learners=2, lag=2, latent=2, recurrent=2, hidden=2)
+    weights = {name: np.zeros(shape, np.float32) for name, shape in sizes.shapes().items()}
+    path.write_bytes(contents(sizes, weights, {}))
+    with (
+        daemon(job_name, sync=f"cutoff:file={path}", tensors=TENSORS, standby=True) as job,
+        fork(2, _push_until_told, job_name) as team,
+    ):
+        _all_granted(team)
+        path.unlink()
+        for _ in range(3):
+            eventually(lambda: status(job_name)["standby_pid"], what="a standby")
+            version = status(job_name)["version"]
+            os.kill(status(job_name)["server_pid"], signal.SIGKILL)
+            eventually(lambda version=version: status(job_name)["version"] > version + 20)
+        job.check()
+
+
+def test_row_of_a_straggler_is_clean_for_the_next(job_name: str) -> None:
+    with daemon(job_name, sync="cutoff:c=1", tensors=TENSORS):
+        with fork(2, _push_when_told, job_name) as (slow, fast):
+            _all_granted([slow, fast])
+            for _ in range(3):
+                assert _tell(fast, 1) == "granted"
+            assert _tell(slow, "wanted") is False
+        eventually(lambda: not status(job_name)["learners"])
+        with fork(2, _push_when_told, job_name) as team:
+            for child in team:
+                assert child.receive() == "granted"
+                assert _tell(child, "wanted") is True
+
+
+def test_set_before_there_is_a_model(job_name: str) -> None:
+    with daemon(job_name):
+        assert jobs.set_sync(job_name, "bsp", 5.0)["changed"]
+        assert status(job_name)["sync"] == "bsp"
 
 
 def test_stopped_learner_holds_a_change_up_until_it_goes_on(job_name: str) -> None:
