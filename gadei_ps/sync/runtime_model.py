@@ -180,7 +180,9 @@ class RuntimeModel:
     def expected(self, slots: IntArray) -> FloatArray | None:
         """As in Predictor; None until `lag` supersteps have been seen."""
         draws = self.sampled(slots)
-        return None if draws is None else sorted_mean(draws)
+        if draws is None or not np.isfinite(draws).all():  # weights of a file may be anything
+            return None
+        return sorted_mean(draws)
 
     def sampled(self, slots: IntArray) -> FloatArray | None:
         """Joint draws of the next superstep: float64 (draws, m), seconds, unsorted; or None."""
