@@ -25,7 +25,7 @@ from gadei_ps.apply import (
 )
 from gadei_ps.compiled import compiled
 from gadei_ps.journal import Books, forget, remember
-from gadei_ps.layout import CONTROL, ENTRY, RECORD, RING, STATE, Action, Reason
+from gadei_ps.layout import CONTROL, ENTRY, RECORD, RING, STATE, Action, FrameKind, Reason
 from gadei_ps.places import (
     RING_ADDRESS,
     RING_GENERATION,
@@ -41,6 +41,7 @@ NO_BATCH = np.uint64(layout.NO_BATCH)
 DROP = int(Action.DROP)
 REFUSE = int(Action.REFUSE)
 GIVEN_UP = int(Reason.GIVEN_UP)
+EMPTY = int(FrameKind.EMPTY)
 RUNS = np.uint64(layout.RUNS)
 NO_WORK = int(layout.Work.NONE)
 WORKING = int(layout.Work.WORKING)
@@ -121,7 +122,8 @@ def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action:
     s.state[0].runs[row, at].started = frame[0].started
     s.state[0].runs[row, at].finished = frame[0].finished
     s.state[0].runs[row, at].action = np.uint32(action)
-    s.state[0].runs[row, at].kind = frame[0].kind
+    cut = frame[0].kind == EMPTY and frame[0].blocks == 0
+    s.state[0].runs[row, at].censored = np.uint32(1 if cut else 0)
     fence()
     s.state[0].runs[row, at].sequence = sequence + ONE
 

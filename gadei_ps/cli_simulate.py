@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from gadei_ps.simulate.setting import GiveUp
 
 ITERATIONS = 100
+LEARNERS = 8
 
 
 class ProblemName(StrEnum):
@@ -30,7 +32,9 @@ def simulate(
         list[str],
         typer.Argument(metavar="MODEL...", help="Such as bsp, asp, ssp:3, elastic-bsp, cutoff:6."),
     ],
-    learners: Annotated[int, typer.Option(metavar="N", help="2 to 100000.")] = 8,
+    learners: Annotated[
+        int | None, typer.Option(metavar="N", help="2 to 100000. [default: 8, or the trace's]")
+    ] = None,
     iterations: Annotated[
         int | None,
         typer.Option(metavar="I", help="End after I times N iterations. [default: 100]"),
@@ -99,17 +103,25 @@ def simulate(
     """Compare synchronization models in virtual time, on the same run times, with any learners."""
     from gadei_ps import quantities, view
     from gadei_ps.simulate import compare, report, run_times
-    from gadei_ps.simulate.setting import Faults, Setting
+    from gadei_ps.simulate.setting import MOST_LEARNERS, Faults, Setting
 
+    if plot is not None:
+        report.check_plot(plot)
+    drawn = run_times.parse(times, seed)
+    if learners is None:
+        learners = drawn.learners or LEARNERS
     if learners < 2:
-        raise UsageError(f"--learners: from 2, not {learners}")
+        raise UsageError(f"--learners: from 2 to {MOST_LEARNERS:,}, not {learners}")
+    for name, rate in (("--lr", lr), ("--lr-on-arrival", lr_on_arrival)):
+        if rate is not None and not 0 < rate < math.inf:
+            raise UsageError(f"{name}: a learning rate is above 0, not {rate:g}")
     if loss is None and (lr is not None or lr_on_arrival is not None):
         raise UsageError("--lr and --lr-on-arrival go with --loss")
     if iterations is None and gradients is None and time_ is None:
         iterations = ITERATIONS
     setting = Setting(
         learners=learners,
-        times=run_times.parse(times, seed),
+        times=drawn,
         seed=seed,
         iterations=iterations,
         gradients=gradients,

@@ -360,7 +360,7 @@ RUN: Final = _struct(
     ("started", f64),
     ("finished", f64),
     ("action", u32),
-    ("kind", u32),
+    ("censored", u32),
 )
 
 STATE: Final = _struct(

@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 import numpy as np
 
@@ -475,7 +476,13 @@ def main() -> None:
     except (GadeiError, SpecError, OSError) as error:
         log.get(job=args.job).error("parameter server", reason=str(error))
         code = 1
-    sys.exit(code)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # At once: the interpreter would unmap the leases that threads hold before these end, and the
+    # kernel could not tell the next server that their holder is dead.
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

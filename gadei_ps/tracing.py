@@ -7,6 +7,7 @@ They are read often enough that none is written over unseen; what was is counted
 from __future__ import annotations
 
 import math
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any, Final
 
 from gadei_ps import layout, segment, traces
 from gadei_ps.errors import JobNotFound, SegmentError, UsageError
-from gadei_ps.layout import CONTROL, STATE, Action, FrameKind, Phase, SegmentKind
+from gadei_ps.interrupts import Interrupted
+from gadei_ps.layout import CONTROL, STATE, Action, Phase, SegmentKind
 from gadei_ps.segment import segment_name
 
 POLL_S: Final = 0.01
@@ -89,7 +91,7 @@ class Recorder:
             run = self._runs[row, one.next % layout.RUNS]
             sequence = int(run["sequence"])
             started, finished = float(run["started"]), float(run["finished"])
-            given_up = int(run["kind"]) == FrameKind.EMPTY
+            given_up = bool(run["censored"])
             if sequence != one.next + 1 or int(run["sequence"]) != sequence:
                 if sequence <= one.next and one.next + 1 == upto:
                     break  # counted, and its times are just being written
@@ -122,7 +124,9 @@ def record(job: str, out: Path, seconds: float | None) -> dict[str, Any]:
                     if over:
                         break
                     time.sleep(min(POLL_S, max(0.0, until - time.monotonic())))
-            except KeyboardInterrupt:
+            except Interrupted as signalled:
+                if signalled.number != signal.SIGINT:
+                    raise
                 file.writelines(recorder.read())
     except OSError as error:
         raise UsageError(f"{out}: cannot be written ({error.strerror})") from None

@@ -314,7 +314,7 @@ class Client:
         if version is None:
             version = self.version
         if not self.wanted:
-            return self._publish_nothing(batch, timeout_s)
+            return self._publish_nothing(batch, timeout_s, computed=True)
         target = *self._rings, *self._target, *self._way
         counts = self.published, version, batch, samples
         facts = rate_scale, loss, self._started
@@ -475,11 +475,12 @@ class Client:
         self._check_process()
         if batch is None:
             batch = self._taken[0] if self._taken else layout.NO_BATCH
-        return self._publish_nothing(batch, timeout_s)
+        return self._publish_nothing(batch, timeout_s, computed=False)
 
-    def _publish_nothing(self, batch: int, timeout_s: float | None) -> int:
+    def _publish_nothing(self, batch: int, timeout_s: float | None, *, computed: bool) -> int:
+        """computed: whether its run time is that of a whole iteration."""
         self.claim(timeout_s)
-        self._frame = int(FrameKind.EMPTY), 0, 0, 0.0
+        self._frame = int(FrameKind.EMPTY), int(computed), 0, 0.0
         return self.publish(batch=batch)
 
     def _count(self, batch: int) -> None:

@@ -415,19 +415,26 @@ uint32_t gadei_wave(const gadei_learner *learner)
     return wave ? (uint32_t)wave : 1;
 }
 
-int gadei_give_up(gadei_learner *learner, int64_t timeout_ms)
+/* computed: 1 where its run time is that of a whole iteration. */
+static int publish_nothing(gadei_learner *learner, uint32_t computed, int64_t timeout_ms)
 {
     int result = gadei_claim_rows(learner, timeout_ms);
     if (!result)
-        publish(learner, (struct ps_frame){.kind = PS_EMPTY, .rate_scale = 1.0f, .loss = NAN});
+        publish(learner, (struct ps_frame){
+            .kind = PS_EMPTY, .blocks = computed, .rate_scale = 1.0f, .loss = NAN});
     return result;
+}
+
+int gadei_give_up(gadei_learner *learner, int64_t timeout_ms)
+{
+    return publish_nothing(learner, 0, timeout_ms);
 }
 
 int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
                int64_t timeout_ms)
 {
     if (!gadei_wanted(learner))
-        return gadei_give_up(learner, timeout_ms);
+        return publish_nothing(learner, 1, timeout_ms);
     int result = gadei_claim(learner, timeout_ms);
     if (result)
         return result;

@@ -280,7 +280,7 @@ struct ps_run {              /* an iteration, of the ring's generation; 0 */
     double started;          /* CLOCK_MONOTONIC seconds */
     double finished;
     uint32_t action;         /* enum ps_action: what became of its gradient */
-    uint32_t kind;           /* of its frame */
+    uint32_t censored;       /* 1: it was given up, and would have taken longer */
 };
 
 struct ps_state {
@@ -306,7 +306,7 @@ struct ps_frame {            /* L */
     uint32_t dtype;
     uint64_t payload_bytes;
     uint32_t flags;
-    uint32_t blocks;         /* struct ps_block at the payload's begin; rows only */
+    uint32_t blocks;         /* struct ps_block at the payload's begin; empty: 1 if computed */
     uint64_t batch;          /* epoch << 32 | index, or PS_NO_BATCH */
     uint32_t samples;
     float rate_scale;        /* times the job's learning rate; 1 normally */

@@ -87,6 +87,20 @@ def _losses(result: Result) -> RenderableType:
     return made
 
 
+def check_plot(path: Path) -> None:
+    """Raises UsageError for a file that plot() could not write; to be told before simulating."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError:
+        raise UsageError("--plot needs matplotlib: pip install 'gadei-ps[bench]'") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().lstrip(".") not in known:
+        raise UsageError(f"{path}: give --plot a name that ends in .svg, .png or .pdf")
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise UsageError(f"{path}: {what}; name another file for --plot")
+
+
 def plot(result: Result, path: Path) -> None:
     """Draws the result into a file: loss against time if there is one, else speed and staleness.
 

@@ -28,6 +28,9 @@ class RunTimes(ABC):
     form: ClassVar[str]
     """An example of what `parse` reads."""
 
+    learners: int | None = None
+    """How many there are run times of; None: of any number."""
+
     @abstractmethod
     def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
         """Seconds above 0 of each learner's iteration of that number; the arrays broadcast."""
@@ -179,6 +182,7 @@ class Recorded(RunTimes):
         if not np.isfinite(times).all() or (times < 0).any() or not times.any():
             raise ValueError("run times must be finite, at least 0 and not all 0")
         self._times = np.maximum(times, 1e-6 * times.mean())
+        self.learners = times.shape[1]
 
     def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
         rows, columns = self._times.shape
@@ -205,6 +209,8 @@ def parse(spec: str, seed: int) -> RunTimes:
     Raises UsageError, one line, for what cannot be read.
     """
     name, _, rest = spec.strip().partition(":")
+    if not name:
+        raise UsageError(f"run times are missing: write one of {', '.join(FORMS)}")
     if name not in _KINDS:
         if "/" in spec or "." in name or Path(spec).exists():
             return _read(spec)

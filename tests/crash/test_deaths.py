@@ -50,6 +50,23 @@ def test_deaths_alone_and_together(job_name: str, tmp_path: Path) -> None:
         team.settle()
 
 
+@pytest.mark.parametrize("role", SERVERS)
+def test_server_that_ends_by_itself(role: Role, job_name: str, tmp_path: Path) -> None:
+    """Told to end, or after an error of its own: its leases go with it, as with one killed."""
+    with Team(job_name, tmp_path) as team:
+        team.find(Role.STANDBY)
+        ended = team.find(role)
+        send(ended, signal.SIGTERM)
+        eventually(lambda: not process.alive(ended.pid, ended.start), what="its end")
+        team.watch()
+        team.goes_on()
+        eventually(lambda: team.find(Role.STANDBY).pid != ended.pid, what="another standby")
+        send(team.find(Role.SERVER))
+        team.goes_on()
+        team.find(Role.STANDBY)
+        team.settle()
+
+
 def test_killed_again_while_it_takes_over(job_name: str, tmp_path: Path) -> None:
     chance = random.Random(1)
     with Team(job_name, tmp_path, values=300_000) as team:

@@ -281,6 +281,26 @@ def test_trace_records_every_iteration(job_name: str, tmp_path: Path) -> None:
         tracing.Recorder(job_name)
 
 
+def test_trace_tells_what_was_cut_short(job_name: str) -> None:
+    with (
+        daemon(job_name, sync="cutoff:c=1", tensors=TENSORS),
+        fork(2, _push_when_told, job_name) as (fast, slow),
+    ):
+        _all_granted([fast, slow])
+        recorder = tracing.Recorder(job_name)
+        recorder.read()
+        assert _tell(fast, 1) == "granted"
+        assert _tell(slow, 1) == "granted"  # computed, and not wanted any more
+        assert _tell(fast, 1) == "granted"
+        assert _tell(slow, "give up") == "granted"
+        lines: list[str] = []
+        eventually(lambda: (lines.extend(recorder.read()), len(lines) == 4)[1])
+        row = learner(job_name, slow.pid)
+        assert row
+        mine = [line for line in lines if line.split(",")[1] == str(row["row"])]
+        assert [line.rsplit(",", 1)[1].strip() for line in mine] == ["0", "1"]
+
+
 def test_trace_counts_what_it_missed(job_name: str) -> None:
     with (
         daemon(job_name, tensors=TENSORS),

@@ -226,7 +226,7 @@ def test_the_table_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert b"</svg>" in files[0].read_bytes()
     with pytest.raises(UsageError, match="name another file"):
         simulate(["bsp"], plot=tmp_path / "no" / "where.svg")
-    with pytest.raises(UsageError, match="not supported"):
+    with pytest.raises(UsageError, match="ends in .svg"):
         simulate(["bsp"], plot=tmp_path / "plot.docx")
 
 
