@@ -256,7 +256,7 @@ def test_any_schedule(case: Case) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=120,
+            max_examples=80,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

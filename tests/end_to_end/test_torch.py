@@ -403,6 +403,7 @@ def test_freed_gradients_leave_once(job_name: str) -> None:
         for parameter, old in zip(model.parameters(), before, strict=True):
             torch.testing.assert_close(parameter, old - 3.0)
         assert status(job_name)["gradients_applied"] == 1
+        optimizer.close()
 
 
 def test_hooks_of_step_are_called(job_name: str) -> None:
@@ -417,6 +418,7 @@ def test_hooks_of_step_are_called(job_name: str) -> None:
         first.remove()
         optimizer.step()
         assert called == ["before", "after", "after"]
+        optimizer.close()
 
 
 def test_products_are_of_backward_only(job_name: str) -> None:
@@ -453,6 +455,7 @@ def test_inputs_that_have_changed_are_noticed(job_name: str) -> None:
         inputs.zero_()
         with pytest.raises(UsageError, match=r"changed between backward\(\) and step\(\)"):
             optimizer.step()
+        optimizer.close()
 
 
 def test_what_has_no_gradient_is_zero_beside_products(job_name: str) -> None:
@@ -472,6 +475,7 @@ def test_what_has_no_gradient_is_zero_beside_products(job_name: str) -> None:
         linear(torch.ones(1, 16), model["one"].weight).sum().backward()
         optimizer.step()
         torch.testing.assert_close(model["two"].weight.detach(), start - 1.5)
+        optimizer.close()
 
 
 @pytest.mark.parametrize("own_data", [False, True])

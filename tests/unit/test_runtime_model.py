@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -37,6 +37,15 @@ def torch_model(seed: int = 0) -> DeepMarkovModel:
 
 def arrays(model: DeepMarkovModel) -> dict[str, Floats]:
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """So small networks are slower with more, above all beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def untrained(seed: int = 0) -> RuntimeModel:

@@ -213,7 +213,6 @@ def test_json_is_the_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     for loss in (None, ProblemName.CONVEX):
         files = [tmp_path / f"{number}.svg" for number in range(2)]
         for file in files:
@@ -226,7 +225,7 @@ def test_the_table_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert b"</svg>" in files[0].read_bytes()
     with pytest.raises(UsageError, match="name another file"):
         simulate(["bsp"], plot=tmp_path / "no" / "where.svg")
-    with pytest.raises(UsageError, match="ends in .svg"):
+    with pytest.raises(UsageError, match=r"ends in \.svg"):
         simulate(["bsp"], plot=tmp_path / "plot.docx")
 
 
