@@ -84,7 +84,7 @@ class Rows(NamedTuple):
     """The gradient of some rows of a tensor, as mini-batches touch an embedding's.
 
     indices: int64 of shape (n,), in any order; the values of repeated ones are added up. values:
-    float32 of shape (n, *the tensor's shape without its first dimension). Where rows are single
+    float32 of shape (n, and the tensor's without its first dimension). Where rows are single
     values, listing more than a third of them would take more room than all: then all are pushed,
     and those not named move as by a gradient of zero.
     """
@@ -204,7 +204,7 @@ class Client:
         return copy
 
     def pull_rows(self, tensor: str, indices: npt.ArrayLike) -> FloatArray:
-        """Copies some rows of a tensor, shape (n, *its shape without the first dimension).
+        """Copies some rows of a tensor, shape (n, and its own without the first dimension).
 
         Raises ModelMismatch.
         """

@@ -121,7 +121,7 @@ class OptimizerSpec:
     for distributed deep learning').
 
     `clip_norm` above 0 scales a gradient whose Euclidean norm is larger down to it, as
-    torch.nn.utils.clip_grad_norm_ does before the step.
+    ``torch.nn.utils.clip_grad_norm_`` does before the step.
 
     `eps` None stands for torch's default: 1e-10 for Adagrad, 1e-8 for the others. Parameters that
     the kind does not use are checked, carried and ignored. Raises ValueError naming the field.
