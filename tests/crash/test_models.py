@@ -23,15 +23,19 @@ def _kill_one_learner(team: Team, chance: random.Random) -> None:
     team.hire()
 
 
+def _kill_servers_and_learners(team: Team, chance: random.Random) -> None:
+    for number in range(team.rounds(4)):
+        send(team.find(Role.SERVER))
+        if number % 2:
+            _kill_one_learner(team, chance)
+        team.goes_on(30)
+
+
 @pytest.mark.parametrize("model", ["ssp:s=2", "elastic-bsp:R=5", "wsp:D=1,s_local=0"])
 def test_on_arrival(model: str, job_name: str, tmp_path: Path) -> None:
     chance = random.Random(model)
     with Team(job_name, tmp_path, learners=3, sync=model) as team:
-        for number in range(team.rounds(4)):
-            send(team.find(Role.SERVER))
-            if number % 2:
-                _kill_one_learner(team, chance)
-            team.goes_on(30)
+        _kill_servers_and_learners(team, chance)
         team.settle()
 
 
@@ -40,11 +44,7 @@ def test_cutoff(model: str, job_name: str, tmp_path: Path) -> None:
     """A mean of ones is one, whoever is in it: the weights count supersteps, to the last bit."""
     chance = random.Random(model)
     with Team(job_name, tmp_path, learners=3, sync=model) as team:
-        for number in range(team.rounds(4)):
-            send(team.find(Role.SERVER))
-            if number % 2:
-                _kill_one_learner(team, chance)
-            team.goes_on(30)
+        _kill_servers_and_learners(team, chance)
         _settle(team)
 
 
