@@ -68,7 +68,7 @@ class Driver:
             self.number = modes.done(self._segment)
             self.sync = modes.model(self._segment, self.number)
 
-    def run(self, serving: bool = True) -> None:
+    def run(self, serving: bool) -> None:
         """One pass, after anything may have happened. serving: whether all shards do."""
         if not self._resumed:
             self._resumed = self._take_over()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import secrets
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,18 +27,10 @@ def export(snapshot: Snapshot, out: Path) -> None:
     prepare = _FORMATS.get(out.suffix)
     if prepare is None:
         raise UsageError(f"{out}: name a file that ends in {', '.join(_FORMATS)}")
-    made = out.with_name(f".{secrets.token_hex(6)}.tmp")
     try:
         save = prepare(snapshot)
-        try:
-            with open(made, "xb") as file:
-                save(file)
-                file.flush()
-                os.fsync(file.fileno())
-            made.replace(out)
-        except BaseException:
-            made.unlink(missing_ok=True)
-            raise
+        with files.replacing(out) as file:
+            save(file)
         files.sync(out.parent)
     except ValueError as error:
         raise UsageError(f"{out}: {error}") from None

@@ -13,9 +13,10 @@ import hashlib
 import io
 import json
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 
@@ -70,6 +71,24 @@ def write(path: Path, blocks: Iterable[memoryview | bytes]) -> tuple[str, int]:
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest(), size
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` once the block is through: whole, or not at all.
+
+    Raises OSError.
+    """
+    made = path.with_name(f".{secrets.token_hex(6)}.tmp")
+    try:
+        with open(made, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        made.replace(path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
 
 
 def sync(directory: Path) -> None:

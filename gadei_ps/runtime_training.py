@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gadei_ps import files
 from gadei_ps.errors import UsageError
 from gadei_ps.runtime_network import Batch, DeepMarkovModel
 from gadei_ps.sync import runtime_file
@@ -241,17 +241,9 @@ def _fit(
 
 
 def _write(target: Path, data: bytes) -> None:
-    made = target.with_name(f".{secrets.token_hex(6)}.tmp")
     try:
-        try:
-            with open(made, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            made.replace(target)
-        except BaseException:
-            made.unlink(missing_ok=True)
-            raise
+        with files.replacing(target) as file:
+            file.write(data)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"{target}: cannot be written ({reason}); name another file") from None

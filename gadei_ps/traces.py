@@ -16,7 +16,6 @@ import csv
 import io
 import math
 import os
-import secrets
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from gadei_ps import files
 from gadei_ps.errors import UsageError
 
 HEADER: Final = ("iteration", "learner", "started", "seconds", "censored")
@@ -271,16 +271,10 @@ def write(path: str | os.PathLike[str], trace: Trace, *, started: FloatArray | N
     if started is not None and started.shape != trace.times.shape:
         raise ValueError(f"started {started.shape} is not times {trace.times.shape}")
     target = Path(path)
-    made = target.with_name(f".{secrets.token_hex(6)}.tmp")
     try:
-        try:
-            with open(made, "x", encoding="utf-8", newline="") as file:
-                file.write(",".join(HEADER) + "\n")
-                file.writelines(_lines(trace, started))
-            made.replace(target)
-        except BaseException:
-            made.unlink(missing_ok=True)
-            raise
+        with files.replacing(target) as file:
+            file.write((",".join(HEADER) + "\n").encode())
+            file.writelines(text.encode() for text in _lines(trace, started))
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(
