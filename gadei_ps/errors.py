@@ -51,6 +51,10 @@ class ModelMismatch(GadeiError):
     """The learner's tensors are not the job's."""
 
 
+class DeviceError(GadeiError):
+    """The GPU that was asked for is not there, cannot be used, or has too little memory."""
+
+
 class JobStopped(GadeiError):
     """The job has been stopped; there is nothing left to do for a learner."""
 

@@ -1,7 +1,7 @@
 """What a pipeline needs of the memory that a learner computes in; a file for each kind of it.
 
-A device moves gradients from its own memory into a ring's slot and weights out of the segment. The
-conformance suite runs against every implementation.
+A device moves gradients from its own memory into a ring's slot and weights out of the segment,
+while it computes. The conformance suite runs against every implementation.
 """
 
 from __future__ import annotations
@@ -10,25 +10,57 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gadei_ps.learners.client import Client
-from gadei_ps.weights import FloatArray, Model
+
+
+class Link(Protocol):
+    """The way of one client's weights and gradients to and from a device.
+
+    Belongs to the thread that computes. Whatever moves is moved in the order of what that thread
+    has asked the device to compute, before the call and after it. Every call raises what has gone
+    wrong on the way since the last one.
+    """
+
+    version: int
+    """Of the job's weights when the last pull began."""
+
+    def buffer(self) -> Any:
+        """Room for all weights on the device, float32 of shape (client.model.elements,), zero."""
+
+    def views(self, buffer: Any) -> dict[str, Any]:
+        """Each tensor by name, as a view of a buffer."""
+
+    def fill(self, buffer: Any) -> None:
+        """Pull: what is computed from now on sees the weights as they are now, or newer ones."""
+
+    def pull(self, buffer: Any) -> None:
+        """Begins a pull, once there are newer weights than those pulled last (section 4.1)."""
+
+    def pulled(self) -> bool:
+        """Whether that pull has arrived; what is computed from now on sees it. Never waits."""
+
+    def gradients(self) -> dict[str, Any]:
+        """Room for the next gradient, by tensor's name: what is computed into it and then given to
+        push() is not copied on the device. Valid until that push()."""
+
+    def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:
+        """Publishes gradients, by name, when they are computed; returns before.
+
+        None and missing ones count as zero; version: that they were computed from. Waits while the
+        push before is still on its way, and for a free slot. The arrays may be overwritten by what
+        is computed after it. facts: loss, samples, rate_scale and batch, as Client.push takes them.
+        """
+
+    def flush(self) -> None:
+        """Waits until all that was pushed is published."""
+
+    def close(self) -> None:
+        """Publishes what was pushed, and lets go of the client's memory."""
 
 
 class Device(Protocol):
-    """Memory that a learner computes in. Arrays are of the device's own kind."""
+    """Memory that a learner computes in."""
 
     name: str
 
-    def buffer(self, elements: int) -> Any:
-        """Room for all weights, float32 of shape (elements,), zero."""
-
-    def load(self, source: FloatArray, buffer: Any) -> None:
-        """Pull: copies the segment's weights into a buffer; returns once they are there."""
-
-    def views(self, model: Model, buffer: Any) -> dict[str, Any]:
-        """Each tensor by name, as a view of a buffer."""
-
-    def store(self, client: Client, payload: int, gradients: Mapping[str, Any]) -> None:
-        """Push: writes gradients into a claimed slot; returns once they are there.
-
-        gradients: by name, arrays of the device; None and missing ones count as zero.
-        """
+    def link(self, client: Client) -> Link:
+        """Raises DeviceError if the device cannot reach the client's memory, or has too little."""

@@ -1,0 +1,38 @@
+"""Which device a learner computes on."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from gadei_ps.errors import DeviceError, UsageError
+from gadei_ps.learners.device import Device
+from gadei_ps.learners.host import Host
+
+NAMES = ("auto", "cuda", "host")
+EXTRAS = "pip install 'gadei-ps[cuda13]', or [cuda12] for a driver of CUDA 12"
+
+
+def choose(name: str = "auto") -> Device:
+    """The device of this name; auto: CUDA where it can be used, else the host.
+
+    Raises DeviceError naming what is missing, and UsageError for an unknown name.
+    """
+    if name not in NAMES:
+        raise UsageError(f"device {name!r}: use {', '.join(NAMES[:-1])} or {NAMES[-1]}")
+    why = "" if name == "host" else missing()
+    if name == "cuda" and why:
+        raise DeviceError(f"device cuda: {why}")
+    if name == "host" or why:
+        return Host()
+    from gadei_ps.learners.cuda import Cuda
+
+    return Cuda()
+
+
+def missing() -> str:
+    """Why learners cannot compute with CUDA here, and what to do; empty if they can."""
+    if importlib.util.find_spec("cupy") is None:
+        return f"CuPy is not installed ({EXTRAS})"
+    from gadei_ps.learners import cuda
+
+    return cuda.missing()
