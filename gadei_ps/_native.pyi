@@ -7,6 +7,8 @@ PS_TIMEOUT: int
 PS_STOPPED: int
 PS_EVICTED: int
 PS_FINISHED: int
+LAND: int
+LANDING_BYTES: int
 
 def claim(ring: int, control: int, timeout_ns: int, /) -> int: ...
 def publish(
@@ -44,6 +46,27 @@ def push(
     /,
     *gradients: int,
 ) -> int: ...
+def prepare_landing(
+    ring: int,
+    control: int,
+    landing: int,
+    sums: int,
+    tensors: int,
+    parts: int,
+    loss_there: int,
+    clock: int,
+    version: int,
+    dtype: int,
+    kind: int,
+    blocks: int,
+    payload_bytes: int,
+    batch: int,
+    samples: int,
+    rate_scale: float,
+    loss: float,
+    started: float,
+    /,
+) -> None: ...
 def copy(dtype: int, to: int, source: int, count: int, left: int, /) -> float: ...
 def write_frame(
     weights: int, dtype: int, spare: int, left: int, payload: int, /, *gradients: int

@@ -38,6 +38,7 @@ from gadei_ps.layout import (
     CONTROL,
     ENTRY,
     RING,
+    SHARD,
     FrameKind,
     Mode,
     Phase,
@@ -131,7 +132,7 @@ class Client:
                 f"(they set {JOB_VARIABLE})"
             )
         try:
-            self._wire = WireType[wire.upper()]
+            self.wire = WireType[wire.upper()]
         except KeyError:
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
         self._forks = _forks
@@ -146,7 +147,8 @@ class Client:
         self.job: str = place.job
         self.row: int = place.row
         self.generation: int = place.generation
-        self._place = place  # keeps the mappings
+        self.place = place
+        """The segments, mapped as long as the client lives."""
         self._control = place.control.view(CONTROL)
         self._ring = place.ring.view(RING)
         self._control_at = place.control.address
@@ -157,8 +159,9 @@ class Client:
         self.weights: dict[str, FloatArray] = self.model.views(self.flat)
         """The same by name. Reading them is a pull that copies nothing."""
         self._tensors = {tensor.name: tensor for tensor in self.model.tensors}
+        self.error_feedback = error_feedback
         self._left = np.zeros(self.model.elements if error_feedback else 0, np.float32)
-        self._target = place.weights.address, int(self._wire)
+        self._target = place.weights.address, int(self.wire)
         self._way = int(self._may_spare()), _native.address(self._left) if error_feedback else 0
         # Of the claimed slot, once it is written: kind, blocks, payload bytes, sum of squares.
         self._frame = UNWRITTEN
@@ -167,12 +170,18 @@ class Client:
         entry = self._control_at + layout.offset(CONTROL, "roster") + place.row * ENTRY.itemsize
         self._obsolete_at = entry + layout.offset(ENTRY, "obsolete")
         self._version_at = self._control_at + layout.offset(CONTROL, "version")
+        shard = (
+            self._control_at + layout.offset(CONTROL, "shard") + layout.offset(SHARD, "sequence")
+        )
+        shards = int(self._control["shards"])
+        self._writes_at = [shard + SHARD.itemsize * number for number in range(shards)]
         self.version = self.current_version
         self.published = 0
         self._taken: deque[int] = deque()
         self._started = time.monotonic()
         self._holds = 0
         self._gone_since: float | None = None  # over all waits: each may be short
+        self._before: list[Callable[[], None]] = []
         self._copies = False  # whether gradients are computed from what pull() copied
         self._finalizer = weakref.finalize(
             self, detach, self._connection, self.row, self.generation, os.getpid(), place
@@ -314,7 +323,7 @@ class Client:
         if version is None:
             version = self.version
         if not self.wanted:
-            return self._publish_nothing(batch, timeout_s, computed=True)
+            return self.publish_nothing(batch, timeout_s, computed=True)
         target = *self._rings, *self._target, *self._way
         counts = self.published, version, batch, samples
         facts = rate_scale, loss, self._started
@@ -443,7 +452,7 @@ class Client:
             *self._rings,
             self.published,
             self.version if version is None else version,
-            self._wire,
+            self.wire,
             kind,
             blocks,
             payload_bytes,
@@ -457,6 +466,50 @@ class Client:
         )
         self._count(batch)
         return sequence
+
+    def publish_landed(
+        self,
+        landing: int,
+        sums: int,
+        parts: int,
+        frame: tuple[int, int, int],
+        *,
+        version: int,
+        loss: float | None = None,
+        samples: int = 0,
+        rate_scale: float = 1.0,
+        batch: int | None = None,
+    ) -> None:
+        """Lets a device's driver publish the claimed slot, once transfers into it are through.
+
+        Prepares `landing`, _native.LANDING_BYTES of memory, for _native.LAND to be called with. It
+        counts as published from now on, so nothing may be claimed until that call. sums: address of
+        what is transferred beside the payload (native/ps_land.h), parts: of the sum of squares in
+        it. frame: kind, blocks, bytes of the payload. loss: None if it is among the sums.
+        """
+        if batch is None:
+            batch = self._taken[0] if self._taken else layout.NO_BATCH
+        kind, blocks, payload_bytes = frame
+        _native.prepare_landing(
+            *self._rings,
+            landing,
+            sums,
+            len(self.model.tensors),
+            parts,
+            int(loss is None),
+            self.published,
+            version,
+            self.wire,
+            kind,
+            blocks,
+            payload_bytes,
+            batch,
+            samples,
+            rate_scale,
+            0.0 if loss is None else loss,
+            self._started,
+        )
+        self._count(batch)
 
     @property
     def wanted(self) -> bool:
@@ -472,13 +525,15 @@ class Client:
 
         Returns the sequence number, as push() does, and raises the same.
         """
-        self._check_process()
-        if batch is None:
-            batch = self._taken[0] if self._taken else layout.NO_BATCH
-        return self._publish_nothing(batch, timeout_s, computed=False)
+        return self.publish_nothing(batch, timeout_s, computed=False)
 
-    def _publish_nothing(self, batch: int, timeout_s: float | None, *, computed: bool) -> int:
-        """computed: whether its run time is that of a whole iteration."""
+    def publish_nothing(
+        self, batch: int | None = None, timeout_s: float | None = None, *, computed: bool
+    ) -> int:
+        """Ends the iteration in hand without a gradient, as give_up() and unwanted pushes do.
+
+        computed: whether its run time is that of a whole iteration.
+        """
         self.claim(timeout_s)
         self._frame = int(FrameKind.EMPTY), int(computed), 0, 0.0
         return self.publish(batch=batch)
@@ -498,7 +553,7 @@ class Client:
         """Header (layout.FRAME, shape (1,)) of the gradient published last."""
         slot = (self.published - 1) % int(self._ring["slots"])
         at = int(self._ring["slots_at"]) + slot * int(self._ring["slot_bytes"])
-        return self._place.ring.array(layout.FRAME, 1, at)
+        return self.place.ring.array(layout.FRAME, 1, at)
 
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
         """Waits until the gradient, by default the last one, is in the weights or dropped."""
@@ -613,6 +668,12 @@ class Client:
         return _native.load(self._version_at)
 
     @property
+    def writes(self) -> int:
+        """Grows with every write to the weights. Unlike current_version, which one shard counts,
+        it tells whether another shard has written since."""
+        return sum(map(_native.load, self._writes_at))
+
+    @property
     def hyper(self) -> npt.NDArray[np.float64]:
         """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack)."""
         packed: npt.NDArray[np.float64] = self._control["hyper"]
@@ -640,8 +701,14 @@ class Client:
 
     # -- the end --------------------------------------------------------------------------------
 
+    def before_detaching(self, call: Callable[[], None]) -> None:
+        """Has this called first: what uses the client's memory lets go of it."""
+        self._before.append(call)
+
     def detach(self) -> None:
         """Leaves the job. What has been published is applied; batches not answered go to others."""
+        while self._before:
+            self._before.pop()()
         self._finalizer()
 
     def __enter__(self) -> Self:

@@ -46,8 +46,8 @@ class Link(Protocol):
         """Publishes gradients, by name, when they are computed; returns before.
 
         None and missing ones count as zero; version: that they were computed from. Waits while the
-        push before is still on its way, and for a free slot. The arrays may be overwritten by what
-        is computed after it. facts: loss, samples, rate_scale and batch, as Client.push takes them.
+        push before is still on its way, and for a free slot. The arrays must not be changed
+        afterwards. facts: loss, samples, rate_scale and batch, as Client.push takes them.
         """
 
     def flush(self) -> None:
@@ -55,6 +55,9 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Publishes what was pushed, and lets go of the client's memory."""
+
+    def abandon(self) -> None:
+        """Lets go of it after an error; what was pushed may be lost. Raises nothing."""
 
 
 class Device(Protocol):

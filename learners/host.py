@@ -1,14 +1,27 @@
-"""The host's memory as a device: NumPy arrays, copied by the processor."""
+"""The host's memory as a device: NumPy arrays, copied by a push thread and a pull thread.
+
+Each thread is joined to the one that computes by a queue of size one. Deadlock-free as the paper's
+is: the threads hold no lock while they wait for one another.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from gadei_ps import layout
+from gadei_ps.errors import JobStopped, PushTimeout
 from gadei_ps.learners.client import Client
-from gadei_ps.weights import FloatArray, Model
+from gadei_ps.weights import FloatArray
+
+POLL_S = 0.1  # a thread that waits for the main one looks this often whether it is to end
+NEWER_S = 0.0005  # the pull thread looks this often whether there are newer weights
+IN_HAND = 3  # gradients: one computed, one in the queue, one being copied
 
 
 class Host:
@@ -16,14 +29,137 @@ class Host:
 
     name = "host"
 
-    def buffer(self, elements: int) -> FloatArray:
-        return np.zeros(elements, np.float32)
+    def link(self, client: Client) -> HostLink:
+        return HostLink(client)
 
-    def load(self, source: FloatArray, buffer: FloatArray) -> None:
-        np.copyto(buffer, source)
 
-    def views(self, model: Model, buffer: FloatArray) -> dict[str, FloatArray]:
-        return model.views(buffer)
+@dataclass
+class _Push:
+    gradients: Mapping[str, Any]
+    version: int
+    facts: dict[str, Any]
 
-    def store(self, client: Client, payload: int, gradients: Mapping[str, Any]) -> None:
-        client.write_named(payload, gradients)
+
+class HostLink:
+    """See device.Link."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.version = -1
+        self._writes = -1  # before the last pull
+        self._room: list[dict[str, FloatArray]] = []
+        self._next_room = 0
+        self._to_push: queue.Queue[_Push] = queue.Queue(1)
+        self._to_pull: queue.Queue[FloatArray] = queue.Queue(1)
+        self._pulled: queue.Queue[int] = queue.Queue(1)
+        self._failure: BaseException | None = None
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
+            for loop, name in ((self._push_loop, "push"), (self._pull_loop, "pull"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def buffer(self) -> FloatArray:
+        return np.zeros(self._client.model.elements, np.float32)
+
+    def views(self, buffer: FloatArray) -> dict[str, FloatArray]:
+        return self._client.model.views(buffer)
+
+    def fill(self, buffer: FloatArray) -> None:
+        self.version = self._copy(buffer)
+
+    def pull(self, buffer: FloatArray) -> None:
+        self._to_pull.put(buffer)
+
+    def pulled(self) -> bool:
+        self._raise_failure()
+        try:
+            self.version = self._pulled.get_nowait()
+        except queue.Empty:
+            return False
+        return True
+
+    def gradients(self) -> dict[str, FloatArray]:
+        if not self._room:
+            self._room = [self.views(self.buffer()) for _ in range(IN_HAND)]
+        return self._room[self._next_room]
+
+    def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:
+        item = _Push(gradients, version, facts)
+        while True:
+            self._raise_failure()
+            try:
+                self._to_push.put(item, timeout=POLL_S)
+            except queue.Full:
+                continue
+            self._next_room = (self._next_room + 1) % IN_HAND
+            return
+
+    def flush(self) -> None:
+        while self._to_push.unfinished_tasks:
+            self._raise_failure()
+            self._closing.wait(0.001)
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._end()
+
+    def abandon(self) -> None:
+        self._failure = self._failure or JobStopped("the learner has failed")
+        self._end()
+
+    def _end(self) -> None:
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, loop: Any) -> None:
+        try:
+            loop()
+        except BaseException as error:
+            self._failure = self._failure or error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _push_loop(self) -> None:
+        while not self._closing.is_set():
+            try:
+                item = self._to_push.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            slot = self._claim()
+            self._client.write_named(slot + layout.PAYLOAD_AT, item.gradients)
+            self._client.publish(version=item.version, **item.facts)
+            self._to_push.task_done()
+
+    def _claim(self) -> int:
+        while True:
+            try:
+                return self._client.claim(timeout_s=POLL_S)
+            except PushTimeout:
+                if self._closing.is_set():
+                    raise
+
+    def _pull_loop(self) -> None:
+        while not self._closing.is_set():
+            try:
+                buffer = self._to_pull.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            # Section 4.1: a pull is skipped while the weights are current.
+            while self._client.writes == self._writes and not self._closing.is_set():
+                self._closing.wait(NEWER_S)
+            self._pulled.put(self._copy(buffer))
+
+    def _copy(self, buffer: FloatArray) -> int:
+        """Returns the version that the weights had before."""
+        self._writes = self._client.writes
+        version = self._client.current_version
+        np.copyto(buffer, self._client.flat)
+        return version

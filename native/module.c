@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
+#include "ps_land.h"
 #include "ps_lease.h"
 #include "ps_product.h"
 #include "ps_ring.h"
@@ -70,19 +71,10 @@ METHOD(claim)
     return frame ? PyLong_FromUnsignedLongLong((uint64_t)frame) : PyLong_FromLong(result);
 }
 
-/* Fills in what the ring and the sum of squares say, and makes the frame visible. */
 static PyObject *publish_frame(struct ps_ring *ring, const struct ps_control *control,
                                struct ps_frame frame)
 {
-    uint64_t sequence = ring->head;
-    frame.sequence = sequence;
-    frame.generation = ring->header.generation;
-    frame.flags = PS_CHECKED | (isfinite(frame.squares) ? 0u : PS_NONFINITE);
-    *(struct ps_frame *)((char *)ring + ring->slots_at +
-                         (sequence % ring->slots) * ring->slot_bytes) = frame;
-    ring->pulled = frame.version;
-    ps_publish(ring, control);
-    return PyLong_FromUnsignedLongLong(sequence);
+    return PyLong_FromUnsignedLongLong(ps_publish_frame(ring, control, frame));
 }
 
 METHOD(publish)
@@ -270,6 +262,48 @@ METHOD(push)
         .started = real[2],
         .finished = ps_clock(),
     });
+}
+
+#define LANDING_HEAD 15 /* arguments of prepare_landing that are integers */
+
+METHOD(prepare_landing)
+{
+    UNUSED;
+    uint64_t arg[LANDING_HEAD];
+    double real[3];
+    if (count != LANDING_HEAD + 3) {
+        PyErr_SetString(PyExc_TypeError, "takes 18 arguments");
+        return NULL;
+    }
+    if (numbers(args, LANDING_HEAD, LANDING_HEAD, arg) < 0)
+        return NULL;
+    for (int i = 0; i < 3; i++) {
+        real[i] = PyFloat_AsDouble(args[LANDING_HEAD + i]);
+        if (real[i] == -1.0 && PyErr_Occurred())
+            return NULL;
+    }
+    *(struct ps_landing *)arg[2] = (struct ps_landing){
+        .ring = RING,
+        .control = CONTROL,
+        .sums = (const uint64_t *)arg[3],
+        .tensors = arg[4],
+        .parts = arg[5],
+        .loss_there = arg[6],
+        .frame = {
+            .clock = arg[7],
+            .version = arg[8],
+            .dtype = (uint32_t)arg[9],
+            .kind = (uint32_t)arg[10],
+            .blocks = (uint32_t)arg[11],
+            .payload_bytes = arg[12],
+            .batch = arg[13],
+            .samples = (uint32_t)arg[14],
+            .rate_scale = (float)real[0],
+            .loss = real[1],
+            .started = real[2],
+        },
+    };
+    Py_RETURN_NONE;
 }
 
 METHOD(nonzeros)
@@ -656,6 +690,9 @@ static PyMethodDef methods[] = {
     ENTRY(copy, "copy(dtype, to, from, count, left) -> sum of squares; infinite if one is not finite"),
     ENTRY(write_frame, "write_frame(weights, dtype, spare, left, payload, flat), or for flat (values, indices, "
                  "count, factors) of each tensor -> kind, blocks, payload bytes, sum of squares"),
+    ENTRY(prepare_landing, "prepare_landing(ring, control, landing, sums, tensors, parts, loss_there, "
+                           "clock, version, dtype, kind, blocks, payload_bytes, batch, samples, "
+                           "rate_scale, loss, started)"),
     ENTRY(nonzeros, "nonzeros(values, count) -> how many differ from zero"),
     ENTRY(sparse_product, "sparse_product(to, factors, matrix, count, rows, width)"),
     ENTRY(first_block, "first_block(weights) -> where the first block may begin"),
@@ -693,7 +730,12 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *made = PyModule_Create(&module);
     if (!made)
         return NULL;
-    if (PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 || PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||
+    /* For the driver to call, and how much room its argument takes. */
+    PyObject *land = PyLong_FromVoidPtr((void *)(uintptr_t)ps_land);
+    int failed = PyModule_AddObjectRef(made, "LAND", land) < 0 ||
+                 PyModule_AddIntConstant(made, "LANDING_BYTES", sizeof(struct ps_landing)) < 0;
+    Py_XDECREF(land);
+    if (failed || PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 || PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||
         PyModule_AddIntMacro(made, PS_EVICTED) < 0 || PyModule_AddIntMacro(made, PS_FINISHED) < 0) {
         Py_DECREF(made);
         return NULL;

@@ -1,6 +1,7 @@
 /* The ring's protocol; see ps_ring.h for the picture. */
 #include "ps_ring.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "ps_sync.h"
@@ -122,8 +123,7 @@ struct ps_frame *ps_claim(struct ps_ring *ring, const struct ps_control *control
     if (*result)
         return NULL;
     __atomic_fetch_add(&ring->heartbeat, 1, __ATOMIC_RELAXED);
-    return (struct ps_frame *)((char *)ring + ring->slots_at +
-                               (ring->head % ring->slots) * ring->slot_bytes);
+    return ps_slot(ring, ring->head);
 }
 
 void ps_publish(struct ps_ring *ring, const struct ps_control *control)
@@ -132,6 +132,19 @@ void ps_publish(struct ps_ring *ring, const struct ps_control *control)
     ps_fence(); /* pairs with the one in ps_shard_sleep: either we see it asleep or it sees head */
     if (__atomic_load_n(&control->sleepers, __ATOMIC_RELAXED))
         ps_futex_wake(ps_low_half(&ring->head));
+}
+
+uint64_t ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
+                          struct ps_frame frame)
+{
+    uint64_t sequence = ring->head;
+    frame.sequence = sequence;
+    frame.generation = ring->header.generation;
+    frame.flags = PS_CHECKED | (isfinite(frame.squares) ? 0u : PS_NONFINITE);
+    *ps_slot(ring, sequence) = frame;
+    ring->pulled = frame.version;
+    ps_publish(ring, control);
+    return sequence;
 }
 
 /* Tells shard 0, which looks at the rings' words whenever it is awake. */

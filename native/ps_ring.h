@@ -25,6 +25,10 @@ enum { PS_TIMEOUT = -1, PS_STOPPED = -2, PS_EVICTED = -3, PS_FINISHED = -4 };
 struct ps_frame *ps_claim(struct ps_ring *ring, const struct ps_control *control,
                           uint64_t timeout_ns, int *result);
 void ps_publish(struct ps_ring *ring, const struct ps_control *control);
+/* The same for a whole header: fills in what the ring and the sum of squares say of the frame, and
+ * returns its sequence number. */
+uint64_t ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
+                          struct ps_frame frame);
 int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
                   uint64_t timeout_ns);
 int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint64_t sequence,
@@ -71,6 +75,12 @@ struct ps_payload {
 static inline double ps_not_counted(double before, double squares)
 {
     return squares <= 1.7e308 ? before : squares;
+}
+
+static inline struct ps_frame *ps_slot(struct ps_ring *ring, uint64_t sequence)
+{
+    return (struct ps_frame *)((char *)ring + ring->slots_at +
+                               (sequence % ring->slots) * ring->slot_bytes);
 }
 
 static inline uint64_t ps_rounded(uint64_t bytes) { return (bytes + 63) & ~63ull; }

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "cli")]  # for `import support` and `import shell`
+# For `import support`, `import shell` and `import emulator`.
+sys.path[:0] = [str(HERE), str(HERE / "cli"), str(HERE / "gpu")]
 pytest.register_assert_rewrite("support", "shell")
 
 import support  # noqa: E402

@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import emulator
 import numpy as np
 import pytest
 from support import daemon, eventually, fork, learner, status
 
-from gadei_ps import layout
 from gadei_ps.control import StopJob
 from gadei_ps.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed, JobStopped, ModelMismatch, UsageError
-from gadei_ps.learners.client import Client
+from gadei_ps.learners import devices
+from gadei_ps.learners.client import Client, Rows
 from gadei_ps.learners.device import Device
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
 
-SHAPES = {"a": (3, 5), "b": (1000,), "s": ()}
+SHAPES = {"a": (3, 5), "b": (1000,), "s": (), "table": (40, 6), "column": (50, 1)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A device, and how its arrays are made and read."""
+    """A device, and how its arrays are made, filled and read in the order of what it computes."""
 
+    name: str
     make: Callable[[], Device]
     to_device: Callable[[np.ndarray], Any]
     to_host: Callable[[Any], np.ndarray]
 
 
-DEVICES = {"host": Case(Host, np.asarray, np.asarray)}
+def host() -> Iterator[Case]:
+    yield Case("host", Host, np.asarray, np.asarray)
 
 
-@pytest.fixture(params=sorted(DEVICES))
-def case(request: pytest.FixtureRequest) -> Case:
-    return DEVICES[request.param]
+def cuda() -> Iterator[Case]:
+    if why := devices.missing():
+        pytest.skip(why)
+    import cupy
+
+    yield Case("cuda", lambda: devices.choose("cuda"), cupy.asarray, cupy.asnumpy)
+
+
+def emulated() -> Iterator[Case]:
+    """The same code as cuda, on a device in software."""
+    with emulator.installed():
+        yield from cuda()
+
+
+DEVICES = [host, emulated, pytest.param(cuda, marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    yield from request.param()
 
 
 @pytest.fixture
@@ -58,58 +80,117 @@ def flat_ones(client: Client) -> np.ndarray:
     return client.model.flatten(arrays(1.0))
 
 
-# -- the device alone -----------------------------------------------------------------------------
+# -- a link alone -----------------------------------------------------------------------------------
 
 
-def test_buffer_load_and_views(case: Case, job: Daemon, job_name: str) -> None:
+def test_weights_arrive(case: Case, job: Daemon, job_name: str) -> None:
     device = case.make()
-    assert device.name in DEVICES
+    assert device.name == ("host" if case.name == "host" else "cuda")
     with Client(job_name, tensors=arrays(2.5)) as client:
-        buffer = device.buffer(client.model.elements)
-        views = device.views(client.model, buffer)
+        link = device.link(client)
+        buffer = link.buffer()
+        views = link.views(buffer)
         assert {name: tuple(view.shape) for name, view in views.items()} == SHAPES
         assert not case.to_host(buffer).any()
-        device.load(client.flat, buffer)
+        link.fill(buffer)
+        assert link.version == 0
         for view in views.values():
             np.testing.assert_array_equal(case.to_host(view), 2.5)
         # A copy: it does not move with the job.
         client.push(flat_ones(client))
         client.wait_applied()
         np.testing.assert_array_equal(case.to_host(views["b"]), 2.5)
-        device.load(client.flat, buffer)
+        link.pull(buffer)
+        eventually(link.pulled)
+        assert link.version == 1
         np.testing.assert_array_equal(case.to_host(views["b"]), 1.5)
+        assert not link.pulled()
+        link.pull(buffer)
+        assert not link.pulled()  # the weights are current
+        link.close()
+        link.close()
 
 
-def test_store(case: Case, job: Daemon, job_name: str) -> None:
-    device = case.make()
-    for number, wire in enumerate(["float32", "bfloat16", "float16"]):
-        with Client(job_name, tensors=arrays(0.0), wire=wire) as client:
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+def test_gradients_arrive(case: Case, job: Daemon, job_name: str, wire: str) -> None:
+    with Client(job_name, tensors=arrays(0.0), wire=wire) as client:
+        link = case.make().link(client)
 
-            def push(given: dict[str, Any], client: Client = client) -> bool:
-                refused = int(client._control["roster"][client.row]["refused"])
-                device.store(client, client.claim() + layout.PAYLOAD_AT, given)
-                client.publish()
-                client.wait_applied()
-                return int(client._control["roster"][client.row]["refused"]) > refused
+        def push(given: dict[str, Any]) -> bool:
+            refused = int(client._control["roster"][client.row]["refused"])
+            link.push(given, client.current_version)
+            link.flush()
+            client.wait_applied()
+            return int(client._control["roster"][client.row]["refused"]) > refused
 
-            before = -2.0 * number
-            assert not push(gradients(case, 0.5))
-            assert not push({"a": None, "b": case.to_device(arrays(1.5)["b"])})  # the rest is zero
-            np.testing.assert_array_equal(client.weights["a"], before - 0.5)
-            np.testing.assert_array_equal(client.weights["b"], before - 2.0)
-            assert client.weights["s"] == before - 0.5
-            for bad in (np.nan, np.inf, -np.inf):
-                one = arrays(0.0)["b"]
-                one[-1] = bad
-                assert push({"b": case.to_device(one)})
-            (row,) = (one for one in status(job_name)["learners"] if not one["leaving"])
-            assert (row["applied"], row["refused"]) == (2, 3)
-            with pytest.raises(ModelMismatch, match="'x'"):
-                push({"x": case.to_device(np.zeros(1, np.float32))})
-            with pytest.raises(ModelMismatch, match="'b'"):
-                push({"b": case.to_device(np.zeros(999, np.float32))})
-            rest = {"a": arrays(1.5)["a"], "s": arrays(1.5)["s"]}
-            push({name: case.to_device(array) for name, array in rest.items()})
+        assert not push(gradients(case, 0.5))
+        assert not push({"a": None, "b": case.to_device(arrays(1.5)["b"])})  # the rest is zero
+        np.testing.assert_array_equal(client.weights["a"], -0.5)
+        np.testing.assert_array_equal(client.weights["b"], -2.0)
+        assert client.weights["s"] == -0.5
+        for bad in (np.nan, np.inf, -np.inf):
+            one = arrays(0.0)["b"]
+            one[-1] = bad
+            assert push({"b": case.to_device(one)})
+        (row,) = (one for one in status(job_name)["learners"] if not one["leaving"])
+        assert (row["applied"], row["refused"]) == (2, 3)
+        client.detach()
+
+
+@pytest.mark.parametrize("wrong", [{"x": np.zeros(1)}, {"b": np.zeros(999)}])
+def test_gradients_of_another_model(
+    case: Case, job: Daemon, job_name: str, wrong: dict[str, np.ndarray]
+) -> None:
+    with Client(job_name, tensors=arrays(0.0)) as client:
+        link = case.make().link(client)
+        (name,) = wrong
+        with pytest.raises(ModelMismatch, match=f"'{name}'"):
+            link.push({name: case.to_device(np.float32(wrong[name]))}, 0)
+            link.flush()
+        link.abandon()
+
+
+def test_rows_arrive(case: Case, job: Daemon, job_name: str) -> None:
+    """In any order, repeated ones added up; others stay as they are."""
+    if case.name == "host":
+        rows = Rows
+    else:
+
+        def rows(indices: np.ndarray, values: np.ndarray) -> Rows:
+            return Rows(case.to_device(indices), case.to_device(values))
+
+    with Client(job_name, tensors=arrays(0.0)) as client:
+        link = case.make().link(client)
+        indices = np.array([7, 3, 39, 3, 0], np.int64)
+        values = np.arange(30, dtype=np.float32).reshape(5, 6)
+        expected = np.zeros(SHAPES["table"], np.float32)
+        np.subtract.at(expected, indices, values)
+        for turn in (1, 2, 3):
+            link.push({"table": rows(indices, values), "s": case.to_device(np.ones(()))}, 0)
+            link.flush()
+            client.wait_applied()
+            np.testing.assert_array_equal(client.weights["table"], turn * expected)
+            assert client.weights["s"] == -turn
+            assert not client.weights["b"].any()
+        with pytest.raises(ModelMismatch, match="'table'"):
+            link.push({"table": rows(np.array([1, 40]), values[:2])}, 0)
+            link.flush()
+        with contextlib.suppress(ModelMismatch):
+            link.close()
+        np.testing.assert_array_equal(client.weights["table"], 3 * expected)
+
+
+def test_arrays_of_gradients(case: Case, job: Daemon, job_name: str) -> None:
+    """Computed where they leave from, many times over; none is overwritten on its way."""
+    with Client(job_name, tensors=arrays(0.0)) as client:
+        link = case.make().link(client)
+        for number in range(1, 31):
+            for array in link.gradients().values():
+                array.fill(number)
+            link.push(link.gradients(), client.current_version)
+        link.close()
+        client.wait_applied()
+        np.testing.assert_array_equal(client.weights["b"], -30 * 31 / 2)
 
 
 # -- the pipeline ---------------------------------------------------------------------------------
@@ -155,7 +236,7 @@ def test_weights_stay_until_the_next_call(case: Case, job: Daemon, job_name: str
         for _ in range(50):
             before = pipeline.version
             eventually(lambda before=before: pipeline.weights() and pipeline.version > before)
-            weights = pipeline._front.views
+            weights = pipeline._views
             first = case.to_host(weights["b"]).copy()
             there = client.current_version
             eventually(lambda there=there: client.current_version > there + 5)
@@ -212,8 +293,10 @@ def test_errors_reach_the_main_thread(case: Case, job: Daemon, job_name: str) ->
 def test_an_unanswered_pipeline_ends(case: Case, job: Daemon, job_name: str) -> None:
     """Closing does not hang where the learner has no turn and the job ends."""
     with Client(job_name, tensors=arrays(0.0)) as client:
+        before = set(threading.enumerate())
         pipeline = Pipeline(client, case.make())
         pipeline.close()
         with pytest.raises(GadeiError):
             Client(job_name, tensors={"x": np.zeros(1)})
-        assert not any(thread.is_alive() for thread in pipeline._threads)
+        if case.name == "host":  # streams of the emulator live as long as the device
+            assert set(threading.enumerate()) <= before

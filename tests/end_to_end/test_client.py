@@ -40,7 +40,7 @@ VALUES = 100_000
 def _write_to(pipe: Connection, job: str, part: str) -> None:
     client = Client(job)
     pipe.send(client.row)
-    memory = {"weights": client._place.weights, "control": client._place.control}[part]
+    memory = {"weights": client.place.weights, "control": client.place.control}[part]
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # no traceback in the test's output
     ctypes.memset(memory.address + memory.size - 64, 0xFF, 1)
     pipe.send("written")
@@ -290,7 +290,7 @@ def _scribble(pipe: Connection, job: str, field: str) -> None:
     """Writes over a field of its own ring, then publishes."""
     client = Client(job)
     client.wait_turn()
-    memory = client._place.ring
+    memory = client.place.ring
     header = layout.HEADER.fields
     assert header
     if field == "all":

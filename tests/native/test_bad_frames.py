@@ -58,12 +58,12 @@ class Writer:
     def __init__(self, job: Any) -> None:
         self.job = job
         self.client = Client(str(job.socket))
-        self._head_at = self.client._place.ring.address + layout.offset(RING, "head")
+        self._head_at = self.client.place.ring.address + layout.offset(RING, "head")
 
     def publish(self, value: float, **wrong: Any) -> None:
         """A frame as it should be, but for the fields in `wrong`."""
         client = self.client
-        ring = client._place.ring
+        ring = client.place.ring
         at = client.claim(30.0) - ring.address
         count = client.model.elements
         ring.array(np.float32, count, at + PAYLOAD_AT)[:] = value
@@ -237,8 +237,8 @@ def test_a_superstep_believes_no_ring(job: Callable[..., Any], field: str) -> No
 
 
 def test_a_learner_can_write_nothing_but_its_ring(writer: Writer) -> None:
-    for part in (writer.client._place.control, writer.client._place.weights):
+    for part in (writer.client.place.control, writer.client.place.weights):
         with pytest.raises((ValueError, TypeError)):
             part.memory[0:8] = bytes(8)
     assert not writer.client.flat.flags.writeable
-    assert writer.client._place.control.view(CONTROL)["header"]["magic"] == layout.MAGIC
+    assert writer.client.place.control.view(CONTROL)["header"]["magic"] == layout.MAGIC

@@ -1,0 +1,294 @@
+/*
+ * What a GPU does with a gradient before it leaves, and with rows of the weights as they come.
+ *
+ * stage: gradients of whole tensors, one kernel for many tensors, into the staging buffer: laid out
+ * and converted as the slot will hold them. What rides along is what native/ps_copy.c does on the
+ * host: sum of squares, values that are not finite, what rounding leaves over, buffers' changes.
+ *
+ * link_rows, list_rows, add_rows: the gradient of some rows, named in any order and repeated:
+ * each row once, ascending, its values added up in the order given. No sort and no atomics, so that
+ * the sum does not depend on chance, and nobody waits for the host to learn how many there are.
+ *
+ * gather: rows of the weights, read over the bus from the registered segment.
+ *
+ * One struct by value is all that a kernel takes; learners/cuda_kernels.py has the same structs.
+ * Plain C++ but for the qualifiers: the tests also compile it for the host.
+ */
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+enum { FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+enum { THREADS = 256, ITEMS = 224 };
+#define SKIPPED (~0ull)
+#define INFINITE 0x7f800000u
+#define MAGNITUDE 0x7fffffffu
+
+union word {
+    float real;
+    u32 bits;
+};
+
+/* A piece of a tensor, for one block of threads. */
+struct chunk {
+    u32 tensor;
+    u32 buffer; /* whether it is a buffer: its change is pushed */
+    u64 start;  /* of the piece, in the model's layout */
+    u64 begin;  /* of the piece, in the tensor */
+    u32 count;
+    u32 padded; /* count, and the gap up to the next tensor */
+};
+
+struct item {
+    const float *from; /* NULL: a gradient of zero */
+    u64 to;            /* bytes from the staging buffer's begin; SKIPPED: no part of the frame */
+};
+
+struct stage_args {
+    const chunk *chunks;
+    const float *base; /* weights that buffers' changes are counted from */
+    float *left;       /* what earlier roundings have left over, in the model's layout, or NULL */
+    char *staging;
+    double *parts;     /* of the sum of squares, one for each chunk */
+    u32 wire;
+    u32 first;         /* tensor that items[0] is of */
+    item items[ITEMS];
+};
+
+/* What is gathered on the way. */
+struct seen {
+    u32 largest; /* magnitude of a value as it is stored */
+    double squares;
+};
+
+__device__ static inline u32 to_bfloat16(u32 bits, u32 *back)
+{
+    u32 stored = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    if ((bits & MAGNITUDE) > INFINITE)
+        stored = (bits >> 16) | 0x40u;
+    *back = stored << 16;
+    return stored;
+}
+
+/* As native/ps_copy.c does it, to nearest even. */
+__device__ static inline u32 to_float16(u32 bits, u32 *back)
+{
+    u32 magnitude = bits & MAGNITUDE, sign = (bits >> 16) & 0x8000u, half;
+    word at;
+    at.bits = magnitude;
+    if (magnitude >= 0x47800000u) {
+        half = magnitude > INFINITE ? 0x7e00u : 0x7c00u;
+    } else if (magnitude < 0x38800000u) {
+        at.real += 0.5f;
+        half = at.bits - 0x3f000000u;
+    } else {
+        half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    }
+    if (half < 0x400u) {
+        at.real = (float)half * 0x1p-24f;
+        *back = at.bits;
+    } else {
+        *back = half >= 0x7c00u ? (half << 13) | INFINITE : (half << 13) + (112u << 23);
+    }
+    *back |= sign << 16;
+    return half | sign;
+}
+
+/* One value as it is stored: its low half for 16 bits. */
+__device__ static inline u32 convert(float value, u32 wire, float *left, seen *seen)
+{
+    word at, back;
+    if (left)
+        value += *left;
+    at.real = value;
+    back = at;
+    u32 stored = at.bits;
+    if (wire == BFLOAT16)
+        stored = to_bfloat16(at.bits, &back.bits);
+    else if (wire == FLOAT16)
+        stored = to_float16(at.bits, &back.bits);
+    u32 magnitude = back.bits & MAGNITUDE;
+    if (left)
+        *left = magnitude < INFINITE ? value - back.real : 0.0f;
+    if (magnitude > seen->largest)
+        seen->largest = magnitude;
+    return stored;
+}
+
+__device__ static inline void write(char *to, u64 i, u32 stored, u32 wire)
+{
+    if (wire == FLOAT32)
+        ((u32 *)to)[i] = stored;
+    else
+        ((u16 *)to)[i] = (u16)stored;
+}
+
+/* Change of a buffer; a mask may hold infinities. */
+__device__ static inline float change(float now, float base) { return now == base ? 0.0f : now - base; }
+
+__device__ static inline void one(char *to, const float *from, const float *base, float *left, u64 i,
+                                  u32 wire, seen *seen)
+{
+    float value = base ? change(from[i], base[i]) : from[i];
+    double all = (double)value + (left ? (double)left[i] : 0.0);
+    write(to, i, convert(value, wire, left ? left + i : 0, seen), wire);
+    seen->squares += all * all;
+}
+
+/* Four values at 16-byte boundaries; double is slow on most devices, so once for four. */
+__device__ static inline void four(char *to, const float *from, u64 i, u32 wire, seen *seen)
+{
+    float4 v = *(const float4 *)(from + i);
+    u32 a = convert(v.x, wire, 0, seen), b = convert(v.y, wire, 0, seen);
+    u32 c = convert(v.z, wire, 0, seen), d = convert(v.w, wire, 0, seen);
+    if (wire == FLOAT32) {
+        uint4 all = {a, b, c, d};
+        *(uint4 *)(to + 4 * i) = all;
+    } else {
+        uint2 all = {a | b << 16, c | d << 16};
+        *(uint2 *)(to + 2 * i) = all;
+    }
+    float squares = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    if (squares <= 3e38f)
+        seen->squares += squares;
+    else
+        seen->squares += (double)v.x * v.x + (double)v.y * v.y + (double)v.z * v.z + (double)v.w * v.w;
+}
+
+/* The sum over the block's threads, in a fixed order; infinite if a value was not finite. */
+__device__ static void add_up(const seen *seen, int counted, double *part)
+{
+    __shared__ double sums[THREADS];
+    word infinite;
+    infinite.bits = INFINITE;
+    sums[threadIdx.x] = seen->largest >= INFINITE ? infinite.real : counted ? seen->squares : 0.0;
+    __syncthreads();
+    for (u32 half = THREADS / 2; half; half /= 2) {
+        if (threadIdx.x < half)
+            sums[threadIdx.x] += sums[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (!threadIdx.x)
+        *part = sums[0];
+}
+
+extern "C" __global__ void stage(const stage_args a)
+{
+    const chunk piece = a.chunks[blockIdx.x];
+    const item item = a.items[piece.tensor - a.first];
+    const u64 width = a.wire == FLOAT32 ? 4 : 2;
+    seen seen = {0, 0.0};
+    if (item.to != SKIPPED) {
+        char *to = a.staging + item.to + piece.begin * width;
+        u64 done = 0;
+        if (item.from) {
+            const float *from = item.from + piece.begin;
+            const float *base = piece.buffer ? a.base + piece.start : 0;
+            float *left = a.left && a.wire != FLOAT32 ? a.left + piece.start : 0;
+            if (!base && !left && !((u64)from % 16) && !((u64)to % 16)) {
+                done = piece.count & ~3u;
+                for (u64 i = 4 * threadIdx.x; i < done; i += 4 * THREADS)
+                    four(to, from, i, a.wire, &seen);
+            }
+            for (u64 i = done + threadIdx.x; i < piece.count; i += THREADS)
+                one(to, from, base, left, i, a.wire, &seen);
+            done = piece.count;
+        }
+        for (u64 i = done + threadIdx.x; i < piece.padded; i += THREADS)
+            write(to, i, 0, a.wire);
+    }
+    add_up(&seen, !piece.buffer, a.parts + blockIdx.x);
+}
+
+struct rows_args {
+    const i64 *indices; /* `count`, in any order */
+    const float *values;
+    u64 count;
+    u64 rows;           /* of the tensor */
+    u64 width;
+    u32 *first;         /* `count`: whether the row is named there for the first time */
+    u32 *next;          /* `count`: where it is named next; `count` if it is not */
+    u32 *head;          /* of each row listed: where it is named first */
+    i64 *listed;        /* rows, each once, ascending */
+    u64 *sums;          /* enum in native/ps_land.h */
+    double *parts;
+    char *to;           /* values: one row after the other, or, if whole, each in its place */
+    float *left;        /* of the tensor, or NULL */
+    u64 tensor;
+    u32 wire;
+    u32 whole;
+};
+
+#define EACH(i, count) \
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (u64)gridDim.x * blockDim.x)
+
+extern "C" __global__ void link_rows(const rows_args a)
+{
+    EACH (i, a.count) {
+        i64 row = a.indices[i];
+        u64 j = i, next = i + 1;
+        int there = row >= 0 && (u64)row < a.rows;
+        if (!there)
+            a.sums[0] = 1 + a.tensor;
+        while (j && a.indices[j - 1] != row)
+            j--;
+        while (next < a.count && a.indices[next] != row)
+            next++;
+        a.first[i] = there && !j;
+        a.next[i] = (u32)next;
+    }
+}
+
+extern "C" __global__ void list_rows(const rows_args a)
+{
+    EACH (i, a.count) {
+        if (!a.first[i])
+            continue;
+        i64 row = a.indices[i];
+        u64 place = 0, last = 1;
+        for (u64 j = 0; j < a.count; j++) {
+            place += a.first[j] && a.indices[j] < row;
+            last &= !(a.first[j] && a.indices[j] > row);
+        }
+        a.listed[place] = row;
+        a.head[place] = (u32)i;
+        if (last)
+            a.sums[2 + a.tensor] = place + 1;
+    }
+}
+
+extern "C" __global__ void add_rows(const rows_args a)
+{
+    seen seen = {0, 0.0};
+    const u64 count = a.sums[2 + a.tensor], size = a.width * (a.wire == FLOAT32 ? 4 : 2);
+    for (u64 row = blockIdx.x; row < count; row += gridDim.x) {
+        u64 number = (u64)a.listed[row];
+        char *to = a.to + (a.whole ? number : row) * size;
+        float *left = a.left && a.wire != FLOAT32 ? a.left + number * a.width : 0;
+        for (u64 k = threadIdx.x; k < a.width; k += THREADS) {
+            u64 at = a.head[row];
+            float sum = a.values[at * a.width + k];
+            while ((at = a.next[at]) < a.count)
+                sum += a.values[at * a.width + k];
+            one(to + k * (a.wire == FLOAT32 ? 4 : 2), &sum, 0, left ? left + k : 0, 0, a.wire, &seen);
+        }
+    }
+    add_up(&seen, 1, a.parts + blockIdx.x);
+}
+
+struct gather_args {
+    const float *table; /* `rows` times `width`, in the host's registered memory */
+    const i64 *indices; /* `count`; a row that there is not reads as zeros: its gradient tells */
+    float *to;
+    u64 rows, width, count;
+};
+
+extern "C" __global__ void gather(const gather_args a)
+{
+    EACH (i, a.count * a.width) {
+        i64 row = a.indices[i / a.width];
+        int there = row >= 0 && (u64)row < a.rows;
+        a.to[i] = there ? a.table[(u64)row * a.width + i % a.width] : 0.0f;
+    }
+}

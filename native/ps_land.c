@@ -1,0 +1,49 @@
+#include "ps_land.h"
+
+#include <string.h>
+
+static double sum_of(const uint64_t *words, uint64_t count)
+{
+    double sum = 0.0, part;
+    for (uint64_t i = 0; i < count; i++) {
+        memcpy(&part, words + i, sizeof part);
+        sum += part;
+    }
+    return sum;
+}
+
+/* How many rows a mini-batch names is known only now. */
+static void tell_rows(char *payload, uint32_t blocks, const uint64_t *rows)
+{
+    for (uint32_t i = 0; i < blocks; i++) {
+        struct ps_block block;
+        memcpy(&block, payload + i * sizeof block, sizeof block);
+        if (block.form == PS_ROWS) {
+            block.rows = rows[block.tensor];
+            memcpy(payload + i * sizeof block, &block, sizeof block);
+        }
+    }
+}
+
+void ps_land(void *argument)
+{
+    const struct ps_landing *landing = argument;
+    const uint64_t *sums = landing->sums, *rows = sums + PS_SUMS_ROWS;
+    struct ps_ring *ring = landing->ring;
+    struct ps_frame frame = landing->frame;
+    frame.squares = sum_of(rows + landing->tensors, landing->parts);
+    frame.finished = ps_clock();
+    if (landing->loss_there) {
+        float loss;
+        memcpy(&loss, sums + PS_SUMS_LOSS, sizeof loss);
+        frame.loss = loss;
+    }
+    if (sums[PS_SUMS_BAD]) { /* the learner is told; the job goes on without this gradient */
+        frame.kind = PS_EMPTY;
+        frame.blocks = 1;
+        frame.payload_bytes = 0;
+    } else if (frame.kind == PS_ROWS) {
+        tell_rows((char *)ps_slot(ring, ring->head) + PS_PAYLOAD_AT, frame.blocks, rows);
+    }
+    ps_publish_frame(ring, landing->control, frame);
+}

@@ -1,0 +1,75 @@
+/* CUDA's words for the host's compiler: a block's threads are fibers of one thread of the processor,
+ * which change where they wait for one another. Blocks run one after the other. */
+#include <cstdlib>
+#include <ucontext.h>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__ static thread_local
+
+struct float4 { float x, y, z, w; };
+struct uint4 { unsigned x, y, z, w; };
+struct uint2 { unsigned x, y; };
+struct index3 { unsigned x; };
+static thread_local index3 threadIdx, blockIdx, blockDim, gridDim;
+
+struct fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done;
+};
+static thread_local std::vector<fiber> fibers;
+static thread_local ucontext_t scheduler;
+static thread_local unsigned running;
+static thread_local void (*kernel)(const void *);
+static thread_local const void *argument;
+
+static void __syncthreads() { swapcontext(&fibers[running].context, &scheduler); }
+
+static void body()
+{
+    kernel(argument);
+    fibers[running].done = true;
+    swapcontext(&fibers[running].context, &scheduler);
+}
+
+static void launch(unsigned blocks, unsigned threads, void (*which)(const void *), const void *with)
+{
+    if (fibers.size() < threads)
+        fibers.resize(threads);
+    kernel = which;
+    argument = with;
+    gridDim.x = blocks;
+    blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+        for (unsigned i = 0; i < threads; i++) {
+            fiber &one = fibers[i];
+            one.stack.resize(1 << 14);
+            one.done = false;
+            getcontext(&one.context);
+            one.context.uc_stack.ss_sp = one.stack.data();
+            one.context.uc_stack.ss_size = one.stack.size();
+            one.context.uc_link = nullptr;
+            makecontext(&one.context, body, 0);
+        }
+        for (bool some = true; some;) {
+            some = false;
+            for (running = 0; running < threads; running++) {
+                if (fibers[running].done)
+                    continue;
+                threadIdx.x = running;
+                swapcontext(&scheduler, &fibers[running].context);
+                some |= !fibers[running].done;
+            }
+        }
+    }
+}
+
+#define LAUNCHER(name, args)                                                                 \
+    static void call_##name(const void *with) { name(*(const args *)with); }                 \
+    extern "C" unsigned long size_##name() { return sizeof(args); }                          \
+    extern "C" void launch_##name(unsigned blocks, unsigned threads, const void *with)       \
+    {                                                                                        \
+        launch(blocks, threads, call_##name, with);                                          \
+    }
