@@ -106,7 +106,7 @@ class CudaLink:
             self._staged, self._published, self._read, self._arrived = (
                 cupy.cuda.Event(block=True, disable_timing=True) for _ in range(4)
             )
-            # What was made above was cleared on CuPy's stream, which need not be the compute stream.
+            # What was made above was cleared on CuPy's stream, not always the one computed on.
             runtime.deviceSynchronize()
             self._cleanup.push(made.pop_all())
         self._ranges = [(0, 4 * client.model.elements)]
@@ -231,6 +231,7 @@ class CudaLink:
 
     def fill(self, buffer: cupy.ndarray) -> None:
         self._look()
+        self._coming = False  # a pull that began before is out of date
         with self._device:
             self._transfer_weights(buffer, self._compute())
 
@@ -244,6 +245,8 @@ class CudaLink:
             runtime.memcpyAsync(to, source, end - begin, runtime.memcpyHostToDevice, stream)
 
     def pull(self, buffer: cupy.ndarray) -> None:
+        if self._coming:
+            return
         self._wanted = buffer
         with self._device:
             self._pull_if_newer()

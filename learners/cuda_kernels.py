@@ -17,25 +17,26 @@ BLOCKS = 1024  # of kernels that go over any number of values
 SKIPPED = 2**64 - 1
 PIECE = 16384  # values, for one block of threads
 
+
+def _words(names: str) -> list[tuple[str, str]]:
+    return [(name, "u8") for name in names.split()]
+
+
+def _halves(names: str) -> list[tuple[str, str]]:
+    return [(name, "u4") for name in names.split()]
+
+
 # As in kernels.cu, each a struct of C.
-CHUNK = np.dtype(
-    [("tensor", "u4"), ("buffer", "u4"), ("start", "u8"), ("begin", "u8")]
-    + [("count", "u4"), ("padded", "u4")],
-    align=True,
-)
-ITEM = np.dtype([("from", "u8"), ("to", "u8")])
+CHUNK = np.dtype(_halves("tensor buffer") + _words("start begin") + _halves("count padded"))
+ITEM = np.dtype(_words("from to"))
 STAGE = np.dtype(
-    [("chunks", "u8"), ("base", "u8"), ("left", "u8"), ("staging", "u8"), ("parts", "u8")]
-    + [("wire", "u4"), ("first", "u4"), ("items", ITEM, (ITEMS,))],
-    align=True,
+    [*_words("chunks base left staging parts"), *_halves("wire first"), ("items", ITEM, (ITEMS,))]
 )
 ROWS = np.dtype(
-    [(name, "u8") for name in ("indices", "values", "count", "rows", "width", "first", "next")]
-    + [(name, "u8") for name in ("head", "listed", "sums", "parts", "to", "left", "tensor")]
-    + [("wire", "u4"), ("whole", "u4")],
-    align=True,
+    _words("indices values count rows width first next head listed sums parts to left tensor")
+    + _halves("wire whole")
 )
-GATHER = np.dtype([(name, "u8") for name in ("table", "indices", "to", "rows", "width", "count")])
+GATHER = np.dtype(_words("table indices to rows width count"))
 
 NAMES = ("stage", "link_rows", "list_rows", "add_rows", "gather")
 

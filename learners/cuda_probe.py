@@ -162,7 +162,7 @@ def _bandwidths() -> dict[str, float]:
             first.wait_event(done)
         end.record(first)
         end.synchronize()
-        milliseconds = cuda.get_elapsed_time(begin, end)
+        milliseconds: float = cuda.get_elapsed_time(begin, end)
         return round(len(ways) * COPIES * BYTES / milliseconds / 1e6, 2)
 
     return {

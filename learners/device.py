@@ -33,7 +33,10 @@ class Link(Protocol):
         """Pull: what is computed from now on sees the weights as they are now, or newer ones."""
 
     def pull(self, buffer: Any) -> None:
-        """Begins a pull, once there are newer weights than those pulled last (section 4.1)."""
+        """Begins a pull, once there are newer weights than those pulled last (section 4.1).
+
+        While one is on its way it does nothing.
+        """
 
     def pulled(self) -> bool:
         """Whether that pull has arrived; what is computed from now on sees it. Never waits."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 
 from gadei_ps.errors import DeviceError, UsageError
 from gadei_ps.learners.device import Device
@@ -10,18 +12,23 @@ from gadei_ps.learners.host import Host
 
 NAMES = ("auto", "cuda", "host")
 EXTRAS = "pip install 'gadei-ps[cuda13]', or [cuda12] for a driver of CUDA 12"
+DEVICE_VARIABLE = "GADEI_PS_DEVICE"
 
 
-def choose(name: str = "auto") -> Device:
-    """The device of this name; auto: CUDA where it can be used, else the host.
+def choose(name: str | None = None) -> Device:
+    """The device of this name; by default that of `gadei-ps run --device`, else auto.
 
-    Raises DeviceError naming what is missing, and UsageError for an unknown name.
+    auto: CUDA where it can be used, else the host, which stderr is told. Raises DeviceError naming
+    what is missing, and UsageError for an unknown name.
     """
+    name = name or os.environ.get(DEVICE_VARIABLE, "auto")
     if name not in NAMES:
         raise UsageError(f"device {name!r}: use {', '.join(NAMES[:-1])} or {NAMES[-1]}")
     why = "" if name == "host" else missing()
     if name == "cuda" and why:
         raise DeviceError(f"device cuda: {why}")
+    if why:
+        print(f"gadei-ps: this learner computes on the host: {why}", file=sys.stderr)
     if name == "host" or why:
         return Host()
     from gadei_ps.learners.cuda import Cuda

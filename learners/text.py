@@ -30,6 +30,7 @@ from gadei_ps.dataset import PADDING, UNSEEN_LABEL, Vocabulary
 from gadei_ps.errors import GadeiError
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Lookup = Callable[..., torch.Tensor]
 EMBEDDING_RANGE = 0.05
 """Embeddings start uniform within this distance of zero.
 
@@ -51,8 +52,8 @@ class SentenceClassifier(torch.nn.Module):
     output_bias    (classes,)
 
     The initial weights depend on the arguments and `seed` only, not on the global generator (which
-    does draw the dropout). With `sparse`, the gradient of `embedding` is a sparse tensor. linear:
-    what multiplies by the filters, in place of torch's own.
+    does draw the dropout). With `sparse`, the gradient of `embedding` is a sparse tensor. linear,
+    lookup: what multiplies by the filters and what looks words up, in place of torch's own.
     Raises ValueError for sizes that are not positive.
     """
 
@@ -69,6 +70,7 @@ class SentenceClassifier(torch.nn.Module):
         seed: int = 0,
         sparse: bool = False,
         linear: Linear = functional.linear,
+        lookup: Lookup = functional.embedding,
     ) -> None:
         super().__init__()
         sizes = (vocabulary_size, classes, embedding, maps, *widths)
@@ -87,6 +89,7 @@ class SentenceClassifier(torch.nn.Module):
         self.dropout = dropout
         self.sparse = sparse
         self.linear = linear
+        self.lookup = lookup
         self.widest = max(widths)
         features = maps * len(widths)
         self.tap_features = [
@@ -132,7 +135,7 @@ class SentenceClassifier(torch.nn.Module):
         product lie between. At mini-batch 32 it takes a fifth more than `conv1d`.
         """
         batch, length = tokens.shape
-        embedded = functional.embedding(tokens, self.embedding, PADDING, sparse=self.sparse)
+        embedded = self.lookup(tokens, self.embedding, PADDING, sparse=self.sparse)
         words = embedded.reshape(batch * length, -1)
         products = self.linear(words, self.filters).view(batch, length, -1)
         features = self.tap_features[0]

@@ -19,15 +19,16 @@ from torch.nn import functional
 from gadei_ps.dataset import Encoded
 from gadei_ps.errors import GadeiError, JobStopped
 from gadei_ps.learners.text import SentenceClassifier
-from gadei_ps.learners.torch import Optimizer, linear
+from gadei_ps.learners.torch import Optimizer, embedding, linear
 
 
 def learn(path: str) -> None:
     """Until the server has no more batches. Raises what the client raises."""
     with np.load(path) as data:
         sentences = Encoded(data["tokens"], data["lengths"])
-        labels = torch.from_numpy(data["labels"])
         settings = json.loads(str(data["settings"]))
+        device = torch.device("cuda" if settings["device"] == "cuda" else "cpu")
+        labels = torch.from_numpy(data["labels"]).to(device)
     torch.set_num_threads(settings["threads"])
     model = SentenceClassifier(
         settings["vocabulary_size"],
@@ -36,7 +37,8 @@ def learn(path: str) -> None:
         seed=settings["seed"],
         sparse=True,  # pushes the words of a batch, not the vocabulary
         linear=linear,  # and of the filters' gradient what the batch moves
-    )
+        lookup=embedding,  # and a GPU reads no other words
+    ).to(device)
     optimizer = Optimizer(model, wire=settings["wire"], error_feedback=settings["error_feedback"])
     # Two learners must not drop the same units in the same order.
     torch.manual_seed(settings["seed"] * 1_000_003 + optimizer.client.generation)
@@ -46,7 +48,7 @@ def learn(path: str) -> None:
     ):
         with optimizer.iteration():
             optimizer.zero_grad()
-            logits = model(torch.from_numpy(sentences.batch(batch.indices)))
+            logits = model(torch.from_numpy(sentences.batch(batch.indices)).to(device))
             loss = functional.cross_entropy(logits, labels[batch.indices])
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.report(loss=loss)

@@ -17,6 +17,9 @@ traceback; `view=False` gives the learner a copy of its own instead, pulled at e
 Embeddings made with sparse=True push only the rows that a batch has touched; see Client.push for
 what that means to optimizers with state.
 
+A model on a GPU trains there: its parameters become views of a copy on the device, which newer
+weights reach while it computes, and gradients leave while the next step computes (torch_cuda.py).
+
 Buffers of float32 (batch-norm statistics) belong to the job too: a step pushes by how much
 they have changed here, the server adds that, and the learner goes on from the sum. So the job's
 statistics have moved by every learner's batches. Others (num_batches_tracked) stay local.
@@ -38,7 +41,9 @@ import torch
 from gadei_ps import _native, layout
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.kernels import optimizers
+from gadei_ps.learners import torch_cuda
 from gadei_ps.learners.client import NONE, Batch, Client, Where, product_at, rows_at, whole_at
+from gadei_ps.learners.torch_cuda import embedding as embedding
 
 # Hooks on every optimizer's step; under these names in every torch since 2.0.
 _MODULE = sys.modules[torch.optim.Optimizer.__module__]
@@ -66,16 +71,17 @@ class _NotWanted(Exception):
 class Optimizer(torch.optim.Optimizer):
     """Pushes the model's gradients to a job.
 
-    model: its parameters that require a gradient, on the CPU and float32, become the job's. job: a
-    name or a socket's path; None takes it from the environment (`gadei-ps run`, `attach`). view:
-    see the module's text. wire, error_feedback: see Client. free_gradients: backward() copies each
+    model: its parameters that require a gradient, float32 and all in one place, become the job's;
+    bring it to its GPU before. job: a name or a socket's path; None takes it from the environment
+    (`gadei-ps run`, `attach`). view: see the module's text; not on a GPU. wire, error_feedback: see
+    Client. free_gradients: backward() copies each
     gradient into the ring while it is in the cache, and frees it; those of torch.nn.Linear are
     worked out in the ring (see linear()). Faster for models larger than the cache, and they need no
     memory for gradients; but `parameter.grad` is None after backward(), so there is nothing to clip
     (use the job's clip_norm) or to accumulate. Learning-rate schedulers of
     torch work: their rate travels with each gradient, relative to the job's.
 
-    Raises UsageError, and what Client raises.
+    Raises UsageError, DeviceError, and what Client raises.
     """
 
     def __init__(
@@ -92,10 +98,14 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(model, torch.nn.Module):
             raise UsageError("give Optimizer the model itself, not its parameters")
         self._parameters = _checked(model)
+        device = torch_cuda.device_of(self._parameters)
+        on_gpu = torch_cuda.is_on_gpu(next(iter(self._parameters.values())))
+        if on_gpu and free_gradients:
+            raise UsageError("free_gradients is for models on the CPU; on a GPU nothing waits")
         self._buffers = {
             name: buffer
             for name, buffer in model.named_buffers()
-            if buffer.dtype == torch.float32 and buffer.device.type == "cpu" and buffer.numel()
+            if buffer.dtype == torch.float32 and buffer.device == device and buffer.numel()
         }
         self.client = Client(
             job,
@@ -105,15 +115,23 @@ class Optimizer(torch.optim.Optimizer):
             error_feedback=error_feedback,
             name=name,
         )
-        self._view = view
-        self._flat = self.client.flat if view else self.client.pull()
+        self._gpu: torch_cuda.Shared | None = None
+        self._view = view and not on_gpu
+        self._flat = self.client.flat
         self._own_data = True
-        self._loss = float("nan")
+        self._loss: float | torch.Tensor = float("nan")
         self._samples = 0
-        shared = self.client.model.views(self._flat)
+        self._undo: list[Callable[[], None]] = []
+        if on_gpu:
+            self._gpu = self._share(model, device)
+            self._shared = self._gpu.tensors()
+        else:
+            self._flat = self.client.flat if view else self.client.pull()
+            views = self.client.model.views(self._flat)
+            self._shared = {name: _tensor(view) for name, view in views.items()}
         for name, parameter in self._parameters.items():
-            parameter.data = _tensor(shared[name])
-        if view and not faulthandler.is_enabled() and sys.stderr is not None:
+            parameter.data = self._shared[name]
+        if self._view and not faulthandler.is_enabled() and sys.stderr is not None:
             # So that a write to the shared weights says where it came from.
             faulthandler.enable()
         self._refresh_buffers()
@@ -124,10 +142,10 @@ class Optimizer(torch.optim.Optimizer):
         ]
         self._products: list[Products] = [[] for _ in self._ordered]
         for tensor, products in zip(self._ordered, self._products, strict=True):
-            setattr(tensor, PRODUCTS, products)
+            if not on_gpu:
+                setattr(tensor, PRODUCTS, products)
         self._payload = 0  # of the slot that gradients are being copied into, as they are computed
         self._taken: set[int] = set()
-        self._undo: list[Callable[[], None]] = []
         if free_gradients:
             self._free_gradients(model)
         self._job_lr = float(self.client.hyper[optimizers.LR])
@@ -140,6 +158,15 @@ class Optimizer(torch.optim.Optimizer):
         self._made = False
         super().__init__(self._parameters.values(), {"lr": self._job_lr})
         self._made = True
+
+    def _share(self, model: torch.nn.Module, device: torch.device) -> torch_cuda.Shared:
+        try:
+            shared = torch_cuda.Shared(self.client, device)
+        except BaseException:
+            self.client.detach()
+            raise
+        self._undo += torch_cuda.gather_embeddings(model, shared, self._parameters)
+        return shared
 
     def _free_gradients(self, model: torch.nn.Module) -> None:
         """From now on backward() gives them away."""
@@ -182,7 +209,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
             if isinstance(result, torch.Tensor) and result.numel() == 1:
-                self._loss = float(result.detach())
+                self.report(loss=result)
         client = self.client
         if self._goes_on_with_wave():
             return result
@@ -190,16 +217,21 @@ class Optimizer(torch.optim.Optimizer):
         scale = float(rate) / self._job_lr if rate != self._job_lr and self._job_lr else 1.0
         kept: list[Any] = []  # what the addresses are of
         where = self._addresses(kept)
-        if self._payload:
+        if self._gpu is not None:
+            self._gpu.push(where, kept, self._loss, samples=self._samples, rate_scale=scale)
+            if client.waits_for_others:
+                self._gpu.flush()
+        elif self._payload:
             for number in range(len(self._ordered)):
                 one = where[4 * number : 4 * number + 4]
                 if any(one):
                     if number in self._taken:
                         raise UsageError(SECOND)
                     client.append(self._payload, number, (one[0], one[1], one[2], one[3]))
-            client.publish(loss=self._loss, samples=self._samples, rate_scale=scale)
+            client.publish(loss=float(self._loss), samples=self._samples, rate_scale=scale)
         else:
-            client.push_from(where, loss=self._loss, samples=self._samples, rate_scale=scale)
+            loss = float(self._loss)
+            client.push_from(where, loss=loss, samples=self._samples, rate_scale=scale)
         self._end_iteration()
         return result
 
@@ -275,9 +307,11 @@ class Optimizer(torch.optim.Optimizer):
         torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
         """
         where: list[int] = []
-        changes = self._changes() if self._buffers else {}
+        changes = self._changes() if self._buffers and self._gpu is None else {}
         for number, parameter in enumerate(self._ordered):
-            if number in changes:
+            if self._gpu is not None and not isinstance(parameter, torch.nn.Parameter):
+                where += whole_at(parameter.data_ptr())  # a buffer; the device counts its change
+            elif number in changes:
                 kept.append(changes[number])
                 where += whole_at(_native.address(changes[number]))
             elif not parameter.requires_grad:
@@ -338,7 +372,9 @@ class Optimizer(torch.optim.Optimizer):
         self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
     ) -> None:
         """What the next step's gradient says of itself, for status and metrics."""
-        if loss is not None:
+        if isinstance(loss, torch.Tensor) and self._gpu is not None and loss.numel() == 1:
+            self._loss = loss.detach()  # not looked at, which would wait for the GPU
+        elif loss is not None:
             self._loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if samples is not None:
             self._samples = samples
@@ -363,7 +399,9 @@ class Optimizer(torch.optim.Optimizer):
             self._pull()
 
     def _pull(self) -> None:
-        if not self._view:
+        if self._gpu is not None:
+            self._gpu.refresh()
+        elif not self._view:
             self.client.pull(self._flat)
         if self._buffers:
             self._refresh_buffers()
@@ -371,6 +409,10 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _refresh_buffers(self) -> None:
         """Goes on from the job's statistics; from them the next step's change is counted."""
+        if self._gpu is not None:
+            for name, buffer in self._buffers.items():
+                buffer.copy_(self._shared[name], non_blocking=True)
+            return
         shared = self.client.weights
         self._bases = {name: shared[name].copy() for name in self._buffers}
         for name, buffer in self._buffers.items():
@@ -381,33 +423,36 @@ class Optimizer(torch.optim.Optimizer):
         for undo in self._undo:
             undo()
         self._undo.clear()
+        if self._gpu is not None:
+            self._gpu.close()
         with torch.no_grad():
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
             for tensor in self._ordered:
                 vars(tensor).pop(PRODUCTS, None)
         self._refresh_buffers()
+        self._shared.clear()
         self.client.detach()
 
 
 def _checked(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters to train. Raises UsageError for those that the host cannot share."""
+    """The parameters to train. Raises UsageError for those that cannot be shared."""
     parameters = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
     if not parameters:
         raise UsageError("the model has no parameters that require a gradient")
     for name, parameter in parameters.items():
-        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+        if parameter.dtype != torch.float32 or parameter.device.type not in ("cpu", "cuda"):
             raise UsageError(
-                f"parameter {name!r} is {parameter.dtype} on {parameter.device}: "
-                "the weights of a job are float32 in the host's memory (model.float().cpu())"
+                f"parameter {name!r} is {parameter.dtype} on {parameter.device}: the weights of a "
+                "job are float32, on the CPU or a CUDA device (model.float().cpu())"
             )
     return parameters
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().numpy()
+    return tensor.detach().cpu().numpy()
 
 
 def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:

@@ -80,7 +80,7 @@ def flat_ones(client: Client) -> np.ndarray:
     return client.model.flatten(arrays(1.0))
 
 
-# -- a link alone -----------------------------------------------------------------------------------
+# -- a link alone --------------------------------------------------------------------------------
 
 
 def test_weights_arrive(case: Case, job: Daemon, job_name: str) -> None:

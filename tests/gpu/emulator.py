@@ -1,8 +1,8 @@
 """A CUDA device in software, as far as gadei_ps.learners.cuda goes, in place of CuPy.
 
-It is for what no machine without a GPU could test: that every transfer and kernel waits for what it
-needs. Streams are threads that dawdle at random, so that whatever is not ordered by an event is soon
-done in the wrong order. Memory is told apart: what is neither allocated on the device nor
+It is for what no machine without a GPU could test: that every transfer and kernel waits for what
+it needs. Streams are threads that dawdle at random, so that whatever is not ordered by an event is
+soon done in the wrong order. Memory is told apart: what is neither allocated on the device nor
 registered is refused, as is a transfer into memory that was registered to be read. Kernels are
 the real ones, compiled for the host. It says nothing about speed, nor about CUDA itself.
 """
@@ -333,7 +333,7 @@ class Libcuda:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def cuLaunchHostFunc(self, handle: int, function: int, argument: int) -> int:  # noqa: N802
+    def cuLaunchHostFunc(self, handle: int, function: int, argument: int) -> int:
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
         self._device.handles[handle].add(lambda: call(argument))
         return 0

@@ -1,0 +1,188 @@
+"""Frames that a device writes are those that the host writes, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import emulator
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import daemon
+
+from gadei_ps import layout
+from gadei_ps.layout import FrameKind, WireType
+from gadei_ps.learners import devices
+from gadei_ps.learners.client import Client, Rows
+
+KERNELS = Path(__file__).parents[2] / "learners" / "kernels.cu"
+SHAPES = {"a": (3, 5), "long": (40_003,), "s": (), "table": (40, 6), "wide": (4, 700), "one": (50,)}
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def to_device(request: pytest.FixtureRequest) -> Iterator[Callable[[np.ndarray], Any]]:
+    def given() -> Callable[[np.ndarray], Any]:
+        if why := devices.missing():
+            pytest.skip(why)
+        import cupy
+
+        return cupy.asarray  # type: ignore[no-any-return]
+
+    if request.param == "cuda":
+        yield given()
+        return
+    with emulator.installed():
+        yield given()
+
+
+@dataclass
+class Told:
+    """A frame as its learner left it: of each tensor the rows given, as they are stored."""
+
+    kind: int
+    finite: bool
+    squares: float
+    rows: dict[str, dict[int, bytes]]
+
+
+def frame_of(client: Client) -> Told:
+    ring = client.place.ring
+    head = client.last_frame[0]
+    slot = (client.published - 1) % int(client._ring["slots"])
+    at = int(client._ring["slots_at"]) + slot * int(client._ring["slot_bytes"]) + layout.PAYLOAD_AT
+    width = 4 if client.wire is WireType.FLOAT32 else 2
+    rows: dict[str, dict[int, bytes]] = {}
+
+    def cut(tensor: Any, begin: int, numbers: Any) -> dict[int, bytes]:
+        size = width * (tensor.count // tensor.rows)
+        raw = ring.array(np.uint8, size * len(numbers), at + begin).tobytes()
+        return {int(row): raw[i * size : (i + 1) * size] for i, row in enumerate(numbers)}
+
+    if head["kind"] == FrameKind.DENSE:
+        assert head["payload_bytes"] == width * client.model.elements
+        covered = np.zeros(client.model.elements, bool)
+        for tensor in client.model.tensors:
+            rows[tensor.name] = cut(tensor, width * tensor.start, range(tensor.rows))
+            covered[tensor.start : tensor.start + tensor.count] = True
+        raw = ring.array(np.uint8, width * client.model.elements, at).reshape(-1, width)
+        assert not raw[~covered].any()
+    else:
+        for block in ring.array(layout.BLOCK, int(head["blocks"]), at):
+            tensor = client.model.tensors[int(block["tensor"])]
+            numbers: Any = range(tensor.rows)
+            if block["form"] == FrameKind.ROWS:
+                numbers = ring.array(np.int64, int(block["rows"]), at + int(block["indices_at"]))
+            rows[tensor.name] = cut(tensor, int(block["values_at"]), numbers)
+    finite = not head["flags"] & layout.NONFINITE
+    return Told(int(head["kind"]), bool(finite), float(head["squares"]), rows)
+
+
+values = st.one_of(
+    st.floats(-2, 2, width=32),
+    st.floats(width=32, allow_nan=False),
+    st.sampled_from([0.0, -0.0, 6e-8, 65504.0, 65519.9, 65520.0, 1e-40, 3e38, np.inf, -np.inf]),
+)
+
+
+@st.composite
+def arrays(draw: st.DrawFn, shape: tuple[int, ...]) -> np.ndarray:
+    """Random ones, with a few that were thought of."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    made = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    flat = made.reshape(-1)
+    for value in draw(st.lists(values, max_size=4 if flat.size else 0)):
+        flat[draw(st.integers(0, flat.size - 1))] = value
+    return made
+
+
+@st.composite
+def gradients(draw: st.DrawFn) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, shape in SHAPES.items():
+        what = draw(st.sampled_from(["whole", "whole", "none", "rows" if shape else "none"]))
+        if what == "whole":
+            found[name] = draw(arrays(shape))
+        elif what == "rows":
+            last = min(shape[0] - 1, 60)
+            named = draw(st.lists(st.integers(0, last), max_size=30))
+            found[name] = Rows(np.array(named, np.int64), draw(arrays((len(named), *shape[1:]))))
+    return found
+
+
+def on_device(gradient: Any, to_device: Callable[[np.ndarray], Any]) -> Any:
+    if isinstance(gradient, Rows):
+        return Rows(to_device(gradient.indices), to_device(gradient.values))
+    return to_device(gradient)
+
+
+@pytest.mark.parametrize(
+    ("wire", "feedback"),
+    [
+        ("float32", False),
+        ("bfloat16", False),
+        ("float16", False),
+        ("bfloat16", True),
+        ("float16", True),
+    ],
+)
+def test_as_the_host(
+    to_device: Callable[[np.ndarray], Any], wire: str, feedback: bool, job_name: str
+) -> None:
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+
+    @settings(
+        max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    )
+    @given(st.lists(gradients(), min_size=1, max_size=3))
+    def check(given: list[dict[str, Any]]) -> None:
+        for one in given:
+            host.push(one)
+            link.push({name: on_device(array, to_device) for name, array in one.items()}, 0)
+            link.flush()
+            expected, found = frame_of(host), frame_of(device)
+            assert (found.kind, found.finite) == (expected.kind, expected.finite)
+            if not (feedback and found.squares > 1e20):
+                # Out of huge sums the host leaves what earlier rounding has left over.
+                assert found.squares == pytest.approx(expected.squares, rel=1e-4)
+            assert found.rows.keys() == expected.rows.keys()
+            for name, rows in expected.rows.items():
+                more = found.rows[name].keys() - rows.keys()
+                # Rows of one value: whether to list them is decided before it is known how many.
+                assert not more or SHAPES[name] == (50,)
+                assert {row: found.rows[name][row] for row in rows} == rows
+                assert not any(any(found.rows[name][row]) for row in more)
+
+    # With momentum, the host leaves no rows of zeros out.
+    optimizer = {"kind": "momentum", "lr": 0.01}
+    with (
+        daemon(job_name, optimizer=optimizer),
+        Client(job_name, tensors=tensors, wire=wire, error_feedback=feedback) as host,
+        Client(job_name, wire=wire, error_feedback=feedback) as device,
+    ):
+        link = devices.choose("cuda").link(device)
+        check()
+
+
+def test_structs_are_those_of_c() -> None:
+    """Sizes and, by the kernels' results, places of what Python hands over."""
+    with emulator.installed():
+        from gadei_ps.learners import cuda_kernels
+
+        library = emulator.compiled(KERNELS.read_text())
+        for name, struct in {
+            "stage": cuda_kernels.STAGE,
+            "link_rows": cuda_kernels.ROWS,
+            "gather": cuda_kernels.GATHER,
+        }.items():
+            assert getattr(library, f"size_{name}")() == struct.itemsize
+            assert struct.itemsize <= 4096
+        text = KERNELS.read_text()
+        numbers = re.search(r"THREADS = (\d+), ITEMS = (\d+)", text)
+        assert numbers is not None
+        assert [int(one) for one in numbers.groups()] == [cuda_kernels.THREADS, cuda_kernels.ITEMS]
+        assert set(cuda_kernels.NAMES) == set(re.findall(r"__global__ void (\w+)", text))

@@ -1,0 +1,259 @@
+"""A PyTorch model on a GPU trains as it does on the CPU.
+
+The emulated cases compute on the CPU, and all that comes and goes takes the way of the GPU's code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import emulator
+import numpy as np
+import pytest
+import torch
+from support import daemon, eventually, fork, status
+from torch import nn
+
+from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.learners import devices, torch_cuda
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch import Optimizer, embedding, linear
+
+STEPS = 30
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the model under test computes."""
+
+    device: str
+    emulated: emulator.Device | None = None
+
+
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setattr(torch_cuda, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch_cuda, "_current_stream", lambda device: 0)
+    with emulator.installed(inline=True) as device:
+        device.foreign = True
+        yield Place("cpu", device)
+
+
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    if why := devices.missing():
+        pytest.skip(why)
+    yield Place("cuda")
+
+
+@pytest.fixture(params=[emulated, pytest.param(cuda, marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield from request.param(monkeypatch)
+    torch.set_num_threads(threads)
+
+
+class Words(nn.Module):
+    """An embedding of which a mini-batch names few rows, some twice, padding among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, padding_idx=0, sparse=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        tokens = (inputs.abs() * 7).long() % 50
+        return self.out(self.table(tokens).mean(1))
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": plain,
+    "batch norm": batch_norm,
+    "words": Words,
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> list[torch.Tensor]:
+    """The user's loop, on either."""
+    source = torch.Generator().manual_seed(11)
+    losses = []
+    for _ in range(STEPS):
+        inputs = torch.randn(16, 10, generator=source)
+        targets = (inputs.sum(1) > 0).long() + (inputs[:, 0] > 1).long()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
+        loss.backward()
+        if isinstance(optimizer, Optimizer):
+            optimizer.report(loss=loss, samples=16)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def same_state(model: nn.Module, other: nn.Module) -> None:
+    for (name, mine), theirs in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name", MODELS)
+def test_as_torch(gpu: Place, name: str, job_name: str) -> None:
+    """Under BSP a lone learner goes on when its gradient is in the weights."""
+    torch.manual_seed(3)
+    model = MODELS[name]()
+    twin = copy.deepcopy(model)
+    model.to(gpu.device)
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}, shards=2):
+        optimizer = Optimizer(model, job_name)
+        losses = train(model, optimizer, gpu.device)
+        expected = train(twin, torch.optim.SGD(twin.parameters(), 0.1), "cpu")
+        for mine, theirs in zip(losses, expected, strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-5)
+        told = status(job_name)
+        assert told["version"] == STEPS
+        assert told["samples"] == 16 * STEPS
+        np.testing.assert_allclose(told["learners"][0]["loss"], losses[-1].item(), rtol=1e-6)
+        optimizer.close()
+        same_state(model, twin)
+        next(model.parameters()).data += 1  # the memory is the model's own now
+
+
+@pytest.mark.parametrize(
+    ("wire", "feedback"), [("float32", False), ("bfloat16", False), ("float16", True)]
+)
+def test_each_gradient_once(gpu: Place, wire: str, feedback: bool, job_name: str) -> None:
+    """Under ASP weights and gradients are on their way while the next step computes."""
+    model = plain().to(gpu.device)
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 2.0**-12}):
+        optimizer = Optimizer(model, job_name, wire=wire, error_feedback=feedback)
+        begin = {name: array.copy() for name, array in optimizer.client.weights.items()}
+        before = [id(parameter) for parameter in model.parameters()]
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        for number in range(1, 41):
+            optimizer.zero_grad()
+            sum(parameter.sum() for parameter in model.parameters()).mul(number).backward()
+            optimizer.step()
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+        assert [id(parameter) for parameter in model.parameters()] == before
+        optimizer._gpu.flush()
+        optimizer.client.wait_applied()
+        moved = 40 * 41 / 2 / 2**12
+        for name, array in optimizer.client.weights.items():
+            np.testing.assert_allclose(begin[name] - array, moved, rtol=1e-4, atol=1e-5)
+        eventually(lambda: optimizer._gpu.refresh() or optimizer._gpu._version == 40)
+        optimizer.close()
+        for name, parameter in model.named_parameters():
+            np.testing.assert_allclose(
+                begin[name] - parameter.detach().cpu().numpy(), moved, rtol=1e-4, atol=1e-5
+            )
+        row = status(job_name)["learners"]
+        assert not row or row[0]["applied"] == 40
+
+
+def _push_ones(pipe: Any, job: str) -> None:
+    client = Client(job)
+    ones = np.ones(client.model.elements, np.float32)
+    pipe.send("attached")
+    for _ in range(50):
+        client.push(ones)
+    client.wait_applied()
+    pipe.send("done")
+
+
+def test_beside_learners_on_the_host(gpu: Place, job_name: str) -> None:
+    model = plain().to(gpu.device)
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 2.0**-12}):
+        optimizer = Optimizer(model, job_name)
+        begin = optimizer.client.weights["0.weight"].copy()
+        with fork(1, _push_ones, job_name) as (other,):
+            assert other.receive() == "attached"
+            for _ in range(50):
+                optimizer.zero_grad()
+                sum(parameter.sum() for parameter in model.parameters()).backward()
+                optimizer.step()
+            assert other.receive() == "done"
+        optimizer.close()
+        moved = begin - model[0].weight.detach().cpu().numpy()
+        np.testing.assert_allclose(moved, 100 / 2**12, rtol=1e-4)
+
+
+def test_batches_of_the_server(gpu: Place, job_name: str) -> None:
+    model = plain().to(gpu.device)
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.01}):
+        optimizer = Optimizer(model, job_name)
+        inputs = torch.randn(64, 10).to(gpu.device)
+        seen: list[int] = []
+        for batch in optimizer.batches(64, 8, epochs=2):
+            optimizer.zero_grad()
+            model(inputs[batch.indices]).square().mean().backward()
+            optimizer.step()
+            seen += batch.indices.tolist()
+        assert sorted(seen) == sorted([*range(64), *range(64)])
+        optimizer.close()
+        assert status(job_name)["version"] == 16
+
+
+def test_rows_are_read_from_the_segment(gpu: Place, job_name: str) -> None:
+    """A layer's, and those of a weight of one's own; other learners' writes show at once."""
+    model = Words().to(gpu.device)
+    model.own = nn.Parameter(torch.zeros(20, 4, device=gpu.device))
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
+        optimizer = Optimizer(model, job_name)
+        client = Client(job_name)
+        client.push({"own": np.full((20, 4), -2, np.float32)})
+        client.wait_applied()
+        indices = torch.tensor([[3, 3], [19, 0]], device=gpu.device)
+        rows = embedding(indices, model.own, padding_idx=0)
+        assert rows.shape == (2, 2, 4)
+        np.testing.assert_array_equal(rows.detach().cpu().numpy(), 2.0)
+        rows.sum().backward()
+        optimizer.step()
+        optimizer._gpu.flush()
+        optimizer.client.wait_applied()
+        own = client.weights["own"]
+        np.testing.assert_array_equal(own[3], 0)  # named twice
+        np.testing.assert_array_equal(own[19], 1)
+        np.testing.assert_array_equal(own[0], 2)  # padding
+        table = model.table(indices).detach().cpu().numpy()
+        np.testing.assert_array_equal(table, client.weights["table.weight"][indices.cpu()])
+        optimizer.close()
+        np.testing.assert_array_equal(model.own.detach().cpu().numpy(), own)
+        client.detach()
+
+
+def test_a_row_that_there_is_not(gpu: Place, job_name: str) -> None:
+    model = nn.Embedding(50, 8, sparse=True).to(gpu.device)
+    with daemon(job_name):
+        optimizer = Optimizer(model, job_name)
+        model(torch.tensor([1, 50], device=gpu.device)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ModelMismatch, match="'weight'"):
+            optimizer._gpu.flush()
+        optimizer.close()
+        assert status(job_name)["gradients_applied"] == 0
+
+
+def test_what_is_for_the_host(gpu: Place, job_name: str) -> None:
+    model = plain().to(gpu.device)
+    with daemon(job_name):
+        with pytest.raises(UsageError, match="free_gradients"):
+            Optimizer(model, job_name, free_gradients=True)
+        optimizer = Optimizer(model, job_name)
+        inputs = torch.randn(2, 10).to(gpu.device)
+        weight = model[0].weight
+        torch.testing.assert_close(linear(inputs, weight), nn.functional.linear(inputs, weight))
+        linear(inputs, weight).sum().backward()
+        assert weight.grad is not None
+        optimizer.close()
