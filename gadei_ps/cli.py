@@ -21,6 +21,7 @@ import typer
 import gadei_ps
 from gadei_ps import cli_runtime_model, cli_simulate, cli_sync, outcome
 from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
+from gadei_ps.launch import DEVICE_VARIABLE
 from gadei_ps.outcome import print_json
 
 if TYPE_CHECKING:
@@ -60,6 +61,14 @@ class Wire(StrEnum):
     FLOAT16 = "float16"
 
 
+class DeviceName(StrEnum):
+    """What learners compute on."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    HOST = "host"
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Name or socket of a job.")]
 Command = Annotated[
@@ -68,6 +77,23 @@ Command = Annotated[
 Sync = Annotated[
     str | None,
     typer.Option("--sync", metavar="MODEL", help=cli_sync.MODELS),
+]
+Device = Annotated[
+    DeviceName,
+    typer.Option(
+        "--device",
+        envvar=DEVICE_VARIABLE,
+        help="What learners compute on; auto: CUDA where it can be used, else the host.",
+    ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus",
+        metavar="K,...",
+        help="GPUs that learners get in turn, one each; without it all. Numbers of nvidia-smi, or "
+        "places in CUDA_VISIBLE_DEVICES where that is set.",
+    ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the log of the job's daemon.")]
 
@@ -117,6 +143,8 @@ def train(
     error_feedback: Annotated[
         bool, typer.Option("--error-feedback", help="Add what 16 bits lose to the next gradient.")
     ] = False,
+    device: Device = DeviceName.AUTO,
+    gpus: Gpus = None,
     text_column: Annotated[str, typer.Option(metavar="NAME", help="Column of the texts.")] = "text",
     label_column: Annotated[
         str, typer.Option(metavar="NAME", help="Column of the labels.")
@@ -147,6 +175,8 @@ def train(
         seed=seed,
         wire=wire.value,
         error_feedback=error_feedback,
+        device=device.value,
+        gpus=gpus,
         out=out,
         text_column=text_column,
         label_column=label_column,
@@ -295,6 +325,8 @@ def run(
     ] = None,
     lr: Annotated[float | None, typer.Option(metavar="RATE", help="Likewise.")] = None,
     sync: Sync = None,
+    device: Device = DeviceName.AUTO,
+    gpus: Gpus = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
@@ -310,6 +342,8 @@ def run(
             learners=learners,
             restart=restart,
             overrides={name: value for name, value in given.items() if value is not None},
+            device=device.value,
+            gpus=gpus,
             stdout=2 if as_json else None,
             verbose=verbose,
         ),
@@ -322,13 +356,23 @@ def run(
 
 
 @app.command()
-def attach(job: JobArgument, command: Command, as_json: Json = False) -> int:
-    """Become one more learner of a running job: gadei-ps attach demo -- python my_train.py"""
+def attach(
+    job: JobArgument,
+    command: Command,
+    device: Device = DeviceName.AUTO,
+    gpus: Gpus = None,
+    as_json: Json = False,
+) -> int:
+    """Become one more learner of a running job: gadei-ps attach demo -- python my_train.py
+
+    It gets the GPU that comes after those of the job's learners.
+    """
     from gadei_ps import run as running
 
+    options = running.Options(device=device.value, gpus=gpus, stdout=2)
     if not as_json:
-        running.attach(job, command)
-    summary = running.attach_and_wait(job, command)
+        running.attach(job, command, options)
+    summary = running.attach_and_wait(job, command, options)
     print_json(summary)
     return int(summary["exit_code"])
 

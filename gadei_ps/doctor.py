@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import ctypes
 import errno
 import importlib.metadata
@@ -15,14 +16,15 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import gadei_ps
-from gadei_ps.errors import GadeiError
+from gadei_ps import gpus
+from gadei_ps.errors import DeviceError, GadeiError
 
 SHM = Path("/dev/shm")
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -40,6 +42,9 @@ MUTEX_WORDS = 16  # room for a pthread_mutex_t, and for its attributes, on any m
 PTHREAD_PROCESS_SHARED = 1
 PTHREAD_MUTEX_ROBUST = 1
 OWNER_DIES_WITHIN_S = 1.0
+# The first drivers that run CUDA 13 and CUDA 12 (CUDA Compatibility, minor version compatibility).
+DRIVER_OF_EXTRA = {"cuda13": 580, "cuda12": 525}
+BROKEN_GPU = "nvidia-smi and dmesg tell more; until then --device host leaves the GPU alone"
 
 
 class Level(StrEnum):
@@ -318,15 +323,126 @@ def _torch() -> tuple[Level, str, str]:
 
 
 def _gpu() -> tuple[Level, str, str]:
-    cards = sum(1 for _ in _gpus())
-    cupy = importlib.util.find_spec("cupy") is not None
-    found = f"{cards} NVIDIA GPU{'' if cards == 1 else 's'}" if cards else "none found"
-    found += f", CuPy {'installed' if cupy else 'not installed'}"
-    return Level.OK, f"{found}; not used: this release computes on the CPU", ""
+    return gpu(gpus.LIST_S)
 
 
-def _gpus() -> Iterator[Path]:
-    return Path("/proc/driver/nvidia/gpus").glob("*")
+def gpu(timeout_s: float) -> tuple[Level, str, str]:
+    """What the driver shows."""
+    try:
+        found = gpus.listed(timeout_s)
+    except DeviceError as error:
+        return Level.WARNING, f"{error}; learners compute on the host", BROKEN_GPU
+    if not found:
+        return Level.OK, "none found; learners compute on the host", ""
+    names = [one.name for one in found]
+    told = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    if version := gpus.driver():
+        told += f", driver {version}"
+    if (hidden := os.environ.get(gpus.VISIBLE)) is not None:
+        told += f"; {gpus.VISIBLE}={hidden}"
+    return Level.OK, told, ""
+
+
+def _cuda() -> tuple[Level, str, str]:
+    if not gpus.has_cupy():
+        return without_cupy(gpus.LIST_S)
+    return cuda(gpus.PROBE, gpus.PROBE_S)
+
+
+def without_cupy(timeout_s: float) -> tuple[Level, str, str]:
+    """A hint for those who have a GPU."""
+    try:
+        found = bool(gpus.listed(timeout_s))
+    except DeviceError:
+        found = False  # the check of the GPU tells
+    if not found:
+        return Level.OK, "CuPy not installed; only learners on a GPU need it", ""
+    return (
+        Level.WARNING,
+        "CuPy not installed: learners compute on the host",
+        cupy_for(gpus.driver()),
+    )
+
+
+def cupy_for(driver: str) -> str:
+    """How to install CuPy for a driver of this version; empty where it is not known."""
+    if not driver.partition(".")[0].isdecimal():
+        return "pip install 'gadei-ps[cuda13]', or [cuda12] for a driver before 580"
+    major = int(driver.partition(".")[0])
+    for extra, first in DRIVER_OF_EXTRA.items():
+        if major >= first:
+            return f"pip install 'gadei-ps[{extra}]'"
+    return f"update the NVIDIA driver to {first} or newer, then pip install 'gadei-ps[{extra}]'"
+
+
+def cuda(command: Sequence[str], timeout_s: float) -> tuple[Level, str, str]:
+    """What the probe finds, which `command` starts: CuPy, and how fast memory moves."""
+    try:
+        found = gpus.probe(command, timeout_s, os.environ | gpus.order())
+    except DeviceError as error:
+        return Level.WARNING, str(error), BROKEN_GPU
+    if not found["cupy"]:
+        return (
+            Level.WARNING,
+            f"CuPy cannot be loaded: {found['errors']['cupy']}",
+            f"{cupy_for(gpus.driver())}, and no other CuPy beside it",
+        )
+    told = [f"CuPy {found['cupy']}"]
+    if found["runtime"]:
+        told[0] += f" with CUDA {found['runtime']}"
+    if found["driver"]:
+        told[0] += f", driver for CUDA {found['driver']}"
+    told += [_transfers(one) for one in found["devices"]]
+    if found["missing"]:
+        try:
+            level = Level.WARNING if gpus.listed() else Level.OK
+        except DeviceError:
+            level = Level.OK  # the check of the GPU tells
+        told.append(f"learners compute on the host: {found['missing']}")
+        return level, "; ".join(told), BROKEN_GPU if level != Level.OK else ""
+    told += [f"{name} fails: {why}" for name, why in found["errors"].items()]
+    told.append(_pinned())
+    failed = found["errors"] or any(one["errors"] for one in found["devices"])
+    return Level.WARNING if failed else Level.OK, "; ".join(told), BROKEN_GPU if failed else ""
+
+
+def _transfers(device: Mapping[str, Any]) -> str:
+    """One GPU's part of the finding."""
+    parts = [f"GPU {device['index']}:"]
+    if "both_ways" in device:
+        parts.append(
+            f"{device['to_device']:.1f} GB/s to it, {device['to_host']:.1f} from it, "
+            f"{device['both_ways']:.1f} both ways"
+        )
+    if "memory_free" in device and "memory_total" in device:
+        free, total = (device[name] / 2**30 for name in ("memory_free", "memory_total"))
+        parts.append(f"({free:,.1f} of {total:,.1f} GiB free)")
+    if not device.get("registers_read_only", True):
+        parts.append("(pins no read-only memory)")
+    if device.get("peers"):
+        parts.append(f"(reaches GPU {', '.join(map(str, device['peers']))})")
+    parts += [f"{name} fails: {why}" for name, why in device["errors"].items()]
+    return " ".join(parts)
+
+
+def _pinned() -> str:
+    """What learners on a GPU pin; the limit is told because some set-ups count it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:,.0f} MiB"
+    return f"{to_pin(SHM) / 2**20:,.1f} MiB in {SHM} to pin for running jobs (ulimit -l: {shown})"
+
+
+def to_pin(shm: Path) -> int:
+    """Bytes of the weights and rings in this directory."""
+    from gadei_ps import segment
+
+    sizes = []
+    for path in shm.iterdir():
+        match = segment.SEGMENT_NAME.fullmatch(path.name)
+        if match and match["part"].startswith(("weights", "ring")):
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(path.stat().st_size)
+    return sum(sizes)
 
 
 def _litter() -> tuple[Level, str, str]:
@@ -360,5 +476,6 @@ CHECKS: dict[str, Callable[[], tuple[Level, str, str]]] = {
     "RemoveIPC": _remove_ipc,
     "PyTorch": _torch,
     "GPU": _gpu,
+    "CUDA": _cuda,
     "left by dead jobs": _litter,
 }

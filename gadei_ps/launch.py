@@ -8,18 +8,85 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
-from gadei_ps import interrupts, process
-from gadei_ps.errors import UsageError
+from gadei_ps import gpus, interrupts, process
+from gadei_ps.errors import DeviceError, UsageError
 
-# Also in learners/client.py, which launchers do not import.
+# Also in learners/client.py and learners/devices.py, which launchers do not import.
 JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"
+DEVICE_VARIABLE = "GADEI_PS_DEVICE"
 GRACE_S = 5.0
 QUICK_S = 5.0  # a learner that dies this soon after its start has not worked
 MAX_QUICK_DEATHS = 3
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What learners compute on.
+
+    device: what they are told, auto, cuda or host; None tells nothing. gpus: what they get in turn,
+    one each, by their names in CUDA_VISIBLE_DEVICES; without any they see what their launcher sees.
+    why: of what was looked for and not found, in one line.
+    """
+
+    device: str | None = None
+    gpus: tuple[str, ...] = ()
+    why: str = ""
+
+    @classmethod
+    def wanted(cls, device: str, asked: str | None) -> Compute:
+        """device and asked: what --device and --gpus say.
+
+        Raises UsageError, or DeviceError with what is missing.
+        """
+        if device == "host":
+            if asked is not None:
+                raise UsageError("--gpus goes with --device cuda or auto, not with host")
+            return cls(device)
+        if asked is not None:
+            return cls(device, gpus.choose(asked, gpus.visible()))._checked()
+        try:
+            return cls(device, gpus.visible())._checked()
+        except DeviceError as error:
+            if device != "auto":
+                raise
+            return cls(device, why=str(error))
+
+    def _checked(self) -> Compute:
+        """Itself; raises DeviceError if --device cuda cannot be had."""
+        if self.device == "cuda" and (why := self._missing()):
+            raise DeviceError(f"device cuda: {why}")
+        return self
+
+    def _missing(self) -> str:
+        return gpus.missing(self.gpus, os.environ | self.environment(0))
+
+    def settled(self) -> Compute:
+        """With cuda or host in the place of auto; `why` says why it is the host."""
+        if self.device != "auto":
+            return self
+        why = self.why or self._missing()
+        return Compute("host", why=why) if why else replace(self, device="cuda")
+
+    def turned(self, learners: int) -> Compute:
+        """For learners that come after so many others."""
+        at = learners % len(self.gpus) if self.gpus else 0
+        return replace(self, gpus=self.gpus[at:] + self.gpus[:at])
+
+    def environment(self, index: int) -> dict[str, str]:
+        """What learner `index` has in its environment besides what its launcher has."""
+        if self.device is None:
+            return {}
+        told = {DEVICE_VARIABLE: self.device}
+        if self.device == "host":
+            return told | {gpus.VISIBLE: ""}
+        return told | gpus.assign(self.gpus, index)
+
+
+NOTHING_SAID = Compute()
 
 
 @dataclass
@@ -47,8 +114,10 @@ class Learners:
         job_socket: str,
         *,
         stdout: int | IO[bytes] | None = None,
+        compute: Compute = NOTHING_SAID,
     ) -> None:
         self._command = list(command)
+        self._compute = compute
         self._env = os.environ | {JOB_VARIABLE: job_socket, "GADEI_PS_LEARNERS": str(count)}
         # As torchrun does: N processes with a thread for each core would fight for the cores.
         threads = max(1, process.cores() // count)
@@ -64,7 +133,8 @@ class Learners:
         try:
             child = process.spawn(
                 self._command,
-                env=self._env | {"GADEI_PS_LEARNER": str(index)},
+                # By its index: a learner that is started again keeps its GPU.
+                env=self._env | {"GADEI_PS_LEARNER": str(index)} | self._compute.environment(index),
                 stdout=self._stdout,
             )
         except OSError as error:

@@ -22,7 +22,7 @@ from gadei_ps.control import Connection, Status, StopJob
 from gadei_ps.daemon import Daemon
 from gadei_ps.errors import ControlError, JobNotFound, JobStopped, UsageError
 from gadei_ps.faults import Processes
-from gadei_ps.launch import JOB_VARIABLE, Ended, Learners
+from gadei_ps.launch import JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.layout import Phase
 from gadei_ps.segment import check_job_name
 
@@ -34,11 +34,17 @@ LEAVE_S = 5.0  # until the job has applied what ended learners had published
 
 @dataclass(frozen=True)
 class Options:
-    """What `run` is asked for. overrides: parts of a job's configuration, from flags."""
+    """What `run` is asked for.
+
+    overrides: parts of a job's configuration, from flags. device, gpus: what the flags of that name
+    say.
+    """
 
     learners: int = 1
     restart: int = 0
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "auto"
+    gpus: str | None = None
     stdout: int | None = None
     verbose: bool = False
 
@@ -57,7 +63,8 @@ def run(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
                 f"{given}: job {job!r} is running and has its configuration; leave out the option, "
                 "or stop the job first"
             )
-        return _Run(_Attached(job), command, options).run()
+        attached = _Attached(job)
+        return _Run(attached, command, options, _compute(options)).run()
     if job.endswith(".toml"):
         wanted = with_overrides(config.load(Path(job)), options.overrides, job)
     else:
@@ -66,8 +73,21 @@ def run(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
             config.from_mapping({"name": name}, "job"), options.overrides, f"job {name}"
         )
     config.check_sync(wanted, options.learners, f"run --learners {options.learners}")
+    compute = _compute(options)
     with Daemon(wanted, verbose=options.verbose) as served:
-        return _Run(_Served(served), command, options).run()
+        return _Run(_Served(served), command, options, compute).run()
+
+
+def _compute(options: Options) -> Compute:
+    """What the learners compute on. Raises UsageError or DeviceError; nothing is started yet."""
+    compute = Compute.wanted(options.device, options.gpus)
+    if compute.why:
+        _say(f"warning: {compute.why}; learners are not told which GPU to use")
+    return compute
+
+
+def _say(text: str) -> None:
+    print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
 
 
 def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:
@@ -93,22 +113,31 @@ def check_command(command: Sequence[str]) -> None:
     raise UsageError(f"there is no program {program!r} to start; give its path or check PATH")
 
 
-def attach(job: str, command: Sequence[str]) -> NoReturn:
-    """Becomes the command, with the job in its environment. Raises JobNotFound, UsageError."""
+def attach(job: str, command: Sequence[str], options: Options) -> NoReturn:
+    """Becomes the command, with the job in its environment; of options device and gpus count.
+
+    Raises JobNotFound, UsageError, DeviceError.
+    """
     check_command(command)
-    with Connection(job) as connection:
-        path = str(connection.path.absolute())
+    attached = _Attached(job)
+    env = os.environ | {JOB_VARIABLE: attached.socket} | _one_more(attached, options).environment(0)
     sys.stdout.flush()
     try:
-        os.execvpe(command[0], list(command), os.environ | {JOB_VARIABLE: path})
+        os.execvpe(command[0], list(command), env)
     except OSError as error:
         raise UsageError(f"cannot start {command[0]!r}: {error.strerror}") from None
 
 
-def attach_and_wait(job: str, command: Sequence[str]) -> dict[str, Any]:
-    """One more learner as a child, its output on stderr; the summary. Raises GadeiError."""
+def attach_and_wait(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
+    """One more learner as a child; the summary. Raises GadeiError."""
     check_command(command)
-    return _Run(_Attached(job), command, Options(stdout=2)).run()
+    attached = _Attached(job)
+    return _Run(attached, command, options, _one_more(attached, options)).run()
+
+
+def _one_more(attached: _Attached, options: Options) -> Compute:
+    """What a learner computes on that comes after those that the job has."""
+    return _compute(options).turned(len(attached.before["learners"]))
 
 
 # -- where the learners' job lives ----------------------------------------------------------------
@@ -195,10 +224,17 @@ class _Served:
 class _Run:
     """The learners of one command, from their start to the last one's end."""
 
-    def __init__(self, job: _Attached | _Served, command: Sequence[str], options: Options) -> None:
+    def __init__(
+        self,
+        job: _Attached | _Served,
+        command: Sequence[str],
+        options: Options,
+        compute: Compute,
+    ) -> None:
         self.job = job
         self.options = options
         self.command = command
+        self.compute = compute
         self.last: dict[str, Any] = job.before
         self.ended: dict[int, Ended] = {}
         self.pids: set[int] = set()
@@ -225,7 +261,11 @@ class _Run:
     @contextlib.contextmanager
     def _learners(self) -> Iterator[Learners]:
         learners = Learners(
-            self.command, self.options.learners, self.job.socket, stdout=self.options.stdout
+            self.command,
+            self.options.learners,
+            self.job.socket,
+            stdout=self.options.stdout,
+            compute=self.compute,
         )
         try:
             yield learners
@@ -242,7 +282,7 @@ class _Run:
         if report is None:
             return False
         if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
-            self._say("no watchdog answers; the learners go on without one")
+            _say("no watchdog answers; the learners go on without one")
         self.last = report
         if not self.first_gradient and report["version"] > self.job.before.get("version", 0):
             self.first_gradient = now
@@ -250,7 +290,7 @@ class _Run:
 
     def _say_goodbye(self, learners: Learners) -> None:
         """The job has been stopped: its learners are told so by their next call."""
-        self._say("the job has ended; its learners have time to finish")
+        _say("the job has ended; its learners have time to finish")
         until = time.monotonic() + LEAVE_S
         while learners.pids and time.monotonic() < until:
             self._look_at_learners(learners, restarts=0)
@@ -263,7 +303,7 @@ class _Run:
                 continue
             again = one.code < 0 and self.restarts < restarts
             left = len(learners.pids)
-            self._say(
+            _say(
                 f"learner {one.index} (pid {one.pid}) {one.how}; "
                 + ("started again" if again else f"{left} go on" if left else "none is left")
             )
@@ -271,9 +311,6 @@ class _Run:
                 self.restarts += 1
                 del self.ended[one.index]
                 learners.start(one.index)
-
-    def _say(self, text: str) -> None:
-        print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
 
     def _summary(self) -> dict[str, Any]:
         before, after = self.job.before, self.last

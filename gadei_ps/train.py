@@ -24,8 +24,8 @@ from gadei_ps.control import SetWork, Status, StopJob
 from gadei_ps.daemon import Daemon
 from gadei_ps.dataset import Dataset, Encoded, Vocabulary
 from gadei_ps.display import Display
-from gadei_ps.errors import JobFailed, UsageError
-from gadei_ps.launch import Learners
+from gadei_ps.errors import DeviceError, JobFailed, UsageError
+from gadei_ps.launch import Compute, Learners
 from gadei_ps.layout import SegmentKind
 from gadei_ps.weights import FloatArray
 
@@ -55,6 +55,8 @@ class Settings:
     seed: int = 0
     wire: str = "float32"
     error_feedback: bool = False
+    device: str = "auto"
+    gpus: str | None = None
     out: Path = Path("model")
     text_column: str = "text"
     label_column: str = "label"
@@ -123,6 +125,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     """
     settings.check()
     begin = time.monotonic()
+    compute = _compute(settings)
     corpus = Corpus.read(settings)
     defaults = dataset.defaults(len(corpus.train))
     epochs = settings.epochs or defaults.epochs
@@ -151,6 +154,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         f"mini-batch {batch_size}, learning rate {config.optimizer.lr}, {settings.optimizer}, "
         f"{settings.sync}, {settings.learners} learners"
     )
+    display.event(_where(compute, settings.learners))
     threads = max(1, process.cores() // settings.learners)
     options = {
         "threads": threads,
@@ -162,6 +166,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         "epochs": epochs,
         "wire": settings.wire,
         "error_feedback": settings.error_feedback,
+        "device": compute.device,
     }
     with (
         # A file in memory: it cannot be left behind, and only its owner can open it.
@@ -176,10 +181,39 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
             labels=corpus.train.labels,
             settings=json.dumps(options),
         )
-        run = _Run(settings, corpus, daemon, display, epochs, batch_size, options)
+        run = _Run(settings, corpus, daemon, display, epochs, batch_size, options, compute)
         data.flush()
         run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
     return run.finish(config.optimizer.lr, time.monotonic() - begin)
+
+
+def _compute(settings: Settings) -> Compute:
+    """What the learners compute on. Raises UsageError or DeviceError."""
+    # Who names GPUs wants them to be used.
+    device = "cuda" if settings.gpus is not None and settings.device == "auto" else settings.device
+    compute = Compute.wanted(device, settings.gpus).settled()
+    if compute.device == "cuda" and (why := _torch_lacks()):
+        if device == "cuda":
+            raise DeviceError(f"device cuda: {why}")
+        return Compute("host", why=why)
+    return compute
+
+
+def _torch_lacks() -> str:
+    """Why PyTorch cannot use a GPU that CuPy can use; empty if it can."""
+    import torch
+
+    if torch.version.cuda:
+        return ""
+    return f"PyTorch {torch.__version__} is built for the CPU alone; install one built for CUDA"
+
+
+def _where(compute: Compute, learners: int) -> str:
+    """One line that says where the learners compute."""
+    if compute.device == "host":
+        return "learners compute on the host" + (f": {compute.why}" if compute.why else "")
+    used = ", ".join(dict.fromkeys(compute.gpus[:learners]))
+    return "learners compute with CUDA" + (f" on GPU {used}" if used else "")
 
 
 class _Run:
@@ -194,6 +228,7 @@ class _Run:
         epochs: int,
         batch_size: int,
         options: dict[str, Any],
+        compute: Compute,
     ) -> None:
         from gadei_ps.learners import text
 
@@ -203,6 +238,7 @@ class _Run:
         self.display = display
         self.epochs = epochs
         self.batch_size = batch_size
+        self.compute = compute
         self.model = text.SentenceClassifier(
             options["vocabulary_size"], options["classes"], dropout=settings.dropout
         )
@@ -221,7 +257,13 @@ class _Run:
         batches = -(-len(self.corpus.train) // (self.batch_size * wave))
         self.daemon.request(SetWork(batches=batches, epochs=self.epochs, seed=self.settings.seed))
         command = [sys.executable, "-m", "gadei_ps.learners.text_learner", str(data)]
-        learners = Learners(command, self.settings.learners, str(self.daemon.socket), stdout=2)
+        learners = Learners(
+            command,
+            self.settings.learners,
+            str(self.daemon.socket),
+            stdout=2,
+            compute=self.compute,
+        )
         try:
             self._watch(learners, batches)
             self.status = self.daemon.request(StopJob(drain=True, timeout_s=30.0), timeout_s=60.0)
@@ -360,13 +402,19 @@ class _Run:
             "training_seconds": self.train_seconds,
             "learners": self.settings.learners,
             "learner_deaths": self.deaths,
+            "device": self.compute.device,
             "rows": len(self.corpus.train) + len(self.corpus.held_out),
             "model_dir": str(self.settings.out),
         }
         config = {
             key: str(value) if isinstance(value, Path) else value
             for key, value in asdict(self.settings).items()
-        } | {"batch_size": self.batch_size, "lr": lr, "max_epochs": self.epochs}
+        } | {
+            "batch_size": self.batch_size,
+            "lr": lr,
+            "max_epochs": self.epochs,
+            "device": self.compute.device,
+        }
         text.save_result(
             self.settings.out,
             self.model,

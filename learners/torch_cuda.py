@@ -48,7 +48,7 @@ class Shared:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Each tensor of the model, on the device: always the same memory."""
-        return {name: torch.from_dlpack(view) for name, view in self._views.items()}
+        return {name: torch.utils.dlpack.from_dlpack(view) for name, view in self._views.items()}
 
     def push(
         self, where: Sequence[int], kept: list[Any], loss: float | torch.Tensor, **facts: Any

@@ -84,6 +84,14 @@ class Running:
         return Result(self.process.wait(support.PATIENCE_S), self.out, self.err)
 
 
+def program(path: Path, text: str) -> Path:
+    """An executable program in Python, such as an nvidia-smi that says what a test wants."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!{sys.executable}\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
 class Cli:
     """Runs gadei-ps in the test's directory."""
 

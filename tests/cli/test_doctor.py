@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import support
-from shell import Cli
+from shell import Cli, program
 
-from gadei_ps import doctor
+from gadei_ps import doctor, gpus
 from gadei_ps.kernels import cache
 
 
@@ -156,3 +160,159 @@ def test_open_files(
 
 def test_a_dead_threads_mutex_is_told() -> None:
     assert doctor.CHECKS["robust mutexes"]() == (doctor.Level.OK, "work", "")
+
+
+# -- GPUs: what stands for nvidia-smi and for the probe says what a test wants ---------------------
+
+NVIDIA_SMI = """import sys
+if "-L" in sys.argv:
+    for index in range(2):
+        print(f"GPU {index}: NVIDIA H200 (UUID: GPU-{index})")
+else:
+    print("550.54.15")
+"""
+GPU = {
+    "index": 0,
+    "to_device": 55.26,
+    "to_host": 54.0,
+    "both_ways": 101.0,
+    "memory_free": 130 << 30,
+    "memory_total": 139 << 30,
+    "registers": True,
+    "registers_read_only": False,
+    "peers": [1],
+    "errors": {},
+}
+PROBED: dict[str, Any] = {
+    "cupy": "14.2.0",
+    "missing": "",
+    "driver": "13.1",
+    "runtime": "13.0",
+    "devices": [GPU],
+    "errors": {},
+}
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    made = program(tmp_path / "bin/nvidia-smi", NVIDIA_SMI)
+    monkeypatch.setenv("PATH", f"{made.parent}:{os.environ['PATH']}")
+    return made
+
+
+def test_gpus(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (doctor.Level.OK, "2 x NVIDIA H200, driver 550.54.15", "")
+    assert doctor.CHECKS["GPU"]() == found
+    monkeypatch.setenv(gpus.VISIBLE, "1")
+    assert doctor.CHECKS["GPU"]()[1].endswith("; CUDA_VISIBLE_DEVICES=1")
+    assert doctor.without_cupy(support.PATIENCE_S) == (
+        doctor.Level.WARNING,
+        "CuPy not installed: learners compute on the host",
+        "pip install 'gadei-ps[cuda12]'",
+    )
+
+
+def test_no_gpu(nvidia_smi: Path) -> None:
+    nvidia_smi.write_text("#!/bin/sh\necho No devices were found; exit 6")
+    level, finding, remedy = doctor.CHECKS["GPU"]()
+    assert (level, remedy) == (doctor.Level.OK, "")
+    assert finding == "none found; learners compute on the host"
+    assert doctor.without_cupy(support.PATIENCE_S)[0] == doctor.Level.OK
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit('driver and library differ')", "driver and library differ"),
+        ("import time; time.sleep(1000)", "no answer within 0.1 s"),
+    ],
+)
+def test_broken_driver(cli: Cli, nvidia_smi: Path, code: str, said: str) -> None:
+    program(nvidia_smi, code)
+    patience_s = 0.1 if "sleep" in code else support.PATIENCE_S
+    level, finding, remedy = doctor.gpu(patience_s)
+    assert level == doctor.Level.WARNING
+    assert said in finding
+    assert "--device host" in remedy
+    if "sleep" not in code:
+        result = cli("doctor", "--json")
+        assert result.code == 0, "jobs run on the host"
+        checks = {one["name"]: one for one in result.json["checks"]}
+        assert said in checks["GPU"]["finding"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "said"),
+    [
+        ("580.65.06", "pip install 'gadei-ps[cuda13]'"),
+        ("600.1", "pip install 'gadei-ps[cuda13]'"),
+        ("525.60.13", "pip install 'gadei-ps[cuda12]'"),
+        ("470.82", "update the NVIDIA driver to 525 or newer, then pip install 'gadei-ps[cuda12]'"),
+        ("", "pip install 'gadei-ps[cuda13]', or [cuda12] for a driver before 580"),
+    ],
+)
+def test_cupy_for_a_driver(driver: str, said: str) -> None:
+    assert doctor.cupy_for(driver) == said
+
+
+def probe(found: object) -> list[str]:
+    return [sys.executable, "-c", f"print({json.dumps(found)!r})"]
+
+
+def test_cuda(nvidia_smi: Path) -> None:
+    level, finding, remedy = doctor.cuda(probe(PROBED), support.PATIENCE_S)
+    assert (level, remedy) == (doctor.Level.OK, "")
+    assert finding.startswith(
+        "CuPy 14.2.0 with CUDA 13.0, driver for CUDA 13.1; GPU 0: 55.3 GB/s to it, 54.0 from it, "
+        "101.0 both ways (130.0 of 139.0 GiB free) (pins no read-only memory) (reaches GPU 1); "
+    )
+    assert "MiB in /dev/shm to pin for running jobs (ulimit -l: " in finding
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"missing": "the GPU is too old"}, "learners compute on the host: the GPU is too old"),
+        ({"devices": [GPU | {"errors": {"registers": "not permitted"}}]}, "registers fails: not"),
+        ({"devices": [], "errors": {"devices": "no"}}, "devices fails: no"),
+        ({"cupy": None, "errors": {"cupy": "no libcudart"}}, "cannot be loaded: no libcudart"),
+    ],
+)
+def test_cuda_with_faults(nvidia_smi: Path, changes: dict[str, Any], said: str) -> None:
+    level, finding, remedy = doctor.cuda(probe(PROBED | changes), support.PATIENCE_S)
+    assert level == doctor.Level.WARNING
+    assert said in finding
+    assert remedy
+
+
+def test_cupy_without_a_gpu(nvidia_smi: Path) -> None:
+    nvidia_smi.write_text("#!/bin/sh\necho No devices were found; exit 6")
+    changes = {"missing": "no GPU", "driver": None, "devices": [], "errors": {"driver": "none"}}
+    level, finding, _ = doctor.cuda(probe(PROBED | changes), support.PATIENCE_S)
+    assert level == doctor.Level.OK
+    assert finding == "CuPy 14.2.0 with CUDA 13.0; learners compute on the host: no GPU"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import time; time.sleep(1000)", "no answer within 0.1 s"),
+        ("import os; os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+        ("raise SystemExit('out of order')", "fails: out of order"),
+        ("print('hello')", "has printed no result"),
+    ],
+)
+def test_probe_that_fails(code: str, said: str) -> None:
+    patience_s = 0.1 if "sleep" in code else support.PATIENCE_S
+    level, finding, remedy = doctor.cuda([sys.executable, "-c", code], patience_s)
+    assert level == doctor.Level.WARNING
+    assert said in finding
+    assert remedy
+
+
+def test_memory_to_pin(tmp_path: Path) -> None:
+    for part, size in (("weights", 100), ("ring.0", 30), ("ring.12", 7), ("state", 5000)):
+        (tmp_path / f"gadei-ps.0.demo.{part}").write_bytes(bytes(size))
+    (tmp_path / "weights").write_bytes(bytes(999))
+    assert doctor.to_pin(tmp_path) == 137

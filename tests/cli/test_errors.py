@@ -15,6 +15,7 @@ from gadei_ps import cli as command_line
 from gadei_ps import outcome
 from gadei_ps.config import OptimizerConfig
 from gadei_ps.layout import WireType
+from gadei_ps.learners import devices
 
 ROWS = "text,label\n" + "".join(f"sentence {i},{'ab'[i % 2]}\n" for i in range(20))
 
@@ -29,6 +30,7 @@ def test_choices_are_those_of_the_job_file() -> None:
     kinds = OptimizerConfig.model_fields["kind"].annotation
     assert set(command_line.OptimizerName) == set(kinds.__args__)  # type: ignore[union-attr]
     assert {one.upper() for one in command_line.Wire} == set(WireType.__members__)
+    assert tuple(command_line.DeviceName) == devices.NAMES
 
 
 def test_help_and_version(cli: Cli) -> None:
@@ -50,6 +52,12 @@ def test_help_and_version(cli: Cli) -> None:
         ("run demo --learners 2", "COMMAND"),
         ("run demo --lr -1 -- true", "job demo: optimizer: lr must be at least 0"),
         ("run demo --sync chaos -- true", "job demo: sync: unknown model 'chaos'"),
+        ("run demo --device tpu -- true", "'tpu' is not one of 'auto', 'cuda', 'host'"),
+        ("run demo --gpus x -- true", "--gpus 'x': give numbers of GPUs, as in --gpus 0,1"),
+        ("run demo --gpus 0,-1 -- true", "--gpus '0,-1': give numbers of GPUs"),
+        ("run demo --gpus 0 --device host -- true", "--gpus goes with --device cuda or auto"),
+        ("train x.csv --gpus , --json", "--gpus ',': give numbers of GPUs"),
+        ("train x.csv --gpus 0 --device host", "--gpus goes with --device cuda or auto"),
         ("run demo -- no-such-program", "no program 'no-such-program'"),
         ("run two.words -- true", "job name 'two.words': use 1 to 48 letters"),
         ("run ./gone.toml -- true", "gone.toml: No such file"),

@@ -26,7 +26,7 @@ ROWS = [
 
 
 ARGUMENTS = """train train.csv --test test.csv --out model --learners 2 --epochs 6
-    --optimizer adagrad --wire bfloat16 --sync ssp:4 --seed 1"""
+    --optimizer adagrad --wire bfloat16 --sync ssp:4 --seed 1 --device host"""
 
 
 def write_csv(path: Path, rows: list[tuple[str, str]]) -> None:
@@ -59,7 +59,7 @@ def test_summary(trained: tuple[Path, Result]) -> None:
     assert summary["gradients_applied"] >= 27 * summary["epochs"]
     assert summary["gradients_dropped"] == summary["gradients_refused"] == 0
     assert summary["samples_per_s"] > 0
-    assert (summary["learners"], summary["rows"]) == (2, 60)
+    assert (summary["learners"], summary["rows"], summary["device"]) == (2, 60, "host")
     assert (directory / summary["model_dir"] / "weights.safetensors").exists()
 
 
@@ -68,6 +68,7 @@ def test_plain_lines_and_summary(cli: Cli, job_name: str) -> None:
     result = cli("train", "data.csv", "--epochs", 1, "--job", job_name, TMPDIR=str(cli.directory))
     assert result.code == 0, result
     assert "epoch 1: validation accuracy" in result.err
+    assert "learners compute " in result.err
     assert "\x1b" not in result.err + result.out
     assert "gadei-ps predict model" in result.out
     left = {path.name for path in cli.directory.iterdir()}

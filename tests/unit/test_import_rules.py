@@ -78,6 +78,7 @@ MAY: dict[str, set[str]] = {
     "compiled": {f"{PACKAGE}.kernels.cache"},
     "journal": LEAVES | named("compiled", "symbols"),
     "process": {CEXT},
+    "gpus": named("errors", "process", "learners.devices"),
     "symbols": {CEXT},
     "segment": BASE | named("process"),
     "weights": LEAVES | named("segment"),
@@ -159,6 +160,8 @@ HEAVY = {"numba", "llvmlite", "torch", "safetensors", "typer", "scipy"}
         ("gadei_ps.watchdog.supervisor", HEAVY),
         ("gadei_ps.daemon", HEAVY),
         ("gadei_ps.learners.client", HEAVY | {"psutil"}),
+        ("gadei_ps.learners.devices", HEAVY | {"psutil", "cupy"}),
+        ("gadei_ps.launch", HEAVY | {"numpy", "cupy"}),
         ("gadei_ps.server", {"torch", "typer"}),
     ],
 )

@@ -1,0 +1,118 @@
+"""`--device` and `--gpus`: what learners find in their environment; no GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import support
+from shell import FOREVER, Cli, is_running, learning, program
+
+from gadei_ps import gpus
+
+pytestmark = pytest.mark.usefixtures("compiled", "two_gpus")
+
+NAMES = ("GADEI_PS_LEARNER", "GADEI_PS_DEVICE", gpus.VISIBLE, gpus.ORDER)
+# At once: what learners print would mix.
+SHOW = (
+    f"import json, os; found = [os.environ.get(name) for name in {NAMES}]; "
+    "os.write(1, json.dumps(found).encode() + bytes([10]))"
+)
+LISTED = "GPU 0: NVIDIA H200 (UUID: GPU-a)\nGPU 1: NVIDIA H200 (UUID: GPU-b)"
+BUS = "PCI_BUS_ID"
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nvidia-smi has it, whatever the machine has."""
+    for name in NAMES[1:]:
+        monkeypatch.delenv(name, raising=False)
+    tool = program(tmp_path / "bin/nvidia-smi", f"print({LISTED!r})")
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+
+
+def shown(out: str) -> list[list[str | None]]:
+    """What learners have printed, in their order."""
+    return sorted(json.loads(line) for line in out.splitlines() if line.startswith("["))
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "seen"),
+    [
+        ("", {}, [["auto", "0", BUS], ["auto", "1", BUS], ["auto", "0", BUS]]),
+        ("--gpus 1", {}, [["auto", "1", BUS]] * 3),
+        (
+            "--gpus 1,0",
+            {gpus.VISIBLE: "2,GPU-b"},
+            [["auto", "GPU-b", None], ["auto", "2", None], ["auto", "GPU-b", None]],
+        ),
+        ("--device host", {gpus.VISIBLE: "1"}, [["host", "", None]] * 3),
+        ("", {"GADEI_PS_DEVICE": "host"}, [["host", "", None]] * 3),
+        ("", {gpus.VISIBLE: ""}, [["auto", "", None]] * 3),
+    ],
+    ids=["all in turn", "one", "among the callers", "host", "host by variable", "hidden"],
+)
+def test_learners_get_gpus_in_turn(
+    cli: Cli, job_name: str, flags: str, env: dict[str, str], seen: list[list[str | None]]
+) -> None:
+    command = ["run", job_name, "--learners", 3, *flags.split()]
+    result = cli(*command, "--", sys.executable, "-c", SHOW, **env)
+    assert result.code == 0, result
+    assert shown(result.out) == [[str(index), *one] for index, one in enumerate(seen)]
+
+
+def test_started_again_it_keeps_its_gpu(cli: Cli, job_name: str) -> None:
+    die = "; i = os.environ['GADEI_PS_LEARNER']; i == '1' and os.kill(os.getpid(), 9)"
+    command = ["run", job_name, "--learners", 2, "--restart", 2]
+    result = cli(*command, "--", sys.executable, "-c", SHOW + die)
+    assert "started again" in result.err
+    assert shown(result.out) == [["0", "auto", "0", BUS]] + [["1", "auto", "1", BUS]] * 3
+
+
+def test_attach_goes_on_in_turn(cli: Cli, job_name: str, learner: list[str]) -> None:
+    show = ["--", sys.executable, "-c", SHOW]
+    cli.serve(job_name)
+    assert shown(cli("attach", job_name, *show).out) == [[None, "auto", "0", BUS]]
+    running = cli.start("run", job_name, "--device", "host", "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 1))
+    assert shown(cli("attach", job_name, *show).out) == [[None, "auto", "1", BUS]]
+    given = cli("attach", job_name, "--gpus", "0", "--json", *show)
+    assert shown(given.err) == [["0", "auto", "0", BUS]]
+    hidden = cli("attach", job_name, "--device", "host", *show)
+    assert shown(hidden.out) == [[None, "host", "", None]]
+    assert cli("attach", job_name, "--gpus", "2", *show).error == (
+        "--gpus 2: there is no GPU 2; nvidia-smi shows 2, numbered from 0"
+    )
+    running.signal(signal.SIGINT)
+
+
+def test_broken_driver(cli: Cli, job_name: str, tmp_path: Path) -> None:
+    program(tmp_path / "bin/nvidia-smi", "raise SystemExit('driver and library differ')")
+    show = ["--", sys.executable, "-c", SHOW]
+    result = cli("run", job_name, *show)
+    assert result.code == 0
+    assert "warning: nvidia-smi fails: driver and library differ" in result.err
+    assert shown(result.out) == [["0", "auto", None, None]]
+    for flags in (["--gpus", "0"], ["--device", "cuda"]):
+        refused = cli("run", job_name, "--json", *flags, *show)
+        assert refused.error == "nvidia-smi fails: driver and library differ"
+        assert refused.json["kind"] == "DeviceError"
+
+
+@pytest.mark.parametrize("command", ["run {} --json -- true", "train none.csv --json --job {}"])
+@pytest.mark.parametrize("flags", ["--device cuda", "--device cuda --gpus 1"])
+def test_cuda_that_cannot_be_used(cli: Cli, job_name: str, command: str, flags: str) -> None:
+    """It is told before anything is started, and before the data is read."""
+    (cli.directory / "cupy").mkdir()
+    (cli.directory / "cupy/__init__.py").write_text("raise ImportError('libcudart is gone')")
+    first, *rest = command.format(job_name).split()
+    result = cli(first, *flags.split(), *rest, PYTHONPATH=str(cli.directory))
+    assert result.code == 1
+    assert result.error.startswith("device cuda: ")
+    assert "libcudart is gone" in result.error
+    assert result.json["kind"] == "DeviceError"
+    assert not is_running(job_name)
