@@ -40,6 +40,8 @@ def missing() -> str:
     """Why learners cannot compute with CUDA here, and what to do; empty if they can."""
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed ({EXTRAS})"
-    from gadei_ps.learners import cuda
-
+    try:
+        from gadei_ps.learners import cuda
+    except ImportError as error:  # CuPy's are long; the first line says what
+        return f"CuPy cannot be loaded ({str(error).strip().splitlines()[0]}); {EXTRAS}"
     return cuda.missing()

@@ -47,7 +47,7 @@ struct item {
 
 struct stage_args {
     const chunk *chunks;
-    const float *base; /* weights that buffers' changes are counted from */
+    const float *base; /* weights that buffers' changes are counted from, or NULL: given as such */
     float *left;       /* what earlier roundings have left over, in the model's layout, or NULL */
     char *staging;
     double *parts;     /* of the sum of squares, one for each chunk */
@@ -184,7 +184,7 @@ extern "C" __global__ void stage(const stage_args a)
         u64 done = 0;
         if (item.from) {
             const float *from = item.from + piece.begin;
-            const float *base = piece.buffer ? a.base + piece.start : 0;
+            const float *base = piece.buffer && a.base ? a.base + piece.start : 0;
             float *left = a.left && a.wire != FLOAT32 ? a.left + piece.start : 0;
             if (!base && !left && !((u64)from % 16) && !((u64)to % 16)) {
                 done = piece.count & ~3u;

@@ -410,8 +410,9 @@ class Optimizer(torch.optim.Optimizer):
     def _refresh_buffers(self) -> None:
         """Goes on from the job's statistics; from them the next step's change is counted."""
         if self._gpu is not None:
-            for name, buffer in self._buffers.items():
-                buffer.copy_(self._shared[name], non_blocking=True)
+            if self._buffers:  # one kernel for all
+                theirs = [self._shared[name] for name in self._buffers]
+                torch._foreach_copy_(list(self._buffers.values()), theirs)
             return
         shared = self.client.weights
         self._bases = {name: shared[name].copy() for name in self._buffers}

@@ -180,6 +180,28 @@ def test_rows_arrive(case: Case, job: Daemon, job_name: str) -> None:
         np.testing.assert_array_equal(client.weights["table"], 3 * expected)
 
 
+def test_buffers_and_another_shard(
+    case: Case, job: Daemon, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a push says of a buffer is added; a pull sees what any shard has written."""
+    tensors, buffers = arrays(0.0), {"mean": np.full(7, 2, np.float32)}
+    with Client(job_name, tensors=tensors, buffers=buffers) as client:
+        link = case.make().link(client)
+        buffer = link.buffer()
+        link.fill(buffer)
+        # As if the shard that counts had been ahead of the others.
+        monkeypatch.setattr(Client, "current_version", property(lambda client: 1))
+        link.fill(buffer)
+        link.push({"mean": case.to_device(np.full(7, 3, np.float32))}, 0)
+        link.flush()
+        client.wait_applied()
+        np.testing.assert_array_equal(client.weights["mean"], 5)
+        link.pull(buffer)
+        eventually(link.pulled)
+        np.testing.assert_array_equal(case.to_host(link.views(buffer)["mean"]), 5)
+        link.close()
+
+
 def test_arrays_of_gradients(case: Case, job: Daemon, job_name: str) -> None:
     """Computed where they leave from, many times over; none is overwritten on its way."""
     with Client(job_name, tensors=arrays(0.0)) as client:
