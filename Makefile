@@ -5,13 +5,35 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.c native/*.h)
 
-.PHONY: train test crash verify stress fuzz soak lint typing bench reproduce docs clean
+.PHONY: train test test-gpu crash verify stress fuzz soak lint typing bench bench-gpu reproduce \
+	gpu-ready docs clean
 
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest -m "not gpu"
+
+# On a machine with a GPU; a test that lacks something is skipped and says what. CUDA: 12 or 13, what
+# the driver has. GPU_PYTHON: an interpreter that has all packages already; for it only gadei-ps is
+# built, and nothing is fetched.
+CUDA ?= 13
+
+test-gpu: gpu-ready
+	$(GPU_BIN) -m pytest -m gpu -rs
+
+bench-gpu: gpu-ready
+	$(GPU_BIN) -m gadei_ps.benchmarks.gpu
+
+ifdef GPU_PYTHON
+GPU_BIN := $(GPU_PYTHON)
+gpu-ready:
+	$(GPU_BIN) -m pip install -q --no-index --no-deps --no-build-isolation -e .
+else
+GPU_BIN := $(BIN)/python
+gpu-ready: $(VENV)/built
+	$(GPU_BIN) -m pip install -q -e '.[torch,dev,cuda$(CUDA)]'
+endif
 
 # A thousand kills of servers and a thousand of learners (500 in each of two jobs); `test` has a short version.
 crash: $(VENV)/built

@@ -6,8 +6,13 @@ The emulated cases compute on the CPU, and all that comes and goes takes the way
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import emulator
@@ -257,3 +262,88 @@ def test_what_is_for_the_host(gpu: Place, job_name: str) -> None:
         linear(inputs, weight).sum().backward()
         assert weight.grad is not None
         optimizer.close()
+
+
+@pytest.mark.gpu
+def test_cuda_graph(job_name: str) -> None:
+    """A graph that was captured once reads each step's weights: they stay where they are."""
+    if why := devices.missing():
+        pytest.skip(why)
+    torch.manual_seed(3)
+    model = plain()
+    twin = copy.deepcopy(model)
+    model.cuda()
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
+        optimizer = Optimizer(model, job_name)
+        inputs, targets = torch.zeros(16, 10).cuda(), torch.zeros(16, dtype=torch.int64).cuda()
+
+        def forward_and_backward() -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            return loss
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what a first call sets up is no part of a graph
+            forward_and_backward()
+        torch.cuda.current_stream().wait_stream(side)
+        optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = forward_and_backward()
+        local = torch.optim.SGD(twin.parameters(), 0.1)
+        source = torch.Generator().manual_seed(11)
+        for _ in range(STEPS):
+            given = torch.randn(16, 10, generator=source)
+            wanted = (given.sum(1) > 0).long()
+            inputs.copy_(given)
+            targets.copy_(wanted)
+            graph.replay()
+            optimizer.report(loss=loss)
+            optimizer.step()
+            local.zero_grad()
+            expected = nn.functional.cross_entropy(twin(given), wanted)
+            expected.backward()
+            local.step()
+            torch.testing.assert_close(loss.cpu(), expected, rtol=1e-3, atol=1e-4)
+        optimizer.close()
+        same_state(model, twin)
+
+
+@pytest.mark.gpu
+def test_memory_comes_back(job_name: str) -> None:
+    """What a learner had on the device is free again once it has left."""
+    if why := devices.missing():
+        pytest.skip(why)
+    import cupy
+
+    with daemon(job_name):
+        held = []
+        for _ in range(4):
+            model = nn.Linear(1000, 1000).cuda()
+            optimizer = Optimizer(model, job_name)
+            model(torch.ones(1, 1000).cuda()).sum().backward()
+            optimizer.step()
+            optimizer.close()
+            del model, optimizer
+            gc.collect()
+            held.append(cupy.get_default_memory_pool().used_bytes())
+        assert held[-1] <= held[0]
+
+
+@pytest.mark.gpu
+def test_jax(job_name: str) -> None:
+    if why := devices.missing():
+        pytest.skip(why)
+    pytest.importorskip("jax")
+    example = Path(__file__).parents[2] / "examples" / "jax_learner.py"
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
+        environment = os.environ | {
+            "GADEI_PS_JOB": job_name,
+            "GADEI_PS_DEVICE": "cuda",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        subprocess.run([sys.executable, example], env=environment, check=True, timeout=100)
+        told = status(job_name)
+        assert told["gradients_applied"] == 2000
+        assert not told["gradients_refused"]

@@ -1,0 +1,255 @@
+"""What the device's code does when something is missing, too small, or killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import emulator
+import numpy as np
+import pytest
+from support import daemon, eventually, spin, status
+
+from gadei_ps.control import StopJob
+from gadei_ps.errors import DeviceError, JobStopped, ModelMismatch, UsageError
+from gadei_ps.learners import devices
+from gadei_ps.learners.client import Client, Rows
+from gadei_ps.learners.host import Host
+
+VALUES = 20_000
+
+
+@pytest.fixture
+def device() -> Iterator[emulator.Device]:
+    with emulator.installed() as made:
+        yield made
+
+
+def tensors() -> dict[str, np.ndarray]:
+    return {"w": np.zeros(VALUES, np.float32)}
+
+
+def on_device(array: np.ndarray) -> Any:
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def ones() -> dict[str, Any]:
+    return {"w": on_device(np.ones(VALUES, np.float32))}
+
+
+# -- the choice of a device -----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+def test_without_cupy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceError, match=r"device cuda: CuPy is not installed \(pip install"):
+        devices.choose("cuda")
+    assert isinstance(devices.choose(), Host)
+    assert "this learner computes on the host: CuPy is not installed" in capsys.readouterr().err
+    monkeypatch.setenv("GADEI_PS_DEVICE", "host")
+    assert isinstance(devices.choose(), Host)
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("GADEI_PS_DEVICE", "cuda")
+    with pytest.raises(DeviceError):
+        devices.choose()
+
+
+def test_another_name() -> None:
+    with pytest.raises(UsageError, match="device 'tpu': use auto, cuda or host"):
+        devices.choose("tpu")
+
+
+def test_cupy_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text("raise ImportError('libnvrtc.so.13: no such file\\nmore')")
+    script = "from gadei_ps.learners import devices; print(devices.missing())"
+    told = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.startswith("CuPy cannot be loaded (libnvrtc.so.13: no such file); pip")
+
+
+def test_no_gpu(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gadei_ps.learners import cuda
+
+    monkeypatch.setattr(cuda.runtime, "getDeviceCount", lambda: 0)
+    assert devices.missing().startswith("no GPU is visible")
+
+    def broken() -> int:
+        raise emulator.CudaError("cudaErrorInsufficientDriver: too old\nand more")
+
+    monkeypatch.setattr(cuda.runtime, "getDeviceCount", broken)
+    with pytest.raises(DeviceError, match=r"device cuda: no GPU can be used .*too old\)"):
+        devices.choose("cuda")
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_weights_are_registered_to_be_read(
+    device: emulator.Device, supported: bool, job_name: str
+) -> None:
+    """Where the GPU cannot do that, by a mapping of its own."""
+    device.read_only_supported = supported
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        registered = sorted(flags for _, flags in device.registered.values() if flags)
+        assert registered == ([3, 11] if supported else [3, 3])
+        link.push(ones(), 0)
+        link.flush()
+        client.wait_applied()
+        buffer = link.buffer()
+        link.fill(buffer)
+        import cupy
+
+        np.testing.assert_array_equal(cupy.asnumpy(buffer)[:VALUES], client.weights["w"])
+        assert client.weights["w"][0] != 0
+
+
+def test_a_gpu_that_is_too_small(device: emulator.Device, job_name: str) -> None:
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        device.total = 1 << 17
+        with pytest.raises(DeviceError, match=r"out of memory: .*0\.3 MiB .* of 0\.1 MiB are free"):
+            devices.choose("cuda").link(client)
+        assert not any(flags for _, flags in device.registered.values())
+        # The job, and this learner on another device, go on.
+        client.push({"w": np.ones(VALUES, np.float32)})
+        client.wait_applied()
+        device.total = 1 << 30
+        link = devices.choose("cuda").link(client)
+        link.push(ones(), 0)
+        link.close()
+        client.wait_applied()
+        assert client.current_version == 2
+
+
+def test_memory_that_cannot_be_registered(
+    device: emulator.Device, monkeypatch: pytest.MonkeyPatch, job_name: str
+) -> None:
+    from gadei_ps.learners import cuda
+
+    def refuse(*arguments: int) -> None:
+        raise emulator.CudaError("cudaErrorMemoryAllocation: out of memory")
+
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        monkeypatch.setattr(cuda.runtime, "hostRegister", refuse)
+        with pytest.raises(DeviceError, match=r"cannot register 0\.1 MiB of gadei-ps.*weights"):
+            devices.choose("cuda").link(client)
+
+
+def test_arrays_of_the_host(device: emulator.Device, job_name: str) -> None:
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        with pytest.raises(ModelMismatch, match=r"'w' is a numpy\.ndarray, not an array on the"):
+            link.push({"w": np.ones(VALUES, np.float32)}, 0)
+        rows = Rows(on_device(np.zeros(1, np.int64)), on_device(np.zeros((2, 1), np.float32)))
+        with pytest.raises(ModelMismatch, match="rows of 'w'"):
+            link.push({"w": rows}, 0)
+
+
+def test_rows_beside_arrays_of_gradients(device: emulator.Device, job_name: str) -> None:
+    model = tensors() | {"table": np.zeros((9, 4), np.float32)}
+    with daemon(job_name), Client(job_name, tensors=model) as client:
+        link = devices.choose("cuda").link(client)
+        rows = Rows(on_device(np.zeros(1, np.int64)), on_device(np.ones((1, 4), np.float32)))
+        with pytest.raises(UsageError, match=r"together with arrays of gradients\(\)"):
+            link.push({"w": link.gradients()["w"], "table": rows}, 0)
+
+
+# -- order ----------------------------------------------------------------------------------------
+
+
+def test_a_fill_overtakes_a_pull(device: emulator.Device, job_name: str) -> None:
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        front, back = link.buffer(), link.buffer()
+        client.push({"w": np.ones(VALUES, np.float32)})
+        client.wait_applied()
+        link.pull(back)
+        link.fill(front)
+        assert not link.pulled()
+        client.push({"w": np.ones(VALUES, np.float32)})
+        client.wait_applied()
+        link.pull(back)
+        eventually(link.pulled)
+        assert link.version == 2
+
+
+def test_a_gradient_that_is_not_wanted(device: emulator.Device, job_name: str) -> None:
+    """Cutoff goes on with the first of two learners; the other one's gradient is given up."""
+    with (
+        daemon(job_name, sync="cutoff:c=1"),
+        Client(job_name, tensors=tensors()) as client,
+        Client(job_name) as other,
+    ):
+        link = devices.choose("cuda").link(client)
+        client.wait_turn()
+        other.wait_turn()
+        other.push({"w": np.ones(VALUES, np.float32)})
+        other.wait_applied()
+        eventually(lambda: not client.wanted)
+        link.push(ones(), 0)
+        client.wait_applied()
+        told = status(job_name)
+        assert (told["gradients_applied"], told["gradients_dropped"]) == (1, 1)
+        link.close()
+
+
+def test_a_job_that_ends_meanwhile(device: emulator.Device, job_name: str) -> None:
+    with daemon(job_name) as job, Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        link.push(ones(), 0)
+        job.request(StopJob(drain=False))
+        with pytest.raises(JobStopped):
+            for _ in range(20):
+                link.push(ones(), 0)
+        link.close()
+
+
+# -- deaths ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_learners_killed_at_any_moment(kind: str, job_name: str) -> None:
+    """Each gradient is applied once and whole, or not at all; the next learner finds its place."""
+    if kind == "cuda" and (why := devices.missing()):
+        pytest.skip(why)
+    command = [sys.executable, str(Path(__file__).with_name("pusher.py")), job_name, kind]
+    chance = random.Random(5)
+    with (
+        daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}, shards=2),
+        Client(job_name, tensors=tensors()) as client,
+    ):
+        for _ in range(4):
+            learners = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+            try:
+                for learner in learners:
+                    assert learner.stdout is not None
+                    assert learner.stdout.readline() == b"going\n"
+                spin(chance, 0.05)
+            finally:
+                for learner in learners:
+                    learner.send_signal(signal.SIGKILL)
+                    learner.wait()
+                    assert learner.stdout is not None
+                    learner.stdout.close()
+            eventually(
+                lambda: [row["pid"] for row in status(job_name)["learners"]] == [os.getpid()]
+            )
+            told = status(job_name)
+            np.testing.assert_array_equal(client.weights["w"], -told["gradients_applied"])
+            assert told["gradients_applied"] >= 6
+            assert not told["gradients_refused"]
