@@ -23,7 +23,7 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -34,7 +34,7 @@ from gadei_ps.errors import DeviceError, ModelMismatch, UsageError
 from gadei_ps.layout import FrameKind, SegmentKind, WireType
 from gadei_ps.learners import cuda_kernels
 from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_at
-from gadei_ps.learners.cuda_kernels import BLOCKS, ITEMS, SKIPPED, THREADS, Kernels
+from gadei_ps.learners.cuda_kernels import BLOCKS, ITEMS, SKIPPED, THREADS, Kernels, Launch
 from gadei_ps.segment import Segment
 from gadei_ps.weights import Tensor
 
@@ -78,6 +78,16 @@ class Cuda:
         return CudaLink(client, self.index, compute)
 
 
+class _Stage(NamedTuple):
+    """A launch of `stage` for some tensors."""
+
+    launch: Launch
+    tensors: slice
+    blocks: int
+    items: np.ndarray
+    """Where each tensor is and where it goes, u64 of shape (ITEMS, 2)."""
+
+
 class CudaLink:
     """See device.Link. The device's arrays are CuPy's.
 
@@ -114,7 +124,6 @@ class CudaLink:
         self._coming = False
         self._kept: list[Any] = []  # gradients of other libraries, until they are staged
         self._room: list[cupy.ndarray] = []
-        self._bad = ""
         self._finalizer = weakref.finalize(self, _release, index, self._cleanup)
         atexit.register(self._finalizer)  # before the client's own, which leaves the job
         client.before_detaching(self.close)
@@ -174,6 +183,7 @@ class CudaLink:
     def _make_room(self) -> None:
         model = self._client.model
         chunks = cuda_kernels.pieces(model)
+        self._places = [self._width * tensor.start for tensor in model.tensors]
         self._parts = len(chunks)
         self._chunks = cupy.asarray(chunks.view(np.uint8))
         counts = np.bincount(chunks["tensor"], minlength=len(model.tensors))
@@ -183,7 +193,6 @@ class CudaLink:
         self._sums = [cupy.zeros(words, np.uint64) for _ in range(2)]
         left = self._client.error_feedback and self._wire is not WireType.FLOAT32
         self._left = cupy.zeros(model.elements if left else 0, np.float32)
-        self._base: cupy.ndarray | None = None
         # What comes beside the payload, and what the driver needs to publish: pinned, for a
         # transfer into memory that is not makes the host wait.
         pinned = cupy.cuda.alloc_pinned_memory(2 * (8 * words + _native.LANDING_BYTES))
@@ -196,9 +205,28 @@ class CudaLink:
             ctypes.memset(self._landed[turn], 0, 8 * words)
         self._turn = 0
         self._lists: cupy.ndarray | None = None
-        self._stage_argument = np.zeros(1, cuda_kernels.STAGE)
-        self._rows_argument = np.zeros(1, cuda_kernels.ROWS)
-        self._gather_argument = np.zeros(1, cuda_kernels.GATHER)
+        self._stages = [self._make_stages(turn) for turn in range(2)]
+        self._rows = [self._kernels.launch(name) for name in ("link_rows", "list_rows", "add_rows")]
+        self._gather = self._kernels.launch("gather")
+
+    def _make_stages(self, turn: int) -> list[_Stage]:
+        """With all that stays the same from one gradient to the next."""
+        made = []
+        tensors = len(self._client.model.tensors)
+        for first in range(0, tensors, ITEMS):
+            end = min(first + ITEMS, tensors)
+            begin, blocks_end = self._first_chunk[first], self._first_chunk[end]
+            launch = self._kernels.launch("stage")
+            argument = launch.argument
+            argument["left"] = self._left.data.ptr if self._left.size else 0
+            argument["staging"] = self._staging[turn].data.ptr
+            argument["wire"] = int(self._wire)
+            argument["first"] = first
+            argument["chunks"] = self._chunks.data.ptr + begin * cuda_kernels.CHUNK.itemsize
+            argument["parts"] = self._sums[turn].data.ptr + 8 * (LISTED + tensors + begin)
+            items = argument["items"][0].view(np.uint64).reshape(ITEMS, 2)
+            made.append(_Stage(launch, slice(first, end), blocks_end - begin, items))
+        return made
 
     def buffer(self) -> cupy.ndarray:
         with self._here():
@@ -214,7 +242,8 @@ class CudaLink:
 
         Without it, what push() is given for a buffer is its change.
         """
-        self._base = buffer
+        for stage in (*self._stages[0], *self._stages[1]):
+            stage.launch.argument["base"] = buffer.data.ptr
 
     # -- pull -----------------------------------------------------------------------------------
 
@@ -288,11 +317,11 @@ class CudaLink:
         found = next(one for one in self._client.model.tensors if one.name == tensor)
         if not count:
             return
-        argument = self._gather_argument
         width = found.count // found.rows
-        argument[0] = (self._source + 4 * found.start, indices, to, found.rows, width, count)
+        where = (self._source + 4 * found.start, indices, to, found.rows, width, count)
+        self._gather.argument[0] = where
         with self._device:
-            self._kernels.launch("gather", self._compute(), _blocks(count * width), argument)
+            self._gather(self._compute(), _blocks(count * width))
 
     # -- push -----------------------------------------------------------------------------------
 
@@ -372,12 +401,16 @@ class CudaLink:
             self._turn = 1 - turn
 
     def flush(self) -> None:
-        runtime.eventSynchronize(self._published.ptr)
-        last = self._landed[1 - self._turn]
-        bad = ctypes.c_uint64.from_address(last + 8 * BAD)
+        try:
+            runtime.eventSynchronize(self._published.ptr)
+        except runtime.CUDARuntimeError as error:  # of anything that was computed before, too
+            raise DeviceError(f"GPU {self._index} has failed ({_told(error)})") from None
+        last = 1 - self._turn
+        bad = ctypes.c_uint64.from_address(self._landed[last] + 8 * BAD)
         if bad.value:
             tensor = self._client.model.tensors[bad.value - 1]
             bad.value = 0
+            runtime.memsetAsync(self._sums[last].data.ptr, 0, 8, self._compute())
             raise ModelMismatch(
                 f"a gradient named a row of {tensor.name!r} that is none of its {tensor.rows}; "
                 "it was not applied"
@@ -391,27 +424,33 @@ class CudaLink:
         Returns kind, blocks and bytes of the frame; the blocks; and where what is transferred
         begins, bytes from the payload's begin.
         """
-        tensors = self._client.model.tensors
-        given = [where[at : at + 4] for at in range(0, 4 * len(tensors), 4)]
+        if not any(where[1::4]):  # no rows
+            self._stage_whole(where[::4], self._places, stream)
+            size = self._width * self._client.model.elements
+            return (int(FrameKind.DENSE), 0, size), np.zeros(0, layout.BLOCK), 0
+        given = [where[at : at + 4] for at in range(0, len(where), 4)]
+        self._check_apart(given)
+        blocks, begin, size = self._layout_rows(given)
         sums = self._sums[self._turn]
-        listed = [number for number, one in enumerate(given) if one[1]]
-        places = [self._width * tensor.start for tensor in tensors]
-        size = self._width * self._client.model.elements
-        kind, begin, blocks = FrameKind.DENSE, 0, np.zeros(0, layout.BLOCK)
-        if listed:
-            kind = FrameKind.ROWS
-            runtime.memsetAsync(sums.data.ptr, 0, sums.nbytes, stream)
-            blocks, begin, size = self._layout_rows(given)
-            places = [SKIPPED] * len(tensors)
-            for block in blocks:
+        runtime.memsetAsync(sums.data.ptr, 0, sums.nbytes, stream)
+        places = [SKIPPED] * len(given)
+        for block in blocks:
+            if not given[block["tensor"]][1]:
                 places[block["tensor"]] = int(block["values_at"])
-            self._check_apart(given)
-        self._stage_whole(given, places, stream)
+        self._stage_whole(where[::4], places, stream)
         for block in blocks:
             number = int(block["tensor"])
             if given[number][1]:
                 self._stage_rows(number, given[number], block, stream)
-        return (int(kind), len(blocks), size), blocks, begin
+        return (int(FrameKind.ROWS), len(blocks), size), blocks, begin
+
+    def _stage_whole(self, sources: Sequence[int], places: Sequence[int], stream: int) -> None:
+        """Tensors that are given whole; in a dense frame those that are not given are zero."""
+        for stage in self._stages[self._turn]:
+            count = stage.tensors.stop - stage.tensors.start
+            stage.items[:count, 0] = sources[stage.tensors]
+            stage.items[:count, 1] = places[stage.tensors]
+            stage.launch(stream, stage.blocks)
 
     def _check_apart(self, given: Sequence[Sequence[int]]) -> None:
         """In a frame of rows no tensor is where gradients() has it."""
@@ -441,29 +480,6 @@ class CudaLink:
                 at += listed + values
         return np.array(blocks, layout.BLOCK), begin, at
 
-    def _stage_whole(
-        self, given: Sequence[Sequence[int]], places: Sequence[int], stream: int
-    ) -> None:
-        """All tensors that are given whole; in a dense frame those that are not given are zero."""
-        argument = self._stage_argument
-        argument["base"] = 0 if self._base is None else self._base.data.ptr
-        argument["left"] = self._left.data.ptr if self._left.size else 0
-        argument["staging"] = self._staging[self._turn].data.ptr
-        argument["wire"] = int(self._wire)
-        parts = self._sums[self._turn].data.ptr + 8 * (LISTED + len(given))
-        for first in range(0, len(given), ITEMS):
-            some = range(first, min(first + ITEMS, len(given)))
-            items = [
-                (0, SKIPPED) if given[number][1] else (given[number][0], places[number])
-                for number in some
-            ]
-            argument["items"][0, : len(items)] = items
-            argument["first"] = first
-            begin, end = self._first_chunk[some.start], self._first_chunk[some.stop]
-            argument["chunks"] = self._chunks.data.ptr + begin * cuda_kernels.CHUNK.itemsize
-            argument["parts"] = parts + 8 * begin
-            self._kernels.launch("stage", stream, end - begin, argument)
-
     def _stage_rows(self, number: int, where: Sequence[int], block: np.void, stream: int) -> None:
         tensor, count = self._client.model.tensors[number], int(where[2])
         whole = int(block["form"]) == FrameKind.DENSE
@@ -479,15 +495,15 @@ class CudaLink:
         parts = sums + 8 * (LISTED + len(self._client.model.tensors) + self._first_chunk[number])
         left = self._left.data.ptr + 4 * tensor.start if self._left.size else 0
         width = tensor.count // tensor.rows
-        argument = self._rows_argument
-        argument[0] = (
+        argument = (
             *(where[1], where[0], count, tensor.rows, width, first, following, head, listed),
             *(sums, parts, to, left, number, int(self._wire), whole),
         )
-        self._kernels.launch("link_rows", stream, _blocks(count), argument)
-        self._kernels.launch("list_rows", stream, _blocks(count), argument)
         pieces = self._first_chunk[number + 1] - self._first_chunk[number]  # each has a part
-        self._kernels.launch("add_rows", stream, min(count, pieces), argument)
+        blocks = _blocks(count)
+        for launch, some in zip(self._rows, (blocks, blocks, min(count, pieces)), strict=True):
+            launch.argument[0] = argument
+            launch(stream, some)
 
     def _room_for(self, count: int) -> tuple[int, int, int, int]:
         """Addresses of three arrays of `count` u32 and one of i64; tensors take turns in it."""

@@ -38,7 +38,7 @@ ROWS = np.dtype(
 )
 GATHER = np.dtype(_words("table indices to rows width count"))
 
-NAMES = ("stage", "link_rows", "list_rows", "add_rows", "gather")
+STRUCTS = {"stage": STAGE, "link_rows": ROWS, "list_rows": ROWS, "add_rows": ROWS, "gather": GATHER}
 
 
 def pieces(model: Model) -> np.ndarray:
@@ -55,18 +55,27 @@ def pieces(model: Model) -> np.ndarray:
     return np.array(found, CHUNK)
 
 
+class Launch:
+    """A kernel with an argument of its own, a struct, which is taken over when it is launched."""
+
+    def __init__(self, function: Any, struct: np.dtype[np.void]) -> None:
+        self.argument = np.zeros(1, struct)
+        self._function = function
+        self._parameters = np.array([self.argument.ctypes.data], np.uintp)
+
+    def __call__(self, stream: int, blocks: int) -> None:
+        shape: tuple[Any, ...] = (blocks, 1, 1, THREADS, 1, 1)
+        at = self._parameters.ctypes.data
+        cupy.cuda.driver.launchKernel(self._function.ptr, *shape, 0, stream, at, 0)
+
+
 class Kernels:
-    """Launches them. Streams and memory are given by address."""
+    """What launches them, compiled for the current device."""
 
     def __init__(self) -> None:
         source = Path(__file__).with_name("kernels.cu").read_text()
         # Kept: the functions live as long as their module.
         self._module = cupy.RawModule(code=source, options=("-std=c++17",))
-        self._functions = {name: self._module.get_function(name).kernel for name in NAMES}
 
-    def launch(self, name: str, stream: int, blocks: int, argument: np.ndarray) -> None:
-        """argument: the kernel's struct, shape (1,); it may be changed as soon as this returns."""
-        parameters = np.array([argument.ctypes.data], np.uintp)
-        function = self._functions[name].ptr
-        shape: tuple[Any, ...] = (blocks, 1, 1, THREADS, 1, 1)
-        cupy.cuda.driver.launchKernel(function, *shape, 0, stream, parameters.ctypes.data, 0)
+    def launch(self, name: str) -> Launch:
+        return Launch(self._module.get_function(name).kernel, STRUCTS[name])

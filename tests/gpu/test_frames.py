@@ -185,4 +185,4 @@ def test_structs_are_those_of_c() -> None:
         numbers = re.search(r"THREADS = (\d+), ITEMS = (\d+)", text)
         assert numbers is not None
         assert [int(one) for one in numbers.groups()] == [cuda_kernels.THREADS, cuda_kernels.ITEMS]
-        assert set(cuda_kernels.NAMES) == set(re.findall(r"__global__ void (\w+)", text))
+        assert cuda_kernels.STRUCTS.keys() == set(re.findall(r"__global__ void (\w+)", text))
