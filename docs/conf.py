@@ -21,6 +21,7 @@ default_role = "code"  # docstrings write `name` as in Markdown
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["cupy"]  # its modules are described where there is no GPU
 
 
 def _literal_blocks(

@@ -297,7 +297,6 @@ class CudaLink:
             self._pull_if_newer()
             if not self._coming or not self._is_done(self._arrived):
                 return False
-            runtime.streamWaitEvent(self._compute(), self._arrived.ptr)
         self._coming = False
         return True
 

@@ -1,9 +1,9 @@
 """PyTorch on a GPU: where an Optimizer's model has its weights, and how they come and go.
 
 The parameters are views of one buffer, made by CuPy and shared through DLPack. They stay where they
-are: CUDA graphs and compiled code keep addresses. So one of the two buffers is always theirs;
-what has arrived in the other one is copied over between two steps, on the device, where
-that takes a hundredth of the time of its way over the bus.
+are: CUDA graphs and compiled code keep addresses. So one of the two buffers is always theirs; what
+has arrived in the other one is copied over between two steps, on the device, where that takes a few
+hundredths of the time of its way over the bus.
 """
 
 from __future__ import annotations
