@@ -15,7 +15,7 @@ THREADS = 256
 ITEMS = 224  # tensors that one launch of `stage` knows: its argument may have 4 KB
 BLOCKS = 1024  # of kernels that go over any number of values
 SKIPPED = 2**64 - 1
-PIECE = 16384  # values, for one block of threads
+PIECE = 4096  # values, for one block of threads: sixteen for each, and many blocks
 
 
 def _words(names: str) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 enum { FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
-enum { THREADS = 256, ITEMS = 224 };
+enum { THREADS = 256, ITEMS = 224, AHEAD = 4 };
 #define SKIPPED (~0ull)
 #define INFINITE 0x7f800000u
 #define MAGNITUDE 0x7fffffffu
@@ -137,9 +137,8 @@ __device__ static inline void one(char *to, const float *from, const float *base
 }
 
 /* Four values at 16-byte boundaries; double is slow on most devices, so once for four. */
-__device__ static inline void four(char *to, const float *from, u64 i, u32 wire, seen *seen)
+__device__ static inline void four(char *to, float4 v, u64 i, u32 wire, seen *seen)
 {
-    float4 v = *(const float4 *)(from + i);
     u32 a = convert(v.x, wire, 0, seen), b = convert(v.y, wire, 0, seen);
     u32 c = convert(v.z, wire, 0, seen), d = convert(v.w, wire, 0, seen);
     if (wire == FLOAT32) {
@@ -188,8 +187,18 @@ extern "C" __global__ void stage(const stage_args a)
             float *left = a.left && a.wire != FLOAT32 ? a.left + piece.start : 0;
             if (!base && !left && !((u64)from % 16) && !((u64)to % 16)) {
                 done = piece.count & ~3u;
-                for (u64 i = 4 * threadIdx.x; i < done; i += 4 * THREADS)
-                    four(to, from, i, a.wire, &seen);
+                /* Read ahead: the compiler may not, since it cannot know that nothing overlaps. */
+                for (u64 i = 4 * threadIdx.x; i < done; i += AHEAD * 4 * THREADS) {
+                    float4 values[AHEAD];
+#pragma unroll
+                    for (u32 k = 0; k < AHEAD; k++)
+                        if (i + k * 4 * THREADS < done)
+                            values[k] = *(const float4 *)(from + i + k * 4 * THREADS);
+#pragma unroll
+                    for (u32 k = 0; k < AHEAD; k++)
+                        if (i + k * 4 * THREADS < done)
+                            four(to, values[k], i + k * 4 * THREADS, a.wire, &seen);
+                }
             }
             for (u64 i = done + threadIdx.x; i < piece.count; i += THREADS)
                 one(to, from, base, left, i, a.wire, &seen);

@@ -307,7 +307,7 @@ def compiled(source: str) -> ctypes.CDLL:
             file.write(text)
             file.flush()
             made = path.with_suffix(f".{os.getpid()}")
-            options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off"]
+            options = ["-std=c++17", "-O1", "-Wno-unknown-pragmas", "-fPIC", "-shared", "-ffp-contract=off"]
             subprocess.run(["g++", *options, "-o", made, file.name], check=True)
             made.rename(path)
     return ctypes.CDLL(str(path))

@@ -1,0 +1,218 @@
+"""`python -m gadei_ps.benchmarks.gpu` on the host: all of it but CUDA, and what it counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import program
+
+from gadei_ps import gpus, segment
+from gadei_ps.benchmarks.gpu import __main__ as suite
+from gadei_ps.benchmarks.gpu import bandwidth, learners, mps, sizes, timeline
+from gadei_ps.benchmarks.nlc_member import HOGWILD, OURS, SINGLE
+from gadei_ps.errors import DeviceError
+
+COMMAND = [sys.executable, "-m", "gadei_ps.benchmarks.gpu"]
+
+
+def test_each_part_has_its_module_and_sizes() -> None:
+    folder = Path(suite.__file__).parent
+    for part in suite.PARTS:
+        assert (folder / f"{part}.py").exists()
+        assert sizes.FULL[part].keys() == sizes.QUICK[part].keys()
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | env,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_part_that_there_is_not(runtime_dir: Path) -> None:
+    done = run("nonsense")
+    assert done.returncode == 2
+    assert "no part 'nonsense': there are bandwidth, learners" in done.stderr
+
+
+def test_without_a_gpu(runtime_dir: Path) -> None:
+    """One line says what is missing."""
+    done = run("bandwidth", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("gadei_ps.benchmarks.gpu: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_quick_figures_replace_nothing(runtime_dir: Path) -> None:
+    results = Path(suite.suite.RESULTS)
+    done = run("--device", "host", "--out", str(results), "bandwidth")
+    assert done.returncode == 2
+    assert "quick figures are not to replace the others" in done.stderr
+
+
+def test_a_part_on_the_host(runtime_dir: Path, tmp_path: Path, compiled: None) -> None:
+    done = run("--device", "host", "--quick", "--out", str(tmp_path), "bandwidth")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "gpu-bandwidth.json").read_text())
+    assert (result["benchmark"], result["quick"]) == ("gpu-bandwidth", True)
+    assert result["gpu"] == {"device": "host"}
+    assert result["command"] == "python -m gadei_ps.benchmarks.gpu --device host --quick bandwidth"
+    assert {(row["contender"], row["way"]) for row in result["rows"]} >= {
+        ("gadei-ps", "push"),
+        ("gadei-ps", "pull"),
+        ("gadei-ps", "both ways"),
+        ("gadei-ps, end to end", "push"),
+    }
+    assert all(ratio.keys() >= {"contender", "ratio", "reach"} for ratio in result["ratios"])
+    assert not [one.name for one in segment.find() if "gpu-bandwidth" in one.name]
+
+
+# -- the timeline --------------------------------------------------------------------------------
+
+
+def event(cat: str, name: str, stream: int, begin: float, end: float, **more: Any) -> dict:
+    args = {"stream": stream, **more}
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "args": args}
+
+
+TRACE = [
+    {"ph": "M", "name": "process_name"},
+    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 5, "args": {}},
+    event("kernel", "gemm", 7, 0, 10),
+    event("kernel", "stage", 7, 10, 12),
+    event("kernel", "gemm", 7, 20, 30),
+    event("kernel", "other", 9, 1, 2),
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 13, 12, 24, bytes=1 << 20),
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 13, 24, 25, bytes=64),
+    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 14, 21, 29, bytes=1 << 20),
+    event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 7, 18, 19, bytes=1 << 20),
+    event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 7, 19, 20, bytes=1 << 20),
+]
+
+
+def test_lanes_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": TRACE}))
+    found = timeline.lanes(json.loads(path.read_text())["traceEvents"])
+    assert found == {
+        "compute": [(0, 10), (10, 12), (18, 19), (19, 20), (20, 30)],
+        "push": [(12, 24)],
+        "pull": [(21, 29)],
+    }
+    assert timeline.overlap(found["push"], found["compute"]) == pytest.approx(6 / 12)
+    assert timeline.overlap(found["pull"], found["compute"]) == 1
+    assert timeline.overlap([], found["compute"]) is None
+    assert timeline.overlap([(0, 4)], []) == 0
+    assert timeline.union([(3, 4), (0, 2), (1, 3)]) == [(0, 4)]
+
+
+# -- ratios --------------------------------------------------------------------------------------
+
+
+def figure(contender: str, count: int, network: str, values: list[float]) -> dict[str, Any]:
+    return {
+        "contender": contender,
+        "learners": count,
+        "network": network,
+        "set": "mr",
+        "mini_batch": 1,
+        "values": values,
+    }
+
+
+def test_ratios_of_learners() -> None:
+    figures = [
+        figure(OURS, 1, learners.LSTM, [10, 10]),
+        figure(OURS, 4, learners.LSTM, [18, 18]),
+        figure(SINGLE, 1, learners.LSTM, [20, 20]),
+        figure(HOGWILD, 4, learners.LSTM, [9, 9]),
+        figure(HOGWILD, 2, learners.LSTM, [9, 9]),
+    ]
+    report = bandwidth.Report([])
+    learners._tell(report, learners.WITHOUT, figures)
+    assert len(report.rows) == len(figures)
+    assert [
+        (one["contender"], one["ratio"], one["reach"], one["reached"]) for one in report.ratios
+    ] == [
+        ("gadei-ps, one learner", 1.8, 1.7, True),
+        (SINGLE, 0.5, 1.0, False),
+        (HOGWILD, 2.0, 1.0, True),
+    ]
+
+
+# -- what is around the measured code ------------------------------------------------------------
+
+
+class Runtime:
+    """Writes down what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def eventRecord(self, *arguments: int) -> None:  # noqa: N802
+        self.calls.append(("record", *arguments))
+
+    def memcpyAsync(self, *arguments: int) -> None:  # noqa: N802
+        self.calls.append(("copy", *arguments))
+
+
+class Event:
+    ptr = 5
+
+
+def test_copies_of_a_link_are_timed() -> None:
+    runtime = Runtime()
+    timed = bandwidth.Timed(runtime, Event)
+    timed.streams, timed.least = {8}, 100
+    timed.memcpyAsync(1, 2, 100, 2, 8)
+    timed.memcpyAsync(1, 2, 99, 2, 8)  # what comes beside a gradient
+    timed.memcpyAsync(1, 2, 100, 2, 9)  # on another stream
+    copy = ("copy", 1, 2, 100, 2, 8)
+    others = [("copy", 1, 2, 99, 2, 8), ("copy", 1, 2, 100, 2, 9)]
+    assert runtime.calls == [("record", 5, 8), copy, ("record", 5, 8), *others]
+    assert len(timed.spans) == 1
+
+
+SERVICE = """
+import os, pathlib, signal, sys, time
+pipes = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+if sys.argv[1:] == ["-f"]:
+    (pipes / "pid").write_text(str(os.getpid()))
+    (pipes / "control").touch()
+    time.sleep(100)
+said = sys.stdin.read()
+(pathlib.Path(__file__).parent / "said").write_text(said)
+os.kill(int((pipes / "pid").read_text()), signal.SIGTERM)
+"""
+
+
+def test_the_service_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime_dir: Path
+) -> None:
+    tool = program(tmp_path / "bin" / mps.CONTROL, SERVICE)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpus, "visible", lambda: ("0",))
+    monkeypatch.setattr(gpus, "missing", lambda *arguments: "")
+    with mps.started() as env:
+        pid = int((Path(env[mps.PIPES]) / "pid").read_text())
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(env[mps.PIPES]).exists()
+    assert (tool.parent / "said").read_text().startswith("quit")
+    monkeypatch.setattr(gpus, "missing", lambda *arguments: "no GPU")
+    with pytest.raises(DeviceError, match="no GPU"), mps.started():
+        pass
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DeviceError, match="there is no"), mps.started():
+        pass
