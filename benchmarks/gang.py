@@ -34,7 +34,7 @@ class Gang:
     """Some processes, each with its pipes.
 
     commands: arguments of `python`, by process. how: the signal by which they end with this
-    process. Raises Failed if one of them does not get ready.
+    process. Raises Failed if one of them does not get ready within start_s.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Gang:
         launcher: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         how: signal.Signals = signal.SIGKILL,
+        start_s: float = START_S,
     ) -> None:
         self._how = how
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -61,7 +62,7 @@ class Gang:
                 )
                 self._processes.append(child)
                 self._rest.append(b"")
-            self._answers(len(self._processes), START_S)
+            self._answers(len(self._processes), start_s)
         except BaseException:
             self.close()
             raise
@@ -81,9 +82,11 @@ class Gang:
                 raise Failed(self._why("has ended")) from None
         return self._answers(count, timeout_s)
 
-    def seconds(self, order: Mapping[str, Any], first: int | None = None) -> float:
+    def seconds(
+        self, order: Mapping[str, Any], first: int | None = None, timeout_s: float = ANSWER_S
+    ) -> float:
         """The same for an order that is timed: from the first one's begin to the last one's end."""
-        spans = [answer for answer in self.ask(order, first) if "begin" in answer]
+        spans = [answer for answer in self.ask(order, first, timeout_s) if "begin" in answer]
         began: float = min(span["begin"] for span in spans)
         ended: float = max(span["end"] for span in spans)
         return ended - began

@@ -7,6 +7,8 @@ Hogwild is written as PyTorch's examples/mnist_hogwild: the model's memory is sh
 that spawns the members, and each steps an optimizer of its own over it. Adagrad's sums are shared
 too, with the method that torch has for it. DistributedDataParallel has dense gradients: it knows
 sparse ones of torch.nn.Embedding only. Other sizes of its buckets made no difference to it.
+
+A plan may name a GPU and another network: `gadei_ps.benchmarks.gpu` has the same contenders there.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -31,7 +33,7 @@ from gadei_ps.benchmarks.nlc_texts import SEED, Texts
 from gadei_ps.dataset import Encoded
 from gadei_ps.learners import text
 from gadei_ps.learners.text import SentenceClassifier
-from gadei_ps.learners.torch import Optimizer, linear
+from gadei_ps.learners.torch import Optimizer, embedding, linear
 
 OURS = "gadei-ps"
 OURS_DENSE = "gadei-ps dense"
@@ -40,13 +42,18 @@ SINGLE_SPARSE = "torch single sparse"
 HOGWILD = "Hogwild"
 HOGWILD_SPARSE = "Hogwild sparse"
 DDP = "DDP gloo"
+DDP_NCCL = "DDP NCCL"
 LIMIT = "limit"
 """Forward and backward alone."""
 
 SHARED = (HOGWILD, HOGWILD_SPARSE)
+REDUCED = (DDP, DDP_NCCL)
 SPARSE = (OURS, SINGLE_SPARSE, HOGWILD_SPARSE, LIMIT)
 """Whose gradient of the embedding has the rows that a batch names, and not all."""
 FOR_EVER = 2**31 - 1
+
+Network = Callable[[str, Texts], torch.nn.Module]
+"""Makes what a contender of this kind trains on these texts, on the CPU; a module's function."""
 
 
 class SharedTexts:
@@ -70,9 +77,23 @@ class SharedTexts:
         return Texts(name, Encoded(tokens, lengths), labels, *sizes)
 
 
+def fresh(kind: str, texts: Texts) -> SentenceClassifier:
+    """Return a new network, always of the same weights."""
+    sizes = texts.vocabulary_size, texts.classes
+    if kind == OURS:  # as `gadei-ps train` does
+        network = SentenceClassifier(
+            *sizes, seed=SEED, sparse=True, linear=linear, lookup=embedding
+        )
+        return network.train()
+    return SentenceClassifier(*sizes, seed=SEED, sparse=kind in SPARSE).train()
+
+
 @dataclass
 class Plan:
-    """What a member is. model and optimizer: those of the team, where their memory is shared."""
+    """What a member is.
+
+    model and optimizer: those of the team, where their memory is shared. device: in words of torch.
+    """
 
     kind: str
     rank: int
@@ -82,8 +103,10 @@ class Plan:
     lr: float
     rendezvous: str
     job: str = ""
-    model: SentenceClassifier | None = None
+    model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
+    device: str = "cpu"
+    network: Network = fresh
 
 
 @dataclass(frozen=True)
@@ -113,14 +136,6 @@ class Done:
     """Of the gradients pushed, of gadei-ps only."""
 
 
-def fresh(kind: str, texts: Texts) -> SentenceClassifier:
-    """Return a new network, always of the same weights."""
-    sizes = texts.vocabulary_size, texts.classes
-    if kind == OURS:  # as `gadei-ps train` does
-        return SentenceClassifier(*sizes, seed=SEED, sparse=True, linear=linear).train()
-    return SentenceClassifier(*sizes, seed=SEED, sparse=kind in SPARSE).train()
-
-
 def optimizer_of(model: torch.nn.Module, update: str, lr: float) -> torch.optim.Optimizer:
     """Return torch's optimizer of this name: sgd or adagrad."""
     if update == "adagrad":
@@ -134,15 +149,21 @@ class Peer:
 
     def __init__(self, plan: Plan, texts: Texts) -> None:
         """Join the others, where there is something to join."""
-        self.model = fresh(plan.kind, texts) if plan.model is None else plan.model
+        model = plan.model
+        if model is None:
+            model = plan.network(plan.kind, texts).to(plan.device)
+        self.model = model
         self._network: torch.nn.Module = self.model
-        self._texts = texts
+        self._texts, self._device = texts, torch.device(plan.device)
         self._number, self._stride = plan.rank, plan.count
         self._optimizer = plan.optimizer
-        if plan.kind == DDP:
+        if plan.kind in REDUCED:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             distributed.init_process_group(
-                "gloo", f"file://{plan.rendezvous}", rank=plan.rank, world_size=plan.count
+                "gloo" if plan.kind == DDP else "nccl",
+                f"file://{plan.rendezvous}",
+                rank=plan.rank,
+                world_size=plan.count,
             )
             # Gradients stay where they were reduced: a copy of the embedding less.
             self._network = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -157,13 +178,16 @@ class Peer:
             self._optimizer.zero_grad()
         rows = self._texts.rows(self._number, size)
         self._number += self._stride
-        loss_of(self._network, self._texts, rows).backward()  # type: ignore[no-untyped-call]
+        loss = loss_of(self._network, self._texts, rows, self._device)
+        loss.backward()  # type: ignore[no-untyped-call]
         if self._optimizer is not None:
             self._optimizer.step()
         return 0
 
     def finish(self) -> None:
-        """Do nothing: each step leaves the weights moved."""
+        """Wait for the device; on the CPU each step leaves the weights moved."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Leave the others."""
@@ -180,20 +204,22 @@ class Learner:
 
     def __init__(self, plan: Plan, texts: Texts) -> None:
         """Attach."""
-        self.model = fresh(plan.kind, texts)
-        self._texts = texts
+        self.model = plan.network(plan.kind, texts).to(plan.device)
+        self._texts, self._device = texts, torch.device(plan.device)
         self._optimizer = Optimizer(self.model, plan.job)
         self._batches: Iterator[Any] = self._optimizer.batches(len(texts), 1, FOR_EVER, SEED)
 
     def step(self, size: int) -> int:
-        """Train on one mini-batch. Returns the bytes of the gradient."""
+        """Train on one mini-batch. Returns the bytes of the gradient; 0 where they come later."""
         batch = next(self._batches)
         rows = self._texts.rows(batch.epoch * len(self._texts) + batch.index, size)
         self._optimizer.zero_grad()
-        loss = loss_of(self.model, self._texts, rows)
+        loss = loss_of(self.model, self._texts, rows, self._device)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.report(loss=loss, samples=len(rows))
         self._optimizer.step()
+        if self._device.type != "cpu":
+            return 0
         return int(self._optimizer.client.last_frame["payload_bytes"][0])
 
     def finish(self) -> None:
@@ -205,10 +231,12 @@ class Learner:
         self._optimizer.client.detach()
 
 
-def loss_of(network: torch.nn.Module, texts: Texts, rows: Any) -> torch.Tensor:
+def loss_of(
+    network: torch.nn.Module, texts: Texts, rows: Any, device: torch.device
+) -> torch.Tensor:
     """Return the loss of one mini-batch, its sentences padded to their longest."""
-    logits = network(torch.from_numpy(texts.encoded.batch(rows)))
-    return functional.cross_entropy(logits, torch.from_numpy(texts.labels[rows]))
+    logits = network(torch.from_numpy(texts.encoded.batch(rows)).to(device))
+    return functional.cross_entropy(logits, torch.from_numpy(texts.labels[rows]).to(device))
 
 
 def run(trainer: Peer | Learner, what: Run) -> Done:
@@ -229,6 +257,7 @@ def answer(trainer: Peer | Learner, request: Run | Evaluate) -> Done | float:
     """Do as asked."""
     if isinstance(request, Run):
         return run(trainer, request)
+    assert isinstance(trainer.model, SentenceClassifier)
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())  # the others sleep
     try:
@@ -245,6 +274,8 @@ def main(plan: Plan, pipe: Connection) -> None:
     torch.set_num_threads(max(1, cores() // plan.count))
     # Torch warns of Adagrad's own sparse tensors unless it is told so.
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+    if (device := torch.device(plan.device)).type == "cuda":
+        torch.cuda.set_device(device)
     torch.manual_seed(SEED * 1_000_003 + plan.rank)  # units are not dropped in the same order
     texts = plan.data.texts()
     trainer = Learner(plan, texts) if plan.kind in (OURS, OURS_DENSE) else Peer(plan, texts)

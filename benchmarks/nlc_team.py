@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from torch import multiprocessing  # shares the memory of tensors
 
 from gadei_ps import interrupts
@@ -51,14 +52,21 @@ class Team:
         update: str = "sgd",
         lr: float = LR,
         method: Literal["forkserver", "spawn"] = "forkserver",
+        devices: Sequence[str] = ("cpu",),
+        network: nlc_member.Network = nlc_member.fresh,
     ) -> None:
-        """update: the optimizer, as jobs name it."""
+        """update: the optimizer, as jobs name it. devices: of the members in turn, as torch has it.
+
+        A member on a GPU must be spawned: CUDA does not outlive a fork.
+        """
         self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
             self._context.set_forkserver_preload(PRELOAD)
         self.kind, self.count, self.texts = kind, count, texts
         self.daemon: Daemon | None = None
         self._update, self._lr = update, lr
+        self._devices, self._network = devices, network
+        self._shared: torch.nn.Module | None = None
         self._members: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._pace: dict[int, float] = {}  # seconds of a step, by the size of its mini-batch
@@ -78,7 +86,7 @@ class Team:
 
     def _start(self) -> None:
         job = rendezvous = ""
-        if self.kind == nlc_member.DDP:
+        if self.kind in nlc_member.REDUCED:
             scratch = tempfile.TemporaryDirectory(prefix="gadei-ps-nlc-")
             rendezvous = str(Path(self._cleanup.enter_context(scratch)) / "rendezvous")
         if self.kind in (nlc_member.OURS, nlc_member.OURS_DENSE):
@@ -86,12 +94,13 @@ class Team:
             values = {"name": name, "optimizer": {"kind": self._update, "lr": self._lr}}
             self.daemon = self._cleanup.enter_context(Daemon(from_mapping(values, "nlc")))
             job = str(self.daemon.socket)
-        model = optimizer = None
+        optimizer = None
         if self.kind in nlc_member.SHARED:
-            model = nlc_member.fresh(self.kind, self.texts)
-            model.share_memory()
+            # Kept: memory of a GPU is that of the process which made it.
+            self._shared = self._network(self.kind, self.texts).to(self._devices[0])
+            self._shared.share_memory()
             if self._update == "adagrad":
-                optimizer = nlc_member.optimizer_of(model, self._update, self._lr)
+                optimizer = nlc_member.optimizer_of(self._shared, self._update, self._lr)
                 optimizer.share_memory()  # type: ignore[attr-defined]
         data = SharedTexts(self.texts)
         for rank in range(self.count):
@@ -105,8 +114,10 @@ class Team:
                     self._lr,
                     rendezvous,
                     job,
-                    model,
+                    self._shared,
                     optimizer,
+                    self._devices[rank % len(self._devices)],
+                    self._network,
                 )
             )
 
@@ -137,7 +148,7 @@ class Team:
         Those of DistributedDataParallel must agree on when to end, so they are told a number of
         steps, by the pace of the last time; the first time they make a few only.
         """
-        if self.kind != nlc_member.DDP:
+        if self.kind not in nlc_member.REDUCED:
             return self.run(size, seconds)
         pace = self._pace.get(size)
         done = self.run(size, seconds, 3 if pace is None else max(2, round(seconds / pace)))
@@ -146,7 +157,7 @@ class Team:
 
     def train(self, size: int, seconds: float, warm_up_s: float) -> list[Done]:
         """Do that after a warm-up that does not count."""
-        if self.kind == nlc_member.DDP:
+        if self.kind in nlc_member.REDUCED:
             self.run(size, warm_up_s, 2)
             self._pace.pop(size, None)
         self.go_on(size, warm_up_s)
@@ -190,6 +201,7 @@ class Team:
                     member.join()
             self._members.clear()
             self._pipes.clear()
+            self._shared = None
             self._cleanup.close()
 
 

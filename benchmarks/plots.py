@@ -156,12 +156,27 @@ def _scale(result: Result, figure: Any) -> None:
     axes[0].set_ylabel("us per gradient applied")
 
 
-def draw(results: Path, directory: Path) -> Iterator[Path]:
-    """Draws every plot whose result file is there; yields the files written."""
+@_drawn("gpu-timeline")
+def _gpu_timeline(result: Result, figure: Any) -> None:
+    rows = [row for row in result["rows"] if "lanes_us" in row]
+    axes = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
+    colours = {"compute": "tab:blue", "push": "tab:red", "pull": "tab:green"}
+    for axis, row in zip(axes, rows, strict=True):
+        lanes = row["lanes_us"]
+        for place, (name, spans) in enumerate(reversed(lanes.items())):
+            widths = [(begin / 1e3, (end - begin) / 1e3) for begin, end in spans]
+            axis.broken_barh(widths, (place - 0.4, 0.8), color=colours[name])
+        axis.set_yticks(range(len(lanes)), list(reversed(lanes)))
+        axis.set_title(f"{row['network']}, mini-batch {row['mini_batch']}", fontsize=9)
+    axes[-1].set_xlabel("ms")
+
+
+def draw(results: Path, directory: Path, names: Iterable[str] | None = None) -> Iterator[Path]:
+    """Draws every plot whose result file is there, or those of these names; yields the files."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, function in DRAWN.items():
         source = results / f"{name}.json"
-        if source.exists():
+        if source.exists() and (names is None or name in names):
             figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
             function(json.loads(source.read_text()), figure)
             path = directory / f"{name}.svg"

@@ -112,10 +112,13 @@ def write(result: dict[str, Any], directory: Path) -> Path:
 def commit() -> str | None:
     """Of the checkout that this is, if it is one."""
     where = Path(__file__).resolve().parent
-    told = subprocess.run(
-        ["git", "-C", str(where), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        told = subprocess.run(
+            ["git", "-C", str(where), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # no git
+        return None
     return told.stdout.strip() or None

@@ -109,7 +109,10 @@ class Optimizer(torch.optim.Optimizer):
         }
         self.client = Client(
             job,
-            tensors={name: _array(tensor) for name, tensor in self._parameters.items()},
+            tensors={
+                name: _array(tensor)
+                for name, tensor in torch_cuda.ordered(model, self._parameters).items()
+            },
             buffers={name: _array(tensor) for name, tensor in self._buffers.items()},
             wire=wire,
             error_feedback=error_feedback,
@@ -124,7 +127,8 @@ class Optimizer(torch.optim.Optimizer):
         self._undo: list[Callable[[], None]] = []
         if on_gpu:
             self._gpu = self._share(model, device)
-            self._shared = self._gpu.tensors()
+            together = torch_cuda.recurrent(model, self._parameters)
+            self._shared = self._gpu.tensors(together)
         else:
             self._flat = self.client.flat if view else self.client.pull()
             views = self.client.model.views(self._flat)
@@ -165,7 +169,7 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             self.client.detach()
             raise
-        self._undo += torch_cuda.gather_embeddings(model, shared, self._parameters)
+        self._undo += torch_cuda.adapt(model, shared, self._parameters)
         return shared
 
     def _free_gradients(self, model: torch.nn.Module) -> None:

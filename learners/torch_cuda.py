@@ -46,9 +46,24 @@ class Shared:
         self._link.fill(self._front)
         self._version = self._link.version
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Each tensor of the model, on the device: always the same memory."""
-        return {name: torch.utils.dlpack.from_dlpack(view) for name, view in self._views.items()}
+    def tensors(self, together: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
+        """Each tensor of the model, on the device: always the same memory.
+
+        together: names of tensors that shall be views of one storage, which begins with the first.
+        """
+        found = {name: torch.utils.dlpack.from_dlpack(view) for name, view in self._views.items()}
+        places = {tensor.name: tensor for tensor in self._client.model.tensors}
+        for names in together:
+            members = [places[name] for name in names]
+            begin, last = members[0].start, max(members, key=lambda tensor: tensor.start)
+            if min(tensor.start for tensor in members) < begin:
+                continue  # the learner that made the model had them in another order
+            part = self._front[begin : last.start + last.count]
+            storage = torch.utils.dlpack.from_dlpack(part)
+            for tensor in members:
+                at = tensor.start - begin
+                found[tensor.name] = storage[at : at + tensor.count].view(tensor.shape)
+        return found
 
     def push(
         self, where: Sequence[int], kept: list[Any], loss: float | torch.Tensor, **facts: Any
@@ -160,10 +175,46 @@ class _Gathered(torch.autograd.Function):
         )
 
 
-def gather_embeddings(
+def recurrent(
+    model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]
+) -> list[list[str]]:
+    """Names of the parameters of each recurrent layer as cuDNN wants them, one after the other:
+    all matrices, then all biases. Elsewhere it copies them in every call."""
+    found = []
+    for prefix, module in model.named_modules():
+        if isinstance(module, torch.nn.RNNBase):
+            names = [
+                f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters()
+            ]
+            known = [name for name in names if name in parameters]
+            found.append(sorted(known, key=lambda name: parameters[name].dim() < 2))
+    return [names for names in found if names]
+
+
+def ordered(
+    model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters as they are to lie in memory."""
+    group_of = {name: names for names in recurrent(model, parameters) for name in names}
+    order: dict[str, torch.nn.Parameter] = {}
+    for name in parameters:
+        for member in group_of.get(name, [name]):
+            order.setdefault(member, parameters[member])
+    return order
+
+
+def adapt(
     model: torch.nn.Module, shared: Shared, parameters: Mapping[str, torch.nn.Parameter]
 ) -> Iterator[Callable[[], None]]:
-    """Lets embedding() and layers made with sparse=True read rows; yields what undoes it."""
+    """Makes layers fit for shared weights; yields what undoes it.
+
+    embedding() and layers made with sparse=True read rows. Recurrent layers leave their weights
+    where they are: flatten_parameters() would move them into memory of their own.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters = _leave  # type: ignore[method-assign]
+            yield functools.partial(delattr, module, "flatten_parameters")
     for name, parameter in parameters.items():
         if parameter.dim() > 1:
             setattr(parameter, GATHERED, functools.partial(shared.gather, name))
@@ -179,6 +230,10 @@ def gather_embeddings(
         if alone and hasattr(module.weight, GATHERED):
             module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
             yield functools.partial(delattr, module, "forward")
+
+
+def _leave() -> None:
+    pass
 
 
 def _forward(layer: torch.nn.Embedding, indices: torch.Tensor) -> torch.Tensor:

@@ -160,10 +160,10 @@ class Runtime:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def eventRecord(self, *arguments: int) -> None:  # noqa: N802
+    def eventRecord(self, *arguments: int) -> None:
         self.calls.append(("record", *arguments))
 
-    def memcpyAsync(self, *arguments: int) -> None:  # noqa: N802
+    def memcpyAsync(self, *arguments: int) -> None:
         self.calls.append(("copy", *arguments))
 
 

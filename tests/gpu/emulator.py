@@ -151,7 +151,7 @@ class Pointer:
         self.ptr = ptr
 
 
-class ndarray(np.ndarray):  # noqa: N801: CuPy's name
+class ndarray(np.ndarray):  # CuPy's name
     """Memory of the device, which the host can look into for once."""
 
     @property
@@ -307,7 +307,14 @@ def compiled(source: str) -> ctypes.CDLL:
             file.write(text)
             file.flush()
             made = path.with_suffix(f".{os.getpid()}")
-            options = ["-std=c++17", "-O1", "-Wno-unknown-pragmas", "-fPIC", "-shared", "-ffp-contract=off"]
+            options = [
+                "-std=c++17",
+                "-O1",
+                "-Wno-unknown-pragmas",
+                "-fPIC",
+                "-shared",
+                "-ffp-contract=off",
+            ]
             subprocess.run(["g++", *options, "-o", made, file.name], check=True)
             made.rename(path)
     return ctypes.CDLL(str(path))

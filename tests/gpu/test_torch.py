@@ -237,6 +237,33 @@ def test_rows_are_read_from_the_segment(gpu: Place, job_name: str) -> None:
         client.detach()
 
 
+def test_recurrent_layers_stay_in_one_piece(gpu: Place, job_name: str) -> None:
+    """As cuDNN wants them: matrices, then biases, from the storage's begin on."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.LSTM(8, 16, num_layers=2, bidirectional=True))
+    model.to(gpu.device)
+    with daemon(job_name):
+        optimizer = Optimizer(model, job_name)
+        lstm = model[1]
+        names = [name for name, _ in lstm.named_parameters()]
+        at = 0
+        for name in sorted(names, key=lambda name: name.startswith("bias")):
+            parameter = getattr(lstm, name)
+            assert parameter.storage_offset() == at
+            at += parameter.numel()
+        assert len({one.untyped_storage().data_ptr() for one in lstm.parameters()}) == 1
+        lstm.flatten_parameters()
+        outputs, _ = model(torch.ones(3, 2, 4, device=gpu.device))
+        outputs.sum().backward()
+        optimizer.step()
+        optimizer._gpu.flush()
+        optimizer.client.wait_applied()
+        eventually(lambda: optimizer._gpu.refresh() or optimizer._gpu._version == 1)
+        for name, array in optimizer.client.weights.items():
+            np.testing.assert_array_equal(model.get_parameter(name).detach().cpu().numpy(), array)
+        optimizer.close()
+        assert lstm.flatten_parameters() is None  # torch's own again
+
+
 def test_a_row_that_there_is_not(gpu: Place, job_name: str) -> None:
     model = nn.Embedding(50, 8, sparse=True).to(gpu.device)
     with daemon(job_name):

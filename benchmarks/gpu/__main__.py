@@ -1,0 +1,179 @@
+"""What learners on a GPU do, measured.
+
+    python -m gadei_ps.benchmarks.gpu [--quick] [--device cuda|host] [--out DIR] [NAME]...
+
+Each part runs in a process of its own and writes benchmarks/results/gpu-NAME.json. `--quick`: small
+sizes, to see that it works. `--device host`: the same on the CPU, to try what is not CUDA's; its
+sizes are the quick ones. Figures of these two mean little: they are written to --out only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gadei_ps import interrupts, process
+from gadei_ps.benchmarks import suite
+from gadei_ps.benchmarks.common import Report
+from gadei_ps.errors import GadeiError, UsageError
+
+PARTS = {
+    "bandwidth": "push and pull against copies of pinned memory",
+    "learners": "samples per second of several learners on one GPU, against torch's ways",
+    "overhead": "what a step takes besides forward and backward",
+    "vision": "convolutional networks against plain torch, and a learner on each GPU",
+    "timeline": "how much of push and pull overlaps with the computation",
+    "server_on_gpu": "an experiment: the update on the GPU instead of the host",
+}
+PACKAGE = "gadei_ps.benchmarks.gpu"
+PLOTS = suite.RESULTS.parents[1] / "docs" / "plots"
+PART_S = 480.0
+"""Longer than a part takes; what hangs is ended."""
+END_S = 30.0
+SHM = Path("/dev/shm")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=f"python -m {PACKAGE}")
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--out", type=Path, help="where results go, instead of the checkout")
+    parser.add_argument("--commit", help="to be named in results, where there is no git")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("parts", nargs="*", metavar="NAME", help=f"of {', '.join(PARTS)}")
+    options = parser.parse_args()
+    for name in options.parts:
+        if name not in PARTS:
+            parser.error(f"there is no part {name!r}: there are {', '.join(PARTS)}")
+    interrupts.install()
+    try:
+        failed = _part(options) if options.here else _all(options)
+    except GadeiError as error:
+        print(f"gadei-ps: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except interrupts.Interrupted as error:
+        sys.exit(128 + error.number)
+    if failed:
+        print(f"gadei-ps: these parts have failed: {', '.join(failed)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _all(options: argparse.Namespace) -> list[str]:
+    """Each part in a process of its own; returns those that have failed."""
+    from gadei_ps.benchmarks.gpu import place
+
+    if why := place.why_not(options.device):
+        print(f"{PACKAGE}: {why}", file=sys.stderr)
+        sys.exit(1)
+    _directory(options)
+    # So that no part has the compilation of the server's kernels in its time.
+    code = "from gadei_ps import shard; shard.load()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    failed = []
+    for name in options.parts or PARTS:
+        print(f"{name} ...", flush=True)
+        begin = time.monotonic()
+        if _run([sys.executable, "-m", PACKAGE, "--here", *_flags(options), name]):
+            failed.append(name)
+        print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+    return failed
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """Those of this command, for a part."""
+    flags = ["--device", options.device] + ["--quick"] * options.quick
+    for name in ("out", "commit"):
+        if (value := getattr(options, name)) is not None:
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def _directory(options: argparse.Namespace) -> Path | None:
+    """Where results go, which is made; None if nowhere. Raises UsageError."""
+    small = options.quick or options.device == "host"
+    directory: Path | None = options.out
+    if directory is None:
+        directory = None if small else suite.RESULTS
+    elif small and directory.resolve() == suite.RESULTS:
+        raise UsageError(f"{directory}: quick figures are not to replace the others")
+    if directory is not None:
+        suite.prepare(directory)
+    return directory
+
+
+def _run(command: list[str]) -> int:
+    """A part's exit code. Whatever happens, the part and what it has started are ended."""
+    with _no_litter():
+        # Should this process be killed, the part ends as by a signal and cleans up.
+        child = process.spawn(command, how=15)
+        try:
+            return child.wait(PART_S)
+        except subprocess.TimeoutExpired:
+            print(f"  it is ended: it takes longer than {PART_S:.0f} s", file=sys.stderr)
+            return 1
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                try:
+                    child.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
+
+
+@contextlib.contextmanager
+def _no_litter() -> Iterator[None]:
+    """Removes what torch's processes have left in shared memory: counters of shared tensors."""
+
+    def found() -> set[Path]:
+        return {path for path in SHM.glob("torch_*") if path.name.split("_")[1].isdecimal()}
+
+    before = found()
+    try:
+        yield
+    finally:
+        for path in found() - before:
+            if not process.start_ticks(int(path.name.split("_")[1])):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def _part(options: argparse.Namespace) -> list[str]:
+    """One part, in this process."""
+    from gadei_ps.benchmarks.gpu.place import Place, facts
+
+    (name,) = options.parts
+    place = Place(options.device, options.quick)
+    report: Report = importlib.import_module(f"{PACKAGE}.{name}").measure(place)
+    print(suite.shown(report), flush=True)
+    command = [f"python -m {PACKAGE}", *_flags(options)[: 2 + options.quick], name]
+    result = suite.result_of(f"gpu-{name}", report, " ".join(command))
+    result["commit"] = options.commit or result["commit"]
+    result |= {"gpu": facts(place), "quick": options.quick or not place.on_gpu}
+    if directory := _directory(options):
+        print(suite.write(result, directory))
+        _draw(directory, directory if options.out else PLOTS, f"gpu-{name}")
+    return []
+
+
+def _draw(results: Path, directory: Path, name: str) -> None:
+    """The plot of a result, if it has one and matplotlib is there."""
+    try:
+        from gadei_ps.benchmarks import plots
+    except ImportError:
+        print("no plot: matplotlib is not installed", file=sys.stderr)
+        return
+    for path in plots.draw(results, directory, [name]):
+        print(path)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,298 @@
+"""What a push and a pull take of the bus, beside cudaMemcpyAsync of pinned memory.
+
+A real job with a model of one tensor; the gradient lies on the device. Three figures a way:
+
+- transfer: by events on the link's streams right before and after the copy that it makes;
+- end to end: gradients pushed one after the other until the server has applied the last one, and
+  weights filled one after the other. The first is limited by the server's update, too;
+- limit: copies of as many bytes between pinned and device memory, on streams of their own, timed as
+  the transfers are.
+
+Both ways: a push and a pull that begin together, from the first begin to the last end. A kernel
+that only waits is before each transfer, so that the host has queued all of it when it begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
+from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.benchmarks.scale import SHARE, free_bytes
+from gadei_ps.learners import host
+from gadei_ps.learners.client import Client
+
+SPIN_S = 500e-6
+"""Longer than the host takes to queue a transfer."""
+SEGMENTS = 4
+"""Sizes of the model that a job with one learner has in shared memory: weights, slots, the rest."""
+LEAST_TIMES = 3
+PUSH, PULL, BOTH = "push", "pull", "both ways"
+WAYS = (PUSH, PULL, BOTH)
+LIMIT = "cudaMemcpyAsync"
+TRANSFER, END_TO_END = "gadei-ps", "gadei-ps, end to end"
+REACH = {PUSH: 0.95, PULL: 0.95, BOTH: 0.9}
+
+
+class Mover(Protocol):
+    """Moves a model's gradient and weights. Each method returns seconds."""
+
+    def transfer(self, way: str) -> float:
+        """One transfer of the link, or one each way."""
+
+    def limit(self, way: str) -> float:
+        """One of as many bytes between pinned memory and the device's, or one each way."""
+
+    def end_to_end(self, way: str, times: int) -> float:
+        """So many pushes until they are applied, or so many pulls."""
+
+
+class _End:
+    """What end to end means is the same everywhere."""
+
+    def __init__(self, place: Place, client: Client, link: Any, gradient: Any) -> None:
+        self._place, self._client, self._link = place, client, link
+        self._gradients = {"w": gradient}
+        self._buffer = link.buffer()
+        link.fill(self._buffer)
+
+    def _push(self) -> None:
+        self._link.push(self._gradients, self._link.version)
+
+    def _applied(self) -> None:
+        self._link.flush()
+        self._client.wait_applied(timeout_s=60.0)
+
+    def end_to_end(self, way: str, times: int) -> float:
+        """See Mover."""
+        begin = time.perf_counter()
+        for _ in range(times):
+            if way == PUSH:
+                self._push()
+            else:
+                self._link.fill(self._buffer)
+        self._place.wait()
+        if way == PUSH:
+            self._applied()
+        return time.perf_counter() - begin
+
+
+class OnHost(_End):
+    """Copies of the host, by the clock: to try the rest of this program."""
+
+    def __init__(self, place: Place, client: Client) -> None:
+        count = client.model.elements
+        gradient = np.full(count, 1e-3, np.float32)
+        super().__init__(place, client, host.Host().link(client), gradient)
+        self._copies = [(np.zeros_like(gradient), gradient) for _ in range(2)]
+
+    def transfer(self, way: str) -> float:
+        """See Mover."""
+        begin = time.perf_counter()
+        if way != PULL:
+            self._push()
+            self._link.flush()
+        if way != PUSH:
+            self._link.fill(self._buffer)
+        taken = time.perf_counter() - begin
+        self._applied()
+        return taken
+
+    def limit(self, way: str) -> float:
+        """See Mover."""
+        begin = time.perf_counter()
+        for to, source in self._copies[: 2 if way == BOTH else 1]:
+            np.copyto(to, source)
+        return time.perf_counter() - begin
+
+
+class Timed:
+    """CuPy's runtime, with an event before and after each copy on some streams.
+
+    It takes the runtime's place in the module of the link, whose code stays as it is.
+    """
+
+    def __init__(self, runtime: Any, event: Callable[[], Any]) -> None:
+        self._runtime, self._event = runtime, event
+        self.streams: set[int] = set()
+        """Handles of the streams to look at."""
+        self.least = 1
+        """Bytes of a copy that counts."""
+        self.spans: list[tuple[Any, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
+        """As the runtime's."""
+        if stream not in self.streams or size < self.least:
+            self._runtime.memcpyAsync(to, source, size, kind, stream)
+            return
+        begin, end = self._event(), self._event()
+        self._runtime.eventRecord(begin.ptr, stream)
+        self._runtime.memcpyAsync(to, source, size, kind, stream)
+        self._runtime.eventRecord(end.ptr, stream)
+        self.spans.append((begin, end))
+
+
+class OnGpu(_End):
+    """Copies of the GPU's engines, by events."""
+
+    def __init__(self, place: Place, client: Client, timed: Timed) -> None:
+        import cupy
+
+        self._cupy, self._timed = cupy, timed
+        self._bytes = 4 * client.model.elements
+        gradient = cupy.full(client.model.elements, 1e-3, cupy.float32)
+        super().__init__(place, client, place.learner_device().link(client), gradient)
+        timed.least = self._bytes
+        timed.streams = {self._link._push.ptr, self._link._pull.ptr}
+        self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        self._pinned = [cupy.cuda.alloc_pinned_memory(self._bytes) for _ in range(2)]
+        self._device = [cupy.zeros(client.model.elements, cupy.float32) for _ in range(2)]
+        cupy.cuda.runtime.deviceSynchronize()
+
+    def transfer(self, way: str) -> float:
+        """See Mover."""
+        if way != PUSH:  # so that there are newer weights than those pulled last
+            self._push()
+            self._applied()
+        self._timed.spans.clear()
+        self._place.spin(SPIN_S)
+        if way != PULL:
+            self._push()
+        if way != PUSH:
+            self._link.pull(self._buffer)
+        self._cupy.cuda.runtime.deviceSynchronize()
+        if way != PUSH and not self._link.pulled():
+            raise RuntimeError("the pull has not arrived")
+        taken = self._taken(2 if way == BOTH else 1)
+        self._applied()
+        return taken
+
+    def limit(self, way: str) -> float:
+        """See Mover."""
+        cuda, runtime = self._cupy.cuda, self._timed
+        self._timed.spans.clear()
+        kept, self._timed.streams = self._timed.streams, {one.ptr for one in self._streams}
+        self._place.spin(SPIN_S)
+        queued = cuda.Event(disable_timing=True)
+        queued.record()
+        for stream in self._streams:
+            stream.wait_event(queued)
+        if way != PULL:
+            to, source = self._pinned[0].ptr, self._device[0].data.ptr
+            kind = runtime.memcpyDeviceToHost
+            runtime.memcpyAsync(to, source, self._bytes, kind, self._streams[0].ptr)
+        if way != PUSH:
+            to, source = self._device[1].data.ptr, self._pinned[1].ptr
+            kind = runtime.memcpyHostToDevice
+            runtime.memcpyAsync(to, source, self._bytes, kind, self._streams[1].ptr)
+        runtime.deviceSynchronize()
+        self._timed.streams = kept
+        return self._taken(2 if way == BOTH else 1)
+
+    def _taken(self, copies: int) -> float:
+        """From the first begin to the last end of the copies just made."""
+        spans = self._timed.spans
+        if len(spans) != copies:
+            raise RuntimeError(f"{len(spans)} copies instead of {copies}")
+        elapsed = self._cupy.cuda.get_elapsed_time  # milliseconds
+        return max(float(elapsed(begin, end)) for begin, _ in spans for _, end in spans) / 1e3
+
+
+@contextmanager
+def mover(place: Place, client: Client) -> Iterator[Mover]:
+    """For a client, of which nothing else pushes and pulls."""
+    if not place.on_gpu:
+        on_host = OnHost(place, client)
+        yield on_host
+        on_host._link.close()
+        return
+    import cupy
+
+    cuda: Any = importlib.import_module("gadei_ps.learners.cuda")
+    runtime = cuda.runtime
+    timed = Timed(runtime, cupy.cuda.Event)
+    cuda.runtime = timed
+    try:
+        on_gpu = OnGpu(place, client, timed)
+        yield on_gpu
+        on_gpu._link.close()
+    finally:
+        cuda.runtime = runtime
+
+
+def measure(place: Place) -> Report:
+    """Each size with a job of its own."""
+    size = place.sizes("bandwidth")
+    report = Report(["MB", "way", f"{LIMIT} GB/s", "transfer", "end to end", "/limit", "wanted"])
+    for count in size["bytes"]:
+        if SEGMENTS * count > SHARE * free_bytes():
+            report.notes.append(f"{count / 1e6:g} MB is left out: too little shared memory")
+            continue
+        tensors = [{"name": "w", "shape": [count // 4]}]
+        with job("bandwidth", tensors=tensors) as name, Client(name) as client:  # noqa: SIM117
+            with mover(place, client) as moves:
+                _compare(report, place, moves, count, size)
+    return report
+
+
+def _compare(report: Report, place: Place, moves: Mover, count: int, size: dict[str, Any]) -> None:
+    """One size of the model."""
+    limit = LIMIT if place.on_gpu else "memcpy"
+    contenders: dict[tuple[str, str], Callable[[], float]] = {}
+    for way in WAYS:
+        moved = count * (2 if way == BOTH else 1)
+        for who, call in ((limit, moves.limit), (TRANSFER, moves.transfer)):
+            contenders[who, way] = _rate(functools.partial(call, way), moved, size["call_s"])
+        if way != BOTH:
+            call_s = functools.partial(moves.end_to_end, way)
+            contenders[END_TO_END, way] = _whole_rate(call_s, moved, size["call_s"])
+    named = {f"{who}: {way}": call for (who, way), call in contenders.items()}
+    figures = alternate(named, size["rounds"])
+    for (who, way), values in zip(contenders, figures.values(), strict=True):
+        told = {"contender": who, "bytes": count, "way": way}
+        report.rows.append(told | summary(values, "B/s", larger=True))
+    for way in WAYS:
+        found = {who: figures[f"{who}: {way}"] for who, one in contenders if one == way}
+        _tell(report, found, way, count, limit)
+
+
+def _rate(once: Callable[[], float], moved: int, call_s: float) -> Callable[[], float]:
+    """Bytes a second of the middle one of several, about as long as call_s together."""
+    times = max(LEAST_TIMES, min(25, round(call_s / once())))
+    return lambda: moved / sorted(once() for _ in range(times))[times // 2]
+
+
+def _whole_rate(seconds: Callable[[int], float], moved: int, call_s: float) -> Callable[[], float]:
+    """Bytes a second of so many in a row that they take about call_s."""
+    seconds(1)
+    times = max(LEAST_TIMES, round(call_s * LEAST_TIMES / seconds(LEAST_TIMES)))
+    return lambda: moved * times / seconds(times)
+
+
+def _tell(
+    report: Report, figures: dict[str, list[float]], way: str, count: int, limit: str
+) -> None:
+    """The ratios to the limit, and the line for people."""
+    told: dict[str, Any] = {"contender": limit, "bytes": count, "way": way}
+    for who, of in ((TRANSFER, "transfer"), (END_TO_END, "end to end")):
+        if who in figures:
+            found = ratios_of(figures[who], figures[limit], larger=True)
+            reach = REACH[way] if who == TRANSFER else None
+            reached = None if reach is None else found["ratio"] >= reach
+            report.ratios.append(told | {"of": of} | found | {"reach": reach, "reached": reached})
+    cells = [
+        f"{summary(figures[who])['median'] / 1e9:.1f}" if who in figures else "-"
+        for who in (limit, TRANSFER, END_TO_END)
+    ]
+    ratio = ratios_of(figures[TRANSFER], figures[limit], larger=True)["ratio"]
+    report.lines.append([f"{count / 1e6:g}", way, *cells, f"{ratio:.2f}", f"{REACH[way]}"])

@@ -1,0 +1,149 @@
+"""Samples per second of learners on one GPU, beside torch's own ways to train there.
+
+The sentence classifier and an LSTM, with mini-batches from 1 to 128. Contenders are those of `bench
+nlc`: gadei-ps with one, two, four and eight learners; torch in one process; Hogwild on parameters
+in the GPU's memory that processes share; DistributedDataParallel, by gloo where processes share a
+GPU, by NCCL where each has its own. Sparse ones have gradients of the words of a batch only.
+
+All is measured without NVIDIA's Multi-Process Service, then what has several processes with it,
+each in a process of its own, with a time to keep to. Where there are several GPUs, another block
+gives each learner one of its own.
+
+ratio: gadei-ps over the contender with as many learners, or over gadei-ps with one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from gadei_ps import process
+from gadei_ps.benchmarks.common import Report, ratios_of, summary
+from gadei_ps.benchmarks.gpu import mps
+from gadei_ps.benchmarks.gpu.place import Place
+from gadei_ps.benchmarks.nlc_member import DDP, DDP_NCCL, HOGWILD, HOGWILD_SPARSE, OURS
+from gadei_ps.errors import DeviceError
+
+WITHOUT, WITH, SPREAD = "without MPS", "with MPS", "a GPU each"
+GRACE_S = 40.0
+"""For a block beyond its time: to start and to end its processes."""
+LSTM, CLASSIFIER = "LSTM", "sentence classifier"
+LSTM_REACH = 1.7
+LSTM_LEARNERS = 4
+LARGEST_SMALL = 32
+"""Mini-batches up to this are to be faster than each peer's."""
+SHARED_PEERS = (HOGWILD, HOGWILD_SPARSE, DDP, DDP_NCCL)
+
+Figures = list[dict[str, Any]]
+"""Of a contender at a mini-batch: who, learners, network, set, mini_batch, values (samples/s)."""
+
+
+def measure(place: Place) -> Report:
+    """The blocks, each in a process of its own."""
+    size = place.sizes("learners")
+    report = Report(["block", "network", "set", "batch", "contender", "learners", "samples/s",
+                     "ours/it"])  # fmt: skip
+    report.notes.append(f"somebody's {mps.CONTROL} runs: {'yes' if mps.running() else 'no'}")
+    for block in (WITHOUT, WITH, SPREAD):
+        if block == SPREAD and place.count() < 2:
+            continue
+        budget_s = size["budget_s"].get(block, size["budget_s"][WITH])
+        try:
+            if block == WITH and place.on_gpu:
+                with mps.started() as env:
+                    found, notes = _in_process(place, block, budget_s, env)
+            elif block == WITH:
+                raise DeviceError("it is for GPUs")
+            else:
+                found, notes = _in_process(place, block, budget_s, {})
+        except DeviceError as error:
+            report.notes.append(f"{block}: not measured: {error}")
+            continue
+        report.notes += [f"{block}: {note}" for note in notes]
+        _tell(report, block, found)
+    return report
+
+
+def _in_process(
+    place: Place, block: str, budget_s: float, env: dict[str, str]
+) -> tuple[Figures, list[str]]:
+    """What learners_block finds. Raises DeviceError if it fails."""
+    order = json.dumps([place.device, place.quick, block, budget_s])
+    child = process.spawn(
+        [sys.executable, "-m", "gadei_ps.benchmarks.gpu.learners_block", order],
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        how=signal.SIGTERM,
+    )
+    try:
+        out, _ = child.communicate(timeout=budget_s + GRACE_S)
+    except subprocess.TimeoutExpired:
+        raise DeviceError(f"it takes longer than {budget_s + GRACE_S:.0f} s") from None
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+    try:
+        found = json.loads(out.decode().strip().rpartition("\n")[2])
+    except ValueError:
+        raise DeviceError(f"its process ends with exit code {child.returncode}") from None
+    return found["figures"], found["notes"]
+
+
+def _tell(report: Report, block: str, figures: Figures) -> None:
+    """Rows of a block, and what gadei-ps makes of each."""
+    ours = {_key(one): one for one in figures if one["contender"] == OURS}
+    for one in figures:
+        told = {key: one[key] for key in ("contender", "learners", "network", "set", "mini_batch")}
+        told["block"] = block
+        row = told | summary(one["values"], "samples/s", larger=True)
+        report.rows.append(row)
+        shown = ""
+        for ratio in _ratios(one, told, ours):
+            report.ratios.append(ratio)
+            shown = f"{ratio['ratio']:.2f}"
+        report.lines.append(
+            [block, one["network"], one["set"], str(one["mini_batch"]), one["contender"],
+             str(one["learners"]), f"{row['median']:.0f}", shown]
+        )  # fmt: skip
+
+
+def _key(one: dict[str, Any], learners: int | None = None) -> tuple[Any, ...]:
+    count = one["learners"] if learners is None else learners
+    return one["network"], one["set"], one["mini_batch"], count
+
+
+def _ratios(
+    one: dict[str, Any], told: dict[str, Any], ours: dict[tuple[Any, ...], dict[str, Any]]
+) -> Figures:
+    """Of one row: against the peer, or for ours against one learner."""
+    if one["contender"] != OURS:
+        mine = ours.get(_key(one))
+        reach = 1.0 if one["mini_batch"] <= LARGEST_SMALL else None
+        return [] if mine is None else [_ratio(told, mine["values"], one["values"], reach)]
+    alone = ours.get(_key(one, 1))
+    if alone is None or one["learners"] == 1:
+        return []
+    reach = None
+    if one["network"] == LSTM and one["learners"] == LSTM_LEARNERS:
+        reach = LSTM_REACH
+    elif one["network"] == CLASSIFIER and one["mini_batch"] == 1:
+        reach = 1.0  # Table 8
+    told = told | {"contender": f"{OURS}, one learner"}
+    return [_ratio(told, one["values"], alone["values"], reach)]
+
+
+def _ratio(
+    told: dict[str, Any], mine: list[float], theirs: list[float], reach: float | None
+) -> dict[str, Any]:
+    found = ratios_of(mine, theirs, larger=True)
+    reached = None if reach is None else found["ratio"] >= reach
+    return {**told, **found, "reach": reach, "reached": reached}

@@ -1,0 +1,183 @@
+"""A block of `learners`: python -m gadei_ps.benchmarks.gpu.learners_block [DEVICE, QUICK, BLOCK, S]
+
+Its argument is a JSON list; its last line is a JSON object with the figures. A process of its own,
+because whether CUDA uses the Multi-Process Service is settled when a process begins with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any, Literal
+
+from gadei_ps import interrupts
+from gadei_ps.benchmarks import nlc_member, nlc_team
+from gadei_ps.benchmarks.common import alternate
+from gadei_ps.benchmarks.gpu import networks, texts
+from gadei_ps.benchmarks.gpu.learners import CLASSIFIER, LSTM, SPREAD, WITHOUT
+from gadei_ps.benchmarks.gpu.place import Place
+from gadei_ps.benchmarks.nlc_member import (
+    DDP,
+    DDP_NCCL,
+    HOGWILD,
+    HOGWILD_SPARSE,
+    OURS,
+    SINGLE,
+    SINGLE_SPARSE,
+)
+from gadei_ps.benchmarks.nlc_team import Team
+from gadei_ps.benchmarks.nlc_texts import Texts
+from gadei_ps.errors import GadeiError
+
+WARM_UP_S = 0.05
+LEAST_WINDOW_S, MOST_WINDOW_S = 0.1, 1.0
+SLACK = 1.3
+"""What a window takes over its time: the last step, and telling the processes."""
+
+FAILURES = (RuntimeError, GadeiError, OSError)
+
+Who = tuple[str, int]
+"""A contender and its number of learners."""
+
+
+class Block:
+    """Some networks on some sentences within a time."""
+
+    def __init__(self, place: Place, name: str, budget_s: float) -> None:
+        self._place, self._name = place, name
+        self._size = place.sizes("learners")
+        self._until = time.monotonic() + budget_s
+        self.figures: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self._taken = 0.0  # seconds, by the cell before
+
+    def run(self) -> None:
+        """All of it that there is time for, the first ones first."""
+        sets, notes = texts.found(self._place)
+        self.notes += notes
+        lstm = functools.partial(networks.lstm, hidden=self._size["hidden"])
+        cells: list[tuple[str, nlc_member.Network, Texts]] = [
+            (CLASSIFIER, nlc_member.fresh, sets[0]),
+            (LSTM, lstm, sets[0]),
+            *((CLASSIFIER, nlc_member.fresh, one) for one in reversed(sets[1:])),
+        ]
+        for number, (name, network, sentences) in enumerate(cells):
+            left = self._until - time.monotonic()
+            # Processes of a cell take a while to start, however little there is to measure.
+            if number and left < self._taken:
+                self.notes.append(f"{name} on {sentences.name} is left out: no time left")
+                continue
+            begin = time.monotonic()
+            self._cell(name, network, sentences, begin + left / min(3, len(cells) - number))
+            self._taken = time.monotonic() - begin
+
+    def _contenders(self) -> list[Who]:
+        """Those of the block."""
+        count = self._size["peers"]
+        if self._name == SPREAD:
+            learners = [one for one in self._size["learners"] if one <= self._place.count()]
+            return [*((OURS, one) for one in learners), (DDP_NCCL, learners[-1])]
+        alone = [(SINGLE, 1), (SINGLE_SPARSE, 1)] if self._name == WITHOUT else []
+        peers = [(HOGWILD, count), (HOGWILD_SPARSE, count), (DDP, count)]
+        return [*((OURS, one) for one in self._size["learners"]), *alone, *peers]
+
+    def _team(self, who: Who, network: nlc_member.Network, sentences: Texts) -> Team:
+        kind, count = who
+        devices = [self._place.torch_device]
+        if self._name == SPREAD:
+            devices = [f"cuda:{number}" for number in range(count)]
+        method: Literal["forkserver", "spawn"] = "spawn" if self._place.on_gpu else "forkserver"
+        return Team(kind, count, sentences, method=method, devices=devices, network=network)
+
+    def _cell(self, name: str, network: nlc_member.Network, sentences: Texts, until: float) -> None:
+        """One network on one set: all processes live at once, and take turns."""
+        with ExitStack() as stack:
+            stack.callback(nlc_team._stop_fork_server)
+            teams: dict[Who, Team] = {}
+            for who in self._contenders():
+                with suppress(_Lost):
+                    teams[who] = self._team(who, network, sentences)
+                    self._try(teams, who, lambda w=who: stack.enter_context(teams[w]))  # type: ignore[misc]
+            for who in list(teams):
+                with suppress(_Lost):
+                    self._try(teams, who, teams[who].ready)
+            for number, batch in enumerate(self._size["batches"]):
+                left = (until - time.monotonic()) / (len(self._size["batches"]) - number)
+                windows = len(teams) * (self._size["rounds"] + 1)
+                seconds = left / windows / SLACK - WARM_UP_S
+                if seconds < LEAST_WINDOW_S / 2 or not teams:
+                    self.notes.append(f"{name} on {sentences.name}: no time from {batch} on")
+                    break
+                seconds = min(MOST_WINDOW_S, max(LEAST_WINDOW_S, seconds))
+                self._row(name, sentences.name, batch, teams, seconds)
+            for team in teams.values():
+                team.dismiss()
+
+    def _try(self, teams: dict[Who, Team], who: Who, call: Callable[[], Any]) -> Any:
+        """Calls; a contender that fails is left out from then on."""
+        try:
+            return call()
+        except FAILURES as error:
+            if who[0] == OURS:
+                raise
+            self.notes.append(f"{who[0]} with {who[1]} is left out: {error}")
+            del teams[who]
+            raise _Lost from None
+
+    def _row(
+        self, name: str, sentences: str, batch: int, teams: dict[Who, Team], seconds: float
+    ) -> None:
+        """One mini-batch. Round by round; should one fail, once more without it."""
+        while teams:
+            contenders: Mapping[str, Callable[[], float]] = {
+                f"{kind}, {count}": functools.partial(
+                    self._window, teams, (kind, count), batch, seconds
+                )
+                for kind, count in teams
+            }
+            with suppress(_Lost):
+                found = alternate(contenders, self._size["rounds"])
+                break
+        else:
+            return
+        for (kind, count), values in zip(teams, found.values(), strict=True):
+            self.figures.append(
+                {
+                    "contender": kind,
+                    "learners": count,
+                    "network": name,
+                    "set": sentences,
+                    "mini_batch": batch,
+                    "values": values,
+                }
+            )
+
+    def _window(self, teams: dict[Who, Team], who: Who, batch: int, seconds: float) -> float:
+        done = self._try(teams, who, lambda: teams[who].train(batch, seconds, WARM_UP_S))
+        return nlc_team.rate(done)
+
+
+class _Lost(Exception):
+    """A contender has failed."""
+
+
+def main() -> None:
+    """The block of the argument."""
+    device, quick, name, budget_s = json.loads(sys.argv[1])
+    interrupts.install()
+    block = Block(Place(device, quick), name, budget_s)
+    try:
+        block.run()
+    except FAILURES as error:
+        block.notes.append(f"ends early: {error}")
+    except interrupts.Interrupted:
+        sys.exit(1)
+    print("\n" + json.dumps({"figures": block.figures, "notes": block.notes}))
+
+
+if __name__ == "__main__":
+    main()

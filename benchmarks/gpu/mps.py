@@ -1,0 +1,92 @@
+"""NVIDIA's Multi-Process Service: kernels of several processes on one GPU at the same time.
+
+Without it, a GPU gives processes turns. The service started here has a directory of its own, so
+that it serves nobody else, and ends with the block that it is used in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from gadei_ps import gpus, process
+from gadei_ps.errors import DeviceError
+
+CONTROL = "nvidia-cuda-mps-control"
+PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+READY_S = 10.0
+END_S = 10.0
+
+
+def running() -> bool:
+    """Whether somebody's service runs on this machine."""
+    return any(one.info["name"] in (CONTROL, CONTROL[:15]) for one in psutil.process_iter(["name"]))
+
+
+@contextlib.contextmanager
+def started() -> Iterator[dict[str, str]]:
+    """A service; yields what its clients have in their environment.
+
+    Raises DeviceError with what is missing, also where CUDA does not work with it.
+    """
+    tool = shutil.which(CONTROL)
+    if tool is None:
+        raise DeviceError(f"there is no {CONTROL}")
+    with tempfile.TemporaryDirectory(prefix="gps-mps-", ignore_cleanup_errors=True) as scratch:
+        told = {PIPES: f"{scratch}/pipe", LOGS: f"{scratch}/log"}
+        for path in told.values():
+            Path(path).mkdir()
+        env = os.environ | told
+        # In the foreground, so that it is a child of this process and ends with it.
+        child = process.spawn(
+            [tool, "-f"],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            how=signal.SIGTERM,
+        )
+        try:
+            _wait_ready(child, Path(told[PIPES]))
+            if why := gpus.missing(gpus.visible(), env):
+                raise DeviceError(f"CUDA does not work with {CONTROL}: {why}")
+            yield told
+        finally:
+            _end(tool, child, env)
+
+
+def _wait_ready(child: subprocess.Popen[bytes], pipes: Path) -> None:
+    until = time.monotonic() + READY_S
+    while not (pipes / "control").exists():
+        if child.poll() is not None:
+            raise DeviceError(f"{CONTROL} ends with exit code {child.returncode}")
+        if time.monotonic() > until:
+            raise DeviceError(f"{CONTROL} is not ready within {READY_S:g} s")
+        time.sleep(0.01)
+
+
+def _end(tool: str, child: subprocess.Popen[bytes], env: dict[str, str]) -> None:
+    """Asks it to quit, which ends its server too; what is left then is killed."""
+    with contextlib.suppress(psutil.Error):
+        servers = psutil.Process(child.pid).children(recursive=True)
+        with contextlib.suppress(subprocess.SubprocessError, OSError):
+            subprocess.run(
+                [tool], input=b"quit -t 1\n", env=env, capture_output=True, timeout=END_S,
+                check=False,
+            )  # fmt: skip
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(END_S)
+        for server in servers:
+            with contextlib.suppress(psutil.Error):
+                server.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

@@ -1,0 +1,179 @@
+"""What gadei-ps adds to a learner's forward and backward pass.
+
+A step is taken apart on the stream that computes: from zero_grad() to backward(), and from there to
+the end of optimizer.step(). The second part is the figure, in two ways:
+
+- busy: a kernel that only waits is before each step, so that the host has queued the whole step
+  when it begins: what step() takes of the GPU's time;
+- as it trains: without it. Where the GPU waits for the host, this has the host's time in it, too.
+
+And the time that the host is in step(). The peer is step() of torch's SGD, on a copy of the model;
+what is wanted is 30 us of the GPU's time.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gadei_ps.benchmarks import nlc_member
+from gadei_ps.benchmarks.common import Report, summary
+from gadei_ps.benchmarks.gpu import networks, texts
+from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.learners.torch import Optimizer
+
+OURS, TORCH = "gadei-ps", "torch SGD"
+REACH_S = 30e-6
+SPINS = 1.5  # of the host's time of a step, that the waiting kernel takes
+LEAST_SPIN_S = 500e-6
+INPUTS = 16  # mini-batches, which lie on the device
+BUSY, TRAINING, HOST = "stream, busy", "stream, as it trains", "host"
+
+Found = tuple[list[float], list[float], list[float], list[bool]]
+"""Of steps: seconds of the stream before step() and in it, of the host in it, and whether newer
+weights have arrived in it, which are then copied to where the network has them."""
+
+Step = Callable[[int], torch.Tensor]
+"""The loss of mini-batch number so-and-so."""
+
+
+def measure(place: Place) -> Report:
+    """Each network with a job of its own."""
+    size = place.sizes("overhead")
+    report = Report(["network", "MB", "of", "gadei-ps us", "torch SGD us", "reached"])
+    for name, network, step in _networks(place, size):
+        count = sum(one.numel() for one in network.parameters())
+        twin = copy.deepcopy(network)
+        found = {TORCH: _parts(place, twin, torch.optim.SGD(twin.parameters(), 1e-6), step, size)}
+        with job("overhead") as running:
+            optimizer = Optimizer(network, running)
+            found[OURS] = _parts(place, network, optimizer, step, size)
+            optimizer.close()
+        _tell(report, name, 4 * count, found)
+    return report
+
+
+def _networks(
+    place: Place, size: dict[str, Any]
+) -> list[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], Step]]]:
+    """Each with what makes the loss of a network like it."""
+    device, batch = torch.device(place.torch_device), size["mini_batch"]
+    sentences = texts.largest(place)
+    mini_batches = [
+        (
+            torch.from_numpy(sentences.encoded.batch(rows)).to(device),
+            torch.from_numpy(sentences.labels[rows]).to(device),
+        )
+        for rows in (sentences.rows(number, batch) for number in range(INPUTS))
+    ]
+    sizes = size["mlp"]
+    vectors = [
+        (torch.randn(batch, sizes[0], device=device), torch.randint(sizes[-1], (batch,)).to(device))
+        for _ in range(INPUTS)
+    ]
+    hidden = place.sizes("learners")["hidden"]
+    kind = nlc_member.OURS
+    return [
+        ("sentence classifier", nlc_member.fresh(kind, sentences).to(device), _on(mini_batches)),
+        ("LSTM", networks.lstm(kind, sentences, hidden).to(device), _on(mini_batches)),
+        ("perceptron", networks.mlp(sizes).to(device), _on(vectors)),
+    ]
+
+
+def _on(
+    inputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[[torch.nn.Module], Step]:
+    return lambda network: lambda number: networks.loss_of(network, *inputs[number % len(inputs)])
+
+
+def _parts(
+    place: Place,
+    network: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[torch.nn.Module], Step],
+    size: dict[str, Any],
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of step(), and of what is before it, by way of measuring."""
+    loss_of, count = step(network), size["steps"]
+    _run(place, loss_of, optimizer, max(2, count // 10), 0.0)
+    begin = time.perf_counter()
+    training = _run(place, loss_of, optimizer, count, 0.0)
+    spin = max(LEAST_SPIN_S, SPINS * (time.perf_counter() - begin) / count)
+    busy = _run(place, loss_of, optimizer, count, spin)
+    return {
+        BUSY: {"step": busy[1], "compute": busy[0], "pull": _of_pulls(busy)},
+        TRAINING: {"step": training[1], "compute": training[0], "pull": _of_pulls(training)},
+        HOST: {"step": training[2], "compute": [], "pull": []},
+    }
+
+
+def _of_pulls(found: Found) -> list[float]:
+    """Of the second list those in whose step newer weights have arrived."""
+    return [seconds for seconds, pulled in zip(found[1], found[3], strict=True) if pulled]
+
+
+def _run(
+    place: Place, loss_of: Step, optimizer: torch.optim.Optimizer, count: int, spin_s: float
+) -> Found:
+    """So many steps."""
+    marks: list[Any] = []
+    host: list[float] = []
+    pulled: list[bool] = []
+    shared = optimizer._gpu if isinstance(optimizer, Optimizer) else None
+    for number in range(count):
+        if spin_s:
+            place.spin(spin_s)
+        marks.append(place.mark())
+        optimizer.zero_grad()
+        loss = loss_of(number)
+        loss.backward()  # type: ignore[no-untyped-call]
+        marks.append(place.mark())
+        version = -1 if shared is None else shared._version
+        begin = time.perf_counter()
+        if isinstance(optimizer, Optimizer):
+            optimizer.report(loss=loss, samples=1)
+        optimizer.step()
+        host.append(time.perf_counter() - begin)
+        pulled.append(shared is not None and shared._version != version)
+        marks.append(place.mark())
+    place.wait()
+    begins, middles, ends = marks[::3], marks[1::3], marks[2::3]
+    before = [place.seconds(a, b) for a, b in zip(begins, middles, strict=True)]
+    after = [place.seconds(a, b) for a, b in zip(middles, ends, strict=True)]
+    return before, after, host, pulled
+
+
+def _tell(
+    report: Report, name: str, count: int, found: dict[str, dict[str, dict[str, list[float]]]]
+) -> None:
+    """The rows, the ratios and the lines of one network. count: bytes of it."""
+    for of in (BUSY, TRAINING, HOST):
+        told = {"network": name, "bytes": count, "of": of}
+        medians = {}
+        for who, ways in found.items():
+            row = {"contender": who, **told, **summary(ways[of]["step"], "s")}
+            if ways[of]["compute"]:
+                row["forward_backward_s"] = statistics.median(ways[of]["compute"])
+            if pulls := ways[of]["pull"]:
+                row["pulls"] = len(pulls)
+                row["median_with_pull"] = statistics.median(pulls)
+            report.rows.append(row)
+            # What is wanted holds for steps with a pull: they take longer.
+            medians[who] = row.get("median_with_pull", row["median"])
+        # Steps of the two are no pairs: one contender's all come before the other's.
+        peer = {"contender": TORCH, **told, "ratio": medians[TORCH] / medians[OURS]}
+        best = min(found[TORCH][of]["step"]) / min(found[OURS][of]["step"])
+        report.ratios.append(peer | {"best_ratio": best, "reach": None, "reached": None})
+        reached = medians[OURS] < REACH_S if of == BUSY else None
+        if of == BUSY:
+            limit = {"contender": "30 us", **told, "ratio": REACH_S / medians[OURS]}
+            best = REACH_S / min(found[OURS][of]["step"])
+            report.ratios.append(limit | {"best_ratio": best, "reach": 1.0, "reached": reached})
+        cells = [f"{medians[who] * 1e6:.1f}" for who in (OURS, TORCH)]
+        shown = "" if reached is None else "yes" if reached else "no"
+        report.lines.append([name, f"{count / 1e6:.1f}", of, *cells, shown])

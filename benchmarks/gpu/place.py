@@ -1,0 +1,126 @@
+"""Where a part measures: on a GPU, or on the host, to try all of it that is not CUDA's.
+
+Times of a GPU are those of its stream, by events; on the host they are the clock's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gadei_ps import gpus
+from gadei_ps.benchmarks.gpu.sizes import FULL, QUICK
+from gadei_ps.config import from_mapping
+from gadei_ps.daemon import Daemon
+from gadei_ps.learners import devices
+from gadei_ps.learners.device import Device
+
+NAMES = ("cuda", "host")
+SPIN_CYCLES_PER_S = 2e9
+"""Of torch's kernel that does nothing for a while, about: a GPU's clock."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """device: cuda or host. quick: tiny sizes, which the host always has."""
+
+    device: str
+    quick: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is one."""
+        return self.device == "cuda"
+
+    @property
+    def torch_device(self) -> str:
+        """Its name for torch; the first GPU that this process sees."""
+        return "cuda:0" if self.on_gpu else "cpu"
+
+    def sizes(self, part: str) -> dict[str, Any]:
+        """Those of a part."""
+        return (QUICK if self.quick or not self.on_gpu else FULL)[part]
+
+    def learner_device(self) -> Device:
+        """The device of a learner without torch."""
+        return devices.choose(self.device)
+
+    def wait(self) -> None:
+        """Until the device has done all that it was asked to."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def mark(self) -> Any:
+        """A moment in the order of what is computed, for seconds()."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two of them, when both have passed: see wait()."""
+        if not self.on_gpu:
+            return float(end - begin)
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def spin(self, seconds: float) -> None:
+        """Keeps the compute stream busy about so long, so that what follows waits in its queue."""
+        if self.on_gpu:
+            torch.cuda._sleep(int(seconds * SPIN_CYCLES_PER_S))  # type: ignore[no-untyped-call]
+
+    def count(self) -> int:
+        """GPUs; on the host one."""
+        return torch.cuda.device_count() if self.on_gpu else 1
+
+
+def why_not(device: str) -> str:
+    """What is missing to measure there, in one line; empty if nothing is."""
+    if device == "host":
+        return ""
+    if why := devices.missing():
+        return why
+    if not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} sees no GPU; install a build with CUDA"
+    return ""
+
+
+def facts(place: Place) -> dict[str, Any]:
+    """What figures of a GPU depend on, besides the machine."""
+    if not place.on_gpu:
+        return {"device": place.device}
+    import cupy
+    from cupy.cuda import runtime
+
+    return {
+        "device": place.device,
+        "gpus": [torch.cuda.get_device_name(number) for number in range(place.count())],
+        "driver": gpus.driver(),
+        "driver_cuda": _version(runtime.driverGetVersion()),
+        "cuda": _version(cupy.cuda.get_local_runtime_version()),
+        "cupy": cupy.__version__,
+        "torch_cuda": torch.version.cuda,
+    }
+
+
+def _version(number: int) -> str:
+    """CUDA's 12040 is 12.4."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+@contextlib.contextmanager
+def job(name: str, **values: Any) -> Iterator[str]:
+    """A job with plain SGD and two slots a learner, while this is entered; yields its name.
+
+    values: of the job's file.
+    """
+    name = f"gpu-{name}-{os.getpid()}"
+    told: Mapping[str, Any] = {"name": name, "optimizer": {"kind": "sgd", "lr": 1e-6}, **values}
+    with Daemon(from_mapping(told, name), silent=True):
+        yield name

@@ -1,0 +1,129 @@
+"""An experiment: weights and their update on the GPU, shared by CUDA IPC, beside the host's way.
+
+An owner has the weights on the GPU, and for each learner two slots for gradients; learners, which
+are other processes, map that memory. A learner computes a gradient from the weights where they are,
+copies it into a slot on the device, and goes on; the owner's kernel subtracts it. Who waits for
+whom is told by interprocess events, and by counters in memory that the processes share, for an
+event may only be waited for when it has been recorded.
+
+The host's way is a real job, with the same computation: a gradient goes over the bus into a ring,
+the server's threads apply it, and weights come back over the bus.
+
+What the experiment does not do, and a server would have to: nothing is exactly once. Memory of a
+GPU goes with the process that has made it, so a kill -9 of the owner loses the weights; a kernel
+that was cut off cannot be told from one that was not, and there is no undo log. Nor does it check
+gradients, count staleness, know other optimizers than SGD, or reach more than one GPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
+from gadei_ps.benchmarks.gang import Failed, Gang
+from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.benchmarks.scale import SHARE, free_bytes
+
+PROCESS = "gadei_ps.benchmarks.gpu.server_on_gpu_process"
+START_S = 90.0
+RUN_S = 90.0
+LEAST_TIMES = 5
+HOST, DEVICE = "gadei-ps, on the host", "prototype, on the GPU"
+SEGMENTS = 2.5
+"""Sizes of the model that a job has in shared memory for each learner, and so many more."""
+
+Seconds = Callable[[int], float]
+"""What so many gradients of each learner take."""
+
+
+def measure(place: Place) -> Report:
+    """Each number of learners at each size, both ways in turns."""
+    size = place.sizes("server_on_gpu")
+    report = Report(["MB", "learners", "of", HOST, DEVICE, "prototype/host"])
+    if not place.on_gpu:
+        report.notes.append(f"{DEVICE}: left out: it needs a GPU")
+    for learners in size["learners"]:
+        with ExitStack() as stack:
+            gangs = {HOST: stack.enter_context(_gang(place, learners, None))}
+            if place.on_gpu:
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gadei-ps-ipc-"))
+                try:
+                    path = Path(scratch) / "counters"
+                    gangs[DEVICE] = stack.enter_context(_gang(place, learners, path))
+                except Failed as error:
+                    report.notes.append(f"{DEVICE} with {learners}: left out: {error}")
+            for count in size["bytes"]:
+                if SEGMENTS * (1 + learners) * count > SHARE * free_bytes():
+                    report.notes.append(f"{count / 1e6:g} MB with {learners}: too little memory")
+                    continue
+                _at(report, gangs, count, learners, size)
+    return report
+
+
+def _gang(place: Place, learners: int, counters: Path | None) -> Gang:
+    """Learners; with a path for their counters, an owner first."""
+    commands = [["-m", PROCESS, place.device, f"learner{n}"] for n in range(learners)]
+    if counters is not None:
+        commands.insert(0, ["-m", PROCESS, place.device, "owner"])
+        commands = [[*one, str(counters), str(learners)] for one in commands]
+    return Gang(commands, start_s=START_S)
+
+
+def _at(
+    report: Report, gangs: dict[str, Gang], count: int, learners: int, size: dict[str, Any]
+) -> None:
+    """One size of the model. count: bytes."""
+    tensors = [{"name": "w", "shape": [count // 4]}]
+    with job(f"on-gpu-{learners}", tensors=tensors) as name:
+        gangs[HOST].ask({"job": name}, timeout_s=RUN_S)
+        contenders = {HOST: _rate(gangs[HOST], size["call_s"], learners)}
+        if DEVICE in gangs:
+            try:
+                (owner,) = gangs[DEVICE].ask({"bytes": count}, first=1, timeout_s=RUN_S)
+                gangs[DEVICE].ask({"open": owner}, timeout_s=RUN_S)
+                contenders[DEVICE] = _rate(gangs[DEVICE], size["call_s"], learners)
+                contenders[DEVICE]()
+            except Failed as error:
+                contenders.pop(DEVICE, None)
+                report.notes.append(f"{DEVICE} with {learners} at {count / 1e6:g} MB: {error}")
+                gangs.pop(DEVICE).close()
+        figures = alternate(contenders, size["rounds"])
+        gangs[HOST].ask({"job": None}, timeout_s=RUN_S)
+    if DEVICE in gangs:
+        gangs[DEVICE].ask({"close": True}, timeout_s=RUN_S)
+        gangs[DEVICE].ask({"free": True}, first=1, timeout_s=RUN_S)
+    _tell(report, figures, {"bytes": count, "learners": learners})
+
+
+def _rate(gang: Gang, call_s: float, learners: int) -> Callable[[], float]:
+    """Gradients a second of all learners together, in rounds of about call_s."""
+
+    def seconds(times: int) -> float:
+        return gang.seconds({"times": times}, timeout_s=RUN_S)
+
+    seconds(LEAST_TIMES)
+    times = max(LEAST_TIMES, round(call_s / (seconds(LEAST_TIMES) / LEAST_TIMES)))
+    return lambda: learners * times / seconds(times)
+
+
+def _tell(report: Report, figures: dict[str, list[float]], told: dict[str, Any]) -> None:
+    """Gradients a second, and the time of a learner's step, which follows from it."""
+    for who, values in figures.items():
+        row = {"contender": who, **told} | summary(values, "gradients/s", larger=True)
+        row["step_s"] = told["learners"] / row["median"]
+        report.rows.append(row)
+    cells = [f"{summary(figures[who])['median']:.0f}" if who in figures else "-"
+             for who in (HOST, DEVICE)]  # fmt: skip
+    shown = "-"
+    if DEVICE in figures:
+        # Above 1 where the host's way is the faster one.
+        found = ratios_of(figures[HOST], figures[DEVICE], larger=True)
+        report.ratios.append({"contender": DEVICE, **told, **found, "reach": None, "reached": None})
+        shown = f"{1 / found['ratio']:.2f}"
+    report.lines.append(
+        [f"{told['bytes'] / 1e6:g}", str(told["learners"]), "gradients/s", *cells, shown]
+    )

@@ -1,0 +1,28 @@
+"""The sentences of the parts: the example of the checkout, and those data sets that there are."""
+
+from __future__ import annotations
+
+from gadei_ps import dataset
+from gadei_ps.benchmarks import nlc_texts
+from gadei_ps.benchmarks.gpu.place import Place
+from gadei_ps.benchmarks.nlc_texts import CHECKOUT, FALLBACK, Texts
+
+
+def example() -> Texts:
+    """examples/intents.csv."""
+    return nlc_texts.whole(
+        FALLBACK, dataset.read_training(CHECKOUT / "examples" / f"{FALLBACK}.csv")
+    )
+
+
+def found(place: Place) -> tuple[list[Texts], list[str]]:
+    """The data sets that the place's sizes name, the example last; and notes on what is missing."""
+    wanted = place.sizes("learners")["texts"]
+    data, notes = nlc_texts.read(wanted)
+    sets = [nlc_texts.whole(name, one) for name, one in data.items() if name != FALLBACK]
+    return [*sets, example()], notes
+
+
+def largest(place: Place) -> Texts:
+    """The first of them."""
+    return found(place)[0][0]

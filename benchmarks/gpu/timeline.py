@@ -1,0 +1,185 @@
+"""Whether push and pull overlap with the computation (paper, Figure 4): a learner's trace.
+
+torch's profiler records some steps of one learner. Of its events three lanes are kept: what the
+computing stream does, copies from the device (push) and copies to it on another stream (pull). The
+share of the time of transfers in which the GPU also computes is the figure; docs/plots has the
+lanes.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gadei_ps.benchmarks.common import Report, summary
+from gadei_ps.benchmarks.gpu import networks
+from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.torch import Optimizer
+
+WARM_UP = 5
+NARROW = 8
+COMPUTE, PUSH, PULL = "compute", "push", "pull"
+LANES = (COMPUTE, PUSH, PULL)
+SMALL_BYTES = 65536
+"""A copy of less is none of gradients or weights: what comes beside a gradient, or a loss."""
+
+Span = tuple[float, float]
+"""Begin and end, microseconds."""
+
+
+def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
+    """Spans of each lane by begin, of the events of a trace file ("traceEvents").
+
+    The stream with most kernels is the one that computes; copies on it (a mini-batch that comes,
+    weights that are copied on the device) belong to the computation.
+    """
+    done = [one for one in events if one.get("ph") == "X"]
+    kernels = [one for one in done if one.get("cat") == "kernel"]
+    streams = Counter(one["args"]["stream"] for one in kernels)
+    compute = streams.most_common(1)[0][0] if streams else None
+    found: dict[str, list[Span]] = {name: [] for name in LANES}
+    for one in done:
+        if one.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        span = float(one["ts"]), float(one["ts"]) + float(one["dur"])
+        if one["args"]["stream"] == compute:
+            found[COMPUTE].append(span)
+        elif one["cat"] == "gpu_memcpy" and one["args"].get("bytes", SMALL_BYTES) >= SMALL_BYTES:
+            if "DtoH" in one["name"]:
+                found[PUSH].append(span)
+            elif "HtoD" in one["name"]:
+                found[PULL].append(span)
+    return {name: sorted(spans) for name, spans in found.items()}
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time in as few spans as can be, by begin."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def overlap(transfers: Sequence[Span], compute: Sequence[Span]) -> float | None:
+    """The share, 0 to 1, of the time of transfers in which there is computation; None without."""
+    busy = union(compute)
+    whole = sum(end - begin for begin, end in transfers)
+    if not whole:
+        return None
+    shared = sum(
+        max(0.0, min(end, other_end) - max(begin, other_begin))
+        for begin, end in transfers
+        for other_begin, other_end in busy
+    )
+    return shared / whole
+
+
+def measure(place: Place) -> Report:
+    """Each network with a job of its own."""
+    size = place.sizes("timeline")
+    report = Report(["network", "mini-batch", "of", "transfers", "overlap"])
+    for name, mini_batch in size["models"]:
+        network, inputs, labels = _network(place, name, mini_batch, size)
+        with job("timeline") as running:
+            found = lanes(_trace(place, running, network, inputs, labels, size["steps"]))
+        _tell(report, name, mini_batch, found)
+    if not any(row["transfers"] for row in report.rows):
+        report.notes.append("no transfers: this device has none")
+    return report
+
+
+def _network(
+    place: Place, name: str, mini_batch: int, size: dict[str, Any]
+) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A network and one mini-batch, on the device."""
+    torch.manual_seed(0)
+    if name == "vgg":
+        small = place.quick or not place.on_gpu
+        network = networks.vgg(narrow=NARROW if small else 1)
+        inputs, classes = torch.randn(mini_batch, 3, 32, 32), 10
+    else:
+        network = networks.mlp(size["mlp"])
+        inputs, classes = torch.randn(mini_batch, size["mlp"][0]), size["mlp"][-1]
+    labels = torch.randint(classes, (mini_batch,))
+    device = place.torch_device
+    return network.to(device), inputs.to(device), labels.to(device)
+
+
+def _trace(
+    place: Place,
+    running: str,
+    network: torch.nn.Module,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    steps: int,
+) -> list[dict[str, Any]]:
+    """Events of so many steps of a learner."""
+    optimizer = Optimizer(network, running)
+
+    def train(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = networks.loss_of(network, inputs, labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.report(loss=loss, samples=len(labels))
+            optimizer.step()
+        optimizer.client.wait_applied(timeout_s=60.0)
+        place.wait()
+
+    activity = ProfilerActivity.CUDA if place.on_gpu else ProfilerActivity.CPU
+    train(WARM_UP)
+    with profile(activities=[activity]):  # the first one takes a while to begin
+        train(1)
+    with profile(activities=[activity]) as profiler:
+        train(steps)
+    optimizer.close()
+    events = _events(profiler)
+    if place.on_gpu and not any(one.get("cat") == "kernel" for one in events):
+        raise UsageError("torch's profiler has recorded no kernel: CUPTI may be missing")
+    return events
+
+
+def _events(profiler: profile) -> list[dict[str, Any]]:
+    """Of the trace, as a browser would be shown it."""
+    with tempfile.TemporaryDirectory(prefix="gadei-ps-trace-") as scratch:
+        path = Path(scratch) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def _tell(report: Report, name: str, mini_batch: int, found: dict[str, list[Span]]) -> None:
+    """A row for each way, with what a plot needs."""
+    known = {"network": name, "mini_batch": mini_batch}
+    begin = min((span[0] for spans in found.values() for span in spans), default=0.0)
+    compute = found[COMPUTE]
+    drawn = {
+        lane: [[round(a - begin, 1), round(b - begin, 1)] for a, b in union(spans)]
+        for lane, spans in found.items()
+    }
+    report.rows.append(
+        {"contender": "gadei-ps", **known, "of": COMPUTE, "transfers": 0, "overlap": None}
+        | summary([(end - begin) / 1e6 for begin, end in union(compute)] or [0.0])
+        | {"lanes_us": drawn}
+    )
+    for way, spans in ((PUSH, found[PUSH]), (PULL, found[PULL])):
+        share = overlap(spans, compute)
+        row = {"contender": "gadei-ps", **known, "of": way, "transfers": len(spans)}
+        report.rows.append(
+            row
+            | {"overlap": share}
+            | summary([(end - begin) / 1e6 for begin, end in spans] or [0.0])
+        )
+        shown = "-" if share is None else f"{share:.0%}"
+        report.lines.append([name, str(mini_batch), way, str(len(spans)), shown])

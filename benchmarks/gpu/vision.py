@@ -1,0 +1,158 @@
+"""A convolutional network on gadei-ps beside plain torch SGD, and a learner on each GPU.
+
+VGG on images of CIFAR-10, and a network of AlexNet's size on images of noise (paper, section 6.2,
+Figure 8). Mini-batches are cut from images that lie in the GPU's memory: what is measured is
+training. The data set is a JPEG copy (`cifar10-jpeg`), not the pixels of CIFAR-10; where it is not
+there, its images are noise, too.
+
+One learner is compared with torch's SGD in one process, which turns about with it. Where there are
+several GPUs, learners have one each, from one to all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import tarfile
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gadei_ps import gpus
+from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
+from gadei_ps.benchmarks.gang import Gang
+from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.benchmarks.nlc_texts import VARIABLE, data_directory
+
+OURS, TORCH = "gadei-ps", "torch SGD"
+LEARNER = "gadei_ps.benchmarks.gpu.vision_learner"
+START_S = 120.0
+STEPS_S = 120.0
+SIDE = 32
+LINEAR = 0.9
+"""Of as many times one learner's speed: what is wanted of a learner on each GPU."""
+
+Pixels = NDArray[np.uint8]
+
+
+def images(count: int) -> tuple[Pixels, list[str]]:
+    """Up to so many images, uint8 (n, 3, 32, 32), and notes on what they are."""
+    directory = data_directory() / "cifar10-jpeg"
+    decode = _decoder()
+    paths = [directory / f"{part}.tar.xz" for part in ("train", "test")]
+    path = next((one for one in paths if one.exists()), None)
+    if path is None or decode is None:
+        why = f"no {directory} (${VARIABLE})" if path is None else "nothing here decodes JPEG"
+        noise = np.random.default_rng(0).integers(0, 256, (min(count, 10_000), 3, SIDE, SIDE))
+        return noise.astype(np.uint8), [f"VGG's images are noise: {why}"]
+    found = []
+    with tarfile.open(path) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.name.endswith(".jpg") else None
+            if file is not None:
+                found.append(decode(file.read()))
+            if len(found) == count:
+                break
+    note = f"VGG's images are {len(found)} of a JPEG copy of CIFAR-10 ({path.parent.name})"
+    return np.ascontiguousarray(np.stack(found).transpose(0, 3, 1, 2)), [note]
+
+
+def _decoder() -> Callable[[bytes], Pixels] | None:
+    """Of JPEG files, to (height, width, 3): what this Python has."""
+    try:
+        from PIL import Image
+
+        return lambda data: np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    except ImportError:
+        pass
+    try:
+        cv2 = importlib.import_module("cv2")
+        return lambda data: cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)[..., ::-1]
+    except ImportError:
+        return None
+
+
+def measure(place: Place) -> Report:
+    """Each network; then on several GPUs, if there are."""
+    size = place.sizes("vision")
+    report = Report(["network", "mini-batch", "GPUs", OURS, TORCH, "ratio"])
+    pixels, notes = images(size["images"])
+    report.notes += [*notes, "precision is torch's default, in both"]
+    entries = gpus.visible() if place.on_gpu else ("",)
+    with tempfile.TemporaryDirectory(prefix="gadei-ps-images-") as scratch:
+        path = Path(scratch) / "images.npy"
+        np.save(path, pixels)
+        for one in size["models"]:
+            told = {**one, "images": str(path), "device": place.device, "quick": place.quick}
+            _beside_torch(report, told, entries[0], size)
+            for count in range(2, len(entries) + 1):
+                _on_several(report, told, entries[:count], size)
+    return report
+
+
+def _gang(entries: tuple[str, ...]) -> Gang:
+    """A process for each of these GPUs."""
+    return Gang([["-m", LEARNER, entry] for entry in entries], start_s=START_S)
+
+
+def _rate(gang: Gang, told: dict[str, Any], learners: int, window_s: float) -> Callable[[], float]:
+    """Samples a second of all processes together, in windows of about so long."""
+    gang.seconds({"steps": 3}, timeout_s=STEPS_S)
+    few = 5
+    once = gang.seconds({"steps": few}, timeout_s=STEPS_S) / few
+    steps = max(few, round(window_s / once))
+    samples = steps * told["mini_batch"] * learners
+    return lambda: samples / gang.seconds({"steps": steps}, timeout_s=STEPS_S)
+
+
+def _beside_torch(report: Report, told: dict[str, Any], entry: str, size: dict[str, Any]) -> None:
+    """One learner and one process of torch, on the same GPU, in turns."""
+    with ExitStack() as stack:
+        name = stack.enter_context(job("vision"))
+        contenders = {}
+        for who, target in ((OURS, name), (TORCH, None)):
+            gang = stack.enter_context(_gang((entry,)))
+            (answer,) = gang.ask({**told, "job": target}, timeout_s=STEPS_S)
+            contenders[who] = _rate(gang, told, 1, size["window_s"])
+        figures = alternate(contenders, size["rounds"])
+    known = {"model": told["model"], "mini_batch": told["mini_batch"], "gpus": 1}
+    known["bytes"] = answer["bytes"]
+    for who, values in figures.items():
+        report.rows.append({"contender": who, **known} | summary(values, "samples/s", larger=True))
+    found = ratios_of(figures[OURS], figures[TORCH], larger=True)
+    reached = {"reach": 1.0, "reached": found["ratio"] >= 1.0}
+    report.ratios.append({"contender": TORCH, **known, **found, **reached})
+    cells = [f"{summary(values)['median']:.0f}" for values in figures.values()]
+    report.lines.append(
+        [told["model"], str(told["mini_batch"]), "1", *cells, f"{found['ratio']:.2f}"]
+    )
+
+
+def _on_several(
+    report: Report, told: dict[str, Any], entries: tuple[str, ...], size: dict[str, Any]
+) -> None:
+    """A learner on each of these GPUs, beside one on the first."""
+    count = len(entries)
+    with ExitStack() as stack:
+        contenders = {}
+        for learners in (1, count):
+            name = stack.enter_context(job(f"vision{learners}"))
+            gang = stack.enter_context(_gang(entries[:learners]))
+            gang.ask({**told, "job": name}, timeout_s=STEPS_S)
+            contenders[str(learners)] = _rate(gang, told, learners, size["window_s"])
+        figures = alternate(contenders, size["rounds"])
+    known = {"model": told["model"], "mini_batch": told["mini_batch"], "gpus": count}
+    row = {"contender": OURS, **known} | summary(figures[str(count)], "samples/s", larger=True)
+    report.rows.append(row)
+    found = ratios_of(figures[str(count)], figures["1"], larger=True)
+    reached = {"reach": LINEAR * count, "reached": found["ratio"] >= LINEAR * count}
+    report.ratios.append({"contender": f"{OURS}, one GPU", **known, **found, **reached})
+    report.lines.append(
+        [told["model"], str(told["mini_batch"]), str(count), f"{row['median']:.0f}", "",
+         f"{found['ratio']:.2f}"]
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""A process that trains on images: python -m gadei_ps.benchmarks.gpu.vision_learner GPU
+
+GPU: its name in CUDA_VISIBLE_DEVICES; empty for what its launcher sees. Orders: {"model",
+"mini_batch", "images", "device", "quick", "job"}: make the network, for gadei-ps if there is a job,
+else for torch's SGD; {"steps"}: train so many.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from gadei_ps import gpus
+from gadei_ps.benchmarks.gpu import networks
+from gadei_ps.benchmarks.gpu.place import Place
+from gadei_ps.benchmarks.peers import LR, answer, orders
+from gadei_ps.learners.torch import Optimizer
+
+NOISE = 256  # images of AlexNet's size, to cut mini-batches from
+NARROW = 8
+LARGE, CLASSES = 224, 1000
+
+
+class Trainer:
+    """A network, its images and its optimizer."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._place = Place(told["device"], told["quick"])
+        device = self._place.torch_device
+        torch.manual_seed(0)
+        self._size = told["mini_batch"]
+        if told["model"] == "vgg":
+            small = self._place.quick or not self._place.on_gpu
+            network = networks.vgg(narrow=NARROW if small else 1)
+            self._images = torch.from_numpy(np.load(told["images"])).to(device)
+            classes = 10
+        else:
+            network = networks.alexnet(CLASSES)
+            self._images = torch.randint(0, 256, (NOISE, 3, LARGE, LARGE), dtype=torch.uint8)
+            self._images = self._images.to(device)
+            classes = CLASSES
+        self._labels = torch.randint(classes, (len(self._images),)).to(device)
+        self._network = network.to(device).train()
+        self.bytes = 4 * sum(one.numel() for one in network.parameters())
+        self._optimizer: torch.optim.Optimizer
+        if told["job"]:
+            self._optimizer = Optimizer(network, told["job"])
+        else:
+            self._optimizer = torch.optim.SGD(network.parameters(), lr=LR)
+
+    def run(self, steps: int) -> dict[str, float]:
+        """Trains so many steps, until all of them are in the weights."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            rows = torch.randint(len(self._images), (self._size,), device=self._images.device)
+            inputs = self._images[rows].float().div_(127.5).sub_(1)
+            self._optimizer.zero_grad()
+            loss = networks.loss_of(self._network, inputs, self._labels[rows])
+            loss.backward()  # type: ignore[no-untyped-call]
+            if isinstance(self._optimizer, Optimizer):
+                self._optimizer.report(loss=loss, samples=self._size)
+            self._optimizer.step()
+        self._place.wait()
+        if isinstance(self._optimizer, Optimizer):
+            self._optimizer.client.wait_applied(timeout_s=60.0)
+        return {"begin": begin, "end": time.perf_counter()}
+
+    def close(self) -> None:
+        """Leaves the job."""
+        if isinstance(self._optimizer, Optimizer):
+            self._optimizer.client.detach()
+
+
+def main() -> None:
+    """See the module's text."""
+    if sys.argv[1]:
+        os.environ |= {gpus.VISIBLE: sys.argv[1]} | gpus.order()
+    torch.set_num_threads(2)
+    trainer: Trainer | None = None
+    for order in orders():
+        if "model" in order:
+            trainer = Trainer(order)
+            answer({"bytes": trainer.bytes})
+        else:
+            assert trainer is not None
+            answer(trainer.run(order["steps"]))
+    if trainer is not None:
+        trainer.close()
+
+
+if __name__ == "__main__":
+    main()
