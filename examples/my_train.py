@@ -11,11 +11,13 @@ import gadei_ps.learners.torch
 torch.manual_seed(0)
 inputs = torch.randn(4000, 20)
 labels = (inputs[:, :10].norm(dim=1) > inputs[:, 10:].norm(dim=1)).long()
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+inputs, labels = inputs.to(device), labels.to(device)
 train = TensorDataset(inputs[:3200], labels[:3200])
 
 model = torch.nn.Sequential(
     torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 2)
-)
+).to(device)
 criterion = torch.nn.CrossEntropyLoss()
 # optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = gadei_ps.learners.torch.Optimizer(model)
