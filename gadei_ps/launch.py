@@ -14,7 +14,7 @@ from typing import IO
 from gadei_ps import gpus, interrupts, process
 from gadei_ps.errors import DeviceError, UsageError
 
-# Also in learners/client.py and learners/devices.py, which launchers do not import.
+# Also in learners/client.py and learners/devices.py, which launchers do not load at their start.
 JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"
 DEVICE_VARIABLE = "GADEI_PS_DEVICE"

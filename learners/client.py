@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,20 @@ class Rows(NamedTuple):
 
 Where = tuple[int, int, int, int]
 """A tensor's gradient as C is told of it."""
+
+
+class Carrier(Protocol):
+    """What brings gradients into slots while the client does other things: a device's link."""
+
+    def flush(self) -> None:
+        """Waits until what is on its way is published."""
+
+    def check(self) -> None:
+        """Raises if nothing on its way will ever arrive."""
+
+    def close(self) -> None:
+        """Flushes, and lets go of the client's memory."""
+
 
 Gradients = Mapping[str, npt.NDArray[Any] | Rows | None]
 
@@ -181,7 +195,7 @@ class Client:
         self._started = time.monotonic()
         self._holds = 0
         self._gone_since: float | None = None  # over all waits: each may be short
-        self._before: list[Callable[[], None]] = []
+        self._carrier: Callable[[], Carrier | None] = lambda: None
         self._copies = False  # whether gradients are computed from what pull() copied
         self._finalizer = weakref.finalize(
             self, detach, self._connection, self.row, self.generation, os.getpid(), place
@@ -318,6 +332,7 @@ class Client:
         there is not.
         """
         self._check_process()
+        self._land()
         if batch is None:
             batch = self._taken[0] if self._taken else layout.NO_BATCH
         if version is None:
@@ -344,11 +359,22 @@ class Client:
         PAYLOAD_AT, then publish().
         """
         self._check_process()
+        self._land()
         self._wait_grant(timeout_s)
         self._frame = UNWRITTEN
         self._payload = 0
         what = "no slot came free: does the server apply gradients?"
         return self._wait(_native.claim, (), timeout_s, what)
+
+    def carried_by(self, carrier: Carrier) -> None:
+        """From now on the carrier publishes, too: nothing is claimed while it is about to, waits
+        end when it fails, and detach() closes it."""
+        self._carrier = weakref.ref(carrier)
+
+    def _land(self) -> None:
+        """A slot is claimed by its number, and what is on its way has the next one."""
+        if carrier := self._carrier():
+            carrier.flush()
 
     def _check_process(self) -> None:
         if _forks != self._forks:
@@ -473,6 +499,7 @@ class Client:
         sums: int,
         parts: int,
         frame: tuple[int, int, int],
+        launch: Callable[[], None],
         *,
         version: int,
         loss: float | None = None,
@@ -482,10 +509,10 @@ class Client:
     ) -> None:
         """Lets a device's driver publish the claimed slot, once transfers into it are through.
 
-        Prepares `landing`, _native.LANDING_BYTES of memory, for _native.LAND to be called with. It
-        counts as published from now on, so nothing may be claimed until that call. sums: address of
-        what is transferred beside the payload (native/ps_land.h), parts: of the sum of squares in
-        it. frame: kind, blocks, bytes of the payload. loss: None if it is among the sums.
+        Prepares `landing`, _native.LANDING_BYTES of memory. launch: has the driver call
+        _native.LAND with it; the gradient counts as published from then on. sums: address of what
+        is transferred beside the payload (native/ps_land.h), parts: of the sum of squares in it.
+        frame: kind, blocks, bytes of the payload. loss: None if it is among the sums.
         """
         if batch is None:
             batch = self._taken[0] if self._taken else layout.NO_BATCH
@@ -509,6 +536,7 @@ class Client:
             0.0 if loss is None else loss,
             self._started,
         )
+        launch()
         self._count(batch)
 
     @property
@@ -640,6 +668,8 @@ class Client:
                 raise self._ended()
             if result == _native.PS_EVICTED:
                 raise Evicted(f"job {self.job!r} has given this learner's place away")
+            if carrier := self._carrier():
+                carrier.check()
             now = time.monotonic()
             if self._job_lives():
                 self._gone_since = None
@@ -701,15 +731,14 @@ class Client:
 
     # -- the end --------------------------------------------------------------------------------
 
-    def before_detaching(self, call: Callable[[], None]) -> None:
-        """Has this called first: what uses the client's memory lets go of it."""
-        self._before.append(call)
-
     def detach(self) -> None:
         """Leaves the job. What has been published is applied; batches not answered go to others."""
-        while self._before:
-            self._before.pop()()
-        self._finalizer()
+        carrier = self._carrier()
+        try:
+            if carrier is not None:
+                carrier.close()
+        finally:
+            self._finalizer()
 
     def __enter__(self) -> Self:
         return self

@@ -21,13 +21,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
+from cupy.cuda import nvrtc, runtime
 
 from gadei_ps import _native, layout, segment, weights
 from gadei_ps.errors import DeviceError, ModelMismatch, UsageError
@@ -54,7 +55,13 @@ def missing() -> str:
         count = runtime.getDeviceCount()
     except Exception as error:  # which class depends on what is broken
         return f"no GPU can be used ({_told(error)}); gadei-ps doctor tells more"
-    return "" if count else "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if not count:
+        return "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    try:
+        nvrtc.getVersion()
+    except Exception as error:
+        return f"CuPy lacks the compiler NVRTC ({_told(error)}); pip install 'cupy-cuda13x[ctk]'"
+    return ""
 
 
 def current_stream() -> int:
@@ -78,6 +85,35 @@ class Cuda:
         return CudaLink(client, self.index, compute)
 
 
+class _Here:
+    """Makes a device the current one, and what fails there an error of one line."""
+
+    def __init__(self, index: int, model_bytes: int) -> None:
+        self._index = index
+        self._model_bytes = model_bytes
+        self._device = cupy.cuda.Device(index)
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        self._device.__exit__(kind, error, trace)
+        if isinstance(error, cupy.cuda.memory.OutOfMemoryError):
+            raise self._too_small(error) from None
+        if isinstance(error, runtime.CUDARuntimeError):
+            raise DeviceError(f"GPU {self._index} has failed ({_told(error)})") from None
+
+    def _too_small(self, error: BaseException) -> DeviceError:
+        with self._device:
+            free, total = runtime.memGetInfo()
+        return DeviceError(
+            f"GPU {self._index} is out of memory: a learner needs {_size(4 * self._model_bytes)} "
+            f"for weights and gradients of {_size(self._model_bytes)}, twice each, and "
+            f"{_size(free)} of {_size(total)} are free ({_told(error)}); end other processes on "
+            "it, or use --device host"
+        )
+
+
 class _Stage(NamedTuple):
     """A launch of `stage` for some tensors."""
 
@@ -98,17 +134,17 @@ class CudaLink:
     def __init__(self, client: Client, index: int, compute: Stream) -> None:
         self._client = client
         self._index = index
-        self._device = cupy.cuda.Device(index)
+        self._device = _Here(index, 4 * client.model.elements)
         self._compute = compute
         self._wire = client.wire
         self._width = 4 if self._wire is WireType.FLOAT32 else 2
         self.version = client.current_version
         self._writes = -1  # before the last pull
         self._cleanup = contextlib.ExitStack()
-        with self._here(), contextlib.ExitStack() as made:
+        with self._device, contextlib.ExitStack() as made:
             self._source = self._register_weights(made)
             self._register_slots(made)
-            self._kernels = Kernels()
+            self._kernels = self._compile()
             self._make_room()
             self._push = cupy.cuda.Stream(non_blocking=True)
             self._pull = cupy.cuda.Stream(non_blocking=True)
@@ -126,25 +162,9 @@ class CudaLink:
         self._room: list[cupy.ndarray] = []
         self._finalizer = weakref.finalize(self, _release, index, self._cleanup)
         atexit.register(self._finalizer)  # before the client's own, which leaves the job
-        client.before_detaching(self.close)
+        client.carried_by(self)
 
     # -- memory ---------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _here(self) -> Iterator[None]:
-        """Makes the device the current one; out of memory becomes an error that names sizes."""
-        with self._device:
-            try:
-                yield
-            except cupy.cuda.memory.OutOfMemoryError as error:
-                free, total = runtime.memGetInfo()
-                model = 4 * self._client.model.elements
-                raise DeviceError(
-                    f"GPU {self._index} is out of memory: a learner needs {_size(4 * model)} for "
-                    f"weights and gradients of {_size(model)}, twice each, and {_size(free)} of "
-                    f"{_size(total)} are free ({_told(error)}); end other processes on it, or use "
-                    "--device host"
-                ) from None
 
     def _register_weights(self, undo: contextlib.ExitStack) -> int:
         """Where the weights are for the device."""
@@ -179,6 +199,12 @@ class CudaLink:
             ) from None
         undo.callback(lambda: mapping)  # keeps it mapped until after:
         undo.callback(runtime.hostUnregister, at)
+
+    def _compile(self) -> Kernels:
+        try:
+            return Kernels()
+        except (OSError, RuntimeError, cupy.cuda.compiler.CompileException) as error:
+            raise DeviceError(f"GPU {self._index}: no kernels ({_told(error)})") from None
 
     def _make_room(self) -> None:
         model = self._client.model
@@ -229,7 +255,7 @@ class CudaLink:
         return made
 
     def buffer(self) -> cupy.ndarray:
-        with self._here():
+        with self._device:
             made = cupy.zeros(self._client.model.elements, np.float32)
             cupy.cuda.get_current_stream().synchronize()
             return made
@@ -247,8 +273,9 @@ class CudaLink:
 
     # -- pull -----------------------------------------------------------------------------------
 
-    def leave_out(self, names: Sequence[str]) -> None:
-        """Pulls no longer bring these tensors; gather() reads their rows."""
+    def leave_out(self, names: Collection[str]) -> None:
+        """Pulls bring all tensors but these; gather() reads their rows."""
+        self._coming = False  # a pull that began before has brought others
         self._ranges = []
         for tensor in self._client.model.tensors:
             begin, end = 4 * tensor.start, 4 * (tensor.start + tensor.count)
@@ -337,7 +364,7 @@ class CudaLink:
         if unknown:
             raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
         kept: list[Any] = []
-        with self._here():
+        with self._device:
             where: list[int] = []
             for tensor in self._client.model.tensors:
                 where += _where(tensor, gradients.get(tensor.name), kept)
@@ -362,7 +389,6 @@ class CudaLink:
         """
         client = self._client
         if not client.wanted:
-            self.flush()
             client.publish_nothing(batch, computed=True)
             return
         with self._device:
@@ -372,8 +398,7 @@ class CudaLink:
                 to = self._sums[turn].data.ptr + 8 * LOSS
                 runtime.memcpyAsync(to, loss_at, 4, runtime.memcpyDeviceToDevice, stream)
             runtime.eventRecord(self._staged.ptr, stream)
-            self.flush()
-            payload = client.claim() + layout.PAYLOAD_AT
+            payload = client.claim() + layout.PAYLOAD_AT  # once the push before is published
             if len(blocks):
                 ctypes.memmove(payload, blocks.ctypes.data, blocks.nbytes)
             push = self._push.ptr
@@ -388,32 +413,36 @@ class CudaLink:
                 self._landed[turn],
                 self._parts,
                 frame,
+                functools.partial(_launch_host_function, push, self._landing[turn]),
                 version=version,
                 loss=None if loss_at else loss,
                 samples=samples,
                 rate_scale=rate_scale,
                 batch=batch,
             )
-            _launch_host_function(push, _native.LAND, self._landing[turn])
             runtime.eventRecord(self._published.ptr, push)
             self._kept = kept or []
             self._turn = 1 - turn
 
     def flush(self) -> None:
-        try:
+        with self._device:
             runtime.eventSynchronize(self._published.ptr)
-        except runtime.CUDARuntimeError as error:  # of anything that was computed before, too
-            raise DeviceError(f"GPU {self._index} has failed ({_told(error)})") from None
-        last = 1 - self._turn
-        bad = ctypes.c_uint64.from_address(self._landed[last] + 8 * BAD)
-        if bad.value:
+            last = 1 - self._turn
+            bad = ctypes.c_uint64.from_address(self._landed[last] + 8 * BAD)
+            if not bad.value:
+                return
             tensor = self._client.model.tensors[bad.value - 1]
             bad.value = 0
             runtime.memsetAsync(self._sums[last].data.ptr, 0, 8, self._compute())
-            raise ModelMismatch(
-                f"a gradient named a row of {tensor.name!r} that is none of its {tensor.rows}; "
-                "it was not applied"
-            )
+        raise ModelMismatch(
+            f"a gradient named a row of {tensor.name!r} that is none of its {tensor.rows}; "
+            "it was not applied"
+        )
+
+    def check(self) -> None:
+        """Raises DeviceError if the GPU has failed, so that what is on its way never arrives."""
+        with self._device:
+            self._is_done(self._published)
 
     def _stage(
         self, where: Sequence[int], stream: int
@@ -507,7 +536,7 @@ class CudaLink:
     def _room_for(self, count: int) -> tuple[int, int, int, int]:
         """Addresses of three arrays of `count` u32 and one of i64; tensors take turns in it."""
         if self._lists is None or self._lists.size < 20 * count:
-            with self._here():
+            with self._device:
                 runtime.streamSynchronize(self._compute())  # which may still use what there was
                 self._lists = cupy.zeros(20 * max(2 * count, FIRST_ROWS), np.uint8)
                 cupy.cuda.get_current_stream().synchronize()
@@ -547,9 +576,9 @@ def _release(index: int, made: contextlib.ExitStack) -> None:
             made.close()
 
 
-def _launch_host_function(stream: int, function: int, argument: int) -> None:
+def _launch_host_function(stream: int, landing: int) -> None:
     """CuPy's own calls Python, and would wait for the interpreter's lock."""
-    status = _driver().cuLaunchHostFunc(stream, function, argument)
+    status = _driver().cuLaunchHostFunc(stream, _native.LAND, landing)
     if status:
         raise DeviceError(f"the driver does not take the publishing of a gradient (error {status})")
 
@@ -570,7 +599,10 @@ def _where(tensor: Tensor, gradient: Any, kept: list[Any]) -> Where:
     if gradient is None:
         return NONE
     if isinstance(gradient, Rows):
-        indices = cupy.ascontiguousarray(_array(tensor, gradient.indices), np.int64)
+        given = _array(tensor, gradient.indices)
+        if given.size and given.dtype.kind not in "iu":
+            raise ModelMismatch(f"rows of {tensor.name!r}: indices of {given.dtype}, not integers")
+        indices = cupy.ascontiguousarray(given, np.int64)
         values = cupy.ascontiguousarray(_array(tensor, gradient.values), np.float32)
         if indices.ndim != 1 or values.shape != (indices.size, *tensor.shape[1:]):
             raise ModelMismatch(
@@ -595,8 +627,11 @@ def _array(tensor: Tensor, given: Any) -> cupy.ndarray:
     if isinstance(given, cupy.ndarray):
         return given
     if not isinstance(given, np.ndarray) and hasattr(given, "__dlpack__"):
-        with contextlib.suppress(BufferError, RuntimeError, TypeError, ValueError):
+        try:
             return cupy.from_dlpack(given)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, runtime.CUDARuntimeError):
+                raise
     raise ModelMismatch(
         f"gradient of {tensor.name!r} is a {type(given).__module__}.{type(given).__name__}, not an "
         "array on the GPU"

@@ -76,6 +76,7 @@ class Kernels:
         source = Path(__file__).with_name("kernels.cu").read_text()
         # Kept: the functions live as long as their module.
         self._module = cupy.RawModule(code=source, options=("-std=c++17",))
+        self._module.compile()
 
     def launch(self, name: str) -> Launch:
         return Launch(self._module.get_function(name).kernel, STRUCTS[name])

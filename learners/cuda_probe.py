@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ BYTES = 64 << 20  # of one copy
 COPIES = 16  # in each direction, for each figure
 REGISTERED_BYTES = 1 << 20
 TO_DEVICE, TO_HOST = 0, 1
+PINNED, READ_ONLY = 1 | 2, 8  # flags of cudaHostRegister: portable and mapped
 
 
 def missing() -> str:
@@ -120,13 +122,29 @@ def _device(index: int) -> dict[str, Any]:
 
 
 def _registers() -> bool:
-    """Whether ordinary host memory can be pinned where it is. Raises what CUDA says if not."""
+    """Whether a learner's mappings can be pinned where they are. Raises what CUDA says if not.
+
+    As it has them: of shared memory, one that can be written, and one that can only be read if the
+    GPU registers such.
+    """
     from cupy.cuda import runtime
 
-    memory = mmap.mmap(-1, REGISTERED_BYTES)
-    address = np.frombuffer(memory, np.uint8).ctypes.data
-    runtime.hostRegister(address, REGISTERED_BYTES, 0)
-    runtime.hostUnregister(address)
+    reads = runtime.deviceGetAttribute(
+        runtime.cudaDevAttrHostRegisterReadOnlySupported, runtime.getDevice()
+    )
+    fd = os.memfd_create("gadei-ps-probe")
+    try:
+        os.ftruncate(fd, REGISTERED_BYTES)
+        ways = [(mmap.PROT_READ | mmap.PROT_WRITE, PINNED)]
+        if reads:
+            ways.append((mmap.PROT_READ, PINNED | READ_ONLY))
+        for protection, flags in ways:
+            memory = mmap.mmap(fd, REGISTERED_BYTES, mmap.MAP_SHARED, protection)
+            address = np.frombuffer(memory, np.uint8).ctypes.data
+            runtime.hostRegister(address, REGISTERED_BYTES, flags)
+            runtime.hostUnregister(address)
+    finally:
+        os.close(fd)
     return True
 
 

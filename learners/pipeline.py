@@ -35,14 +35,18 @@ class Pipeline:
             )
         self.client = client
         self._link = device.link(client)
-        self._front, self._back = (self._link.buffer() for _ in range(2))
-        self._views, self._other_views = (
-            self._link.views(buffer) for buffer in (self._front, self._back)
-        )
-        self._link.fill(self._front)
-        self.version = self._link.version
-        """Of the weights that weights() returned last."""
-        self._link.pull(self._back)
+        try:
+            self._front, self._back = (self._link.buffer() for _ in range(2))
+            self._views, self._other_views = (
+                self._link.views(buffer) for buffer in (self._front, self._back)
+            )
+            self._link.fill(self._front)
+            self.version = self._link.version
+            """Of the weights that weights() returned last."""
+            self._link.pull(self._back)
+        except BaseException:
+            self._link.abandon()
+            raise
 
     def weights(self) -> dict[str, Any]:
         """The newest weights that have arrived, by name, on the device; valid until the next call.

@@ -28,7 +28,7 @@ def learn(path: str) -> None:
         sentences = Encoded(data["tokens"], data["lengths"])
         settings = json.loads(str(data["settings"]))
         device = torch.device("cuda" if settings["device"] == "cuda" else "cpu")
-        labels = torch.from_numpy(data["labels"]).to(device)
+        labels = data["labels"]
     torch.set_num_threads(settings["threads"])
     model = SentenceClassifier(
         settings["vocabulary_size"],
@@ -48,12 +48,18 @@ def learn(path: str) -> None:
     ):
         with optimizer.iteration():
             optimizer.zero_grad()
-            logits = model(torch.from_numpy(sentences.batch(batch.indices)).to(device))
-            loss = functional.cross_entropy(logits, labels[batch.indices])
+            logits = model(_brought(sentences.batch(batch.indices), device))
+            loss = functional.cross_entropy(logits, _brought(labels[batch.indices], device))
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.report(loss=loss)
             optimizer.step()
     optimizer.client.detach()
+
+
+def _brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device; nobody waits until it is there."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def main() -> None:

@@ -314,7 +314,8 @@ class Optimizer(torch.optim.Optimizer):
         changes = self._changes() if self._buffers and self._gpu is None else {}
         for number, parameter in enumerate(self._ordered):
             if self._gpu is not None and not isinstance(parameter, torch.nn.Parameter):
-                where += whole_at(parameter.data_ptr())  # a buffer; the device counts its change
+                kept.append(parameter.contiguous())  # a buffer; the device counts its change
+                where += whole_at(kept[-1].data_ptr())
             elif number in changes:
                 kept.append(changes[number])
                 where += whole_at(_native.address(changes[number]))
@@ -376,12 +377,15 @@ class Optimizer(torch.optim.Optimizer):
         self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
     ) -> None:
         """What the next step's gradient says of itself, for status and metrics."""
-        if isinstance(loss, torch.Tensor) and self._gpu is not None and loss.numel() == 1:
+        if isinstance(loss, torch.Tensor) and self._is_there(loss):
             self._loss = loss.detach()  # not looked at, which would wait for the GPU
         elif loss is not None:
             self._loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if samples is not None:
             self._samples = samples
+
+    def _is_there(self, loss: torch.Tensor) -> bool:
+        return self._gpu is not None and torch_cuda.is_on_gpu(loss) and loss.numel() == 1
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
         """Mini-batches that the server hands out; see Client.batches. One step() for each."""
@@ -428,16 +432,20 @@ class Optimizer(torch.optim.Optimizer):
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self._gpu is not None:
-            self._gpu.close()
-        with torch.no_grad():
-            for parameter in self._parameters.values():
-                parameter.data = parameter.data.clone()
-            for tensor in self._ordered:
-                vars(tensor).pop(PRODUCTS, None)
-        self._refresh_buffers()
-        self._shared.clear()
-        self.client.detach()
+        try:
+            if self._gpu is not None:
+                self._gpu.close()
+            with torch.no_grad():
+                for parameter in self._parameters.values():
+                    parameter.data = parameter.data.clone()
+                for tensor in self._ordered:
+                    vars(tensor).pop(PRODUCTS, None)
+            if self._gpu is not None:
+                torch_cuda.flatten(self._model)
+            self._refresh_buffers()
+        finally:
+            self._shared.clear()
+            self.client.detach()
 
 
 def _checked(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

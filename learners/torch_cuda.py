@@ -41,7 +41,8 @@ class Shared:
         self._link = Cuda(device.index).link(client, stream)
         self._front, self._back = self._link.buffer(), self._link.buffer()
         self._views = self._link.views(self._front)
-        self._gathered: list[str] = []
+        self._gathered: set[str] = set()
+        self._whole: set[str] = set()  # tensors that are looked up in and used in another way, too
         self._link.count_buffers_from(self._front)
         self._link.fill(self._front)
         self._version = self._link.version
@@ -55,10 +56,12 @@ class Shared:
         places = {tensor.name: tensor for tensor in self._client.model.tensors}
         for names in together:
             members = [places[name] for name in names]
-            begin, last = members[0].start, max(members, key=lambda tensor: tensor.start)
-            if min(tensor.start for tensor in members) < begin:
-                continue  # the learner that made the model had them in another order
-            part = self._front[begin : last.start + last.count]
+            begin = end = members[0].start
+            for tensor in members:
+                end = tensor.start + tensor.count if tensor.start == end else -1
+            if end < 0:
+                continue  # gaps, or the learner that made the model had them in another order
+            part = self._front[begin:end]
             storage = torch.utils.dlpack.from_dlpack(part)
             for tensor in members:
                 at = tensor.start - begin
@@ -78,7 +81,18 @@ class Shared:
             facts["loss_at"] = value.data_ptr()
         else:
             facts["loss"] = loss
+        if self._gathered:
+            self._bring_back(where)
         self._link.push_from(where, version=self._version, kept=kept, **facts)
+
+    def _bring_back(self, where: Sequence[int]) -> None:
+        """Who gets a gradient that is none of rows has been used as a whole: a tied weight."""
+        for number, tensor in enumerate(self._client.model.tensors):
+            values, indices = where[4 * number : 4 * number + 2]
+            if values and not indices and tensor.name in self._gathered:
+                self._gathered.remove(tensor.name)
+                self._whole.add(tensor.name)
+                self._link.leave_out(self._gathered)
 
     def flush(self) -> None:
         self._link.flush()
@@ -95,17 +109,18 @@ class Shared:
             self._version = self._link.version
         self._link.pull(self._back)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         """Rows of a tensor as they are in the job now, shape (n, width); indices: int64, flat.
 
-        From now on pulls leave the tensor out.
+        From now on pulls leave the tensor out, unless it is found to be used as a whole, too.
         """
-        if name not in self._gathered:
-            self._gathered.append(name)
+        if name not in self._gathered and name not in self._whole:
+            self._gathered.add(name)
             self._link.leave_out(self._gathered)
         tensor = next(one for one in self._client.model.tensors if one.name == name)
         width = tensor.count // tensor.rows
-        rows = torch.empty(len(indices), width, device=indices.device)
+        rows = torch.empty(len(indices), width, dtype=torch.float32, device=indices.device)
         self._link.gather(name, indices.data_ptr(), len(indices), rows.data_ptr())
         return rows
 
@@ -135,6 +150,8 @@ def embedding(
     current on the device then; use it in no other way.
     """
     gather: Gather | None = getattr(weight, GATHERED, None)
+    if gather is not None and indices.device != weight.device:
+        raise UsageError(f"indices on {indices.device} into an embedding on {weight.device}")
     if gather is None or not sparse:
         return torch.nn.functional.embedding(indices, weight, padding_idx, sparse=sparse)
     rows: torch.Tensor = _Gathered.apply(indices, weight, padding_idx, gather)  # type: ignore[no-untyped-call]
@@ -150,7 +167,7 @@ class _Gathered(torch.autograd.Function):
         padding_idx: int | None,
         gather: Gather,
     ) -> torch.Tensor:
-        flat = indices.reshape(-1).to(torch.int64)
+        flat = indices.reshape(-1).to(torch.int64).contiguous()
         context.save_for_backward(flat)
         context.shape = weight.shape
         context.padding_idx = padding_idx
@@ -230,6 +247,13 @@ def adapt(
         if alone and hasattr(module.weight, GATHERED):
             module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
             yield functools.partial(delattr, module, "forward")
+
+
+def flatten(model: torch.nn.Module) -> None:
+    """Puts the weights of recurrent layers, which are their own again, into one piece."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters()
 
 
 def _leave() -> None:

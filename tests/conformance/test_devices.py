@@ -229,7 +229,6 @@ def test_pipeline_pushes_each_once_and_in_order(case: Case, job: Daemon, job_nam
             for number in range(1, 201):
                 weights = pipeline.weights()
                 pushed_before = case.to_host(weights["b"])
-                # Whole sums only: no gradient is seen in part by more than one pull's raggedness.
                 assert pushed_before.max() <= 0
                 pipeline.push(gradients(case, number), samples=1, loss=float(number))
             pipeline.flush()

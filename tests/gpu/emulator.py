@@ -48,6 +48,10 @@ class OutOfMemory(MemoryError):
     pass
 
 
+class CompileError(Exception):
+    pass
+
+
 class Device:
     """The one device; its state goes with it."""
 
@@ -355,6 +359,9 @@ def _module(device: Device) -> dict[str, types.ModuleType]:
         def __init__(self, code: str, options: tuple[str, ...]) -> None:
             library[:] = [compiled(code)]
 
+        def compile(self) -> None:
+            pass
+
         def get_function(self, name: str) -> Any:
             return types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=name))
 
@@ -394,6 +401,8 @@ def _module(device: Device) -> dict[str, types.ModuleType]:
             return None
 
     cuda.__dict__.update(
+        nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),
+        compiler=types.SimpleNamespace(CompileException=CompileError),
         runtime=_runtime(device),
         driver=_driver(device, lambda: library[0]),
         Stream=lambda non_blocking: Stream(device),

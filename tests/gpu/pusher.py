@@ -19,6 +19,7 @@ def main(job: str, kind: str) -> None:
         link = devices.choose("cuda").link(client)
         weights = link.buffer()
         link.fill(weights)
+        link.pull(weights)
         for number in itertools.count(1):
             gradients = link.gradients()
             for array in gradients.values():

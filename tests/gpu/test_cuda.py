@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -22,6 +23,7 @@ from gadei_ps.errors import DeviceError, JobStopped, ModelMismatch, UsageError
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.learners.host import Host
+from gadei_ps.learners.pipeline import Pipeline
 
 VALUES = 20_000
 
@@ -95,6 +97,17 @@ def test_no_gpu(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> Non
         devices.choose("cuda")
 
 
+def test_no_compiler(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gadei_ps.learners import cuda
+
+    def lacks() -> None:
+        raise RuntimeError("CuPy failed to load libnvrtc.so.13: no such file\nand more")
+
+    monkeypatch.setattr(cuda.nvrtc, "getVersion", lacks)
+    with pytest.raises(DeviceError, match=r"CuPy lacks the compiler NVRTC \(CuPy failed to load"):
+        devices.choose("cuda")
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 
@@ -136,6 +149,25 @@ def test_a_gpu_that_is_too_small(device: emulator.Device, job_name: str) -> None
         assert client.current_version == 2
 
 
+def test_links_give_their_memory_back(device: emulator.Device, job_name: str) -> None:
+    """Closed, or made in vain: the client lives on."""
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        used = []
+        for _ in range(3):
+            with Pipeline(client, devices.choose("cuda")) as pipeline:
+                pipeline.push(ones())
+            del pipeline
+            gc.collect()
+            used.append(device.used)
+        assert used == [used[0]] * 3
+        assert used[0] < 4 * VALUES
+        device.total = device.used + 12 * VALUES  # enough for staging, too little for weights
+        for _ in range(2):
+            with pytest.raises(DeviceError, match="out of memory"):
+                Pipeline(client, devices.choose("cuda"))
+            assert not any(flags for _, flags in device.registered.values())
+
+
 def test_memory_that_cannot_be_registered(
     device: emulator.Device, monkeypatch: pytest.MonkeyPatch, job_name: str
 ) -> None:
@@ -155,6 +187,9 @@ def test_arrays_of_the_host(device: emulator.Device, job_name: str) -> None:
         link = devices.choose("cuda").link(client)
         with pytest.raises(ModelMismatch, match=r"'w' is a numpy\.ndarray, not an array on the"):
             link.push({"w": np.ones(VALUES, np.float32)}, 0)
+        rows = Rows(on_device(np.zeros(1, np.float32)), on_device(np.zeros(1, np.float32)))
+        with pytest.raises(ModelMismatch, match="rows of 'w': indices of float32, not integers"):
+            link.push({"w": rows}, 0)
         rows = Rows(on_device(np.zeros(1, np.int64)), on_device(np.zeros((2, 1), np.float32)))
         with pytest.raises(ModelMismatch, match="rows of 'w'"):
             link.push({"w": rows}, 0)
@@ -206,6 +241,48 @@ def test_a_gradient_that_is_not_wanted(device: emulator.Device, job_name: str) -
         told = status(job_name)
         assert (told["gradients_applied"], told["gradients_dropped"]) == (1, 1)
         link.close()
+
+
+def test_nothing_is_claimed_while_a_push_is_on_its_way(
+    device: emulator.Device, job_name: str
+) -> None:
+    """Whatever else the client publishes comes after it."""
+    with (
+        daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}),
+        Client(job_name, tensors=tensors()) as client,
+    ):
+        link = devices.choose("cuda").link(client)
+        for number, value in enumerate((1, 10, 100, 1000)):
+            link.push({"w": on_device(np.full(VALUES, value, np.float32))}, 0)
+            if number == 1:
+                client.push({"w": np.full(VALUES, 10_000, np.float32)})
+        client.give_up()
+        client.wait_applied()
+        np.testing.assert_array_equal(client.weights["w"], -11_111)
+        told = status(job_name)
+        assert (told["gradients_applied"], told["gradients_dropped"]) == (5, 1)
+
+
+def test_a_gpu_that_fails_ends_waits(device: emulator.Device, job_name: str) -> None:
+    """What was on its way never arrives; nobody waits for it for ever."""
+    with (
+        daemon(job_name, sync="bsp"),
+        Client(job_name, tensors=tensors()) as client,
+        Client(job_name) as other,  # on which the barrier waits
+    ):
+        link = devices.choose("cuda").link(client)
+        client.wait_turn()
+        other.wait_turn()
+        link.push(ones(), 0)
+        link.flush()
+        device.failure = RuntimeError("an illegal address")
+        with pytest.raises(DeviceError, match=r"GPU 0 has failed \(cudaErrorUnknown.*illegal"):
+            client.wait_turn()
+        with pytest.raises(DeviceError, match="GPU 0 has failed"):
+            link.push(ones(), 0)
+        link.abandon()
+        device.failure = None
+        device.registered.clear()  # a context that has failed takes them with it
 
 
 def test_a_job_that_ends_meanwhile(device: emulator.Device, job_name: str) -> None:

@@ -150,6 +150,8 @@ def test_as_the_host(
                 # Out of huge sums the host leaves what earlier rounding has left over.
                 assert found.squares == pytest.approx(expected.squares, rel=1e-4)
             assert found.rows.keys() == expected.rows.keys()
+            if not expected.finite:
+                continue  # it is refused; which bits a NaN has depends on the processor
             for name, rows in expected.rows.items():
                 more = found.rows[name].keys() - rows.keys()
                 # Rows of one value: whether to list them is decided before it is known how many.

@@ -38,6 +38,13 @@ class Place:
     emulated: emulator.Device | None = None
 
 
+def need_cuda() -> None:
+    if why := devices.missing():
+        pytest.skip(why)
+    if not torch.cuda.is_available():
+        pytest.skip(f"PyTorch {torch.__version__} sees no GPU")
+
+
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(torch_cuda, "is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(torch_cuda, "_current_stream", lambda device: 0)
@@ -47,8 +54,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    if why := devices.missing():
-        pytest.skip(why)
+    need_cuda()
     yield Place("cuda")
 
 
@@ -157,7 +163,7 @@ def test_each_gradient_once(gpu: Place, wire: str, feedback: bool, job_name: str
         moved = 40 * 41 / 2 / 2**12
         for name, array in optimizer.client.weights.items():
             np.testing.assert_allclose(begin[name] - array, moved, rtol=1e-4, atol=1e-5)
-        eventually(lambda: optimizer._gpu.refresh() or optimizer._gpu._version == 40)
+        eventually(lambda: optimizer._pull() or optimizer._gpu._version == 40)
         optimizer.close()
         for name, parameter in model.named_parameters():
             np.testing.assert_allclose(
@@ -230,11 +236,85 @@ def test_rows_are_read_from_the_segment(gpu: Place, job_name: str) -> None:
         np.testing.assert_array_equal(own[3], 0)  # named twice
         np.testing.assert_array_equal(own[19], 1)
         np.testing.assert_array_equal(own[0], 2)  # padding
-        table = model.table(indices).detach().cpu().numpy()
-        np.testing.assert_array_equal(table, client.weights["table.weight"][indices.cpu()])
+        several = torch.arange(12, device=gpu.device).view(4, 3)
+        for some in (indices, several[:, 0], several[:, 1:], several[0, 0].expand(5)):
+            table = model.table(some).detach().cpu().numpy()
+            np.testing.assert_array_equal(table, client.weights["table.weight"][some.cpu()])
         optimizer.close()
         np.testing.assert_array_equal(model.own.detach().cpu().numpy(), own)
         client.detach()
+
+
+class Tied(nn.Module):
+    """A weight that is looked up in, and a matrix as well; and a buffer that lies across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, sparse=True)
+        self.register_buffer("across", torch.arange(6.0).view(2, 3).t())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.table(tokens), self.table.weight)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_tied_weight_stays_current(gpu: Place, sync: str, job_name: str) -> None:
+    torch.manual_seed(0)
+    model = Tied().to(gpu.device)
+    with daemon(job_name, sync=sync, optimizer={"kind": "sgd", "lr": 0.1}):
+        optimizer = Optimizer(model, job_name)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.arange(10, device=gpu.device)).sum().backward()
+            model.across += 1
+            optimizer.step()
+            optimizer._gpu.flush()
+            optimizer.client.wait_applied()
+            done = step + 1
+            eventually(lambda done=done: optimizer._pull() or optimizer._gpu._version == done)
+            weight = optimizer.client.weights["table.weight"]
+            np.testing.assert_array_equal(model.table.weight.detach().cpu().numpy(), weight)
+        optimizer.close()
+        across = model.across.cpu().numpy()
+        np.testing.assert_array_equal(across, np.arange(6.0).reshape(2, 3).T + 5)
+
+
+@pytest.mark.gpu
+def test_what_is_in_the_wrong_place(job_name: str) -> None:
+    need_cuda()
+    model = nn.Embedding(50, 8, sparse=True).cuda()
+    with daemon(job_name):
+        optimizer = Optimizer(model, job_name)
+        with pytest.raises(UsageError, match="indices on cpu into an embedding on cuda"):
+            model(torch.arange(3))
+        loss = model(torch.arange(3).cuda()).sum()
+        loss.backward()
+        optimizer.report(loss=loss.cpu())
+        optimizer.step()
+        optimizer._gpu.flush()
+        optimizer.client.wait_applied()
+        told = status(job_name)["learners"][0]["loss"]
+        assert told == pytest.approx(loss.item(), rel=1e-6)
+        optimizer.close()
+
+
+def test_recurrent_layers_with_gaps(gpu: Place, job_name: str) -> None:
+    """Whose sizes leave gaps between them are no piece for cuDNN, and right all the same."""
+    torch.manual_seed(0)
+    model = nn.GRU(3, 5)
+    twin = copy.deepcopy(model)
+    model.to(gpu.device)
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}, shards=1):
+        optimizer = Optimizer(model, job_name)
+        local = torch.optim.SGD(twin.parameters(), 0.1)
+        inputs = torch.randn(4, 2, 3)
+        for _ in range(5):
+            for one, moves, device in ((model, optimizer, gpu.device), (twin, local, "cpu")):
+                moves.zero_grad()
+                one(inputs.to(device))[0].square().sum().backward()
+                moves.step()
+        optimizer.close()
+        same_state(model, twin)
 
 
 def test_recurrent_layers_stay_in_one_piece(gpu: Place, job_name: str) -> None:
@@ -257,7 +337,7 @@ def test_recurrent_layers_stay_in_one_piece(gpu: Place, job_name: str) -> None:
         optimizer.step()
         optimizer._gpu.flush()
         optimizer.client.wait_applied()
-        eventually(lambda: optimizer._gpu.refresh() or optimizer._gpu._version == 1)
+        eventually(lambda: optimizer._pull() or optimizer._gpu._version == 1)
         for name, array in optimizer.client.weights.items():
             np.testing.assert_array_equal(model.get_parameter(name).detach().cpu().numpy(), array)
         optimizer.close()
@@ -293,8 +373,7 @@ def test_what_is_for_the_host(gpu: Place, job_name: str) -> None:
 @pytest.mark.gpu
 def test_cuda_graph(job_name: str) -> None:
     """A graph that was captured once reads each step's weights: they stay where they are."""
-    if why := devices.missing():
-        pytest.skip(why)
+    need_cuda()
     torch.manual_seed(3)
     model = plain()
     twin = copy.deepcopy(model)
@@ -339,8 +418,7 @@ def test_cuda_graph(job_name: str) -> None:
 @pytest.mark.gpu
 def test_memory_comes_back(job_name: str) -> None:
     """What a learner had on the device is free again once it has left."""
-    if why := devices.missing():
-        pytest.skip(why)
+    need_cuda()
     import cupy
 
     with daemon(job_name):
@@ -359,8 +437,7 @@ def test_memory_comes_back(job_name: str) -> None:
 
 @pytest.mark.gpu
 def test_jax(job_name: str) -> None:
-    if why := devices.missing():
-        pytest.skip(why)
+    need_cuda()
     pytest.importorskip("jax")
     example = Path(__file__).parents[2] / "examples" / "jax_learner.py"
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
