@@ -279,6 +279,19 @@ def test_a_tied_weight_stays_current(gpu: Place, sync: str, job_name: str) -> No
         np.testing.assert_array_equal(across, np.arange(6.0).reshape(2, 3).T + 5)
 
 
+def test_recurrent_layers_of_another_learner(gpu: Place, job_name: str) -> None:
+    """Who made the job's model has put the biases first."""
+    torch.manual_seed(0)
+    model = nn.LSTM(8, 16, num_layers=2)
+    arrays = {name: one.detach().numpy().copy() for name, one in model.named_parameters()}
+    first = dict(sorted(arrays.items(), key=lambda one: one[0]))
+    with daemon(job_name), Client(job_name, tensors=first):
+        optimizer = Optimizer(model.to(gpu.device), job_name)
+        for name, parameter in model.named_parameters():
+            np.testing.assert_array_equal(parameter.detach().cpu().numpy(), arrays[name])
+        optimizer.close()
+
+
 @pytest.mark.gpu
 def test_what_is_in_the_wrong_place(job_name: str) -> None:
     need_cuda()
