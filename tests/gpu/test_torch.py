@@ -311,6 +311,7 @@ def test_what_is_in_the_wrong_place(job_name: str) -> None:
         optimizer.close()
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # cuDNN says so, and copies them
 def test_recurrent_layers_with_gaps(gpu: Place, job_name: str) -> None:
     """Whose sizes leave gaps between them are no piece for cuDNN, and right all the same."""
     torch.manual_seed(0)
