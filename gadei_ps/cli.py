@@ -91,8 +91,8 @@ Gpus = Annotated[
     typer.Option(
         "--gpus",
         metavar="K,...",
-        help="GPUs that learners get in turn, one each; without it all. Numbers of nvidia-smi, or "
-        "places in CUDA_VISIBLE_DEVICES where that is set.",
+        help="GPUs that learners get in turn, one each; without it all. Numbers of nvidia-smi, "
+        "UUIDs of parts (MIG), or places in CUDA_VISIBLE_DEVICES where that is set.",
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the log of the job's daemon.")]
@@ -365,7 +365,7 @@ def attach(
 ) -> int:
     """Become one more learner of a running job: gadei-ps attach demo -- python my_train.py
 
-    It gets the GPU that comes after those of the job's learners.
+    Of several GPUs it gets one that fewest of the job's learners have.
     """
     from gadei_ps import run as running
 

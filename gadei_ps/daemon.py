@@ -145,7 +145,7 @@ class Daemon:
         died = Exit(now, useful=False)
         self._deaths = restart.remembered((*self._deaths, died), self._policy)
         if restart.delay(self._deaths, now, self._policy) == restart.GIVE_UP:
-            how = signal.Signals(-code).name
+            how = process.signal_name(-code)
             raise JobFailed(
                 f"the daemon of job {self.config.name!r} was killed by {how} again and again"
             )

@@ -398,12 +398,23 @@ def cuda(command: Sequence[str], timeout_s: float) -> tuple[Level, str, str]:
             level = Level.WARNING if gpus.listed() else Level.OK
         except DeviceError:
             level = Level.OK  # the check of the GPU tells
-        told.append(f"learners compute on the host: {found['missing']}")
-        return level, "; ".join(told), BROKEN_GPU if level != Level.OK else ""
+        why = str(found["missing"]).removesuffix("; gadei-ps doctor tells more")
+        told.append(f"learners compute on the host: {why}")
+        return level, "; ".join(told), _remedy(found) if level != Level.OK else ""
     told += [f"{name} fails: {why}" for name, why in found["errors"].items()]
     told.append(_pinned())
     failed = found["errors"] or any(one["errors"] for one in found["devices"])
     return Level.WARNING if failed else Level.OK, "; ".join(told), BROKEN_GPU if failed else ""
+
+
+def _remedy(found: Mapping[str, Any]) -> str:
+    """For GPUs that CuPy cannot use: often it is made for a newer driver."""
+    version = gpus.driver()
+    first = DRIVER_OF_EXTRA.get(f"cuda{str(found['runtime']).partition('.')[0]}", 0)
+    major = version.partition(".")[0]
+    if major.isdecimal() and int(major) < first:
+        return f"the driver is {version}, this CuPy wants {first}: {cupy_for(version)}"
+    return BROKEN_GPU
 
 
 def _transfers(device: Mapping[str, Any]) -> str:

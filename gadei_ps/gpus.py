@@ -16,7 +16,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ REAP_S = 1.0
 NO_GPU = "No devices were found"
 GPU_LINE = re.compile(r"GPU (?P<index>\d+): (?P<name>.*) \(UUID: GPU-[^)]*\)")
 MIG_LINE = re.compile(r"\s+MIG (?P<name>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[^)]+)\)")
-ENTRY = re.compile(r"\d+|GPU-\S+|MIG-\S+")
+ENTRY = re.compile(r"[0-9]+|GPU-\S+|MIG-\S+")
+LONGEST_ENTRY = 100
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def listed(timeout_s: float = LIST_S, proc: Path = PROC) -> list[Gpu]:
             if found[-1].entry.isdecimal():
                 divided = found.pop().name
             found.append(Gpu(match["uuid"], f"{divided} MIG {match['name']}"))
+    if text.strip() and not found and NO_GPU not in text:
+        raise DeviceError(f"{TOOL} shows no GPU, but: {_short(' '.join(text.split()))}")
     return found
 
 
@@ -114,27 +118,50 @@ def visible(timeout_s: float = LIST_S, environ: Mapping[str, str] = os.environ) 
     return tuple(entries[: valid.index(False)] if False in valid else entries)
 
 
-def choose(asked: str, found: Sequence[str]) -> tuple[str, ...]:
-    """Those of the visible GPUs that --gpus names, by their places from 0; one may come twice.
+def choose(
+    asked: str, found: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
+    """Those of the visible GPUs that --gpus names; one may come twice.
 
-    Raises UsageError for what is no list of numbers, DeviceError for a GPU that is not there.
+    By nvidia-smi's numbers, or the UUIDs of parts of divided GPUs; where CUDA_VISIBLE_DEVICES is
+    set, by places in it from 0. Raises UsageError for what is no list of such, DeviceError for a
+    GPU that is not there.
     """
     names = [one.strip() for one in asked.split(",")]
-    if not all(one.isascii() and one.isdecimal() for one in names):
-        raise UsageError(f"--gpus {asked!r}: give numbers of GPUs, as in --gpus 0,1")
+    if not all(ENTRY.fullmatch(one) and len(one) < LONGEST_ENTRY for one in names):
+        raise UsageError(f"--gpus {_short(asked)!r}: give numbers of GPUs, as in --gpus 0,1")
+    places = VISIBLE in environ
+    known = {str(at): entry for at, entry in enumerate(found)} if places else {}
+    known |= {entry: entry for entry in found if not (places and entry.isdecimal())}
     for one in names:
-        if int(one) >= len(found):
-            raise DeviceError(f"--gpus {asked}: there is no GPU {one}; {_there_is(found)}")
-    return tuple(found[int(one)] for one in names)
+        if one not in known:
+            raise DeviceError(f"--gpus {asked}: there is no GPU {one}; {_there_is(found, environ)}")
+    return tuple(known[one] for one in names)
 
 
-def _there_is(found: Sequence[str]) -> str:
+def _short(text: str) -> str:
+    return text if len(text) < 2 * LONGEST_ENTRY else f"{text[:LONGEST_ENTRY]}..."
+
+
+def _there_is(found: Sequence[str], environ: Mapping[str, str]) -> str:
+    if VISIBLE in environ:
+        return f"{VISIBLE}={environ[VISIBLE]} shows {len(found) or 'none'}, numbered from 0"
     where = TOOL if shutil.which(TOOL) else str(PROC)
-    if VISIBLE in os.environ:
-        where = f"{VISIBLE}={os.environ[VISIBLE]}"
-    if not found:
-        return f"{where} shows none"
-    return f"{where} shows {len(found)}, numbered from 0"
+    return f"{where} shows {', '.join(found) or 'none'}"
+
+
+def least_used(gpus: Sequence[str], pids: Iterable[int]) -> tuple[str, ...]:
+    """The same GPUs, those first that fewest of these processes have been given."""
+    given: Counter[str] = Counter()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # gone, or another user's
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, value = variable.partition(b"=")
+                if name.decode(errors="replace") == VISIBLE:
+                    given[value.decode(errors="replace")] += 1
+    for gpu in gpus:  # named twice, it is to have twice as many
+        given[gpu] -= gpus.count(gpu) - 1
+    return tuple(sorted(gpus, key=lambda gpu: given[gpu]))
 
 
 def assign(
@@ -171,9 +198,11 @@ def missing(
 
     found: the visible GPUs. command: prints what cuda_probe --check does.
     """
+    if not found:
+        lacks = "" if has_cupy() else ", and CuPy is not installed"
+        hidden = f" ({VISIBLE}={environ[VISIBLE]})" if environ.get(VISIBLE) is not None else ""
+        return f"no GPU was found{hidden}{lacks}"
     if not has_cupy():
-        if not found:
-            return "no GPU was found, and CuPy is not installed"
         from gadei_ps.learners import devices
 
         return devices.missing()
@@ -220,7 +249,7 @@ def _answer(
         if child.returncode is None:
             _end(child)
     if child.returncode < 0:
-        raise DeviceError(f"{name} was killed by {signal.Signals(-child.returncode).name}")
+        raise DeviceError(f"{name} was killed by {process.signal_name(-child.returncode)}")
     if child.returncode:
         # Of a traceback the last line says what; nvidia-smi complains on stdout.
         last = err.strip().rpartition("\n")[2] or " ".join(out.split())

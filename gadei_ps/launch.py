@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
@@ -64,6 +64,12 @@ class Compute:
     def _missing(self) -> str:
         return gpus.missing(self.gpus, os.environ | self.environment(0))
 
+    def without(self) -> str:
+        """Why auto can only be the host, as far as can be told at once; empty otherwise."""
+        if self.device != "auto" or (self.gpus and gpus.has_cupy()):
+            return ""
+        return self._missing()
+
     def settled(self) -> Compute:
         """With cuda or host in the place of auto; `why` says why it is the host."""
         if self.device != "auto":
@@ -71,10 +77,9 @@ class Compute:
         why = self.why or self._missing()
         return Compute("host", why=why) if why else replace(self, device="cuda")
 
-    def turned(self, learners: int) -> Compute:
-        """For learners that come after so many others."""
-        at = learners % len(self.gpus) if self.gpus else 0
-        return replace(self, gpus=self.gpus[at:] + self.gpus[:at])
+    def beside(self, pids: Iterable[int]) -> Compute:
+        """For learners that join these: GPUs that few of them have come first."""
+        return replace(self, gpus=gpus.least_used(self.gpus, pids))
 
     def environment(self, index: int) -> dict[str, str]:
         """What learner `index` has in its environment besides what its launcher has."""
@@ -100,7 +105,7 @@ class Ended:
     @property
     def how(self) -> str:
         if self.code < 0:
-            return f"was killed by {signal.Signals(-self.code).name}"
+            return f"was killed by {process.signal_name(-self.code)}"
         return f"ended with exit code {self.code}"
 
 

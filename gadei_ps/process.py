@@ -29,6 +29,14 @@ def start_ticks(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def signal_name(number: int) -> str:
+    """SIGKILL, say; real-time signals have no names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def alive(pid: int, start: int) -> bool:
     """Whether this very process still runs (a zombie does not)."""
     return pid > 0 and start > 0 and start_ticks(pid) == start

@@ -64,7 +64,7 @@ def run(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
                 "or stop the job first"
             )
         attached = _Attached(job)
-        return _Run(attached, command, options, _compute(options)).run()
+        return _Run(attached, command, options, _one_more(attached, options)).run()
     if job.endswith(".toml"):
         wanted = with_overrides(config.load(Path(job)), options.overrides, job)
     else:
@@ -83,6 +83,8 @@ def _compute(options: Options) -> Compute:
     compute = Compute.wanted(options.device, options.gpus)
     if compute.why:
         _say(f"warning: {compute.why}; learners are not told which GPU to use")
+    elif why := compute.without():
+        _say(f"learners compute on the host: {why}")
     return compute
 
 
@@ -136,8 +138,8 @@ def attach_and_wait(job: str, command: Sequence[str], options: Options) -> dict[
 
 
 def _one_more(attached: _Attached, options: Options) -> Compute:
-    """What a learner computes on that comes after those that the job has."""
-    return _compute(options).turned(len(attached.before["learners"]))
+    """What learners compute on that join those that the job has."""
+    return _compute(options).beside(one["pid"] for one in attached.before["learners"])
 
 
 # -- where the learners' job lives ----------------------------------------------------------------

@@ -41,6 +41,7 @@ from gadei_ps.weights import Tensor
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # flags of cudaHostRegister
 NOT_READY = 600  # cudaErrorNotReady
+NO_DRIVER = 35  # cudaErrorInsufficientDriver
 LINE = 64
 FIRST_ROWS = 4096  # that a mini-batch may name before room for them is made anew
 BAD, LOSS, LISTED = 0, 1, 2  # words of the sums; native/ps_land.h
@@ -54,6 +55,9 @@ def missing() -> str:
     try:
         count = runtime.getDeviceCount()
     except Exception as error:  # which class depends on what is broken
+        if getattr(error, "status", 0) == NO_DRIVER:
+            made_for = cupy.cuda.get_local_runtime_version() // 1000
+            return f"no NVIDIA driver is there, or it is too old for CuPy's CUDA {made_for}"
         return f"no GPU can be used ({_told(error)}); gadei-ps doctor tells more"
     if not count:
         return "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"

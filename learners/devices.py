@@ -21,7 +21,8 @@ def choose(name: str | None = None) -> Device:
     auto: CUDA where it can be used, else the host, which stderr is told. Raises DeviceError naming
     what is missing, and UsageError for an unknown name.
     """
-    name = name or os.environ.get(DEVICE_VARIABLE, "auto")
+    if name is None:
+        name = os.environ.get(DEVICE_VARIABLE) or "auto"
     if name not in NAMES:
         raise UsageError(f"device {name!r}: use {', '.join(NAMES[:-1])} or {NAMES[-1]}")
     why = "" if name == "host" else missing()
@@ -42,6 +43,7 @@ def missing() -> str:
         return f"CuPy is not installed ({EXTRAS})"
     try:
         from gadei_ps.learners import cuda
-    except ImportError as error:  # CuPy's are long; the first line says what
-        return f"CuPy cannot be loaded ({str(error).strip().splitlines()[0]}); {EXTRAS}"
+    except Exception as error:  # a broken installation fails in any way
+        said = str(error).strip() or type(error).__name__
+        return f"CuPy cannot be loaded ({said.splitlines()[0]}); {EXTRAS}"
     return cuda.missing()

@@ -100,6 +100,11 @@ class Optimizer(torch.optim.Optimizer):
         self._parameters = _checked(model)
         device = torch_cuda.device_of(self._parameters)
         on_gpu = torch_cuda.is_on_gpu(next(iter(self._parameters.values())))
+        if view and not on_gpu and any(getattr(one, "max_norm", None) for one in model.modules()):
+            raise UsageError(
+                "an embedding with max_norm writes to its weight, which learners only read: use "
+                "view=False"
+            )
         if on_gpu and free_gradients:
             raise UsageError("free_gradients is for models on the CPU; on a GPU nothing waits")
         self._buffers = {
@@ -459,7 +464,7 @@ def _checked(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         if parameter.dtype != torch.float32 or parameter.device.type not in ("cpu", "cuda"):
             raise UsageError(
                 f"parameter {name!r} is {parameter.dtype} on {parameter.device}: the weights of a "
-                "job are float32, on the CPU or a CUDA device (model.float().cpu())"
+                "job are float32, on the CPU or a CUDA device"
             )
     return parameters
 

@@ -314,5 +314,5 @@ def _how(code: int | None) -> str:
     if code is None:
         return "not our child: unknown how"
     if code < 0:
-        return f"by signal {signal.Signals(-code).name}"
+        return f"by {process.signal_name(-code)}"
     return f"with exit code {code}"

@@ -77,7 +77,7 @@ def test_attach_goes_on_in_turn(cli: Cli, job_name: str, learner: list[str]) -> 
     show = ["--", sys.executable, "-c", SHOW]
     cli.serve(job_name)
     assert shown(cli("attach", job_name, *show).out) == [[None, "auto", "0", BUS]]
-    running = cli.start("run", job_name, "--device", "host", "--", *learner, FOREVER)
+    running = cli.start("run", job_name, "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 1))
     assert shown(cli("attach", job_name, *show).out) == [[None, "auto", "1", BUS]]
     given = cli("attach", job_name, "--gpus", "0", "--json", *show)
@@ -85,7 +85,7 @@ def test_attach_goes_on_in_turn(cli: Cli, job_name: str, learner: list[str]) -> 
     hidden = cli("attach", job_name, "--device", "host", *show)
     assert shown(hidden.out) == [[None, "host", "", None]]
     assert cli("attach", job_name, "--gpus", "2", *show).error == (
-        "--gpus 2: there is no GPU 2; nvidia-smi shows 2, numbered from 0"
+        "--gpus 2: there is no GPU 2; nvidia-smi shows 0, 1"
     )
     running.signal(signal.SIGINT)
 

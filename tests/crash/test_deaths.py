@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from pathlib import Path
@@ -50,13 +51,14 @@ def test_deaths_alone_and_together(job_name: str, tmp_path: Path) -> None:
         team.settle()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGRTMIN + 6])  # which has no name
 @pytest.mark.parametrize("role", SERVERS)
-def test_server_that_ends_by_itself(role: Role, job_name: str, tmp_path: Path) -> None:
+def test_server_that_ends_by_itself(role: Role, number: int, job_name: str, tmp_path: Path) -> None:
     """Told to end, or after an error of its own: its leases go with it, as with one killed."""
     with Team(job_name, tmp_path) as team:
         team.find(Role.STANDBY)
         ended = team.find(role)
-        send(ended, signal.SIGTERM)
+        os.kill(ended.pid, number)
         eventually(lambda: not process.alive(ended.pid, ended.start), what="its end")
         team.watch()
         team.goes_on()

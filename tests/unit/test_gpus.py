@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,14 +54,21 @@ def tool(tmp_path: Path, code: str) -> None:
                 Gpu("1", "NVIDIA A100-SXM4-40GB"),
             ],
         ),
-        ("Unable to determine the device handle for gpu 0000:01:00.0: Unknown Error\n", []),
+        ("No devices were found\n", []),
     ],
-    ids=["none", "two", "divided", "nonsense"],
+    ids=["none", "two", "divided", "said so"],
 )
 def test_listed(tmp_path: Path, said: str, found: list[Gpu]) -> None:
     tool(tmp_path, f"import sys\nassert sys.argv[1:] == ['-L']\nprint({said!r}, end='')")
     assert gpus.listed() == found
     assert gpus.visible() == tuple(one.entry for one in found)
+
+
+def test_an_answer_that_is_none(tmp_path: Path) -> None:
+    said = "Unable to determine the device handle for gpu 0000:01:00.0: Unknown Error"
+    tool(tmp_path, f"print({said!r})")
+    with pytest.raises(DeviceError, match=f"nvidia-smi shows no GPU, but: {said}"):
+        gpus.listed()
 
 
 def test_no_gpu_but_its_tool(tmp_path: Path) -> None:
@@ -133,11 +141,18 @@ def test_visible_is_what_cuda_would_see(
 
 
 def test_choose_counts_among_the_visible() -> None:
-    assert gpus.choose("1,0", ["2", "3"]) == ("3", "2")
-    assert gpus.choose(" 0, 0,1", ["GPU-a", "GPU-b"]) == ("GPU-a", "GPU-a", "GPU-b")
+    here = {VISIBLE: "what it says"}
+    assert gpus.choose("1,0", ["2", "3"], here) == ("3", "2")
+    assert gpus.choose(" 0, 0,1", ["GPU-a", "GPU-b"], here) == ("GPU-a", "GPU-a", "GPU-b")
+    assert gpus.choose("GPU-b", ["GPU-a", "GPU-b"], here) == ("GPU-b",)
+    # Else by nvidia-smi's numbers: one GPU may be lost, another divided.
+    assert gpus.choose("2,0", ["0", "2", "MIG-a"], {}) == ("2", "0")
+    assert gpus.choose("MIG-a", ["0", "2", "MIG-a"], {}) == ("MIG-a",)
 
 
-@pytest.mark.parametrize("asked", ["", "x", "0,", "-1", "1.0", "0 1", "\N{SUPERSCRIPT TWO}"])
+@pytest.mark.parametrize(
+    "asked", ["", "x", "0,", "-1", "1.0", "0 1", "\N{SUPERSCRIPT TWO}", "9" * 5000]
+)
 def test_choose_wants_numbers(asked: str) -> None:
     with pytest.raises(UsageError, match="give numbers of GPUs"):
         gpus.choose(asked, ["0", "1", "2"])
@@ -147,7 +162,7 @@ def test_choose_says_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(DeviceError, match="there is no GPU 0; /proc/driver/nvidia/gpus shows none"):
         gpus.choose("0", [])
     tool(tmp_path, "")
-    with pytest.raises(DeviceError, match="no GPU 7; nvidia-smi shows 2, numbered from 0"):
+    with pytest.raises(DeviceError, match="no GPU 7; nvidia-smi shows 0, 1"):
         gpus.choose("1,7", ["0", "1"])
     monkeypatch.setenv(VISIBLE, "2")
     with pytest.raises(DeviceError, match="no GPU 2; CUDA_VISIBLE_DEVICES=2 shows 1, numbered"):
@@ -262,6 +277,24 @@ def test_environment_of_learners() -> None:
     assert host.environment(1) == {DEVICE_VARIABLE: "host", VISIBLE: ""}
     assert host.settled() == host
     auto = Compute("auto", ("0", "1", "3"))
-    assert [auto.turned(4).environment(index)[VISIBLE] for index in range(3)] == ["1", "3", "0"]
+    assert [auto.environment(index)[VISIBLE] for index in range(4)] == ["0", "1", "3", "0"]
     assert auto.environment(0)[DEVICE_VARIABLE] == "auto"
-    assert Compute("cuda").turned(4).environment(1) == {DEVICE_VARIABLE: "cuda"}
+    assert Compute("cuda").beside([os.getpid()]).environment(1) == {DEVICE_VARIABLE: "cuda"}
+
+
+def test_those_who_join_get_what_few_have() -> None:
+    learners = [
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {VISIBLE: gpu}
+        )
+        for gpu in ("0", "3", "0")
+    ]
+    pids = [one.pid for one in learners]
+    try:
+        assert gpus.least_used(("0", "1", "3"), [*pids, 2**30]) == ("1", "3", "0")
+        assert gpus.least_used(("0", "0", "3"), pids[:2]) == ("0", "0", "3")
+        assert gpus.least_used((), pids) == ()
+    finally:
+        for one in learners:
+            one.kill()
+            one.wait()

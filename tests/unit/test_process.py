@@ -27,6 +27,11 @@ def test_a_process_is_its_pid_and_start() -> None:
     assert process.start_ticks(2**22 + 1) == 0
 
 
+def test_signals_by_name() -> None:
+    assert process.signal_name(signal.SIGKILL) == "SIGKILL"
+    assert process.signal_name(40) == "signal 40"
+
+
 def test_names_of_programs_may_be_anything() -> None:
     """The second field of /proc/PID/stat holds blanks and parentheses as they are."""
     script = (
