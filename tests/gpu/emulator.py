@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build"
 READ_ONLY = 8
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 NOT_READY = 600
@@ -305,8 +306,9 @@ def compiled(source: str) -> ctypes.CDLL:
     launchers = "".join(f"LAUNCHER({name}, {args})\n" for name, args in pairs)
     text = f'#include "{HERE / "host.hpp"}"\n{source}\n{launchers}'
     number = hashlib.sha256(text.encode() + (HERE / "host.hpp").read_bytes()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"gadei-ps-kernels-{os.getuid()}-{number}.so"
+    path = BUILD / f"kernels-{number}.so"
     if not path.exists():
+        BUILD.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", suffix=".cpp") as file:
             file.write(text)
             file.flush()
