@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 
@@ -66,7 +67,8 @@ def test_the_others_go_on(cli: Cli, job_name: str, learner: list[str]) -> None:
     result = cli("run", job_name, "--learners", 2, "--json", "--", *learner, 30, "1")
     assert result.code == 0, result
     assert "learner 1" in result.err
-    assert "was killed by SIGKILL; 1 go on" in result.err
+    # On a busy machine the other one may be done by the time that this is seen.
+    assert re.search("was killed by SIGKILL; (1 go on|none is left)", result.err)
     assert result.json["samples"] == 1200, "every sample of every epoch"
     assert [one["exit_code"] for one in result.json["ended"]] == [0, -signal.SIGKILL]
 
