@@ -9,6 +9,8 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
 
 VALUES = 20_000
+LONG_ENOUGH_S = 0.2  # for what does not wait to be seen
 
 
 @pytest.fixture
@@ -221,6 +224,30 @@ def test_a_fill_overtakes_a_pull(device: emulator.Device, job_name: str) -> None
         link.pull(back)
         eventually(link.pulled)
         assert link.version == 2
+
+
+def test_both_ways_wait_for_what_is_computed(device: emulator.Device, job_name: str) -> None:
+    """The gradient of a push, and what still reads the buffer of a pull."""
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        buffer = link.buffer()
+        client.push({"w": np.ones(VALUES, np.float32)})
+        client.wait_applied()
+        computed = threading.Event()
+        emulator._current(device).add(computed.wait)
+        link.pull(buffer)
+        link.push(ones(), 0)
+        until = time.monotonic() + LONG_ENOUGH_S
+        try:
+            while time.monotonic() < until:
+                assert not link.pulled()
+                assert client.current_version == 1
+        finally:
+            computed.set()
+        eventually(link.pulled)
+        link.flush()
+        client.wait_applied()
+        assert client.current_version == 2
 
 
 def test_a_gradient_that_is_not_wanted(device: emulator.Device, job_name: str) -> None:
