@@ -333,8 +333,7 @@ class Client:
         """
         self._check_process()
         self._land()
-        if batch is None:
-            batch = self._taken[0] if self._taken else layout.NO_BATCH
+        batch = self._answered(batch)
         if version is None:
             version = self.version
         if not self.wanted:
@@ -472,8 +471,7 @@ class Client:
             raise UsageError("nothing is written into the claimed slot")
         if self._payload:
             _native.sort_blocks(self._payload, blocks)
-        if batch is None:
-            batch = self._taken[0] if self._taken else layout.NO_BATCH
+        batch = self._answered(batch)
         sequence = _native.publish(
             *self._rings,
             self.published,
@@ -514,8 +512,7 @@ class Client:
         is transferred beside the payload (native/ps_land.h), parts: of the sum of squares in it.
         frame: kind, blocks, bytes of the payload. loss: None if it is among the sums.
         """
-        if batch is None:
-            batch = self._taken[0] if self._taken else layout.NO_BATCH
+        batch = self._answered(batch)
         kind, blocks, payload_bytes = frame
         _native.prepare_landing(
             *self._rings,
@@ -565,6 +562,12 @@ class Client:
         self.claim(timeout_s)
         self._frame = int(FrameKind.EMPTY), int(computed), 0, 0.0
         return self.publish(batch=batch)
+
+    def _answered(self, batch: int | None) -> int:
+        """The batch that a gradient answers: unless said, the one taken first of those in hand."""
+        if batch is not None:
+            return batch
+        return self._taken[0] if self._taken else layout.NO_BATCH
 
     def _count(self, batch: int) -> None:
         """A gradient is published: there was room for it, so the job has lived."""

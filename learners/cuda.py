@@ -52,11 +52,11 @@ Stream = Callable[[], int]
 
 def missing() -> str:
     """Why CUDA cannot be used here, and what to do; empty if it can."""
+    made_for = cupy.cuda.get_local_runtime_version() // 1000
     try:
         count = runtime.getDeviceCount()
     except Exception as error:  # which class depends on what is broken
         if getattr(error, "status", 0) == NO_DRIVER:
-            made_for = cupy.cuda.get_local_runtime_version() // 1000
             return f"no NVIDIA driver is there, or it is too old for CuPy's CUDA {made_for}"
         return f"no GPU can be used ({_told(error)}); gadei-ps doctor tells more"
     if not count:
@@ -64,7 +64,8 @@ def missing() -> str:
     try:
         nvrtc.getVersion()
     except Exception as error:
-        return f"CuPy lacks the compiler NVRTC ({_told(error)}); pip install 'cupy-cuda13x[ctk]'"
+        wanted = f"cupy-cuda{made_for}x[ctk]"
+        return f"CuPy lacks the compiler NVRTC ({_told(error)}); pip install '{wanted}'"
     return ""
 
 
@@ -140,6 +141,7 @@ class CudaLink:
         self._index = index
         self._device = _Here(index, 4 * client.model.elements)
         self._compute = compute
+        self._tensors = {tensor.name: tensor for tensor in client.model.tensors}
         self._wire = client.wire
         self._width = 4 if self._wire is WireType.FLOAT32 else 2
         self.version = client.current_version
@@ -280,6 +282,7 @@ class CudaLink:
     def leave_out(self, names: Collection[str]) -> None:
         """Pulls bring all tensors but these; gather() reads their rows."""
         self._coming = False  # a pull that began before has brought others
+        self._writes = -1  # and what is current so far need not be all
         self._ranges = []
         for tensor in self._client.model.tensors:
             begin, end = 4 * tensor.start, 4 * (tensor.start + tensor.count)
@@ -344,7 +347,7 @@ class CudaLink:
 
         indices: address of `count` int64 on the device; to: of float32, (count, width).
         """
-        found = next(one for one in self._client.model.tensors if one.name == tensor)
+        found = self._tensors[tensor]
         if not count:
             return
         width = found.count // found.rows
@@ -364,13 +367,13 @@ class CudaLink:
         return self.views(self._room[0])
 
     def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:
-        unknown = gradients.keys() - {tensor.name for tensor in self._client.model.tensors}
+        unknown = gradients.keys() - self._tensors.keys()
         if unknown:
             raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
         kept: list[Any] = []
         with self._device:
             where: list[int] = []
-            for tensor in self._client.model.tensors:
+            for tensor in self._tensors.values():
                 where += _where(tensor, gradients.get(tensor.name), kept)
         self.push_from(where, version=version, kept=kept, **facts)
 

@@ -118,9 +118,10 @@ class Shared:
         if name not in self._gathered and name not in self._whole:
             self._gathered.add(name)
             self._link.leave_out(self._gathered)
-        tensor = next(one for one in self._client.model.tensors if one.name == name)
-        width = tensor.count // tensor.rows
-        rows = torch.empty(len(indices), width, dtype=torch.float32, device=indices.device)
+        whole = self._views[name]
+        rows = torch.empty(
+            len(indices), whole.size // len(whole), dtype=torch.float32, device=indices.device
+        )
         self._link.gather(name, indices.data_ptr(), len(indices), rows.data_ptr())
         return rows
 

@@ -735,7 +735,8 @@ PyMODINIT_FUNC PyInit__native(void)
     int failed = PyModule_AddObjectRef(made, "LAND", land) < 0 ||
                  PyModule_AddIntConstant(made, "LANDING_BYTES", sizeof(struct ps_landing)) < 0;
     Py_XDECREF(land);
-    if (failed || PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 || PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||
+    if (failed || PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 ||
+        PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||
         PyModule_AddIntMacro(made, PS_EVICTED) < 0 || PyModule_AddIntMacro(made, PS_FINISHED) < 0) {
         Py_DECREF(made);
         return NULL;

@@ -411,6 +411,7 @@ def _module(device: Device) -> dict[str, types.ModuleType]:
         Event=lambda block, disable_timing: Event(device),
         Device=Here,
         get_current_stream=lambda: _current(device),
+        get_local_runtime_version=lambda: 13000,
         alloc_pinned_memory=pinned,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemory),
     )
