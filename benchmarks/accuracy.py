@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gadei_ps import dataset
 from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.common import Report, table
-from gadei_ps.control import Status, ask
+from gadei_ps.classifier import dataset
 from gadei_ps.errors import GadeiError
+from gadei_ps.job.control import Status, ask
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 KIM = {"trec6": 0.912, "mr": 0.761}  # Kim (2014), CNN-rand

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from gadei_ps import process
+from gadei_ps.machine import process
 
 START_S = 30.0
 ANSWER_S = 60.0

@@ -32,8 +32,8 @@ import numpy as np
 from gadei_ps.benchmarks.common import Report, alternate, cores, ratios_of, summary
 from gadei_ps.benchmarks.gang import Failed, Gang, mpi_gang
 from gadei_ps.benchmarks.sizes import sizes
-from gadei_ps.config import JobConfig, from_mapping
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import JobConfig, from_mapping
 
 PACKAGE = "gadei_ps.benchmarks"
 OURS, IN_PLACE, LIMIT, RAY = "gadei-ps", "gadei-ps, weights in place", "limit", "Ray actor"

@@ -19,8 +19,8 @@ from typing import Any
 from gadei_ps.benchmarks.common import Report, alternate, cores, ratios_of, summary
 from gadei_ps.benchmarks.gang import Failed, Gang, mpi_gang
 from gadei_ps.benchmarks.sizes import sizes
-from gadei_ps.config import from_mapping
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import from_mapping
 
 PACKAGE = "gadei_ps.benchmarks"
 OURS, MPI = "gadei-ps", "MPI"

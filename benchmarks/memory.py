@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gadei_ps import segment
 from gadei_ps.benchmarks import nlc_texts
 from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.nlc_member import OURS
 from gadei_ps.benchmarks.nlc_team import Team, started
 from gadei_ps.benchmarks.sizes import sizes
-from gadei_ps.config import from_mapping
-from gadei_ps.control import Status
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import from_mapping
+from gadei_ps.job.control import Status
 from gadei_ps.learners.client import Client
+from gadei_ps.memory import segment
 
 SAMPLES = 10
 GROWTH = 1.05

@@ -30,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gadei_ps import _native
 from gadei_ps.benchmarks.common import cores
 from gadei_ps.benchmarks.nlc_texts import SEED, Texts
-from gadei_ps.dataset import Encoded
-from gadei_ps.learners import text
-from gadei_ps.learners.text import SentenceClassifier
+from gadei_ps.classifier import network as text
+from gadei_ps.classifier.dataset import Encoded
+from gadei_ps.classifier.network import SentenceClassifier
 from gadei_ps.learners.torch import Optimizer, embedding, linear
 
 OURS = "gadei-ps"

@@ -16,12 +16,12 @@ from typing import Any, Literal, Self
 import torch
 from torch import multiprocessing  # shares the memory of tensors
 
-from gadei_ps import interrupts
 from gadei_ps.benchmarks import nlc_member
 from gadei_ps.benchmarks.nlc_member import Done, Evaluate, Plan, Run, SharedTexts
 from gadei_ps.benchmarks.nlc_texts import Texts
-from gadei_ps.config import from_mapping
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import from_mapping
+from gadei_ps.machine import interrupts
 
 READY_S = 240.0
 ANSWER_S = 120.0

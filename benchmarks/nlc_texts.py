@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gadei_ps import dataset
-from gadei_ps.dataset import Dataset, Encoded, Vocabulary
+from gadei_ps.classifier import dataset
+from gadei_ps.classifier.dataset import Dataset, Encoded, Vocabulary
 from gadei_ps.errors import UsageError
 
 VARIABLE = "GADEI_PS_BENCH_DATA"

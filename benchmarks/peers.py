@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gadei_ps import process
+from gadei_ps.machine import process
 
 Floats = NDArray[np.float32]
 

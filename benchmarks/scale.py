@@ -17,8 +17,8 @@ from typing import Any, Self
 from gadei_ps.benchmarks.common import Report, alternate, cores, ratios_of, summary
 from gadei_ps.benchmarks.gang import Gang
 from gadei_ps.benchmarks.sizes import MB, sizes
-from gadei_ps.config import from_mapping
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import from_mapping
 
 LEARNER = "-m", "gadei_ps.benchmarks.peers_learner"
 BY_LEARNERS_BYTES = 1 * MB

@@ -28,13 +28,16 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gadei_ps import config, faults, quantities, segment
 from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.common import Report
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands import quantities
+from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed
-from gadei_ps.faults import Processes, Role, Target
+from gadei_ps.job import config
+from gadei_ps.job import processes as faults
+from gadei_ps.job.processes import Processes, Role, Target
 from gadei_ps.learners.client import Client
+from gadei_ps.memory import segment
 from gadei_ps.watchdog.learners import USEFUL_S
 from gadei_ps.watchdog.restart import Policy
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.sizes import sizes
-from gadei_ps.daemon import running
+from gadei_ps.commands.daemon import running
 from gadei_ps.learners.client import Client
 
 

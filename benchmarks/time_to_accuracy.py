@@ -17,7 +17,7 @@ from gadei_ps.benchmarks.nlc_member import DDP, HOGWILD, HOGWILD_SPARSE, OURS, S
 from gadei_ps.benchmarks.nlc_team import Team, started
 from gadei_ps.benchmarks.nlc_texts import Texts
 from gadei_ps.benchmarks.sizes import sizes
-from gadei_ps.dataset import defaults
+from gadei_ps.classifier.dataset import defaults
 
 CONTENDERS = [(OURS, 2), (HOGWILD_SPARSE, 2), (HOGWILD, 2), (DDP, 2), (SINGLE_SPARSE, 1)]
 LR = 0.01

@@ -20,9 +20,13 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from gadei_ps import layout
-from gadei_ps import places as place
-from gadei_ps.apply import (
+from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
+from gadei_ps.benchmarks.sizes import sizes
+from gadei_ps.kernels import cpu, optimizers
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.memory import layout
+from gadei_ps.server import places as place
+from gadei_ps.server.apply import (
     DTYPE,
     PAYLOAD,
     Shard,
@@ -31,11 +35,7 @@ from gadei_ps.apply import (
     shard_of,
     take_coefficients,
 )
-from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
-from gadei_ps.benchmarks.sizes import sizes
-from gadei_ps.kernels import cpu, optimizers
-from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
-from gadei_ps.symbols import doubles, floats
+from gadei_ps.server.symbols import doubles, floats
 
 # Chunks of the loop without the log: the length that it was fastest with.
 CHUNK = 1024

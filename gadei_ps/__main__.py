@@ -1,6 +1,6 @@
 """`python -m gadei_ps`: the command line."""
 
-from gadei_ps.cli import main
+from gadei_ps.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gadei_ps import _native, layout, segment, weights
-from gadei_ps.control import Attach, Detach, Lasting, Offer, TensorOffer, memory_file
+from gadei_ps import _native
 from gadei_ps.errors import GadeiError, JobFailed
-from gadei_ps.layout import CONTROL, Phase, Role, SegmentKind
-from gadei_ps.segment import Segment
-from gadei_ps.weights import Tensor
+from gadei_ps.job.control import Attach, Detach, Lasting, Offer, TensorOffer, memory_file
+from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory.layout import CONTROL, Phase, Role, SegmentKind
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.weights import Tensor
 
 DETACH_S = 1.0
 Arrays = Mapping[str, npt.NDArray[Any]]

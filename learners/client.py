@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from gadei_ps import _native, layout, process, weights
-from gadei_ps.control import Lasting, SetWork
+from gadei_ps import _native
 from gadei_ps.errors import (
     Evicted,
     GadeiError,
@@ -33,8 +32,12 @@ from gadei_ps.errors import (
     PushTimeout,
     UsageError,
 )
+from gadei_ps.job.control import Lasting, SetWork
 from gadei_ps.kernels.optimizers import HYPER, Kind, OptimizerSpec
-from gadei_ps.layout import (
+from gadei_ps.learners.attach import Arrays, attach, detach, offer
+from gadei_ps.machine import process
+from gadei_ps.memory import layout, weights
+from gadei_ps.memory.layout import (
     CONTROL,
     ENTRY,
     RING,
@@ -44,8 +47,7 @@ from gadei_ps.layout import (
     Phase,
     WireType,
 )
-from gadei_ps.learners.attach import Arrays, attach, detach, offer
-from gadei_ps.weights import FloatArray, Model, Tensor
+from gadei_ps.memory.weights import FloatArray, Model, Tensor
 
 JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"

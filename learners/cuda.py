@@ -30,14 +30,15 @@ import cupy
 import numpy as np
 from cupy.cuda import nvrtc, runtime
 
-from gadei_ps import _native, layout, segment, weights
+from gadei_ps import _native
 from gadei_ps.errors import DeviceError, ModelMismatch, UsageError
-from gadei_ps.layout import FrameKind, SegmentKind, WireType
 from gadei_ps.learners import cuda_kernels
 from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_at
 from gadei_ps.learners.cuda_kernels import BLOCKS, ITEMS, SKIPPED, THREADS, Kernels, Launch
-from gadei_ps.segment import Segment
-from gadei_ps.weights import Tensor
+from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory.layout import FrameKind, SegmentKind, WireType
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.weights import Tensor
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # flags of cudaHostRegister
 NOT_READY = 600  # cudaErrorNotReady

@@ -8,8 +8,8 @@ from typing import Any
 import cupy
 import numpy as np
 
-from gadei_ps import layout
-from gadei_ps.weights import Model
+from gadei_ps.memory import layout
+from gadei_ps.memory.weights import Model
 
 THREADS = 256
 ITEMS = 224  # tensors that one launch of `stage` knows: its argument may have 4 KB

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import layout
 from gadei_ps.errors import JobStopped, PushTimeout
 from gadei_ps.learners.client import Client
-from gadei_ps.weights import FloatArray
+from gadei_ps.memory import layout
+from gadei_ps.memory.weights import FloatArray
 
 POLL_S = 0.1  # a thread that waits for the main one looks this often whether it is to end
 NEWER_S = 0.0005  # the pull thread looks this often whether there are newer weights

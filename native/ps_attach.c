@@ -1,7 +1,7 @@
 /*
  * How a learner in C comes and goes: find the job's socket, ask the watchdog for a ring, map the
- * three segments; later give them back. gadei_ps/control.py is the other end of the socket,
- * gadei_ps/segment.py and learners/client.py do the same in Python.
+ * three segments; later give them back. gadei_ps/job/control.py is the other end of the socket,
+ * gadei_ps/memory/segment.py and learners/client.py do the same in Python.
  *
  * What comes from outside, a reply or a segment's header, is checked before it is used as a size or
  * an address.
@@ -203,7 +203,7 @@ static int check_job_name(gadei_learner *learner, const char *job)
     return GADEI_OK;
 }
 
-/* The job's socket in the user's directory for sockets: gadei_ps/runtime.py has the same rules. */
+/* The job's socket in the user's directory for sockets: gadei_ps/job/paths.py has the same rules. */
 static int find_socket(gadei_learner *learner, const char *job)
 {
     const char *given = getenv("GADEI_PS_RUNTIME_DIR"), *session = getenv("XDG_RUNTIME_DIR");
@@ -371,7 +371,7 @@ static int read_model(gadei_learner *learner)
     return GADEI_OK;
 }
 
-/* Room for any frame's payload, as gadei_ps/weights.py has it: all tensors, dense or row by row. */
+/* Room for any frame's payload, as gadei_ps/memory/weights.py has it: all tensors, dense or row by row. */
 static uint64_t payload_bytes(const gadei_learner *learner)
 {
     uint64_t size = ((learner->tensor_count * sizeof(struct ps_block) + 63) & ~63ull) +

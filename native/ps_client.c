@@ -116,7 +116,7 @@ static int try_work(gadei_learner *learner, uint64_t ns)
     return ps_take_work(learner->ring, learner->control, ns, &learner->item);
 }
 
-/* The part of each shard, whole chunks but for the very end, as in gadei_ps/layout.py. */
+/* The part of each shard, whole chunks but for the very end, as in gadei_ps/memory/layout.py. */
 static int try_copy(gadei_learner *learner, uint64_t ns)
 {
     const uint64_t end = ps_now_ns() + ns, chunks = (learner->elements + PS_CHUNK - 1) / PS_CHUNK;

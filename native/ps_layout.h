@@ -7,7 +7,7 @@
  *   ring.K    one learner's gradient ring and its own words     server rw    learner rw
  *
  * The watchdog makes them all, so it maps them rw; after that it writes control only.
- * This file holds offsets and no behaviour. gadei_ps/layout.py says the same as NumPy dtypes and
+ * This file holds offsets and no behaviour. gadei_ps/memory/layout.py says the same as NumPy dtypes and
  * a test compares the two field by field. A word has one writer, named beside it:
  * W watchdog, S server, 0 the thread of shard 0, L the learner that owns the ring.
  * Words that different processes write stand on different cache lines.

@@ -23,17 +23,19 @@ from unittest import mock
 import numpy as np
 import psutil
 
-from gadei_ps import _native, layout, process, segment
-from gadei_ps import places as place
-from gadei_ps.config import JobConfig, from_mapping
-from gadei_ps.control import Status, ask
-from gadei_ps.daemon import Daemon
-from gadei_ps.layout import Action, FrameKind, Phase, Reason, WireType
+from gadei_ps import _native
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import JobConfig, from_mapping
+from gadei_ps.job.control import Status, ask
 from gadei_ps.learners.client import Client, rows_at
-from gadei_ps.segment import Segment
+from gadei_ps.machine import process
+from gadei_ps.memory import layout, segment
+from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.weights import Model, Tensor, data, payload_bytes, write_table
+from gadei_ps.memory.weights import place as placed
+from gadei_ps.server import places as place
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.weights import Model, Tensor, data, payload_bytes, write_table
-from gadei_ps.weights import place as placed
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE_S = 60.0  # for what takes milliseconds on an idle machine
@@ -269,7 +271,8 @@ class Forked(subprocess.Popen[bytes]):
 
 def fork_quickly() -> contextlib.AbstractContextManager[Any]:
     """In this block watchdogs are forks of this process, and their servers are forks of them."""
-    from gadei_ps import server, shard
+    from gadei_ps.server import manager as server
+    from gadei_ps.server import shard
 
     shard.load()
     loaded = (server.__name__, Daemon.__module__)
@@ -488,7 +491,8 @@ class Rig:
         **settings: Any,
     ) -> None:
         # Here: the tests that need no shard are spared Numba.
-        from gadei_ps import apply, recover, rows, shard, sync
+        from gadei_ps import sync
+        from gadei_ps.server import apply, recover, rows, shard
 
         self._rooms: list[tuple[np.ndarray, np.ndarray]] = []
         self._apply, self._recover, self._rows, self._shard = apply, recover, rows, shard

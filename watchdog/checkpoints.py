@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import _native, layout, process
+from gadei_ps import _native
 from gadei_ps.errors import CheckpointError
-from gadei_ps.layout import CONTROL
+from gadei_ps.machine import process
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.saver import Task, task_line
 

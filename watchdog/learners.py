@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gadei_ps import process
-from gadei_ps.config import LearnersConfig
-from gadei_ps.launch import JOB_VARIABLE, NAME_VARIABLE
-from gadei_ps.layout import CONTROL, Stop, Work
+from gadei_ps.job.config import LearnersConfig
+from gadei_ps.machine import process
+from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
+from gadei_ps.memory.layout import CONTROL, Stop, Work
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy

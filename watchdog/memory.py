@@ -13,15 +13,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gadei_ps import _native, layout, modes, process, segment, weights
-from gadei_ps.checkpoint import Snapshot
-from gadei_ps.config import JobConfig
+from gadei_ps import _native
 from gadei_ps.errors import JobInUse, OtherVersion, SegmentError
+from gadei_ps.job import modes
+from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
-from gadei_ps.layout import Phase, SegmentKind, Stop
-from gadei_ps.segment import Segment
+from gadei_ps.machine import process
+from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory.layout import Phase, SegmentKind, Stop
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.weights import Model
+from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
-from gadei_ps.weights import Model
 
 KILL_S = 10.0
 # Fields of the job file that cannot change while its memory lives.

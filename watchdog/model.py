@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import checkpoint, weights
-from gadei_ps.checkpoint import Snapshot
-from gadei_ps.config import JobConfig
 from gadei_ps.errors import CheckpointError, ModelMismatch, UsageError
-from gadei_ps.layout import Role
-from gadei_ps.weights import Model, Tensor
+from gadei_ps.job.config import JobConfig
+from gadei_ps.memory import weights
+from gadei_ps.memory.layout import Role
+from gadei_ps.memory.weights import Model, Tensor
+from gadei_ps.storage import checkpoint
+from gadei_ps.storage.checkpoint import Snapshot
 
 
 @dataclass(frozen=True)

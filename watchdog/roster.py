@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import _native, layout, process
+from gadei_ps import _native
 from gadei_ps.errors import ControlError, Evicted
+from gadei_ps.machine import process
+from gadei_ps.memory import layout
 from gadei_ps.watchdog.liveness import Watch
 from gadei_ps.watchdog.memory import JobMemory
 

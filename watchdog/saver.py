@@ -20,11 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import _native, checkpoint, layout, process, segment, weights
-from gadei_ps.checkpoint import Snapshot
+from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, GadeiError
-from gadei_ps.layout import CONTROL, SHARD, STATE, SegmentKind
-from gadei_ps.segment import segment_name
+from gadei_ps.machine import process
+from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind
+from gadei_ps.memory.segment import segment_name
+from gadei_ps.storage import checkpoint
+from gadei_ps.storage.checkpoint import Snapshot
 
 PAUSE_S = 1.0  # and a second for each gigabyte
 ATTEMPTS_S = 20.0  # a take-over, or a gradient that takes long, may come in between

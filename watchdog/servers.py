@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gadei_ps import _native, layout, process
-from gadei_ps.layout import CONTROL, SHARD, STATE, ServerState
+from gadei_ps import _native
+from gadei_ps.machine import process
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.liveness import Watch
 from gadei_ps.watchdog.memory import JobMemory
@@ -186,7 +188,7 @@ class Servers:
             _native.lease_make(shard + layout.offset(SHARD, "lease"))
 
     def _start(self, number: int) -> None:
-        command = [sys.executable, "-m", "gadei_ps.server", self.memory.config.name]
+        command = [sys.executable, "-m", "gadei_ps.server.manager", self.memory.config.name]
         command += [str(number), str(self.orphan_s), *self.flags]
         if self.memory.config.cores:
             command += ["--cores", self.memory.config.cores]

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gadei_ps import control, log
 from gadei_ps.errors import ControlError, GadeiError
+from gadei_ps.job import control
+from gadei_ps.machine import log
 
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process: it cannot take all places

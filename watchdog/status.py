@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gadei_ps import layout, modes
-from gadei_ps.layout import Phase, Reason, Work
+from gadei_ps.job import modes
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Phase, Reason, Work
 from gadei_ps.watchdog.memory import JobMemory
 
 

@@ -24,18 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import _native, control, layout, log, modes, runtime, sync, weights
-from gadei_ps.config import JobConfig, check_room
-from gadei_ps.control import (
-    Attach,
-    Checkpoint,
-    Detach,
-    Offer,
-    SetSync,
-    SetWork,
-    Status,
-    StopJob,
-)
+from gadei_ps import _native, sync
 from gadei_ps.errors import (
     CheckpointError,
     ControlError,
@@ -46,7 +35,22 @@ from gadei_ps.errors import (
     ModelMismatch,
     NoSharedMemory,
 )
-from gadei_ps.layout import Phase, Role, Stop, Work
+from gadei_ps.job import control, modes
+from gadei_ps.job import paths as runtime
+from gadei_ps.job.config import JobConfig, check_room
+from gadei_ps.job.control import (
+    Attach,
+    Checkpoint,
+    Detach,
+    Offer,
+    SetSync,
+    SetWork,
+    Status,
+    StopJob,
+)
+from gadei_ps.machine import log
+from gadei_ps.memory import layout, weights
+from gadei_ps.memory.layout import Phase, Role, Stop, Work
 from gadei_ps.watchdog import model, status
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.learners import JobLearners

@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gadei_ps import interrupts, process
 from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.common import Report
 from gadei_ps.errors import GadeiError, UsageError
+from gadei_ps.machine import interrupts, process
 
 PARTS = {
     "bandwidth": "push and pull against copies of pinned memory",

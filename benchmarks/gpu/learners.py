@@ -21,12 +21,12 @@ import subprocess
 import sys
 from typing import Any
 
-from gadei_ps import process
 from gadei_ps.benchmarks.common import Report, ratios_of, summary
 from gadei_ps.benchmarks.gpu import mps
 from gadei_ps.benchmarks.gpu.place import Place
 from gadei_ps.benchmarks.nlc_member import DDP, DDP_NCCL, HOGWILD, HOGWILD_SPARSE, OURS
 from gadei_ps.errors import DeviceError
+from gadei_ps.machine import process
 
 WITHOUT, WITH, SPREAD = "without MPS", "with MPS", "a GPU each"
 GRACE_S = 40.0

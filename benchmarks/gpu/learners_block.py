@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
-from gadei_ps import interrupts
 from gadei_ps.benchmarks import nlc_member, nlc_team
 from gadei_ps.benchmarks.common import alternate
 from gadei_ps.benchmarks.gpu import networks, texts
@@ -32,6 +31,7 @@ from gadei_ps.benchmarks.nlc_member import (
 from gadei_ps.benchmarks.nlc_team import Team
 from gadei_ps.benchmarks.nlc_texts import Texts
 from gadei_ps.errors import GadeiError
+from gadei_ps.machine import interrupts
 
 WARM_UP_S = 0.05
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.1, 1.0

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from gadei_ps import gpus, process
 from gadei_ps.errors import DeviceError
+from gadei_ps.machine import gpus, process
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"

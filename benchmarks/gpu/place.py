@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from gadei_ps import gpus
 from gadei_ps.benchmarks.gpu.sizes import FULL, QUICK
-from gadei_ps.config import from_mapping
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import from_mapping
 from gadei_ps.learners import devices
 from gadei_ps.learners.device import Device
+from gadei_ps.machine import gpus
 
 NAMES = ("cuda", "host")
 SPIN_CYCLES_PER_S = 2e9

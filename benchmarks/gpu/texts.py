@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gadei_ps import dataset
 from gadei_ps.benchmarks import nlc_texts
 from gadei_ps.benchmarks.gpu.place import Place
 from gadei_ps.benchmarks.nlc_texts import CHECKOUT, FALLBACK, Texts
+from gadei_ps.classifier import dataset
 
 
 def example() -> Texts:

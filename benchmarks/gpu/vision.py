@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gadei_ps import gpus
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.gang import Gang
 from gadei_ps.benchmarks.gpu.place import Place, job
 from gadei_ps.benchmarks.nlc_texts import VARIABLE, data_directory
+from gadei_ps.machine import gpus
 
 OURS, TORCH = "gadei-ps", "torch SGD"
 LEARNER = "gadei_ps.benchmarks.gpu.vision_learner"

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gadei_ps import gpus
 from gadei_ps.benchmarks.gpu import networks
 from gadei_ps.benchmarks.gpu.place import Place
 from gadei_ps.benchmarks.peers import LR, answer, orders
 from gadei_ps.learners.torch import Optimizer
+from gadei_ps.machine import gpus
 
 NOISE = 256  # images of AlexNet's size, to cut mini-batches from
 NARROW = 8

@@ -17,15 +17,15 @@ import numpy.typing as npt
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from gadei_ps import runtime_training
 from gadei_ps.benchmarks.reproduce import cutting, part
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Driven
 from gadei_ps.benchmarks.reproduce.part import Part, Row
-from gadei_ps.runtime_training import TrainingResult
+from gadei_ps.run_times import training as runtime_training
+from gadei_ps.run_times.traces import Trace
+from gadei_ps.run_times.training import TrainingResult
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor, elfving
 from gadei_ps.sync.prediction import FloatArray
 from gadei_ps.sync.runtime_model import RuntimeModel
-from gadei_ps.traces import Trace
 
 LEARNERS = 158
 NODE = 40

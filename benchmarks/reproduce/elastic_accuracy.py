@@ -11,13 +11,13 @@ import numpy as np
 
 from gadei_ps.benchmarks.reproduce import mnist
 from gadei_ps.benchmarks.reproduce.part import PLOTS, Part, Row
-from gadei_ps.config import from_mapping
-from gadei_ps.control import Status, ask
-from gadei_ps.daemon import Daemon
-from gadei_ps.launch import Learners
-from gadei_ps.layout import SegmentKind
-from gadei_ps.segment import attach, segment_name
-from gadei_ps.weights import data, read_table
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import from_mapping
+from gadei_ps.job.control import Status, ask
+from gadei_ps.machine.launch import Learners
+from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.segment import attach, segment_name
+from gadei_ps.memory.weights import data, read_table
 
 SECONDS = (0.020, 0.025, 0.035, 0.050)
 """An iteration of each learner."""

@@ -2,7 +2,7 @@
 
     python -m gadei_ps.benchmarks.reproduce.mnist_learner SECONDS BATCH EPOCHS SEED
 
-Its number among the job's learners is in GADEI_PS_LEARNER, which `gadei_ps.launch` sets.
+Its number among the job's learners is in GADEI_PS_LEARNER, which `gadei_ps.machine.launch` sets.
 """
 
 from __future__ import annotations

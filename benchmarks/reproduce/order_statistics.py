@@ -15,11 +15,11 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from gadei_ps import runtime_training
 from gadei_ps.benchmarks.reproduce import cutoff_cluster, cutting
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Calibration
 from gadei_ps.benchmarks.reproduce.part import Part, Row
-from gadei_ps.runtime_training import TrainingResult
+from gadei_ps.run_times import training as runtime_training
+from gadei_ps.run_times.training import TrainingResult
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor, best_cutoff
 from gadei_ps.sync.prediction import FloatArray
 from gadei_ps.sync.runtime_model import RuntimeModel

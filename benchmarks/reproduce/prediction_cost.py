@@ -61,7 +61,7 @@ def _rounds(quick: bool) -> int:
 
 
 def _learned(learners: int) -> RuntimeModel:
-    from gadei_ps.runtime_training import HIDDEN, LAG, LATENT, RECURRENT
+    from gadei_ps.run_times.training import HIDDEN, LAG, LATENT, RECURRENT
 
     sizes = Sizes(learners, LAG, LATENT, RECURRENT, HIDDEN)
     generator = np.random.default_rng(0)

@@ -16,17 +16,18 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from gadei_ps import runtime_training, traces
 from gadei_ps.benchmarks.nlc_texts import CHECKOUT, VARIABLE
 from gadei_ps.benchmarks.reproduce import cutting
 from gadei_ps.benchmarks.reproduce.cutoff_cluster import save
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Calibration, Driven
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.errors import UsageError
+from gadei_ps.run_times import traces
+from gadei_ps.run_times import training as runtime_training
+from gadei_ps.run_times.traces import Trace
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor
 from gadei_ps.sync.prediction import FloatArray
 from gadei_ps.sync.runtime_model import RuntimeModel
-from gadei_ps.traces import Trace
 
 FOLDER = "trace-pai-minibatch"
 JOBS = (1, 3)

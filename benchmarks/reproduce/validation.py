@@ -24,8 +24,8 @@ import numpy as np
 from gadei_ps.benchmarks.gang import Gang
 from gadei_ps.benchmarks.peers import answer, orders
 from gadei_ps.benchmarks.reproduce.part import Part, Row
-from gadei_ps.config import from_mapping
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import from_mapping
 from gadei_ps.learners.client import Client
 from gadei_ps.simulate import compare
 from gadei_ps.simulate.outcome import Outcome

@@ -26,15 +26,17 @@ DIGEST = re.compile("[0-9a-f]{16}")
 _PACKAGE = Path(__file__).parents[1]
 SOURCES = (
     *sorted((_PACKAGE / "kernels").glob("*.py")),
-    *(_PACKAGE / name for name in ("layout.py", "symbols.py", "ledger.py", "places.py")),
+    _PACKAGE / "memory" / "layout.py",
     *(
-        _PACKAGE / name
+        _PACKAGE / "server" / name
         for name in (
+            "symbols.py",
+            "ledger.py",
+            "places.py",
             "apply.py",
             "account.py",
             "shard.py",
             "journal.py",
-            "compiled.py",
             "recover.py",
             "frames.py",
             "rows.py",

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gadei_ps import view
 from gadei_ps.errors import UsageError
+from gadei_ps.show import view
 
 Result = Mapping[str, Any]
 

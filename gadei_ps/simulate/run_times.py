@@ -240,7 +240,7 @@ def parse(spec: str, seed: int) -> RunTimes:
 
 
 def _read(path: str) -> RunTimes:
-    from gadei_ps import traces
+    from gadei_ps.run_times import traces
 
     times = traces.read(path).filled().times
     try:

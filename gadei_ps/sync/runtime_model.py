@@ -3,7 +3,7 @@
 After Teng and Wood 2018 (Cutoff SGD), sections 3.1.2, 3.1.3 and 4.2. Their text has lost its
 formulas; they are put together again from the work that they build on, Krishnan, Shalit and Sontag
 2017 (structured inference networks). x_t are the run times of superstep t, z_t the cluster's hidden
-state; training is in gadei_ps.runtime_training.
+state; training is in gadei_ps.run_times.training.
 
     transition   g = sigmoid(MLP(z)); h = MLP(z)
                  z_t ~ N((1 - g) * (W z + b) + g * h, softplus(W relu(h) + b)), z = z_(t-1)
@@ -155,7 +155,7 @@ class RuntimeModel:
 
     @classmethod
     def load(cls, path: str | Path, *, draws: int = 64, seed: int = 0) -> RuntimeModel:
-        """The model in a file of gadei_ps.runtime_training. Raises ModelFileError, one line."""
+        """The model in a file of gadei_ps.run_times.training. Raises ModelFileError, one line."""
         sizes, weights = read(path)
         return cls(sizes, weights, draws=draws, seed=seed)
 

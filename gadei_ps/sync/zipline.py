@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gadei_ps.compiled import compiled
+from gadei_ps.kernels.compiled import compiled
 
 EndTimes = npt.NDArray[np.float64]
 Plan = tuple[npt.NDArray[np.int64], float]

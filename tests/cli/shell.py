@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import support
 
-from gadei_ps import jobs
+from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError
 
 FOREVER = "1000000"  # epochs

@@ -10,8 +10,8 @@ import sys
 import pytest
 from shell import Cli
 
-from gadei_ps import segment
 from gadei_ps.benchmarks import suite
+from gadei_ps.memory import segment
 
 # One of each kind, for time's sake: the others run the same processes and loops as these.
 RUN = ["apply", "latency", "nlc", "start"]

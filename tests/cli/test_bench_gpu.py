@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from shell import program
 
-from gadei_ps import gpus, segment
 from gadei_ps.benchmarks.gpu import __main__ as suite
 from gadei_ps.benchmarks.gpu import bandwidth, learners, mps, sizes, timeline
 from gadei_ps.benchmarks.nlc_member import HOGWILD, OURS, SINGLE
 from gadei_ps.errors import DeviceError
+from gadei_ps.machine import gpus
+from gadei_ps.memory import segment
 
 COMMAND = [sys.executable, "-m", "gadei_ps.benchmarks.gpu"]
 

@@ -10,8 +10,8 @@ import pytest
 import support
 from shell import FOREVER, Cli, is_running, learning
 
-from gadei_ps import segment
-from gadei_ps.faults import Processes
+from gadei_ps.job.processes import Processes
+from gadei_ps.memory import segment
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

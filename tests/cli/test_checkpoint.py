@@ -18,10 +18,13 @@ import support
 from safetensors.numpy import load_file
 from shell import Cli, Running, is_running
 
-from gadei_ps import checkpoint, config, jobs, saved, segment
-from gadei_ps.checkpoint import Snapshot
+from gadei_ps.commands import jobs, saved
+from gadei_ps.job import config
 from gadei_ps.learners.client import Client
-from gadei_ps.weights import Tensor, place
+from gadei_ps.memory import segment
+from gadei_ps.memory.weights import Tensor, place
+from gadei_ps.storage import checkpoint
+from gadei_ps.storage.checkpoint import Snapshot
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

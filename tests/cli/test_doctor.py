@@ -13,8 +13,9 @@ import pytest
 import support
 from shell import Cli, program
 
-from gadei_ps import doctor, gpus
+from gadei_ps.commands import doctor
 from gadei_ps.kernels import cache
+from gadei_ps.machine import gpus
 
 
 def test_healthy_machine(cli: Cli) -> None:

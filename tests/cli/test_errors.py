@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 from shell import Cli
 
-from gadei_ps import cli as command_line
-from gadei_ps import outcome
-from gadei_ps.config import OptimizerConfig
-from gadei_ps.layout import WireType
+from gadei_ps.cli import app as command_line
+from gadei_ps.cli import outcome
+from gadei_ps.job.config import OptimizerConfig
 from gadei_ps.learners import devices
+from gadei_ps.memory.layout import WireType
 
 ROWS = "text,label\n" + "".join(f"sentence {i},{'ab'[i % 2]}\n" for i in range(20))
 
 
 def test_import_is_quick() -> None:
     heavy = "{'torch', 'numba', 'numpy', 'pydantic', 'psutil'}"
-    code = f"import sys, gadei_ps.cli; assert not {heavy} & set(sys.modules)"
+    code = f"import sys, gadei_ps.cli.app; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 import support
 from shell import FOREVER, Cli, is_running, learning, program
 
-from gadei_ps import gpus
+from gadei_ps.machine import gpus
 
 pytestmark = pytest.mark.usefixtures("compiled", "two_gpus")
 

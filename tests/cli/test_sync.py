@@ -6,7 +6,7 @@ import pytest
 import support
 from shell import FOREVER, Cli, is_running, learning
 
-from gadei_ps import traces
+from gadei_ps.run_times import traces
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

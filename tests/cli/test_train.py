@@ -95,7 +95,7 @@ def test_predict(cli: Cli, trained: tuple[Path, Result]) -> None:
 
 
 def test_standard_input_that_is_not_text() -> None:
-    from gadei_ps.predict import sentences
+    from gadei_ps.classifier.predict import sentences
 
     with pytest.raises(UsageError, match="line 2: byte 0xff is not UTF-8"):
         list(sentences(io.BytesIO(b"fine\nnot \xff fine\n")))

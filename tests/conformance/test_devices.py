@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from support import daemon, eventually, fork, learner, status
 
-from gadei_ps.control import StopJob
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed, JobStopped, ModelMismatch, UsageError
+from gadei_ps.job.control import StopJob
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.learners.device import Device

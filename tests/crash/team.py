@@ -22,9 +22,9 @@ from support import (
     status,
 )
 
-from gadei_ps import faults
-from gadei_ps.daemon import Daemon
-from gadei_ps.faults import Processes, Role, Target
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job import processes as faults
+from gadei_ps.job.processes import Processes, Role, Target
 from gadei_ps.learners.client import Client
 
 ROUNDS = int(

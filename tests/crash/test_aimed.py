@@ -23,9 +23,9 @@ import team
 from support import Child, Rig, eventually, same, spin
 from team import apart, seen
 
-from gadei_ps import layout
-from gadei_ps.layout import CONTROL, ENTRY, IDLE, RING, STATE, Action, Role
-from gadei_ps.weights import Tensor, place
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, ENTRY, IDLE, RING, STATE, Action, Role
+from gadei_ps.memory.weights import Tensor, place
 
 # Some pages of weights, and slots for much work in a row.
 TENSORS = [Tensor("w", (4000,)), Tensor("b", (700,), Role.BUFFER)]

@@ -13,11 +13,14 @@ import pytest
 from support import Child, eventually, segments, spin, status
 from team import Team, seen, send, stopped, tids
 
-from gadei_ps import checkpoint, faults, process, segment
-from gadei_ps.control import Checkpoint, ask
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError
-from gadei_ps.faults import Role, Target
+from gadei_ps.job import processes as faults
+from gadei_ps.job.control import Checkpoint, ask
+from gadei_ps.job.processes import Role, Target
+from gadei_ps.machine import process
+from gadei_ps.memory import segment
+from gadei_ps.storage import checkpoint
 
 SERVERS = (Role.SERVER, Role.STANDBY)
 VALUES = 2_000_000  # so that copying them takes a while

@@ -31,11 +31,12 @@ from support import (
 )
 from team import apart, seen
 
-from gadei_ps import layout, process, segment
-from gadei_ps.faults import Processes
-from gadei_ps.layout import STATE, Role, SegmentKind
+from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client, Rows
-from gadei_ps.weights import Model, Tensor, place
+from gadei_ps.machine import process
+from gadei_ps.memory import layout, segment
+from gadei_ps.memory.layout import STATE, Role, SegmentKind
+from gadei_ps.memory.weights import Model, Tensor, place
 
 # So large that one gradient takes longer than it takes to kill a process.
 TENSORS = [

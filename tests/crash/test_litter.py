@@ -26,16 +26,17 @@ from support import (
     status,
 )
 
-from gadei_ps import layout, runtime, segment
-from gadei_ps.control import Connection as Control
-from gadei_ps.control import StopJob, ask
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed, JobInUse, JobNotFound
-from gadei_ps.launch import Learners
+from gadei_ps.job import paths as runtime
+from gadei_ps.job.control import Connection as Control
+from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners import client
 from gadei_ps.learners.client import Client
+from gadei_ps.machine.launch import Learners
+from gadei_ps.memory import layout, segment
+from gadei_ps.memory.weights import payload_bytes
 from gadei_ps.watchdog import restart
-from gadei_ps.weights import payload_bytes
 
 TENSORS = [{"name": "w", "shape": [1000]}]
 

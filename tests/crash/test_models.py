@@ -10,9 +10,9 @@ import pytest
 from support import eventually, status
 from team import Team, send
 
-from gadei_ps import control
-from gadei_ps.control import SetSync
-from gadei_ps.faults import Role
+from gadei_ps.job import control
+from gadei_ps.job.control import SetSync
+from gadei_ps.job.processes import Role
 
 
 def _kill_one_learner(team: Team, chance: random.Random) -> None:

@@ -14,8 +14,8 @@ from support import Child, Rig, eventually, rows_payload, same
 from gadei_ps import _native
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import WireType
-from gadei_ps.layout import IDLE, Action, FrameKind, Role
-from gadei_ps.weights import Model, Tensor
+from gadei_ps.memory.layout import IDLE, Action, FrameKind, Role
+from gadei_ps.memory.weights import Model, Tensor
 
 # So large that one gradient takes longer than it takes to kill a process.
 TENSORS = [

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from support import Child, Stopped, daemon, eventually, fork, learner, status
 
-from gadei_ps import _native, layout
-from gadei_ps.control import StopJob
+from gadei_ps import _native
 from gadei_ps.errors import (
     Evicted,
     JobNotFound,
@@ -22,9 +21,9 @@ from gadei_ps.errors import (
     PushTimeout,
     UsageError,
 )
+from gadei_ps.job.control import StopJob
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
-from gadei_ps.layout import FrameKind, Role
 from gadei_ps.learners.client import (
     JOB_VARIABLE,
     NONE,
@@ -33,6 +32,8 @@ from gadei_ps.learners.client import (
     epoch_order,
     whole_at,
 )
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import FrameKind, Role
 
 VALUES = 100_000
 

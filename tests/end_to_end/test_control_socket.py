@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import Child, daemon, eventually, status
 
-from gadei_ps import runtime
-from gadei_ps.control import MAX_MESSAGE, Connection, Status
-from gadei_ps.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job import paths as runtime
+from gadei_ps.job.control import MAX_MESSAGE, Connection, Status
 from gadei_ps.learners.client import Client
 from gadei_ps.watchdog.sockets import MAX_CLIENTS, MAX_CLIENTS_OF_ONE
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support import Pusher, Stopped, daemon, eventually, learner, live_weights, spin, status
 
-from gadei_ps import layout
 from gadei_ps.learners.client import Client
+from gadei_ps.memory import layout
 
 VALUES = 5000
 PATTERN = (np.arange(VALUES) % 5 + 1).astype(np.float32)

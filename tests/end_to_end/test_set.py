@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from support import Child, daemon, eventually, fork, learner, live_weights, status
 
-from gadei_ps import control, jobs, traces, tracing
-from gadei_ps.control import SetSync
+from gadei_ps.commands import jobs
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
+from gadei_ps.job import control
+from gadei_ps.job.control import SetSync
 from gadei_ps.learners.client import Client
+from gadei_ps.run_times import record as tracing
+from gadei_ps.run_times import traces
 from gadei_ps.sync.runtime_file import Sizes, contents
 
 VALUES = 3000

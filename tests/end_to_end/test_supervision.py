@@ -39,11 +39,12 @@ from support import (
     status,
 )
 
-from gadei_ps import jobs, segment
-from gadei_ps.control import StopJob, ask
+from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError, JobFailed
-from gadei_ps.faults import Processes
+from gadei_ps.job.control import StopJob, ask
+from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client
+from gadei_ps.memory import segment
 from gadei_ps.watchdog import servers, supervisor
 
 VALUES = 3000

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from support import Child, daemon, eventually, fork, learner, live_weights, status
 
-from gadei_ps import layout
 from gadei_ps.learners.client import Client
+from gadei_ps.memory import layout
 
 VALUES = 3000
 TENSORS = [{"name": "w", "shape": [VALUES]}]

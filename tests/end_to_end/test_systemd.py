@@ -16,8 +16,8 @@ import pytest
 from shell import Cli, Running
 from support import Manager, eventually, gone, segments, status
 
-from gadei_ps import segment
 from gadei_ps.learners.client import Client
+from gadei_ps.memory import segment
 
 MODEL = "standby = false\n[[tensors]]\nname = 'w'\nshape = [100]\n"
 WATCHDOG_S = 2.0

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from support import daemon, eventually, spin, status
 
-from gadei_ps.control import StopJob
 from gadei_ps.errors import DeviceError, JobStopped, ModelMismatch, UsageError
+from gadei_ps.job.control import StopJob
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.learners.host import Host

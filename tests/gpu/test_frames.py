@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import daemon
 
-from gadei_ps import layout
-from gadei_ps.layout import FrameKind, WireType
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import FrameKind, WireType
 
 KERNELS = Path(__file__).parents[2] / "learners" / "kernels.cu"
 SHAPES = {"a": (3, 5), "long": (9_003,), "s": (), "table": (40, 6), "wide": (4, 700), "one": (50,)}

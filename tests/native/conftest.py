@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import support
 
-from gadei_ps import _native, layout, segment, weights
-from gadei_ps.control import Status
-from gadei_ps.daemon import Daemon
-from gadei_ps.layout import CONTROL, RING, SegmentKind
+from gadei_ps import _native
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.control import Status
+from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory.layout import CONTROL, RING, SegmentKind
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "native"

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gadei_ps import _native, layout
-from gadei_ps.layout import CONTROL, FRAME, NO_BATCH, PAYLOAD_AT, REASON_TEXT, RING, Reason
+from gadei_ps import _native
 from gadei_ps.learners.client import Client
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, FRAME, NO_BATCH, PAYLOAD_AT, REASON_TEXT, RING, Reason
 
 SMALL = {"tensors": [{"name": "w", "shape": [3, 5]}, {"name": "b", "shape": [7]}]}
 WIDE = {"tensors": [{"name": "w", "shape": [50, 401]}, {"name": "b", "shape": [33]}]}

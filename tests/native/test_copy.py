@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from gadei_ps import _native
-from gadei_ps.layout import WireType
+from gadei_ps.memory.layout import WireType
 
 Floats = npt.NDArray[np.float32]
 WIRES = list(WireType)

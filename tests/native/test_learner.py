@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import support
 
-from gadei_ps import process, runtime
-from gadei_ps.config import load
-from gadei_ps.control import Connection, StopJob, pack
+from gadei_ps.job import paths as runtime
+from gadei_ps.job.config import load
+from gadei_ps.job.control import Connection, StopJob, pack
+from gadei_ps.machine import process
 
 TIMEOUT, STOPPED, EVICTED, FINISHED, FAILED, ERROR = -1, -2, -3, -4, -5, -6
 NONFINITE = 1

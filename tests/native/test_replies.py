@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import support
 
-from gadei_ps import layout, segment, sync
-from gadei_ps.layout import CONTROL, RING, TENSOR, WEIGHTS
-from gadei_ps.segment import Segment
+from gadei_ps import sync
+from gadei_ps.memory import layout, segment
+from gadei_ps.memory.layout import CONTROL, RING, TENSOR, WEIGHTS
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.weights import Tensor, place
 
 FAILED, ERROR = -5, -6
 ROW, GENERATION = 4, 11

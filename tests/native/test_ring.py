@@ -17,8 +17,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gadei_ps import _native, layout
-from gadei_ps.layout import AHEAD, CONTROL, ENTRY, FRAME, RING, Phase, Stop, Work
+from gadei_ps import _native
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import AHEAD, CONTROL, ENTRY, FRAME, RING, Phase, Stop, Work
 
 LONG_NS = 30_000_000_000
 ROW, GENERATION = 5, 77

@@ -36,13 +36,14 @@ import support
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gadei_ps import checkpoint, files, layout, weights
-from gadei_ps.checkpoint import Snapshot, found, newest, read, write
-from gadei_ps.config import from_mapping
 from gadei_ps.errors import CheckpointError, UsageError
-from gadei_ps.export import export
-from gadei_ps.layout import Role
-from gadei_ps.weights import Model, Tensor, place
+from gadei_ps.job.config import from_mapping
+from gadei_ps.memory import layout, weights
+from gadei_ps.memory.layout import Role
+from gadei_ps.memory.weights import Model, Tensor, place
+from gadei_ps.storage import checkpoint, files
+from gadei_ps.storage.checkpoint import Snapshot, found, newest, read, write
+from gadei_ps.storage.export import export
 
 FILES = ["SHA256SUMS", "manifest.json", "state.safetensors", "weights.safetensors"]
 TENSORS = [

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gadei_ps import config, layout
-from gadei_ps.config import JobConfig, from_mapping, load
 from gadei_ps.errors import UsageError
+from gadei_ps.job import config
+from gadei_ps.job.config import JobConfig, from_mapping, load
 from gadei_ps.kernels.optimizers import Kind, Schedule
+from gadei_ps.memory import layout
 
 
 def write(path: Path, text: str) -> Path:

@@ -15,8 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gadei_ps import control, errors, runtime
-from gadei_ps.control import (
+from gadei_ps import errors
+from gadei_ps.errors import ControlError, JobInUse, JobNotFound
+from gadei_ps.job import control
+from gadei_ps.job import paths as runtime
+from gadei_ps.job.control import (
     MAX_MESSAGE,
     PROTOCOL,
     Attach,
@@ -33,7 +36,6 @@ from gadei_ps.control import (
     pack,
     parse_request,
 )
-from gadei_ps.errors import ControlError, JobInUse, JobNotFound
 
 MESSAGES = [
     Attach(name="one"),

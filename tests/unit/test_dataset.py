@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gadei_ps.dataset import (
+from gadei_ps.classifier.dataset import (
     MAX_LENGTH,
     MIN_LENGTH,
     UNSEEN_LABEL,

@@ -12,10 +12,10 @@ import pytest
 import support
 from shell import program
 
-from gadei_ps import gpus
 from gadei_ps.errors import DeviceError, UsageError
-from gadei_ps.gpus import ORDER, VISIBLE, Gpu
-from gadei_ps.launch import DEVICE_VARIABLE, Compute
+from gadei_ps.machine import gpus
+from gadei_ps.machine.gpus import ORDER, VISIBLE, Gpu
+from gadei_ps.machine.launch import DEVICE_VARIABLE, Compute
 
 TWO = """GPU 0: NVIDIA H200 (UUID: GPU-8d6c)
 GPU 1: NVIDIA GeForce RTX 3060 (Ti) (UUID: GPU-77aa)

@@ -64,36 +64,36 @@ def named(*names: str) -> set[str]:
     return {f"{PACKAGE}.{name}" for name in names}
 
 
-LEAVES = named("layout", "errors")
+LEAVES = named("memory.layout", "errors")
 BASE = {CEXT} | LEAVES
 # What each may import; a module that is named here must exist.
 MAY: dict[str, set[str]] = {
-    "layout": set(),
+    "memory.layout": set(),
     "errors": set(),
-    "places": named("layout"),
-    "files": named("errors"),
-    "snapshot": LEAVES | named("files", "weights") | {PACKAGE},
-    "export": named("errors", "files", "snapshot"),
-    "checkpoint": named("errors", "files", "snapshot"),
-    "compiled": {f"{PACKAGE}.kernels.cache"},
-    "journal": LEAVES | named("compiled", "symbols"),
-    "process": {CEXT},
-    "gpus": named("errors", "process", "learners.devices"),
-    "symbols": {CEXT},
-    "segment": BASE | named("process"),
-    "weights": LEAVES | named("segment"),
-    "ledger": BASE | named("compiled", "symbols"),
-    "runtime": LEAVES,
-    "control": LEAVES | named("runtime", "segment"),
-    "log": set(),
-    "dataset": LEAVES,
+    "server.places": named("memory.layout"),
+    "storage.files": named("errors"),
+    "storage.snapshot": LEAVES | named("storage.files", "memory.weights") | {PACKAGE},
+    "storage.export": named("errors", "storage.files", "storage.snapshot"),
+    "storage.checkpoint": named("errors", "storage.files", "storage.snapshot"),
+    "kernels.compiled": {f"{PACKAGE}.kernels.cache"},
+    "server.journal": LEAVES | named("kernels.compiled", "server.symbols"),
+    "machine.process": {CEXT},
+    "machine.gpus": named("errors", "machine.process", "learners.devices"),
+    "server.symbols": {CEXT},
+    "memory.segment": BASE | named("machine.process"),
+    "memory.weights": LEAVES | named("memory.segment"),
+    "server.ledger": BASE | named("kernels.compiled", "server.symbols"),
+    "job.paths": LEAVES,
+    "job.control": LEAVES | named("job.paths", "memory.segment"),
+    "machine.log": set(),
+    "classifier.dataset": LEAVES,
 }
 
 
 def test_the_walk_sees_imports() -> None:
     assert len(MODULES) > 30
-    assert CEXT in IMPORTS["gadei_ps.segment"]
-    assert "gadei_ps.layout" in IMPORTS["gadei_ps.segment"]
+    assert CEXT in IMPORTS["gadei_ps.memory.segment"]
+    assert "gadei_ps.memory.layout" in IMPORTS["gadei_ps.memory.segment"]
     assert "gadei_ps.learners.client" in IMPORTS["gadei_ps.learners.torch"]
     for module, imported in IMPORTS.items():
         assert imported <= MODULES.keys() | {CEXT, PACKAGE}, module
@@ -104,7 +104,7 @@ def test_low_modules_import_what_lies_below(module: str) -> None:
     assert IMPORTS[f"{PACKAGE}.{module}"] <= MAY[module]
 
 
-@pytest.mark.parametrize(("package", "more"), [("kernels", ()), ("sync", ("compiled",))])
+@pytest.mark.parametrize(("package", "more"), [("kernels", ()), ("sync", ("kernels.compiled",))])
 def test_packages_that_know_only_themselves(package: str, more: tuple[str, ...]) -> None:
     modules = within(package)
     assert len(modules) > 4
@@ -112,8 +112,23 @@ def test_packages_that_know_only_themselves(package: str, more: tuple[str, ...])
         assert IMPORTS[module] <= modules | named(*more), module
 
 
-SERVER = named("server", "shard", "apply", "account", "places", "ledger", "symbols")
-SERVER |= named("change", "compiled", "driver", "journal", "recover", "rings")
+SERVER = named(
+    "server.manager",
+    "server.shard",
+    "server.apply",
+    "server.account",
+    "server.places",
+    "server.ledger",
+    "server.symbols",
+)
+SERVER |= named(
+    "server.change",
+    "kernels.compiled",
+    "server.driver",
+    "server.journal",
+    "server.recover",
+    "server.rings",
+)
 
 
 def test_learners_and_watchdog_know_neither_each_other_nor_the_server() -> None:
@@ -129,7 +144,8 @@ def test_learners_and_watchdog_know_neither_each_other_nor_the_server() -> None:
 
 
 def test_nothing_knows_the_commands() -> None:
-    top = named("cli", "daemon", "run", "train", "chaos", "victims", "__main__")
+    top = within("cli") | within("commands") | within("chaos") | within("classifier")
+    top |= named("__main__")
     top |= within("benchmarks")
     for module, imported in IMPORTS.items():
         if module not in top:
@@ -158,11 +174,11 @@ HEAVY = {"numba", "llvmlite", "torch", "safetensors", "typer", "scipy"}
     ("module", "without"),
     [
         ("gadei_ps.watchdog.supervisor", HEAVY),
-        ("gadei_ps.daemon", HEAVY),
+        ("gadei_ps.commands.daemon", HEAVY),
         ("gadei_ps.learners.client", HEAVY | {"psutil"}),
         ("gadei_ps.learners.devices", HEAVY | {"psutil", "cupy"}),
-        ("gadei_ps.launch", HEAVY | {"numpy", "cupy"}),
-        ("gadei_ps.server", {"torch", "typer"}),
+        ("gadei_ps.machine.launch", HEAVY | {"numpy", "cupy"}),
+        ("gadei_ps.server.manager", {"torch", "typer"}),
     ],
 )
 def test_processes_load_no_more_than_they_need(module: str, without: set[str]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gadei_ps import interrupts
-from gadei_ps.interrupts import Interrupted
+from gadei_ps.machine import interrupts
+from gadei_ps.machine.interrupts import Interrupted
 
 
 @pytest.fixture(autouse=True)

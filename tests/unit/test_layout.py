@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gadei_ps import _native, layout
+from gadei_ps import _native
+from gadei_ps.memory import layout
 
 C_LAYOUT = _native.layout()
 

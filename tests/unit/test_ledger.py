@@ -16,8 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gadei_ps import layout, ledger
-from gadei_ps.layout import NO_BATCH, Work, batch_id
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import NO_BATCH, Work, batch_id
+from gadei_ps.server import ledger
 
 ROWS = [0, 1, 2, 255]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps import placement
+from gadei_ps.machine import placement
 
 TWO_SOCKETS = {0: set(range(32)), 1: set(range(32, 64))}
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 from support import Child, eventually
 
-from gadei_ps import process
+from gadei_ps.machine import process
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Loose, decoded_frame
 
-from gadei_ps import _native, layout
-from gadei_ps.layout import FrameKind, WireType
+from gadei_ps import _native
 from gadei_ps.learners.client import product_at
-from gadei_ps.weights import Tensor, payload_bytes, place
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import FrameKind, WireType
+from gadei_ps.memory.weights import Tensor, payload_bytes, place
 
 
 def written(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gadei_ps import quantities
+from gadei_ps.commands import quantities
 from gadei_ps.errors import UsageError
 
 

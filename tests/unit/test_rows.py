@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Rig, decoded_frame, payload_of, rows_payload
 
-from gadei_ps import layout
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
-from gadei_ps.layout import Action, FrameKind, Reason, Role
-from gadei_ps.weights import Model, Tensor, payload_bytes, place
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Action, FrameKind, Reason, Role
+from gadei_ps.memory.weights import Model, Tensor, payload_bytes, place
 
 KINDS = [kind.name.lower() for kind in Kind]
 TABLE = Tensor("table", (50, 7))

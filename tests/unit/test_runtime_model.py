@@ -15,15 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from gadei_ps import cli_runtime_model, runtime_training, traces
+from gadei_ps.cli import runtime_model as cli_runtime_model
 from gadei_ps.errors import UsageError
-from gadei_ps.runtime_network import DeepMarkovModel
+from gadei_ps.run_times import traces
+from gadei_ps.run_times import training as runtime_training
+from gadei_ps.run_times.network import DeepMarkovModel
+from gadei_ps.run_times.traces import Trace
 from gadei_ps.sync import runtime_file
 from gadei_ps.sync.order_statistics import sorted_mean
 from gadei_ps.sync.prediction import FloatArray
 from gadei_ps.sync.runtime_file import Floats, ModelFileError, Sizes
 from gadei_ps.sync.runtime_model import LARGEST, SMALLEST, Network, RuntimeModel
-from gadei_ps.traces import Trace
 
 SIZES = Sizes(learners=6, lag=20, latent=3, recurrent=7, hidden=5)
 ALL = np.arange(6)

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 from support import FORK, segments
 
-from gadei_ps import layout, process, segment
-from gadei_ps.config import JobConfig
 from gadei_ps.errors import JobInUse, NoSharedMemory, SegmentError, UsageError
-from gadei_ps.layout import SegmentKind
-from gadei_ps.segment import SHM, Segment, segment_name
+from gadei_ps.job.config import JobConfig
+from gadei_ps.machine import process
+from gadei_ps.memory import layout, segment
+from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.segment import SHM, Segment, segment_name
+from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
 from gadei_ps.watchdog.memory import JobMemory, clear_dead
-from gadei_ps.weights import Tensor, place
 
 JOB_ID = bytes(range(16))
 

@@ -12,14 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Rig, eventually
 
-from gadei_ps import _native, layout
-from gadei_ps.account import staleness_bin
+from gadei_ps import _native
 from gadei_ps.errors import GadeiError
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
-from gadei_ps.layout import CHUNK, IDLE, NO_BATCH, Action, FrameKind, Reason, Role, Work, batch_id
-from gadei_ps.symbols import get, put
-from gadei_ps.weights import Tensor
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import (
+    CHUNK,
+    IDLE,
+    NO_BATCH,
+    Action,
+    FrameKind,
+    Reason,
+    Role,
+    Work,
+    batch_id,
+)
+from gadei_ps.memory.weights import Tensor
+from gadei_ps.server.account import staleness_bin
+from gadei_ps.server.symbols import get, put
 
 KINDS = [kind.name.lower() for kind in Kind]
 W = [Tensor("w", (10,))]

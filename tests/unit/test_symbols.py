@@ -8,7 +8,7 @@ import re
 import numba
 import numpy as np
 
-from gadei_ps.symbols import floats, mark
+from gadei_ps.server.symbols import floats, mark
 
 
 @numba.njit

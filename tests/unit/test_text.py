@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from gadei_ps.dataset import UNSEEN_LABEL, Vocabulary, encode  # noqa: E402
-from gadei_ps.learners.text import (  # noqa: E402
+from gadei_ps.classifier.dataset import UNSEEN_LABEL, Vocabulary, encode  # noqa: E402
+from gadei_ps.classifier.network import (  # noqa: E402
     RESULT_FILES,
     ModelDirectoryError,
     SentenceClassifier,
@@ -429,7 +429,7 @@ def test_a_result_directory_that_is_none_is_named(tmp_path: Path) -> None:
 
 def test_importing_starts_nothing() -> None:
     program = (
-        "import threading, multiprocessing as m, gadei_ps.learners.text;"
+        "import threading, multiprocessing as m, gadei_ps.classifier.network;"
         "assert threading.active_count() == 1 and not m.active_children()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

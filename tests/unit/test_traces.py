@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from gadei_ps import traces
 from gadei_ps.errors import UsageError
-from gadei_ps.traces import Trace
+from gadei_ps.run_times import traces
+from gadei_ps.run_times.traces import Trace
 
 OWN = "iteration,learner,started,seconds,censored\n"
 ALIBABA = ",worker,gpu,time,batch_time_norm\n"

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps import daemon, unit
+from gadei_ps.commands import daemon
+from gadei_ps.commands import systemd as unit
+from gadei_ps.commands.systemd import Found, Scope
 from gadei_ps.errors import UsageError
-from gadei_ps.unit import Found, Scope
 from gadei_ps.watchdog import supervisor
 
 ROOT = Path(__file__).parents[2]

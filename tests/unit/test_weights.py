@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gadei_ps import layout, segment, weights
 from gadei_ps.errors import ModelMismatch, UsageError
-from gadei_ps.layout import Role, SegmentKind
-from gadei_ps.weights import Model, Tensor, check_same, place
+from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory.layout import Role, SegmentKind
+from gadei_ps.memory.weights import Model, Tensor, check_same, place
 
 names = st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=119

@@ -1,0 +1,1 @@
+"""Faults on purpose, and the count of what they did."""

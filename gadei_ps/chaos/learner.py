@@ -1,0 +1,82 @@
+"""A learner of `gadei-ps chaos`: pushes whole numbers that can be counted in the weights.
+
+    buffer `ledger`     LANES lanes | body
+    parameter `w`       every value gets the same gradient
+
+Buffers are moved by plain addition, so the ledger is exact whatever the optimizer does. Each
+gradient adds 1 to the lane of the learner's generation, and +1 or -1 to every value of the body.
+The sign changes from one generation to the next, so that the sums stay where float32 is exact.
+`w` gets the same sign under SGD; any other optimizer gives the same result in every shard only if
+the order of the gradients does not matter, so then they are all alike.
+
+`python -m gadei_ps.chaos.learner OPTIMIZER`: says its row and generation in one line, and
+begins when it is told to by a line on standard input: then whoever counts has mapped its ring.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from gadei_ps.errors import ControlError, GadeiError, JobNotFound
+from gadei_ps.learners.client import Client
+
+EXACT = "sgd"  # the optimizer under which whole numbers stay whole
+LANES = 4096  # an even number, so that a lane has one sign
+BODY = 16384
+LEDGER = LANES + BODY
+MOST = 2**21  # gradients of one generation
+PATIENCE_S = 30.0  # until there is another watchdog
+
+
+def sign(generation: int) -> int:
+    """Of what a learner of this generation adds to the body."""
+    return -1 if generation % 2 else 1
+
+
+def gradient(generation: int, values: int, optimizer: str) -> dict[str, npt.NDArray[np.float32]]:
+    """What each push of this generation brings; `values`: of `w`."""
+    same = sign(generation) if optimizer == EXACT else 1
+    ledger = np.zeros(LEDGER, np.float32)
+    ledger[LANES:] = sign(generation)
+    ledger[generation % LANES] = 1.0
+    return {"w": np.full(values, same, np.float32), "ledger": ledger}
+
+
+def _connect() -> Client:
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return Client()
+        except (JobNotFound, ControlError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
+def push(optimizer: str) -> None:
+    """Pushes until it is killed, or has pushed MOST. Raises GadeiError."""
+    client = _connect()
+    print(client.row, client.generation, flush=True)
+    if not sys.stdin.readline():
+        return
+    (values,) = client.weights["w"].shape
+    flat = client.model.flatten(gradient(client.generation, values, optimizer))
+    while client.published < MOST:
+        client.push(flat, samples=1, loss=0.0)
+    client.wait_applied()
+
+
+def main() -> None:
+    """The program."""
+    try:
+        push(sys.argv[1])
+    except GadeiError as error:
+        sys.exit(f"chaos learner: {error}")
+
+
+if __name__ == "__main__":
+    main()

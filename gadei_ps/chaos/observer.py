@@ -1,0 +1,182 @@
+"""When things happen after a fault: seen in the job's memory, by a thread that mostly sleeps.
+
+Times are those of time.monotonic(). A look costs some microseconds and comes every SLEEP_S while
+something is awaited, so that the servers keep the cores.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.job.processes import Processes, Target
+from gadei_ps.memory import segment
+from gadei_ps.memory.layout import STATE, SegmentKind
+from gadei_ps.memory.segment import segment_name
+
+SLEEP_S = 50e-6
+REST_S = 0.1
+GIVE_UP_S = 60.0  # of waiting for what another fault has perhaps made impossible
+
+
+@dataclass(eq=False)
+class _TakeOver:
+    """After the death of an active server."""
+
+    at: float
+    generation: int
+    tids: np.ndarray
+    replaced: bool
+    starved: bool
+    """No learner was left to push the next gradient: the time tells nothing of servers."""
+    base: np.ndarray | None = None
+    """Gradients consumed by row when a thread of the next server was first seen."""
+
+
+@dataclass
+class Times:
+    """In seconds. disturbed: reclaims during which servers or watchdog were hit too.
+
+    fail_over, restart: from the kill of the active server to the next applied gradient, where
+    another server stood by and where none did. take_over: to the next active server, likewise where
+    one stood by.
+    """
+
+    fail_over: list[float] = field(default_factory=list)
+    restart: list[float] = field(default_factory=list)
+    take_over: list[float] = field(default_factory=list)
+    reclaim: list[float] = field(default_factory=list)
+    disturbed: int = 0
+
+
+class Observer(threading.Thread):
+    """Of one job with a model. Raises FileNotFoundError where there is none yet."""
+
+    def __init__(self, processes: Processes) -> None:
+        super().__init__(name="observer", daemon=True)
+        control = processes.control
+        self._control = control
+        self._shards = slice(int(control["shards"]))
+        name = segment_name(processes.job, "state")
+        self._segment = segment.attach(name, SegmentKind.STATE, writable=False)
+        self._applied = self._segment.view(STATE)["applied"][self._shards]
+        self._tids = control["shard"]["tid"][self._shards]
+        self._retired = control["roster"]["retired"]
+        self.times = Times()
+        self._fail_overs: list[_TakeOver] = []
+        self._take_overs: list[_TakeOver] = []
+        self._reclaims: list[tuple[Target, float, bool]] = []
+        self._hit_at = float("-inf")
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._awake = threading.Event()
+        self._quit = False
+
+    @property
+    def waits_for_server(self) -> bool:
+        """Whether no gradient has been applied yet since the active server was killed."""
+        return bool(self._fail_overs or self._take_overs)
+
+    def server_dies(self, *, replaced: bool, starved: bool) -> None:
+        """Call it just before the active server is killed.
+
+        replaced: another one stands by. starved: no learner pushes just now.
+        """
+        generation = int(self._control["lease_generation"])
+        one = _TakeOver(time.monotonic(), generation, self._tids.copy(), replaced, starved)
+        self._await(self._fail_overs, one)
+        one.at = self._hit_at = time.monotonic()
+        with self._lock:
+            self._take_overs.append(one)
+
+    def learner_dies(self, learner: Target, *, disturbed: bool, last: bool) -> None:
+        """Call it just before this learner is killed.
+
+        disturbed: servers or watchdog are not up. last: no other learner pushes just now.
+        """
+        self.learner_stops(last=last)
+        self._await(self._reclaims, (learner, time.monotonic(), disturbed))
+
+    def learner_stops(self, *, last: bool) -> None:
+        """Call it just before a learner is stopped. last: no other one pushes just now."""
+        if last:
+            with self._lock:
+                for one in self._fail_overs:
+                    one.starved = True
+
+    def other_hit(self) -> None:
+        """The watchdog or a standby is hit: learners are perhaps let go later than they could."""
+        self._hit_at = time.monotonic()
+
+    def _await(self, where: list[Any], one: Any) -> None:
+        """Returns when the thread is looking, so that its start takes no part of the time."""
+        self._awake.clear()
+        with self._lock:
+            where.append(one)
+        self._wake.set()
+        self._awake.wait(1.0)
+
+    def stop(self) -> None:
+        self._quit = True
+        self._wake.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._quit:
+            self._wake.wait(REST_S)
+            self._awake.set()
+            with self._lock:
+                self._look()
+                if not (self._fail_overs or self._take_overs or self._reclaims):
+                    self._wake.clear()
+            time.sleep(SLEEP_S)
+
+    def _look(self) -> None:
+        """All that is awaited and has happened by now."""
+        consumed = self._applied.min(axis=0)  # before the leases: what is there was done before
+        now = time.monotonic()
+        for one in list(self._fail_overs):
+            if one.base is None:
+                if (self._tids != one.tids).any():
+                    one.base = consumed
+                continue
+            np.minimum(one.base, consumed, out=one.base)  # a row begins anew with its learner
+            if (consumed > one.base).any():
+                if not one.starved:
+                    times = self.times.fail_over if one.replaced else self.times.restart
+                    times.append(now - one.at)
+                self._fail_overs.remove(one)
+        generation = int(self._control["lease_generation"])
+        for one in list(self._take_overs):
+            if generation != one.generation:
+                if one.replaced:
+                    self.times.take_over.append(now - one.at)
+                self._take_overs.remove(one)
+        for one_gone in list(self._reclaims):
+            learner, at, disturbed = one_gone
+            if int(self._retired[learner.row]) == learner.generation:
+                self._reclaims.remove(one_gone)
+                if disturbed or self._hit_at > at:
+                    self.times.disturbed += 1
+                else:
+                    self.times.reclaim.append(now - at)
+        for waiting in (self._fail_overs, self._take_overs):
+            waiting[:] = [one for one in waiting if now - one.at < GIVE_UP_S]
+        self._reclaims[:] = [one for one in self._reclaims if now - one[1] < GIVE_UP_S]
+
+
+def spread(seconds: list[float]) -> dict[str, float | int | None]:
+    """Percentiles in milliseconds; None where nothing was measured."""
+    told: dict[str, float | int | None] = {"p50": None, "p99": None, "max": None}
+    if seconds:
+        ms = np.array(seconds) * 1e3
+        told = {
+            "p50": float(np.percentile(ms, 50)),
+            "p99": float(np.percentile(ms, 99)),
+            "max": float(ms.max()),
+        }
+    return told | {"samples": len(seconds)}

@@ -1,0 +1,186 @@
+"""Whose processes `gadei-ps chaos` hits: those of a job of its own, or of somebody else's.
+
+In a job of its own the learners can be counted (tally.py). They are started again when they die,
+and so is the watchdog; servers are the watchdog's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from gadei_ps.chaos.learner import EXACT, LEDGER
+from gadei_ps.chaos.tally import Count, Ring, Tally
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.errors import ControlError, JobFailed, SegmentError, UsageError
+from gadei_ps.job.config import JobConfig, from_mapping
+from gadei_ps.job.processes import Processes, Role, Target
+from gadei_ps.machine import interrupts, process
+from gadei_ps.machine.launch import JOB_VARIABLE
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Phase
+
+POLL_S = 0.002
+DRAIN_S = 60.0
+HANG_S = 1.0  # some stops are longer, so that the watchdog has hung servers to kill
+MAX_FAILURES = 20  # of our learners in a row, by themselves
+ADAPTIVE_LR = 1e-3
+
+
+@dataclass(frozen=True)
+class OwnJob:
+    """What is asked of it. size: bytes of its weights. verbose: its processes may be heard."""
+
+    learners: int = 2
+    optimizer: str = EXACT
+    size: int = 2_000_000
+    shards: int = 0
+    verbose: bool = False
+
+    def config(self) -> JobConfig:
+        """Raises UsageError."""
+        values = max(1, self.size // 4 // layout.CHUNK) * layout.CHUNK
+        # A rate of 1 keeps what SGD makes of whole numbers exact.
+        rate = 1.0 if self.optimizer == EXACT else ADAPTIVE_LR
+        wanted = from_mapping(
+            {
+                "name": f"chaos-{os.getpid()}",
+                "optimizer": {"kind": self.optimizer, "lr": rate},
+                "shards": self.shards,
+                "hang_s": HANG_S,
+                "tensors": [
+                    {"name": "w", "shape": [values]},
+                    {"name": "ledger", "shape": [LEDGER], "role": "buffer"},
+                ],
+            },
+            "chaos",
+        )
+        shards = wanted.resolved_shards(values + LEDGER)
+        if layout.shard_range(values + LEDGER, shards, shards - 1)[0] >= values:
+            raise UsageError(
+                f"--size: {self.size} bytes are too few for {shards} shards; "
+                f"use at least {LEDGER * 4 * shards}"
+            )
+        return wanted
+
+
+class Given:
+    """Somebody else's job: nothing in it is started again by us."""
+
+    def __init__(self, job: str) -> None:
+        self.processes = Processes(job)
+        if self.processes.server() is None and self.processes.watchdog() is None:
+            raise ControlError(f"job {self.processes.job!r} is dead: it has no server, no watchdog")
+
+    def look_after(self) -> None:
+        if int(self.processes.control["phase"]) > Phase.DRAINING:
+            raise JobFailed(f"job {self.processes.job!r} has ended")
+
+    def learners(self) -> list[Target]:
+        return self.processes.learners()
+
+    def count(self) -> Count | None:
+        return None
+
+
+@dataclass(eq=False)
+class _Learner:
+    """A learner of ours: its process, and its ring once it is attached."""
+
+    child: subprocess.Popen[bytes]
+    said: bytes = b""
+    target: Target | None = None
+    ring: Ring | None = None
+
+
+class Own:
+    """A job of our own, with learners that can be counted."""
+
+    def __init__(self, daemon: Daemon, wanted: OwnJob) -> None:
+        self._daemon = daemon
+        self._wanted = wanted
+        self.processes = Processes(daemon.config.name)
+        self._tally = Tally(daemon.config.name, wanted.optimizer == EXACT)
+        self._learners: list[_Learner] = []
+        self._failures = 0
+
+    def __enter__(self) -> Own:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for one in self._learners:
+            one.child.kill()
+            one.child.wait()
+
+    def look_after(self) -> None:
+        """Starts again what is dead; lets learners push whose rings are mapped."""
+        self._daemon.check()
+        while len(self._learners) < self._wanted.learners:
+            self._learners.append(self._start())
+        for one in list(self._learners):
+            if one.child.poll() is not None:
+                self._bury(one)
+            elif one.ring is None:
+                self._admit(one)
+
+    def learners(self) -> list[Target]:
+        return [one.target for one in self._learners if one.target is not None]
+
+    def _start(self) -> _Learner:
+        child = process.spawn(
+            [sys.executable, "-m", "gadei_ps.chaos.learner", self._wanted.optimizer],
+            env=os.environ | {JOB_VARIABLE: str(self._daemon.socket), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if self._wanted.verbose else subprocess.DEVNULL,
+        )
+        assert child.stdout is not None
+        os.set_blocking(child.stdout.fileno(), False)
+        return _Learner(child)
+
+    def _admit(self, one: _Learner) -> None:
+        assert one.child.stdout is not None
+        assert one.child.stdin is not None
+        one.said += one.child.stdout.read() or b""
+        if not one.said.endswith(b"\n"):
+            return
+        row, generation = map(int, one.said.split())
+        # Its name may be gone already: then the learner is dying, and has pushed nothing.
+        with contextlib.suppress(FileNotFoundError, SegmentError, BrokenPipeError):
+            one.ring = Ring(self.processes.job, row, generation)
+            start = process.start_ticks(one.child.pid)
+            one.target = Target(Role.LEARNER, one.child.pid, start, row, generation)
+            one.child.stdin.write(b"\n")
+            one.child.stdin.flush()
+
+    def _bury(self, one: _Learner) -> None:
+        self._learners.remove(one)
+        if one.ring is not None and one.target is not None:
+            assert one.target.generation is not None
+            self._tally.add(one.target.generation, one.ring.published)
+        for pipe in (one.child.stdin, one.child.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        self._failures = self._failures + 1 if one.child.returncode > 0 else 0
+        if self._failures >= MAX_FAILURES:
+            raise JobFailed("learners fail by themselves again and again; --verbose shows why")
+
+    def count(self) -> Count | None:
+        """Kills the learners and waits until all that they have published is consumed."""
+        for one in list(self._learners):
+            one.child.kill()
+            one.child.wait()
+            self._bury(one)
+        until = time.monotonic() + DRAIN_S
+        roster = self.processes.control["roster"]
+        while (roster["retired"] != roster["generation"]).any() and time.monotonic() < until:
+            interrupts.check()
+            self._daemon.check()
+            time.sleep(POLL_S)
+        control = self.processes.control
+        return self._tally.count(int(control["past_dropped"]) + int(roster["dropped"].sum()))

@@ -1,0 +1,1 @@
+"""The paper's application: a CSV file in, a sentence classifier out."""

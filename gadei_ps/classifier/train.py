@@ -1,0 +1,429 @@
+"""`gadei-ps train`: training as a service (GaDei, section 2.2). A CSV file in, a model out.
+
+The launcher reads the data, starts a job and its learners, measures the held-out tenth after each
+epoch from the shared weights while training goes on, keeps the best, and stops when it no longer
+gets better. It computes no gradients; learners may die and are replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gadei_ps import sync
+from gadei_ps.classifier import dataset
+from gadei_ps.classifier.dataset import Dataset, Encoded, Vocabulary
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.errors import DeviceError, JobFailed, UsageError
+from gadei_ps.job.config import check_sync, from_mapping
+from gadei_ps.job.control import SetWork, Status, StopJob
+from gadei_ps.machine import process
+from gadei_ps.machine.launch import Compute, Learners
+from gadei_ps.memory import segment, weights
+from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.weights import FloatArray
+from gadei_ps.show.display import Display
+
+HOLD_OUT = 0.1
+RARE_FROM = 1000
+"""Sentences from which on a word must occur twice to be known: half as many words on such sets, as
+accurate, and the unknown word gets trained. Smaller sets have little but such words."""
+POLL_S = 0.1
+STALLED_S = 120.0
+MAX_REFUSED = 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may say; None is the default by the size of the set (Table 3)."""
+
+    train_file: Path
+    test_file: Path | None = None
+    learners: int = 2
+    epochs: int | None = None
+    batch_size: int | None = None
+    optimizer: str = "adagrad"
+    lr: float | None = None
+    sync: str = "asp"
+    patience: int = 5
+    dropout: float = 0.5
+    seed: int = 0
+    wire: str = "float32"
+    error_feedback: bool = False
+    device: str = "auto"
+    gpus: str | None = None
+    out: Path = Path("model")
+    text_column: str = "text"
+    label_column: str = "label"
+    job: str | None = None
+    replace: bool = True
+    verbose: bool = False
+
+    def check(self) -> None:
+        """Raises UsageError for a value that makes no sense."""
+        for name in ("learners", "epochs", "batch_size", "patience"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.learners > 256:
+            raise UsageError("--learners must be at most 256")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed must be between 0 and {2**63 - 1}")
+
+
+@dataclass
+class Best:
+    """The best weights so far."""
+
+    accuracy: float = -1.0
+    loss: float = float("inf")
+    epoch: int = 0
+    flat: FloatArray | None = None
+
+    def offer(self, accuracy: float, loss: float, epoch: int, flat: FloatArray) -> bool:
+        """Keeps them if they are better: by accuracy, then by loss."""
+        if not math.isfinite(loss) or (accuracy, -loss) <= (self.accuracy, -self.loss):
+            return False
+        self.accuracy, self.loss, self.epoch, self.flat = accuracy, loss, epoch, flat
+        return True
+
+
+@dataclass
+class Corpus:
+    """The data as the learners and the launcher need it."""
+
+    train: Dataset
+    held_out: Dataset
+    test: Dataset | None
+    vocabulary: Vocabulary
+    encoded: Encoded
+
+    @classmethod
+    def read(cls, settings: Settings) -> Corpus:
+        """Raises DatasetError."""
+        columns = (settings.text_column, settings.label_column)
+        whole = dataset.read_training(settings.train_file, *columns)
+        test = None
+        if settings.test_file is not None:
+            test = dataset.read_test(settings.test_file, whole.label_names, *columns)
+        train, held_out = dataset.split(whole, HOLD_OUT, settings.seed)
+        vocabulary = Vocabulary.build(train.texts, 2 if len(train) >= RARE_FROM else 1)
+        return cls(train, held_out, test, vocabulary, dataset.encode(train.texts, vocabulary))
+
+
+def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
+    """Runs the whole training; returns the summary that `train --json` prints.
+
+    Raises GadeiError; then no model directory has been written or changed.
+    """
+    settings.check()
+    begin = time.monotonic()
+    compute = _compute(settings)
+    corpus = Corpus.read(settings)
+    defaults = dataset.defaults(len(corpus.train))
+    epochs = settings.epochs or defaults.epochs
+    batch_size = settings.batch_size or defaults.batch_size
+    config = from_mapping(
+        {
+            "name": settings.job or f"train-{os.getpid()}",
+            "optimizer": {
+                "kind": settings.optimizer,
+                "lr": defaults.learning_rate if settings.lr is None else settings.lr,
+            },
+            "sync": settings.sync,
+        },
+        "train",
+    )
+    check_sync(config, settings.learners, f"train --learners {settings.learners}")
+    from gadei_ps.learners import text  # torch takes seconds: a mistake in the data is told before
+
+    text.check_result_directory(settings.out)
+    display = Display(epochs, silent=display_silent)
+    for warning in corpus.test.warnings if corpus.test else ():
+        display.event(f"warning: {warning}")
+    display.event(
+        f"{len(corpus.train):,} sentences to train on, {len(corpus.held_out):,} held out, "
+        f"{len(corpus.train.label_names)} labels, {len(corpus.vocabulary.words):,} words; "
+        f"mini-batch {batch_size}, learning rate {config.optimizer.lr}, {settings.optimizer}, "
+        f"{settings.sync}, {settings.learners} learners"
+    )
+    display.event(_where(compute, settings.learners))
+    threads = max(1, process.cores() // settings.learners)
+    options = {
+        "threads": threads,
+        "vocabulary_size": len(corpus.vocabulary),
+        "classes": len(corpus.train.label_names),
+        "dropout": settings.dropout,
+        "seed": settings.seed,
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "wire": settings.wire,
+        "error_feedback": settings.error_feedback,
+        "device": compute.device,
+    }
+    with (
+        # A file in memory: it cannot be left behind, and only its owner can open it.
+        os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
+        Daemon(config, verbose=settings.verbose) as daemon,
+        display,
+    ):
+        np.savez(
+            data,
+            tokens=corpus.encoded.tokens,
+            lengths=corpus.encoded.lengths,
+            labels=corpus.train.labels,
+            settings=json.dumps(options),
+        )
+        run = _Run(settings, corpus, daemon, display, epochs, batch_size, options, compute)
+        data.flush()
+        run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
+    return run.finish(config.optimizer.lr, time.monotonic() - begin)
+
+
+def _compute(settings: Settings) -> Compute:
+    """What the learners compute on. Raises UsageError or DeviceError."""
+    # Who names GPUs wants them to be used.
+    device = "cuda" if settings.gpus is not None and settings.device == "auto" else settings.device
+    compute = Compute.wanted(device, settings.gpus).settled()
+    if compute.device == "cuda" and (why := _torch_lacks()):
+        if device == "cuda":
+            raise DeviceError(f"device cuda: {why}")
+        return Compute("host", why=why)
+    return compute
+
+
+def _torch_lacks() -> str:
+    """Why PyTorch cannot use a GPU that CuPy can use; empty if it can."""
+    import torch
+
+    if torch.version.cuda:
+        return ""
+    return f"PyTorch {torch.__version__} is built for the CPU alone; install one built for CUDA"
+
+
+def _where(compute: Compute, learners: int) -> str:
+    """One line that says where the learners compute."""
+    if compute.device == "host":
+        return "learners compute on the host" + (f": {compute.why}" if compute.why else "")
+    used = ", ".join(dict.fromkeys(compute.gpus[:learners]))
+    return "learners compute with CUDA" + (f" on GPU {used}" if used else "")
+
+
+class _Run:
+    """One training while it goes on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        corpus: Corpus,
+        daemon: Daemon,
+        display: Display,
+        epochs: int,
+        batch_size: int,
+        options: dict[str, Any],
+        compute: Compute,
+    ) -> None:
+        from gadei_ps.classifier import network as text
+
+        self.settings = settings
+        self.corpus = corpus
+        self.daemon = daemon
+        self.display = display
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.compute = compute
+        self.model = text.SentenceClassifier(
+            options["vocabulary_size"], options["classes"], dropout=settings.dropout
+        )
+        self.held_out = dataset.encode(corpus.held_out.texts, corpus.vocabulary)
+        self.best = Best()
+        self.status: dict[str, Any] = {}
+        self.history: list[dict[str, float]] = []
+        self.deaths = 0
+        self.train_seconds = 0.0
+        self._flat: FloatArray | None = None
+
+    def run(self, data: Path) -> None:
+        """Trains until the epochs are done or the held-out tenth gets no better."""
+        # Under WSP a batch that is handed out is a wave.
+        wave = sync.parse(self.settings.sync).wave
+        batches = -(-len(self.corpus.train) // (self.batch_size * wave))
+        self.daemon.request(SetWork(batches=batches, epochs=self.epochs, seed=self.settings.seed))
+        command = [sys.executable, "-m", "gadei_ps.classifier.learner", str(data)]
+        learners = Learners(
+            command,
+            self.settings.learners,
+            str(self.daemon.socket),
+            stdout=2,
+            compute=self.compute,
+        )
+        try:
+            self._watch(learners, batches)
+            self.status = self.daemon.request(StopJob(drain=True, timeout_s=30.0), timeout_s=60.0)
+            learners.end()
+        finally:
+            learners.kill()
+
+    def _watch(self, learners: Learners, batches: int) -> None:
+        evaluated = 0
+        first_gradient = last_progress = 0.0
+        progress = 0
+        while True:
+            self.daemon.check()
+            self._replace_dead(learners)
+            self.status = self.daemon.request(Status())
+            self._check_refused()
+            work = self.status["work"]
+            now = time.monotonic()
+            if self.status["version"] != progress or not last_progress:
+                progress, last_progress = self.status["version"], now
+                first_gradient = first_gradient or (now if progress else 0.0)
+            elif now - last_progress > STALLED_S:
+                raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
+            if first_gradient:
+                self.train_seconds = now - first_gradient
+            answered = work["epochs_done"]
+            if work["next"] and work["epoch"] == answered:
+                answered += work["next"] / batches
+            self.display.update(self.status, answered, self._left(answered))
+            if work["epochs_done"] > evaluated:
+                evaluated = work["epochs_done"]
+                if self._evaluate(evaluated) or evaluated >= self.epochs:
+                    return
+            time.sleep(POLL_S)
+
+    def _check_refused(self) -> None:
+        """Raises JobFailed once most gradients are refused: the training has diverged."""
+        refused, applied = self.status["gradients_refused"], self.status["gradients_applied"]
+        if refused > MAX_REFUSED and refused > applied:
+            reasons = {one["refused_because"] for one in self.status["learners"]} - {""}
+            raise JobFailed(
+                f"{refused} of {refused + applied} gradients were refused "
+                f"({', '.join(sorted(reasons)) or 'not finite'}): try a smaller --lr"
+            )
+
+    def _left(self, done: float) -> float | None:
+        if done < 0.05 or not self.train_seconds:
+            return None
+        return self.train_seconds / done * (self.epochs - done)
+
+    def _replace_dead(self, learners: Learners) -> None:
+        for one in learners.ended():
+            finished = self.status.get("work", {}).get("state") == "done"
+            if one.code == 0 and finished:
+                continue
+            self.deaths += 1
+            self.display.event(f"learner {one.index} (pid {one.pid}) {one.how}")
+            if learners.hopeless:
+                raise JobFailed("learners die right after their start; their messages stand above")
+            if self.settings.replace:
+                learners.start(one.index)
+            elif not learners.pids:
+                raise JobFailed("no learner is left")
+
+    def _weights(self) -> FloatArray:
+        """A copy of the weights as they are now. Gradients are applied meanwhile (Hogwild)."""
+        if self._flat is None:
+            mapped = segment.attach(
+                segment.segment_name(self.daemon.config.name, "weights"),
+                SegmentKind.WEIGHTS,
+                writable=False,
+            )
+            self._flat = weights.data(mapped)
+            self._placed = weights.read_table(mapped)
+        return self._flat.copy()
+
+    def _evaluate(self, epoch: int) -> bool:
+        """Measures the held-out tenth; True if it has not got better for `patience` epochs."""
+        from gadei_ps.classifier import network as text
+
+        flat = self._weights()
+        self._load(flat)
+        accuracy, loss = text.evaluate(
+            self.model, self.held_out.tokens, self.corpus.held_out.labels
+        )
+        better = self.best.offer(accuracy, loss, epoch, flat)
+        losses = [one["loss"] for one in self.status["learners"] if one["loss"] is not None]
+        self.history.append(
+            {
+                "epoch": epoch,
+                "validation_accuracy": accuracy,
+                "validation_loss": loss,
+                "training_loss": sum(losses) / len(losses) if losses else float("nan"),
+                "seconds": self.train_seconds,
+                "samples_per_s": self._samples_per_s(),
+            }
+        )
+        self.display.event(
+            f"epoch {epoch}: validation accuracy {accuracy:.4f}, loss {loss:.4f}, "
+            f"{self._samples_per_s():,.0f} samples/s{' (best)' if better else ''}"
+        )
+        return epoch - self.best.epoch >= self.settings.patience
+
+    def _load(self, flat: FloatArray) -> None:
+        import torch
+
+        views = self._placed.views(flat)
+        self.model.load_state_dict({name: torch.from_numpy(view) for name, view in views.items()})
+
+    def _samples_per_s(self) -> float:
+        samples = self.status.get("samples", 0)
+        return float(samples / self.train_seconds) if self.train_seconds > 0 else 0.0
+
+    def finish(self, lr: float, seconds: float) -> dict[str, Any]:
+        """Measures the best weights, writes the model directory, returns the summary."""
+        from gadei_ps.classifier import network as text
+
+        if self.best.flat is None:
+            raise JobFailed("no epoch ended with a finite loss: try a smaller --lr")
+        self._load(self.best.flat)
+        test_accuracy = None
+        if self.corpus.test is not None:
+            encoded = dataset.encode(self.corpus.test.texts, self.corpus.vocabulary)
+            test_accuracy, _ = text.evaluate(self.model, encoded.tokens, self.corpus.test.labels)
+        summary = {
+            "test_accuracy": test_accuracy,
+            "validation_accuracy": self.best.accuracy,
+            "validation_loss": self.best.loss,
+            "samples_per_s": self._samples_per_s(),
+            "gradients_applied": self.status["gradients_applied"],
+            "gradients_dropped": self.status["gradients_dropped"],
+            "gradients_refused": self.status["gradients_refused"],
+            "epochs": len(self.history) and int(self.history[-1]["epoch"]),
+            "best_epoch": self.best.epoch,
+            "seconds": seconds,
+            "training_seconds": self.train_seconds,
+            "learners": self.settings.learners,
+            "learner_deaths": self.deaths,
+            "device": self.compute.device,
+            "rows": len(self.corpus.train) + len(self.corpus.held_out),
+            "model_dir": str(self.settings.out),
+        }
+        config = {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in asdict(self.settings).items()
+        } | {
+            "batch_size": self.batch_size,
+            "lr": lr,
+            "max_epochs": self.epochs,
+            "device": self.compute.device,
+        }
+        text.save_result(
+            self.settings.out,
+            self.model,
+            self.corpus.vocabulary,
+            self.corpus.train.label_names,
+            config,
+            {**summary, "history": self.history},
+        )
+        return summary

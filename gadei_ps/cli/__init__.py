@@ -1,0 +1,1 @@
+"""What a command line says, and how a command ends."""

@@ -1,0 +1,108 @@
+"""How a command ends: exit codes, errors in one line, and JSON on stdout.
+
+0: done. 1: failed. 2: asked for in a wrong way. 128 + N: ended by signal N, cleaned up. A traceback
+is shown only where GADEI_PS_TRACEBACK=1 asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+from gadei_ps.errors import GadeiError
+from gadei_ps.machine import interrupts
+from gadei_ps.machine.interrupts import Interrupted
+
+TRACEBACK_VARIABLE = "GADEI_PS_TRACEBACK"
+
+
+def execute(app: typer.Typer, args: Sequence[str]) -> int:
+    """Runs a command line; returns its exit code. Call it once, from the main thread."""
+    interrupts.install()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by who started us
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    as_json = "--json" in args[: args.index("--") if "--" in args else len(args)]
+    try:
+        code = typer.main.get_command(app).main(
+            list(args), prog_name="gadei-ps", standalone_mode=False
+        )
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except Interrupted as interrupted:
+        name = signal.Signals(interrupted.number).name
+        if as_json:
+            print_json({"error": f"interrupted by {name}", "kind": "Interrupted"})
+        return 128 + interrupted.number
+    except BrokenPipeError:
+        _discard_stdout()
+        return 1
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE) == "1":
+            raise
+        return _report(error, as_json)
+    return code if isinstance(code, int) else 0
+
+
+def _report(error: Exception, as_json: bool) -> int:
+    """Says what went wrong, in one line; returns the exit code."""
+    kind, message, code = _told(error)
+    line = " ".join(message.split())
+    print(f"gadei-ps: {line}", file=sys.stderr)
+    if as_json:
+        try:
+            print_json({"error": line, "kind": kind})
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_stdout()
+    return code
+
+
+def _told(error: Exception) -> tuple[str, str, int]:
+    """Kind, message and exit code."""
+    if isinstance(error, GadeiError):
+        return type(error).__name__, str(error), error.exit_code
+    if hasattr(error, "format_message"):  # the parser's, whose class lies elsewhere in each version
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "gadei-ps"
+        what = error.format_message().replace("Value error, ", "").rstrip(".")
+        return "UsageError", f"{what}; see {path} --help", 2
+    if isinstance(error, OSError):
+        what = error.strerror or str(error) or type(error).__name__
+        return type(error).__name__, f"{error.filename}: {what}" if error.filename else what, 1
+    if isinstance(error, MemoryError):
+        return "MemoryError", "not enough memory", 1
+    return (
+        type(error).__name__,
+        f"internal error: {type(error).__name__}: {error} "
+        f"({TRACEBACK_VARIABLE}=1 shows where; please report it)",
+        1,
+    )
+
+
+def _discard_stdout() -> None:
+    """Nobody reads it any more; else the interpreter complains when it flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One line of strict JSON: what is not finite becomes null."""
+    print(json.dumps(_finite(value), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

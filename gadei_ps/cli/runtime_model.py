@@ -1,0 +1,109 @@
+"""The command line's part on the model of run times: `gadei-ps runtime-model train`."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gadei_ps.cli.outcome import print_json
+from gadei_ps.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gadei_ps.run_times.training import Progress, TrainingResult
+
+LINE_S = 5.0  # at most one line of progress in this time
+DEFAULT_OUT = Path("runtime-model.safetensors")
+DEFAULT_EPOCHS = 30  # runtime_training.EPOCHS, whose module imports PyTorch
+HELP = "The model that predicts learners' run times, for cutoff:file=MODEL."
+
+app = typer.Typer(help=HELP)
+
+
+@app.callback(help=HELP)
+def _group() -> None:
+    """Keeps `train` a word of the command line: typer would leave out a lone command's name."""
+
+
+@app.command()
+def train(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Run times, CSV: what gadei-ps trace records.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the model goes.")] = DEFAULT_OUT,
+    epochs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Epochs of 40 mini-batches.")
+    ] = DEFAULT_EPOCHS,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of weights and batches.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end.")
+    ] = False,
+) -> int:
+    """Train a model of run times from a trace of a few hundred iterations, best without drops."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("runtime-model train needs PyTorch: pip install 'gadei-ps[torch]'")
+    from gadei_ps.run_times import traces
+
+    # Read first: a mistake in the file is told before PyTorch is imported.
+    read = traces.read(trace)
+    from gadei_ps.run_times import training as runtime_training
+
+    result = runtime_training.train(
+        read,
+        out=out,
+        epochs=epochs,
+        seed=seed,
+        progress=None if as_json else _teller(),
+    )
+    if as_json:
+        print_json(asdict(result))
+    else:
+        from gadei_ps.show import view
+
+        view.show(_shown(result))
+    return 0
+
+
+def _teller() -> Progress:
+    """Says on standard error how far training is, every few seconds."""
+    last = time.monotonic()
+
+    def tell(epoch: int, epochs: int, held_out: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_S:
+            last = time.monotonic()
+            text = f"epoch {epoch} of {epochs}, held-out ELBO {held_out:.3f} nats a run time"
+            print(text, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _shown(result: TrainingResult) -> Table:
+    from gadei_ps.show import view
+    from gadei_ps.show.display import duration
+
+    trace = f"{result.iterations:,} iterations of {result.learners:,} learners"
+    if result.missing:
+        trace += f", {result.missing:,} run times missing"
+    if result.censored:
+        trace += f", {result.censored:,} known as lower bounds"
+    return view.facts(
+        {
+            "trace": trace,
+            "held-out ELBO": (
+                f"{result.held_out_elbo:.3f} nats a run time "
+                f"(epoch {result.best_epoch} of {result.epochs})"
+            ),
+            "time": duration(result.seconds),
+            "model": result.out,
+            "use": f"gadei-ps run ... --sync {shlex.quote(f'cutoff:file={result.out}')}",
+        }
+    )

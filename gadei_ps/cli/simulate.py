@@ -1,0 +1,190 @@
+"""The command `gadei-ps simulate`: what may be asked for. See cli.py for how commands behave."""
+
+from __future__ import annotations
+
+import math
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gadei_ps.cli.outcome import print_json
+from gadei_ps.errors import UsageError
+
+if TYPE_CHECKING:
+    from gadei_ps.simulate.setting import GiveUp
+
+ITERATIONS = 100
+LEARNERS = 8
+
+
+class ProblemName(StrEnum):
+    """As in gadei_ps.simulate.problems.PROBLEMS."""
+
+    CONVEX = "convex"
+    NETWORK = "network"
+
+
+def simulate(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Such as bsp, asp, ssp:3, elastic-bsp, cutoff:6."),
+    ],
+    learners: Annotated[
+        int | None, typer.Option(metavar="N", help="2 to 100000. [default: 8, or the trace's]")
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(metavar="I", help="End after I times N iterations. [default: 100]"),
+    ] = None,
+    gradients: Annotated[
+        int | None, typer.Option(metavar="G", help="End after so many were applied.")
+    ] = None,
+    time_: Annotated[
+        str | None, typer.Option("--time", metavar="TIME", help="End then: 60s, 2m, 1h.")
+    ] = None,
+    times: Annotated[
+        str,
+        typer.Option(
+            metavar="SPEC",
+            help="Run times of iterations: normal:mean=1,std=0.2, lognormal:..., heavy:..., "
+            "groups:... (slow together), switch:slow=40,until=61,factor=2, speeds:1,1.5,2,4, or "
+            "a trace, FILE.csv.",
+        ),
+    ] = "normal:mean=1,std=0.2",
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    server_time: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="The server's, for each gradient. [default: none]"),
+    ] = None,
+    slots: Annotated[
+        int, typer.Option(metavar="S", help="Gradients that a learner's ring holds.")
+    ] = 2,
+    give_up_after: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="When a straggler gives up: so long after the cutoff, a share of its run time "
+            "(10%), or never.",
+        ),
+    ] = "0",
+    deaths: Annotated[
+        float, typer.Option(metavar="P", help="Chance of a death in each iteration.")
+    ] = 0.0,
+    die: Annotated[
+        list[str] | None, typer.Option(metavar="K@TIME", help="Learner K dies then; repeatable.")
+    ] = None,
+    join: Annotated[
+        list[str] | None, typer.Option(metavar="K@TIME", help="Learner K joins then; repeatable.")
+    ] = None,
+    return_after: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="A dead learner is replaced then. [default: never]"),
+    ] = None,
+    loss: Annotated[
+        ProblemName | None, typer.Option(help="Learn it meanwhile: loss against time.")
+    ] = None,
+    batch: Annotated[int, typer.Option(metavar="B", min=1, help="--loss: mini-batch.")] = 32,
+    lr: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="--loss: for means of gradients. [default: by problem]"),
+    ] = None,
+    lr_on_arrival: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="--loss: for single ones. [default: --lr over N]"),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw it; needs matplotlib.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Compare synchronization models in virtual time, on the same run times, with any learners."""
+    from gadei_ps.commands import quantities
+    from gadei_ps.show import view
+    from gadei_ps.simulate import compare, report, run_times
+    from gadei_ps.simulate.setting import MOST_LEARNERS, Faults, Setting
+
+    if plot is not None:
+        report.check_plot(plot)
+    drawn = run_times.parse(times, seed)
+    if learners is None:
+        learners = drawn.learners or LEARNERS
+    if learners < 2:
+        raise UsageError(f"--learners: from 2 to {MOST_LEARNERS:,}, not {learners}")
+    for name, rate in (("--lr", lr), ("--lr-on-arrival", lr_on_arrival)):
+        if rate is not None and not 0 < rate < math.inf:
+            raise UsageError(f"{name}: a learning rate is above 0, not {rate:g}")
+    if loss is None and (lr is not None or lr_on_arrival is not None):
+        raise UsageError("--lr and --lr-on-arrival go with --loss")
+    if iterations is None and gradients is None and time_ is None:
+        iterations = ITERATIONS
+    setting = Setting(
+        learners=learners,
+        times=drawn,
+        seed=seed,
+        iterations=iterations,
+        gradients=gradients,
+        seconds=None if time_ is None else quantities.duration(time_),
+        server_s=0.0 if server_time is None else quantities.duration(server_time),
+        slots=slots,
+        give_up=_give_up(give_up_after),
+        faults=Faults(
+            deaths=deaths,
+            die=tuple(_moment("--die", one) for one in die or ()),
+            join=tuple(_moment("--join", one) for one in join or ()),
+            return_s=None if return_after is None else quantities.duration(return_after),
+        ),
+    )
+    learning = None
+    if loss is not None:
+        problem = compare.problem(loss.value, seed)
+        learning = compare.Learning(problem, batch, lr, lr_on_arrival)
+    told = compare.compare(
+        models, setting, learning, lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    asked = {"learners": learners, "times": times, "seed": seed, "iterations": iterations}
+    asked |= {"gradients": gradients, "time_s": setting.seconds, "server_s": setting.server_s}
+    asked |= {"slots": slots, "give_up_after": give_up_after, "deaths": deaths}
+    asked |= {"return_s": setting.faults.return_s, "die": die or [], "join": join or []}
+    asked |= {"loss": None if loss is None else loss.value}
+    result = asked | told
+    if plot is not None:
+        report.plot(result, plot)
+    if as_json:
+        print_json(result)
+    else:
+        view.show(report.shown(result))
+    return 0
+
+
+def _give_up(text: str) -> GiveUp:
+    """Of `never`, `0`, `50ms` or `10%`. Raises UsageError."""
+    from gadei_ps.commands import quantities
+    from gadei_ps.simulate.setting import GiveUp
+
+    word = text.strip()
+    if word == "never":
+        return GiveUp(None)
+    if word in ("0", "0s"):
+        return GiveUp()
+    if word.endswith("%"):
+        try:
+            share = float(word[:-1]) / 100
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            raise UsageError(f"--give-up-after {text!r}: a share is from 0% to 100%")
+        return GiveUp(0.0, share)
+    return GiveUp(quantities.duration(word))
+
+
+def _moment(option: str, text: str) -> tuple[int, float]:
+    """Of `3@12.5`: learner and seconds. Raises UsageError."""
+    from gadei_ps.commands import quantities
+
+    learner, at, moment = text.partition("@")
+    if not at or not (learner.isascii() and learner.isdigit() and len(learner) < 10):
+        raise UsageError(f"{option} {text!r}: write learner and time like 3@12.5")
+    return int(learner), quantities.duration(moment)

@@ -1,0 +1,87 @@
+"""The command line's part on synchronization models: changing a job's, and recording run times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gadei_ps.cli.outcome import print_json
+from gadei_ps.errors import UsageError
+
+MODELS = (
+    "asp, ssp:S, bsp, elastic-bsp:R, cutoff:C, cutoff:by=order, cutoff:by=sampled, "
+    "cutoff:file=MODEL or wsp:D=N,s_local=N; docs/sync-models.md tells which when."
+)
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Name or socket of a job.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]
+SETTABLE = ("sync",)
+
+
+def set_job(
+    job: Job,
+    settings: Annotated[list[str], typer.Argument(metavar="sync=MODEL", help=f"MODEL: {MODELS}")],
+    timeout: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="Seconds to wait for the barrier.")
+    ] = 60.0,
+    as_json: Json = False,
+) -> int:
+    """Change a running job's synchronization model; it takes effect at a barrier."""
+    from gadei_ps.commands import jobs
+
+    result = jobs.set_sync(job, _settings(settings)["sync"], timeout)
+    if as_json:
+        print_json(result)
+    elif result["changed"]:
+        print(f"{job}: {result['before']} -> {result['sync']}")
+    else:
+        print(f"{job}: has {result['sync']} already")
+    return 0
+
+
+def _settings(given: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for item in given:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise UsageError(f"cannot read {item!r}; write sync=MODEL")
+        if key not in SETTABLE:
+            raise UsageError(f"{key!r} cannot be set in a running job; only sync can")
+        if key in found:
+            raise UsageError(f"{key} is given twice")
+        found[key] = value
+    return found
+
+
+def trace(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.csv", help="[default: JOB-trace.csv]")
+    ] = None,
+    time_: Annotated[
+        str | None,
+        typer.Option(
+            "--for", metavar="TIME", help="How long: 500ms, 60s, 2m. [default: to its end]"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Record the run times of a job's learners, for simulate and runtime-model train.
+
+    Ends with the job, after --for, or at Ctrl-C.
+    """
+    from gadei_ps.commands import quantities
+    from gadei_ps.run_times import record as tracing
+
+    seconds = None if time_ is None else quantities.duration(time_)
+    result = tracing.record(job, out or Path(f"{job}-trace.csv"), seconds)
+    if as_json:
+        print_json(result)
+        return 0
+    missed = f", {result['missed']:,} missed" if result["missed"] else ""
+    print(
+        f"{result['file']}: {result['run_times']:,} run times of {result['learners']} learners "
+        f"in {result['seconds']:.1f} s{missed}"
+    )
+    return 0

@@ -1,0 +1,493 @@
+"""`gadei-ps doctor`: is this machine fit for jobs, and if not, what to do about it."""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import ctypes
+import errno
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import pwd
+import re
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import gadei_ps
+from gadei_ps.errors import DeviceError, GadeiError
+from gadei_ps.machine import gpus
+
+SHM = Path("/dev/shm")
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+LITTLE_SHM = 256 << 20  # bytes free; the sentence classifier with two learners takes about 50 MiB
+# A watchdog holds for each learner a pidfd, its ring and its connection, and for itself some more.
+FILES_OF_A_LEARNER = 3
+FILES_OF_THE_JOB = 64
+MOST_LEARNERS = 256
+LONGEST_SOCKET_PATH = 107  # of sockaddr_un, without its closing zero
+SOCKET_NAME_BYTES = len("/..sock.") + 7  # in the directory, without the job's name; 7: a pid
+LONGEST_JOB_NAME = 48
+SYSTEM_UID_MAX = 999  # where /etc/login.defs does not say
+SYS_FUTEX_WAITV = 449
+MUTEX_WORDS = 16  # room for a pthread_mutex_t, and for its attributes, on any machine
+PTHREAD_PROCESS_SHARED = 1
+PTHREAD_MUTEX_ROBUST = 1
+OWNER_DIES_WITHIN_S = 1.0
+# The first drivers that run CUDA 13 and CUDA 12 (CUDA Compatibility, minor version compatibility).
+DRIVER_OF_EXTRA = {"cuda13": 580, "cuda12": 525}
+BROKEN_GPU = "nvidia-smi and dmesg tell more; until then --device host leaves the GPU alone"
+
+
+class Level(StrEnum):
+    """How a check ended. A job cannot run where there is an error."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at; `remedy` is empty where there is nothing to do."""
+
+    name: str
+    level: Level
+    finding: str
+    remedy: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine() -> list[Check]:
+    """All checks. They change nothing, but may make the runtime directory."""
+    return [_guarded(name, check) for name, check in CHECKS.items()]
+
+
+def _guarded(name: str, check: Callable[[], tuple[Level, str, str]]) -> Check:
+    try:
+        return Check(name, *check())
+    except (OSError, GadeiError) as error:
+        return Check(name, Level.ERROR, str(error))
+
+
+def _python() -> tuple[Level, str, str]:
+    found = f"Python {platform.python_version()}, gadei-ps {gadei_ps.__version__}"
+    if sys.platform != "linux":
+        return Level.ERROR, f"{found} on {sys.platform}", "use Linux"
+    return Level.OK, found, ""
+
+
+def _native() -> tuple[Level, str, str]:
+    try:
+        from gadei_ps import _native
+        from gadei_ps.memory import layout
+    except ImportError as error:
+        return Level.ERROR, f"cannot be loaded: {error}", "install again: pip install gadei-ps"
+    made = _native.layout()
+    if any(made[name][0] != layout.STRUCTS[name].itemsize for name in made):
+        return Level.ERROR, "is of another version than the package", "install gadei-ps again"
+    return Level.OK, Path(_native.__file__ or "").name, ""
+
+
+def _numba() -> tuple[Level, str, str]:
+    try:
+        from gadei_ps.kernels import cache
+        from gadei_ps.server import recover, shard
+    except ImportError as error:
+        return Level.ERROR, f"Numba cannot be loaded: {error}", "pip install gadei-ps again"
+    where = cache.directory()
+    if not os.access(where, os.W_OK | os.X_OK):
+        return (
+            Level.WARNING,
+            f"{where} cannot be written: every start compiles for about a minute",
+            "set NUMBA_CACHE_DIR to a directory you may write",
+        )
+    # Numba itself looks: files may be missing, of an older source, or of another processor.
+    entries: tuple[Any, ...] = (recover.can_recover, recover.recover, shard.serve, shard.stand_by)
+    if all(one._cache.load_overload(shard.SIGNATURE, one.targetctx) for one in entries):
+        return Level.OK, f"{where}, filled", ""
+    return Level.OK, f"{where}, not filled: the next start compiles for about a minute", ""
+
+
+def _shm() -> tuple[Level, str, str]:
+    if not SHM.is_dir():
+        return Level.ERROR, f"{SHM} is missing", f"mount -t tmpfs tmpfs {SHM}"
+    if not os.access(SHM, os.W_OK | os.X_OK):
+        return Level.ERROR, f"{SHM} is not writable for you", f"chmod 1777 {SHM}"
+    space = os.statvfs(SHM)
+    size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    found = f"{size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB free"
+    if free < LITTLE_SHM:
+        return (
+            Level.WARNING,
+            found,
+            f"enlarge it (mount -o remount,size=2G {SHM}; docker run --shm-size=2g) or free some",
+        )
+    return Level.OK, found, ""
+
+
+def _large_pages() -> tuple[Level, str, str]:
+    try:
+        found = SHMEM_ENABLED.read_text()
+    except OSError:
+        return Level.OK, "the kernel has none for shared memory", ""
+    chosen = found.partition("[")[2].partition("]")[0]
+    if chosen in ("never", "deny"):
+        # A hint, not a fault: it is the kernel's default, and matters to large models only.
+        return (
+            Level.OK,
+            f"none for shared memory; large models gain: echo advise > {SHMEM_ENABLED}",
+            "",
+        )
+    return Level.OK, f"{chosen}, for shared memory", ""
+
+
+def _cores() -> tuple[Level, str, str]:
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    found = f"{usable} of {present} usable"
+    if usable < 2:
+        return Level.WARNING, found, "learners and the server share one core; give two or more"
+    return Level.OK, found, ""
+
+
+def _futex_waitv() -> tuple[Level, str, str]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    # No futexes to wait for: a kernel that knows the call refuses that as invalid.
+    libc.syscall(SYS_FUTEX_WAITV, None, 0, 0, None, 0)
+    if ctypes.get_errno() == errno.EINVAL:
+        return Level.OK, f"kernel {platform.release()}", ""
+    return (
+        Level.WARNING,
+        f"kernel {platform.release()} lacks it or forbids it: an idle server wakes by a timer",
+        "use Linux 5.16 or newer",
+    )
+
+
+def _pidfd() -> tuple[Level, str, str]:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return (
+            Level.ERROR,
+            f"{error.strerror}: the death of a learner cannot be told",
+            "use Linux 5.3 or newer, and a sandbox that allows it",
+        )
+    return Level.OK, "works", ""
+
+
+def _robust_mutex() -> tuple[Level, str, str]:
+    """A thread ends with the mutex locked; the next one must be told."""
+    libc = ctypes.CDLL(None)
+    attributes, mutex = ((ctypes.c_uint64 * MUTEX_WORDS)() for _ in range(2))
+    libc.pthread_mutexattr_init(attributes)
+    libc.pthread_mutexattr_setpshared(attributes, PTHREAD_PROCESS_SHARED)
+    libc.pthread_mutexattr_setrobust(attributes, PTHREAD_MUTEX_ROBUST)
+    told = libc.pthread_mutex_init(mutex, attributes)
+    if not told:
+        owner = threading.Thread(target=libc.pthread_mutex_lock, args=(mutex,))
+        owner.start()
+        owner.join()
+        # Python's join does not wait for the kernel's end of the thread.
+        seconds, part = divmod(time.time() + OWNER_DIES_WITHIN_S, 1)
+        until = (ctypes.c_long * 2)(int(seconds), int(part * 1e9))
+        told = libc.pthread_mutex_timedlock(mutex, until)
+    if told == errno.EOWNERDEAD:
+        libc.pthread_mutex_consistent(mutex)
+        libc.pthread_mutex_unlock(mutex)
+        return Level.OK, "work", ""
+    return (
+        Level.ERROR,
+        f"do not work ({os.strerror(told)}): the death of a server cannot be told",
+        "use an ordinary Linux kernel, and a sandbox that allows set_robust_list",
+    )
+
+
+def _files() -> tuple[Level, str, str]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return Level.OK, "unlimited", ""
+    learners = max(0, (soft - FILES_OF_THE_JOB) // FILES_OF_A_LEARNER)
+    if learners >= MOST_LEARNERS:
+        return Level.OK, f"{soft}", ""
+    needed = FILES_OF_THE_JOB + FILES_OF_A_LEARNER * MOST_LEARNERS
+    beyond = hard != resource.RLIM_INFINITY and hard < needed
+    return (
+        Level.WARNING,
+        f"{soft}, enough for {learners} of {MOST_LEARNERS} learners",
+        f"ulimit -n {needed}" + (f" by root: your hard limit is {hard}" if beyond else ""),
+    )
+
+
+def _runtime_directory() -> tuple[Level, str, str]:
+    from gadei_ps.job import paths as runtime
+
+    path = runtime.directory()
+    room = LONGEST_SOCKET_PATH - len(os.fsencode(path)) - SOCKET_NAME_BYTES
+    if room < 1:
+        return (
+            Level.ERROR,
+            f"{path}: too long for the path of a socket",
+            "set GADEI_PS_RUNTIME_DIR to a shorter one",
+        )
+    if room < LONGEST_JOB_NAME:
+        return (
+            Level.WARNING,
+            f"{path}: leaves {room} characters for the name of a job",
+            "set GADEI_PS_RUNTIME_DIR to a shorter one",
+        )
+    return Level.OK, str(path), ""
+
+
+def _remove_ipc() -> tuple[Level, str, str]:
+    return logind(Path("/"), os.getuid())
+
+
+def logind(root: Path, uid: int) -> tuple[Level, str, str]:
+    """Whether the logind of the system below `root` takes this user's segments away."""
+    if not (root / "run/systemd/system").is_dir() or not (root / "run/systemd/seats").is_dir():
+        return Level.OK, "no logind here", ""
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        name = str(uid)
+    if uid <= system_uid_max(root):
+        return Level.OK, f"logind leaves the segments of system users ({name}) alone", ""
+    if not removes_ipc(root):
+        return Level.OK, "RemoveIPC=no", ""
+    if (root / "var/lib/systemd/linger" / name).exists():
+        return Level.OK, f"{name} lingers: logind leaves the segments alone", ""
+    return (
+        Level.WARNING,
+        "logind removes your segments when your last session ends, also under a running job",
+        f"loginctl enable-linger {name}; or RemoveIPC=no in /etc/systemd/logind.conf and "
+        "systemctl restart systemd-logind; or run jobs as a system user",
+    )
+
+
+def system_uid_max(root: Path) -> int:
+    """The highest uid of a system user, whose segments logind never removes."""
+    try:
+        text = (root / "etc/login.defs").read_text(errors="replace")
+    except OSError:
+        return SYSTEM_UID_MAX
+    said = dict(re.findall(r"^[ \t]*(SYS_UID_MAX|UID_MIN)[ \t]+([0-9]+)", text, re.MULTILINE))
+    if "SYS_UID_MAX" in said:
+        return int(said["SYS_UID_MAX"])
+    return int(said["UID_MIN"]) - 1 if "UID_MIN" in said else SYSTEM_UID_MAX
+
+
+def removes_ipc(root: Path) -> bool:
+    """What logind's files below `root` say of RemoveIPC; its default is yes."""
+    files = {
+        path.name: path
+        for place in ("usr/lib", "usr/local/lib", "run", "etc")  # a later one hides an earlier's
+        for path in (root / place / "systemd/logind.conf.d").glob("*.conf")
+    }
+    main = next(
+        (
+            path
+            for place in ("etc", "run", "usr/local/lib", "usr/lib")
+            if (path := root / place / "systemd/logind.conf").exists()
+        ),
+        None,
+    )
+    said = "yes"
+    for path in ([main] if main else []) + [files[name] for name in sorted(files)]:
+        parser = configparser.ConfigParser(strict=False, interpolation=None, allow_no_value=True)
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError):
+            continue
+        # An empty value is the default again.
+        said = parser.get("Login", "RemoveIPC", fallback=said) or "yes"
+    return said.lower() not in ("no", "false", "off", "0", "n", "f")
+
+
+def _torch() -> tuple[Level, str, str]:
+    if importlib.util.find_spec("torch") is None:
+        return (
+            Level.WARNING,
+            "not installed; train, predict and gadei_ps.learners.torch need it",
+            "pip install 'gadei-ps[torch]'",
+        )
+    return Level.OK, importlib.metadata.version("torch"), ""
+
+
+def _gpu() -> tuple[Level, str, str]:
+    return gpu(gpus.LIST_S)
+
+
+def gpu(timeout_s: float) -> tuple[Level, str, str]:
+    """What the driver shows."""
+    try:
+        found = gpus.listed(timeout_s)
+    except DeviceError as error:
+        return Level.WARNING, f"{error}; learners compute on the host", BROKEN_GPU
+    if not found:
+        return Level.OK, "none found; learners compute on the host", ""
+    names = [one.name for one in found]
+    told = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    if version := gpus.driver():
+        told += f", driver {version}"
+    if (hidden := os.environ.get(gpus.VISIBLE)) is not None:
+        told += f"; {gpus.VISIBLE}={hidden}"
+    return Level.OK, told, ""
+
+
+def _cuda() -> tuple[Level, str, str]:
+    if not gpus.has_cupy():
+        return without_cupy(gpus.LIST_S)
+    return cuda(gpus.PROBE, gpus.PROBE_S)
+
+
+def without_cupy(timeout_s: float) -> tuple[Level, str, str]:
+    """A hint for those who have a GPU."""
+    try:
+        found = bool(gpus.listed(timeout_s))
+    except DeviceError:
+        found = False  # the check of the GPU tells
+    if not found:
+        return Level.OK, "CuPy not installed; only learners on a GPU need it", ""
+    return (
+        Level.WARNING,
+        "CuPy not installed: learners compute on the host",
+        cupy_for(gpus.driver()),
+    )
+
+
+def cupy_for(driver: str) -> str:
+    """How to install CuPy for a driver of this version; empty where it is not known."""
+    if not driver.partition(".")[0].isdecimal():
+        return "pip install 'gadei-ps[cuda13]', or [cuda12] for a driver before 580"
+    major = int(driver.partition(".")[0])
+    for extra, first in DRIVER_OF_EXTRA.items():
+        if major >= first:
+            return f"pip install 'gadei-ps[{extra}]'"
+    return f"update the NVIDIA driver to {first} or newer, then pip install 'gadei-ps[{extra}]'"
+
+
+def cuda(command: Sequence[str], timeout_s: float) -> tuple[Level, str, str]:
+    """What the probe finds, which `command` starts: CuPy, and how fast memory moves."""
+    try:
+        found = gpus.probe(command, timeout_s, os.environ | gpus.order())
+    except DeviceError as error:
+        return Level.WARNING, str(error), BROKEN_GPU
+    if not found["cupy"]:
+        return (
+            Level.WARNING,
+            f"CuPy cannot be loaded: {found['errors']['cupy']}",
+            f"{cupy_for(gpus.driver())}, and no other CuPy beside it",
+        )
+    told = [f"CuPy {found['cupy']}"]
+    if found["runtime"]:
+        told[0] += f" with CUDA {found['runtime']}"
+    if found["driver"]:
+        told[0] += f", driver for CUDA {found['driver']}"
+    told += [_transfers(one) for one in found["devices"]]
+    if found["missing"]:
+        try:
+            level = Level.WARNING if gpus.listed() else Level.OK
+        except DeviceError:
+            level = Level.OK  # the check of the GPU tells
+        why = str(found["missing"]).removesuffix("; gadei-ps doctor tells more")
+        told.append(f"learners compute on the host: {why}")
+        return level, "; ".join(told), _remedy(found) if level != Level.OK else ""
+    told += [f"{name} fails: {why}" for name, why in found["errors"].items()]
+    told.append(_pinned())
+    failed = found["errors"] or any(one["errors"] for one in found["devices"])
+    return Level.WARNING if failed else Level.OK, "; ".join(told), BROKEN_GPU if failed else ""
+
+
+def _remedy(found: Mapping[str, Any]) -> str:
+    """For GPUs that CuPy cannot use: often it is made for a newer driver."""
+    version = gpus.driver()
+    first = DRIVER_OF_EXTRA.get(f"cuda{str(found['runtime']).partition('.')[0]}", 0)
+    major = version.partition(".")[0]
+    if major.isdecimal() and int(major) < first:
+        return f"the driver is {version}, this CuPy wants {first}: {cupy_for(version)}"
+    return BROKEN_GPU
+
+
+def _transfers(device: Mapping[str, Any]) -> str:
+    """One GPU's part of the finding."""
+    parts = [f"GPU {device['index']}:"]
+    if "both_ways" in device:
+        parts.append(
+            f"{device['to_device']:.1f} GB/s to it, {device['to_host']:.1f} from it, "
+            f"{device['both_ways']:.1f} both ways"
+        )
+    if "memory_free" in device and "memory_total" in device:
+        free, total = (device[name] / 2**30 for name in ("memory_free", "memory_total"))
+        parts.append(f"({free:,.1f} of {total:,.1f} GiB free)")
+    if not device.get("registers_read_only", True):
+        parts.append("(pins no read-only memory)")
+    if device.get("peers"):
+        parts.append(f"(reaches GPU {', '.join(map(str, device['peers']))})")
+    parts += [f"{name} fails: {why}" for name, why in device["errors"].items()]
+    return " ".join(parts)
+
+
+def _pinned() -> str:
+    """What learners on a GPU pin; the limit is told because some set-ups count it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:,.0f} MiB"
+    return f"{to_pin(SHM) / 2**20:,.1f} MiB in {SHM} to pin for running jobs (ulimit -l: {shown})"
+
+
+def to_pin(shm: Path) -> int:
+    """Bytes of the weights and rings in this directory."""
+    from gadei_ps.memory import segment
+
+    sizes = []
+    for path in shm.iterdir():
+        match = segment.SEGMENT_NAME.fullmatch(path.name)
+        if match and match["part"].startswith(("weights", "ring")):
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(path.stat().st_size)
+    return sum(sizes)
+
+
+def _litter() -> tuple[Level, str, str]:
+    from gadei_ps.commands import jobs
+
+    left = jobs.collect(dry_run=True)
+    if not left:
+        return Level.OK, "nothing", ""
+    names = sorted({one.job for one in left})
+    size = sum(one.bytes for one in left)
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return (
+        Level.WARNING,
+        f"{len(left)} segments, sockets and locks ({size / 2**20:,.1f} MiB) of dead jobs: {shown}",
+        "gadei-ps gc",
+    )
+
+
+CHECKS: dict[str, Callable[[], tuple[Level, str, str]]] = {
+    "Python": _python,
+    "native module": _native,
+    "Numba's cache": _numba,
+    "/dev/shm": _shm,
+    "large pages": _large_pages,
+    "cores": _cores,
+    "futex_waitv": _futex_waitv,
+    "pidfd_open": _pidfd,
+    "robust mutexes": _robust_mutex,
+    "open files": _files,
+    "runtime directory": _runtime_directory,
+    "RemoveIPC": _remove_ipc,
+    "PyTorch": _torch,
+    "GPU": _gpu,
+    "CUDA": _cuda,
+    "left by dead jobs": _litter,
+}

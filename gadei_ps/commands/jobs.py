@@ -1,0 +1,400 @@
+"""Jobs as seen from outside: which there are, how one is stopped, and what dead ones have left.
+
+A job lives in three places: its socket and its lock file in the runtime directory, and its segments
+in /dev/shm. The watchdog holds the lock from before it makes the first of them until after it has
+removed the last, so whoever holds the lock may remove what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gadei_ps import sync
+from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, SegmentError, UsageError
+from gadei_ps.job import control
+from gadei_ps.job import paths as runtime
+from gadei_ps.job.control import Checkpoint, Connection, SetSync, Status, StopJob
+from gadei_ps.machine import process
+from gadei_ps.memory import segment
+from gadei_ps.memory.layout import CONTROL, SegmentKind
+from gadei_ps.watchdog.memory import clear_dead
+
+ANSWER_TIMEOUT_S = 3.0
+CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
+SAVE_S = 600.0  # as long as the watchdog waits for the last checkpoint
+CHANGE_POLL_S = 0.02
+STOP_MARGIN_S = 20.0  # for what a stop does after the learners have left
+PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, or what is left of one.
+
+    state: running, stopping, starting (or about to be gone), silent (its watchdog does not answer),
+    elsewhere (its socket is not in this runtime directory), orphaned (its watchdog was killed and
+    its servers go on: serve it again, or stop it), stale (nobody's: gc removes it).
+    """
+
+    name: str
+    state: str
+    phase: str | None = None
+    watchdog_pid: int | None = None
+    server_pid: int | None = None
+    learners: int | None = None
+    shared_bytes: int = 0
+    segments: tuple[str, ...] = ()
+
+
+def jobs() -> list[Job]:
+    """All jobs of this user, by name; one that does not answer costs ANSWER_TIMEOUT_S."""
+    return [_look(name) for name in sorted(_names())]
+
+
+def status(job: str) -> dict[str, Any]:
+    """What the job's watchdog reports. Raises JobNotFound or ControlError."""
+    try:
+        return _plain(control.ask(job, Status(), ANSWER_TIMEOUT_S))
+    except JobNotFound as error:
+        raise JobNotFound(absence(job) or str(error)) from None
+    except NoAnswer as error:
+        raise NoAnswer(
+            f"{error}; if it stays so, kill it (gadei-ps kill {Path(job).stem} --watchdog) and "
+            "serve the job again: servers and learners go on meanwhile"
+        ) from None
+    except ControlError:
+        if _answers(job):
+            raise
+        raise JobNotFound(f"job {job!r} has just ended") from None
+
+
+def absence(job: str) -> str | None:
+    """Why no watchdog answers, and what to do; None if there is nothing of the job."""
+    if "/" in job:
+        return None
+    if _locked(runtime.lock_path(job)):
+        return f"job {job!r} is starting, or about to be gone: ask again in a moment"
+    if segment.server_pids(job):
+        return (
+            f"job {job!r} goes on without its watchdog: serve it again (gadei-ps serve), or stop "
+            f"it (gadei-ps stop {job})"
+        )
+    if segment.is_kept(job):
+        return (
+            f"job {job!r} is still in memory, though its processes are dead: go on with it "
+            f"(gadei-ps serve), or drop it (gadei-ps gc {job})"
+        )
+    return None
+
+
+def statuses() -> list[dict[str, Any]]:
+    """The reports of all jobs that answer."""
+    found = []
+    for name in sorted(_names()):
+        with contextlib.suppress(JobNotFound, ControlError):
+            found.append(status(name))
+    return found
+
+
+def _names() -> set[str]:
+    names = {one.job for one in _segments()}
+    for path in runtime.directory().iterdir():
+        if path.suffix in (".sock", ".lock") and segment.JOB_NAME.fullmatch(path.stem):
+            names.add(path.stem)
+        elif match := PASSING.fullmatch(path.name):
+            names.add(match["job"])
+    return names
+
+
+def _segments(job: str | None = None) -> list[segment.Found]:
+    return [one for one in segment.find(job) if one.uid == os.getuid()]
+
+
+def _look(name: str) -> Job:
+    found = _segments(name)
+    size = sum(one.size for one in found)
+    names = tuple(one.name[1:] for one in found)
+    living = [one for one in found if not one.stale]
+    owner = living[0].owner_pid if living else None
+    try:
+        report = status(name)
+    except JobNotFound:
+        if _locked(runtime.lock_path(name)):
+            state = "starting"
+        else:
+            owned = any(one.owned or not one.readable for one in living)
+            state = "elsewhere" if owned else "orphaned" if living else "stale"
+        return Job(name, state, None, owner, None, None, size, names)
+    except ControlError:
+        return Job(name, "silent", None, owner, None, None, size, names)
+    phase = report["phase"]
+    return Job(
+        name,
+        "stopping" if phase == "draining" else "running",
+        phase,
+        report["watchdog_pid"],
+        report["server_pid"],
+        len(report["learners"]),
+        size,
+        names,
+    )
+
+
+def _locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+# -- change ---------------------------------------------------------------------------------------
+
+
+def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
+    """Changes the synchronization model and waits for the barrier at which it takes effect.
+
+    Raises UsageError for what is no model, ControlError where the job refuses it or has not come to
+    a barrier in time; then it will, unless the job ends.
+    """
+    try:
+        wanted = str(sync.parse(spec))
+    except sync.SpecError as error:
+        raise UsageError(f"sync: {error}") from None
+    before = status(job)["sync"]
+    reply = _plain(control.ask(job, SetSync(sync=wanted)))
+    until = time.monotonic() + timeout_s
+    while reply["changes"]:
+        report = status(job)
+        if report["sync_wanted"] is None:
+            break
+        if time.monotonic() > until:
+            raise ControlError(
+                f"job {job!r} has not come to a barrier within {timeout_s:g} s; it will change to "
+                f"{reply['sync']} once every learner has pushed what it is computing"
+            )
+        time.sleep(CHANGE_POLL_S)
+    return {"job": job, "sync": reply["sync"], "before": before, "changed": reply["changes"]}
+
+
+# -- stop -----------------------------------------------------------------------------------------
+
+
+def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> dict[str, Any]:
+    """Stops the job and waits until it is gone; returns its final report.
+
+    timeout_s: how long learners may take to finish, with `drain`. A job whose watchdog was killed
+    is ended at once; `discard`: also if that loses gradients. Raises GadeiError.
+    """
+    try:
+        report = status(job)
+    except JobNotFound:
+        if "/" in job or _locked(runtime.lock_path(job)) or not segment.server_pids(job):
+            raise
+        return _stop_orphan(job, discard)
+    if discard:
+        raise UsageError(f"--discard: job {job!r} has a watchdog, and need not lose anything")
+    try:
+        watchdog = os.pidfd_open(report["watchdog_pid"])
+    except ProcessLookupError:  # of another pid namespace, or ending just now
+        watchdog = -1
+    wait_s = STOP_MARGIN_S + (timeout_s if drain else 0.0)
+    if report["saves_on_stop"]:
+        wait_s += SAVE_S
+    try:
+        try:
+            report = _plain(
+                control.ask(job, StopJob(drain=drain, timeout_s=timeout_s), timeout_s=wait_s)
+            )
+        except (JobNotFound, ControlError):
+            # Somebody else may have stopped it between the two requests.
+            if watchdog < 0 or not process.gone(watchdog, 1.0):
+                raise
+        # The watchdog answers before it has removed everything.
+        if watchdog >= 0 and not process.gone(watchdog, STOP_MARGIN_S):
+            raise ControlError(
+                f"job {job!r} has stopped, but its watchdog (pid {report['watchdog_pid']}) "
+                "does not end; kill it, then gadei-ps gc"
+            )
+    finally:
+        if watchdog >= 0:
+            os.close(watchdog)
+    return report
+
+
+def _plain(reply: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in reply.items() if key not in ("v", "ok")}
+
+
+def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
+    """Ends a job without a watchdog. Raises ControlError where that would lose something."""
+    control_ = segment.attach(
+        segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
+    ).view(CONTROL)
+    version, saved = int(control_["version"]), int(control_["checkpoint_version"])
+    kept = int(control_["saves"]) or int(control_["checkpoints"])
+    if kept and saved != version and not discard:
+        raise ControlError(
+            f"job {job!r} has no watchdog, which would make its last checkpoint: serve it again "
+            f"and stop it then; or lose {version - saved} gradients: gadei-ps stop {job} --discard"
+        )
+    report = drop(job)
+    if report is None:
+        raise ControlError(f"job {job!r} has just got a watchdog again: stop it once more")
+    return report
+
+
+def drop(job: str) -> dict[str, Any] | None:
+    """Ends the servers of a job without a watchdog and removes its memory; its last counts.
+
+    None if a watchdog lives, or if there is nothing left.
+    """
+    with _nobody(job, False) as lock:
+        if lock is None or not segment.find(job):
+            return None
+        report = _last_report(job)
+        clear_dead(job)
+        runtime.socket_path(job).unlink(missing_ok=True)
+    return report
+
+
+def _last_report(job: str) -> dict[str, Any]:
+    """What the memory of a job without a watchdog tells; zeros where that is damaged."""
+    control_ = np.zeros(1, CONTROL)[0]
+    with contextlib.suppress(FileNotFoundError, SegmentError):
+        control_ = segment.attach(
+            segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
+        ).view(CONTROL)
+    return {"job": job, "phase": "stopped", **counts(control_)}
+
+
+def counts(control_: np.void) -> dict[str, int]:
+    """What has become of the gradients, as the control segment tells."""
+    fields = {f"gradients_{name}": name for name in ("applied", "dropped", "refused")}
+    return {
+        name: int(control_[f"past_{field}"]) + int(control_["roster"][field].sum())
+        for name, field in (fields | {"samples": "samples"}).items()
+    }
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def checkpoint(job: str) -> dict[str, Any]:
+    """Has the job write a checkpoint; returns its path, version, bytes and pause_ms.
+
+    Raises JobNotFound, CheckpointError, ControlError.
+    """
+    status(job)  # else one that does not answer would be waited for as long as for a slow disk
+    return _plain(control.ask(job, Checkpoint(), timeout_s=CHECKPOINT_S))
+
+
+# -- gc -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something that nobody owns: kind is segment, socket or lock."""
+
+    kind: str
+    job: str
+    path: str
+    bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftover]:
+    """Removes what dead jobs have left, or only finds it; living ones stay.
+
+    names: of jobs; none means all of this user but those that serve would go on with. Raises
+    UsageError for one that cannot be a name.
+    """
+    found: list[Leftover] = []
+    given = [segment.check_job_name(one) for one in names]
+    for name in given or [one for one in sorted(_names()) if not segment.is_kept(one)]:
+        if segment.server_pids(name):
+            continue  # it goes on, until a watchdog adopts it or it is stopped
+        with _nobody(name, dry_run) as lock:
+            if lock is not None:
+                found += _leftovers(name, dry_run) + lock
+    return found
+
+
+@contextlib.contextmanager
+def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
+    """Holds the job's lock, so that no watchdog of that name starts meanwhile; None if one lives.
+
+    Gives and in the end removes the lock file, if there was one. A dry run makes none.
+    """
+    if _answers(job):
+        yield None
+        return
+    path = runtime.lock_path(job)
+    left = [Leftover("lock", job, str(path), 0)] if path.exists() else []
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if dry_run else os.O_CREAT), 0o600)
+    except FileNotFoundError:
+        yield []
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A watchdog that ended between open and flock has removed the file: another may
+            # have made a new one, and hold that. A file with content was never a watchdog's.
+            mine = os.path.samestat(os.fstat(fd), path.stat()) and not os.fstat(fd).st_size
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        yield left if mine else None
+        if mine and not dry_run:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
+
+
+def _answers(job: str) -> bool:
+    """Whether anybody listens at the job's socket, be it slow to answer."""
+    try:
+        with Connection(job, ANSWER_TIMEOUT_S):
+            return True
+    except JobNotFound:
+        return False
+    except ControlError:
+        return True
+
+
+def _leftovers(job: str, dry_run: bool) -> list[Leftover]:
+    """Under the job's lock."""
+    found = [
+        Leftover("segment", job, one.name[1:], one.size)
+        for one in _segments(job)
+        if one.stale and (dry_run or segment.unlink(one.name))
+    ]
+    sockets = [runtime.socket_path(job)]
+    for path in runtime.directory().glob(f".{job}.sock.*"):
+        match = PASSING.fullmatch(path.name)
+        if match and not Path(f"/proc/{match['pid']}").exists():
+            sockets.append(path)
+    for path in sockets:
+        if path.is_socket():
+            found.append(Leftover("socket", job, str(path), 0))
+            if not dry_run:
+                path.unlink(missing_ok=True)
+    return found

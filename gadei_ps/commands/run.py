@@ -1,0 +1,341 @@
+"""`gadei-ps run` and `attach`: a user's own program as learners of a job.
+
+`run` starts learners as torchrun does and looks after them until they end. Their job runs already,
+or is served for as long as they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gadei_ps.commands import daemon, jobs
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.errors import ControlError, JobNotFound, JobStopped, UsageError
+from gadei_ps.job import config
+from gadei_ps.job.config import JobConfig
+from gadei_ps.job.control import Connection, Status, StopJob
+from gadei_ps.job.processes import Processes
+from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
+from gadei_ps.memory import segment
+from gadei_ps.memory.layout import Phase
+from gadei_ps.memory.segment import check_job_name
+
+POLL_S = 0.05
+REPORT_S = 1.0
+DRAIN_S = 30.0
+LEAVE_S = 5.0  # until the job has applied what ended learners had published
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `run` is asked for.
+
+    overrides: parts of a job's configuration, from flags. device, gpus: what the flags of that name
+    say.
+    """
+
+    learners: int = 1
+    restart: int = 0
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "auto"
+    gpus: str | None = None
+    stdout: int | None = None
+    verbose: bool = False
+
+
+def run(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
+    """Runs the learners to their end; returns the summary that `run --json` prints.
+
+    job: name or socket of a running job, a job file, or the name of a job to be. `exit_code` of the
+    summary is 1 if a learner failed or all were lost. Raises GadeiError.
+    """
+    check_command(command)
+    if not job.endswith(".toml") and ("/" in job or daemon.running(job)):
+        if options.overrides:
+            given = ", ".join(f"--{name}" for name in options.overrides)
+            raise UsageError(
+                f"{given}: job {job!r} is running and has its configuration; leave out the option, "
+                "or stop the job first"
+            )
+        attached = _Attached(job)
+        return _Run(attached, command, options, _one_more(attached, options)).run()
+    if job.endswith(".toml"):
+        wanted = with_overrides(config.load(Path(job)), options.overrides, job)
+    else:
+        name = check_job_name(job)
+        wanted = with_overrides(
+            config.from_mapping({"name": name}, "job"), options.overrides, f"job {name}"
+        )
+    config.check_sync(wanted, options.learners, f"run --learners {options.learners}")
+    compute = _compute(options)
+    with Daemon(wanted, verbose=options.verbose) as served:
+        return _Run(_Served(served), command, options, compute).run()
+
+
+def _compute(options: Options) -> Compute:
+    """What the learners compute on. Raises UsageError or DeviceError; nothing is started yet."""
+    compute = Compute.wanted(options.device, options.gpus)
+    if compute.why:
+        _say(f"warning: {compute.why}; learners are not told which GPU to use")
+    elif why := compute.without():
+        _say(f"learners compute on the host: {why}")
+    return compute
+
+
+def _say(text: str) -> None:
+    print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
+
+
+def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:
+    """The configuration with optimizer, lr and sync replaced where given. Raises UsageError."""
+    values = base.model_dump(exclude_unset=True)
+    optimizer = dict(values.get("optimizer", {}))
+    if "optimizer" in overrides:
+        optimizer["kind"] = overrides["optimizer"]
+    if "lr" in overrides:
+        optimizer["lr"] = overrides["lr"]
+    if "sync" in overrides:
+        values["sync"] = overrides["sync"]
+    return config.from_mapping(values | {"optimizer": optimizer}, where)
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raises UsageError for a program that cannot be started."""
+    program = command[0]
+    if shutil.which(program) is not None:
+        return
+    if program.endswith(".py") and Path(program).is_file():
+        raise UsageError(f"{program} is not an executable program; write: python {program}")
+    raise UsageError(f"there is no program {program!r} to start; give its path or check PATH")
+
+
+def attach(job: str, command: Sequence[str], options: Options) -> NoReturn:
+    """Becomes the command, with the job in its environment; of options device and gpus count.
+
+    Raises JobNotFound, UsageError, DeviceError.
+    """
+    check_command(command)
+    attached = _Attached(job)
+    env = os.environ | {JOB_VARIABLE: attached.socket} | _one_more(attached, options).environment(0)
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], list(command), env)
+    except OSError as error:
+        raise UsageError(f"cannot start {command[0]!r}: {error.strerror}") from None
+
+
+def attach_and_wait(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
+    """One more learner as a child; the summary. Raises GadeiError."""
+    check_command(command)
+    attached = _Attached(job)
+    return _Run(attached, command, options, _one_more(attached, options)).run()
+
+
+def _one_more(attached: _Attached, options: Options) -> Compute:
+    """What learners compute on that join those that the job has."""
+    return _compute(options).beside(one["pid"] for one in attached.before["learners"])
+
+
+# -- where the learners' job lives ----------------------------------------------------------------
+
+
+class _Attached:
+    """A job that somebody else serves; it goes on when the learners have ended.
+
+    Servers and learners outlive its watchdog, and another one adopts them.
+    """
+
+    def __init__(self, job: str) -> None:
+        with Connection(job) as connection:
+            self.socket = str(connection.path.absolute())
+        self.before = jobs.status(self.socket)
+        self._processes = Processes(self.before["job"])
+
+    def report(self) -> dict[str, Any] | None:
+        """The job's status; None once it has ended.
+
+        While no watchdog answers, `watchdog_pid` is None and the rest is read from memory.
+        """
+        try:
+            found = jobs.status(self.socket)
+        except (JobNotFound, ControlError):
+            return self._remembered() if self._goes_on() else None
+        return found if found["job_id"] == self.before["job_id"] else None
+
+    def _goes_on(self) -> bool:
+        if int(self._processes.control["phase"]) > Phase.DRAINING:
+            return False
+        if self._processes.server() is not None or self._processes.standby() is not None:
+            return True
+        return (segment.SHM / self._processes.segment.name[1:]).exists()
+
+    def _remembered(self) -> dict[str, Any]:
+        control = self._processes.control
+        roster = control["roster"]
+        pids = roster["pid"][roster["retired"] != roster["generation"]]
+        told = {
+            "version": int(control["version"]),
+            "learners": [{"pid": pid} for pid in pids.tolist()],
+            "watchdog_pid": None,
+        }
+        return self.before | jobs.counts(control) | told
+
+    def finish(self, pids: set[int]) -> dict[str, Any] | None:
+        """The status once the ended learners' gradients are applied."""
+        until = time.monotonic() + LEAVE_S
+        while (report := self.report()) is not None:
+            left = {one["pid"] for one in report["learners"]} & pids
+            if not left or time.monotonic() > until:
+                break
+            time.sleep(POLL_S)
+        return report
+
+
+class _Served:
+    """A job of our own; it ends with the learners."""
+
+    def __init__(self, served: Daemon) -> None:
+        self.socket = str(served.socket)
+        self.before: dict[str, Any] = {}
+        self._daemon = served
+
+    def report(self) -> dict[str, Any] | None:
+        """The job's status; None once somebody has stopped it. Raises JobFailed."""
+        try:
+            return self._daemon.request(Status())
+        except JobStopped:
+            return None
+
+    def finish(self, pids: set[int]) -> dict[str, Any] | None:
+        """Stops the job; its final report."""
+        try:
+            return self._daemon.request(StopJob(drain=True, timeout_s=DRAIN_S), 2 * DRAIN_S)
+        except JobStopped:
+            return None
+
+
+# -- the learners ---------------------------------------------------------------------------------
+
+
+class _Run:
+    """The learners of one command, from their start to the last one's end."""
+
+    def __init__(
+        self,
+        job: _Attached | _Served,
+        command: Sequence[str],
+        options: Options,
+        compute: Compute,
+    ) -> None:
+        self.job = job
+        self.options = options
+        self.command = command
+        self.compute = compute
+        self.last: dict[str, Any] = job.before
+        self.ended: dict[int, Ended] = {}
+        self.pids: set[int] = set()
+        self.restarts = 0
+        self.begin = time.monotonic()
+        self.first_gradient = 0.0
+        self.reported = 0.0
+        self.end = 0.0
+
+    def run(self) -> dict[str, Any]:
+        """Raises GadeiError."""
+        with self._learners() as learners:
+            while learners.pids:
+                self.pids.update(learners.pids)
+                if not self._look_at_job():
+                    self._say_goodbye(learners)
+                    break
+                self._look_at_learners(learners, self.options.restart)
+                time.sleep(POLL_S)
+            self.end = time.monotonic()
+            self.last = self.job.finish(self.pids) or self.last
+        return self._summary()
+
+    @contextlib.contextmanager
+    def _learners(self) -> Iterator[Learners]:
+        learners = Learners(
+            self.command,
+            self.options.learners,
+            self.job.socket,
+            stdout=self.options.stdout,
+            compute=self.compute,
+        )
+        try:
+            yield learners
+        finally:
+            learners.end(grace_s=0.0)
+
+    def _look_at_job(self) -> bool:
+        """False once the job has ended."""
+        now = time.monotonic()
+        if self.first_gradient and now - self.reported < REPORT_S:
+            return True
+        self.reported = now
+        report = self.job.report()
+        if report is None:
+            return False
+        if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
+            _say("no watchdog answers; the learners go on without one")
+        self.last = report
+        if not self.first_gradient and report["version"] > self.job.before.get("version", 0):
+            self.first_gradient = now
+        return True
+
+    def _say_goodbye(self, learners: Learners) -> None:
+        """The job has been stopped: its learners are told so by their next call."""
+        _say("the job has ended; its learners have time to finish")
+        until = time.monotonic() + LEAVE_S
+        while learners.pids and time.monotonic() < until:
+            self._look_at_learners(learners, restarts=0)
+            time.sleep(POLL_S)
+
+    def _look_at_learners(self, learners: Learners, restarts: int) -> None:
+        for one in learners.ended():
+            self.ended[one.index] = one
+            if one.code == 0:
+                continue
+            again = one.code < 0 and self.restarts < restarts
+            left = len(learners.pids)
+            _say(
+                f"learner {one.index} (pid {one.pid}) {one.how}; "
+                + ("started again" if again else f"{left} go on" if left else "none is left")
+            )
+            if again:
+                self.restarts += 1
+                del self.ended[one.index]
+                learners.start(one.index)
+
+    def _summary(self) -> dict[str, Any]:
+        before, after = self.job.before, self.last
+        counts = {
+            name: after.get(name, 0) - before.get(name, 0)
+            for name in ("gradients_applied", "gradients_dropped", "gradients_refused", "samples")
+        }
+        training = self.end - self.first_gradient if self.first_gradient else 0.0
+        codes = [one.code for one in self.ended.values()]
+        failed = any(code > 0 for code in codes) or not any(code == 0 for code in codes)
+        return {
+            "job": after.get("job"),
+            "learners": self.options.learners,
+            **counts,
+            "samples_per_s": counts["samples"] / training if training > 0 else None,
+            "gradients_per_s": counts["gradients_applied"] / training if training > 0 else None,
+            "seconds": self.end - self.begin,
+            "restarts": self.restarts,
+            "ended": [
+                {"learner": index, "pid": one.pid, "exit_code": one.code}
+                for index, one in sorted(self.ended.items())
+            ],
+            "exit_code": int(failed),
+        }

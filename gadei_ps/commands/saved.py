@@ -1,0 +1,141 @@
+"""Which checkpoint a user means: a directory, a job file or a job's name say where to look."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.errors import CheckpointError, ControlError, JobNotFound, UsageError
+from gadei_ps.job import config, control
+from gadei_ps.job.config import JobConfig
+from gadei_ps.job.control import Status
+from gadei_ps.memory import segment, weights
+from gadei_ps.memory.layout import CONTROL, SegmentKind
+from gadei_ps.storage import checkpoint
+from gadei_ps.storage.checkpoint import Snapshot
+from gadei_ps.storage.export import export as write_weights
+
+ANSWER_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint and, if a job file led to it, that file's configuration."""
+
+    path: Path
+    snapshot: Snapshot
+    job: JobConfig | None
+    problems: tuple[str, ...] = ()
+    """Newer ones that cannot be used, a line each."""
+
+    def job_config(self) -> JobConfig:
+        """To serve it with. Raises UsageError for a configuration of another release."""
+        if self.job is not None:
+            return self.job
+        return config.from_mapping(self.snapshot.config, str(self.path))
+
+
+def find(source: str, version: int | None = None) -> Saved:
+    """The newest whole checkpoint of `source`, or that of a version.
+
+    source: a checkpoint, a directory of them, a job file, or a job's name (in the state directory).
+    Raises CheckpointError, UsageError.
+    """
+    job = None
+    path = Path(source)
+    if source.endswith(".toml"):
+        job = config.load(path)
+        path = job.checkpoint_directory()
+    elif not path.is_dir() and "/" not in source:
+        path = config.state_directory() / segment.check_job_name(source)
+    if (path / checkpoint.MANIFEST).exists() or (path / checkpoint.SUMS).exists():
+        if version is not None:
+            raise UsageError(f"{path} is one checkpoint; --version goes with a directory of them")
+        return Saved(path, checkpoint.read(path), job)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; where are the checkpoints?")
+    if version is not None:
+        for one in checkpoint.found(path):
+            if one.version == version:
+                return Saved(one.path, checkpoint.read(one.path), job)
+        there = ", ".join(str(one.version) for one in checkpoint.found(path)[:8]) or "none"
+        raise CheckpointError(f"{path}: no checkpoint of version {version}; there are: {there}")
+    snapshot, newest, problems = checkpoint.newest(path)
+    if snapshot is None or newest is None:
+        what = problems[0] if problems else f"{path}: no checkpoint there"
+        raise CheckpointError(what)
+    return Saved(newest, snapshot, job, tuple(problems))
+
+
+def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]:
+    """Writes plain weights of a job in memory, else of a checkpoint; says what was written.
+
+    Raises CheckpointError, UsageError.
+    """
+    snapshot = None
+    origin = f"memory of job {source}"
+    problems: tuple[str, ...] = ()
+    named = "/" not in source and not source.endswith(".toml")
+    if version is None and named and not Path(source).is_dir():
+        snapshot = _in_memory(source)
+    if snapshot is None:
+        found = find(source, version)
+        snapshot, origin, problems = found.snapshot, str(found.path), found.problems
+        if named and version is None and _runs(source):
+            problems = (
+                f"job {source!r} runs, but its memory has lost its names (gadei-ps doctor tells): "
+                "these are not its weights, but those of its newest checkpoint",
+                *problems,
+            )
+    write_weights(snapshot, out)
+    return {
+        "from": origin,
+        "problems": list(problems),
+        "out": str(out),
+        "job": snapshot.job,
+        "version": snapshot.version,
+        "tensors": len(snapshot.model.tensors),
+        "values": snapshot.model.values,
+    }
+
+
+def _runs(job: str) -> bool:
+    with contextlib.suppress(JobNotFound, ControlError):
+        control.ask(job, Status(), ANSWER_TIMEOUT_S)
+        return True
+    return False
+
+
+def _in_memory(job: str) -> Snapshot | None:
+    """The weights as they are, without locks, also of a job that is dead; None if there are none.
+
+    Raises CheckpointError for a job without a model.
+    """
+    if not (segment.server_pids(job) or segment.is_kept(job)):
+        return None
+    names = [segment.segment_name(job, part) for part in ("control", "weights")]
+    try:
+        words = segment.attach(names[0], SegmentKind.CONTROL, writable=False).view(CONTROL)
+        if not int(words["model_ready"]):
+            raise CheckpointError(f"job {job!r} has no model yet: there is nothing to export")
+        mapped = segment.attach(names[1], SegmentKind.WEIGHTS, writable=False)
+    except FileNotFoundError:
+        return None
+    return Snapshot(
+        job=job,
+        config={},
+        model=weights.read_table(mapped),
+        weights=weights.data(mapped).copy(),
+        slots=(),
+        version=int(words["version"]),
+        steps=0,
+        supersteps=0,
+        work={},
+        requeue=np.empty(0, np.uint64),
+        counts={},
+        clocks={},
+    )

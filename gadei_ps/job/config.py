@@ -1,0 +1,241 @@
+"""What a job file says, checked. Defaults are for a user without an opinion."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from gadei_ps import sync
+from gadei_ps.errors import UsageError
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
+from gadei_ps.machine import placement, process
+from gadei_ps.memory import layout
+from gadei_ps.memory.segment import JOB_NAME, check_job_name
+
+LEAST_HANG_S = 0.5  # a server shows a sign of life ten times a second
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ScheduleConfig(_Table):
+    """[optimizer.schedule]: how the learning rate moves."""
+
+    kind: Literal["constant", "step", "cosine"] = "constant"
+    warmup_steps: int = 0
+    step_size: int = 0
+    step_gamma: float = 0.1
+    total_steps: int = 0
+    min_lr: float = 0.0
+
+
+class OptimizerConfig(_Table):
+    """[optimizer]: what the server does with a gradient; semantics of torch.optim."""
+
+    kind: Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "adamw"] = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.9
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float | None = None
+    weight_decay: float = 0.0
+    staleness_aware: bool = False
+    clip_norm: float = 0.0
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    def spec(self) -> OptimizerSpec:
+        """The checked specification. Raises UsageError naming the field."""
+        values = self.model_dump(exclude={"kind", "schedule"})
+        schedule = self.schedule.model_dump(exclude={"kind"})
+        try:
+            return OptimizerSpec(
+                Kind[self.kind.upper()],
+                schedule=Schedule[self.schedule.kind.upper()],
+                **values,
+                **schedule,
+            )
+        except ValueError as error:
+            raise UsageError(f"optimizer: {error}") from None
+
+
+class TensorConfig(_Table):
+    """[[tensors]]: a tensor of the model, for jobs whose learners do not bring it."""
+
+    name: str
+    shape: list[Annotated[int, Field(gt=0)]]
+    role: Literal["parameter", "buffer"] = "parameter"
+
+
+class CheckpointConfig(_Table, allow_inf_nan=False):
+    """[checkpoint]: copies on the disk, from which the job goes on after everything has died."""
+
+    every_s: float = Field(300.0, ge=0, description="0: not by time")
+    every_gradients: int = Field(0, ge=0, description="0: not by count")
+    keep: int = Field(3, ge=1, le=1000, description="how many of them")
+    on_stop: bool = Field(True, description="one more when the job is stopped")
+    directory: Path | None = Field(None, description="default: the user's state directory")
+
+
+class LearnersConfig(_Table):
+    """[learners]: processes that the job starts itself, and starts again when they die."""
+
+    command: list[str] = Field(min_length=1)
+    count: int = Field(1, ge=1, le=layout.MAX_LEARNERS)
+
+
+class JobConfig(_Table, allow_inf_nan=False):
+    """A job: its name, how gradients are applied, and how much memory it may take."""
+
+    name: str
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sync: str | dict[str, Any] = "asp"
+    shards: int = Field(0, ge=0, le=layout.MAX_SHARDS, description="0: by the machine")
+    cores: str = Field("", description="of the shards, as '0-3,8', one each; empty: by the machine")
+    slots: int = Field(2, ge=1, le=64, description="gradients that a learner's ring holds")
+    ahead: int = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
+    nonfinite: Literal["refuse", "allow"] = "refuse"
+    spin_us: float = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
+    standby: bool = Field(True, description="a second server, ready to take over at once")
+    hang_s: float = Field(5.0, description="a server that stands still so long is killed")
+    learner_timeout_s: float = Field(
+        60.0, ge=0, description="likewise a learner that others wait for; 0: never"
+    )
+    orphan_s: float = Field(
+        60.0, ge=1, description="how long servers wait for a new watchdog without learners"
+    )
+    when_idle: Literal["wait", "stop"] = "wait"
+    checkpoint: CheckpointConfig | None = None
+    learners: LearnersConfig | None = None
+    tensors: list[TensorConfig] = []
+    weights: Path | None = None
+    buffers: list[str] = Field([], description="tensors of `weights` that no optimizer moves")
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not JOB_NAME.fullmatch(value):
+            raise ValueError("use 1 to 48 letters, digits, '-' and '_'")
+        return value
+
+    @field_validator("cores")
+    @classmethod
+    def _cores(cls, value: str) -> str:
+        missing = set(placement.parse(value)) - set(range(os.cpu_count() or 1)) if value else ()
+        if missing:
+            raise ValueError(f"this machine has no core {min(missing)}")
+        return value
+
+    @field_validator("hang_s")
+    @classmethod
+    def _hang_s(cls, value: float) -> float:
+        if value < LEAST_HANG_S:
+            raise ValueError(f"use {LEAST_HANG_S} s or more: a busy machine must not look like it")
+        return value
+
+    @field_validator("sync")
+    @classmethod
+    def _sync(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            sync.parse(value)
+        except sync.SpecError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    def resolved_shards(self, elements: int) -> int:
+        """Shard threads: as asked, or a quarter of the cores; at most one for each chunk."""
+        wanted = self.shards or max(1, min(8, process.cores() // 4))
+        return max(1, min(wanted, -(-elements // layout.CHUNK)))
+
+    def checkpoint_directory(self) -> Path:
+        """Where the job's checkpoints lie: of its own, so that no other job's are among them."""
+        if self.checkpoint is not None and self.checkpoint.directory is not None:
+            return self.checkpoint.directory
+        return state_directory() / self.name
+
+    def resolved_spin_us(self) -> float:
+        """How long a wait spins before it sleeps.
+
+        Spinning takes the core from a learner where there are few, and pays where there are many.
+        """
+        if self.spin_us >= 0:
+            return self.spin_us
+        return 50.0 if process.cores() >= 8 else 2.0
+
+
+def state_directory() -> Path:
+    """$GADEI_PS_STATE_DIR, else gadei-ps in $XDG_STATE_HOME or ~/.local/state."""
+    given = os.environ.get("GADEI_PS_STATE_DIR")
+    if given:
+        return Path(given)
+    home = os.environ.get("XDG_STATE_HOME")
+    return (Path(home) if home else Path("~/.local/state").expanduser()) / "gadei-ps"
+
+
+def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
+    """Checks values from a file or from flags; `where` stands in the error."""
+    try:
+        config = JobConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "job"
+        what = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            what = "there is no such field"
+        raise UsageError(f"{where}: {field}: {what}") from None
+    try:
+        config.optimizer.spec()
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    if config.tensors and config.weights:
+        raise UsageError(f"{where}: give tensors or weights, not both")
+    check_sync(config, config.learners.count if config.learners else None, where)
+    return config
+
+
+def check_sync(config: JobConfig, learners: int | None, where: str) -> None:
+    """Raises UsageError where the synchronization model does not fit so many learners."""
+    try:
+        model = sync.parse(config.sync)
+        model.check(learners)
+        check_room(model)
+    except sync.SpecError as error:
+        raise UsageError(f"{where}: sync: {error}") from None
+
+
+def check_room(model: sync.SyncModel) -> None:
+    """Raises SpecError where the model's text is longer than shared memory has room for."""
+    if len(str(model).encode()) >= layout.SYNC_TEXT:
+        raise sync.SpecError(f"{model.name}: its parameters are too long; use a shorter path")
+
+
+def load(path: Path) -> JobConfig:
+    """Reads a job file. Its name defaults to the file's."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    try:
+        values = tomllib.loads(raw.decode())
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: {error}") from None
+    values.setdefault("name", path.stem)
+    check_job_name(str(values["name"]))
+    if isinstance(values.get("weights"), str):
+        values["weights"] = path.parent / values["weights"]
+    try:
+        values["sync"] = sync.relative_to(path.parent, values.get("sync", "asp"))
+    except sync.SpecError as error:
+        raise UsageError(f"{path}: sync: {error}") from None
+    checkpoint = values.get("checkpoint")
+    if isinstance(checkpoint, dict) and isinstance(checkpoint.get("directory"), str):
+        given = Path(checkpoint["directory"]).expanduser()
+        checkpoint["directory"] = (path.parent / given).absolute()
+    return from_mapping(values, str(path))

@@ -1,0 +1,257 @@
+"""The control protocol: what learners and tools say to a job's watchdog over its Unix socket.
+
+A message is a 4-byte length (network order) and that many bytes of JSON, at most MAX_MESSAGE.
+Every request has `v` (the protocol's version) and `op`; every reply has `ok`, and if that is false
+`error` (one line) and `kind` (name of the error's class). A request `offer` comes with the
+descriptor of a file that holds the initial weights.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from gadei_ps import errors
+from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
+from gadei_ps.job import paths as runtime
+from gadei_ps.memory import segment
+
+PROTOCOL: Final = 1
+MAX_MESSAGE = 1 << 20
+LENGTH = struct.Struct("!I")
+RECONNECT_S = 0.02
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    v: Literal[1] = PROTOCOL
+
+
+class TensorOffer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(max_length=119)
+    shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=8)
+    role: Literal[1, 2] = 1
+
+
+class Attach(_Message):
+    """A learner wants a row of the roster and a ring. The caller is the learner."""
+
+    op: Literal["attach"] = "attach"
+    name: str = Field("", max_length=31)
+
+
+class Detach(_Message):
+    """The learner will push no more; what it has published is applied."""
+
+    op: Literal["detach"] = "detach"
+    row: int
+    generation: int
+
+
+class Offer(_Message):
+    """The model: the first offer makes it, later ones must agree. Initial values come as a file."""
+
+    op: Literal["offer"] = "offer"
+    tensors: list[TensorOffer] = Field(min_length=1, max_length=8192)
+
+
+class SetWork(_Message):
+    """Batches to hand out: `batches` an epoch, `epochs` times."""
+
+    op: Literal["work"] = "work"
+    batches: int = Field(gt=0, lt=2**31)
+    epochs: int = Field(gt=0, lt=2**31)
+    seed: int = Field(0, ge=0, lt=2**63)
+
+
+class SetSync(_Message):
+    """Another synchronization model, from the next barrier on; the reply does not wait for it."""
+
+    op: Literal["sync"] = "sync"
+    sync: str = Field(max_length=1024)
+
+
+class Status(_Message):
+    op: Literal["status"] = "status"
+
+
+class Checkpoint(_Message):
+    """Writes a checkpoint now; the reply comes when it is on the disk."""
+
+    op: Literal["checkpoint"] = "checkpoint"
+
+
+class StopJob(_Message):
+    """Ends the job; with `drain` learners first finish and what they published is applied."""
+
+    op: Literal["stop"] = "stop"
+    drain: bool = False
+    timeout_s: float = Field(30.0, gt=0, le=3600)
+
+
+Request = Annotated[
+    Attach | Checkpoint | Detach | Offer | SetSync | SetWork | Status | StopJob,
+    Field(discriminator="op"),
+]
+REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
+
+
+def parse_request(raw: bytes) -> Request:
+    """Checks a request. Raises ControlError in one line."""
+    try:
+        return REQUEST.validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # Both may hold what the client sent, at any length.
+        where = ".".join(str(part) for part in first["loc"])[:80]
+        what = f"{where + ': ' if where else ''}{first['msg'][:200]}"
+        raise ControlError(f"bad request: {what}") from None
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """A message with its length in front."""
+    raw = json.dumps(message, separators=(",", ":")).encode()
+    if len(raw) > MAX_MESSAGE:
+        raise ControlError(f"message of {len(raw)} bytes; the limit is {MAX_MESSAGE}")
+    return LENGTH.pack(len(raw)) + raw
+
+
+class Connection:
+    """A client's end of the control socket: one request, one reply, in turn."""
+
+    def __init__(self, job_or_path: str, timeout_s: float = 10.0) -> None:
+        """Connects to a job by its name or by its socket's path.
+
+        Raises JobNotFound, or ControlError if somebody else answers.
+        """
+        path = (
+            Path(job_or_path)
+            if "/" in job_or_path
+            else runtime.socket_path(segment.check_job_name(job_or_path))
+        )
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            self._socket.close()
+            raise JobNotFound(
+                f"no job {job_or_path!r} is running (looked at {path}); "
+                "gadei-ps ls shows the jobs there are"
+            ) from None
+        except OSError as error:
+            self._socket.close()
+            raise ControlError(f"{path}: {error.strerror or error}") from None
+
+    def request(self, message: _Message, fds: Sequence[int] = ()) -> dict[str, Any]:
+        """Sends a request and returns the reply. Raises what the watchdog says."""
+        data = pack(message.model_dump())
+        try:
+            if fds:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                sent = self._socket.sendmsg([data], rights)
+                data = data[sent:]
+            self._socket.sendall(data)
+            (length,) = LENGTH.unpack(self._receive(LENGTH.size))
+            if length > MAX_MESSAGE:
+                raise ControlError(f"{self.path}: the reply is too long")
+            reply = json.loads(self._receive(length))
+        except TimeoutError:
+            raise NoAnswer(f"{self.path}: the watchdog does not answer") from None
+        except OSError as error:
+            raise ConnectionLost(f"{self.path}: {error.strerror or error}") from None
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise ControlError(f"{self.path}: the reply makes no sense; who is it that answers?")
+        if not reply.get("ok"):
+            kind = getattr(errors, str(reply.get("kind", "")), ControlError)
+            if not (isinstance(kind, type) and issubclass(kind, errors.GadeiError)):
+                kind = ControlError
+            raise kind(str(reply.get("error", "refused without a reason")))
+        return reply
+
+    def _receive(self, count: int) -> bytes:
+        parts = []
+        while count:
+            part = self._socket.recv(min(count, 1 << 16))
+            if not part:
+                raise ConnectionLost(f"{self.path}: the watchdog has closed the connection")
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Lasting:
+    """A connection that outlives the watchdog at its other end: the next one is asked again."""
+
+    def __init__(self, job_or_path: str, timeout_s: float = 10.0) -> None:
+        """Raises JobNotFound or ControlError."""
+        self._timeout_s = timeout_s
+        self._connection = Connection(job_or_path, timeout_s)
+        self.path = self._connection.path
+
+    def request(
+        self, message: _Message, fds: Sequence[int] = (), patience_s: float = 10.0
+    ) -> dict[str, Any]:
+        """As Connection.request. patience_s: how long to wait for another watchdog."""
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._connection.request(message, fds)
+            except ConnectionLost:
+                if not self._connect(until):
+                    raise
+
+    def _connect(self, until: float) -> bool:
+        self._connection.close()
+        while time.monotonic() < until:
+            with contextlib.suppress(JobNotFound, ControlError):
+                self._connection = Connection(str(self.path), self._timeout_s)
+                return True
+            time.sleep(RECONNECT_S)
+        return False
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def ask(job: str, message: _Message, timeout_s: float = 10.0) -> dict[str, Any]:
+    """One request to a job."""
+    with Connection(job, timeout_s) as connection:
+        return connection.request(message)
+
+
+def memory_file(data: bytes | memoryview) -> int:
+    """A descriptor of an anonymous file that holds the data; the caller closes it."""
+    fd = os.memfd_create("gadei-ps", os.MFD_CLOEXEC)
+    try:
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[os.write(fd, view) :]
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,87 @@
+"""Which synchronization model a job has: its text and number in control, and the shards' mode.
+
+The watchdog writes the next model's text beside that of the one in force and then its number, as
+`sync_wanted`. The active server makes the change at a barrier and then writes the same number, as
+`sync_done`. So a server that dies between them leaves a job that has the one or the other model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gadei_ps import _native, sync
+from gadei_ps.machine import log
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, Mode
+from gadei_ps.memory.segment import Segment
+from gadei_ps.sync import SyncModel
+
+MODE_BITS = 2  # of the word, below the number of the change
+
+
+def done(control: Segment) -> int:
+    """Number of the model in force."""
+    return _native.load(control.address + layout.offset(CONTROL, "sync_done"))
+
+
+def wanted(control: Segment) -> int:
+    """Number of the model that is asked for, the same unless a change is under way."""
+    return _native.load(control.address + layout.offset(CONTROL, "sync_wanted"))
+
+
+def text(control: Segment, number: int) -> str:
+    """The model of that number, the one in force or the one wanted, as `sync.parse` reads it."""
+    line: np.ndarray = control.view(CONTROL)["sync_text"][number % 2]
+    return line.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def model(control: Segment, number: int) -> SyncModel:
+    """The model of that number, new. One whose file is gone awaits all learners; that is logged.
+
+    Nobody starts or changes with such a file; but a server that dies later must find a successor.
+    """
+    made = sync.parse(text(control, number))
+    try:
+        made.check(None)
+    except sync.SpecError as error:
+        log.get().error("going on without: all learners are awaited", reason=str(error))
+    return made
+
+
+def begin(control: Segment, model: SyncModel) -> None:
+    """Watchdog, in a new job: the first model."""
+    _write(control, 0, model)
+    enforce(control, 0, model)
+
+
+def ask(control: Segment, model: SyncModel) -> None:
+    """Watchdog, while no change is under way: another model is wanted."""
+    number = done(control) + 1
+    _write(control, number, model)
+    _native.store(control.address + layout.offset(CONTROL, "sync_wanted"), number)
+
+
+def enforce(control: Segment, number: int, model: SyncModel) -> None:
+    """Active server: the shards do as the model of that number wants it."""
+    view = control.view(CONTROL)
+    view["report"] = model.uses_pushes
+    view["wave"] = model.wave
+    set_mode(control, number, Mode.ON_ARRIVAL if model.on_arrival else Mode.COLLECT)
+
+
+def set_mode(control: Segment, number: int, mode: Mode) -> int:
+    """Active server; returns the word. The shards look at it before each pass over the rings."""
+    word = number << MODE_BITS | mode
+    address = control.address + layout.offset(CONTROL, "mode")
+    if _native.load32(address) != word:
+        _native.store32(address, word)  # SYNC POINT: mode
+        _native.bell(control.address + layout.offset(CONTROL, "shard_bell"))
+    return word
+
+
+def _write(control: Segment, number: int, model: SyncModel) -> None:
+    view = control.view(CONTROL)
+    raw = str(model).encode()
+    line = view["sync_text"][number % 2]
+    line[:] = 0
+    line[: len(raw)] = np.frombuffer(raw, np.uint8)

@@ -1,0 +1,196 @@
+"""Faults on purpose: signals to a job's processes, which are named by what they do.
+
+Who does what is read from the control segment, not asked of the watchdog, so that this works while
+the watchdog is dead or stopped. A process is hit through its pidfd and only if its start time is
+the one written down there: a pid that has been given to another process meanwhile is never hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.errors import ControlError, JobNotFound, UsageError
+from gadei_ps.job import control
+from gadei_ps.job.control import Status
+from gadei_ps.machine import process
+from gadei_ps.memory import segment
+from gadei_ps.memory.layout import CONTROL, SegmentKind, ServerState
+from gadei_ps.memory.segment import Segment, segment_name
+
+GONE_S = 1.0  # a killed process with much memory takes some milliseconds to end
+
+
+class Role(StrEnum):
+    """What a process does for its job."""
+
+    SERVER = "server"
+    STANDBY = "standby"
+    LEARNER = "learner"
+    WATCHDOG = "watchdog"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process of a job. start: as process.start_ticks tells. row: a learner's, else None."""
+
+    role: Role
+    pid: int
+    start: int
+    row: int | None = None
+    generation: int | None = None
+    """A learner's, else None."""
+
+    @property
+    def alive(self) -> bool:
+        return process.alive(self.pid, self.start)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A signal that has been delivered. ended: the process is gone."""
+
+    target: Target
+    signal: str
+    ended: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        told = asdict(self.target)
+        return {name: told[name] for name in ("role", "row", "pid")} | {
+            "signal": self.signal,
+            "ended": self.ended,
+        }
+
+
+class Processes:
+    """A job's, as its control segment names them now; a mapping outlives the job."""
+
+    def __init__(self, job: str) -> None:
+        """job: name or socket. Raises JobNotFound, ControlError or SegmentError."""
+        self.job = control.ask(job, Status())["job"] if "/" in job else segment.check_job_name(job)
+        try:
+            self.segment: Segment = segment.attach(
+                segment_name(self.job, "control"), SegmentKind.CONTROL, writable=False
+            )
+        except FileNotFoundError:
+            raise JobNotFound(
+                f"no job {job!r} is running; gadei-ps ls shows the jobs there are"
+            ) from None
+        self.control: np.void = self.segment.view(CONTROL)
+
+    def find(self, role: Role, row: int | None = None) -> Target:
+        """The process with this role, a learner by its row. Raises ControlError if there is none.
+
+        Take-overs and deaths go on meanwhile; who is told here was alive a moment ago.
+        """
+        if role is Role.LEARNER:
+            learners = self.learners()
+            for one in learners:
+                if one.row == row:
+                    return one
+            rows = ", ".join(str(one.row) for one in learners)
+            there = f"its learners are {rows}" if learners else "no learner is attached"
+            raise ControlError(f"job {self.job!r} has no learner {row}: {there}")
+        by_role = {
+            Role.WATCHDOG: self.watchdog,
+            Role.SERVER: self.server,
+            Role.STANDBY: self.standby,
+        }
+        found = by_role[role]()
+        if found is None:
+            raise ControlError(f"job {self.job!r} has no {role} just now; try again")
+        return found
+
+    def learners(self) -> list[Target]:
+        """Those that are attached and alive, by row."""
+        roster = self.control["roster"]
+        attached = (roster["wanted"] != 0) & (roster["wanted"] == roster["generation"])
+        found = []
+        for row in np.flatnonzero(attached).tolist():
+            entry = roster[row]
+            generation = int(entry["generation"])
+            one = Target(Role.LEARNER, int(entry["pid"]), int(entry["pid_start"]), row, generation)
+            if one.alive and int(entry["wanted"]) == generation:
+                found.append(one)
+        return found
+
+    def watchdog(self) -> Target | None:
+        """None while there is none."""
+        pid, start = int(self.control["watchdog_pid"]), int(self.control["watchdog_start"])
+        one = Target(Role.WATCHDOG, pid, start)
+        return one if one.alive else None
+
+    def server(self, *, ready: bool = False) -> Target | None:
+        """The active one; None from its death until another one has taken over.
+
+        ready: not one that has just been started and does not serve yet.
+        """
+        return self._server(standby=False, ready=ready)
+
+    def standby(self) -> Target | None:
+        """The one that can take over at once; None while there is none."""
+        return self._server(standby=True, ready=True)
+
+    def _server(self, *, standby: bool, ready: bool) -> Target | None:
+        active = int(self.control["lease_pid"])
+        for line in self.control["server"]:
+            # The writer's order is start, pid: a start of another process only finds nobody.
+            pid, start = int(line["pid"]), int(line["start"])
+            one = Target(Role.STANDBY if standby else Role.SERVER, pid, start)
+            if ready and int(line["state"]) != ServerState.READY:
+                continue
+            if (pid == active) != standby and one.alive:
+                return one
+        return None
+
+
+def signal_number(name: str) -> signal.Signals:
+    """`KILL`, `sigkill` or `9`. Raises UsageError."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(int(name))
+    upper = name.upper()
+    with contextlib.suppress(KeyError):
+        return signal.Signals[upper if upper.startswith("SIG") else f"SIG{upper}"]
+    known = ", ".join(one.name.removeprefix("SIG") for one in signal.Signals if one.value < 32)
+    raise UsageError(f"there is no signal {name!r}; use one of {known}")
+
+
+def send(target: Target, number: signal.Signals, timeout_s: float = GONE_S) -> Sent | None:
+    """Delivers the signal; None if the process is no more. SIGKILL is waited for, timeout_s.
+
+    Raises ControlError where it is not allowed.
+    """
+    try:
+        pidfd = os.pidfd_open(target.pid)
+    except OSError:
+        return None
+    try:
+        # Opened before this look: who lives now and began then is the one behind the descriptor.
+        if not target.alive:
+            return None
+        signal.pidfd_send_signal(pidfd, number)
+        ended = process.gone(pidfd, timeout_s if number == signal.SIGKILL else 0.0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        raise ControlError(
+            f"process {target.pid} is another user's: ask {target.role}'s owner to do it"
+        ) from None
+    finally:
+        os.close(pidfd)
+    return Sent(target, number.name, ended)
+
+
+def kill(job: str, role: Role, row: int | None, number: signal.Signals) -> dict[str, Any]:
+    """One signal to one process of a job; what `gadei-ps kill --json` prints. Raises GadeiError."""
+    processes = Processes(job)
+    sent = send(processes.find(role, row), number)
+    if sent is None:
+        raise ControlError(f"the {role} of job {processes.job!r} has just ended; try again")
+    return {"job": processes.job} | sent.as_dict()

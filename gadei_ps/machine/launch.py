@@ -1,0 +1,202 @@
+"""Learner processes as children of a command: start, watch, start again, end. Never orphans."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import IO
+
+from gadei_ps.errors import DeviceError, UsageError
+from gadei_ps.machine import gpus, interrupts, process
+
+# Also in learners/client.py and learners/devices.py, which launchers do not load at their start.
+JOB_VARIABLE = "GADEI_PS_JOB"
+NAME_VARIABLE = "GADEI_PS_NAME"
+DEVICE_VARIABLE = "GADEI_PS_DEVICE"
+GRACE_S = 5.0
+QUICK_S = 5.0  # a learner that dies this soon after its start has not worked
+MAX_QUICK_DEATHS = 3
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What learners compute on.
+
+    device: what they are told, auto, cuda or host; None tells nothing. gpus: what they get in turn,
+    one each, by their names in CUDA_VISIBLE_DEVICES; without any they see what their launcher sees.
+    why: of what was looked for and not found, in one line.
+    """
+
+    device: str | None = None
+    gpus: tuple[str, ...] = ()
+    why: str = ""
+
+    @classmethod
+    def wanted(cls, device: str, asked: str | None) -> Compute:
+        """device and asked: what --device and --gpus say.
+
+        Raises UsageError, or DeviceError with what is missing.
+        """
+        if device == "host":
+            if asked is not None:
+                raise UsageError("--gpus goes with --device cuda or auto, not with host")
+            return cls(device)
+        if asked is not None:
+            return cls(device, gpus.choose(asked, gpus.visible()))._checked()
+        try:
+            return cls(device, gpus.visible())._checked()
+        except DeviceError as error:
+            if device != "auto":
+                raise
+            return cls(device, why=str(error))
+
+    def _checked(self) -> Compute:
+        """Itself; raises DeviceError if --device cuda cannot be had."""
+        if self.device == "cuda" and (why := self._missing()):
+            raise DeviceError(f"device cuda: {why}")
+        return self
+
+    def _missing(self) -> str:
+        return gpus.missing(self.gpus, os.environ | self.environment(0))
+
+    def without(self) -> str:
+        """Why auto can only be the host, as far as can be told at once; empty otherwise."""
+        if self.device != "auto" or (self.gpus and gpus.has_cupy()):
+            return ""
+        return self._missing()
+
+    def settled(self) -> Compute:
+        """With cuda or host in the place of auto; `why` says why it is the host."""
+        if self.device != "auto":
+            return self
+        why = self.why or self._missing()
+        return Compute("host", why=why) if why else replace(self, device="cuda")
+
+    def beside(self, pids: Iterable[int]) -> Compute:
+        """For learners that join these: GPUs that few of them have come first."""
+        return replace(self, gpus=gpus.least_used(self.gpus, pids))
+
+    def environment(self, index: int) -> dict[str, str]:
+        """What learner `index` has in its environment besides what its launcher has."""
+        if self.device is None:
+            return {}
+        told = {DEVICE_VARIABLE: self.device}
+        if self.device == "host":
+            return told | {gpus.VISIBLE: ""}
+        return told | gpus.assign(self.gpus, index)
+
+
+NOTHING_SAID = Compute()
+
+
+@dataclass
+class Ended:
+    """A learner process that is no more."""
+
+    index: int
+    pid: int
+    code: int
+
+    @property
+    def how(self) -> str:
+        if self.code < 0:
+            return f"was killed by {process.signal_name(-self.code)}"
+        return f"ended with exit code {self.code}"
+
+
+class Learners:
+    """The learner processes of a command. Use it from a thread that lives as long as they shall."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        job_socket: str,
+        *,
+        stdout: int | IO[bytes] | None = None,
+        compute: Compute = NOTHING_SAID,
+    ) -> None:
+        self._command = list(command)
+        self._compute = compute
+        self._env = os.environ | {JOB_VARIABLE: job_socket, "GADEI_PS_LEARNERS": str(count)}
+        # As torchrun does: N processes with a thread for each core would fight for the cores.
+        threads = max(1, process.cores() // count)
+        self._env.setdefault("OMP_NUM_THREADS", str(threads))
+        self._stdout = stdout
+        self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
+        self._quick_deaths = 0
+        for index in range(count):
+            self.start(index)
+
+    def start(self, index: int) -> None:
+        """Starts the learner of this index, anew if it was there before."""
+        try:
+            child = process.spawn(
+                self._command,
+                # By its index: a learner that is started again keeps its GPU.
+                env=self._env | {"GADEI_PS_LEARNER": str(index)} | self._compute.environment(index),
+                stdout=self._stdout,
+            )
+        except OSError as error:
+            self.kill()
+            raise UsageError(f"cannot start {self._command[0]!r}: {error.strerror}") from None
+        self._running[index] = (child, time.monotonic())
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child, _ in self._running.values()]
+
+    def ended(self) -> list[Ended]:
+        """Those that have ended since the last call."""
+        gone = []
+        for index, (child, since) in list(self._running.items()):
+            with interrupts.held():
+                code = child.poll()
+            if code is None:
+                continue
+            del self._running[index]
+            _kill_group(child.pid)
+            quick = code != 0 and time.monotonic() - since < QUICK_S
+            self._quick_deaths = self._quick_deaths + 1 if quick else 0
+            gone.append(Ended(index, child.pid, code))
+        return gone
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether starting learners again has stopped making sense."""
+        return self._quick_deaths >= MAX_QUICK_DEATHS
+
+    def end(self, grace_s: float = GRACE_S) -> None:
+        """Waits for learners that are ending by themselves, then terminates, then kills."""
+        self._wait(grace_s)
+        for child, _ in self._running.values():
+            child.terminate()
+        self._wait(1.0)
+        self.kill()
+
+    def _wait(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        for child, _ in self._running.values():
+            try:
+                child.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return
+
+    def kill(self) -> None:
+        """At once."""
+        for child, _ in self._running.values():
+            child.kill()
+            child.wait()
+            _kill_group(child.pid)
+        self._running.clear()
+
+
+def _kill_group(leader: int) -> None:
+    """Ends what a learner has left: the workers of a data loader, say. Each leads a group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

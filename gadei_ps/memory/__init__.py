@@ -1,0 +1,1 @@
+"""Shared memory: its layout and its segments."""

@@ -1,0 +1,189 @@
+"""The model in memory: which tensors there are, where each lies, and views of them.
+
+Parameters come first, buffers (batch-norm statistics, which no optimizer moves) after them from a
+chunk boundary on, so that no chunk holds both. Each tensor begins at a multiple of 64 bytes. A
+dense gradient has the same layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Role
+from gadei_ps.memory.segment import Segment
+
+LINE = 16  # float32 values in 64 bytes
+NAME_BYTES = 119
+MAX_ELEMENTS = 1 << 40  # far above any machine's memory; offsets in bytes stay below 2**63
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A named tensor of the model; `start` and `count` in elements from the data's begin."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role = Role.PARAMETER
+    start: int = 0
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Indices of its first dimension."""
+        return self.shape[0] if self.shape else 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """The placed tensors. `elements` counts padding too; `parameters` ends at a chunk's boundary
+    where there are buffers after it."""
+
+    tensors: tuple[Tensor, ...]
+    elements: int
+    parameters: int
+
+    @property
+    def values(self) -> int:
+        return sum(tensor.count for tensor in self.tensors)
+
+    def flatten(self, arrays: dict[str, npt.NDArray[Any]]) -> FloatArray:
+        """All tensors' values, shape (elements,), in the layout of weights and dense gradients."""
+        flat = np.zeros(self.elements, np.float32)
+        for tensor in self.tensors:
+            flat[tensor.start : tensor.start + tensor.count] = np.asarray(
+                arrays[tensor.name], np.float32
+            ).reshape(-1)
+        return flat
+
+    def views(self, flat: FloatArray) -> dict[str, FloatArray]:
+        """Each tensor by name as a view of `flat`, shape (elements,)."""
+        return {
+            tensor.name: flat[tensor.start : tensor.start + tensor.count].reshape(tensor.shape)
+            for tensor in self.tensors
+        }
+
+
+def place(tensors: Iterable[Tensor]) -> Model:
+    """Gives each tensor its start. Raises UsageError for names or shapes that cannot be kept."""
+    given = list(tensors)
+    if not given:
+        raise UsageError("the model has no tensors")
+    names = set()
+    for tensor in given:
+        raw = tensor.name.encode(errors="replace")
+        if not 1 <= len(raw) <= NAME_BYTES or b"\0" in raw or raw.decode() != tensor.name:
+            raise UsageError(
+                f"tensor name {tensor.name!r}: use 1 to {NAME_BYTES} bytes of UTF-8 without NUL"
+            )
+        if tensor.name in names:
+            raise UsageError(f"tensor {tensor.name!r} is given twice")
+        names.add(tensor.name)
+        if len(tensor.shape) > layout.MAX_DIMS:
+            raise UsageError(f"tensor {tensor.name!r} has more than {layout.MAX_DIMS} dimensions")
+        if any(size <= 0 for size in tensor.shape):
+            raise UsageError(f"tensor {tensor.name!r} has shape {list(tensor.shape)}: it is empty")
+    given.sort(key=lambda tensor: tensor.role)  # stable: each role keeps its order
+    placed, at, parameters = [], 0, None
+    for tensor in given:
+        if tensor.role is Role.BUFFER and parameters is None:
+            at = parameters = layout.rounded(at, layout.CHUNK)
+        placed.append(replace(tensor, start=at))
+        at = layout.rounded(at + tensor.count, LINE)
+    if at > MAX_ELEMENTS:
+        raise UsageError(f"the model has {at} values; the limit is {MAX_ELEMENTS}")
+    return Model(tuple(placed), at, at if parameters is None else parameters)
+
+
+def segment_bytes(model: Model) -> int:
+    """Size of the weights segment."""
+    return data_at(len(model.tensors)) + model.elements * 4
+
+
+def data_at(tensors: int) -> int:
+    """Where the values begin, bytes from the segment's begin; a whole page for devices."""
+    return layout.rounded(layout.WEIGHTS.itemsize + tensors * layout.TENSOR.itemsize, layout.PAGE)
+
+
+def payload_bytes(model: Model) -> int:
+    """Room for any frame's payload: all tensors, dense or listed row by row, and their blocks."""
+    size = layout.rounded(len(model.tensors) * layout.BLOCK.itemsize, LINE * 4) + model.elements * 4
+    for tensor in model.tensors:
+        size += LINE * 4
+        if tensor.count > tensor.rows:
+            size += layout.rounded(8 * tensor.rows, LINE * 4)
+    return size
+
+
+def write_table(segment: Segment, model: Model) -> None:
+    """Watchdog: writes the tensor table, before the segment is published."""
+    head = segment.view(layout.WEIGHTS)
+    head["tensors"] = len(model.tensors)
+    head["table_at"] = layout.WEIGHTS.itemsize
+    head["data_at"] = data_at(len(model.tensors))
+    head["elements"] = model.elements
+    head["parameters"] = model.parameters
+    head["values"] = model.values
+    table = segment.array(layout.TENSOR, len(model.tensors), layout.WEIGHTS.itemsize)
+    for row, tensor in zip(table, model.tensors, strict=True):
+        row["name"] = tensor.name.encode()
+        row["role"] = tensor.role
+        row["dims"] = len(tensor.shape)
+        row["shape"][: len(tensor.shape)] = tensor.shape
+        row["start"] = tensor.start
+        row["count"] = tensor.count
+
+
+def read_table(segment: Segment) -> Model:
+    """Any process: the model that a weights segment holds."""
+    head = segment.view(layout.WEIGHTS)
+    table = segment.array(layout.TENSOR, int(head["tensors"]), int(head["table_at"]))
+    tensors = tuple(
+        Tensor(
+            row["name"].decode(),
+            tuple(int(size) for size in row["shape"][: int(row["dims"])]),
+            Role(int(row["role"])),
+            int(row["start"]),
+        )
+        for row in table
+    )
+    return Model(tensors, int(head["elements"]), int(head["parameters"]))
+
+
+def data(segment: Segment) -> FloatArray:
+    """All values, shape (elements,); writable if the segment is mapped so."""
+    head = segment.view(layout.WEIGHTS)
+    return segment.array(np.float32, int(head["elements"]), int(head["data_at"]))
+
+
+def check_same(job: Model, offered: Sequence[Tensor]) -> None:
+    """Raises ModelMismatch naming the first tensor that differs."""
+    ours = {tensor.name: tensor for tensor in job.tensors}
+    for tensor in offered:
+        known = ours.pop(tensor.name, None)
+        if known is None:
+            raise ModelMismatch(f"the job's model has no tensor {tensor.name!r}")
+        if known.shape != tensor.shape:
+            raise ModelMismatch(
+                f"tensor {tensor.name!r} has shape {list(tensor.shape)}, "
+                f"the job's has {list(known.shape)}"
+            )
+        if known.role is not tensor.role:
+            raise ModelMismatch(
+                f"tensor {tensor.name!r} is a {tensor.role.name.lower()}, "
+                f"the job's a {known.role.name.lower()}"
+            )
+    if ours:
+        raise ModelMismatch(f"the learner lacks the job's tensor {next(iter(ours))!r}")

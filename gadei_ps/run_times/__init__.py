@@ -1,0 +1,1 @@
+"""Learners' run times: recorded, learned, predicted."""

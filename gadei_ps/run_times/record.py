@@ -1,0 +1,140 @@
+"""Records the run times of a running job's learners: read from its memory, nothing is asked of it.
+
+The thread of shard 0 keeps the times of each learner's last RUNS iterations (ps_run in the layout).
+They are read often enough that none is written over unseen; what was is counted as missed.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gadei_ps.errors import JobNotFound, SegmentError, UsageError
+from gadei_ps.machine.interrupts import Interrupted
+from gadei_ps.memory import layout, segment
+from gadei_ps.memory.layout import CONTROL, STATE, Action, Phase, SegmentKind
+from gadei_ps.memory.segment import segment_name
+from gadei_ps.run_times import traces
+
+POLL_S: Final = 0.01
+
+
+@dataclass
+class _Learner:
+    """A row's learner: what has been read of it."""
+
+    generation: int
+    next: int
+    """Sequence number to read next."""
+    ahead: int
+    """By how much its iterations' numbers in the trace are above its sequence numbers."""
+
+
+class Recorder:
+    """One job. Raises JobNotFound where it is not running or has no model yet."""
+
+    def __init__(self, job: str) -> None:
+        segment.check_job_name(job)
+        try:
+            self._control = segment.attach(
+                segment_name(job, "control"), SegmentKind.CONTROL, writable=False
+            )
+            self._state = segment.attach(
+                segment_name(job, "state"), SegmentKind.STATE, writable=False
+            )
+        except FileNotFoundError:
+            raise JobNotFound(
+                f"no job {job!r} with a model is running; gadei-ps ls shows the jobs there are"
+            ) from None
+        except SegmentError as error:
+            raise JobNotFound(str(error)) from None
+        self._view = self._control.view(CONTROL)
+        self._applied = self._state.view(STATE)["applied"][0]
+        self._runs = self._state.view(STATE)["runs"]
+        self._learners: dict[int, _Learner] = {}
+        self._last = -1  # greatest number of an iteration so far
+        self.rows = 0
+        self.missed = 0
+        self.seen: set[int] = set()
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return int(self._view["phase"]) >= Phase.STOPPED
+
+    def read(self) -> list[str]:
+        """Lines of the trace for what has come since the last call, learner by learner."""
+        roster = self._view["roster"]
+        lines: list[str] = []
+        begin = self._last + 1
+        for row in range(layout.MAX_LEARNERS):
+            generation = int(roster[row]["generation"])
+            served = int(roster[row]["served"]) == generation > int(roster[row]["retired"])
+            if not served:
+                self._learners.pop(row, None)
+                continue
+            one = self._learners.get(row)
+            if one is None or one.generation != generation:
+                # Learners that come later are counted on from where the others are.
+                first = int(self._applied[row])
+                one = self._learners[row] = _Learner(generation, first, begin - first)
+            lines += self._read(row, one)
+        return lines
+
+    def _read(self, row: int, one: _Learner) -> list[str]:
+        lines: list[str] = []
+        upto = int(self._applied[row])
+        while one.next < upto:
+            run = self._runs[row, one.next % layout.RUNS]
+            sequence = int(run["sequence"])
+            started, finished = float(run["started"]), float(run["finished"])
+            given_up = bool(run["censored"])
+            if sequence != one.next + 1 or int(run["sequence"]) != sequence:
+                if sequence <= one.next and one.next + 1 == upto:
+                    break  # counted, and its times are just being written
+                self.missed += 1
+            elif int(run["action"]) != Action.REFUSE and 0 <= finished - started < math.inf:
+                iteration = one.next + one.ahead
+                self._last = max(self._last, iteration)
+                lines.append(traces.line(iteration, row, started, finished - started, given_up))
+                self.rows += 1
+                self.seen.add(row)
+            one.next += 1
+        return lines
+
+
+def record(job: str, out: Path, seconds: float | None) -> dict[str, Any]:
+    """Writes OUT until the time is up, the job ends, or the user interrupts; what it holds.
+
+    Raises JobNotFound, and UsageError for a file that cannot be written.
+    """
+    recorder = Recorder(job)
+    begin = time.monotonic()
+    until = begin + seconds if seconds is not None else float("inf")
+    try:
+        with open(out, "w", encoding="utf-8") as file:
+            file.write(",".join(traces.HEADER) + "\n")
+            try:
+                while True:
+                    over = recorder.over or time.monotonic() >= until
+                    file.writelines(recorder.read())
+                    if over:
+                        break
+                    time.sleep(min(POLL_S, max(0.0, until - time.monotonic())))
+            except Interrupted as signalled:
+                if signalled.number != signal.SIGINT:
+                    raise
+                file.writelines(recorder.read())
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror})") from None
+    return {
+        "file": str(out),
+        "run_times": recorder.rows,
+        "learners": len(recorder.seen),
+        "missed": recorder.missed,
+        "seconds": time.monotonic() - begin,
+    }

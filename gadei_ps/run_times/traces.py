@@ -1,0 +1,301 @@
+"""Recorded run times of learners, as CSV files: one row for each learner and iteration.
+
+Two forms, told apart by the header:
+
+    iteration,learner,started,seconds,censored      our own
+    ,worker,gpu,time,batch_time_norm                Alibaba's cluster-trace-gpu-v2020, a job's file
+
+In ours, `started` is a time of a monotonic clock in seconds, which reading ignores and which may be
+empty; `seconds` is the run time; `censored` is 1 where the learner was dropped after so long, so
+that its run time is longer than that, else 0.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from gadei_ps.errors import UsageError
+from gadei_ps.storage import files
+
+HEADER: Final = ("iteration", "learner", "started", "seconds", "censored")
+_ALIBABA: Final = ("", "worker", "gpu", "time", "batch_time_norm")
+_MOST_CELLS: Final = 1 << 27  # a gigabyte of float64
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Run times, iterations by learners.
+
+    times: float64 (iterations, learners), in the file's unit (seconds in our own), NaN where there
+    is none. censored: bool of that shape; where set, the time is a lower bound. learners: a name
+    for each column. Raises ValueError for other shapes.
+    """
+
+    times: FloatArray
+    censored: BoolArray
+    learners: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.times.ndim != 2 or self.times.shape[1] != len(self.learners):
+            raise ValueError(f"times of shape {self.times.shape} for {len(self.learners)} learners")
+        if self.censored.shape != self.times.shape:
+            raise ValueError(f"censored {self.censored.shape} is not times {self.times.shape}")
+
+    @property
+    def missing(self) -> int:
+        """How many run times there are not: what `filled` makes up."""
+        return int(np.isnan(self.times).sum())
+
+    def filled(self) -> Trace:
+        """A copy without gaps: a missing run time is the learner's last one, else its next one.
+
+        A lower bound that is repeated remains one. Raises UsageError for a learner without any.
+        """
+        known = ~np.isnan(self.times)
+        for name, column in zip(self.learners, known.T, strict=True):
+            if not column.any():
+                raise UsageError(f"learner {name!r} has no run time in the trace; leave it out")
+        if not known.size:
+            return Trace(self.times.copy(), self.censored.copy(), self.learners)
+        # For each cell the row of the newest known time, else of the first.
+        rows = np.where(known, np.arange(len(known))[:, None], -1)
+        source = np.maximum.accumulate(rows, axis=0)
+        source = np.where(source < 0, known.argmax(axis=0)[None, :], source)
+        return Trace(
+            np.take_along_axis(self.times, source, axis=0),
+            np.take_along_axis(self.censored, source, axis=0),
+            self.learners,
+        )
+
+    def part(self, begin: int, end: int) -> Trace:
+        """The iterations from `begin` up to `end`, by their place in the trace."""
+        return Trace(self.times[begin:end], self.censored[begin:end], self.learners)
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """The trace in a CSV file of either form.
+
+    Iterations are in ascending order; numbers that do not occur are left out. Learners are in
+    numerical order if all are numbers, else in the order in which they first occur. Raises
+    UsageError, one line with the file and the line number, for whatever cannot be read.
+    """
+    shown = _shown(path)
+    rows = csv.reader(io.StringIO(_text(path, shown), newline=""), strict=True)
+    cells = _Cells()
+    try:
+        header = tuple(name.strip() for name in next(rows, []))
+        if header not in (HEADER, _ALIBABA):
+            wanted = " or ".join(",".join(form) for form in (HEADER, _ALIBABA))
+            raise UsageError(f"{shown}:1: not the header of a trace; it must be {wanted}")
+        add = cells.add_own if header == HEADER else cells.add_alibaba
+        for row in rows:
+            if not row:
+                continue
+            try:
+                if len(row) != len(header):
+                    raise ValueError(f"{len(row)} fields where the header has {len(header)}")
+                add(row, rows.line_num)
+            except ValueError as error:
+                raise UsageError(f"{shown}:{rows.line_num}: {error}; correct the row") from None
+    except csv.Error as error:
+        raise UsageError(f"{shown}:{rows.line_num}: {error}; give a CSV file") from None
+    if not cells.lines:
+        raise UsageError(f"{shown}: there is a header but no row; add run times")
+    return cells.trace(shown)
+
+
+class _Cells:
+    """The rows of a file, as columns of numbers: a file may have millions."""
+
+    def __init__(self) -> None:
+        self.lines = array("q")
+        self._iterations = array("q")
+        self._learners = array("q")
+        self._times = array("d")
+        self._censored = array("b")
+        self._names: dict[str, int] = {}
+
+    def add_own(self, row: list[str], line: int) -> None:
+        iteration, learner, started, seconds, censored = row
+        if started.strip():
+            _number(started, "started")
+        if censored.strip() not in ("0", "1"):
+            raise ValueError(f"censored is {_short(censored)}, not 0 or 1")
+        self._add(
+            line,
+            _whole(iteration, "iteration"),
+            _name(learner),
+            _duration(seconds, "seconds"),
+            censored.strip() == "1",
+        )
+
+    def add_alibaba(self, row: list[str], line: int) -> None:
+        _, learner, _, time, duration = row
+        seconds = _duration(duration, "batch_time_norm")
+        self._add(line, _whole(time, "time"), _name(learner), seconds, False)
+
+    def _add(self, line: int, iteration: int, learner: str, time: float, censored: bool) -> None:
+        self.lines.append(line)
+        self._iterations.append(iteration)
+        self._learners.append(self._names.setdefault(learner, len(self._names)))
+        self._times.append(time)
+        self._censored.append(censored)
+
+    def trace(self, shown: str) -> Trace:
+        names = list(self._names)
+        if all(name.isascii() and name.isdigit() for name in names):
+            names.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
+        columns = np.argsort([self._names[name] for name in names])[np.asarray(self._learners)]
+        iterations, rows = np.unique(np.asarray(self._iterations), return_inverse=True)
+        if len(iterations) * len(names) > _MOST_CELLS:
+            raise UsageError(
+                f"{shown}: {len(iterations)} iterations of {len(names)} learners are too many; "
+                f"leave some out, at most {_MOST_CELLS} run times fit"
+            )
+        places = rows * len(names) + columns
+        order = np.argsort(places, kind="stable")
+        again = order[1:][np.diff(places[order]) == 0]
+        if len(again):
+            first = int(again.min())
+            raise UsageError(
+                f"{shown}:{self.lines[first]}: learner {_short(names[columns[first]])} has "
+                f"iteration {self._iterations[first]} twice; leave one out"
+            )
+        times = np.full((len(iterations), len(names)), np.nan)
+        times.flat[places] = np.asarray(self._times)
+        censored = np.zeros(times.shape, np.bool_)
+        censored.flat[places] = np.asarray(self._censored, np.bool_)
+        return Trace(times, censored, tuple(names))
+
+
+def _name(text: str) -> str:
+    name = text.strip()
+    if not name:
+        raise ValueError("the learner has no name")
+    return name
+
+
+def _whole(text: str, what: str) -> int:
+    text = text.strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise ValueError(f"{what} is {_short(text)}, not a whole number from 0")
+    return int(text)
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{what} is {_short(text)}, not a number")
+    return value
+
+
+def _duration(text: str, what: str) -> float:
+    value = _number(text, what)
+    if value < 0:
+        raise ValueError(f"{what} is {_short(text)}, which is negative")
+    return value
+
+
+def _text(path: str | os.PathLike[str], shown: str) -> str:
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"{shown}: cannot be read ({reason}); give the path of a CSV file"
+        ) from None
+    body = data.removeprefix(b"\xef\xbb\xbf")
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        line = body.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{shown}:{line}: not UTF-8 text; give a CSV file") from None
+
+
+def _short(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 40 else shown[:37] + "..."
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    """The path on one line."""
+    shown = os.fspath(path)
+    return shown if shown.isprintable() else repr(shown)
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def line(
+    iteration: int, learner: str | int, started: float | None, seconds: float, censored: bool
+) -> str:
+    """One row of a file in our form, with its end of line; for whoever records as time goes by.
+
+    started: seconds of a monotonic clock, None where unknown.
+    """
+    name = str(learner)
+    if any(sign in name for sign in ',"\r\n'):
+        name = '"' + name.replace('"', '""') + '"'
+    # repr of a float is the shortest text that reads back as the same float.
+    begun = "" if started is None else repr(float(started))
+    return f"{iteration},{name},{begun},{float(seconds)!r},{int(censored)}\n"
+
+
+def write(path: str | os.PathLike[str], trace: Trace, *, started: FloatArray | None = None) -> None:
+    """Writes a trace in our form, whole or not at all; iterations are numbered from 0.
+
+    started: float64 of the shape of `trace.times`, seconds of a monotonic clock, NaN where unknown.
+    Missing run times have no row. Raises ValueError for another shape of `started`, UsageError if
+    the file cannot be written.
+    """
+    if started is not None and started.shape != trace.times.shape:
+        raise ValueError(f"started {started.shape} is not times {trace.times.shape}")
+    target = Path(path)
+    try:
+        with files.replacing(target) as file:
+            file.write((",".join(HEADER) + "\n").encode())
+            file.writelines(text.encode() for text in _lines(trace, started))
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(
+            f"{_shown(path)}: cannot be written ({reason}); name another file"
+        ) from None
+
+
+def _lines(trace: Trace, started: FloatArray | None) -> Iterable[str]:
+    for row, times in enumerate(trace.times):
+        yield from _row_lines(row, times, trace, None if started is None else started[row])
+
+
+def _row_lines(
+    row: int, times: FloatArray, trace: Trace, started: FloatArray | None
+) -> Iterator[str]:
+    for column in np.flatnonzero(~np.isnan(times)).tolist():
+        begun = None if started is None else float(started[column])
+        yield line(
+            row,
+            trace.learners[column],
+            None if begun is None or math.isnan(begun) else begun,
+            float(times[column]),
+            bool(trace.censored[row, column]),
+        )

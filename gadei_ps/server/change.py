@@ -1,0 +1,56 @@
+"""A change of the synchronization model while the job runs.
+
+    freeze     every learner finishes its iteration in hand; nobody is granted another one
+    barrier    all that was granted is pushed, applied or dropped
+    hold       the shards let frames lie, and all have consumed the same
+    finish     the mode of the new model, then its number: from here on it is in force
+
+A server that dies meanwhile leaves a job whose number has not changed: the next one begins anew,
+without waiting for a barrier of a model whose state is gone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gadei_ps import _native
+from gadei_ps.job import modes
+from gadei_ps.machine import log
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, Mode
+from gadei_ps.memory.segment import Segment
+
+
+class Change:
+    """One change, by the manager of the active server."""
+
+    def __init__(self, control: Segment, number: int, shards: int) -> None:
+        """number: of the model that is wanted."""
+        self.number = number
+        self.at_barrier = False
+        self._control = control
+        self._shards = shards
+        self._frozen: dict[tuple[int, int], int] = {}
+        self.model = modes.model(control, number)
+
+    def freeze(self, row: int, generation: int, granted: int, head: int) -> int:
+        """The last grant of a learner under the old model: for the iteration in hand, if any.
+
+        granted: so far, in its own clock. head: gradients that it has published.
+        """
+        key = row, generation
+        if key not in self._frozen:
+            self._frozen[key] = min(granted, head + 1)
+        return self._frozen[key]
+
+    def shards_hold(self) -> bool:
+        """Tells the shards to let frames lie; whether all do."""
+        mode = modes.set_mode(self._control, self.number, Mode.HOLD)
+        obeyed = self._control.view(CONTROL)["shard"]["mode"][: self._shards]
+        return bool((obeyed == np.uint32(mode)).all())
+
+    def finish(self) -> None:
+        """The new model is in force. Grants of the old one have been taken back before."""
+        _native.store(self._control.address + layout.offset(CONTROL, "sync_done"), self.number)
+        modes.enforce(self._control, self.number, self.model)
+        log.get().info("synchronization model changed", sync=str(self.model))

@@ -1,0 +1,376 @@
+"""Drives the job's synchronization model: hears of pushes, publishes grants and supersteps.
+
+By the manager of the active server. The model itself lives in this process only; what the next
+server needs to make an equal one stands in the roster (`member`, `base`) and in control: its text,
+written by the watchdog, under a number. Another number wanted is a change of the model, made at a
+barrier (change.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from gadei_ps import _native, sync
+from gadei_ps.job import modes
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, ENTRY, Action, Reason, Work
+from gadei_ps.memory.segment import Segment
+from gadei_ps.server import frames
+from gadei_ps.server.change import Change
+from gadei_ps.server.rings import Mapped
+from gadei_ps.sync import NotGranted
+
+
+@dataclass(eq=False)
+class Member:
+    """A learner whose ring is served."""
+
+    mapped: Mapped
+    reported: int = 0  # frames that the sync model has heard of
+    joined: bool = False
+    leaving: bool = False
+    granted: int = -1
+
+    @property
+    def row(self) -> int:
+        return self.mapped.row
+
+    @property
+    def generation(self) -> int:
+        return self.mapped.generation
+
+
+class Driver:
+    """One active server's."""
+
+    def __init__(self, control: Segment, state: Segment, places: np.ndarray) -> None:
+        """places: of any shard, for the sizes that frames must have."""
+        self.number = modes.done(control)
+        self.sync = modes.model(control, self.number)
+        self.members: dict[int, Member] = {}
+        self._segment = control
+        self._control = control.view(CONTROL)
+        self._roster = self._control["roster"]
+        self._state = state.view(layout.STATE)
+        self._places = places
+        self._slots = int(self._control["slots"])
+        self._shards = int(self._control["shards"])
+        self._commits: collections.deque[sync.Commit] = collections.deque()
+        self._refusals: dict[tuple[int, int], int] = {}  # (row, sequence) -> reason
+        self._resumed = False
+        self._offset = 0  # of the model's clocks to those written down, which outlive a server
+        self._change: Change | None = None
+
+    def follow(self) -> None:
+        """While another server is active: takes the model over that is in force there."""
+        if modes.done(self._segment) != self.number:
+            self.number = modes.done(self._segment)
+            self.sync = modes.model(self._segment, self.number)
+
+    def run(self, serving: bool) -> None:
+        """One pass, after anything may have happened. serving: whether all shards do."""
+        if not self._resumed:
+            self._resumed = self._take_over()
+            if not self._resumed:
+                return
+        elif self._change is None and self._is_to_change():
+            self._change = Change(self._segment, modes.wanted(self._segment), self._shards)
+        if self.sync.uses_pushes and not self._at_barrier:
+            self._report_pushes()
+            self._carry_out()
+        if self._change is None:
+            if self.sync.uses_pushes:
+                self._publish_grants()
+            return
+        if not self._at_barrier:
+            self._come_to_a_barrier(self._change)
+        if self._at_barrier and serving:
+            self._switch(self._change)
+
+    # -- another model --------------------------------------------------------------------------
+
+    def _is_to_change(self) -> bool:
+        return modes.wanted(self._segment) != self.number
+
+    @property
+    def _at_barrier(self) -> bool:
+        return self._change is not None and self._change.at_barrier
+
+    def _come_to_a_barrier(self, change: Change) -> None:
+        """Lets everybody finish the iteration in hand, and gives no grant for another one."""
+        all_wait = True
+        for member in self.members.values():
+            if member.leaving:
+                continue
+            head = member.mapped.head
+            granted = int(self._roster[member.row]["grant"])
+            last = change.freeze(member.row, member.generation, granted, head)
+            if last != granted:
+                self.publish_grant(member.row, last)
+            if self._has_work(member):
+                self._roster[member.row]["member"] = True  # one that hangs now holds others up
+                # What a collecting model still holds is left to the next one.
+                done = self._applied(member) if self.sync.on_arrival else head
+                all_wait = all_wait and head >= last <= done
+        if all_wait and not self._commits and self._supersteps_done():
+            change.at_barrier = True
+
+    def _switch(self, change: Change) -> None:
+        """From the barrier on: the other model, once the shards stand still."""
+        used = np.flatnonzero(self._roster["generation"] != self._roster["retired"])
+        if not change.shards_hold():
+            return
+        counts = self._state["applied"][: self._shards, used]
+        if (counts != counts[0]).any():
+            return
+        self._commits.clear()
+        self._refusals.clear()
+        self._offset = 0
+        self.sync, self.number = change.model, change.number
+        for member in self.members.values():
+            member.reported = self._applied(member)
+            member.joined = False
+            member.granted = member.reported if self.sync.uses_pushes else layout.UNBOUNDED
+            self._roster[member.row]["member"] = False
+            self.publish_obsolete(member, 0)
+            self.publish_grant(member.row, member.granted)
+        change.finish()
+        self._change = None
+        _native.bell(self._word("manager_bell"))
+
+    @property
+    def changing(self) -> bool:
+        """Whether the model is about to be changed."""
+        return self._change is not None
+
+    def done_with(self, member: Member) -> bool:
+        """Whether nothing in the model refers to a learner that is gone."""
+        if member.joined:
+            return False
+        if not self.sync.uses_pushes:
+            return True
+        # A commit may still name it.
+        return self._resumed and (self.sync.on_arrival or self._applied(member) >= member.reported)
+
+    # -- take-over ------------------------------------------------------------------------------
+
+    def _take_over(self) -> bool:
+        """The first pass; False while shards are finishing what the server before had published.
+
+        Of a change that was under way nothing is left to wait for: it is made at once.
+        """
+        self.follow()  # the server before may have made a change as its last deed
+        if self._is_to_change():
+            if not self._supersteps_done():
+                return False
+            self._change = Change(self._segment, modes.wanted(self._segment), self._shards)
+            self._change.at_barrier = True
+            return True
+        modes.enforce(self._segment, self.number, self.sync)
+        if self.sync.uses_pushes:
+            if not self._supersteps_done():
+                return False
+            self._resume()
+        return True
+
+    def _resume(self) -> None:
+        """Makes the model what it was in the server before: the same members, clocks apart alike.
+
+        For models that hold gradients, what lies unconsumed in the rings is reported again.
+        """
+        now = time.monotonic()
+        found = [one for one in self.members.values() if int(self._roster[one.row]["member"])]
+        clocks = {}
+        for member in self.members.values():
+            member.reported = self._applied(member)
+        for member in found:
+            clock = (int(self._roster[member.row]["base"]) + member.reported) % 2**64
+            clocks[member.row] = clock - 2**64 if clock >= 2**63 else clock
+        for member in found + self._waiting():
+            self.sync.join(member.row, now)
+            member.joined = True
+        first = min(clocks.values(), default=0)
+        if found:
+            self._offset = first - self.sync.clock(found[0].row)
+        if self.sync.on_arrival:
+            for member in found:
+                for _ in range(clocks[member.row] - first):
+                    try:
+                        self.sync.push(member.row, now)
+                    except NotGranted:  # it had published what nobody had granted
+                        break
+        # Says what is written there already, but of one that had published what was not granted:
+        # a server that dies halfway leaves the next one the same clocks.
+        for member in found:
+            self._note_clock(member)
+
+    def _waiting(self) -> list[Member]:
+        """Who is no member any more, but has left a gradient that waits for its superstep."""
+        if self.sync.on_arrival:
+            return []
+        return [
+            one
+            for one in self.members.values()
+            if not int(self._roster[one.row]["member"]) and self._published(one) > one.reported
+        ]
+
+    def _note_clock(self, member: Member) -> None:
+        """Writes down where the learner stands, for the next server."""
+        entry = self._roster[member.row]
+        if member.joined:
+            clock = self.sync.clock(member.row) + self._offset
+            entry["base"] = (clock - member.reported) % 2**64
+        entry["member"] = member.joined
+
+    # -- pushes ---------------------------------------------------------------------------------
+
+    def _published(self, member: Member) -> int:
+        """Frames that the model may hear of: published for a collecting model, else applied."""
+        applied = self._applied(member)
+        if self.sync.on_arrival:
+            if applied > max(member.granted, member.reported) + self._slots:
+                member.reported = applied  # it wrote over its head; those were no iterations
+            return applied
+        head = member.mapped.head
+        # Of one that wrote over its head nothing more can be told.
+        return head if 0 <= head - applied <= self._slots else member.reported
+
+    def _applied(self, member: Member) -> int:
+        """Frames that every shard has consumed."""
+        return int(self._state["applied"][: self._shards, member.row].min())
+
+    def _has_work(self, member: Member) -> bool:
+        """Whether barriers are to wait for this learner.
+
+        Not for one that only reads, nor while the work ledger has nothing for one that takes work.
+        """
+        wants = member.mapped.wants
+        if wants & layout.WANTS_WORK and int(self._control["work"]) != Work.NONE:
+            return bool((self._roster[member.row]["outstanding"] != layout.NO_BATCH).any())
+        return bool(wants & layout.WANTS_TURN)
+
+    def _report_pushes(self) -> None:
+        now = time.monotonic()
+        for member in list(self.members.values()):
+            newcomer = not member.joined and not member.leaving and self._change is None
+            if newcomer and self._has_work(member):
+                self._join(member, now)
+            held = self._report_member(member, now)
+            if held and member.leaving and self.sync.on_arrival:
+                # Applied, though nobody had granted it; the clock of the gone matters no more.
+                member.reported = self._published(member)
+            behind = member.reported < self._published(member)
+            if member.joined and not behind and (member.leaving or not self._has_work(member)):
+                self._commits.extend(self.sync.leave(member.row, now))
+                member.joined = False
+                self._note_clock(member)
+
+    def _join(self, member: Member, now: float) -> None:
+        self.sync.join(member.row, now)
+        member.joined = True
+        self._note_clock(member)
+
+    def _report_member(self, member: Member, now: float) -> bool:
+        """Tells the model of what is new. True if some of that has not been granted yet."""
+        published = self._published(member)
+        while member.reported < published:
+            if not member.joined and self._change is not None:
+                return True  # for the next model
+            if not member.joined:
+                # Frames of a learner that is out of the membership: it published what it was not
+                # granted, or left its last batch unnamed. They count as one more iteration.
+                self._join(member, now)
+            if self.sync.clock(member.row) >= self.sync.grant(member.row):
+                return True
+            refused = False
+            started = None
+            if not self.sync.on_arrival:
+                slot = member.mapped.slot(member.reported, self._slots)
+                reason = self._check(member, slot)
+                refused = reason != Reason.OK
+                started = float(member.mapped.frame(slot)["started"])
+                if refused:
+                    self._refusals[member.row, member.reported] = reason
+            commits = self.sync.push(member.row, now, started=started, refused=refused)
+            member.reported += 1
+            self._commits.extend(commits)
+        return False
+
+    def _check(self, member: Member, slot: int) -> int:
+        return int(
+            frames.check_frame(
+                self._segment.array(CONTROL, 1, 0),
+                np.uint64(member.mapped.ring.address + slot),
+                np.uint64(member.generation),
+                np.uint64(member.reported),
+                self._places,
+            )
+        )
+
+    # -- supersteps and grants --------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        """Publishes the next superstep once every shard is done with the one before."""
+        if not self._commits or not self._supersteps_done() or self._paused():
+            return
+        commit = self._commits.popleft()
+        action, upto = self._control["superstep_action"], self._control["superstep_upto"]
+        action[:] = Action.SKIP
+        tail = {row: int(self._state["applied"][0, row]) for row in self.members}
+        for row in commit.apply:
+            action[row] = Action.APPLY
+            upto[row] = tail[row] + 1
+        for row in commit.drop:
+            reason = self._refusals.pop((row, tail[row]), Reason.OK)
+            good = reason in (Reason.OK, Reason.GIVEN_UP)
+            action[row] = Action.DROP if good else Action.REFUSE
+            self._control["superstep_reason"][row] = reason
+            upto[row] = tail[row] + 1
+        _native.store(self._word("superstep"), int(self._control["superstep"]) + 1)
+        _native.bell(self._word("shard_bell"))
+
+    def _paused(self) -> bool:
+        """Whether a checkpoint is being taken; the next superstep waits until it is."""
+        return _native.load(self._word("pause")) > time.monotonic_ns()
+
+    def _supersteps_done(self) -> bool:
+        done = self._state["record"]["supersteps"][: self._shards]
+        finished = bool((done == self._control["superstep"]).all())
+        if finished:
+            self._control["supersteps_done"] = self._control["superstep"]
+        return finished
+
+    def _publish_grants(self) -> None:
+        """In a learner's own clock: iterations begun since it attached."""
+        if self._commits or not self._supersteps_done():
+            return  # a grant tells that all it stands on is in the weights
+        members = [one for one in self.members.values() if one.joined]
+        # First: who sees the others go on without it sees also that it may give up.
+        for member in members:
+            behind = self.sync.wanted(member.row) - self.sync.clock(member.row)
+            if behind > 0:
+                self.publish_obsolete(member, member.reported + behind)
+        for member in members:
+            ahead = self.sync.grant(member.row) - self.sync.clock(member.row)
+            grant = min(member.reported + ahead, layout.UNBOUNDED)
+            if grant != member.granted:
+                member.granted = grant
+                self.publish_grant(member.row, grant)
+
+    def publish_obsolete(self, member: Member, below: int) -> None:
+        """Gradients of the learner's iterations below this number will be dropped."""
+        at = self._word("roster") + member.row * ENTRY.itemsize + layout.offset(ENTRY, "obsolete")
+        _native.store(at, below)
+
+    def publish_grant(self, row: int, grant: int) -> None:
+        """The learner of this row may begin iterations below `grant`."""
+        at = self._word("roster") + row * ENTRY.itemsize
+        _native.store(at + layout.offset(ENTRY, "grant"), grant)
+        _native.bell(at + layout.offset(ENTRY, "grant_seq"))
+
+    def _word(self, field: str) -> int:
+        return self._segment.address + layout.offset(CONTROL, field)

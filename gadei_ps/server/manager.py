@@ -1,0 +1,481 @@
+"""The parameter server process: shard threads that apply, and a manager that decides.
+
+Two of them run. Each has everything compiled and mapped; which one is active is told by leases
+(native/ps_lease.h): a shard's thread serves while it holds the shard's, the manager decides while
+it holds the managers'. The other server's threads wait for the same leases, and the kernel hands
+them over when their holders can no longer run. So a take-over needs nobody's help, and no shard
+waits for another.
+
+    startup     attach control, load the compiled kernels
+    main_loop   map the model and the rings; once active drive the sync model, let the dead go
+    shutdown    stop the shards
+
+The manager thread is the only one that runs Python. For models that need to hear of pushes it is
+woken by the shards; under ASP a gradient never passes through it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import numpy as np
+
+from gadei_ps import _native
+from gadei_ps.errors import GadeiError, SegmentError
+from gadei_ps.machine import log, placement, process
+from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory.layout import CONTROL, SERVER, STATE, Phase, SegmentKind, ServerState
+from gadei_ps.memory.segment import Segment, segment_name
+from gadei_ps.server import apply, rows, shard
+from gadei_ps.server import places as place
+from gadei_ps.server.driver import Driver, Member
+from gadei_ps.server.rings import Mapped, Rings
+from gadei_ps.sync import SpecError, zipline
+
+WAIT_NS = 100_000_000
+LEASE_WAIT_NS = 100_000_000
+SHARD_EXIT_S = 2.0
+ORPHAN_LOOK_S = 1.0
+UNNAMED_S = 10.0  # until the watchdog has written down whom it started
+
+
+class Server:
+    """One server of a job. number: its line in control, 0 or 1."""
+
+    def __init__(self, job: str, number: int, orphan_s: float, cores: list[int]) -> None:
+        self.job = job
+        self.cores = cores  # asked for, of the shards
+        self.orphan_s = orphan_s
+        self.log = log.get(job=job)
+        self.control_segment = segment.attach(
+            segment_name(job, "control"), SegmentKind.CONTROL, writable=True
+        )
+        self.control = self.control_segment.view(CONTROL)
+        self.roster = self.control["roster"]
+        self.job_id = self.control["header"]["job_id"].tobytes()
+        self.weights: Segment | None = None
+        self.state: Segment | None = None
+        self.rooms: list[tuple[np.ndarray, np.ndarray]] = []  # the shards' own memory
+        self.payload_bytes = 0  # the most that a frame carries
+        self.rings: Rings | None = None
+        self.driver: Driver | None = None
+        self.threads: list[threading.Thread] = []
+        self.heir = False  # may wait for leases
+        self.active = False
+        self.reigns = False  # active, with the leases of all shards
+        self.crashed: BaseException | None = None
+        self.stop_asked = False
+        self._line = self.control["server"][number]
+        self._beat_at = self._word("server") + number * SERVER.itemsize
+        self._beat_at += layout.offset(SERVER, "beat")
+        self._beats = 0
+        self._alone_since = 0.0
+        self._looked = 0.0
+        self._unnamed_since = 0.0
+        self._manager_bell = self._word("manager_bell")
+        self._shard_bell = self._word("shard_bell")
+
+    def _word(self, field: str) -> int:
+        return self.control_segment.address + layout.offset(CONTROL, field)
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """The whole life; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            self.startup()
+            self.main_loop()
+        finally:
+            self.shutdown()
+        return 1 if self.crashed else 0
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.stop_asked = True
+
+    def startup(self) -> None:
+        """Loads or compiles the kernels."""
+        begin = time.monotonic()
+        shard.load()
+        zipline.load()
+        self.log.debug("kernels loaded", seconds=round(time.monotonic() - begin, 2))
+
+    def main_loop(self) -> None:
+        """Until the job stops or a shard thread fails."""
+        while not self.stop_asked and self.crashed is None:
+            bell = _native.load32(self._manager_bell)
+            self._beats += 1
+            _native.store(self._beat_at, self._beats)
+            over = int(self.control["phase"]) >= Phase.STOPPED
+            if over or self._abandoned() or self._replaced():
+                return
+            self._try_leases()
+            if self.heir:
+                if self.weights is None and int(self.control["model_ready"]):
+                    self._map_model()
+                if self.rings is not None:
+                    self._follow()
+                    self._start_shards()
+                if self.active and self.driver is not None:
+                    self.driver.run(self._all_serve)
+                    self._retire()
+                elif self.driver is not None:
+                    self.driver.follow()
+                self._tell_ready()
+            _native.futex_wait(self._manager_bell, bell, WAIT_NS)
+
+    def shutdown(self) -> None:
+        """Stops the shards at the end of the gradient in hand."""
+        if self.rings is not None:
+            self.rings.words[place.QUIT] = 1
+        _native.bell(self._shard_bell)
+        for thread in self.threads:
+            thread.join(SHARD_EXIT_S)
+
+    def _abandoned(self) -> bool:
+        """Without a watchdog: lets dead learners go, and ends when nobody is left to serve."""
+        now = time.monotonic()
+        if now - self._looked < ORPHAN_LOOK_S:
+            return False
+        self._looked = now
+        if process.alive(int(self.control["watchdog_pid"]), int(self.control["watchdog_start"])):
+            self._alone_since = 0.0
+            return False
+        if not self._alone_since:
+            self._alone_since = now
+            self.log.warning("the watchdog is gone; going on until another one is started")
+            if not self._is_found():
+                self.log.error(
+                    "and none can go on with this job: its segments have lost their names "
+                    "(RemoveIPC?); ending with the last learner"
+                )
+        someone = False
+        gone = 0
+        wanted = self.roster["wanted"]
+        there = (wanted != 0) & (wanted == self.roster["generation"])  # not half given away
+        for row in np.flatnonzero(there).tolist():
+            entry = self.roster[row]
+            if not self._has_left(row) and process.alive(
+                int(entry["pid"]), int(entry["pid_start"])
+            ):
+                someone = True
+            elif self.active:
+                # Else a barrier would wait for the dead until the next watchdog comes.
+                entry["wanted"] = 0
+                gone += 1
+        if gone:
+            _native.bell(self._shard_bell)
+        if someone:
+            self._alone_since = now
+        if now - self._alone_since < self.orphan_s and (someone or self._is_found()):
+            return False
+        self.log.warning("no watchdog and no learner: ending; the job's memory stays")
+        return True
+
+    def _has_left(self, row: int) -> bool:
+        """Whether a learner said so in its ring, for want of a watchdog to tell."""
+        one = self.rings.mapped.get(row) if self.rings is not None else None
+        return one is not None and one.left
+
+    def _is_found(self) -> bool:
+        """Whether the job's name still leads to this memory, so that a watchdog can adopt it."""
+        try:
+            segment.attach(
+                segment_name(self.job, "control"),
+                SegmentKind.CONTROL,
+                writable=False,
+                job_id=self.job_id,
+            )
+        except (FileNotFoundError, SegmentError):
+            return False
+        return True
+
+    # -- leases -------------------------------------------------------------------------------
+
+    def _try_leases(self) -> None:
+        """Becomes the heir, then the active server, when those before are no more."""
+        if not self.heir and self._is_named() and self._take(self._word("heir")):
+            self.heir = True
+        if not self.heir or self.active:
+            return
+        # Once a shard's lease has come, the managers' is sure to follow.
+        succeeding = self.rings is not None and self.rings.begun
+        if self._take(self._word("lease"), LEASE_WAIT_NS if succeeding else 0):
+            self.active = True
+            self.control["lease_pid"] = os.getpid()
+            self.control["lease_start"] = process.start_ticks(os.getpid())
+            _native.store(self._word("lease_generation"), self._generation + 1)
+            if self._generation > 1:
+                self.log.warning("taken over", server=os.getpid(), generation=self._generation)
+
+    def _is_named(self) -> bool:
+        return int(self._line["pid"]) == os.getpid()
+
+    def _replaced(self) -> bool:
+        """Whether no watchdog knows of this server: one may die right after it has started us."""
+        if self._is_named():
+            self._unnamed_since = 0.0
+            return False
+        now = time.monotonic()
+        self._unnamed_since = self._unnamed_since or now
+        return int(self._line["pid"]) > 0 or now - self._unnamed_since > UNNAMED_S
+
+    @property
+    def _generation(self) -> int:
+        return int(self.control["lease_generation"])
+
+    def _take(self, lease: int, timeout_ns: int = 0) -> bool:
+        return _native.lease_take(lease, timeout_ns) != _native.PS_TIMEOUT
+
+    @property
+    def _all_serve(self) -> bool:
+        """Whether every shard holds its lease in this process."""
+        return self.rings is not None and self.rings.held == int(self.control["shards"])
+
+    def _tell_ready(self) -> None:
+        """Ready: active and serving, or everything mapped and waiting for its leases."""
+        complete = self.weights is not None or not int(self.control["model_ready"])
+        shards = int(self.control["shards"]) if self.weights is not None else 0
+        if self.active:
+            if complete and (self.rings is None or self.rings.held == shards):
+                if shards:
+                    self.control["lease_shards"] = 1
+                self._line["state"] = ServerState.READY
+                if not self.reigns:
+                    self.reigns = True  # the next server may begin to wait for us
+                    _native.lease_release(self._word("heir"))
+                if not int(self.control["lease_state"]):
+                    _native.store32(self._word("lease_state"), 1)
+        elif complete and (self.threads or self.weights is None):
+            self._line["state"] = ServerState.READY
+
+    # -- model and shards -----------------------------------------------------------------------
+
+    def _map_model(self) -> None:
+        self.weights = segment.attach(
+            segment_name(self.job, "weights"),
+            SegmentKind.WEIGHTS,
+            writable=True,
+            job_id=self.job_id,
+        )
+        self.state = segment.attach(
+            segment_name(self.job, "state"), SegmentKind.STATE, writable=True, job_id=self.job_id
+        )
+        if not self.active:
+            for part in (self.weights, self.state):
+                _native.populate(part.address, part.size)
+        head = self.weights.view(layout.WEIGHTS)
+        self.payload_bytes = weights.payload_bytes(weights.read_table(self.weights))
+        elements = int(head["elements"])
+        shards = int(self.control["shards"])
+        self.rings = Rings(
+            self.job,
+            self.job_id,
+            int(self.control["slots"]),
+            shards,
+            self.payload_bytes,
+            self._shard_bell,
+        )
+        places = self._places(0, elements, int(head["parameters"]))
+        self.driver = Driver(self.control_segment, self.state, places)
+        self.log.debug("model mapped", elements=elements, shards=shards)
+
+    def _start_shards(self) -> None:
+        """Has the shards' threads take, or wait for, their leases.
+
+        A server that stands by waits until the active one holds them all: else, of a new model, it
+        could take some and leave the others to a manager in another process.
+        """
+        if self.threads or not (self.active or int(self.control["lease_shards"])):
+            return
+        assert self.weights is not None
+        head = self.weights.view(layout.WEIGHTS)
+        elements = int(head["elements"])
+        shards = int(self.control["shards"])
+        for index in range(shards):
+            low, high = layout.shard_range(elements, shards, index)
+            places = self._places(index, elements, int(head["parameters"]))
+            thread = threading.Thread(
+                target=self._run_shard,
+                args=(index, low, high, places),
+                name=f"shard-{index}",
+                daemon=True,
+            )
+            thread.start()
+            self.threads.append(thread)
+
+    def _places(self, index: int, elements: int, parameters: int) -> np.ndarray:
+        assert self.weights is not None
+        assert self.state is not None
+        assert self.rings is not None
+        state = self.state.view(STATE)
+        slot = [0, 0]
+        for stream in range(int(state["streams"])):
+            at = int(state["slots_at"]) + stream * int(state["slot_bytes"])
+            slot[stream] = self.state.address + at
+        places = np.zeros(place.PLACES, np.uint64)
+        places[place.CONTROL_AT] = self.control_segment.address
+        places[place.STATE_AT] = self.state.address
+        places[place.WEIGHTS_AT] = self.weights.address + int(
+            self.weights.view(layout.WEIGHTS)["data_at"]
+        )
+        places[place.SLOT0_AT], places[place.SLOT1_AT] = slot
+        places[place.UNDO_AT] = self.state.address + int(state["undo_at"])
+        places[place.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
+        places[place.TABLE_AT] = self.rings.table.ctypes.data
+        places[place.WORDS_AT] = self.rings.words.ctypes.data
+        head = self.weights.view(layout.WEIGHTS)
+        places[place.TENSORS_AT] = self.weights.address + int(head["table_at"])
+        places[place.TENSORS] = head["tensors"]
+        places[place.APPLY_AT] = rows.applier()
+        mine = apply.room()
+        self.rooms.append(mine)
+        places[place.HANDS_AT], places[place.ROOM_AT] = (part.ctypes.data for part in mine)
+        places[place.CAPACITY] = self.payload_bytes
+        places[place.ELEMENTS] = elements
+        places[place.PARAMETERS] = parameters
+        return places
+
+    def _run_shard(self, index: int, low: int, high: int, places: np.ndarray) -> None:
+        """The thread of a shard. Its lease goes with it."""
+        assert self.weights is not None
+        try:
+            placement.bind(index, self.cores, self.weights.address)
+        except (OSError, ValueError) as error:  # slower, perhaps, and no reason not to serve
+            self.log.warning("shard not bound to cores", shard=index, reason=str(error))
+        try:
+            shard.stand_by(index, low, high, places)
+        except BaseException as error:
+            self.crashed = error
+            _native.bell(self._manager_bell)
+            raise
+
+    # -- roster ---------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Maps the rings that are there, forgets those that are not, as the roster tells."""
+        assert self.rings is not None
+        assert self.driver is not None
+        rings = self.rings
+        generation, retired = self.roster["generation"], self.roster["retired"]
+        for row, one in list(rings.mapped.items()):
+            if int(retired[row]) >= one.generation:  # later ones too, if we stood still
+                rings.forget(row)
+        rings.tidy()
+        members = self.driver.members  # also those that the shards are forgetting
+        for row in np.flatnonzero(generation != retired).tolist():
+            wanted = int(generation[row])
+            served = int(self.roster[row]["served"]) == wanted
+            known = row in rings.mapped or row in members or row in rings.forgotten
+            if not known and (served or self.active):
+                self._map_ring(row, wanted, served)
+        if self.active:
+            self._look_at_members()
+
+    def _map_ring(self, row: int, generation: int, served: bool) -> None:
+        """Shows a learner's ring to the shards, one already served or (active only) a new one."""
+        assert self.rings is not None
+        try:
+            one = self.rings.map(row, generation, populate=not self.active)
+        except SegmentError as error:
+            if self.active:  # the learner has written over its own ring
+                self.log.error("a learner is refused", row=row, reason=str(error))
+                self.roster[row]["retired"] = generation
+            return
+        except FileNotFoundError:
+            if self.active:  # a server that stands by may be late: it has just been retired
+                self.log.error(
+                    "a learner's ring has lost its name; did logind remove it (RemoveIPC)?", row=row
+                )
+                self.roster[row]["retired"] = generation
+            return
+        if not served:
+            self._take_in(one)
+        self.rings.show(one)
+
+    def _take_in(self, one: Mapped) -> None:
+        """Begins to serve a new learner. Before the shards know of its ring: then all is theirs."""
+        assert self.state is not None
+        assert self.driver is not None
+        # SYNC POINT: served. Shards believe `applied` only where it names the ring that they know;
+        # and it comes last, because the next server must not do the same again.
+        at = self._word("roster") + one.row * layout.ENTRY.itemsize
+        served = at + layout.offset(layout.ENTRY, "served")
+        _native.store(served, 0)
+        applied = self.state.address + layout.offset(STATE, "applied") + 8 * one.row
+        for shard_ in range(layout.MAX_SHARDS):
+            _native.store(applied + 8 * layout.MAX_LEARNERS * shard_, 0)
+        self.roster[one.row]["member"] = 0
+        self.roster[one.row]["obsolete"] = 0
+        free = not (self.driver.sync.uses_pushes or self.driver.changing)
+        self.driver.publish_grant(one.row, layout.UNBOUNDED if free else 0)
+        _native.store(served, one.generation)
+
+    def _look_at_members(self) -> None:
+        assert self.rings is not None
+        assert self.driver is not None
+        members = self.driver.members
+        for row, one in self.rings.mapped.items():
+            if row not in members:
+                members[row] = Member(one)
+            member = members[row]
+            if not member.leaving and int(self.roster[row]["wanted"]) != member.generation:
+                member.leaving = True
+
+    def _retire(self) -> None:
+        """Lets go of drained rings: first the shards forget them, then the row is free."""
+        assert self.rings is not None
+        assert self.driver is not None
+        if self.rings.held != int(self.control["shards"]):
+            return  # one that has not recovered yet may look for any ring of its record
+        for row, member in list(self.driver.members.items()):
+            if not member.leaving or not int(self.roster[row]["drained"]):
+                continue
+            if not self.driver.done_with(member):
+                continue
+            if row in self.rings.mapped:
+                self.rings.forget(row)
+            # Also the shards that have not recovered yet: their record may name this row.
+            if self.rings.seen_by_all():
+                del self.driver.members[row]
+                self.rings.tidy()
+                at = self._word("roster") + row * layout.ENTRY.itemsize
+                _native.store(at + layout.offset(layout.ENTRY, "retired"), member.generation)
+                _native.bell(self._manager_bell)  # the server that stands by lets it go too
+
+
+def main() -> None:
+    """`python -m gadei_ps.server.manager JOB NUMBER ORPHAN_S`: started by the watchdog."""
+    parser = argparse.ArgumentParser(prog="gadei-ps server", description=main.__doc__)
+    parser.add_argument("job")
+    parser.add_argument("number", type=int)
+    parser.add_argument("orphan_s", type=float)
+    parser.add_argument("--cores", type=placement.parse, default=[])
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    log.set_up(as_json=args.json, verbose=args.verbose, quiet=args.quiet)
+    try:
+        code = Server(args.job, args.number, args.orphan_s, args.cores).run()
+    except (GadeiError, SpecError, OSError) as error:
+        log.get(job=args.job).error("parameter server", reason=str(error))
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # At once: the interpreter would unmap the leases that threads hold before these end, and the
+    # kernel could not tell the next server that their holder is dead.
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""What the commands show to people: tables and summaries on standard output."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gadei_ps.show.display import duration, learner_table
+
+PIPE_WIDTH = 200  # no terminal has told a width; lines of a table must not be cut
+
+
+def console() -> Console:
+    """For standard output."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+
+def show(what: RenderableType) -> None:
+    """Text as it is, anything else as rich lays it out."""
+    if isinstance(what, str):
+        print(what)
+    else:
+        console().print(what)
+
+
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """An empty table without lines; columns named in `right` hold numbers."""
+    made = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def size(count: int | None) -> str:
+    """`12.3 MiB`; empty for None."""
+    return "" if count is None else f"{count / 2**20:,.1f} MiB"
+
+
+def facts(rows: Mapping[str, str]) -> Table:
+    """Names and values, one a line."""
+    made = Table(box=None, pad_edge=False, show_header=False)
+    made.add_column(style="dim")
+    made.add_column(overflow="fold")
+    for name, value in rows.items():
+        made.add_row(name, Text(value))
+    return made
+
+
+# -- status and ls --------------------------------------------------------------------------------
+
+
+def job_status(status: Mapping[str, Any], rates: Mapping[int, float] | None = None) -> Group:
+    """A job with its learners and their staleness."""
+    model, work = status["model"], status["work"]
+    changing = f" (changing to {status['sync_wanted']})" if status["sync_wanted"] else ""
+    rows = {
+        "job": f"{status['job']}, {status['phase']}",
+        "configuration": (
+            f"{status['sync']}{changing}, {status['optimizer']}, {status['shards']} shards"
+        ),
+        "model": (
+            f"{model['values']:,} values in {model['tensors']} tensors, {size(model['bytes'])}"
+            if model
+            else "none yet: the first learner brings it"
+        ),
+        "gradients": (
+            f"{status['gradients_applied']:,} applied, {status['gradients_dropped']:,} dropped, "
+            f"{status['gradients_refused']:,} refused; version {status['version']:,}"
+        ),
+        "samples": f"{status['samples']:,}",
+    }
+    if work["state"] != "none":
+        rows["work"] = (
+            f"epoch {min(work['epochs_done'] + 1, work['epochs'])} of {work['epochs']}, "
+            f"{work['batches']:,} batches each, {status['batches_requeued']:,} handed out again"
+        )
+    standby = status["standby_pid"] or "none just now"
+    rows["processes"] = (
+        f"watchdog {status['watchdog_pid']}, server {status['server_pid']}, standby {standby}"
+    )
+    if status["server_deaths"] or status["learner_deaths"] or status["watchdog_starts"] > 1:
+        rows["deaths"] = (
+            f"{status['server_deaths']:,} servers, {status['learner_deaths']:,} learners, "
+            f"{status['watchdog_starts'] - 1:,} watchdogs"
+        )
+    if status["checkpoints"] or status["checkpoint_failures"]:
+        last = status["last_checkpoint"] or {}
+        failed = status["checkpoint_failures"]
+        rows["checkpoints"] = (
+            f"{status['checkpoints']:,} written; the newest is of version "
+            f"{status['checkpoint_version']:,}"
+            + (f"; {failed:,} failed" if failed else "")
+            + (f": {last['error']}" if failed and "error" in last else "")
+        )
+    if status["names_lost"]:
+        rows["warning"] = "segments have lost their names: stop the job (gadei-ps doctor tells)"
+    rows["memory"] = f"{size(status['shared_bytes'])} shared" + (
+        f", {size(status['server_private_bytes'])} private to the server"
+        if "server_private_bytes" in status
+        else ""
+    )
+    parts: list[RenderableType] = [facts(rows)]
+    if status["learners"]:
+        parts += ["", learner_table(status, rates)]
+        counts = [sum(column) for column in zip(*map(_histogram, status["learners"]), strict=True)]
+        if any(counts):
+            parts += ["", histogram(counts)]
+    else:
+        parts += ["", Text("no learner is attached", style="dim")]
+    return Group(*parts)
+
+
+def _histogram(learner: Mapping[str, Any]) -> Sequence[int]:
+    counts: Sequence[int] = learner["staleness_histogram"]
+    return counts
+
+
+def histogram(counts: Sequence[int]) -> Table:
+    """Gradients by staleness: bins 0 to 15, then one for each power of two."""
+    made = table("staleness", "gradients", "", right=("staleness", "gradients"))
+    last = max(bin_ for bin_, count in enumerate(counts) if count)
+    most = max(counts)
+    for bin_, count in enumerate(counts[: last + 1]):
+        low = bin_ if bin_ < 16 else 1 << (bin_ - 12)
+        name = str(low) if bin_ < 16 else f"{low}-{2 * low - 1}"
+        if bin_ == len(counts) - 1:
+            name = f"{low} and more"
+        made.add_row(name, f"{count:,}", _bar(count / most))
+    return made
+
+
+def _bar(part: float, width: int = 24) -> str:
+    return "█" * round(part * width) or ("▏" if part else "")
+
+
+def statuses(reports: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """One line for each job."""
+    if not reports:
+        return Text("no job is running", style="dim")
+    numbers = ("learners", "version", "epoch", "samples", "dropped", "memory")
+    made = table("job", "phase", "sync", "optimizer", *numbers, right=numbers)
+    for one in reports:
+        work = one["work"]
+        made.add_row(
+            one["job"],
+            one["phase"],
+            one["sync"],
+            one["optimizer"],
+            str(len(one["learners"])),
+            f"{one['version']:,}",
+            f"{work['epochs_done']}/{work['epochs']}" if work["state"] != "none" else "",
+            f"{one['samples']:,}",
+            f"{one['gradients_dropped']:,}",
+            size(one["shared_bytes"]),
+        )
+    return made
+
+
+STATE_STYLE = {"running": "green", "stale": "yellow", "silent": "red"}
+
+
+def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """`ls`."""
+    if not rows:
+        return Text("no jobs", style="dim")
+    numbers = ("watchdog", "server", "learners", "memory")
+    made = table("job", "state", *numbers, right=numbers)
+    for one in rows:
+        made.add_row(
+            one["name"],
+            Text(one["state"], style=STATE_STYLE.get(one["state"], "")),
+            *(_number(one[name]) for name in ("watchdog_pid", "server_pid", "learners")),
+            size(one["shared_bytes"]),
+        )
+    parts: list[RenderableType] = [made]
+    if any(one["state"] == "stale" for one in rows):
+        parts.append(
+            Text(
+                "serve goes on with what a stale job has left, gadei-ps gc JOB removes it",
+                style="dim",
+            )
+        )
+    return Group(*parts)
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+# -- doctor and gc --------------------------------------------------------------------------------
+
+LEVEL_STYLE = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+def checks(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """`doctor`."""
+    made = table("", "check", "found", "what to do")
+    for one in rows:
+        made.add_row(
+            Text(one["level"], style=LEVEL_STYLE[one["level"]]),
+            one["name"],
+            Text(one["finding"]),
+            Text(one["remedy"]),
+        )
+    return made
+
+
+def removed(result: Mapping[str, Any]) -> str:
+    """`gc`, one line for each thing and one for the sum."""
+    lines = [
+        f"{'would remove' if result['dry_run'] else 'removed'} {one['kind']} {one['path']}"
+        + (f" ({size(one['bytes'])})" if one["bytes"] else "")
+        for one in result["removed"]
+    ]
+    if not lines:
+        return "nothing to remove"
+    verb = "would be freed" if result["dry_run"] else "freed"
+    return "\n".join([*lines, f"{size(result['bytes'])} {verb}"])
+
+
+# -- summaries ------------------------------------------------------------------------------------
+
+
+def trained(summary: Mapping[str, Any], test_file: str | None) -> Table:
+    """The end of `train`."""
+    accuracy = f"{summary['validation_accuracy']:.4f} on the held-out tenth"
+    if summary["test_accuracy"] is not None:
+        accuracy = f"{summary['test_accuracy']:.4f} on {test_file}, {accuracy}"
+    directory = summary["model_dir"]
+    rows = {
+        "accuracy": f"{accuracy} (epoch {summary['best_epoch']} of {summary['epochs']})",
+        "speed": (
+            f"{summary['samples_per_s']:,.0f} samples/s with {summary['learners']} learners; "
+            f"{summary['gradients_applied']:,} gradients applied, "
+            f"{summary['gradients_dropped']:,} dropped"
+        ),
+        "time": (
+            f"{duration(summary['seconds'])}, of them {duration(summary['training_seconds'])} "
+            "training"
+        ),
+        "model": directory,
+        "try": f'gadei-ps predict {shlex.quote(directory)} "a sentence of your own"',
+    }
+    if summary["learner_deaths"]:
+        rows["learners"] = f"{summary['learner_deaths']} died and were replaced"
+    return facts(rows)
+
+
+def ran(summary: Mapping[str, Any]) -> str:
+    """The end of `run`, in one line."""
+    parts = [f"{summary['gradients_applied']:,} gradients applied"]
+    parts += [
+        f"{summary[f'gradients_{what}']:,} {what}"
+        for what in ("dropped", "refused")
+        if summary[f"gradients_{what}"]
+    ]
+    if summary["samples"] and summary["samples_per_s"]:
+        parts.append(f"{summary['samples_per_s']:,.0f} samples/s")
+    elif summary["gradients_per_s"]:
+        parts.append(f"{summary['gradients_per_s']:,.0f} gradients/s")
+    if summary["restarts"]:
+        parts.append(f"{summary['restarts']} learners started again")
+    return f"job {summary['job']}: {', '.join(parts)}, {summary['seconds']:.1f} s"
+
+
+def stopped(report: Mapping[str, Any]) -> str:
+    """The end of `stop`, in one line."""
+    return (
+        f"job {report['job']} has stopped: {report['gradients_applied']:,} gradients applied, "
+        f"{report['gradients_dropped']:,} dropped, {report['gradients_refused']:,} refused, "
+        f"{report['samples']:,} samples"
+    )
+
+
+def checkpointed(outcome: Mapping[str, Any]) -> str:
+    """What checkpoint says."""
+    return (
+        f"checkpoint of version {outcome['version']:,}: {outcome['path']} "
+        f"({outcome['bytes'] / 2**20:,.1f} MiB; training paused {outcome['pause_ms']:.1f} ms)"
+    )
+
+
+def exported(result: Mapping[str, Any]) -> str:
+    """What export says."""
+    return (
+        f"{result['tensors']} tensors of version {result['version']} written: {result['out']} "
+        f"(from {result['from']})"
+    )
+
+
+def killed(sent: Mapping[str, Any]) -> str:
+    """What kill says."""
+    which = sent["role"] if sent["row"] is None else f"learner {sent['row']}"
+    ended = ", which is gone" if sent["ended"] else ""
+    return f"sent {sent['signal']} to the {which} of job {sent['job']}: pid {sent['pid']}{ended}"
+
+
+def raged(report: Mapping[str, Any]) -> Table:
+    """The end of `chaos`."""
+    hits = [
+        f"{count:,} {role}{what}"
+        for kind, what in (("kills", ""), ("stops", " stopped"))
+        for role, count in report[kind].items()
+        if count or kind == "kills"
+    ]
+    rows = {"killed": f"{', '.join(hits)} in {duration(report['seconds'])} (seed {report['seed']})"}
+    if report["missed"]:
+        rows["not tested"] = f"{', '.join(report['missed'])}: never hit; use a longer --for"
+    rows |= {
+        "fail-over": _spread(report["failover_ms"], "kill to the next applied gradient"),
+        "restart": _spread(report["restart_ms"], "likewise, where no server stood by"),
+        "take-over": _spread(report["takeover_ms"], "kill to the next active server"),
+        "ring reclaimed": _spread(report["reclaim_ms"], "after a learner's death"),
+    }
+    counted = f"{report['applied']:,} applied, {report['dropped']:,} dropped"
+    if report["own_job"]:
+        rows["gradients"] = f"{report['published']:,} published, {counted}"
+        rows["lost"] = f"{report['lost']:,}"
+        rows["applied twice"] = f"{report['applied_twice']:,}"
+        rows["torn"] = f"{report['torn_values']:,} values, counted in the weights themselves"
+    else:
+        rows["gradients"] = f"{counted}, by the job's counters"
+        rows["lost"] = report["ledger"]
+    return facts(rows)
+
+
+def _spread(times: Mapping[str, Any], what: str) -> str:
+    if not times["samples"]:
+        return "not measured"
+    numbers = ", ".join(f"{name} {times[name]:.1f}" for name in ("p50", "p99", "max"))
+    return f"{numbers} ms {what} ({times['samples']:,} times)"

@@ -1,0 +1,295 @@
+"""Checkpoints on disk: written whole or not at all, and verified to the last bit when read.
+
+    DIRECTORY/
+        checkpoint-000000001234/   its version; written again at that version: .2, .3 and so on
+            weights.safetensors    the tensors by name, float32
+            state.safetensors      "requeue", uint64 (n,); "0/NAME", "1/NAME": slots, float32
+            manifest.json          all else, and what those two hold
+            SHA256SUMS             of these three, for sha256sum -c
+        superseded-checkpoint-*/   of a higher version than one written later, for who regrets that
+        .tmp-*/                    in the making or in removal; swept by the next writer
+        .lock                      held by the process that writes
+
+A checkpoint becomes visible by one rename, when all of it is on the disk, and goes by one rename,
+when a newer one is there to stay. So whoever dies at whatever instant, the newest visible one is
+whole. Pure files: nothing here knows of shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from gadei_ps.errors import CheckpointError
+from gadei_ps.storage import files
+from gadei_ps.storage.snapshot import Snapshot, parse
+
+__all__ = ["Found", "Snapshot", "Written", "found", "newest", "read", "write"]
+
+MANIFEST: Final = "manifest.json"
+STATE: Final = "state.safetensors"
+WEIGHTS: Final = "weights.safetensors"
+SUMS: Final = "SHA256SUMS"
+
+LOCK_TIMEOUT_S: Final = 10.0
+_NAME: Final = re.compile(r"checkpoint-([0-9]{12,20})(?:\.([0-9]{1,9}))?")
+_SUPERSEDED: Final = re.compile(rf"superseded-{_NAME.pattern}(\.[0-9]{{1,9}})?")
+_SUM: Final = re.compile(r"([0-9a-f]{64})  ([^\n]+)\n")
+
+
+class Written(NamedTuple):
+    """A checkpoint that is on the disk. `problem`: one line if older ones could not be removed."""
+
+    path: Path
+    bytes: int
+    seconds: float
+    problem: str | None = None
+
+
+class Found(NamedTuple):
+    """A checkpoint known by its name only; it may be damaged."""
+
+    path: Path
+    version: int
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def write(directory: Path, snapshot: Snapshot, keep: int) -> Written:
+    """Writes a checkpoint, then removes all but the newest `keep`.
+
+    An older one of the same version is replaced. Those of a higher version are of a run that was
+    given up when an older checkpoint was restored; they are set aside as superseded-*, or the next
+    restart would take them for the newest. Of these the last `keep` stay too. The arrays are
+    neither copied nor changed. Raises CheckpointError, after which the checkpoints are those that
+    were there before.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1: {keep}")
+    begin = time.monotonic()
+    try:
+        snapshot.check()
+        _make(directory)
+        with _locked(directory):
+            # Nobody else writes now: what is there was left by the dead.
+            for left in directory.glob(".tmp-*"):
+                _delete(left)
+            path, size = _write_new(directory, snapshot)
+            problem = _remove_old(directory, path, snapshot.version, keep)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: no checkpoint written: {error}") from None
+    except OSError as error:
+        raise files.unwritten(directory, "no checkpoint written", error) from None
+    return Written(path, size, time.monotonic() - begin, problem)
+
+
+def _write_new(directory: Path, snapshot: Snapshot) -> tuple[Path, int]:
+    """Makes a new checkpoint visible. Returns its path and its bytes."""
+    made = _temporary(directory)
+    try:
+        made.mkdir()
+        sums, total = "", 0
+        for name, blocks in (
+            (MANIFEST, [snapshot.manifest()]),
+            (STATE, files.safetensors(snapshot.state_tensors())),
+            (WEIGHTS, files.safetensors(snapshot.weight_tensors())),
+        ):
+            digest, size = files.write(made / name, blocks)
+            sums += f"{digest}  {name}\n"
+            total += size
+        total += files.write(made / SUMS, [sums.encode()])[1]
+        files.sync(made)
+        path = directory / _next_name(directory, snapshot.version)
+        made.rename(path)
+    except BaseException:
+        _delete(made)
+        raise
+    files.sync(directory)
+    return path, total
+
+
+def _remove_old(directory: Path, path: Path, version: int, keep: int) -> str | None:
+    """Once the checkpoint `path` is there to stay. Returns what went wrong, for `Written`."""
+    kept, removed = 1, []
+    try:
+        for one in found(directory):
+            if one.path == path:
+                continue
+            if one.version > version:
+                one.path.rename(_unused(one.path.with_name(f"superseded-{one.path.name}")))
+            elif one.version < version and kept < keep:
+                kept += 1
+            else:
+                removed.append(one.path.rename(_temporary(directory)))
+        aside = [old for old in directory.iterdir() if _SUPERSEDED.fullmatch(old.name)]
+        aside.sort(key=lambda old: old.stat().st_mtime_ns)
+        removed += [old.rename(_temporary(directory)) for old in aside[:-keep]]
+        # Gone for good, before any file is: a power failure must not leave half of one visible.
+        files.sync(directory)
+        for old in removed:
+            _delete(old)
+    except OSError as error:
+        return str(files.unwritten(directory, "older checkpoints cannot be removed", error))
+    return None
+
+
+def _next_name(directory: Path, version: int) -> str:
+    """A name that ranks above all others of this version."""
+    taken = [one for one in map(_rank, directory.iterdir()) if one and one[0] == version]
+    return f"checkpoint-{version:012}" + (f".{max(taken)[1] + 1}" if taken else "")
+
+
+def _unused(path: Path) -> Path:
+    number, free = 1, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
+
+
+def _temporary(directory: Path) -> Path:
+    return directory / f".tmp-{os.getpid()}-{secrets.token_hex(6)}"
+
+
+def _make(directory: Path) -> None:
+    """Makes a directory and its parents, there to stay."""
+    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    for one in reversed(missing):
+        one.mkdir(exist_ok=True)
+        files.sync(one.parent)
+
+
+def _delete(path: Path) -> None:
+    """Removes what can be removed of a temporary; the next writer tries again."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One writer at a time; the kernel takes the lock from a dead one."""
+    with open(directory / ".lock", "ab") as file:
+        until = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    what = "no checkpoint written (another process is writing one)"
+                    raise files.failure(directory, what, "give each job its directory") from None
+                time.sleep(0.02)
+        try:
+            yield
+        finally:
+            # Closing is not enough where a forked child has inherited the file.
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def found(directory: Path) -> list[Found]:
+    """Checkpoints, newest first, by their names only; none where there is no directory.
+
+    Raises CheckpointError if the directory cannot be read.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            paths = [directory / entry.name for entry in entries if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        what = f"cannot be read ({files.reason(error)})"
+        raise files.failure(directory, what, "name a directory of checkpoints") from None
+    ranked = sorted(((rank, path) for path in paths if (rank := _rank(path))), reverse=True)
+    return [Found(path, rank[0]) for rank, path in ranked]
+
+
+def _rank(path: Path) -> tuple[int, int] | None:
+    """Version and number of a checkpoint, by its name; None for anything else."""
+    name = _NAME.fullmatch(path.name)
+    return (int(name[1]), int(name[2] or 1)) if name else None
+
+
+def newest(directory: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
+    """The newest checkpoint that is whole, its path, and a line for each newer one that is not.
+
+    Raises CheckpointError if the directory cannot be read.
+    """
+    tried: set[Path] = set()
+    problems: list[str] = []
+    # Listed anew after each failure: a writer may have replaced this one by a newer.
+    while fresh := [one.path for one in found(directory) if one.path not in tried]:
+        path = fresh[0]
+        tried.add(path)
+        try:
+            return read(path), path, problems
+        except CheckpointError as error:
+            if path.exists():
+                problems.append(str(error))
+    return None, None, problems
+
+
+def read(path: Path) -> Snapshot:
+    """Reads a checkpoint and verifies all of it.
+
+    Raises CheckpointError: one line that names the file and what is wrong with it.
+    """
+    sums = _read_sums(path / SUMS)
+    with files.verified(path / MANIFEST, sums.get(MANIFEST)) as file:
+        fields, model = parse(file.take(file.left))
+        if (rank := _rank(path)) and rank[0] != fields["version"]:
+            raise ValueError(f"it is of version {fields['version']}, unlike its directory's name")
+    if sums.keys() != {MANIFEST, STATE, WEIGHTS}:
+        raise files.damaged(path / SUMS, f"it is of {', '.join(sums)}")
+    with files.verified(path / WEIGHTS, sums[WEIGHTS]) as file:
+        # Before memory is taken: a manifest cannot ask for more than there is.
+        file.need(4 * model.values)
+        made = Snapshot(
+            job=fields["job"],
+            config=fields["config"],
+            model=model,
+            weights=np.zeros(model.elements, np.float32),
+            slots=tuple(np.zeros(model.elements, np.float32) for _ in range(fields["slots"])),
+            version=fields["version"],
+            steps=fields["steps"],
+            supersteps=fields["supersteps"],
+            work=fields["work"],
+            requeue=np.zeros(fields["requeue"], np.uint64),
+            counts=fields["counts"],
+            clocks=fields["clocks"],
+        )
+        file.fill_tensors(made.weight_tensors())
+    with files.verified(path / STATE, sums[STATE]) as file:
+        file.fill_tensors(made.state_tensors())
+    return made
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    """SHA-256 by file name. Only one spelling is understood: then every flipped bit is seen."""
+    with files.opened(path) as file:
+        try:
+            text = file.take(file.left).decode()
+        except ValueError as error:
+            raise files.damaged(path, str(error)) from None
+    sums, at = {}, 0
+    while line := _SUM.match(text, at):
+        sums[line[2]], at = line[1], line.end()
+    if at != len(text) or not sums:
+        raise files.damaged(path, "not lines of a SHA-256 and a name")
+    return sums

@@ -1,0 +1,89 @@
+"""Weights as files for others: safetensors, NumPy, PyTorch."""
+
+from __future__ import annotations
+
+import errno
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Final
+
+import numpy as np
+
+from gadei_ps.errors import UsageError
+from gadei_ps.storage import files
+from gadei_ps.storage.snapshot import Snapshot
+
+_Save = Callable[[IO[bytes]], None]
+
+
+def export(snapshot: Snapshot, out: Path) -> None:
+    """Writes the weights alone, whole or not at all, in the format that the suffix names.
+
+    .safetensors; .npz for numpy.load; .pt for torch.load, a state_dict. An older file is replaced.
+    Raises UsageError for another suffix or for names that the format cannot hold, CheckpointError
+    for a file that cannot be written.
+    """
+    prepare = _FORMATS.get(out.suffix)
+    if prepare is None:
+        raise UsageError(f"{out}: name a file that ends in {', '.join(_FORMATS)}")
+    try:
+        save = prepare(snapshot)
+        with files.replacing(out) as file:
+            save(file)
+        files.sync(out.parent)
+    except ValueError as error:
+        raise UsageError(f"{out}: {error}") from None
+    except OSError as error:
+        raise files.unwritten(out, "cannot be written", error) from None
+
+
+def _safetensors(snapshot: Snapshot) -> _Save:
+    blocks = files.safetensors(snapshot.weight_tensors())
+
+    def save(file: IO[bytes]) -> None:
+        for block in blocks:
+            file.write(block)
+
+    return save
+
+
+def _npz(snapshot: Snapshot) -> _Save:
+    arrays = snapshot.model.views(snapshot.weights)
+    for name in arrays:
+        if f"{name}.npy" in arrays:
+            raise ValueError(f"numpy.load cannot tell {name!r} from {name + '.npy'!r}")
+
+    def save(file: IO[bytes]) -> None:
+        # Not numpy.savez: it takes names as keywords and has some of its own.
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, values in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, values, allow_pickle=False)
+
+    return save
+
+
+def _torch(snapshot: Snapshot) -> _Save:
+    try:
+        import torch
+    except ImportError:
+        raise UsageError("a .pt file needs PyTorch: pip install 'gadei-ps[torch]'") from None
+    state = {
+        name: torch.from_numpy(values if values.flags.writeable else values.copy())
+        for name, values in snapshot.model.views(snapshot.weights).items()
+    }
+
+    def save(file: IO[bytes]) -> None:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # what it makes of the file's OSError
+            cause = error.__cause__ or error.__context__
+            if isinstance(cause, OSError):
+                raise cause from None
+            raise OSError(errno.EIO, str(error).partition("\n")[0]) from None
+
+    return save
+
+
+_FORMATS: Final = {".safetensors": _safetensors, ".npz": _npz, ".pt": _torch}
