@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from cupy.cuda import nvrtc, runtime
+from cupy.cuda import runtime
 
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError, ModelMismatch, UsageError
 from gadei_ps.learners import cuda_kernels
 from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_at
 from gadei_ps.learners.cuda_kernels import BLOCKS, ITEMS, SKIPPED, THREADS, Kernels, Launch
+from gadei_ps.machine import cuda
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import FrameKind, SegmentKind, WireType
 from gadei_ps.memory.segment import Segment
@@ -42,32 +43,12 @@ from gadei_ps.memory.weights import Tensor
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # flags of cudaHostRegister
 NOT_READY = 600  # cudaErrorNotReady
-NO_DRIVER = 35  # cudaErrorInsufficientDriver
 LINE = 64
 FIRST_ROWS = 4096  # that a mini-batch may name before room for them is made anew
 BAD, LOSS, LISTED = 0, 1, 2  # words of the sums; native/ps_land.h
 
 Stream = Callable[[], int]
 """Tells the stream that is computed on, as CUDA's handle."""
-
-
-def missing() -> str:
-    """Why CUDA cannot be used here, and what to do; empty if it can."""
-    made_for = cupy.cuda.get_local_runtime_version() // 1000
-    try:
-        count = runtime.getDeviceCount()
-    except Exception as error:  # which class depends on what is broken
-        if getattr(error, "status", 0) == NO_DRIVER:
-            return f"no NVIDIA driver is there, or it is too old for CuPy's CUDA {made_for}"
-        return f"no GPU can be used ({_told(error)}); gadei-ps doctor tells more"
-    if not count:
-        return "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-    try:
-        nvrtc.getVersion()
-    except Exception as error:
-        wanted = f"cupy-cuda{made_for}x[ctk]"
-        return f"CuPy lacks the compiler NVRTC ({_told(error)}); pip install '{wanted}'"
-    return ""
 
 
 def current_stream() -> int:
@@ -81,8 +62,7 @@ class Cuda:
     name = "cuda"
 
     def __init__(self, index: int | None = None) -> None:
-        why = missing()
-        if why:
+        if why := cuda.missing():
             raise DeviceError(f"device cuda: {why}")
         self.index = int(runtime.getDevice()) if index is None else index
 

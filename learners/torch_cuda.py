@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from gadei_ps.errors import DeviceError, UsageError
-from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client
+from gadei_ps.machine.cuda import missing as cuda_missing
 
 GATHERED = "_gadei_ps_gathered"
 """Attribute of a weight of which rows are read from the segment: what reads them."""
@@ -32,7 +32,7 @@ class Shared:
     """A model's weights on the GPU that it computes on."""
 
     def __init__(self, client: Client, device: torch.device) -> None:
-        if why := devices.missing():
+        if why := cuda_missing():
             raise DeviceError(f"the model is on {device}: {why}")
         from gadei_ps.learners.cuda import Cuda
 

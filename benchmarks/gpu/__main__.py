@@ -74,7 +74,7 @@ def _all(options: argparse.Namespace) -> list[str]:
         sys.exit(1)
     _directory(options)
     # So that no part has the compilation of the server's kernels in its time.
-    code = "from gadei_ps import shard; shard.load()"
+    code = "from gadei_ps.server import shard; shard.load()"
     subprocess.run([sys.executable, "-c", code], check=True)
     failed = []
     for name in options.parts or PARTS:

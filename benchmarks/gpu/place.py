@@ -20,6 +20,7 @@ from gadei_ps.job.config import from_mapping
 from gadei_ps.learners import devices
 from gadei_ps.learners.device import Device
 from gadei_ps.machine import gpus
+from gadei_ps.machine.cuda import missing as cuda_missing
 
 NAMES = ("cuda", "host")
 SPIN_CYCLES_PER_S = 2e9
@@ -84,7 +85,7 @@ def why_not(device: str) -> str:
     """What is missing to measure there, in one line; empty if nothing is."""
     if device == "host":
         return ""
-    if why := devices.missing():
+    if why := cuda_missing():
         return why
     if not torch.cuda.is_available():
         return f"PyTorch {torch.__version__} sees no GPU; install a build with CUDA"

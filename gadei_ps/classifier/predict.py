@@ -12,8 +12,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from gadei_ps.classifier import dataset
-from gadei_ps.classifier import network as text
+from gadei_ps.classifier import dataset, network
 from gadei_ps.classifier.dataset import Table
 from gadei_ps.errors import UsageError
 
@@ -32,14 +31,14 @@ class Predictor:
     """A trained model. Raises ModelDirectoryError for a directory that holds none."""
 
     def __init__(self, directory: Path) -> None:
-        self._result = text.load_result(directory)
+        self._result = network.load_result(directory)
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction for each sentence."""
         if not texts:
             return []
         encoded = dataset.encode(texts, self._result.vocabulary)
-        probabilities = text.predict(self._result.model, encoded.tokens)
+        probabilities = network.predict(self._result.model, encoded.tokens)
         best = probabilities.argmax(axis=1)
         names = self._result.label_names
         chosen = probabilities[np.arange(len(texts)), best]

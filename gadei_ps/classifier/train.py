@@ -145,9 +145,10 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         "train",
     )
     check_sync(config, settings.learners, f"train --learners {settings.learners}")
-    from gadei_ps.learners import text  # torch takes seconds: a mistake in the data is told before
+    # PyTorch takes seconds to load: a mistake in the data is told before.
+    from gadei_ps.classifier import network
 
-    text.check_result_directory(settings.out)
+    network.check_result_directory(settings.out)
     display = Display(epochs, silent=display_silent)
     for warning in corpus.test.warnings if corpus.test else ():
         display.event(f"warning: {warning}")
@@ -233,7 +234,7 @@ class _Run:
         options: dict[str, Any],
         compute: Compute,
     ) -> None:
-        from gadei_ps.classifier import network as text
+        from gadei_ps.classifier import network
 
         self.settings = settings
         self.corpus = corpus
@@ -242,7 +243,7 @@ class _Run:
         self.epochs = epochs
         self.batch_size = batch_size
         self.compute = compute
-        self.model = text.SentenceClassifier(
+        self.model = network.SentenceClassifier(
             options["vocabulary_size"], options["classes"], dropout=settings.dropout
         )
         self.held_out = dataset.encode(corpus.held_out.texts, corpus.vocabulary)
@@ -345,11 +346,11 @@ class _Run:
 
     def _evaluate(self, epoch: int) -> bool:
         """Measures the held-out tenth; True if it has not got better for `patience` epochs."""
-        from gadei_ps.classifier import network as text
+        from gadei_ps.classifier import network
 
         flat = self._weights()
         self._load(flat)
-        accuracy, loss = text.evaluate(
+        accuracy, loss = network.evaluate(
             self.model, self.held_out.tokens, self.corpus.held_out.labels
         )
         better = self.best.offer(accuracy, loss, epoch, flat)
@@ -382,7 +383,7 @@ class _Run:
 
     def finish(self, lr: float, seconds: float) -> dict[str, Any]:
         """Measures the best weights, writes the model directory, returns the summary."""
-        from gadei_ps.classifier import network as text
+        from gadei_ps.classifier import network
 
         if self.best.flat is None:
             raise JobFailed("no epoch ended with a finite loss: try a smaller --lr")
@@ -390,7 +391,7 @@ class _Run:
         test_accuracy = None
         if self.corpus.test is not None:
             encoded = dataset.encode(self.corpus.test.texts, self.corpus.vocabulary)
-            test_accuracy, _ = text.evaluate(self.model, encoded.tokens, self.corpus.test.labels)
+            test_accuracy, _ = network.evaluate(self.model, encoded.tokens, self.corpus.test.labels)
         summary = {
             "test_accuracy": test_accuracy,
             "validation_accuracy": self.best.accuracy,
@@ -418,7 +419,7 @@ class _Run:
             "max_epochs": self.epochs,
             "device": self.compute.device,
         }
-        text.save_result(
+        network.save_result(
             self.settings.out,
             self.model,
             self.corpus.vocabulary,

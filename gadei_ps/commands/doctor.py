@@ -25,6 +25,7 @@ from typing import Any
 import gadei_ps
 from gadei_ps.errors import DeviceError, GadeiError
 from gadei_ps.machine import gpus
+from gadei_ps.machine.cuda import has_cupy
 
 SHM = Path("/dev/shm")
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -345,7 +346,7 @@ def gpu(timeout_s: float) -> tuple[Level, str, str]:
 
 
 def _cuda() -> tuple[Level, str, str]:
-    if not gpus.has_cupy():
+    if not has_cupy():
         return without_cupy(gpus.LIST_S)
     return cuda(gpus.PROBE, gpus.PROBE_S)
 

@@ -8,7 +8,6 @@ that may be killed.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -23,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from gadei_ps.errors import DeviceError, UsageError
-from gadei_ps.machine import process
+from gadei_ps.machine import cuda, process
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 TOOL = "nvidia-smi"
 PROC = Path("/proc/driver/nvidia/gpus")
-PROBE = (sys.executable, "-m", "gadei_ps.learners.cuda_probe")
+PROBE = (sys.executable, "-m", "gadei_ps.machine.cuda_probe")
 CHECK = (*PROBE, "--check")
 LIST_S = 20.0  # a driver that nobody keeps loaded takes seconds for each GPU
 CHECK_S = 60.0  # to load CuPy from a cold disk and to initialize CUDA
@@ -183,11 +182,6 @@ def order(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {ORDER: "PCI_BUS_ID"}  # else the fastest is 0
 
 
-def has_cupy() -> bool:
-    """Whether CuPy is installed. It is not loaded."""
-    return importlib.util.find_spec("cupy") is not None
-
-
 def missing(
     found: Sequence[str],
     environ: Mapping[str, str] = os.environ,
@@ -199,13 +193,11 @@ def missing(
     found: the visible GPUs. command: prints what cuda_probe --check does.
     """
     if not found:
-        lacks = "" if has_cupy() else ", and CuPy is not installed"
+        lacks = "" if cuda.has_cupy() else ", and CuPy is not installed"
         hidden = f" ({VISIBLE}={environ[VISIBLE]})" if environ.get(VISIBLE) is not None else ""
         return f"no GPU was found{hidden}{lacks}"
-    if not has_cupy():
-        from gadei_ps.learners import devices
-
-        return devices.missing()
+    if not cuda.has_cupy():
+        return cuda.missing()
     try:
         return str(probe(command, timeout_s, environ)["missing"])
     except DeviceError as error:

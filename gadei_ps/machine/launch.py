@@ -13,6 +13,7 @@ from typing import IO
 
 from gadei_ps.errors import DeviceError, UsageError
 from gadei_ps.machine import gpus, interrupts, process
+from gadei_ps.machine.cuda import has_cupy
 
 # Also in learners/client.py and learners/devices.py, which launchers do not load at their start.
 JOB_VARIABLE = "GADEI_PS_JOB"
@@ -66,7 +67,7 @@ class Compute:
 
     def without(self) -> str:
         """Why auto can only be the host, as far as can be told at once; empty otherwise."""
-        if self.device != "auto" or (self.gpus and gpus.has_cupy()):
+        if self.device != "auto" or (self.gpus and has_cupy()):
             return ""
         return self._missing()
 

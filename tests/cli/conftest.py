@@ -26,7 +26,7 @@ def cli(runtime_dir: Path, tmp_path: Path) -> Iterator[Cli]:
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The kernels are in Numba's cache, so that jobs start at once."""
-    code = "from gadei_ps import shard; shard.load()"
+    code = "from gadei_ps.server import shard; shard.load()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

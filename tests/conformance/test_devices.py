@@ -22,6 +22,7 @@ from gadei_ps.learners.client import Client, Rows
 from gadei_ps.learners.device import Device
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
+from gadei_ps.machine.cuda import missing as cuda_missing
 
 SHAPES = {"a": (3, 5), "b": (1000,), "s": (), "table": (40, 6), "column": (50, 1)}
 
@@ -41,7 +42,7 @@ def host() -> Iterator[Case]:
 
 
 def cuda() -> Iterator[Case]:
-    if why := devices.missing():
+    if why := cuda_missing():
         pytest.skip(why)
     import cupy
 

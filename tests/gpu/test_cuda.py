@@ -26,6 +26,7 @@ from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
+from gadei_ps.machine.cuda import missing as cuda_missing
 
 VALUES = 20_000
 LONG_ENOUGH_S = 0.2  # for what does not wait to be seen
@@ -75,7 +76,7 @@ def test_another_name() -> None:
 
 def test_cupy_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "cupy.py").write_text("raise ImportError('libnvrtc.so.13: no such file\\nmore')")
-    script = "from gadei_ps.learners import devices; print(devices.missing())"
+    script = "from gadei_ps.machine.cuda import missing as cuda_missing; print(cuda_missing())"
     told = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
@@ -90,7 +91,7 @@ def test_no_gpu(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> Non
     from gadei_ps.learners import cuda
 
     monkeypatch.setattr(cuda.runtime, "getDeviceCount", lambda: 0)
-    assert devices.missing().startswith("no GPU is visible")
+    assert cuda_missing().startswith("no GPU is visible")
 
     def broken() -> int:
         raise emulator.CudaError("cudaErrorInsufficientDriver: too old\nand more")
@@ -329,7 +330,7 @@ def test_a_job_that_ends_meanwhile(device: emulator.Device, job_name: str) -> No
 @pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_learners_killed_at_any_moment(kind: str, job_name: str) -> None:
     """Each gradient is applied once and whole, or not at all; the next learner finds its place."""
-    if kind == "cuda" and (why := devices.missing()):
+    if kind == "cuda" and (why := cuda_missing()):
         pytest.skip(why)
     command = [sys.executable, str(Path(__file__).with_name("pusher.py")), job_name, kind]
     chance = random.Random(5)

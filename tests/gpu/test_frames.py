@@ -17,6 +17,7 @@ from support import daemon
 
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
+from gadei_ps.machine.cuda import missing as cuda_missing
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import FrameKind, WireType
 
@@ -27,7 +28,7 @@ SHAPES = {"a": (3, 5), "long": (9_003,), "s": (), "table": (40, 6), "wide": (4, 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def to_device(request: pytest.FixtureRequest) -> Iterator[Callable[[np.ndarray], Any]]:
     def given() -> Callable[[np.ndarray], Any]:
-        if why := devices.missing():
+        if why := cuda_missing():
             pytest.skip(why)
         import cupy
 

@@ -23,9 +23,10 @@ from support import daemon, eventually, fork, status
 from torch import nn
 
 from gadei_ps.errors import ModelMismatch, UsageError
-from gadei_ps.learners import devices, torch_cuda
+from gadei_ps.learners import torch_cuda
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import Optimizer, embedding, linear
+from gadei_ps.machine.cuda import missing as cuda_missing
 
 STEPS = 30
 
@@ -39,7 +40,7 @@ class Place:
 
 
 def need_cuda() -> None:
-    if why := devices.missing():
+    if why := cuda_missing():
         pytest.skip(why)
     if not torch.cuda.is_available():
         pytest.skip(f"PyTorch {torch.__version__} sees no GPU")

@@ -14,6 +14,7 @@ from shell import program
 
 from gadei_ps.errors import DeviceError, UsageError
 from gadei_ps.machine import gpus
+from gadei_ps.machine.cuda import has_cupy
 from gadei_ps.machine.gpus import ORDER, VISIBLE, Gpu
 from gadei_ps.machine.launch import DEVICE_VARIABLE, Compute
 
@@ -246,7 +247,7 @@ def test_what_cannot_be_measured_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     assert one["errors"].keys() == unknown
 
 
-@pytest.mark.skipif(gpus.has_cupy(), reason="CuPy is installed")
+@pytest.mark.skipif(has_cupy(), reason="CuPy is installed")
 def test_missing_cupy() -> None:
     assert gpus.missing([]) == "no GPU was found, and CuPy is not installed"
     assert "pip install" in gpus.missing(["0"])

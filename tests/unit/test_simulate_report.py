@@ -240,7 +240,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text("iteration,learner,started,seconds,censored\n0,0,,1,0\n0,1,,3,0\n")
     script = (
-        "import sys, typer; from gadei_ps import outcome; "
+        "import sys, typer; from gadei_ps.cli import outcome; "
         "from gadei_ps.cli.simulate import simulate; "
         "app = typer.Typer(); app.command()(simulate); "
         "sys.exit(outcome.execute(app, sys.argv[1:]))"

@@ -1,4 +1,4 @@
-"""What CUDA can do here: python -m gadei_ps.learners.cuda_probe [--check] prints a JSON object.
+"""What CUDA can do here: python -m gadei_ps.machine.cuda_probe [--check] prints a JSON object.
 
 With --check only whether learners can use it. A program of its own, because a broken driver can
 hang or crash whoever asks it. What fails becomes a text, as far as Python sees it.
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.learners import devices
+from gadei_ps.machine import cuda
 
 BYTES = 64 << 20  # of one copy
 COPIES = 16  # in each direction, for each figure
@@ -27,7 +27,7 @@ PINNED, READ_ONLY = 1 | 2, 8  # flags of cudaHostRegister: portable and mapped
 def missing() -> str:
     """Why learners cannot compute with CUDA here, in one line; empty if they can."""
     try:
-        return devices.missing()
+        return cuda.missing()
     except Exception as error:  # a broken installation fails in any way
         return f"CuPy cannot be used: {_told(error)}"
 

@@ -1,0 +1,256 @@
+"""Each room has a layer, and imports run downwards only, however many modules lie between.
+
+A script that is started with `-m` counts as imported, and so does an `#include` of the C sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "gadei_ps"
+FOLDERS = {PACKAGE: ROOT / PACKAGE}
+FOLDERS |= {f"{PACKAGE}.{name}": ROOT / name for name in ("learners", "watchdog", "benchmarks")}
+CEXT = f"{PACKAGE}._native"
+
+# A room or module of a layer may import its own room and what lies in the layers before it. Rooms
+# of one layer know nothing of each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("gadei_ps", "_native", "errors"),
+    ("machine", "kernels", "show"),
+    ("memory", "sync"),
+    ("storage",),
+    ("job", "run_times"),
+    ("server", "learners", "simulate"),
+    ("watchdog",),
+    ("commands",),
+    ("chaos", "classifier"),
+    ("benchmarks",),
+    ("cli",),
+    ("__main__",),
+)
+# Pairs of rooms that must not meet in one process, though the layers would allow it: the watchdog
+# starts servers and learners, and fails apart from them.
+APART = (("watchdog", "server"), ("watchdog", "learners"))
+# Benchmarks start the product as its users do: as a command, from outside.
+FROM_OUTSIDE = {"benchmarks": {f"{PACKAGE}.__main__"}}
+
+Graph = Mapping[str, set[str]]
+
+
+def _modules() -> dict[str, Path]:
+    """Every module of the package by its full name."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join((package, *parts))] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imported(module: str, tree: ast.AST) -> set[str]:
+    """Modules of the package that it imports, anywhere in its text."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}: imports are written in full"
+            base = node.module or ""
+            for one in node.names:
+                inner = f"{base}.{one.name}"
+                found.add(inner if inner in MODULES or inner == CEXT else base)
+    return {one for one in found if one.split(".")[0] == PACKAGE} - {module}
+
+
+def _started(module: str, tree: ast.AST) -> set[str]:
+    """Modules of the package that it starts as scripts: `-m` and a name in one sequence."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List | ast.Tuple):
+            texts = [one.value if isinstance(one, ast.Constant) else None for one in node.elts]
+            for flag, name in itertools.pairwise(texts):
+                if flag == "-m" and isinstance(name, str):
+                    main = f"{name}.__main__"
+                    found.add(main if main in MODULES else name)
+    return {one for one in found if one.split(".")[0] == PACKAGE} - {module}
+
+
+TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+IMPORTS = {module: _imported(module, tree) for module, tree in TREES.items()}
+
+
+def room(module: str) -> str:
+    """The room of a module; the package itself and the modules beside the rooms are their own."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+STARTS = {
+    module: _started(module, tree) - FROM_OUTSIDE.get(room(module), set())
+    for module, tree in TREES.items()
+}
+
+
+def layer(module: str) -> int:
+    for number, rooms in enumerate(LAYERS):
+        if room(module) in rooms:
+            return number
+    raise AssertionError(f"{module}: its room has no layer in tests/unit/test_house.py")
+
+
+def ways(graph: Graph, start: str) -> Iterator[tuple[str, ...]]:
+    """A way from `start` to every module that it reaches, shortest first."""
+    seen, next_ones = {start}, [(start,)]
+    while next_ones:
+        here, next_ones = next_ones, []
+        for way in here:
+            for module in sorted(graph.get(way[-1], ())):
+                if module not in seen:
+                    seen.add(module)
+                    next_ones.append((*way, module))
+                    yield next_ones[-1]
+
+
+def upward(graph: Graph) -> list[str]:
+    """What is imported that does not lie below, with the way there."""
+    wrong = []
+    for module in graph:
+        for way in ways(graph, module):
+            below = layer(way[-1]) < layer(module) or room(way[-1]) == room(module)
+            if not below:
+                wrong.append(" -> ".join(way))
+    return wrong
+
+
+def meetings(graph: Graph) -> list[str]:
+    """Ways between rooms that must stay apart."""
+    return [
+        " -> ".join(way)
+        for module in graph
+        for way in ways(graph, module)
+        for one, other in APART
+        if (room(module), room(way[-1])) in ((one, other), (other, one))
+    ]
+
+
+def circles(graph: Graph) -> list[str]:
+    """Modules that reach themselves."""
+    found = []
+    for module in graph:
+        for way in ways(graph, module):
+            if module in graph.get(way[-1], ()):
+                found.append(" -> ".join((*way, module)))
+                break
+    return found
+
+
+def together(*graphs: Graph) -> dict[str, set[str]]:
+    return {module: set().union(*(graph[module] for graph in graphs)) for module in graphs[0]}
+
+
+def test_the_walk_sees_imports() -> None:
+    assert len(MODULES) > 100
+    assert CEXT in IMPORTS["gadei_ps.memory.segment"]
+    assert "gadei_ps.memory.layout" in IMPORTS["gadei_ps.memory.segment"]
+    assert "gadei_ps.server.manager" in STARTS["gadei_ps.watchdog.servers"]
+    assert "gadei_ps.machine.cuda_probe" in STARTS["gadei_ps.machine.gpus"]
+    for module, imported in IMPORTS.items():
+        assert imported | STARTS[module] <= MODULES.keys() | {CEXT, PACKAGE}, module
+
+
+def test_every_room_has_a_layer() -> None:
+    named = [one for rooms in LAYERS for one in rooms]
+    assert len(named) == len(set(named))
+    assert {room(module) for module in MODULES} == set(named) - {"_native"}
+
+
+def test_imports_run_downwards() -> None:
+    assert not upward(together(IMPORTS, STARTS))
+
+
+def test_what_fails_apart_is_imported_apart() -> None:
+    assert not meetings(IMPORTS)
+
+
+def test_there_is_no_circle() -> None:
+    assert not circles(IMPORTS)
+
+
+def test_an_upward_import_two_hops_away_is_found() -> None:
+    graph: dict[str, set[str]] = {
+        "gadei_ps.memory.segment": {"gadei_ps.machine.process"},
+        "gadei_ps.machine.process": {"gadei_ps.errors"},
+        "gadei_ps.errors": set(),
+    }
+    assert not upward(graph)
+    graph["gadei_ps.errors"] = {"gadei_ps.learners.client"}
+    assert (
+        "gadei_ps.memory.segment -> gadei_ps.machine.process -> gadei_ps.errors"
+        " -> gadei_ps.learners.client"
+    ) in upward(graph)
+    tree = ast.parse('command = [sys.executable, "-P", "-m", "gadei_ps.learners.client"]')
+    graph["gadei_ps.errors"] = _started("gadei_ps.errors", tree)
+    assert len(upward(graph)) == 3
+
+
+def test_rooms_that_meet_are_found() -> None:
+    graph = {
+        "gadei_ps.watchdog.servers": {"gadei_ps.job.config"},
+        "gadei_ps.job.config": {"gadei_ps.server.manager"},
+    }
+    assert len(meetings(graph)) == 1
+    assert circles(graph | {"gadei_ps.server.manager": {"gadei_ps.watchdog.servers"}})
+
+
+def test_sources_of_c_run_downwards() -> None:
+    """Headers include headers without a circle; a source's own header comes first."""
+    native = ROOT / "native"
+    include = re.compile(r'^#include "([^"]+)"', re.M)
+    found = {
+        path.name: set(include.findall(path.read_text()))
+        for path in (*native.glob("*.h"), *native.glob("*.c"))
+    }
+    assert len(found) > 15
+    assert not circles(found)
+    for name, included in found.items():
+        assert included <= found.keys(), name
+        assert not any(one.endswith(".c") for one in included), name
+    assert found["ps_layout.h"] == set()
+    assert found["gadei.h"] == set()
+
+
+HEAVY = {"numba", "llvmlite", "torch", "safetensors", "typer", "scipy"}
+
+
+@pytest.mark.parametrize(
+    ("module", "without"),
+    [
+        ("gadei_ps.watchdog.supervisor", HEAVY),
+        ("gadei_ps.commands.daemon", HEAVY),
+        ("gadei_ps.learners.client", HEAVY | {"psutil"}),
+        ("gadei_ps.learners.devices", HEAVY | {"psutil", "cupy"}),
+        ("gadei_ps.machine.launch", HEAVY | {"numpy", "cupy"}),
+        ("gadei_ps.server.manager", {"torch", "typer"}),
+    ],
+)
+def test_processes_load_no_more_than_they_need(module: str, without: set[str]) -> None:
+    script = f"import {module}, sys, json; print(json.dumps(sorted(sys.modules)))"
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
+    )
+    loaded = {name.split(".")[0] for name in json.loads(told.stdout)} & without
+    assert not loaded
