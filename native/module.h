@@ -1,0 +1,48 @@
+/*
+ * What the files of gadei_ps._native share. Addresses are integers: the callers hold the mappings,
+ * these files hold nothing. Calls that may wait, or copy much, release the GIL.
+ *
+ *   module.c         the module itself: claims and waits, leases, single words
+ *   module_frames.c  how a gradient gets into a slot and is published
+ *   module_layout.c  the layout of the shared memory as the compiler made it
+ */
+#ifndef MODULE_H
+#define MODULE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "ps_ring.h"
+
+/* Converts the arguments of a method; -1 with an exception set. */
+static inline int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted,
+                          uint64_t *out)
+{
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < wanted; i++) {
+        out[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (out[i] == (uint64_t)-1 && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+#define TAKES(n)                               \
+    uint64_t arg[n];                           \
+    if (numbers(args, count, (n), arg) < 0)    \
+        return NULL;
+
+#define METHOD(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t count)
+#define UNUSED (void)self
+
+#define RING ((struct ps_ring *)arg[0])
+#define CONTROL ((const struct ps_control *)arg[1])
+
+#define ENTRY(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
+
+extern PyMethodDef ps_frame_methods[], ps_layout_methods[];
+
+#endif
