@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LINE_S = 5.0  # at most one line of progress in this time
 DEFAULT_OUT = Path("runtime-model.safetensors")
-DEFAULT_EPOCHS = 30  # runtime_training.EPOCHS, whose module imports PyTorch
+DEFAULT_EPOCHS = 30  # run_times.training.EPOCHS, whose module imports PyTorch
 HELP = "The model that predicts learners' run times, for cutoff:file=MODEL."
 
 app = typer.Typer(help=HELP)
@@ -54,9 +54,9 @@ def train(
 
     # Read first: a mistake in the file is told before PyTorch is imported.
     read = traces.read(trace)
-    from gadei_ps.run_times import training as runtime_training
+    from gadei_ps.run_times import training
 
-    result = runtime_training.train(
+    result = training.train(
         read,
         out=out,
         epochs=epochs,

@@ -7,20 +7,15 @@ from typing import Annotated
 
 import typer
 
+from gadei_ps.cli.options import MODELS, JobArgument, Json
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
 
-MODELS = (
-    "asp, ssp:S, bsp, elastic-bsp:R, cutoff:C, cutoff:by=order, cutoff:by=sampled, "
-    "cutoff:file=MODEL or wsp:D=N,s_local=N; docs/sync-models.md tells which when."
-)
-Job = Annotated[str, typer.Argument(metavar="JOB", help="Name or socket of a job.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]
 SETTABLE = ("sync",)
 
 
 def set_job(
-    job: Job,
+    job: JobArgument,
     settings: Annotated[list[str], typer.Argument(metavar="sync=MODEL", help=f"MODEL: {MODELS}")],
     timeout: Annotated[
         float, typer.Option(metavar="S", min=0.1, help="Seconds to wait for the barrier.")
@@ -72,10 +67,10 @@ def trace(
     Ends with the job, after --for, or at Ctrl-C.
     """
     from gadei_ps.commands import quantities
-    from gadei_ps.run_times import record as tracing
+    from gadei_ps.run_times import record
 
     seconds = None if time_ is None else quantities.duration(time_)
-    result = tracing.record(job, out or Path(f"{job}-trace.csv"), seconds)
+    result = record.record(job, out or Path(f"{job}-trace.csv"), seconds)
     if as_json:
         print_json(result)
         return 0

@@ -19,8 +19,7 @@ from typing import Any, Self
 from gadei_ps import errors
 from gadei_ps.commands import jobs
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound, JobStopped
-from gadei_ps.job import control
-from gadei_ps.job import paths as runtime
+from gadei_ps.job import control, paths
 from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts, log, process
@@ -56,7 +55,7 @@ class Daemon:
         """silent: not even warnings and errors are logged. policy: how often it may be killed."""
         # Should watchdog and launcher be killed together, nobody else would end the servers soon.
         self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
-        self.socket = runtime.socket_path(config.name)
+        self.socket = paths.socket_path(config.name)
         self._command = [sys.executable, "-m", "gadei_ps.commands.daemon"]
         if verbose:
             self._command.append("--verbose")

@@ -230,9 +230,9 @@ def _files() -> tuple[Level, str, str]:
 
 
 def _runtime_directory() -> tuple[Level, str, str]:
-    from gadei_ps.job import paths as runtime
+    from gadei_ps.job import paths
 
-    path = runtime.directory()
+    path = paths.directory()
     room = LONGEST_SOCKET_PATH - len(os.fsencode(path)) - SOCKET_NAME_BYTES
     if room < 1:
         return (

@@ -21,8 +21,7 @@ import numpy as np
 
 from gadei_ps import sync
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, SegmentError, UsageError
-from gadei_ps.job import control
-from gadei_ps.job import paths as runtime
+from gadei_ps.job import control, paths
 from gadei_ps.job.control import Checkpoint, Connection, SetSync, Status, StopJob
 from gadei_ps.machine import process
 from gadei_ps.memory import segment
@@ -82,7 +81,7 @@ def absence(job: str) -> str | None:
     """Why no watchdog answers, and what to do; None if there is nothing of the job."""
     if "/" in job:
         return None
-    if _locked(runtime.lock_path(job)):
+    if _locked(paths.lock_path(job)):
         return f"job {job!r} is starting, or about to be gone: ask again in a moment"
     if segment.server_pids(job):
         return (
@@ -108,7 +107,7 @@ def statuses() -> list[dict[str, Any]]:
 
 def _names() -> set[str]:
     names = {one.job for one in _segments()}
-    for path in runtime.directory().iterdir():
+    for path in paths.directory().iterdir():
         if path.suffix in (".sock", ".lock") and segment.JOB_NAME.fullmatch(path.stem):
             names.add(path.stem)
         elif match := PASSING.fullmatch(path.name):
@@ -129,7 +128,7 @@ def _look(name: str) -> Job:
     try:
         report = status(name)
     except JobNotFound:
-        if _locked(runtime.lock_path(name)):
+        if _locked(paths.lock_path(name)):
             state = "starting"
         else:
             owned = any(one.owned or not one.readable for one in living)
@@ -205,7 +204,7 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     try:
         report = status(job)
     except JobNotFound:
-        if "/" in job or _locked(runtime.lock_path(job)) or not segment.server_pids(job):
+        if "/" in job or _locked(paths.lock_path(job)) or not segment.server_pids(job):
             raise
         return _stop_orphan(job, discard)
     if discard:
@@ -270,7 +269,7 @@ def drop(job: str) -> dict[str, Any] | None:
             return None
         report = _last_report(job)
         clear_dead(job)
-        runtime.socket_path(job).unlink(missing_ok=True)
+        paths.socket_path(job).unlink(missing_ok=True)
     return report
 
 
@@ -347,7 +346,7 @@ def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
     if _answers(job):
         yield None
         return
-    path = runtime.lock_path(job)
+    path = paths.lock_path(job)
     left = [Leftover("lock", job, str(path), 0)] if path.exists() else []
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if dry_run else os.O_CREAT), 0o600)
@@ -387,8 +386,8 @@ def _leftovers(job: str, dry_run: bool) -> list[Leftover]:
         for one in _segments(job)
         if one.stale and (dry_run or segment.unlink(one.name))
     ]
-    sockets = [runtime.socket_path(job)]
-    for path in runtime.directory().glob(f".{job}.sock.*"):
+    sockets = [paths.socket_path(job)]
+    for path in paths.directory().glob(f".{job}.sock.*"):
         match = PASSING.fullmatch(path.name)
         if match and not Path(f"/proc/{match['pid']}").exists():
             sockets.append(path)

@@ -35,7 +35,7 @@ LEAVE_S = 5.0  # until the job has applied what ended learners had published
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What `run` is asked for.
 
     overrides: parts of a job's configuration, from flags. device, gpus: what the flags of that name
@@ -51,7 +51,7 @@ class Options:
     verbose: bool = False
 
 
-def run(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
+def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[str, Any]:
     """Runs the learners to their end; returns the summary that `run --json` prints.
 
     job: name or socket of a running job, a job file, or the name of a job to be. `exit_code` of the
@@ -80,7 +80,7 @@ def run(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
         return _Run(_Served(served), command, options, compute).run()
 
 
-def _compute(options: Options) -> Compute:
+def _compute(options: RunOptions) -> Compute:
     """What the learners compute on. Raises UsageError or DeviceError; nothing is started yet."""
     compute = Compute.wanted(options.device, options.gpus)
     if compute.why:
@@ -117,7 +117,7 @@ def check_command(command: Sequence[str]) -> None:
     raise UsageError(f"there is no program {program!r} to start; give its path or check PATH")
 
 
-def attach(job: str, command: Sequence[str], options: Options) -> NoReturn:
+def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoReturn:
     """Becomes the command, with the job in its environment; of options device and gpus count.
 
     Raises JobNotFound, UsageError, DeviceError.
@@ -132,14 +132,14 @@ def attach(job: str, command: Sequence[str], options: Options) -> NoReturn:
         raise UsageError(f"cannot start {command[0]!r}: {error.strerror}") from None
 
 
-def attach_and_wait(job: str, command: Sequence[str], options: Options) -> dict[str, Any]:
+def attach_and_wait(job: str, command: Sequence[str], options: RunOptions) -> dict[str, Any]:
     """One more learner as a child; the summary. Raises GadeiError."""
     check_command(command)
     attached = _Attached(job)
     return _Run(attached, command, options, _one_more(attached, options)).run()
 
 
-def _one_more(attached: _Attached, options: Options) -> Compute:
+def _one_more(attached: _Attached, options: RunOptions) -> Compute:
     """What learners compute on that join those that the job has."""
     return _compute(options).beside(one["pid"] for one in attached.before["learners"])
 
@@ -232,7 +232,7 @@ class _Run:
         self,
         job: _Attached | _Served,
         command: Sequence[str],
-        options: Options,
+        options: RunOptions,
         compute: Compute,
     ) -> None:
         self.job = job

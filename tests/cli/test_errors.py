@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from shell import Cli
 
-from gadei_ps.cli import app as command_line
-from gadei_ps.cli import outcome
+from gadei_ps.cli import options, outcome
 from gadei_ps.job.config import OptimizerConfig
 from gadei_ps.learners import devices
 from gadei_ps.memory.layout import WireType
@@ -28,9 +27,9 @@ def test_import_is_quick() -> None:
 
 def test_choices_are_those_of_the_job_file() -> None:
     kinds = OptimizerConfig.model_fields["kind"].annotation
-    assert set(command_line.OptimizerName) == set(kinds.__args__)  # type: ignore[union-attr]
-    assert {one.upper() for one in command_line.Wire} == set(WireType.__members__)
-    assert tuple(command_line.DeviceName) == devices.NAMES
+    assert set(options.OptimizerName) == set(kinds.__args__)  # type: ignore[union-attr]
+    assert {one.upper() for one in options.Wire} == set(WireType.__members__)
+    assert tuple(options.DeviceName) == devices.NAMES
 
 
 def test_help_and_version(cli: Cli) -> None:

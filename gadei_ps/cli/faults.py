@@ -1,0 +1,131 @@
+"""Commands that kill processes of a job on purpose."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from gadei_ps.cli.options import JobArgument, Json, OptimizerName, Verbose, tell
+from gadei_ps.errors import UsageError
+
+
+def kill(
+    job: JobArgument,
+    learner: Annotated[
+        int | None, typer.Option(metavar="K", min=0, help="The learner that status shows as K.")
+    ] = None,
+    server: Annotated[bool, typer.Option("--server", help="The active server.")] = False,
+    standby: Annotated[bool, typer.Option("--standby", help="The server that stands by.")] = False,
+    watchdog: Annotated[bool, typer.Option("--watchdog", help="The watchdog.")] = False,
+    name: Annotated[
+        str, typer.Option("--signal", metavar="NAME", help="KILL, STOP, CONT, TERM, SEGV, ...")
+    ] = "KILL",
+    as_json: Json = False,
+) -> int:
+    """Send a signal to one process of a job, to see that nothing is lost."""
+    from gadei_ps.job import processes
+    from gadei_ps.job.processes import Role
+    from gadei_ps.show import view
+
+    asked = {
+        Role.LEARNER: learner is not None,
+        Role.SERVER: server,
+        Role.STANDBY: standby,
+        Role.WATCHDOG: watchdog,
+    }
+    roles = [role for role, wanted in asked.items() if wanted]
+    if len(roles) != 1:
+        raise UsageError("whom? give one of --learner K, --server, --standby and --watchdog")
+    sent = processes.kill(job, roles[0], learner, processes.signal_number(name))
+    tell(as_json, sent, lambda: view.killed(sent))
+    return 0
+
+
+def chaos(
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", help="Name or socket. [default: a job of its own]"),
+    ] = None,
+    time_: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="How long: 500ms, 60s, 2m.")
+    ] = "60s",
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHO,...",
+            help="Of server, learner, standby, watchdog. "
+            "[default: all; of a running JOB server,learner]",
+        ),
+    ] = None,
+    every: Annotated[
+        str, typer.Option(metavar="TIME", help="Mean time from one fault to the next.")
+    ] = "0.5s",
+    signals: Annotated[str, typer.Option(metavar="NAME,...", help="KILL, or KILL,STOP.")] = "KILL",
+    seed: Annotated[int | None, typer.Option(help="Of the choice of victims.")] = None,
+    learners: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=64, help="Of a job of its own. [default: 2]"),
+    ] = None,
+    optimizer: Annotated[
+        OptimizerName | None, typer.Option(help="Likewise. [default: sgd]")
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES", help="Likewise, of the weights: 64K, 2M, 100M. [default: 2M]"
+        ),
+    ] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, max=64, help="Likewise, threads. [default: by cores]"),
+    ] = None,
+    impatient: Annotated[
+        bool, typer.Option("--impatient", help="Kill the server also while none stands by.")
+    ] = False,
+    verbose: Verbose = False,
+    as_json: Json = False,
+) -> int:
+    """Kill and stop processes at random; exit code 1 if a gradient is lost or applied twice.
+
+    In a job of its own every gradient is counted in the weights. In a running JOB, whose weights
+    are its own business, only times and counters are told.
+    """
+    from gadei_ps.chaos import campaign
+    from gadei_ps.chaos.victims import OwnJob
+    from gadei_ps.commands import quantities
+    from gadei_ps.job import processes
+    from gadei_ps.job.processes import Role
+    from gadei_ps.show import view
+
+    asked = {
+        "learners": learners,
+        "optimizer": optimizer and optimizer.value,
+        "size": None if size is None else quantities.size(size),
+        "shards": shards,
+    }
+    own: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if job is not None and own:
+        given = ", ".join(f"--{name}" for name in own)
+        raise UsageError(f"{given}: only without JOB; job {job!r} has its configuration")
+    wanted = targets or ",".join(Role if job is None else (Role.SERVER, Role.LEARNER))
+    names = list(dict.fromkeys(one.strip() for one in wanted.split(",")))
+    for name in names:
+        if name not in list(Role):
+            raise UsageError(f"--targets: there is no {name!r}; name some of {', '.join(Role)}")
+    report = campaign.run(
+        job,
+        campaign.Options(
+            seconds=quantities.duration(time_),
+            targets=[Role(name) for name in names],
+            every_s=quantities.duration(every),
+            signals=[processes.signal_number(one.strip()) for one in signals.split(",")],
+            seed=seed,
+            own=OwnJob(**own, verbose=verbose),
+            impatient=impatient,
+            say=lambda line: None if as_json else print(line, file=sys.stderr, flush=True),
+        ),
+    )
+    tell(as_json, report, lambda: view.raged(report))
+    return 1 if report["clean"] is False else 0

@@ -1,0 +1,262 @@
+"""Commands that start, watch, stop and tidy up jobs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gadei_ps.cli.options import (
+    Command,
+    Device,
+    DeviceName,
+    Gpus,
+    JobArgument,
+    Json,
+    OptimizerName,
+    Sync,
+    Verbose,
+    tell,
+)
+from gadei_ps.cli.outcome import print_json
+from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
+
+if TYPE_CHECKING:
+    from gadei_ps.job.config import JobConfig
+    from gadei_ps.watchdog.supervisor import Options
+
+WATCH_S = 1.0
+MOST_SILENT = 3  # questions without an answer before --watch gives up
+
+
+def serve(
+    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Begin anew: use neither memory left behind nor checkpoints."),
+    ] = False,
+    json_log: Annotated[bool, typer.Option("--json-log", help="Log in JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Serve a job in the foreground until SIGTERM, Ctrl-C or gadei-ps stop.
+
+    A job whose watchdog was killed is adopted, with its learners; one that has died altogether goes
+    on from what is left in memory, else from its newest checkpoint.
+    """
+    from gadei_ps.job import config
+    from gadei_ps.watchdog.supervisor import Options
+
+    options = Options(fresh=fresh, verbose=verbose, as_json=json_log)
+    return serve_job(config.load(file), options, as_json)
+
+
+def serve_job(job: JobConfig, options: Options, as_json: bool) -> int:
+    from gadei_ps.machine import log
+    from gadei_ps.watchdog import supervisor
+    from gadei_ps.watchdog.notify import Notify
+
+    begin = time.monotonic()
+    log.set_up(as_json=options.as_json, verbose=options.verbose)
+    if supervisor.serve(job, options, Notify.from_environment()):
+        raise JobFailed(f"job {job.name!r} has failed; its last messages say why")
+    if as_json:
+        print_json({"job": job.name, "seconds": time.monotonic() - begin})
+    return 0
+
+
+def run(
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB",
+            help="A running job, a job file (.toml), or the name of a job to serve meanwhile.",
+        ),
+    ],
+    command: Command,
+    learners: Annotated[
+        int, typer.Option(metavar="N", min=1, max=256, help="Processes to start.")
+    ] = 1,
+    restart: Annotated[
+        int,
+        typer.Option(metavar="K", min=0, help="Start killed learners again, at most K times."),
+    ] = 0,
+    optimizer: Annotated[
+        OptimizerName | None, typer.Option(help="For a job that is not running yet.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(metavar="RATE", help="Likewise.")] = None,
+    sync: Sync = None,
+    device: Device = DeviceName.AUTO,
+    gpus: Gpus = None,
+    verbose: Verbose = False,
+    as_json: Json = False,
+) -> int:
+    """Start learners and look after them until they end: gadei-ps run demo -- python my_train.py"""
+    from gadei_ps.commands.run import RunOptions, run_learners
+    from gadei_ps.show import view
+
+    given = {"optimizer": optimizer and optimizer.value, "lr": lr, "sync": sync}
+    summary = run_learners(
+        job,
+        command,
+        RunOptions(
+            learners=learners,
+            restart=restart,
+            overrides={name: value for name, value in given.items() if value is not None},
+            device=device.value,
+            gpus=gpus,
+            stdout=2 if as_json else None,
+            verbose=verbose,
+        ),
+    )
+    if as_json:
+        print_json(summary)
+    else:
+        print(f"gadei-ps: {view.ran(summary)}", file=sys.stderr)
+    return int(summary["exit_code"])
+
+
+def attach(
+    job: JobArgument,
+    command: Command,
+    device: Device = DeviceName.AUTO,
+    gpus: Gpus = None,
+    as_json: Json = False,
+) -> int:
+    """Become one more learner of a running job: gadei-ps attach demo -- python my_train.py
+
+    Of several GPUs it gets one that fewest of the job's learners have.
+    """
+    from gadei_ps.commands.run import RunOptions, attach_and_wait, become_learner
+
+    options = RunOptions(device=device.value, gpus=gpus, stdout=2)
+    if not as_json:
+        become_learner(job, command, options)
+    summary = attach_and_wait(job, command, options)
+    print_json(summary)
+    return int(summary["exit_code"])
+
+
+def status(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Name or socket. [default: all jobs]")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Show what a job is doing, or all jobs."""
+    from gadei_ps.commands import jobs
+    from gadei_ps.show import view
+
+    if watch and as_json:
+        raise UsageError("give --watch or --json, not both")
+    if watch:
+        _watch(job)
+    elif job is None:
+        found = jobs.statuses()
+        tell(as_json, {"jobs": found}, lambda: view.statuses(found))
+    else:
+        report = jobs.status(job)
+        tell(as_json, report, lambda: view.job_status(report))
+    return 0
+
+
+def _watch(job: str | None) -> None:
+    """Until Ctrl-C, or until the one job has ended."""
+    from rich.live import Live
+
+    from gadei_ps.commands import jobs
+    from gadei_ps.show import view
+    from gadei_ps.show.display import Rates
+
+    console = view.console()
+    rates = Rates()
+    seen, silent = False, 0
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            if job is None:
+                shown = view.statuses(jobs.statuses())
+            else:
+                try:
+                    report = jobs.status(job)
+                except JobNotFound:
+                    if not seen:
+                        raise
+                    break
+                except ControlError:  # it may be ending
+                    silent += 1
+                    if not seen or silent > MOST_SILENT:
+                        raise
+                    continue
+                shown = view.job_status(report, rates.update(report["learners"]))
+            seen, silent = True, 0
+            if console.is_terminal:
+                live.update(shown, refresh=True)
+            else:
+                console.print(shown)
+                sys.stdout.flush()
+            time.sleep(WATCH_S)
+    print(f"job {job} has ended")
+
+
+def stop(
+    job: JobArgument,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Let learners finish what they have in hand.")
+    ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="S", min=0.1, max=3600, help="Seconds that --drain gives them."),
+    ] = 30.0,
+    discard: Annotated[
+        bool,
+        typer.Option("--discard", help="A job without a watchdog: lose what no checkpoint has."),
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Stop a job and wait until it is gone."""
+    from gadei_ps.commands import jobs
+    from gadei_ps.show import view
+
+    report = jobs.stop(job, drain=drain, timeout_s=timeout, discard=discard)
+    tell(as_json, report, lambda: view.stopped(report))
+    return 0
+
+
+def list_jobs(as_json: Json = False) -> int:
+    """List jobs, and what dead ones have left."""
+    from dataclasses import asdict
+
+    from gadei_ps.commands import jobs
+    from gadei_ps.show import view
+
+    found = [asdict(one) for one in jobs.jobs()]
+    tell(as_json, {"jobs": found}, lambda: view.jobs(found))
+    return 0
+
+
+def gc(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[JOB]...", help="[default: all jobs]")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Remove segments, sockets and locks that dead jobs have left.
+
+    What serve would go on with from memory is removed only if its job is named.
+    """
+    from gadei_ps.commands import jobs
+    from gadei_ps.show import view
+
+    left = jobs.collect(names or (), dry_run=dry_run)
+    result = {
+        "dry_run": dry_run,
+        "removed": [one.as_dict() for one in left],
+        "bytes": sum(one.bytes for one in left),
+    }
+    tell(as_json, result, lambda: view.removed(result))
+    return 0

@@ -1,0 +1,100 @@
+"""Commands about this machine: its fitness, its speed, and its service manager."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gadei_ps.cli.options import Json, tell
+from gadei_ps.cli.outcome import print_json
+from gadei_ps.errors import UsageError
+
+
+def doctor(as_json: Json = False) -> int:
+    """Check this machine; exit code 1 if jobs cannot run here."""
+    from gadei_ps.commands.doctor import Level, examine
+    from gadei_ps.show import view
+
+    checks = examine()
+    healthy = all(check.level != Level.ERROR for check in checks)
+    rows = [check.as_dict() for check in checks]
+    tell(as_json, {"ok": healthy, "checks": rows}, lambda: view.checks(rows))
+    return 0 if healthy else 1
+
+
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="[default: list them]")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small and short: whether it runs, not how fast.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write DIR/NAME.json for each.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Measure this project beside its peers on this machine."""
+    from gadei_ps.benchmarks import suite
+
+    if not names:
+        if as_json:
+            print_json({"benchmarks": suite.BENCHMARKS})
+        else:
+            print(suite.listed())
+        return 0
+    suite.check(names)
+    if out is not None:
+        suite.prepare(out)
+    results = []
+    for name in names:
+        result, shown = suite.run(name, quick=quick)
+        results.append(result)
+        if out is not None:
+            suite.write(result, out)
+        if not as_json:
+            print(f"== {name}\n{shown}", flush=True)
+    if as_json:
+        print_json(results[0] if len(results) == 1 else {"results": results})
+    return 0
+
+
+def install_unit(
+    user: Annotated[
+        bool, typer.Option("--user", help="For your own jobs: the default, but for root.")
+    ] = False,
+    system: Annotated[
+        bool, typer.Option("--system", help="For jobs of the machine: the default for root.")
+    ] = False,
+    run_as: Annotated[
+        str | None,
+        typer.Option(metavar="USER", help="User of --system's jobs, instead of gadei-ps."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a unit that is there and differs.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "--print", help="Print the unit and write nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Write the systemd unit gadei-ps@.service, and say how to start jobs with it."""
+    from gadei_ps.commands import systemd
+
+    if user and system:
+        raise UsageError("give --user or --system, not both")
+    scope = systemd.Scope.USER if user or (os.geteuid() and not system) else systemd.Scope.SYSTEM
+    done = systemd.install(scope, user=run_as, force=force, dry_run=dry_run)
+    if as_json:
+        print_json(done.as_dict())
+    elif dry_run:
+        print(done.text, end="")
+    else:
+        print(f"{'wrote' if done.written else 'is up to date:'} {done.path}")
+        print("\nnext, for a job named demo:\n")
+        for line in done.next:
+            print(f"  {line}")
+    return 0
