@@ -1,7 +1,7 @@
-"""Arrays without an owner, for compiled loops that cannot pay for reference counts.
+"""Arrays without an owner, for compiled loops that are too short for reference counts.
 
 Numba counts references to an array's owner atomically around each slice and each call that it does
-not see through. For a chunk of 1024 values that cost as much as the arithmetic (60 ns of 130).
+not see through. For 1024 values that took as long as the arithmetic (60 ns of 130).
 """
 
 from __future__ import annotations

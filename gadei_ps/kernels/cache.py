@@ -1,8 +1,8 @@
 """Where compiled code is kept between starts.
 
-Numba looks only at the file of a compiled function to tell whether its cache is still right, not at
-the functions and constants that were compiled into it. So the directory is named by a digest of all
-sources that are compiled, and an upgrade never meets old code.
+To tell whether kept code is still right, Numba compares only the file of the compiled function, not
+the functions and constants from other files that were compiled into it. Therefore the directory is
+named by a digest of all these files, and a process never loads code that was compiled from others.
 """
 
 from __future__ import annotations
@@ -20,36 +20,41 @@ from pathlib import Path
 
 import numba
 
-KEPT = 3  # directories of other versions that stay
-UNUSED_S = 86400.0  # and those that have been used since
+KEPT = 3  # directories of other versions that stay, the most recently used
+UNUSED_S = 86400.0  # the others go when they were unused for that long
 DIGEST = re.compile("[0-9a-f]{16}")
 _PACKAGE = Path(__file__).parents[1]
-SOURCES = (
-    *sorted((_PACKAGE / "kernels").glob("*.py")),
-    _PACKAGE / "memory" / "layout.py",
-    *(
-        _PACKAGE / "server" / name
-        for name in (
-            "symbols.py",
-            "ledger.py",
-            "places.py",
-            "apply.py",
-            "account.py",
-            "shard.py",
-            "journal.py",
-            "recover.py",
-            "frames.py",
-            "rows.py",
-        )
-    ),
+# Every module with code that is kept, and every module that such a module imports.
+SOURCES = tuple(
+    _PACKAGE / name
+    for name in (
+        "kernels/borrow.py",
+        "kernels/cache.py",
+        "kernels/compiled.py",
+        "kernels/cpu.py",
+        "kernels/half.py",
+        "kernels/optimizers.py",
+        "memory/layout.py",
+        "server/account.py",
+        "server/apply.py",
+        "server/frames.py",
+        "server/journal.py",
+        "server/ledger.py",
+        "server/places.py",
+        "server/recover.py",
+        "server/rows.py",
+        "server/shard.py",
+        "server/symbols.py",
+        "sync/zipline.py",
+    )
 )
 
 
 def base() -> Path:
     """A gadei-ps directory in $NUMBA_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
 
-    Where none can be written, a directory that lives as long as this process: Numba's files are
-    pickles, so one that somebody else could have made is no choice.
+    If that cannot be written, a temporary directory that this process removes at its end. Numba's
+    files are pickles, so a directory that another user owns is never used.
     """
     given = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     home = Path(given or Path("~/.cache").expanduser()) / "gadei-ps"
@@ -70,7 +75,10 @@ def _temporary() -> Path:
 
 
 def directory() -> Path:
-    """The directory of this version's code; made if there is none. Its time is its last use's."""
+    """Return the directory of this version's code, and make it if there is none.
+
+    Its time of modification is that of the last call.
+    """
     digest = hashlib.sha256()
     for path in SOURCES:
         digest.update(path.read_bytes())
@@ -85,7 +93,7 @@ def directory() -> Path:
 
 
 def _prune(here: Path) -> None:
-    """Removes what only versions have used that have been replaced."""
+    """Remove the directories of replaced versions, see KEPT and UNUSED_S."""
     others = [path for path in here.parent.iterdir() if DIGEST.fullmatch(path.name)]
     others.remove(here)
     used = {path: path.stat().st_mtime for path in others}

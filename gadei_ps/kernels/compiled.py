@@ -13,12 +13,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compiled without the GIL; keeps the signature for the type checker."""
+    """Compiled to run without the GIL; the type checker sees the signature of the function."""
     made: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     return made
 
 
 def inlined(function: F) -> F:
-    """The same, for what runs once a chunk: a call would cost as much as a part of the work."""
+    """Compiled into each caller: for what runs once a chunk, where a call would be too slow."""
     made: F = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)(function)
     return made

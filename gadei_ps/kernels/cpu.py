@@ -1,10 +1,11 @@
 """The kernels of the server, compiled by Numba for one core.
 
-They are called for one chunk (64 to 1024 values, small enough for the first cache) at a time from a
-compiled loop that holds no GIL: none allocates, each reads and writes each array once, and a call
-costs some nanoseconds. Arrays are contiguous, one-dimensional, of one length and do not overlap.
-Every sum of a product may be rounded once where `reference` rounds twice; nothing else differs, and
-infinite values and NaN go the way they go there.
+A compiled loop without the GIL calls them for a few values at a time, so that these stay in the
+first cache: the optimizers for one chunk (64 values), sums and conversions for up to 1024 values.
+No kernel allocates, each reads and writes each array once, and a call costs some nanoseconds.
+Arrays are contiguous, one-dimensional, of one length and do not overlap. A product that is added
+may be rounded once where `reference` rounds twice. Nothing else differs, infinite values and NaN
+included.
 """
 
 from __future__ import annotations
@@ -70,10 +71,9 @@ COSINE = int(Schedule.COSINE)
 def _kernel(function: F) -> F:
     """Compile without the GIL, keeping NaN and Inf, to become a part of the loop that calls it.
 
-    `contract` lets a product and a sum become one fused operation and allows nothing else. Without
-    NumPy's error model each division would be tested for zero, and no loop with one vectorized.
-    A call that is not inlined hands over each array in seven words: some 8 ns for `update`, a
-    quarter of what SGD takes for a chunk in the cache.
+    `contract` lets a product and a sum become one fused operation and allows nothing else. NumPy's
+    error model leaves divisions by zero untested; with that test no loop would be vectorized.
+    Kernels are inlined: a call passes each array in seven words, which takes 8 ns for `update`.
     """
     compiled = numba.njit(
         nogil=True,
@@ -121,7 +121,7 @@ def learning_rate(hyper: Doubles, t: int) -> float:
 
 @_kernel
 def stale_rate(hyper: Doubles, lr: float, staleness: int) -> float:
-    """Return the rate for a gradient of that staleness: lr / max(1, staleness) where asked for.
+    """Return the rate for a gradient of that staleness: lr / max(1, staleness) if the job asks.
 
     staleness: version when applied less version pulled.
     """
@@ -132,10 +132,10 @@ def stale_rate(hyper: Doubles, lr: float, staleness: int) -> float:
 
 @_kernel
 def clip_scale(hyper: Doubles, squares: float) -> float:
-    """Return what to multiply a gradient by whose squares add up to that: 1 unless it is clipped.
+    """Return the factor for a gradient with that sum of squares: 1 unless it is clipped.
 
-    hyper: float64 of shape (HYPER,). Also 1 for squares that are not finite, where the job allows
-    that, and for those that cannot be: a learner has written them.
+    hyper: float64 of shape (HYPER,). The result is also 1 if squares is not finite (a job may
+    allow that) or negative: a learner writes it, so it may be anything.
     """
     limit = float(hyper[CLIP_NORM])
     if limit > 0 and squares >= 0 and squares < math.inf:
@@ -276,7 +276,7 @@ def _adamw(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Gradient) 
 
 @_kernel
 def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
-    """Apply one gradient to one chunk in place; an unknown kind changes nothing.
+    """Apply one gradient to some values in place; an unknown kind changes nothing.
 
     kind: a `Kind` as a plain int. coef: float64 of shape (COEFFICIENTS,), from `coefficients`.
     w: float32. g: as long, float32, or bfloat16 as uint16 bits. s0, s1: as long where the kind has
@@ -339,10 +339,9 @@ def decode_bfloat16(source: Halves, out: Floats) -> None:
 def decode_float16(source: Halves, out: Floats) -> None:
     """Write float16 values, given as uint16 bits, as float32 of the same length.
 
-    Exact for every finite and infinite value; a NaN keeps its sign and payload, but that it becomes
-    a quiet one. Without a conversion of the processor's own each value goes all three ways and
-    takes one: there is no branch, and no subnormal float32 that the processor might have been told
-    to flush.
+    Exact for every finite and infinite value; a NaN keeps its sign and payload and becomes quiet.
+    If the processor cannot convert, all three results (normal, special, tiny) are computed and one
+    is selected. So there is no branch, and no subnormal float32 that the processor might flush.
     """
     source, out = borrow(source), borrow(out)
     if HAS_CONVERSION:

@@ -1,4 +1,4 @@
-"""float16 as float32 by the processor's own conversion, where it has one."""
+"""Conversion of float16 to float32 by an instruction, if the processor has one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 
 def _has_conversion() -> bool:
-    """Whether what Numba compiles for has it; without, LLVM calls a function that is not there."""
+    """Whether Numba's target has the instruction; else LLVM would call a missing function."""
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # not for this processor
         return False
     features: dict[str, bool] = llvmlite.binding.get_host_cpu_features()

@@ -116,7 +116,7 @@ class OptimizerSpec:
       COSINE: min_lr + (lr - min_lr) * (1 + cos(pi * u / n)) / 2 up to u = n, min_lr after it, as
       torch's CosineAnnealingLR with T_max = n.
 
-    total_steps counts the warm-up in. With `staleness_aware`, a gradient of staleness s > 1 is
+    total_steps includes the warm-up. With `staleness_aware`, a gradient of staleness s > 1 is
     applied with that rate divided by s (Zhang, Gupta, Lian, Liu 2016, 'Staleness-aware async-SGD
     for distributed deep learning').
 

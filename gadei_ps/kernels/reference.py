@@ -39,7 +39,7 @@ def learning_rate(hyper: NDArray[np.float64], t: int) -> float:
 
 
 def stale_rate(hyper: NDArray[np.float64], lr: float, staleness: int) -> float:
-    """Return the rate for a gradient of that staleness: lr / max(1, staleness) where asked for.
+    """Return the rate for a gradient of that staleness: lr / max(1, staleness) if the job asks.
 
     staleness: version when applied less version pulled.
     """
@@ -47,7 +47,7 @@ def stale_rate(hyper: NDArray[np.float64], lr: float, staleness: int) -> float:
 
 
 def clip_scale(hyper: NDArray[np.float64], squares: float) -> float:
-    """Return what to multiply a gradient by whose squares add up to that: 1 unless it is clipped.
+    """Return the factor for a gradient with that sum of squares: 1 unless it is clipped.
 
     As torch.nn.utils.clip_grad_norm_ with max_norm = clip_norm.
     """

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from gadei_ps.kernels import cache
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "gadei_ps"
 FOLDERS = {PACKAGE: ROOT / PACKAGE}
@@ -231,6 +233,48 @@ def test_sources_of_c_run_downwards() -> None:
         assert not any(one.endswith(".c") for one in included), name
     assert found["ps_layout.h"] == set()
     assert found["gadei.h"] == set()
+
+
+COMPILERS = {"numba", "llvmlite"}
+
+
+def _keeps_code(module: str, graph: Graph) -> bool:
+    """Whether a module makes functions that Numba keeps on disk, or parts of such functions."""
+    if room(module) == "benchmarks":  # they compile for themselves
+        return False
+    found = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            found |= {one.name.split(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return bool(found & COMPILERS) or f"{PACKAGE}.kernels.compiled" in graph[module]
+
+
+def compiled_sources(graph: Graph) -> set[str]:
+    """Modules whose text decides what is compiled: those that keep code, and all they import."""
+    keeping = {module for module in TREES if _keeps_code(module, graph)}
+    reached = {way[-1] for module in keeping for way in ways(graph, module)}
+    return (keeping | reached) - {CEXT}
+
+
+def test_the_name_of_the_cache_covers_all_that_is_compiled() -> None:
+    found = compiled_sources(IMPORTS)
+    assert {f"{PACKAGE}.server.shard", f"{PACKAGE}.kernels.cpu"} <= found
+    assert sorted(cache.SOURCES) == sorted(MODULES[module] for module in found)
+
+
+def test_a_new_source_of_compiled_code_is_found() -> None:
+    graph = IMPORTS | {f"{PACKAGE}.errors": {f"{PACKAGE}.kernels.compiled"}}
+    assert compiled_sources(graph) == compiled_sources(IMPORTS) | {f"{PACKAGE}.errors"}
+    graph = IMPORTS | {f"{PACKAGE}.memory.layout": {f"{PACKAGE}.memory.weights"}}
+    assert f"{PACKAGE}.memory.weights" in compiled_sources(graph) - compiled_sources(IMPORTS)
+
+
+def test_benchmarks_keep_no_compiled_code() -> None:
+    for module, path in MODULES.items():
+        if room(module) == "benchmarks":
+            assert "cache=True" not in path.read_text(), module
 
 
 HEAVY = {"numba", "llvmlite", "torch", "safetensors", "typer", "scipy"}
