@@ -1,0 +1,48 @@
+"""What tests share."""
+
+from support.frames import Loose, decoded_frame, payload_of, rows_payload, same
+from support.jobs import (
+    Pusher,
+    config,
+    daemon,
+    kill_all,
+    learner,
+    live_weights,
+    ring_of,
+    segments,
+    status,
+)
+from support.processes import FORK, Child, Manager, Stopped, children, described, fork, gone
+from support.quick import QuickDaemon
+from support.rig import Rig
+from support.waiting import PATIENCE_S, eventually, spin
+
+__all__ = [
+    "FORK",
+    "PATIENCE_S",
+    "Child",
+    "Loose",
+    "Manager",
+    "Pusher",
+    "QuickDaemon",
+    "Rig",
+    "Stopped",
+    "children",
+    "config",
+    "daemon",
+    "decoded_frame",
+    "described",
+    "eventually",
+    "fork",
+    "gone",
+    "kill_all",
+    "learner",
+    "live_weights",
+    "payload_of",
+    "ring_of",
+    "rows_payload",
+    "same",
+    "segments",
+    "spin",
+    "status",
+]

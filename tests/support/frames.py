@@ -1,0 +1,125 @@
+"""Payloads of frames, as a client writes them and as a test reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gadei_ps import _native
+from gadei_ps.learners.client import rows_at
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import FrameKind, WireType
+from gadei_ps.memory.weights import Model, payload_bytes, write_table
+
+
+def same(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
+    """To the last bit."""
+    for one, other in zip(arrays, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Loose:
+    """A weights segment's table in private memory, for weights.write_table."""
+
+    def __init__(self, model: Model) -> None:
+        size = layout.WEIGHTS.itemsize + len(model.tensors) * layout.TENSOR.itemsize
+        self._bytes = np.zeros(size, np.uint8)
+        write_table(self, model)  # type: ignore[arg-type]
+
+    @property
+    def address(self) -> int:
+        return self._bytes.ctypes.data
+
+    def view(self, dtype: np.dtype[np.void]) -> np.void:
+        one: np.void = self._bytes[: dtype.itemsize].view(dtype)[0]
+        return one
+
+    def array(self, dtype: np.dtype[np.void], count: int, at: int) -> np.ndarray:
+        return self._bytes[at : at + count * dtype.itemsize].view(dtype)
+
+
+def payload_of(
+    model: Model,
+    gradients: dict[int, tuple[np.ndarray, np.ndarray] | np.ndarray],
+    wire: WireType = WireType.FLOAT32,
+    *,
+    spare: bool = False,
+    left: np.ndarray | None = None,
+) -> tuple[np.ndarray, FrameKind, int, float]:
+    """What a client writes into a slot, uint8; its kind, blocks and sum of squares."""
+    room = np.zeros(payload_bytes(model) + 64, np.uint8)
+    room = room[-room.ctypes.data % 64 :]
+    where: list[int] = []
+    kept = []
+    for number in range(len(model.tensors)):
+        given = gradients.get(number)
+        if given is None:
+            where += (0, 0, 0, 0)
+        elif isinstance(given, np.ndarray):
+            kept.append(np.ascontiguousarray(given, np.float32))
+            where += (kept[-1].ctypes.data, 0, 0, 0)
+        else:
+            indices = np.ascontiguousarray(given[0], np.int64)
+            values = np.ascontiguousarray(given[1], np.float32)
+            kept += [indices, values]
+            where += rows_at(indices.ctypes.data, values.ctypes.data, indices.size)
+    table = Loose(model)
+    kept_left = 0 if left is None else left.ctypes.data
+    kind, blocks, size, squares = _native.write_frame(
+        table.address, wire, spare, kept_left, room.ctypes.data, *where
+    )
+    return room[:size].copy(), FrameKind(kind), blocks, squares
+
+
+def decoded_frame(
+    model: Model, payload: np.ndarray, kind: FrameKind, blocks: int, wire: WireType
+) -> dict[int, np.ndarray]:
+    """The dense gradients that a payload says, by tensor's number."""
+
+    def read(at: int, count: int) -> np.ndarray:
+        raw = payload[at : at + count * layout.WIRE_BYTES[wire]]
+        if wire == WireType.BFLOAT16:
+            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return raw.view(np.float16 if wire == WireType.FLOAT16 else np.float32).astype(np.float32)
+
+    found = {}
+    if kind is FrameKind.DENSE:
+        for number, tensor in enumerate(model.tensors):
+            at = tensor.start * layout.WIRE_BYTES[wire]
+            found[number] = read(at, tensor.count).reshape(tensor.shape)
+        return found
+    for i in range(blocks):
+        block = payload[i * layout.BLOCK.itemsize :][: layout.BLOCK.itemsize].view(layout.BLOCK)[0]
+        tensor = model.tensors[int(block["tensor"])]
+        if int(block["form"]) == FrameKind.DENSE:
+            values = read(int(block["values_at"]), tensor.count).reshape(tensor.shape)
+        else:
+            count, at = int(block["rows"]), int(block["indices_at"])
+            values = np.zeros(tensor.shape, np.float32)
+            indices = payload[at : at + 8 * count].view(np.int64)
+            width = tensor.count // tensor.rows
+            values[indices] = read(int(block["values_at"]), count * width).reshape(count, width)
+        found[int(block["tensor"])] = values
+    return found
+
+
+def rows_payload(
+    model: Model,
+    gradients: dict[int, tuple[np.ndarray, np.ndarray] | np.ndarray],
+    wire: WireType = WireType.FLOAT32,
+) -> tuple[np.ndarray, int]:
+    """Payload of a frame of rows, uint8, and how many blocks it has."""
+    if any(isinstance(given, tuple) for given in gradients.values()):
+        payload, _, blocks, _ = payload_of(model, gradients, wire)
+        return payload, blocks
+    # A client makes a dense frame of these; one of rows may hold whole tensors only, too.
+    at = layout.rounded(len(model.tensors) * layout.BLOCK.itemsize, 64)
+    room = np.zeros(payload_bytes(model) + 64, np.uint8)
+    for block, (number, given) in enumerate(sorted(gradients.items())):
+        values = np.ascontiguousarray(given, np.float32)
+        entry = room[block * layout.BLOCK.itemsize :][: layout.BLOCK.itemsize].view(layout.BLOCK)
+        entry["tensor"], entry["form"], entry["values_at"] = number, FrameKind.DENSE, at
+        _native.copy(wire, room.ctypes.data + at, values.ctypes.data, values.size, 0)
+        at += layout.rounded(values.size * layout.WIRE_BYTES[wire], 64)
+    return room[:at].copy(), len(gradients)

@@ -1,0 +1,265 @@
+"""A job's segments without its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from gadei_ps import _native
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType
+from gadei_ps.memory.weights import Model, Tensor, data, payload_bytes
+from gadei_ps.memory.weights import place as placed
+from gadei_ps.server import places as place
+from gadei_ps.watchdog.memory import JobMemory
+from support.frames import rows_payload
+from support.jobs import config
+from support.waiting import PATIENCE_S, eventually
+
+
+class Rig:
+    """A job's real segments without a daemon: this process serves the shards, or a child of it.
+
+    Rows 0 to learners - 1 of the roster are taken, with generations from 1 on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        values: dict[str, np.ndarray] | None = None,
+        *,
+        learners: int = 1,
+        collect: bool = False,
+        **settings: Any,
+    ) -> None:
+        # Here: the tests that need no shard are spared Numba.
+        from gadei_ps import sync
+        from gadei_ps.server import apply, recover, rows, shard
+
+        self._rooms: list[tuple[np.ndarray, np.ndarray]] = []
+        self._apply, self._recover, self._rows, self._shard = apply, recover, rows, shard
+        self.memory = JobMemory(config(name, **settings))
+        self.memory.create_control(sync.parse("bsp" if collect else "asp"))
+        try:
+            self._make(placed(tensors), values, learners)
+        except BaseException:
+            self.memory.remove()
+            raise
+
+    def _make(self, model: Model, values: dict[str, np.ndarray] | None, learners: int) -> None:
+        flat = np.zeros(model.elements, np.float32) if values is None else model.flatten(values)
+        self.memory.create_model(model, flat)
+        assert self.memory.weights
+        assert self.memory.state
+        self.model = model
+        self.control_at = self.memory.control.address
+        self.control = self.memory.control.view(layout.CONTROL)
+        self.roster = self.control["roster"]
+        self.state = self.memory.state.view(layout.STATE)
+        self.weights = data(self.memory.weights)
+        self.shards = int(self.control["shards"])
+        self.slots = [
+            self.memory.state.array(
+                np.float32,
+                model.elements,
+                int(self.state["slots_at"]) + stream * int(self.state["slot_bytes"]),
+            )
+            for stream in range(int(self.state["streams"]))
+        ]
+        self.table = np.zeros((layout.MAX_LEARNERS, place.TABLE), np.uint64)
+        self.words = np.zeros(place.WORDS, np.uint64)
+        for row in range(learners):
+            self.add(row, row + 1)
+        self.control["phase"] = Phase.SERVING
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.memory.remove()
+
+    def add(self, row: int, generation: int) -> None:
+        """A learner attaches."""
+        ring = self.memory.create_ring(row, generation)
+        ring.view(layout.RING)["wants"] = layout.WANTS_TURN | layout.WANTS_WORK
+        head = ring.view(layout.RING)
+        for field in ("generation", "wanted", "served"):
+            self.roster[row][field] = generation
+        self.roster[row]["grant"] = layout.UNBOUNDED
+        self.state["applied"][:, row] = 0
+        for field in ("drained", "handed", "unasked"):
+            self.roster[row][field] = 0
+        self.roster[row]["outstanding"] = layout.NO_BATCH
+        self.table[row] = ring.address, generation, int(head["slot_bytes"]), int(head["slots_at"])
+        self.words[place.TABLE_VERSION] += 1
+        self.bell()
+
+    def forget(self, row: int) -> None:
+        """A learner that has departed is let go; its row may be taken again."""
+        self.table[row] = 0
+        self.words[place.TABLE_VERSION] += 1
+        self.bell()
+        seen = self.words[place.SEEN : place.SEEN + self.shards]
+        eventually(lambda: (seen == self.words[place.TABLE_VERSION]).all())
+        self.memory.remove_ring(row)
+
+    def word(self, field: str) -> int:
+        return self.control_at + layout.offset(layout.CONTROL, field)
+
+    def bell(self) -> None:
+        _native.bell(self.word("shard_bell"))
+
+    def ring(self, row: int) -> np.void:
+        return self.memory.rings[row].view(layout.RING)
+
+    def range(self, index: int) -> tuple[int, int]:
+        return layout.shard_range(self.model.elements, self.shards, index)
+
+    def places(self, index: int) -> np.ndarray:
+        """What a shard works with."""
+        memory = self.memory
+        assert memory.weights
+        assert memory.state
+        places = np.zeros(place.PLACES, np.uint64)
+        places[place.CONTROL_AT] = self.control_at
+        places[place.STATE_AT] = memory.state.address
+        places[place.WEIGHTS_AT] = self.weights.ctypes.data
+        for stream, slot in enumerate(self.slots):
+            places[place.SLOT0_AT + stream] = slot.ctypes.data
+        places[place.UNDO_AT] = memory.state.address + int(self.state["undo_at"])
+        places[place.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
+        places[place.TABLE_AT] = self.table.ctypes.data
+        places[place.WORDS_AT] = self.words.ctypes.data
+        head = memory.weights.view(layout.WEIGHTS)
+        tensors = int(head["tensors"])
+        places[place.TENSORS_AT] = memory.weights.address + int(head["table_at"])
+        places[place.TENSORS] = tensors
+        places[place.APPLY_AT] = self._rows.applier()
+        mine = self._apply.room()
+        self._rooms.append(mine)
+        places[place.HANDS_AT], places[place.ROOM_AT] = (part.ctypes.data for part in mine)
+        places[place.CAPACITY] = payload_bytes(self.model)
+        places[place.ELEMENTS] = self.model.elements
+        places[place.PARAMETERS] = self.model.parameters
+        return places
+
+    def kept(self) -> list[np.ndarray]:
+        """Copies of weights and slots."""
+        return [part.copy() for part in (self.weights, *self.slots)]
+
+    def undo(self, index: int, stream: int, chunk: int) -> np.ndarray:
+        """A stream of a shard's undo log, as that chunk is logged."""
+        at = int(self.state["undo_at"])
+        at += index * layout.UNDO_BYTES + chunk % 2 * layout.UNDO_HALF + stream * layout.CHUNK * 4
+        assert self.memory.state
+        return self.memory.state.array(np.float32, layout.CHUNK, at)
+
+    def recover(self) -> list[int]:
+        """For each shard whether a gradient was in hand."""
+        return [
+            self._recover.recover(index, *self.range(index), self.places(index))
+            for index in range(self.shards)
+        ]
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Shard threads in this process."""
+        self._shard.load()  # here, where nobody waits yet
+        self.words[place.QUIT] = 0
+        threads = [
+            threading.Thread(
+                target=self._shard.serve, args=(index, *self.range(index), self.places(index))
+            )
+            for index in range(self.shards)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self.words[place.QUIT] = 1
+            self.bell()
+            for thread in threads:
+                thread.join()
+
+    def publish(
+        self,
+        row: int,
+        payload: np.ndarray,
+        wire: WireType = WireType.FLOAT32,
+        timeout_s: float = PATIENCE_S,
+        **fields: Any,
+    ) -> int:
+        """Publishes a frame as a learner does; `fields` are written over what is right."""
+        ring = self.memory.rings[row]
+        slot = _native.claim(ring.address, self.control_at, int(timeout_s * 1e9))
+        assert slot >= 0, f"claim: {slot}"
+        at = slot - ring.address
+        ring.array(payload.dtype, payload.size, at + layout.PAYLOAD_AT)[:] = payload
+        head = self.ring(row)
+        sequence = int(head["head"])
+        frame = ring.array(layout.FRAME, 1, at)
+        frame[:] = 0
+        good = {
+            "sequence": sequence,
+            "generation": int(head["header"]["generation"]),
+            "clock": sequence,
+            "version": int(self.control["version"]),
+            "kind": FrameKind.DENSE,
+            "dtype": wire,
+            "payload_bytes": payload.nbytes,
+            "flags": layout.CHECKED,
+            "batch": layout.NO_BATCH,
+            "samples": 1,
+            "rate_scale": 1.0,
+        }
+        for field, value in (good | fields).items():
+            frame[0][field] = value
+        head_at = ring.address + layout.offset(layout.RING, "head")
+        _native.store(head_at, sequence + 1)
+        _native.futex_wake(head_at)
+        return sequence
+
+    def publish_rows(
+        self,
+        row: int,
+        gradients: dict[int, tuple[np.ndarray, np.ndarray] | np.ndarray],
+        wire: WireType = WireType.FLOAT32,
+        **fields: Any,
+    ) -> int:
+        """Publishes a frame of rows: by tensor's number its indices and values, or all values."""
+        payload, blocks = rows_payload(self.model, gradients, wire)
+        fields = {"kind": FrameKind.ROWS, "blocks": blocks} | fields
+        return self.publish(row, payload, wire, **fields)
+
+    def superstep(self, actions: dict[int, Action]) -> None:
+        """What the manager does: tells what becomes of these rows' oldest frames."""
+        self.control["superstep_action"] = Action.SKIP
+        for row, action in actions.items():
+            self.control["superstep_action"][row] = action
+            self.control["superstep_reason"][row] = (
+                Reason.NOT_FINITE if action == Action.REFUSE else Reason.OK
+            )
+            self.control["superstep_upto"][row] = self.state["applied"][0, row] + 1
+        _native.store(self.word("superstep"), int(self.control["superstep"]) + 1)
+        self.bell()
+
+    def superstep_done(self) -> bool:
+        done = self.state["record"]["supersteps"][: self.shards]
+        return bool((done == self.control["superstep"]).all())
+
+    def wait_tail(self, row: int, tail: int) -> None:
+        """Waits until every shard has let go of the frames below."""
+        tails = self.ring(row)["tail"]["value"]
+        eventually(lambda: (tails[: self.shards] == tail).all(), what=lambda: tails[: self.shards])
+
+    def wait_applied(self, row: int, sequence: int, timeout_s: float = PATIENCE_S) -> None:
+        result = _native.wait_applied(
+            self.memory.rings[row].address, self.control_at, sequence, int(timeout_s * 1e9)
+        )
+        assert result == 0, f"wait_applied: {result}"

@@ -1,0 +1,32 @@
+"""Waiting for a condition, and for a random time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE_S = 60.0  # for what takes milliseconds on an idle machine
+
+
+def eventually(
+    condition: Callable[[], Any],
+    timeout_s: float = PATIENCE_S,
+    what: Callable[[], object] | str = "",
+) -> Any:
+    """Waits until the condition holds and returns its value; fails when it does not."""
+    until = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > until:
+            said = what() if callable(what) else what
+            raise AssertionError(f"not within {timeout_s} s: {said or condition}")
+        time.sleep(0.001)
+    return value
+
+
+def spin(chance: random.Random, most_s: float) -> None:
+    """A random time, without giving the core away: until anywhere in what another is doing."""
+    end = time.perf_counter() + chance.random() * most_s
+    while time.perf_counter() < end:
+        pass
