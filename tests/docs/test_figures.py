@@ -1,0 +1,160 @@
+"""Every figure that README shows, and the tables of docs/performance.md, are those of the results.
+
+A comment `<!-- figures: FILE.json, what -->` stands above each paragraph or table of figures, and
+FIGURES says, for each such comment, which numbers the paragraph must hold, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+MARK = re.compile(r"^<!-- figures: (.+?) -->\n(.*?)(?=\n\n|\Z)", re.M | re.S)
+NUMBER = re.compile(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
+UNITS = r"(?:ns|us|ms|s|seconds|minutes|%|times|x|MB|GB|MB/s|GB/s|samples/s)"
+MEASURED = re.compile(rf"(?<![\w.,-])\d+(?:,\d{{3}})*(?:\.\d+)?\s*{UNITS}(?!\w)")
+
+Row = dict[str, Any]
+
+
+@cache
+def results(name: str) -> Row:
+    return json.loads((RESULTS / name).read_text())  # type: ignore[no-any-return]
+
+
+def row(name: str, part: str = "rows", **wanted: object) -> Row:
+    """The one row of a file that has all these values."""
+    fits = [
+        one
+        for one in results(name)[part]
+        if all(one.get(key) == value for key, value in wanted.items())
+    ]
+    assert len(fits) == 1, (name, wanted, len(fits))
+    return fits[0]
+
+
+def median(name: str, **wanted: object) -> float:
+    return float(row(name, **wanted)["median"])
+
+
+def two_digits(value: float) -> str:
+    """7.41 as 7.4, 11.6 as 12, 70.4 as 70."""
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
+def nlc(sizes: tuple[int, ...]) -> list[str]:
+    shown = []
+    for size in sizes:
+        shown.append(str(size))
+        for contender in ("gadei-ps", "Hogwild sparse", "Hogwild", "DDP gloo", "limit"):
+            speed = median("nlc.json", contender=contender, set="mr", learners=2, mini_batch=size)
+            shown.append(f"{speed:,.0f}")
+    return shown
+
+
+def trec6() -> list[str]:
+    def reached(case: str) -> str:
+        return f"{100 * row('accuracy.json', contender=case, set='trec6')['test_accuracy']:.1f}"
+
+    kim = row("accuracy.json", "ratios", contender="1 learner", set="trec6")["kim_2014"]
+    killed = "2 learners, one killed every 10 s"
+    shown = [reached("1 learner"), reached("2 learners"), reached(killed), "10"]
+    return [*shown, "2014", f"{100 * kim:.1f}"]
+
+
+def latency() -> list[str]:
+    def us(contender: str, mode: str) -> str:
+        return two_digits(
+            1e6 * median("latency.json", contender=contender, mode=mode, quantile="p50")
+        )
+
+    spinning = [us(one, "spinning") for one in ("gadei-ps", "MPI", "iceoryx2", "Pipe")]
+    return ["4", *spinning, us("gadei-ps", "asleep"), us("Pipe", "asleep")]
+
+
+def soak() -> list[str]:
+    def count(quantity: str) -> str:
+        return f"{row('soak.json', contender='run', quantity=quantity)['last']:,}"
+
+    minutes = row("soak.json", contender="run", quantity="time")["last"] / 60
+    killed = [count(f"{who} killed") for who in ("servers", "standbys", "watchdogs", "learners")]
+    checkpoints = [count("checkpoints written"), count("checkpoints failed")]
+    return [f"{minutes:.0f}", *killed, count("gradients"), *checkpoints, count("segments left")]
+
+
+def start() -> list[str]:
+    ready = median("start.json", contender="daemon ready")
+    attached = median("start.json", contender="attach")
+    return [f"{ready:.1f}", f"{1e3 * attached:.1f}"]
+
+
+def memory() -> list[str]:
+    def megabytes(contender: str, of: str = "all together") -> float:
+        return median("memory.json", contender=contender, learners=2, of=of) / 1e6
+
+    own = sum(megabytes("gadei-ps", of) for of in ("watchdog", "server 1", "server 2"))
+    peers = ("gadei-ps", "Hogwild", "Hogwild sparse", "DDP gloo")
+    return [*(f"{megabytes(one):.0f}" for one in peers), f"{own:.0f}"]
+
+
+FIGURES: dict[str, Callable[[], list[str]]] = {
+    "nlc.json, table": lambda: nlc((1, 8, 32, 128)),
+    "accuracy.json, trec6": trec6,
+    "latency.json, p50": latency,
+    "soak.json, kills": soak,
+    "start.json, medians": start,
+    "memory.json, two learners": memory,
+}
+
+
+def shown(block: str) -> list[str]:
+    """The numbers of a paragraph or table, without those in code and in the targets of links."""
+    return NUMBER.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", " ", block))
+
+
+def marked(text: str) -> dict[str, str]:
+    found = MARK.findall(text)
+    assert len(found) == len(dict(found)), "a mark stands twice"
+    return dict(found)
+
+
+BLOCKS = {mark: block for page in PAGES for mark, block in marked(page.read_text()).items()}
+
+
+@pytest.mark.parametrize("mark", BLOCKS)
+def test_figures_are_those_of_the_results(mark: str) -> None:
+    assert shown(BLOCKS[mark]) == FIGURES[mark]()
+
+
+def test_every_mark_has_its_figures() -> None:
+    assert BLOCKS.keys() == FIGURES.keys()
+    for mark in BLOCKS:
+        assert (RESULTS / mark.split(",")[0]).exists()
+
+
+def unmarked(text: str) -> list[str]:
+    """Figures with a unit that no mark names the source of."""
+    prose = re.sub(r"^(`{3,})[^\n]*\n.*?^\1$", "", MARK.sub("", text), flags=re.M | re.S)
+    return MEASURED.findall(re.sub(r"`[^`\n]*`", " ", prose))
+
+
+def test_readme_has_no_figure_without_a_source() -> None:
+    assert not unmarked((ROOT / "README.md").read_text())
+
+
+def test_what_is_wrong_is_found() -> None:
+    assert unmarked("It takes 14 ms, 2 cores.\n\n<!-- figures: x.json, y -->\nNow 15 ms.\n") == [
+        "14 ms"
+    ]
+    assert shown("of 2,735 `x 4` at [a](b-5.md), 3.1 us; bfloat16, TREC-6") == ["2,735", "3.1"]
+    with pytest.raises(AssertionError):
+        row("start.json", contender="nobody")
