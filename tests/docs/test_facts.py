@@ -1,0 +1,166 @@
+"""Lists and tables of the documents are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from gadei_ps.cli.app import app
+from gadei_ps.job import config, control
+from gadei_ps.watchdog import memory
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("gadei_ps", "learners", "watchdog", "benchmarks", "native")
+# Set and read by gadei-ps itself, between a command and the daemon that it starts.
+INTERNAL = {"GADEI_PS_CONFIG"}
+# The tables of the section on the job file, in order.
+TABLES = ("job", "checkpoint", "learners", "optimizer", "schedule")
+
+
+@cache
+def section(page: str, heading: str) -> str:
+    """The text below a heading, up to the next one of the same rank or a higher one."""
+    text = (ROOT / page).read_text()
+    found = re.search(rf"^(#+) {re.escape(heading)}$", text, re.M)
+    assert found, f"{page} has no heading {heading!r}"
+    rest = text[found.end() :]
+    end = re.search(rf"^#{{1,{len(found[1])}}} ", rest, re.M)
+    return rest[: end.start()] if end else rest
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Each table as rows of cells, without its header."""
+    found = re.findall(r"(?:^\|.*\n)+", text + "\n", re.M)
+    return [
+        [
+            [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
+            for line in table.splitlines()[2:]
+        ]
+        for table in found
+    ]
+
+
+def code(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def model_of(field: str) -> type[BaseModel]:
+    """The table of a job file behind a field."""
+    kinds: dict[str, type[BaseModel]] = {
+        "job": config.JobConfig,
+        "checkpoint": config.CheckpointConfig,
+        "learners": config.LearnersConfig,
+        "optimizer": config.OptimizerConfig,
+        "schedule": config.ScheduleConfig,
+    }
+    return kinds[field]
+
+
+@pytest.mark.parametrize("place", list(enumerate(TABLES)), ids=TABLES)
+def test_every_field_of_a_job_file_has_its_row(place: tuple[int, str]) -> None:
+    number, name = place
+    model = model_of(name)
+    rows = tables(section("docs/operations.md", "The job file"))[number]
+    defaults: dict[str, str] = {}
+    for row in rows:
+        fields, values = code(row[0]), row[1].split(", ") if "," in row[0] else [row[1]]
+        values += [""] * (len(fields) - len(values))
+        defaults |= dict(zip(fields, values, strict=True))
+    inner = {"checkpoint", "learners", "optimizer", "schedule"}
+    assert defaults.keys() == model.model_fields.keys() - inner
+    for field, shown in defaults.items():
+        value = default(model, field)
+        if isinstance(value, bool | int | float | str):
+            text = f'"{value}"' if isinstance(value, str) else f"{value:g}"
+            text = str(value).lower() if isinstance(value, bool) else text
+            assert shown.strip("`") == text, (name, field)
+
+
+def default(model: type[BaseModel], field: str) -> Any:
+    return model.model_fields[field].default
+
+
+def requests() -> dict[str, set[str]]:
+    """Each message of the control socket with its fields."""
+    union, _ = get_args(control.Request)
+    return {
+        one.model_fields["op"].default: one.model_fields.keys() - {"op", "v"}
+        for one in get_args(union)
+    }
+
+
+def test_every_message_of_the_control_socket_is_listed() -> None:
+    rows = tables(section("docs/protocol.md", "Control socket"))[0]
+    assert {code(row[0])[0] for row in rows} == requests().keys()
+    for row in rows:
+        assert requests()[code(row[0])[0]] <= set(code(row[1])), row[0]
+
+
+def test_environment_variables_are_listed() -> None:
+    used: set[str] = set()
+    for folder in SOURCES:
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".c", ".h"):
+                used |= set(re.findall(r"\bGADEI_PS_[A-Z]+(?:_[A-Z]+)*\b", path.read_text()))
+    rows = tables(section("docs/operations.md", "Environment variables"))[0]
+    listed = {name for row in rows for name in code(row[0])}
+    assert {name for name in listed if name.startswith("GADEI_PS_")} == used - INTERNAL
+
+
+def test_every_command_is_listed() -> None:
+    rows = tables(section("docs/operations.md", "Commands"))[0]
+    listed = {code(row[0])[0].split()[0] for row in rows}
+    commands = {
+        one.name or one.callback.__name__ for one in app.registered_commands if one.callback
+    }
+    groups = {one.name for one in app.registered_groups}
+    assert listed == {name.replace("_", "-") for name in commands} | groups
+
+
+def test_what_adoption_compares_is_said() -> None:
+    text = section("docs/fault-tolerance.md", "The watchdog")
+    found = re.search(r"Adoption needs the same ((?:`\w+`(?:, | and |,\n| and\n|\n)?)+)", text)
+    assert found
+    assert set(code(found[1])) == set(memory.ADOPTED)
+    step = re.search(r"^2\. .*?\((.*?)\)", section("docs/protocol.md", "Adoption"), re.M | re.S)
+    assert step
+    assert set(code(step[1])) == set(memory.ADOPTED)
+
+
+def rooms() -> set[str]:
+    inside = {path.parent.name for path in (ROOT / "gadei_ps").glob("*/__init__.py")}
+    return inside | {"learners", "watchdog", "benchmarks"}
+
+
+def layers() -> list[set[str]]:
+    """LAYERS of the test that holds them, from the lowest to the highest."""
+    tree = ast.parse((ROOT / "tests" / "unit" / "test_house.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "LAYERS":
+            assert node.value
+            return [set(layer) for layer in ast.literal_eval(node.value)]
+    raise AssertionError("tests/unit/test_house.py has no LAYERS")
+
+
+def test_architecture_has_every_room() -> None:
+    rows = tables(section("docs/architecture.md", "Rooms"))[0]
+    assert {code(row[0])[0].strip("/").removeprefix("gadei_ps/") for row in rows} == rooms()
+
+
+def test_architecture_draws_the_layers_as_they_are_held() -> None:
+    drawn = re.search(r"```\n(.*?)```", section("docs/architecture.md", "Layers"), re.S)
+    assert drawn
+    lines = [set(re.findall(r"\w+", line)) for line in drawn[1].splitlines()]
+    held = [{name.strip("_") for name in layer} for layer in layers()]
+    assert [{name.strip("_") for name in line} for line in lines[::-1]] == held
+
+
+def test_a_table_is_read_as_it_is_shown() -> None:
+    text = "x\n\n| a | b |\n| --- | --- |\n| `c \\| d` | 1 |\n| e | |\n\nThen.\n"
+    assert tables(text) == [[["`c \\| d`", "1"], ["e", ""]]]
