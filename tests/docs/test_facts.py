@@ -19,8 +19,12 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("gadei_ps", "learners", "watchdog", "benchmarks", "native")
 # Set and read by gadei-ps itself, between a command and the daemon that it starts.
 INTERNAL = {"GADEI_PS_CONFIG"}
-# The tables of the section on the job file, in order.
+# The tables of docs/job-file.md, in order.
 TABLES = ("job", "checkpoint", "learners", "optimizer", "schedule")
+
+
+# What differs from message to message: `'X'`, `N MiB`, `10`, `...`.
+VARIES = re.compile(r"\.\.\.|'?\b(?:[A-Z]+|\d+)\b'?")
 
 
 @cache
@@ -66,7 +70,7 @@ def model_of(field: str) -> type[BaseModel]:
 def test_every_field_of_a_job_file_has_its_row(place: tuple[int, str]) -> None:
     number, name = place
     model = model_of(name)
-    rows = tables(section("docs/operations.md", "The job file"))[number]
+    rows = tables(section("docs/job-file.md", "The job file"))[number]
     defaults: dict[str, str] = {}
     for row in rows:
         fields, values = code(row[0]), row[1].split(", ") if "," in row[0] else [row[1]]
@@ -114,7 +118,7 @@ def test_environment_variables_are_listed() -> None:
 
 
 def test_every_command_is_listed() -> None:
-    rows = tables(section("docs/operations.md", "Commands"))[0]
+    rows = tables(section("docs/commands.md", "Commands"))[1]
     listed = {code(row[0])[0].split()[0] for row in rows}
     commands = {
         one.name or one.callback.__name__ for one in app.registered_commands if one.callback
@@ -131,6 +135,37 @@ def test_what_adoption_compares_is_said() -> None:
     step = re.search(r"^2\. .*?\((.*?)\)", section("docs/protocol.md", "Adoption"), re.M | re.S)
     assert step
     assert set(code(step[1])) == set(memory.ADOPTED)
+
+
+@cache
+def texts() -> str:
+    """All text in the sources; parts of a message that are written on several lines, as one."""
+    found = []
+    for folder in SOURCES:
+        for path in (ROOT / folder).rglob("*.py"):
+            found += [
+                node.value
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ]
+    return "\n".join(found)
+
+
+def unknown_messages(text: str) -> list[str]:
+    """Messages of the first column that no source has; capitals stand for what differs."""
+    wrong = []
+    for row in (row for table in tables(text) for row in table):
+        for message in code(row[0]):
+            parts = VARIES.split(message)
+            if not all(part.strip() in texts() for part in parts):
+                wrong.append(message)
+    return wrong
+
+
+def test_messages_are_those_of_the_code() -> None:
+    assert not unknown_messages((ROOT / "docs" / "troubleshooting.md").read_text())
+    table = "| m | n |\n| --- | --- |\n| `no job 'X' is running`, `no job 'X' was running` | |\n"
+    assert unknown_messages(table) == ["no job 'X' was running"]
 
 
 def rooms() -> set[str]:
