@@ -218,7 +218,7 @@ def mover(place: Place, client: Client) -> Iterator[Mover]:
         return
     import cupy
 
-    cuda: Any = importlib.import_module("gadei_ps.learners.cuda")
+    cuda: Any = importlib.import_module("gadei_ps.learners.cuda.link")
     runtime = cuda.runtime
     timed = Timed(runtime, cupy.cuda.Event)
     cuda.runtime = timed

@@ -38,7 +38,11 @@ READ_ONLY = 8
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 NOT_READY = 600
 DAWDLE_S = 0.002
-MODULES = ("gadei_ps.learners.cuda", "gadei_ps.learners.cuda_kernels")
+MODULES = (
+    "gadei_ps.learners.cuda",
+    "gadei_ps.learners.cuda.link",
+    "gadei_ps.learners.cuda.kernels",
+)
 
 
 class CudaError(RuntimeError):
@@ -438,7 +442,7 @@ def installed(*, inline: bool = False) -> Iterator[Device]:
     if not inline:
         _compute[id(device)] = Stream(device)
     try:
-        from gadei_ps.learners import cuda
+        from gadei_ps.learners.cuda import link as cuda
 
         cuda._loaded.append(Libcuda(device))
         yield device

@@ -88,7 +88,7 @@ def test_cupy_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_no_gpu(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gadei_ps.learners import cuda
+    from gadei_ps.learners.cuda import link as cuda
 
     monkeypatch.setattr(cuda.runtime, "getDeviceCount", lambda: 0)
     assert cuda_missing().startswith("no GPU is visible")
@@ -102,7 +102,7 @@ def test_no_gpu(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_compiler(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gadei_ps.learners import cuda
+    from gadei_ps.learners.cuda import link as cuda
 
     def lacks() -> None:
         raise RuntimeError("CuPy failed to load libnvrtc.so.13: no such file\nand more")
@@ -175,7 +175,7 @@ def test_links_give_their_memory_back(device: emulator.Device, job_name: str) ->
 def test_memory_that_cannot_be_registered(
     device: emulator.Device, monkeypatch: pytest.MonkeyPatch, job_name: str
 ) -> None:
-    from gadei_ps.learners import cuda
+    from gadei_ps.learners.cuda import link as cuda
 
     def refuse(*arguments: int) -> None:
         raise emulator.CudaError("cudaErrorMemoryAllocation: out of memory")

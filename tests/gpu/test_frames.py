@@ -21,7 +21,7 @@ from gadei_ps.machine.cuda import missing as cuda_missing
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import FrameKind, WireType
 
-KERNELS = Path(__file__).parents[2] / "learners" / "kernels.cu"
+KERNELS = Path(__file__).parents[2] / "learners" / "cuda" / "kernels.cu"
 SHAPES = {"a": (3, 5), "long": (9_003,), "s": (), "table": (40, 6), "wide": (4, 700), "one": (50,)}
 
 
@@ -174,7 +174,7 @@ def test_as_the_host(
 def test_structs_are_those_of_c() -> None:
     """Sizes and, by the kernels' results, places of what Python hands over."""
     with emulator.installed():
-        from gadei_ps.learners import cuda_kernels
+        from gadei_ps.learners.cuda import kernels as cuda_kernels
 
         library = emulator.compiled(KERNELS.read_text())
         for name, struct in {

@@ -23,9 +23,9 @@ from support import daemon, eventually, fork, status
 from torch import nn
 
 from gadei_ps.errors import ModelMismatch, UsageError
-from gadei_ps.learners import torch_cuda
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import Optimizer, embedding, linear
+from gadei_ps.learners.torch import gpu as torch_cuda
 from gadei_ps.machine.cuda import missing as cuda_missing
 
 STEPS = 30

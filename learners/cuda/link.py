@@ -32,9 +32,9 @@ from cupy.cuda import runtime
 
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError, ModelMismatch, UsageError
-from gadei_ps.learners import cuda_kernels
 from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_at
-from gadei_ps.learners.cuda_kernels import BLOCKS, ITEMS, SKIPPED, THREADS, Kernels, Launch
+from gadei_ps.learners.cuda import kernels as cuda_kernels
+from gadei_ps.learners.cuda.kernels import BLOCKS, ITEMS, SKIPPED, THREADS, Kernels, Launch
 from gadei_ps.machine import cuda
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import FrameKind, SegmentKind, WireType

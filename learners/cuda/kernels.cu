@@ -11,7 +11,7 @@
  *
  * gather: rows of the weights, read over the bus from the registered segment.
  *
- * One struct by value is all that a kernel takes; learners/cuda_kernels.py has the same structs.
+ * One struct by value is all that a kernel takes; learners/cuda/kernels.py has the same structs.
  * Plain C++ but for the qualifiers: the tests also compile it for the host.
  */
 typedef unsigned short u16;

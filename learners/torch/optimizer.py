@@ -41,9 +41,9 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.kernels import optimizers
-from gadei_ps.learners import torch_cuda
 from gadei_ps.learners.client import NONE, Batch, Client, Where, product_at, rows_at, whole_at
-from gadei_ps.learners.torch_cuda import embedding as embedding
+from gadei_ps.learners.torch import gpu as torch_cuda
+from gadei_ps.learners.torch.gpu import embedding as embedding
 from gadei_ps.memory import layout
 
 # Hooks on every optimizer's step; under these names in every torch since 2.0.
