@@ -63,6 +63,9 @@ class _End:
         self._buffer = link.buffer()
         link.fill(self._buffer)
 
+    def close(self) -> None:
+        self._link.close()
+
     def _push(self) -> None:
         self._link.push(self._gradients, self._link.version)
 
@@ -153,7 +156,7 @@ class OnGpu(_End):
         gradient = cupy.full(client.model.elements, 1e-3, cupy.float32)
         super().__init__(place, client, place.learner_device().link(client), gradient)
         timed.least = self._bytes
-        timed.streams = {self._link._push.ptr, self._link._pull.ptr}
+        timed.streams = set(self._link.streams)
         self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
         self._pinned = [cupy.cuda.alloc_pinned_memory(self._bytes) for _ in range(2)]
         self._device = [cupy.zeros(client.model.elements, cupy.float32) for _ in range(2)]
@@ -214,20 +217,20 @@ def mover(place: Place, client: Client) -> Iterator[Mover]:
     if not place.on_gpu:
         on_host = OnHost(place, client)
         yield on_host
-        on_host._link.close()
+        on_host.close()
         return
     import cupy
 
-    cuda: Any = importlib.import_module("gadei_ps.learners.cuda.link")
-    runtime = cuda.runtime
+    link: Any = importlib.import_module("gadei_ps.learners.cuda.link")
+    runtime = link.runtime
     timed = Timed(runtime, cupy.cuda.Event)
-    cuda.runtime = timed
+    link.runtime = timed
     try:
         on_gpu = OnGpu(place, client, timed)
         yield on_gpu
-        on_gpu._link.close()
+        on_gpu.close()
     finally:
-        cuda.runtime = runtime
+        link.runtime = runtime
 
 
 def measure(place: Place) -> Report:

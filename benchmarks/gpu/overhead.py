@@ -26,6 +26,7 @@ from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.gpu import networks, texts
 from gadei_ps.benchmarks.gpu.place import Place, job
 from gadei_ps.learners.torch import Optimizer
+from gadei_ps.learners.torch.gpu import GpuBackend
 
 OURS, TORCH = "gadei-ps", "torch SGD"
 REACH_S = 30e-6
@@ -124,7 +125,8 @@ def _run(
     marks: list[Any] = []
     host: list[float] = []
     pulled: list[bool] = []
-    shared = optimizer._gpu if isinstance(optimizer, Optimizer) else None
+    backend = optimizer.backend if isinstance(optimizer, Optimizer) else None
+    shared = backend if isinstance(backend, GpuBackend) else None
     for number in range(count):
         if spin_s:
             place.spin(spin_s)
@@ -133,13 +135,13 @@ def _run(
         loss = loss_of(number)
         loss.backward()  # type: ignore[no-untyped-call]
         marks.append(place.mark())
-        version = -1 if shared is None else shared._version
+        version = -1 if shared is None else shared.version
         begin = time.perf_counter()
         if isinstance(optimizer, Optimizer):
             optimizer.report(loss=loss, samples=1)
         optimizer.step()
         host.append(time.perf_counter() - begin)
-        pulled.append(shared is not None and shared._version != version)
+        pulled.append(shared is not None and shared.version != version)
         marks.append(place.mark())
     place.wait()
     begins, middles, ends = marks[::3], marks[1::3], marks[2::3]

@@ -1,5 +1,54 @@
-"""A CUDA device, by CuPy."""
+"""A CUDA device, by CuPy: compute, push and pull on three streams (GaDei, Figures 4 and 5).
 
-from gadei_ps.learners.cuda.link import Cuda
+The weights segment and the ring's slots are registered as pinned memory. So a push is one transfer
+from the device's staging buffer into the slot, and a pull is one from the segment into the device's
+weights. The DMA engines make both; the host copies nothing. Staging and weights are
+double-buffered.
 
-__all__ = ["Cuda"]
+    compute   ... backward | stage |  forward, backward ...      goes on at once
+    push                           | transfer | publish
+    pull           transfer of newer weights    |
+
+`stage` (kernels.cu) puts the gradients where the slot will have them and converts them. Behind the
+transfer the driver calls ps_land() (native/ps_land.h), which makes the frame visible to the server.
+That needs no thread of Python, and nothing waits for the interpreter's lock.
+
+The host waits in push() only: for the push before, so that it is at most one step ahead of the
+device, and for a free slot. The compute stream never waits for the host.
+
+    memory.py     registers the segments with the driver
+    staging.py    the gradient of whole tensors on its way into a slot; rows.py: that of rows
+    kernels.cu    what computes on the device; kernels.py launches it
+    arrays.py     gradients of CuPy and of other libraries, as addresses
+    link.py       push and pull, in the order of the streams
+"""
+
+from __future__ import annotations
+
+import cupy
+from cupy.cuda import runtime
+
+from gadei_ps.errors import DeviceError
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.cuda.link import CudaLink, Stream
+from gadei_ps.machine import cuda
+
+
+def current_stream() -> int:
+    """CuPy's."""
+    return int(cupy.cuda.get_current_stream().ptr)
+
+
+class Cuda:
+    """One GPU, by default CuPy's current one. Raises DeviceError if it cannot be used."""
+
+    name = "cuda"
+
+    def __init__(self, index: int | None = None) -> None:
+        if why := cuda.missing():
+            raise DeviceError(f"device cuda: {why}")
+        self.index = int(runtime.getDevice()) if index is None else index
+
+    def link(self, client: Client, compute: Stream = current_stream) -> CudaLink:
+        """compute: tells the stream on which another library than CuPy computes."""
+        return CudaLink(client, self.index, compute)

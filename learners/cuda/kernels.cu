@@ -1,18 +1,20 @@
 /*
  * What a GPU does with a gradient before it leaves, and with rows of the weights as they come.
  *
- * stage: gradients of whole tensors, one kernel for many tensors, into the staging buffer: laid out
- * and converted as the slot will hold them. What rides along is what native/ps_copy.c does on the
- * host: sum of squares, values that are not finite, what rounding leaves over, buffers' changes.
+ * stage: gradients of whole tensors, one launch for many tensors, into the staging buffer: laid out
+ * and converted as the slot will hold them. In the same pass it does what native/ps_copy.c does on
+ * the host: sum of squares, search for values that are not finite, residue of rounding, changes of
+ * buffers.
  *
- * link_rows, list_rows, add_rows: the gradient of some rows, named in any order and repeated:
- * each row once, ascending, its values added up in the order given. No sort and no atomics, so that
- * the sum does not depend on chance, and nobody waits for the host to learn how many there are.
+ * link_rows, list_rows, add_rows: the gradient of some rows, named in any order and repeated. Each
+ * row is written once, ascending, with its values added up in the order given. They use no sort and
+ * no atomics, so that the sum does not depend on chance and the host need not wait for the number
+ * of rows.
  *
  * gather: rows of the weights, read over the bus from the registered segment.
  *
- * One struct by value is all that a kernel takes; learners/cuda/kernels.py has the same structs.
- * Plain C++ but for the qualifiers: the tests also compile it for the host.
+ * Each kernel takes one struct by value; kernels.py has the same structs. Apart from the qualifiers
+ * this is plain C++: the tests also compile it for the host.
  */
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -33,7 +35,7 @@ union word {
 /* A piece of a tensor, for one block of threads. */
 struct chunk {
     u32 tensor;
-    u32 buffer; /* whether it is a buffer: its change is pushed */
+    u32 buffer; /* whether the tensor is a buffer: its change is pushed */
     u64 start;  /* of the piece, in the model's layout */
     u64 begin;  /* of the piece, in the tensor */
     u32 count;
@@ -47,16 +49,16 @@ struct item {
 
 struct stage_args {
     const chunk *chunks;
-    const float *base; /* weights that buffers' changes are counted from, or NULL: given as such */
-    float *left;       /* what earlier roundings have left over, in the model's layout, or NULL */
+    const float *base; /* weights from which buffers' changes are counted; NULL: `from` is a change */
+    float *residue;    /* of earlier roundings, in the model's layout, or NULL */
     char *staging;
     double *parts;     /* of the sum of squares, one for each chunk */
     u32 wire;
-    u32 first;         /* tensor that items[0] is of */
+    u32 first;         /* the tensor of items[0] */
     item items[ITEMS];
 };
 
-/* What is gathered on the way. */
+/* What a thread has seen of the values. */
 struct seen {
     u32 largest; /* magnitude of a value as it is stored */
     double squares;
@@ -96,11 +98,11 @@ __device__ static inline u32 to_float16(u32 bits, u32 *back)
 }
 
 /* One value as it is stored: its low half for 16 bits. */
-__device__ static inline u32 convert(float value, u32 wire, float *left, seen *seen)
+__device__ static inline u32 convert(float value, u32 wire, float *residue, seen *seen)
 {
     word at, back;
-    if (left)
-        value += *left;
+    if (residue)
+        value += *residue;
     at.real = value;
     back = at;
     u32 stored = at.bits;
@@ -109,8 +111,8 @@ __device__ static inline u32 convert(float value, u32 wire, float *left, seen *s
     else if (wire == FLOAT16)
         stored = to_float16(at.bits, &back.bits);
     u32 magnitude = back.bits & MAGNITUDE;
-    if (left)
-        *left = magnitude < INFINITE ? value - back.real : 0.0f;
+    if (residue)
+        *residue = magnitude < INFINITE ? value - back.real : 0.0f;
     if (magnitude > seen->largest)
         seen->largest = magnitude;
     return stored;
@@ -124,19 +126,20 @@ __device__ static inline void write(char *to, u64 i, u32 stored, u32 wire)
         ((u16 *)to)[i] = (u16)stored;
 }
 
-/* Change of a buffer; a mask may hold infinities. */
+/* Change of a buffer; a mask may hold infinities, whose difference is not a number. */
 __device__ static inline float change(float now, float base) { return now == base ? 0.0f : now - base; }
 
-__device__ static inline void one(char *to, const float *from, const float *base, float *left, u64 i,
+__device__ static inline void one(char *to, const float *from, const float *base, float *residue, u64 i,
                                   u32 wire, seen *seen)
 {
     float value = base ? change(from[i], base[i]) : from[i];
-    double all = (double)value + (left ? (double)left[i] : 0.0);
-    write(to, i, convert(value, wire, left ? left + i : 0, seen), wire);
+    double all = (double)value + (residue ? (double)residue[i] : 0.0);
+    write(to, i, convert(value, wire, residue ? residue + i : 0, seen), wire);
     seen->squares += all * all;
 }
 
-/* Four values at 16-byte boundaries; double is slow on most devices, so once for four. */
+/* Four values at 16-byte boundaries. Their squares are added as floats if the sum is finite: double
+ * is slow on most devices. */
 __device__ static inline void four(char *to, float4 v, u64 i, u32 wire, seen *seen)
 {
     u32 a = convert(v.x, wire, 0, seen), b = convert(v.y, wire, 0, seen);
@@ -184,10 +187,10 @@ extern "C" __global__ void stage(const stage_args a)
         if (item.from) {
             const float *from = item.from + piece.begin;
             const float *base = piece.buffer && a.base ? a.base + piece.start : 0;
-            float *left = a.left && a.wire != FLOAT32 ? a.left + piece.start : 0;
-            if (!base && !left && !((u64)from % 16) && !((u64)to % 16)) {
+            float *residue = a.residue && a.wire != FLOAT32 ? a.residue + piece.start : 0;
+            if (!base && !residue && !((u64)from % 16) && !((u64)to % 16)) {
                 done = piece.count & ~3u;
-                /* Read ahead: the compiler may not, since it cannot know that nothing overlaps. */
+                /* Reads ahead; the compiler cannot, because it does not know that nothing overlaps. */
                 for (u64 i = 4 * threadIdx.x; i < done; i += AHEAD * 4 * THREADS) {
                     float4 values[AHEAD];
 #pragma unroll
@@ -201,7 +204,7 @@ extern "C" __global__ void stage(const stage_args a)
                 }
             }
             for (u64 i = done + threadIdx.x; i < piece.count; i += THREADS)
-                one(to, from, base, left, i, a.wire, &seen);
+                one(to, from, base, residue, i, a.wire, &seen);
             done = piece.count;
         }
         for (u64 i = done + threadIdx.x; i < piece.padded; i += THREADS)
@@ -223,7 +226,7 @@ struct rows_args {
     u64 *sums;          /* enum in native/ps_land.h */
     double *parts;
     char *to;           /* values: one row after the other, or, if whole, each in its place */
-    float *left;        /* of the tensor, or NULL */
+    float *residue;     /* of the tensor, or NULL */
     u64 tensor;
     u32 wire;
     u32 whole;
@@ -274,13 +277,13 @@ extern "C" __global__ void add_rows(const rows_args a)
     for (u64 row = blockIdx.x; row < count; row += gridDim.x) {
         u64 number = (u64)a.listed[row];
         char *to = a.to + (a.whole ? number : row) * size;
-        float *left = a.left && a.wire != FLOAT32 ? a.left + number * a.width : 0;
+        float *residue = a.residue && a.wire != FLOAT32 ? a.residue + number * a.width : 0;
         for (u64 k = threadIdx.x; k < a.width; k += THREADS) {
             u64 at = a.head[row];
             float sum = a.values[at * a.width + k];
             while ((at = a.next[at]) < a.count)
                 sum += a.values[at * a.width + k];
-            one(to + k * (a.wire == FLOAT32 ? 4 : 2), &sum, 0, left ? left + k : 0, 0, a.wire, &seen);
+            one(to + k * (a.wire == FLOAT32 ? 4 : 2), &sum, 0, residue ? residue + k : 0, 0, a.wire, &seen);
         }
     }
     add_up(&seen, 1, a.parts + blockIdx.x);
@@ -288,7 +291,8 @@ extern "C" __global__ void add_rows(const rows_args a)
 
 struct gather_args {
     const float *table; /* `rows` times `width`, in the host's registered memory */
-    const i64 *indices; /* `count`; a row that there is not reads as zeros: its gradient tells */
+    const i64 *indices; /* `count`; a row that does not exist reads as zeros, and its gradient is
+                           refused */
     float *to;
     u64 rows, width, count;
 };

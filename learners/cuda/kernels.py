@@ -1,4 +1,4 @@
-"""The kernels of kernels.cu, compiled for the device at hand by NVRTC, and what they take."""
+"""Compiles kernels.cu for the current device by NVRTC, and launches its kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import cupy
 import numpy as np
 
+from gadei_ps.errors import DeviceError
+from gadei_ps.learners.cuda.guard import told
 from gadei_ps.memory import layout
+from gadei_ps.memory.layout import WireType
 from gadei_ps.memory.weights import Model
 
 THREADS = 256
@@ -16,6 +19,10 @@ ITEMS = 224  # tensors that one launch of `stage` knows: its argument may have 4
 BLOCKS = 1024  # of kernels that go over any number of values
 SKIPPED = 2**64 - 1
 PIECE = 4096  # values, for one block of threads: sixteen for each, and many blocks
+
+# Words of the sums, which travel beside a gradient (native/ps_land.h): from LISTED on, the number
+# of rows listed of each tensor, then the parts of the sum of squares.
+BAD, LOSS, LISTED = 0, 1, 2
 
 
 def _words(names: str) -> list[tuple[str, str]]:
@@ -30,10 +37,14 @@ def _halves(names: str) -> list[tuple[str, str]]:
 CHUNK = np.dtype(_halves("tensor buffer") + _words("start begin") + _halves("count padded"))
 ITEM = np.dtype(_words("from to"))
 STAGE = np.dtype(
-    [*_words("chunks base left staging parts"), *_halves("wire first"), ("items", ITEM, (ITEMS,))]
+    [
+        *_words("chunks base residue staging parts"),
+        *_halves("wire first"),
+        ("items", ITEM, (ITEMS,)),
+    ]
 )
 ROWS = np.dtype(
-    _words("indices values count rows width first next head listed sums parts to left tensor")
+    _words("indices values count rows width first next head listed sums parts to residue tensor")
     + _halves("wire whole")
 )
 GATHER = np.dtype(_words("table indices to rows width count"))
@@ -41,8 +52,17 @@ GATHER = np.dtype(_words("table indices to rows width count"))
 STRUCTS = {"stage": STAGE, "link_rows": ROWS, "list_rows": ROWS, "add_rows": ROWS, "gather": GATHER}
 
 
+def bytes_of(wire: WireType) -> int:
+    """Of a value as it travels."""
+    return 4 if wire is WireType.FLOAT32 else 2
+
+
+def blocks_for(threads: int) -> int:
+    return min(-(-threads // THREADS), BLOCKS)
+
+
 def pieces(model: Model) -> np.ndarray:
-    """What the blocks of `stage` each do, CHUNK: the whole model, gaps between tensors included."""
+    """The pieces that the blocks of `stage` each do, CHUNK: of the whole model, with its gaps."""
     found = []
     ends = [*(tensor.start for tensor in model.tensors[1:]), model.elements]
     for number, (tensor, end) in enumerate(zip(model.tensors, ends, strict=True)):
@@ -56,7 +76,7 @@ def pieces(model: Model) -> np.ndarray:
 
 
 class Launch:
-    """A kernel with an argument of its own, a struct, which is taken over when it is launched."""
+    """A kernel and its argument, a struct, which is copied at each launch."""
 
     def __init__(self, function: Any, struct: np.dtype[np.void]) -> None:
         self.argument = np.zeros(1, struct)
@@ -70,13 +90,16 @@ class Launch:
 
 
 class Kernels:
-    """What launches them, compiled for the current device."""
+    """Compiled for the current device. Raises DeviceError if that cannot be done."""
 
-    def __init__(self) -> None:
-        source = Path(__file__).with_name("kernels.cu").read_text()
-        # Kept: the functions live as long as their module.
-        self._module = cupy.RawModule(code=source, options=("-std=c++17",))
-        self._module.compile()
+    def __init__(self, index: int) -> None:
+        try:
+            source = Path(__file__).with_name("kernels.cu").read_text()
+            # Kept: the functions live as long as their module.
+            self._module = cupy.RawModule(code=source, options=("-std=c++17",))
+            self._module.compile()
+        except (OSError, RuntimeError, cupy.cuda.compiler.CompileException) as error:
+            raise DeviceError(f"GPU {index}: cannot compile the kernels ({told(error)})") from None
 
     def launch(self, name: str) -> Launch:
         return Launch(self._module.get_function(name).kernel, STRUCTS[name])

@@ -1,6 +1,32 @@
-"""PyTorch: a drop-in optimizer whose step() pushes, and whose model reads the shared weights."""
+"""PyTorch: a drop-in optimizer whose step() pushes, for a model that reads the shared weights.
 
-from gadei_ps.learners.torch.gpu import embedding
-from gadei_ps.learners.torch.optimizer import Optimizer, linear
+    optimizer = gadei_ps.learners.torch.Optimizer(model)    # instead of torch.optim.SGD(...)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+
+The job's optimizer moves the weights; its state lies in the server.
+
+On the CPU the model's parameters become views of the weights segment: a pull copies nothing, and
+other learners' gradients show at once (Hogwild). That memory is read-only. Writing to a parameter
+(model surgery, load_state_dict, an in-place clamp) ends the process with a segmentation fault and a
+traceback. With `view=False` the learner has a copy of its own instead, which every step renews.
+
+On a GPU the parameters become views of a copy on the device. Newer weights reach it while the model
+computes, and gradients leave while the next step computes.
+
+Embeddings made with sparse=True push only the rows that a batch has touched. Client.push says what
+that means for optimizers with state.
+
+Buffers of float32 (batch-norm statistics) belong to the job too. A step pushes by how much they
+have changed in this learner, the server adds that, and the learner goes on from the sum, so that
+every learner's batches move the job's statistics. Other buffers (num_batches_tracked) stay local.
+"""
+
+from gadei_ps.learners.torch.lookup import embedding
+from gadei_ps.learners.torch.optimizer import Optimizer
+from gadei_ps.learners.torch.products import linear
 
 __all__ = ["Optimizer", "embedding", "linear"]

@@ -23,6 +23,7 @@ from gadei_ps.learners.device import Device
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.machine.cuda import missing as cuda_missing
+from gadei_ps.memory import layout
 
 SHAPES = {"a": (3, 5), "b": (1000,), "s": (), "table": (40, 6), "column": (50, 1)}
 
@@ -117,12 +118,17 @@ def test_gradients_arrive(case: Case, job: Daemon, job_name: str, wire: str) -> 
     with Client(job_name, tensors=arrays(0.0), wire=wire) as client:
         link = case.make().link(client)
 
+        def refused() -> int:
+            roster = client.place.control.view(layout.CONTROL)["roster"]
+            return int(roster[client.row]["refused"])
+
         def push(given: dict[str, Any]) -> bool:
-            refused = int(client._control["roster"][client.row]["refused"])
+            """Whether the server refuses it."""
+            before = refused()
             link.push(given, client.current_version)
             link.flush()
             client.wait_applied()
-            return int(client._control["roster"][client.row]["refused"]) > refused
+            return refused() > before
 
         assert not push(gradients(case, 0.5))
         assert not push({"a": None, "b": case.to_device(arrays(1.5)["b"])})  # the rest is zero
@@ -252,6 +258,12 @@ def _push_ones(pipe: Connection, job: str) -> None:
         client.push(flat_ones(client))
 
 
+def _newer(pipeline: Pipeline, version: int) -> dict[str, Any] | None:
+    """The weights, if they are newer than those of this version."""
+    weights = pipeline.weights()
+    return weights if pipeline.version > version else None
+
+
 def test_weights_stay_until_the_next_call(case: Case, job: Daemon, job_name: str) -> None:
     with (
         Client(job_name, tensors=arrays(0.0)) as client,
@@ -262,8 +274,7 @@ def test_weights_stay_until_the_next_call(case: Case, job: Daemon, job_name: str
         versions = set()
         for _ in range(50):
             before = pipeline.version
-            eventually(lambda before=before: pipeline.weights() and pipeline.version > before)
-            weights = pipeline._views
+            weights = eventually(lambda before=before: _newer(pipeline, before))
             first = case.to_host(weights["b"]).copy()
             there = client.current_version
             eventually(lambda there=there: client.current_version > there + 5)

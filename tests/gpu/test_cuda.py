@@ -88,26 +88,26 @@ def test_cupy_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_no_gpu(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gadei_ps.learners.cuda import link as cuda
+    from cupy.cuda import runtime
 
-    monkeypatch.setattr(cuda.runtime, "getDeviceCount", lambda: 0)
+    monkeypatch.setattr(runtime, "getDeviceCount", lambda: 0)
     assert cuda_missing().startswith("no GPU is visible")
 
     def broken() -> int:
         raise emulator.CudaError("cudaErrorInsufficientDriver: too old\nand more")
 
-    monkeypatch.setattr(cuda.runtime, "getDeviceCount", broken)
+    monkeypatch.setattr(runtime, "getDeviceCount", broken)
     with pytest.raises(DeviceError, match=r"device cuda: no GPU can be used .*too old\)"):
         devices.choose("cuda")
 
 
 def test_no_compiler(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gadei_ps.learners.cuda import link as cuda
+    from cupy.cuda import nvrtc
 
     def lacks() -> None:
         raise RuntimeError("CuPy failed to load libnvrtc.so.13: no such file\nand more")
 
-    monkeypatch.setattr(cuda.nvrtc, "getVersion", lacks)
+    monkeypatch.setattr(nvrtc, "getVersion", lacks)
     with pytest.raises(DeviceError, match=r"CuPy lacks the compiler NVRTC \(CuPy failed to load"):
         devices.choose("cuda")
 
@@ -175,13 +175,13 @@ def test_links_give_their_memory_back(device: emulator.Device, job_name: str) ->
 def test_memory_that_cannot_be_registered(
     device: emulator.Device, monkeypatch: pytest.MonkeyPatch, job_name: str
 ) -> None:
-    from gadei_ps.learners.cuda import link as cuda
+    from cupy.cuda import runtime
 
     def refuse(*arguments: int) -> None:
         raise emulator.CudaError("cudaErrorMemoryAllocation: out of memory")
 
     with daemon(job_name), Client(job_name, tensors=tensors()) as client:
-        monkeypatch.setattr(cuda.runtime, "hostRegister", refuse)
+        monkeypatch.setattr(runtime, "hostRegister", refuse)
         with pytest.raises(DeviceError, match=r"cannot register 0\.1 MiB of gadei-ps.*weights"):
             devices.choose("cuda").link(client)
 
@@ -235,7 +235,7 @@ def test_both_ways_wait_for_what_is_computed(device: emulator.Device, job_name: 
         client.push({"w": np.ones(VALUES, np.float32)})
         client.wait_applied()
         computed = threading.Event()
-        emulator._current(device).add(computed.wait)
+        device.compute.add(computed.wait)
         link.pull(buffer)
         link.push(ones(), 0)
         until = time.monotonic() + LONG_ENOUGH_S

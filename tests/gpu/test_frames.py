@@ -53,9 +53,10 @@ class Told:
 
 def frame_of(client: Client) -> Told:
     ring = client.place.ring
+    shape = ring.view(layout.RING)
     head = client.last_frame[0]
-    slot = (client.published - 1) % int(client._ring["slots"])
-    at = int(client._ring["slots_at"]) + slot * int(client._ring["slot_bytes"]) + layout.PAYLOAD_AT
+    slot = (client.published - 1) % int(shape["slots"])
+    at = int(shape["slots_at"]) + slot * int(shape["slot_bytes"]) + layout.PAYLOAD_AT
     width = 4 if client.wire is WireType.FLOAT32 else 2
     rows: dict[str, dict[int, bytes]] = {}
 
@@ -174,18 +175,18 @@ def test_as_the_host(
 def test_structs_are_those_of_c() -> None:
     """Sizes and, by the kernels' results, places of what Python hands over."""
     with emulator.installed():
-        from gadei_ps.learners.cuda import kernels as cuda_kernels
+        from gadei_ps.learners.cuda import kernels
 
         library = emulator.compiled(KERNELS.read_text())
         for name, struct in {
-            "stage": cuda_kernels.STAGE,
-            "link_rows": cuda_kernels.ROWS,
-            "gather": cuda_kernels.GATHER,
+            "stage": kernels.STAGE,
+            "link_rows": kernels.ROWS,
+            "gather": kernels.GATHER,
         }.items():
             assert getattr(library, f"size_{name}")() == struct.itemsize
             assert struct.itemsize <= 4096
         text = KERNELS.read_text()
         numbers = re.search(r"THREADS = (\d+), ITEMS = (\d+)", text)
         assert numbers is not None
-        assert [int(one) for one in numbers.groups()] == [cuda_kernels.THREADS, cuda_kernels.ITEMS]
-        assert cuda_kernels.STRUCTS.keys() == set(re.findall(r"__global__ void (\w+)", text))
+        assert [int(one) for one in numbers.groups()] == [kernels.THREADS, kernels.ITEMS]
+        assert kernels.STRUCTS.keys() == set(re.findall(r"__global__ void (\w+)", text))

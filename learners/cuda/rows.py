@@ -1,0 +1,110 @@
+"""The gradient of some rows of a tensor on its way into a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from gadei_ps.learners.cuda.kernels import LISTED, Kernels, blocks_for, bytes_of
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import FrameKind, WireType
+from gadei_ps.memory.weights import Tensor
+
+LINE = 64
+FIRST_ROWS = 4096  # that a mini-batch may name before more memory is allocated
+
+
+def lay_out(
+    tensors: Sequence[Tensor], given: Sequence[Sequence[int]], width: int, begin: int
+) -> tuple[np.ndarray, int]:
+    """The blocks, layout.BLOCK, of a frame whose values begin at `begin`, and where it ends.
+
+    given: of each tensor four numbers as Client.push_from takes them. A block has room for as many
+    rows as may turn out to be named; how many is known only on the device. width: bytes of a value.
+    """
+    blocks = []
+    at = begin
+    for number, (tensor, one) in enumerate(zip(tensors, given, strict=True)):
+        if not any(one):
+            continue
+        row = tensor.count // tensor.rows
+        rows = min(one[2], tensor.rows) if one[1] else tensor.rows
+        listed, values = _rounded(8 * rows), _rounded(width * rows * row)
+        # As native/ps_rows.c: a slot has no room for the numbers of rows of one value.
+        crowded = row == 1 and listed + values > _rounded(4 * tensor.rows) + LINE
+        if not one[1] or crowded:
+            blocks.append((number, FrameKind.DENSE, 0, at, at))
+            at += _rounded(width * tensor.count)
+        else:
+            blocks.append((number, FrameKind.ROWS, rows, at, at + listed))
+            at += listed + values
+    return np.array(blocks, layout.BLOCK), at
+
+
+def _rounded(size: int) -> int:
+    return layout.rounded(size, LINE)
+
+
+class RowStaging:
+    """Launches the kernels that list each row once and add up what is given for it."""
+
+    def __init__(
+        self,
+        compiled: Kernels,
+        tensors: Sequence[Tensor],
+        first_chunk: Sequence[int],
+        residue: cupy.ndarray,
+        wire: WireType,
+    ) -> None:
+        """first_chunk: of each tensor, and the end; residue: of the model, or empty."""
+        self._tensors = tensors
+        self._first_chunk = first_chunk
+        self._residue = residue
+        self._wire = wire
+        self._link = compiled.launch("link_rows")
+        self._list = compiled.launch("list_rows")
+        self._add = compiled.launch("add_rows")
+        self._lists: cupy.ndarray | None = None
+
+    def stage(self, where: Sequence[int], block: Any, staging: int, sums: int, stream: int) -> None:
+        """Stages the rows of one tensor where its block of the frame says.
+
+        where: as Client.push_from takes it; staging, sums: addresses on the device.
+        """
+        number, count = int(block["tensor"]), int(where[2])
+        tensor = self._tensors[number]
+        whole = int(block["form"]) == FrameKind.DENSE
+        to = staging + int(block["values_at"])
+        if whole:
+            runtime.memsetAsync(to, 0, bytes_of(self._wire) * tensor.count, stream)
+        if not count:
+            return
+        first, following, head, listed = self._room_for(count, stream)
+        if not whole:
+            listed = staging + int(block["indices_at"])
+        chunk, end = self._first_chunk[number : number + 2]
+        parts = sums + 8 * (LISTED + len(self._tensors) + chunk)
+        residue = self._residue.data.ptr + 4 * tensor.start if self._residue.size else 0
+        argument = (
+            *(where[1], where[0], count, tensor.rows, tensor.count // tensor.rows),
+            *(first, following, head, listed),
+            *(sums, parts, to, residue, number, int(self._wire), whole),
+        )
+        blocks = blocks_for(count)
+        # add_rows writes a sum of squares for each of its blocks; there is room for the chunks'.
+        for launch, most in ((self._link, blocks), (self._list, blocks), (self._add, end - chunk)):
+            launch.argument[0] = argument
+            launch(stream, min(count, most))
+
+    def _room_for(self, count: int, stream: int) -> tuple[int, int, int, int]:
+        """Addresses of three arrays of `count` u32 and one of i64, which all tensors use."""
+        if self._lists is None or self._lists.size < 20 * count:
+            runtime.streamSynchronize(stream)  # it may still use the old arrays
+            self._lists = cupy.zeros(20 * max(2 * count, FIRST_ROWS), np.uint8)
+            cupy.cuda.get_current_stream().synchronize()
+        at = self._lists.data.ptr
+        return at + 8 * count, at + 12 * count, at + 16 * count, at

@@ -1,0 +1,176 @@
+"""A gradient on the device, laid out and converted as the slot will hold it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from gadei_ps import _native
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.cuda import kernels
+from gadei_ps.learners.cuda.kernels import ITEMS, LISTED, LOSS, SKIPPED, Kernels, Launch, bytes_of
+from gadei_ps.learners.cuda.rows import RowStaging, lay_out
+from gadei_ps.memory import layout, weights
+from gadei_ps.memory.layout import FrameKind, WireType
+
+
+class Staged(NamedTuple):
+    """A frame in a staging buffer."""
+
+    kind: FrameKind
+    blocks: np.ndarray
+    """The payload's table of contents, layout.BLOCK; the host writes it into the slot."""
+    begin: int
+    """Where the transfer begins, bytes from the payload's begin."""
+    size: int
+    """Bytes of the payload."""
+
+
+class _Part(NamedTuple):
+    """A launch of `stage` for some of the tensors."""
+
+    launch: Launch
+    tensors: slice
+    blocks: int
+    items: np.ndarray
+    """Source address and target offset of each tensor, u64 of shape (ITEMS, 2)."""
+
+
+@dataclass
+class Turn:
+    """What one gradient needs on its way; two of them are used in turns."""
+
+    buffer: cupy.ndarray
+    """The payload, bytes on the device."""
+    sums: cupy.ndarray
+    """What travels beside the payload, u64: see kernels.LISTED."""
+    landed: int
+    """Address of pinned memory that the sums are transferred to."""
+    landing: int
+    """Address of pinned memory from which the driver publishes: _native.LANDING_BYTES."""
+    parts: list[_Part]
+
+    @property
+    def loss_at(self) -> int:
+        return int(self.sums.data.ptr) + 8 * LOSS
+
+
+class Staging:
+    """The staging buffers of one client, on the current device."""
+
+    def __init__(self, client: Client, compiled: Kernels) -> None:
+        model = client.model
+        self._tensors = model.tensors
+        self._elements = model.elements
+        self._wire = client.wire
+        self._width = bytes_of(self._wire)
+        self._first_block = _native.first_block(client.place.weights.address)
+        self._offsets = [self._width * tensor.start for tensor in self._tensors]
+        chunks = kernels.pieces(model)
+        self.squares = len(chunks)
+        """Parts of the sum of squares among the sums: one for each chunk."""
+        self._chunks = cupy.asarray(chunks.view(np.uint8))
+        counts = np.bincount(chunks["tensor"], minlength=len(self._tensors))
+        self._first_chunk = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        rounds = client.error_feedback and self._wire is not WireType.FLOAT32
+        self._residue = cupy.zeros(model.elements if rounds else 0, np.float32)
+        words = LISTED + len(self._tensors) + self.squares
+        # Pinned: a transfer into other memory would make the host wait.
+        each = 8 * words + _native.LANDING_BYTES
+        self._pinned = cupy.cuda.alloc_pinned_memory(2 * each)
+        self._turns = [
+            self._make_turn(compiled, words, weights.payload_bytes(model), self._pinned.ptr + at)
+            for at in (0, each)
+        ]
+        self._now = 0
+        self._rows = RowStaging(
+            compiled, self._tensors, self._first_chunk, self._residue, self._wire
+        )
+
+    def _make_turn(self, compiled: Kernels, words: int, size: int, pinned: int) -> Turn:
+        buffer, sums = cupy.zeros(size, np.uint8), cupy.zeros(words, np.uint64)
+        ctypes.memset(pinned, 0, 8 * words)
+        parts = []
+        for first in range(0, len(self._tensors), ITEMS):
+            end = min(first + ITEMS, len(self._tensors))
+            begin = self._first_chunk[first]
+            launch = compiled.launch("stage")
+            argument = launch.argument
+            argument["residue"] = self._residue.data.ptr if self._residue.size else 0
+            argument["staging"] = buffer.data.ptr
+            argument["wire"] = int(self._wire)
+            argument["first"] = first
+            argument["chunks"] = self._chunks.data.ptr + begin * kernels.CHUNK.itemsize
+            argument["parts"] = sums.data.ptr + 8 * (LISTED + len(self._tensors) + begin)
+            items = argument["items"][0].view(np.uint64).reshape(ITEMS, 2)
+            blocks = self._first_chunk[end] - begin
+            parts.append(_Part(launch, slice(first, end), blocks, items))
+        return Turn(buffer, sums, pinned, pinned + 8 * words, parts)
+
+    @property
+    def turn(self) -> Turn:
+        """The gradient that is staged next, or was staged last and is not yet on its way."""
+        return self._turns[self._now]
+
+    @property
+    def last(self) -> Turn:
+        """The gradient before."""
+        return self._turns[1 - self._now]
+
+    def swap(self) -> None:
+        self._now = 1 - self._now
+
+    def count_buffers_from(self, weights_at: int) -> None:
+        """Has buffers staged by how much they differ from those at this address."""
+        for turn in self._turns:
+            for part in turn.parts:
+                part.launch.argument["base"] = weights_at
+
+    def room(self) -> cupy.ndarray | None:
+        """The staging buffer as float32, (model.elements,); None if values are converted."""
+        if self._wire is not WireType.FLOAT32:
+            return None
+        return self.turn.buffer[: 4 * self._elements].view(np.float32)
+
+    def stage(self, where: Sequence[int], stream: int) -> Staged:
+        """Launches what puts a gradient into the staging buffer.
+
+        where: as Client.push_from takes it, addresses on the device.
+        """
+        if not any(where[1::4]):  # no rows
+            self._stage_whole(where[::4], self._offsets, stream)
+            size = self._width * self._elements
+            return Staged(FrameKind.DENSE, np.zeros(0, layout.BLOCK), 0, size)
+        turn = self.turn
+        given = [where[at : at + 4] for at in range(0, len(where), 4)]
+        end = turn.buffer.data.ptr + turn.buffer.nbytes
+        if any(turn.buffer.data.ptr <= one[0] < end for one in given):
+            # In a frame of rows no tensor lies where room() has it.
+            raise UsageError("rows cannot be pushed together with arrays of gradients()")
+        blocks, size = lay_out(self._tensors, given, self._width, self._first_block)
+        runtime.memsetAsync(turn.sums.data.ptr, 0, turn.sums.nbytes, stream)
+        offsets = [SKIPPED] * len(given)
+        for block in blocks:
+            if not given[block["tensor"]][1]:
+                offsets[block["tensor"]] = int(block["values_at"])
+        self._stage_whole(where[::4], offsets, stream)
+        for block in blocks:
+            one = given[block["tensor"]]
+            if one[1]:
+                self._rows.stage(one, block, turn.buffer.data.ptr, turn.sums.data.ptr, stream)
+        return Staged(FrameKind.ROWS, blocks, self._first_block, size)
+
+    def _stage_whole(self, sources: Sequence[int], offsets: Sequence[int], stream: int) -> None:
+        """Tensors that are given whole; in a dense frame those that are not given are zero."""
+        for part in self.turn.parts:
+            count = part.tensors.stop - part.tensors.start
+            part.items[:count, 0] = sources[part.tensors]
+            part.items[:count, 1] = offsets[part.tensors]
+            part.launch(stream, part.blocks)

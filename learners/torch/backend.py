@@ -1,0 +1,57 @@
+"""What an Optimizer needs of the place where its model computes; a file for each kind."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from gadei_ps.errors import ModelMismatch
+from gadei_ps.learners.client import Where, rows_at, whole_at
+
+
+class Backend(Protocol):
+    """One model's weights and gradients, where the model computes.
+
+    Making a backend points the model's parameters to the job's weights. All calls are made by the
+    thread that trains.
+    """
+
+    def loss(self, loss: torch.Tensor) -> float | torch.Tensor:
+        """A reported loss in the form that push() takes. Does not wait for a GPU."""
+
+    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: float) -> None:
+        """Publishes what backward() has left, and the changes of buffers.
+
+        Waits for a free slot. Raises what Client.push raises.
+        """
+
+    def forget(self) -> None:
+        """Drops what backward() has left outside of `parameter.grad`."""
+
+    def refresh(self) -> None:
+        """Brings weights and buffers for the next step."""
+
+    def close(self) -> None:
+        """Publishes what was pushed; gives the model its own memory, with the current weights."""
+
+
+def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
+    """The gradient's addresses for Client.push_from, valid as long as it and `kept` live.
+
+    kept: takes the copies that are made. Raises ModelMismatch.
+    """
+    if gradient.dtype is not torch.float32:
+        raise ModelMismatch(f"a gradient is {gradient.dtype}, not float32")
+    if gradient.is_sparse and gradient.sparse_dim() == 1:
+        # Not coalesced: rows that a batch names twice are added up on their way.
+        indices, values = gradient._indices().contiguous(), gradient._values().contiguous()
+        kept += (indices, values)
+        return rows_at(indices.data_ptr(), values.data_ptr(), indices.shape[1])
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+        kept.append(gradient)
+    elif not gradient.is_contiguous():
+        gradient = gradient.contiguous()
+        kept.append(gradient)
+    return whole_at(gradient.data_ptr())

@@ -1,0 +1,193 @@
+"""A model on the CPU: its parameters are views of the weights segment, or of a copy of it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from gadei_ps import _native
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.client import NONE, Client, whole_at
+from gadei_ps.learners.torch import products
+from gadei_ps.learners.torch.backend import gradient_at
+from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.torch.products import PRODUCTS, Products
+from gadei_ps.memory import layout
+
+SECOND = (
+    "a second backward() before step() or zero_grad(): with free_gradients each gradient leaves as "
+    "soon as it is computed, and nothing can be added to it"
+)
+
+
+def check(module: torch.nn.Module, *, view: bool) -> None:
+    """Raises UsageError for a layer that writes to weights which can only be read."""
+    if view and any(getattr(one, "max_norm", None) for one in module.modules()):
+        raise UsageError(
+            "an embedding with max_norm writes to its weight, which learners can only read: use "
+            "view=False"
+        )
+
+
+class HostBackend:
+    """See backend.Backend. view, free_gradients: see Optimizer."""
+
+    def __init__(
+        self, client: Client, trained: Trained, *, view: bool, free_gradients: bool
+    ) -> None:
+        self._client = client
+        self._trained = trained
+        self._view = view
+        self._undo = contextlib.ExitStack()
+        self._flat = client.flat if view else client.pull()
+        views = client.model.views(self._flat)
+        for name, parameter in trained.parameters.items():
+            parameter.data = _tensor(views[name])
+        if view and not faulthandler.is_enabled() and sys.stderr is not None:
+            # A write to the shared weights ends the process; the traceback shows where it was.
+            faulthandler.enable()
+        self._refresh_buffers()
+        self._ordered = trained.in_order_of(client.model)
+        self._products: list[Products] = [[] for _ in self._ordered]
+        for tensor, of_tensor in zip(self._ordered, self._products, strict=True):
+            setattr(tensor, PRODUCTS, of_tensor)
+        self._payload = 0  # where freed gradients are written; 0 before the first of a step
+        self._written: set[int] = set()  # numbers of the freed gradients
+        if free_gradients:
+            self._free_gradients()
+
+    def loss(self, loss: torch.Tensor) -> float:
+        return float(loss.detach())
+
+    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: float) -> None:
+        kept: list[Any] = []
+        where = self._addresses(kept)
+        loss = float(loss)
+        if not self._payload:
+            self._client.push_from(where, loss=loss, samples=samples, rate_scale=rate_scale)
+            return
+        for number in range(len(self._ordered)):
+            one = where[4 * number : 4 * number + 4]
+            if any(one):
+                if number in self._written:
+                    raise UsageError(SECOND)
+                self._client.append(self._payload, number, (one[0], one[1], one[2], one[3]))
+        self._client.publish(loss=loss, samples=samples, rate_scale=rate_scale)
+
+    def _addresses(self, kept: list[Any]) -> list[int]:
+        """For Client.push_from. kept: takes the copies that are made.
+
+        Between backward() and this the caches hold the model, not the interpreter: each call of
+        torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
+        """
+        where: list[int] = []
+        changes = self._changes() if self._trained.buffers else {}
+        for number, tensor in enumerate(self._ordered):
+            if number in changes:
+                kept.append(changes[number])
+                where += whole_at(_native.address(changes[number]))
+            elif not tensor.requires_grad:
+                where += NONE
+            elif of_tensor := self._products[number]:
+                where += products.product_of(tensor, of_tensor, kept)
+            elif tensor.grad is not None:
+                where += gradient_at(tensor.grad, kept)
+            else:
+                where += NONE
+        return where
+
+    def forget(self) -> None:
+        self._payload = 0
+        for of_tensor in self._products:
+            of_tensor.clear()
+
+    # -- free_gradients -------------------------------------------------------------------------
+
+    def _free_gradients(self) -> None:
+        """Has backward() write each gradient into the ring and free it."""
+        for module in self._trained.module.modules():
+            if type(module) is torch.nn.Linear:
+                module.forward = functools.partial(products.forward, module)  # type: ignore[method-assign]
+                self._undo.callback(delattr, module, "forward")
+        for number, tensor in enumerate(self._ordered):
+            if isinstance(tensor, torch.nn.Parameter):
+                hook = tensor.register_post_accumulate_grad_hook(self._writer(number))  # type: ignore[no-untyped-call]
+                self._undo.callback(hook.remove)
+
+    def _writer(self, number: int) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when the gradient of parameter `number` is complete."""
+
+        def write(parameter: torch.Tensor) -> None:
+            if parameter.grad is None or self._products[number]:
+                return  # products are complete by now; step() adds the two
+            if not self._payload:
+                self._payload = self._client.claim() + layout.PAYLOAD_AT
+                self._written.clear()
+            if number in self._written:
+                raise UsageError(SECOND)
+            self._written.add(number)
+            kept: list[Any] = []
+            self._client.append(self._payload, number, gradient_at(parameter.grad, kept))
+            parameter.grad = None
+
+        return write
+
+    # -- weights and buffers --------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        if not self._view:
+            self._client.pull(self._flat)
+        if self._trained.buffers:
+            self._refresh_buffers()
+
+    @torch.no_grad()
+    def _refresh_buffers(self) -> None:
+        """Copies the job's buffers, and keeps them: the next changes are counted from them."""
+        shared = self._client.weights
+        self._bases = {name: shared[name].copy() for name in self._trained.buffers}
+        for name, buffer in self._trained.buffers.items():
+            buffer.copy_(torch.from_numpy(self._bases[name]))
+
+    def _changes(self) -> dict[int, np.ndarray]:
+        """By how much buffers have changed, those that have, by number in the model."""
+        found = {}
+        for number, tensor in enumerate(self._client.model.tensors):
+            buffer = self._trained.buffers.get(tensor.name)
+            if buffer is not None:
+                change = _change(buffer.detach().numpy(), self._bases[tensor.name])
+                if change is not None:
+                    found[number] = np.ascontiguousarray(change, np.float32)
+        return found
+
+    def close(self) -> None:
+        self._undo.close()
+        with torch.no_grad():
+            for parameter in self._trained.parameters.values():
+                parameter.data = parameter.data.clone()
+            for tensor in self._ordered:
+                vars(tensor).pop(PRODUCTS, None)
+        self._refresh_buffers()
+
+
+def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:
+    """None if nothing has changed. A mask may hold infinities."""
+    same = now == base
+    if same.all():
+        return None
+    with np.errstate(invalid="ignore"):
+        return np.where(same, np.float32(0), now - base)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # Torch warns that the memory is read-only, which is intended.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)

@@ -1,0 +1,96 @@
+"""Which tensors of a PyTorch model belong to the job, and in which order they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gadei_ps.errors import UsageError
+from gadei_ps.memory.weights import Model
+
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model's parameters that require a gradient and its buffers of float32, by name."""
+
+    module: torch.nn.Module
+    parameters: dict[str, torch.nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    device: torch.device
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Trained:
+        """Raises UsageError for a model whose parameters cannot be shared."""
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError("give Optimizer the model itself, not its parameters")
+        parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        if not parameters:
+            raise UsageError("the model has no parameters that require a gradient")
+        for name, parameter in parameters.items():
+            if parameter.dtype != torch.float32 or parameter.device.type not in ("cpu", "cuda"):
+                raise UsageError(
+                    f"parameter {name!r} is {parameter.dtype} on {parameter.device}: the weights "
+                    "of a job are float32, on the CPU or a CUDA device"
+                )
+        device = _device_of(parameters)
+        buffers = {
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if buffer.dtype == torch.float32 and buffer.device == device and buffer.numel()
+        }
+        return cls(module, parameters, buffers, device)
+
+    def in_order_of(self, model: Model) -> list[torch.Tensor]:
+        """The tensors in the order of the job's table, which the first learner has made."""
+        tensors = {**self.parameters, **self.buffers}
+        return [tensors[tensor.name] for tensor in model.tensors]
+
+
+def _device_of(parameters: Parameters) -> torch.device:
+    """Raises UsageError if the parameters are on several devices."""
+    found = {parameter.device for parameter in parameters.values()}
+    if len(found) > 1:
+        devices = " and ".join(sorted(map(str, found)))
+        raise UsageError(
+            f"the model's parameters are on {devices}: move all to one device (model.to)"
+        )
+    return found.pop()
+
+
+def initial(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Their values, for the job's model."""
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def ordered(module: torch.nn.Module, parameters: Parameters) -> dict[str, torch.nn.Parameter]:
+    """The parameters in the order in which they shall lie in memory."""
+    group_of = {name: names for names in recurrent(module, parameters) for name in names}
+    order: dict[str, torch.nn.Parameter] = {}
+    for name in parameters:
+        for member in group_of.get(name, [name]):
+            order.setdefault(member, parameters[member])
+    return order
+
+
+def recurrent(module: torch.nn.Module, parameters: Parameters) -> list[list[str]]:
+    """The parameters' names of each recurrent layer in the order that cuDNN requires.
+
+    That is all matrices, then all biases, without gaps. In another order cuDNN copies the
+    parameters in every call.
+    """
+    found = []
+    for prefix, layer in module.named_modules():
+        if isinstance(layer, torch.nn.RNNBase):
+            names = [f"{prefix}.{name}" if prefix else name for name, _ in layer.named_parameters()]
+            known = [name for name in names if name in parameters]
+            found.append(sorted(known, key=lambda name: parameters[name].dim() < 2))
+    return [names for names in found if names]

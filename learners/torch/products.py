@@ -1,0 +1,110 @@
+"""linear(): a weight's gradient that stays a product until step() writes it into the ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gadei_ps import _native
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.client import Where, product_at
+from gadei_ps.learners.torch.backend import gradient_at
+
+PRODUCTS = "_gadei_ps_products"
+"""Attribute of a weight: the products whose sum is its gradient."""
+Products = list[tuple[torch.Tensor, torch.Tensor, int]]
+"""Factors, vectors, and the version of the vectors, by which a later change is noticed."""
+FEW_VECTORS = 4  # a product of so few is bound by memory, however it is computed
+SPARSE = 8  # factors are sparse if at most one value in so many differs from zero
+
+
+def linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As torch.nn.functional.linear, for a weight whose gradient an Optimizer pushes.
+
+    That gradient is the product of the outputs' gradients and the inputs. For a small mini-batch,
+    or where most outputs have no gradient (after a maximum over positions), backward() does not
+    compute the product: `weight.grad` stays None, and step() writes the product into the ring row
+    by row, where it is converted and checked too. So the gradient is written once, and only the
+    server reads it. Poseidon (Zhang et al. 2017) sends such factors for the same reason.
+
+    The inputs must not be changed before step(), and only the optimizer's zero_grad() undoes a
+    backward(). Once differentiable. Under autocast, and for a weight of no Optimizer, this is
+    torch's own function.
+    """
+    plain = inputs.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
+    if not plain or not torch.is_grad_enabled() or not hasattr(weight, PRODUCTS):
+        return torch.nn.functional.linear(inputs, weight, bias)
+    outputs: torch.Tensor = _Linear.apply(inputs, weight)  # type: ignore[no-untyped-call]
+    return outputs if bias is None else outputs + bias
+
+
+def forward(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    """In place of torch.nn.Linear.forward."""
+    return linear(inputs, layer.weight, layer.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(inputs)
+        context.weight = weight  # a leaf: it outlives the graph
+        return torch.nn.functional.linear(inputs, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        context: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        (inputs,), weight = context.saved_tensors, context.weight
+        factors = gradient.reshape(-1, weight.shape[0]).contiguous()
+        vectors = inputs.reshape(-1, weight.shape[1])
+        back = None
+        sparse = _is_sparse(factors) and weight.is_contiguous()
+        if context.needs_input_grad[0]:
+            back = _times(factors, weight) if sparse else factors @ weight
+            back = back.view(inputs.shape)
+        if not context.needs_input_grad[1]:
+            return back, None
+        if hasattr(weight, PRODUCTS) and (sparse or len(factors) <= FEW_VECTORS):
+            vectors = vectors.contiguous()
+            getattr(weight, PRODUCTS).append((factors, vectors, vectors._version))
+            return back, None
+        return back, factors.t() @ vectors
+
+
+def _is_sparse(factors: torch.Tensor) -> bool:
+    """Whether a product row by row is faster than one of matrices."""
+    return _native.nonzeros(factors.data_ptr(), factors.numel()) * SPARSE <= factors.numel()
+
+
+def _times(factors: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(factors), weight.shape[1])
+    _native.sparse_product(
+        out.data_ptr(), factors.data_ptr(), weight.data_ptr(), len(factors), *weight.shape
+    )
+    return out
+
+
+def product_of(weight: torch.Tensor, products: Products, kept: list[Any]) -> Where:
+    """The addresses of the weight's gradient for Client.push_from; see gradient_at().
+
+    Raises UsageError if the inputs were changed after backward().
+    """
+    if any(vectors._version != version for _, vectors, version in products):
+        raise UsageError(
+            "the inputs of a linear layer were changed between backward() and step(), which still "
+            "needs them: change a copy"
+        )
+    if weight.grad is not None:  # the weight was used in another way as well
+        whole = sum((one.t() @ two for one, two, _ in products), start=weight.grad)
+        kept.append(whole)
+        return gradient_at(whole, kept)
+    factors, vectors, _ = products[0]
+    if len(products) > 1:
+        factors = torch.cat([one for one, _, _ in products])
+        vectors = torch.cat([two for _, two, _ in products])
+        kept += (factors, vectors)
+    return product_at(factors.data_ptr(), vectors.data_ptr(), len(factors))

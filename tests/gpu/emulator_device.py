@@ -1,0 +1,141 @@
+"""The emulated device: its memory, streams and events."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+READ_ONLY = 8
+DAWDLE_S = 0.002
+
+
+class CudaError(RuntimeError):
+    pass
+
+
+class OutOfMemory(MemoryError):
+    pass
+
+
+class Device:
+    """A device: its memory, what it has registered of the host's, and its streams."""
+
+    def __init__(self) -> None:
+        self.total = 1 << 30
+        self.used = 0
+        self.read_only_supported = True
+        self.foreign = False  # whether arrays of other libraries count as the device's
+        self.allocated: dict[int, int] = {}
+        self.registered: dict[int, tuple[int, int]] = {}
+        self.failure: BaseException | None = None
+        self.handles: dict[int, Any] = {}
+        self.numbers = itertools.count(1)
+        self.compute: Stream | Inline = Inline(self)
+        """The stream that is computed on: CuPy's current one."""
+        self.handles[0] = self.compute
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise CudaError(f"cudaErrorUnknown: {self.failure!r}")
+
+    def on_device(self, at: int, size: int) -> bool:
+        return self.foreign or any(
+            begin <= at and at + size <= begin + room for begin, room in self.allocated.items()
+        )
+
+    def pinned(self, at: int, size: int, *, to_write: bool) -> bool:
+        return any(
+            begin <= at and at + size <= begin + room and not (to_write and flags & READ_ONLY)
+            for begin, (room, flags) in self.registered.items()
+        )
+
+
+class Stream:
+    """A thread that does one thing after the other, each after a random while."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.ptr = next(device.numbers)
+        device.handles[self.ptr] = self
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._random = random.Random(self.ptr)
+        self._thread = threading.Thread(target=_work, args=(weakref.ref(self), self._work))
+        self._thread.daemon = True
+        self._thread.start()
+        weakref.finalize(self, self._work.put, None)
+
+    def add(self, call: Callable[[], None]) -> None:
+        self.device.check()
+        self._work.put(call)
+
+    def synchronize(self) -> None:
+        self._work.join()
+        self.device.check()
+
+    def pause(self) -> None:
+        if self._random.random() < 0.5:
+            time.sleep(self._random.random() * DAWDLE_S)
+
+
+def _work(stream: weakref.ref[Stream], work: queue.Queue[Callable[[], None] | None]) -> None:
+    while (call := work.get()) is not None:
+        alive = stream()
+        try:
+            if alive is not None:
+                alive.pause()
+            call()
+        except BaseException as error:
+            if alive is not None:
+                alive.device.failure = alive.device.failure or error
+        finally:
+            del alive
+            work.task_done()
+    work.task_done()
+
+
+class Inline:
+    """The stream of a library that computes at once, on the calling thread."""
+
+    ptr = 0
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def add(self, call: Callable[[], None]) -> None:
+        self.device.check()
+        call()
+
+    def synchronize(self) -> None:
+        self.device.check()
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.ptr = next(device.numbers)
+        device.handles[self.ptr] = self
+        self.reached: threading.Event | None = None
+
+
+def zeros(device: Device, size: int) -> np.ndarray:
+    if device.used + size > device.total:
+        raise OutOfMemory(f"Out of memory allocating {size:,} bytes")
+    room = np.zeros(size + 512, np.uint8)
+    begin = -room.ctypes.data % 512
+    made = room[begin : begin + size]
+    device.used += size
+    device.allocated[made.ctypes.data] = size
+    weakref.finalize(room, _freed, device, made.ctypes.data, size)
+    return made
+
+
+def _freed(device: Device, at: int, size: int) -> None:
+    device.used -= size
+    device.allocated.pop(at, None)

@@ -1,0 +1,169 @@
+"""Layers of PyTorch that read or keep their weights in a way of their own on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from support import daemon, eventually, status
+from support.torch_models import same_state
+from torch import nn
+from torch_places import Words, arrived, need_cuda
+from torch_places import gpu as gpu
+
+from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch import Optimizer, embedding
+
+
+def test_rows_are_read_from_the_segment(gpu: str, job_name: str) -> None:
+    """A layer's, and those of a weight of one's own; other learners' writes show at once."""
+    model = Words().to(gpu)
+    model.own = nn.Parameter(torch.zeros(20, 4, device=gpu))
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
+        optimizer = Optimizer(model, job_name)
+        client = Client(job_name)
+        client.push({"own": np.full((20, 4), -2, np.float32)})
+        client.wait_applied()
+        indices = torch.tensor([[3, 3], [19, 0]], device=gpu)
+        rows = embedding(indices, model.own, padding_idx=0)
+        assert rows.shape == (2, 2, 4)
+        np.testing.assert_array_equal(rows.detach().cpu().numpy(), 2.0)
+        rows.sum().backward()
+        optimizer.step()
+        optimizer.client.wait_applied()
+        own = client.weights["own"]
+        np.testing.assert_array_equal(own[3], 0)  # named twice
+        np.testing.assert_array_equal(own[19], 1)
+        np.testing.assert_array_equal(own[0], 2)  # padding
+        several = torch.arange(12, device=gpu).view(4, 3)
+        for some in (indices, several[:, 0], several[:, 1:], several[0, 0].expand(5)):
+            table = model.table(some).detach().cpu().numpy()
+            np.testing.assert_array_equal(table, client.weights["table.weight"][some.cpu()])
+        optimizer.close()
+        np.testing.assert_array_equal(model.own.detach().cpu().numpy(), own)
+        client.detach()
+
+
+class Tied(nn.Module):
+    """A weight that is looked up in, and a matrix as well; and a buffer that lies across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, sparse=True)
+        self.register_buffer("across", torch.arange(6.0).view(2, 3).t())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.table(tokens), self.table.weight)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_tied_weight_stays_current(gpu: str, sync: str, job_name: str) -> None:
+    torch.manual_seed(0)
+    model = Tied().to(gpu)
+    with daemon(job_name, sync=sync, optimizer={"kind": "sgd", "lr": 0.1}):
+        optimizer = Optimizer(model, job_name)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.arange(10, device=gpu)).sum().backward()
+            model.across += 1
+            optimizer.step()
+            optimizer.client.wait_applied()
+            done = step + 1
+            eventually(lambda done=done: arrived(optimizer, done))
+            weight = optimizer.client.weights["table.weight"]
+            np.testing.assert_array_equal(model.table.weight.detach().cpu().numpy(), weight)
+        optimizer.close()
+        across = model.across.cpu().numpy()
+        np.testing.assert_array_equal(across, np.arange(6.0).reshape(2, 3).T + 5)
+
+
+def test_recurrent_layers_of_another_learner(gpu: str, job_name: str) -> None:
+    """Who made the job's model has put the biases first."""
+    torch.manual_seed(0)
+    model = nn.LSTM(8, 16, num_layers=2)
+    arrays = {name: one.detach().numpy().copy() for name, one in model.named_parameters()}
+    first = dict(sorted(arrays.items(), key=lambda one: one[0]))
+    with daemon(job_name), Client(job_name, tensors=first):
+        optimizer = Optimizer(model.to(gpu), job_name)
+        for name, parameter in model.named_parameters():
+            np.testing.assert_array_equal(parameter.detach().cpu().numpy(), arrays[name])
+        optimizer.close()
+
+
+@pytest.mark.gpu
+def test_what_is_in_the_wrong_place(job_name: str) -> None:
+    need_cuda()
+    model = nn.Embedding(50, 8, sparse=True).cuda()
+    with daemon(job_name):
+        optimizer = Optimizer(model, job_name)
+        with pytest.raises(UsageError, match="indices on cpu into an embedding on cuda"):
+            model(torch.arange(3))
+        loss = model(torch.arange(3).cuda()).sum()
+        loss.backward()
+        optimizer.report(loss=loss.cpu())
+        optimizer.step()
+        optimizer.client.wait_applied()
+        told = status(job_name)["learners"][0]["loss"]
+        assert told == pytest.approx(loss.item(), rel=1e-6)
+        optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # cuDNN says so, and copies them
+def test_recurrent_layers_with_gaps(gpu: str, job_name: str) -> None:
+    """Whose sizes leave gaps between them are no piece for cuDNN, and right all the same."""
+    torch.manual_seed(0)
+    model = nn.GRU(3, 5)
+    twin = copy.deepcopy(model)
+    model.to(gpu)
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}, shards=1):
+        optimizer = Optimizer(model, job_name)
+        local = torch.optim.SGD(twin.parameters(), 0.1)
+        inputs = torch.randn(4, 2, 3)
+        for _ in range(5):
+            for one, moves, device in ((model, optimizer, gpu), (twin, local, "cpu")):
+                moves.zero_grad()
+                one(inputs.to(device))[0].square().sum().backward()
+                moves.step()
+        optimizer.close()
+        same_state(model, twin)
+
+
+def test_recurrent_layers_stay_in_one_piece(gpu: str, job_name: str) -> None:
+    """As cuDNN wants them: matrices, then biases, from the storage's begin on."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.LSTM(8, 16, num_layers=2, bidirectional=True))
+    model.to(gpu)
+    with daemon(job_name):
+        optimizer = Optimizer(model, job_name)
+        lstm = model[1]
+        names = [name for name, _ in lstm.named_parameters()]
+        at = 0
+        for name in sorted(names, key=lambda name: name.startswith("bias")):
+            parameter = getattr(lstm, name)
+            assert parameter.storage_offset() == at
+            at += parameter.numel()
+        assert len({one.untyped_storage().data_ptr() for one in lstm.parameters()}) == 1
+        lstm.flatten_parameters()
+        outputs, _ = model(torch.ones(3, 2, 4, device=gpu))
+        outputs.sum().backward()
+        optimizer.step()
+        optimizer.client.wait_applied()
+        eventually(lambda: arrived(optimizer, 1))
+        for name, array in optimizer.client.weights.items():
+            np.testing.assert_array_equal(model.get_parameter(name).detach().cpu().numpy(), array)
+        optimizer.close()
+        assert lstm.flatten_parameters() is None  # torch's own again
+
+
+def test_a_row_that_does_not_exist(gpu: str, job_name: str) -> None:
+    model = nn.Embedding(50, 8, sparse=True).to(gpu)
+    with daemon(job_name):
+        optimizer = Optimizer(model, job_name)
+        model(torch.tensor([1, 50], device=gpu)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ModelMismatch, match=r"'weight' does not have \(it has 50\)"):
+            optimizer.step()
+        optimizer.close()
+        assert status(job_name)["gradients_applied"] == 0

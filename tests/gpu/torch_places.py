@@ -1,0 +1,65 @@
+"""Where PyTorch models under test compute: on the CPU with an emulated device, and on a GPU.
+
+The emulated cases compute on the CPU, and all that comes and goes takes the way of the GPU's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import emulator
+import pytest
+import torch
+from torch import nn
+
+from gadei_ps.learners.torch import Optimizer
+from gadei_ps.learners.torch import gpu as gpu_backend
+from gadei_ps.machine.cuda import missing as cuda_missing
+
+
+def need_cuda() -> None:
+    if why := cuda_missing():
+        pytest.skip(why)
+    if not torch.cuda.is_available():
+        pytest.skip(f"PyTorch {torch.__version__} sees no GPU")
+
+
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(gpu_backend, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(gpu_backend, "current_stream", lambda device: 0)
+    with emulator.installed(inline=True) as device:
+        device.foreign = True
+        yield "cpu"
+
+
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    need_cuda()
+    yield "cuda"
+
+
+@pytest.fixture(params=[emulated, pytest.param(cuda, marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Torch's name of the device."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield from request.param(monkeypatch)
+    torch.set_num_threads(threads)
+
+
+class Words(nn.Module):
+    """An embedding of which a mini-batch names few rows, some twice, padding among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, padding_idx=0, sparse=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        tokens = (inputs.abs() * 7).long() % 50
+        return self.out(self.table(tokens).mean(1))
+
+
+def arrived(optimizer: Optimizer, version: int) -> bool:
+    """Brings newer weights; whether the model has those of this version."""
+    optimizer.backend.refresh()
+    return optimizer.backend.version == version

@@ -1,0 +1,59 @@
+"""Models for tests with PyTorch, and their comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+STEPS = 50
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """For test files that import it: what torch computes does not depend on the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def batch_norm_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(10, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3))
+
+
+def data(steps: int = STEPS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Mini-batches of these models: inputs (16, 10) and one of three labels each."""
+    source = torch.Generator().manual_seed(11)
+    for _ in range(steps):
+        inputs = torch.randn(16, 10, generator=source)
+        yield inputs, (inputs.sum(1) > 0).long() + (inputs[:, 0] > 1).long()
+
+
+def same_state(model: nn.Module, other: nn.Module) -> None:
+    """Wherever the first one is; the other is on the CPU."""
+    for (name, mine), theirs in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# Of a job, and of torch. Under BSP a lone learner goes on when its gradient is in the weights, so
+# that both come to the same weights.
+LOCAL: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": ({"kind": "sgd", "lr": 0.1}, lambda p: torch.optim.SGD(p, 0.1)),
+    "momentum": (
+        {"kind": "momentum", "lr": 0.05, "momentum": 0.8},
+        lambda p: torch.optim.SGD(p, 0.05, momentum=0.8),
+    ),
+    "adam": ({"kind": "adam", "lr": 0.01}, lambda p: torch.optim.Adam(p, 0.01)),
+}
