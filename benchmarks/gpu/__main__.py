@@ -3,8 +3,8 @@
     python -m gadei_ps.benchmarks.gpu [--quick] [--device cuda|host] [--out DIR] [NAME]...
 
 Each part runs in a process of its own and writes benchmarks/results/gpu-NAME.json. `--quick`: small
-sizes, to see that it works. `--device host`: the same on the CPU, to try what is not CUDA's; its
-sizes are the quick ones. Figures of these two mean little: they are written to --out only.
+sizes, to see that the program works. `--device host`: the same small sizes on the CPU, to try all
+that is not CUDA's. Figures of these two mean little; they are written to --out only.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--out", type=Path, help="where results go, instead of the checkout")
-    parser.add_argument("--commit", help="to be named in results, where there is no git")
+    parser.add_argument("--commit", help="the commit that results name; by default git tells")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("parts", nargs="*", metavar="NAME", help=f"of {', '.join(PARTS)}")
     options = parser.parse_args()
     for name in options.parts:
         if name not in PARTS:
-            parser.error(f"there is no part {name!r}: there are {', '.join(PARTS)}")
+            parser.error(f"unknown part {name!r}: there are {', '.join(PARTS)}")
     interrupts.install()
     try:
         failed = _part(options) if options.here else _all(options)
@@ -66,28 +66,28 @@ def main() -> None:
 
 
 def _all(options: argparse.Namespace) -> list[str]:
-    """Each part in a process of its own; returns those that have failed."""
+    """Runs each part in a process of its own; returns those that have failed."""
     from gadei_ps.benchmarks.gpu import place
 
     if why := place.why_not(options.device):
         print(f"{PACKAGE}: {why}", file=sys.stderr)
         sys.exit(1)
     _directory(options)
-    # So that no part has the compilation of the server's kernels in its time.
+    # No part shall contain the time in which the server's kernels are compiled.
     code = "from gadei_ps.server import shard; shard.load()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
     failed = []
     for name in options.parts or PARTS:
         print(f"{name} ...", flush=True)
         begin = time.monotonic()
-        if _run([sys.executable, "-m", PACKAGE, "--here", *_flags(options), name]):
+        if _run([sys.executable, "-P", "-m", PACKAGE, "--here", *_flags(options), name]):
             failed.append(name)
         print(f"  {time.monotonic() - begin:.0f} s", flush=True)
     return failed
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    """Those of this command, for a part."""
+    """This command's options, for the process of a part."""
     flags = ["--device", options.device] + ["--quick"] * options.quick
     for name in ("out", "commit"):
         if (value := getattr(options, name)) is not None:
@@ -96,27 +96,27 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 
 def _directory(options: argparse.Namespace) -> Path | None:
-    """Where results go, which is made; None if nowhere. Raises UsageError."""
+    """Makes the directory for results; None if none are written. Raises UsageError."""
     small = options.quick or options.device == "host"
     directory: Path | None = options.out
     if directory is None:
         directory = None if small else suite.RESULTS
     elif small and directory.resolve() == suite.RESULTS:
-        raise UsageError(f"{directory}: quick figures are not to replace the others")
+        raise UsageError(f"{directory}: quick figures would replace the full ones")
     if directory is not None:
         suite.prepare(directory)
     return directory
 
 
 def _run(command: list[str]) -> int:
-    """A part's exit code. Whatever happens, the part and what it has started are ended."""
+    """Returns a part's exit code. The part and all that it has started end in every case."""
     with _no_litter():
-        # Should this process be killed, the part ends as by a signal and cleans up.
+        # If this process is killed, the part gets SIGTERM and cleans up.
         child = process.spawn(command, how=15)
         try:
             return child.wait(PART_S)
         except subprocess.TimeoutExpired:
-            print(f"  it is ended: it takes longer than {PART_S:.0f} s", file=sys.stderr)
+            print(f"  ended: it takes longer than {PART_S:.0f} s", file=sys.stderr)
             return 1
         finally:
             if child.poll() is None:
@@ -130,7 +130,7 @@ def _run(command: list[str]) -> int:
 
 @contextlib.contextmanager
 def _no_litter() -> Iterator[None]:
-    """Removes what torch's processes have left in shared memory: counters of shared tensors."""
+    """Removes counters of shared tensors that ended processes of torch have left in /dev/shm."""
 
     def found() -> set[Path]:
         return {path for path in SHM.glob("torch_*") if path.name.split("_")[1].isdecimal()}
@@ -164,7 +164,7 @@ def _part(options: argparse.Namespace) -> list[str]:
 
 
 def _draw(results: Path, directory: Path, name: str) -> None:
-    """The plot of a result, if it has one and matplotlib is there."""
+    """Draws the plot of a result, if it has one and matplotlib is installed."""
     try:
         from gadei_ps.benchmarks import plots
     except ImportError:

@@ -1,15 +1,17 @@
-"""What a push and a pull take of the bus, beside cudaMemcpyAsync of pinned memory.
+"""The bandwidth of a push and of a pull, beside cudaMemcpyAsync of pinned memory.
 
-A real job with a model of one tensor; the gradient lies on the device. Three figures a way:
+A real job has a model of one tensor; the gradient lies on the device. There are three figures for
+each way:
 
-- transfer: by events on the link's streams right before and after the copy that it makes;
-- end to end: gradients pushed one after the other until the server has applied the last one, and
-  weights filled one after the other. The first is limited by the server's update, too;
-- limit: copies of as many bytes between pinned and device memory, on streams of their own, timed as
-  the transfers are.
+- transfer: timed by events on the link's streams, right before and after the copy;
+- end to end: gradients are pushed one after the other until the server has applied the last one,
+  and weights are filled one after the other. The server's update limits the first, too;
+- limit: copies of as many bytes between pinned and device memory, on other streams, timed as the
+  transfers are.
 
-Both ways: a push and a pull that begin together, from the first begin to the last end. A kernel
-that only waits is before each transfer, so that the host has queued all of it when it begins.
+Both ways: a push and a pull begin together; timed from the first begin to the last end. Before each
+transfer there is a kernel that only waits, so that the host has queued everything when the transfer
+begins.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from gadei_ps.learners.client import Client
 SPIN_S = 500e-6
 """Longer than the host takes to queue a transfer."""
 SEGMENTS = 4
-"""Sizes of the model that a job with one learner has in shared memory: weights, slots, the rest."""
+"""Shared memory of a job with one learner, in sizes of the model: weights, slots, the rest."""
 LEAST_TIMES = 3
 PUSH, PULL, BOTH = "push", "pull", "both ways"
 WAYS = (PUSH, PULL, BOTH)
@@ -42,20 +44,20 @@ REACH = {PUSH: 0.95, PULL: 0.95, BOTH: 0.9}
 
 
 class Mover(Protocol):
-    """Moves a model's gradient and weights. Each method returns seconds."""
+    """Moves a model's gradient and weights. The methods return seconds."""
 
     def transfer(self, way: str) -> float:
-        """One transfer of the link, or one each way."""
+        """Makes one transfer of the link, or one each way."""
 
     def limit(self, way: str) -> float:
-        """One of as many bytes between pinned memory and the device's, or one each way."""
+        """Copies as many bytes between pinned and device memory, or as many each way."""
 
     def end_to_end(self, way: str, times: int) -> float:
-        """So many pushes until they are applied, or so many pulls."""
+        """Makes so many pushes, until they are applied, or so many pulls."""
 
 
 class _End:
-    """What end to end means is the same everywhere."""
+    """What is the same on the host and on a GPU: the figure end to end."""
 
     def __init__(self, place: Place, client: Client, link: Any, gradient: Any) -> None:
         self._place, self._client, self._link = place, client, link
@@ -88,7 +90,7 @@ class _End:
 
 
 class OnHost(_End):
-    """Copies of the host, by the clock: to try the rest of this program."""
+    """Copies of the host, timed by the clock: to try the rest of this program."""
 
     def __init__(self, place: Place, client: Client) -> None:
         count = client.model.elements
@@ -119,7 +121,7 @@ class OnHost(_End):
 class Timed:
     """CuPy's runtime, with an event before and after each copy on some streams.
 
-    It takes the runtime's place in the module of the link, whose code stays as it is.
+    It replaces the runtime in the module of the link, whose code does not change.
     """
 
     def __init__(self, runtime: Any, event: Callable[[], Any]) -> None:
@@ -146,7 +148,7 @@ class Timed:
 
 
 class OnGpu(_End):
-    """Copies of the GPU's engines, by events."""
+    """Copies of the GPU's engines, timed by events."""
 
     def __init__(self, place: Place, client: Client, timed: Timed) -> None:
         import cupy
@@ -164,7 +166,7 @@ class OnGpu(_End):
 
     def transfer(self, way: str) -> float:
         """See Mover."""
-        if way != PUSH:  # so that there are newer weights than those pulled last
+        if way != PUSH:  # there must be newer weights than those pulled last
             self._push()
             self._applied()
         self._timed.spans.clear()
@@ -213,7 +215,7 @@ class OnGpu(_End):
 
 @contextmanager
 def mover(place: Place, client: Client) -> Iterator[Mover]:
-    """For a client, of which nothing else pushes and pulls."""
+    """Of a client that nothing else pushes or pulls with."""
     if not place.on_gpu:
         on_host = OnHost(place, client)
         yield on_host
@@ -239,7 +241,7 @@ def measure(place: Place) -> Report:
     report = Report(["MB", "way", f"{LIMIT} GB/s", "transfer", "end to end", "/limit", "wanted"])
     for count in size["bytes"]:
         if SEGMENTS * count > SHARE * free_bytes():
-            report.notes.append(f"{count / 1e6:g} MB is left out: too little shared memory")
+            report.notes.append(f"{count / 1e6:g} MB: not measured: too little shared memory")
             continue
         tensors = [{"name": "w", "shape": [count // 4]}]
         with job("bandwidth", tensors=tensors) as name, Client(name) as client:  # noqa: SIM117
@@ -270,13 +272,13 @@ def _compare(report: Report, place: Place, moves: Mover, count: int, size: dict[
 
 
 def _rate(once: Callable[[], float], moved: int, call_s: float) -> Callable[[], float]:
-    """Bytes a second of the middle one of several, about as long as call_s together."""
+    """Bytes a second, by the median of several transfers that together take about call_s."""
     times = max(LEAST_TIMES, min(25, round(call_s / once())))
     return lambda: moved / sorted(once() for _ in range(times))[times // 2]
 
 
 def _whole_rate(seconds: Callable[[int], float], moved: int, call_s: float) -> Callable[[], float]:
-    """Bytes a second of so many in a row that they take about call_s."""
+    """Bytes a second, of so many transfers in a row that they take about call_s."""
     seconds(1)
     times = max(LEAST_TIMES, round(call_s * LEAST_TIMES / seconds(LEAST_TIMES)))
     return lambda: moved * times / seconds(times)
@@ -285,7 +287,7 @@ def _whole_rate(seconds: Callable[[int], float], moved: int, call_s: float) -> C
 def _tell(
     report: Report, figures: dict[str, list[float]], way: str, count: int, limit: str
 ) -> None:
-    """The ratios to the limit, and the line for people."""
+    """Reports the ratios to the limit, and the line for people."""
     told: dict[str, Any] = {"contender": limit, "bytes": count, "way": way}
     for who, of in ((TRANSFER, "transfer"), (END_TO_END, "end to end")):
         if who in figures:

@@ -1,13 +1,14 @@
 """Samples per second of learners on one GPU, beside torch's own ways to train there.
 
-The sentence classifier and an LSTM, with mini-batches from 1 to 128. Contenders are those of `bench
-nlc`: gadei-ps with one, two, four and eight learners; torch in one process; Hogwild on parameters
-in the GPU's memory that processes share; DistributedDataParallel, by gloo where processes share a
-GPU, by NCCL where each has its own. Sparse ones have gradients of the words of a batch only.
+Networks are the sentence classifier and an LSTM, with mini-batches from 1 to 128. Contenders are
+those of `bench nlc`: gadei-ps with one, two, four and eight learners; torch in one process; Hogwild
+on parameters in the GPU's memory that processes share; DistributedDataParallel, by gloo if
+processes share a GPU, by NCCL if each has its own. Gradients of the contenders named sparse have
+only the words of a batch.
 
-All is measured without NVIDIA's Multi-Process Service, then what has several processes with it,
-each in a process of its own, with a time to keep to. Where there are several GPUs, another block
-gives each learner one of its own.
+A block is measured in a process of its own, within a time. The first block has no NVIDIA
+Multi-Process Service; the second has it, and only the contenders with several processes. If there
+are several GPUs, a third block gives each learner one of its own.
 
 ratio: gadei-ps over the contender with as many learners, or over gadei-ps with one.
 """
@@ -30,7 +31,7 @@ from gadei_ps.machine import process
 
 WITHOUT, WITH, SPREAD = "without MPS", "with MPS", "a GPU each"
 GRACE_S = 40.0
-"""For a block beyond its time: to start and to end its processes."""
+"""Seconds that a block may take beyond its time, to start and to end its processes."""
 LSTM, CLASSIFIER = "LSTM", "sentence classifier"
 LSTM_REACH = 1.7
 LSTM_LEARNERS = 4
@@ -43,11 +44,11 @@ Figures = list[dict[str, Any]]
 
 
 def measure(place: Place) -> Report:
-    """The blocks, each in a process of its own."""
+    """Runs the blocks, each in a process of its own."""
     size = place.sizes("learners")
     report = Report(["block", "network", "set", "batch", "contender", "learners", "samples/s",
                      "ours/it"])  # fmt: skip
-    report.notes.append(f"somebody's {mps.CONTROL} runs: {'yes' if mps.running() else 'no'}")
+    report.notes.append(f"{mps.CONTROL} of others runs: {'yes' if mps.running() else 'no'}")
     for block in (WITHOUT, WITH, SPREAD):
         if block == SPREAD and place.count() < 2:
             continue
@@ -57,7 +58,7 @@ def measure(place: Place) -> Report:
                 with mps.started() as env:
                     found, notes = _in_process(place, block, budget_s, env)
             elif block == WITH:
-                raise DeviceError("it is for GPUs")
+                raise DeviceError("only for GPUs")
             else:
                 found, notes = _in_process(place, block, budget_s, {})
         except DeviceError as error:
@@ -71,10 +72,10 @@ def measure(place: Place) -> Report:
 def _in_process(
     place: Place, block: str, budget_s: float, env: dict[str, str]
 ) -> tuple[Figures, list[str]]:
-    """What learners_block finds. Raises DeviceError if it fails."""
+    """Figures and notes of learners_block. Raises DeviceError if it fails."""
     order = json.dumps([place.device, place.quick, block, budget_s])
     child = process.spawn(
-        [sys.executable, "-m", "gadei_ps.benchmarks.gpu.learners_block", order],
+        [sys.executable, "-P", "-m", "gadei_ps.benchmarks.gpu.learners_block", order],
         env=os.environ | env,
         stdout=subprocess.PIPE,
         how=signal.SIGTERM,
@@ -82,7 +83,7 @@ def _in_process(
     try:
         out, _ = child.communicate(timeout=budget_s + GRACE_S)
     except subprocess.TimeoutExpired:
-        raise DeviceError(f"it takes longer than {budget_s + GRACE_S:.0f} s") from None
+        raise DeviceError(f"takes longer than {budget_s + GRACE_S:.0f} s") from None
     finally:
         if child.poll() is None:
             child.terminate()
@@ -94,12 +95,12 @@ def _in_process(
     try:
         found = json.loads(out.decode().strip().rpartition("\n")[2])
     except ValueError:
-        raise DeviceError(f"its process ends with exit code {child.returncode}") from None
+        raise DeviceError(f"the process ends with exit code {child.returncode}") from None
     return found["figures"], found["notes"]
 
 
 def _tell(report: Report, block: str, figures: Figures) -> None:
-    """Rows of a block, and what gadei-ps makes of each."""
+    """Reports the rows of a block, and the ratio of gadei-ps to each."""
     ours = {_key(one): one for one in figures if one["contender"] == OURS}
     for one in figures:
         told = {key: one[key] for key in ("contender", "learners", "network", "set", "mini_batch")}
@@ -124,7 +125,7 @@ def _key(one: dict[str, Any], learners: int | None = None) -> tuple[Any, ...]:
 def _ratios(
     one: dict[str, Any], told: dict[str, Any], ours: dict[tuple[Any, ...], dict[str, Any]]
 ) -> Figures:
-    """Of one row: against the peer, or for ours against one learner."""
+    """gadei-ps against the peer of a row; in a row of gadei-ps, against one learner."""
     if one["contender"] != OURS:
         mine = ours.get(_key(one))
         reach = 1.0 if one["mini_batch"] <= LARGEST_SMALL else None

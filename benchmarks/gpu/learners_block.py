@@ -1,7 +1,8 @@
 """A block of `learners`: python -m gadei_ps.benchmarks.gpu.learners_block [DEVICE, QUICK, BLOCK, S]
 
-Its argument is a JSON list; its last line is a JSON object with the figures. A process of its own,
-because whether CUDA uses the Multi-Process Service is settled when a process begins with it.
+Its argument is a JSON list; the last line of its output is a JSON object with the figures. It is a
+process of its own because a process decides at its first use of CUDA whether it uses the
+Multi-Process Service.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from gadei_ps.machine import interrupts
 WARM_UP_S = 0.05
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.1, 1.0
 SLACK = 1.3
-"""What a window takes over its time: the last step, and telling the processes."""
+"""By how much a window exceeds its time: the last step, and messages to the processes."""
 
 FAILURES = (RuntimeError, GadeiError, OSError)
 
@@ -45,7 +46,7 @@ Who = tuple[str, int]
 
 
 class Block:
-    """Some networks on some sentences within a time."""
+    """Measures some networks on some sentences within a time."""
 
     def __init__(self, place: Place, name: str, budget_s: float) -> None:
         self._place, self._name = place, name
@@ -56,7 +57,7 @@ class Block:
         self._taken = 0.0  # seconds, by the cell before
 
     def run(self) -> None:
-        """All of it that there is time for, the first ones first."""
+        """Measures as many of the networks and sentences as there is time for, in order."""
         sets, notes = texts.found(self._place)
         self.notes += notes
         lstm = functools.partial(networks.lstm, hidden=self._size["hidden"])
@@ -66,17 +67,17 @@ class Block:
             *((CLASSIFIER, nlc_member.fresh, one) for one in reversed(sets[1:])),
         ]
         for number, (name, network, sentences) in enumerate(cells):
-            left = self._until - time.monotonic()
+            rest_s = self._until - time.monotonic()
             # Processes of a cell take a while to start, however little there is to measure.
-            if number and left < self._taken:
-                self.notes.append(f"{name} on {sentences.name} is left out: no time left")
+            if number and rest_s < self._taken:
+                self.notes.append(f"{name} on {sentences.name}: not measured: no time")
                 continue
             begin = time.monotonic()
-            self._cell(name, network, sentences, begin + left / min(3, len(cells) - number))
+            self._cell(name, network, sentences, begin + rest_s / min(3, len(cells) - number))
             self._taken = time.monotonic() - begin
 
     def _contenders(self) -> list[Who]:
-        """Those of the block."""
+        """Contenders of the block."""
         count = self._size["peers"]
         if self._name == SPREAD:
             learners = [one for one in self._size["learners"] if one <= self._place.count()]
@@ -94,7 +95,7 @@ class Block:
         return Team(kind, count, sentences, method=method, devices=devices, network=network)
 
     def _cell(self, name: str, network: nlc_member.Network, sentences: Texts, until: float) -> None:
-        """One network on one set: all processes live at once, and take turns."""
+        """Measures one network on one set: all processes live at once, and take turns."""
         with ExitStack() as stack:
             stack.callback(nlc_team._stop_fork_server)
             teams: dict[Who, Team] = {}
@@ -106,9 +107,9 @@ class Block:
                 with suppress(_Lost):
                     self._try(teams, who, teams[who].ready)
             for number, batch in enumerate(self._size["batches"]):
-                left = (until - time.monotonic()) / (len(self._size["batches"]) - number)
+                each_s = (until - time.monotonic()) / (len(self._size["batches"]) - number)
                 windows = len(teams) * (self._size["rounds"] + 1)
-                seconds = left / windows / SLACK - WARM_UP_S
+                seconds = each_s / windows / SLACK - WARM_UP_S
                 if seconds < LEAST_WINDOW_S / 2 or not teams:
                     self.notes.append(f"{name} on {sentences.name}: no time from {batch} on")
                     break
@@ -118,20 +119,20 @@ class Block:
                 team.dismiss()
 
     def _try(self, teams: dict[Who, Team], who: Who, call: Callable[[], Any]) -> Any:
-        """Calls; a contender that fails is left out from then on."""
+        """Calls; a contender that fails takes no further part. Raises _Lost."""
         try:
             return call()
         except FAILURES as error:
             if who[0] == OURS:
                 raise
-            self.notes.append(f"{who[0]} with {who[1]} is left out: {error}")
+            self.notes.append(f"{who[0]} with {who[1]}: not measured: {error}")
             del teams[who]
             raise _Lost from None
 
     def _row(
         self, name: str, sentences: str, batch: int, teams: dict[Who, Team], seconds: float
     ) -> None:
-        """One mini-batch. Round by round; should one fail, once more without it."""
+        """Measures one size of mini-batch, again from the start if a contender fails."""
         while teams:
             contenders: Mapping[str, Callable[[], float]] = {
                 f"{kind}, {count}": functools.partial(
@@ -166,7 +167,7 @@ class _Lost(Exception):
 
 
 def main() -> None:
-    """The block of the argument."""
+    """Measures the block of the argument."""
     device, quick, name, budget_s = json.loads(sys.argv[1])
     interrupts.install()
     block = Block(Place(device, quick), name, budget_s)

@@ -1,7 +1,7 @@
 """NVIDIA's Multi-Process Service: kernels of several processes on one GPU at the same time.
 
-Without it, a GPU gives processes turns. The service started here has a directory of its own, so
-that it serves nobody else, and ends with the block that it is used in.
+Without it, processes on a GPU take turns. The service started here has a directory of its own, so
+that no other process uses it, and ends with the block that it is used in.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ END_S = 10.0
 
 
 def running() -> bool:
-    """Whether somebody's service runs on this machine."""
+    """Whether a service that others have started runs on this machine."""
     return any(one.info["name"] in (CONTROL, CONTROL[:15]) for one in psutil.process_iter(["name"]))
 
 
 @contextlib.contextmanager
 def started() -> Iterator[dict[str, str]]:
-    """A service; yields what its clients have in their environment.
+    """Starts a service; yields the environment variables by which clients find it.
 
-    Raises DeviceError with what is missing, also where CUDA does not work with it.
+    Raises DeviceError if the service is missing or CUDA does not work with it.
     """
     tool = shutil.which(CONTROL)
     if tool is None:
-        raise DeviceError(f"there is no {CONTROL}")
+        raise DeviceError(f"{CONTROL} is not installed")
     with tempfile.TemporaryDirectory(prefix="gps-mps-", ignore_cleanup_errors=True) as scratch:
         told = {PIPES: f"{scratch}/pipe", LOGS: f"{scratch}/log"}
         for path in told.values():
@@ -74,7 +74,7 @@ def _wait_ready(child: subprocess.Popen[bytes], pipes: Path) -> None:
 
 
 def _end(tool: str, child: subprocess.Popen[bytes], env: dict[str, str]) -> None:
-    """Asks it to quit, which ends its server too; what is left then is killed."""
+    """Asks it to quit, which ends its servers too; kills them if they have not ended."""
     with contextlib.suppress(psutil.Error):
         servers = psutil.Process(child.pid).children(recursive=True)
         with contextlib.suppress(subprocess.SubprocessError, OSError):

@@ -21,7 +21,7 @@ from gadei_ps.learners.torch import embedding
 
 WORD = 300
 VGG = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
-"""Channels of its convolutions; 0 is a maximum over 2 x 2."""
+"""Channels of each convolution; 0 is a maximum over 2 x 2."""
 
 
 class Lstm(nn.Module):
@@ -46,7 +46,7 @@ class Lstm(nn.Module):
 
 
 def lstm(kind: str, texts: Texts, hidden: int = 512) -> Lstm:
-    """Of a contender, as nlc_member.fresh makes the sentence classifier."""
+    """The LSTM of a contender, as nlc_member.fresh makes the sentence classifier."""
     torch.manual_seed(SEED)
     return Lstm(texts.vocabulary_size, texts.classes, hidden, sparse=kind in SPARSE)
 
@@ -60,7 +60,7 @@ def mlp(sizes: Sequence[int]) -> nn.Sequential:
 
 
 def vgg(classes: int = 10, narrow: int = 1) -> nn.Sequential:
-    """Of images of 32 x 32, with batch norm. narrow: divides the channels."""
+    """VGG for images of 32 x 32, with batch norm. narrow: divides the channels."""
     layers: list[nn.Module] = []
     before = 3
     for channels in VGG:
@@ -75,7 +75,7 @@ def vgg(classes: int = 10, narrow: int = 1) -> nn.Sequential:
 
 
 def alexnet(classes: int = 1000) -> nn.Sequential:
-    """Of images of 224 x 224."""
+    """AlexNet for images of 224 x 224."""
     return nn.Sequential(
         *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
         *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),

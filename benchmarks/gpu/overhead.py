@@ -1,14 +1,14 @@
 """What gadei-ps adds to a learner's forward and backward pass.
 
-A step is taken apart on the stream that computes: from zero_grad() to backward(), and from there to
-the end of optimizer.step(). The second part is the figure, in two ways:
+On the stream that computes, a step has two parts: from zero_grad() to backward(), and from there to
+the end of optimizer.step(). The second part is the figure, measured in two ways:
 
-- busy: a kernel that only waits is before each step, so that the host has queued the whole step
-  when it begins: what step() takes of the GPU's time;
-- as it trains: without it. Where the GPU waits for the host, this has the host's time in it, too.
+- busy: before each step there is a kernel that only waits, so that the host has queued the whole
+  step when it begins. This is the GPU's time in step();
+- as it trains: without that kernel. If the GPU waits for the host, this contains the host's time.
 
-And the time that the host is in step(). The peer is step() of torch's SGD, on a copy of the model;
-what is wanted is 30 us of the GPU's time.
+A third figure is the host's time in step(). The peer is step() of torch's SGD, on a copy of the
+model; the goal is 30 us of the GPU's time.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ INPUTS = 16  # mini-batches, which lie on the device
 BUSY, TRAINING, HOST = "stream, busy", "stream, as it trains", "host"
 
 Found = tuple[list[float], list[float], list[float], list[bool]]
-"""Of steps: seconds of the stream before step() and in it, of the host in it, and whether newer
-weights have arrived in it, which are then copied to where the network has them."""
+"""Of each step: seconds of the stream before step() and in it, seconds of the host in step(), and
+whether newer weights arrived in it, which it then copies to where the network has them."""
 
 Step = Callable[[int], torch.Tensor]
-"""The loss of mini-batch number so-and-so."""
+"""The loss of a mini-batch, given by its number."""
 
 
 def measure(place: Place) -> Report:
-    """Each network with a job of its own."""
+    """Measures each network with a job of its own."""
     size = place.sizes("overhead")
     report = Report(["network", "MB", "of", "gadei-ps us", "torch SGD us", "reached"])
     for name, network, step in _networks(place, size):
@@ -62,9 +62,9 @@ def measure(place: Place) -> Report:
 def _networks(
     place: Place, size: dict[str, Any]
 ) -> list[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], Step]]]:
-    """Each with what makes the loss of a network like it."""
+    """Each network, with a function that makes the loss of a network like it."""
     device, batch = torch.device(place.torch_device), size["mini_batch"]
-    sentences = texts.largest(place)
+    sentences = texts.first(place)
     mini_batches = [
         (
             torch.from_numpy(sentences.encoded.batch(rows)).to(device),
@@ -99,7 +99,7 @@ def _parts(
     step: Callable[[torch.nn.Module], Step],
     size: dict[str, Any],
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of step(), and of what is before it, by way of measuring."""
+    """Seconds of step(), and of the part before it, for each way of measuring."""
     loss_of, count = step(network), size["steps"]
     _run(place, loss_of, optimizer, max(2, count // 10), 0.0)
     begin = time.perf_counter()
@@ -114,14 +114,14 @@ def _parts(
 
 
 def _of_pulls(found: Found) -> list[float]:
-    """Of the second list those in whose step newer weights have arrived."""
+    """Seconds of the steps in which newer weights arrived."""
     return [seconds for seconds, pulled in zip(found[1], found[3], strict=True) if pulled]
 
 
 def _run(
     place: Place, loss_of: Step, optimizer: torch.optim.Optimizer, count: int, spin_s: float
 ) -> Found:
-    """So many steps."""
+    """Takes so many steps."""
     marks: list[Any] = []
     host: list[float] = []
     pulled: list[bool] = []
@@ -153,7 +153,7 @@ def _run(
 def _tell(
     report: Report, name: str, count: int, found: dict[str, dict[str, dict[str, list[float]]]]
 ) -> None:
-    """The rows, the ratios and the lines of one network. count: bytes of it."""
+    """Reports one network. count: bytes of it."""
     for of in (BUSY, TRAINING, HOST):
         told = {"network": name, "bytes": count, "of": of}
         medians = {}
@@ -165,7 +165,7 @@ def _tell(
                 row["pulls"] = len(pulls)
                 row["median_with_pull"] = statistics.median(pulls)
             report.rows.append(row)
-            # What is wanted holds for steps with a pull: they take longer.
+            # The goal is for steps with a pull: they take longer.
             medians[who] = row.get("median_with_pull", row["median"])
         # Steps of the two are no pairs: one contender's all come before the other's.
         peer = {"contender": TORCH, **told, "ratio": medians[TORCH] / medians[OURS]}

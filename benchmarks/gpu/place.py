@@ -1,4 +1,4 @@
-"""Where a part measures: on a GPU, or on the host, to try all of it that is not CUDA's.
+"""Where a part measures: on a GPU, or on the host, to try all that is not CUDA's.
 
 Times of a GPU are those of its stream, by events; on the host they are the clock's.
 """
@@ -24,7 +24,7 @@ from gadei_ps.machine.cuda import missing as cuda_missing
 
 NAMES = ("cuda", "host")
 SPIN_CYCLES_PER_S = 2e9
-"""Of torch's kernel that does nothing for a while, about: a GPU's clock."""
+"""About the clock of a GPU, by which torch's waiting kernel counts."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Place:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is one."""
+        """Whether the device is a GPU."""
         return self.device == "cuda"
 
     @property
     def torch_device(self) -> str:
-        """Its name for torch; the first GPU that this process sees."""
+        """The device's name for torch; the first GPU that this process sees."""
         return "cuda:0" if self.on_gpu else "cpu"
 
     def sizes(self, part: str) -> dict[str, Any]:
-        """Those of a part."""
+        """Sizes of a part."""
         return (QUICK if self.quick or not self.on_gpu else FULL)[part]
 
     def learner_device(self) -> Device:
@@ -53,7 +53,7 @@ class Place:
         return devices.choose(self.device)
 
     def wait(self) -> None:
-        """Until the device has done all that it was asked to."""
+        """Waits until the device has done all that it was asked to."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -66,23 +66,23 @@ class Place:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two of them, when both have passed: see wait()."""
+        """Between two marks, when both have passed: see wait()."""
         if not self.on_gpu:
             return float(end - begin)
         return float(begin.elapsed_time(end)) / 1e3
 
     def spin(self, seconds: float) -> None:
-        """Keeps the compute stream busy about so long, so that what follows waits in its queue."""
+        """Keeps the compute stream busy for about so long; what follows waits in its queue."""
         if self.on_gpu:
             torch.cuda._sleep(int(seconds * SPIN_CYCLES_PER_S))  # type: ignore[no-untyped-call]
 
     def count(self) -> int:
-        """GPUs; on the host one."""
+        """The number of GPUs; on the host 1."""
         return torch.cuda.device_count() if self.on_gpu else 1
 
 
 def why_not(device: str) -> str:
-    """What is missing to measure there, in one line; empty if nothing is."""
+    """What is missing to measure on the device, in one line; empty if nothing is."""
     if device == "host":
         return ""
     if why := cuda_missing():
@@ -93,7 +93,7 @@ def why_not(device: str) -> str:
 
 
 def facts(place: Place) -> dict[str, Any]:
-    """What figures of a GPU depend on, besides the machine."""
+    """Names and versions that figures of a GPU depend on."""
     if not place.on_gpu:
         return {"device": place.device}
     import cupy
@@ -117,9 +117,9 @@ def _version(number: int) -> str:
 
 @contextlib.contextmanager
 def job(name: str, **values: Any) -> Iterator[str]:
-    """A job with plain SGD and two slots a learner, while this is entered; yields its name.
+    """Runs a job with plain SGD and two slots for each learner; yields its name.
 
-    values: of the job's file.
+    values: further entries of the job's file.
     """
     name = f"gpu-{name}-{os.getpid()}"
     told: Mapping[str, Any] = {"name": name, "optimizer": {"kind": "sgd", "lr": 1e-6}, **values}

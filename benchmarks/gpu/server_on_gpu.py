@@ -1,18 +1,18 @@
 """An experiment: weights and their update on the GPU, shared by CUDA IPC, beside the host's way.
 
 An owner has the weights on the GPU, and for each learner two slots for gradients; learners, which
-are other processes, map that memory. A learner computes a gradient from the weights where they are,
-copies it into a slot on the device, and goes on; the owner's kernel subtracts it. Who waits for
-whom is told by interprocess events, and by counters in memory that the processes share, for an
-event may only be waited for when it has been recorded.
+are other processes, map that memory. A learner computes a gradient from the weights in place,
+copies it into a slot on the device, and goes on; the owner's kernel subtracts it. The two wait for
+each other by interprocess events, and by counters in memory that the processes share, because an
+event can only be waited for once it has been recorded.
 
 The host's way is a real job, with the same computation: a gradient goes over the bus into a ring,
 the server's threads apply it, and weights come back over the bus.
 
-What the experiment does not do, and a server would have to: nothing is exactly once. Memory of a
-GPU goes with the process that has made it, so a kill -9 of the owner loses the weights; a kernel
-that was cut off cannot be told from one that was not, and there is no undo log. Nor does it check
-gradients, count staleness, know other optimizers than SGD, or reach more than one GPU.
+The experiment lacks what a server must have. Nothing is applied exactly once: a GPU's memory goes
+with the process that has made it, so a kill -9 of the owner loses the weights; a kernel that was
+cut off looks like one that was not, and there is no undo log. It does not check gradients or count
+staleness, and it knows no optimizer except SGD and no second GPU.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ RUN_S = 90.0
 LEAST_TIMES = 5
 HOST, DEVICE = "gadei-ps, on the host", "prototype, on the GPU"
 SEGMENTS = 2.5
-"""Sizes of the model that a job has in shared memory for each learner, and so many more."""
+"""Shared memory of a job for each learner, and once more, in sizes of the model."""
 
 Seconds = Callable[[int], float]
-"""What so many gradients of each learner take."""
+"""Seconds that so many gradients of each learner take."""
 
 
 def measure(place: Place) -> Report:
-    """Each number of learners at each size, both ways in turns."""
+    """Measures each number of learners at each size, both ways in turns."""
     size = place.sizes("server_on_gpu")
     report = Report(["MB", "learners", "of", HOST, DEVICE, "prototype/host"])
     if not place.on_gpu:
-        report.notes.append(f"{DEVICE}: left out: it needs a GPU")
+        report.notes.append(f"{DEVICE}: not measured: it needs a GPU")
     for learners in size["learners"]:
         with ExitStack() as stack:
             gangs = {HOST: stack.enter_context(_gang(place, learners, None))}
@@ -55,7 +55,7 @@ def measure(place: Place) -> Report:
                     path = Path(scratch) / "counters"
                     gangs[DEVICE] = stack.enter_context(_gang(place, learners, path))
                 except Failed as error:
-                    report.notes.append(f"{DEVICE} with {learners}: left out: {error}")
+                    report.notes.append(f"{DEVICE} with {learners}: not measured: {error}")
             for count in size["bytes"]:
                 if SEGMENTS * (1 + learners) * count > SHARE * free_bytes():
                     report.notes.append(f"{count / 1e6:g} MB with {learners}: too little memory")
@@ -65,7 +65,7 @@ def measure(place: Place) -> Report:
 
 
 def _gang(place: Place, learners: int, counters: Path | None) -> Gang:
-    """Learners; with a path for their counters, an owner first."""
+    """The learners; with a path for their counters, the owner comes first."""
     commands = [["-m", PROCESS, place.device, f"learner{n}"] for n in range(learners)]
     if counters is not None:
         commands.insert(0, ["-m", PROCESS, place.device, "owner"])
@@ -76,7 +76,7 @@ def _gang(place: Place, learners: int, counters: Path | None) -> Gang:
 def _at(
     report: Report, gangs: dict[str, Gang], count: int, learners: int, size: dict[str, Any]
 ) -> None:
-    """One size of the model. count: bytes."""
+    """Measures one size of the model. count: bytes."""
     tensors = [{"name": "w", "shape": [count // 4]}]
     with job(f"on-gpu-{learners}", tensors=tensors) as name:
         gangs[HOST].ask({"job": name}, timeout_s=RUN_S)
@@ -111,7 +111,7 @@ def _rate(gang: Gang, call_s: float, learners: int) -> Callable[[], float]:
 
 
 def _tell(report: Report, figures: dict[str, list[float]], told: dict[str, Any]) -> None:
-    """Gradients a second, and the time of a learner's step, which follows from it."""
+    """Reports gradients a second, and the time of a learner's step, which follows from it."""
     for who, values in figures.items():
         row = {"contender": who, **told} | summary(values, "gradients/s", larger=True)
         row["step_s"] = told["learners"] / row["median"]

@@ -1,8 +1,8 @@
 """A process of the experiment, see server_on_gpu: DEVICE learnerN|owner [COUNTERS LEARNERS]
 
-With COUNTERS, a file that all of them map, it takes part in the prototype, else in a job. For each
-learner there is a line of two counters, `head` of the gradients in its slots and `tail` of those
-that the owner has queued the update of:
+With COUNTERS, a file that all processes map, it takes part in the prototype, else in a job. For
+each learner there is a line of two counters: `head` counts the gradients in its slots, `tail` those
+whose update the owner has queued:
 
     learner                                       owner
     wait until tail > n - 2: queued               wait until head > n
@@ -11,7 +11,7 @@ that the owner has queued the update of:
     record copied[n % 2]                          record applied[n % 2]
     head = n + 1                                  tail = n + 1
 
-So an event is waited for when it has been recorded, and not recorded again before that.
+So an event is recorded before it is waited for, and waited for before it is recorded again.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from gadei_ps.learners.pipeline import Pipeline
 SLOTS = 2
 LINE = 64
 HEAD, TAIL = 0, 1
-ALIGNED = 2 << 20  # what can be shared, and no less, is a block of CUDA's own size
+ALIGNED = 2 << 20  # CUDA shares whole blocks of this size only
 PATIENCE_S = 30.0
 SHRINK = np.float32(1e-3)
-"""The gradient is the weights times this: something to compute that reads and writes it all."""
+"""The gradient is the weights times this: a computation that reads and writes all of it."""
 
 
 class Side(Protocol):
-    """What answers the orders that a process is given after "job" or "open"."""
+    """Answers the orders that a process gets after "job" or "open"."""
 
     def run(self, times: int) -> dict[str, float]:
-        """So many gradients; begin and end, if it is a learner."""
+        """Makes or applies so many gradients; returns begin and end, if it is a learner."""
 
     def close(self) -> None:
         """Lets go of it all."""
 
 
 class OnHost:
-    """A learner of a job. On the host, too, for --device host."""
+    """A learner of a job; with --device host it computes on the host."""
 
     def __init__(self, place: Place, name: str) -> None:
         self._client = Client(name)
@@ -96,14 +96,14 @@ class Counters:
         self.words = np.frombuffer(self._map, np.uint64).reshape(learners, LINE // 8)
 
     def wait(self, learner: int, word: int, least: int) -> None:
-        """Until it is at least this. Raises TimeoutError if the other side is gone."""
+        """Waits until a word is at least this. Raises TimeoutError if the other side is gone."""
         until = 0.0
         words = self.words[learner]
         while words[word] < least:
             now = time.monotonic()
             until = until or now + PATIENCE_S
             if now > until:
-                raise TimeoutError("the other side of the prototype does not go on")
+                raise TimeoutError("the other process of the prototype does not answer")
 
 
 class Memory:
@@ -157,7 +157,7 @@ class Owner:
             "weight -= rate * gradient",
             "gadei_ps_prototype",
         )
-        # Compiled before it counts.
+        # Compiles it now, so that no measurement contains that.
         self._update(cupy.zeros(4, cupy.float32), np.float32(LR), cupy.zeros(4, cupy.float32))
         runtime.deviceSynchronize()
         self.told = {
@@ -170,15 +170,15 @@ class Owner:
         }
 
     def run(self, times: int) -> dict[str, float]:
-        """See Side: so many of each learner."""
+        """See Side: applies so many gradients of each learner."""
         words = self._counters.words
         copied, applied = self._events
         done = [int(line[TAIL]) for line in words]
         ends = [one + times for one in done]
-        left = self._learners
+        unfinished = self._learners
         until = time.monotonic() + PATIENCE_S
         with self._stream:
-            while left:
+            while unfinished:
                 for learner in range(self._learners):
                     number = done[learner]
                     if number == ends[learner] or words[learner, HEAD] <= number:
@@ -190,15 +190,15 @@ class Owner:
                     applied[learner][slot].record(self._stream)
                     done[learner] = number + 1
                     words[learner, TAIL] = number + 1
-                    left -= number + 1 == ends[learner]
+                    unfinished -= number + 1 == ends[learner]
                     until = time.monotonic() + PATIENCE_S
                 if time.monotonic() > until:
-                    raise TimeoutError("no gradients come")
+                    raise TimeoutError("no gradient arrives")
         self._stream.synchronize()
         return {}
 
     def close(self) -> None:
-        """See Side. The learners have closed before."""
+        """See Side. All learners must have closed before."""
         runtime = _cupy().cuda.runtime
         runtime.deviceSynchronize()
         runtime.free(self._at)
@@ -267,8 +267,8 @@ class Learner:
 def main() -> None:
     """Orders: {"job"}, or {"bytes"} to the owner and then {"open"}; {"times"}: run.
 
-    The prototype ends by {"close"}, then {"free"} to the owner: what others have mapped is not to
-    be freed.
+    The prototype ends by {"close"}, then {"free"} to the owner: memory must not be freed while
+    others have it mapped.
     """
     place, role = Place(sys.argv[1], quick=False), sys.argv[2]
     learners = int(sys.argv[4]) if len(sys.argv) > 4 else 0

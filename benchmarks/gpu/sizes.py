@@ -1,4 +1,4 @@
-"""Sizes and rounds of the parts: the full ones, and the quick ones that only try them out."""
+"""Sizes and rounds of the parts: the full ones, and quick ones that only try the parts out."""
 
 from __future__ import annotations
 

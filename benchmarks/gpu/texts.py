@@ -1,4 +1,4 @@
-"""The sentences of the parts: the example of the checkout, and those data sets that there are."""
+"""The sentences of the parts: the example of the checkout, and the data sets that are present."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def example() -> Texts:
 
 
 def found(place: Place) -> tuple[list[Texts], list[str]]:
-    """The data sets that the place's sizes name, the example last; and notes on what is missing."""
+    """The data sets that the place's sizes name, then the example; and notes on missing ones."""
     wanted = place.sizes("learners")["texts"]
     data, notes = nlc_texts.read(wanted)
     sets = [nlc_texts.whole(name, one) for name, one in data.items() if name != FALLBACK]
     return [*sets, example()], notes
 
 
-def largest(place: Place) -> Texts:
-    """The first of them."""
+def first(place: Place) -> Texts:
+    """The first of these."""
     return found(place)[0][0]

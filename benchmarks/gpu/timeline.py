@@ -1,9 +1,8 @@
 """Whether push and pull overlap with the computation (paper, Figure 4): a learner's trace.
 
-torch's profiler records some steps of one learner. Of its events three lanes are kept: what the
-computing stream does, copies from the device (push) and copies to it on another stream (pull). The
-share of the time of transfers in which the GPU also computes is the figure; docs/plots has the
-lanes.
+Torch's profiler records some steps of one learner. Its events make three lanes: what the computing
+stream does, copies from the device (push), and copies to it on another stream (pull). The figure is
+the share of the transfers' time in which the GPU also computes; docs/plots shows the lanes.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ NARROW = 8
 COMPUTE, PUSH, PULL = "compute", "push", "pull"
 LANES = (COMPUTE, PUSH, PULL)
 SMALL_BYTES = 65536
-"""A copy of less is none of gradients or weights: what comes beside a gradient, or a loss."""
+"""A smaller copy has no gradient or weights: it is a loss, or what travels beside a gradient."""
 
 Span = tuple[float, float]
 """Begin and end, microseconds."""
 
 
 def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
-    """Spans of each lane by begin, of the events of a trace file ("traceEvents").
+    """Spans of each lane, sorted by begin. events: of a trace file ("traceEvents").
 
-    The stream with most kernels is the one that computes; copies on it (a mini-batch that comes,
-    weights that are copied on the device) belong to the computation.
+    The stream with the most kernels is the one that computes; copies on it (a mini-batch, weights
+    that are copied on the device) belong to the computation.
     """
     done = [one for one in events if one.get("ph") == "X"]
     kernels = [one for one in done if one.get("cat") == "kernel"]
@@ -61,7 +60,7 @@ def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time in as few spans as can be, by begin."""
+    """The same time in as few spans as possible, sorted by begin."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -72,7 +71,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(transfers: Sequence[Span], compute: Sequence[Span]) -> float | None:
-    """The share, 0 to 1, of the time of transfers in which there is computation; None without."""
+    """The share, 0 to 1, of the transfers' time with computation; None without transfers."""
     busy = union(compute)
     whole = sum(end - begin for begin, end in transfers)
     if not whole:
@@ -86,7 +85,7 @@ def overlap(transfers: Sequence[Span], compute: Sequence[Span]) -> float | None:
 
 
 def measure(place: Place) -> Report:
-    """Each network with a job of its own."""
+    """Measures each network with a job of its own."""
     size = place.sizes("timeline")
     report = Report(["network", "mini-batch", "of", "transfers", "overlap"])
     for name, mini_batch in size["models"]:
@@ -95,7 +94,7 @@ def measure(place: Place) -> Report:
             found = lanes(_trace(place, running, network, inputs, labels, size["steps"]))
         _tell(report, name, mini_batch, found)
     if not any(row["transfers"] for row in report.rows):
-        report.notes.append("no transfers: this device has none")
+        report.notes.append("no transfers: the host needs none")
     return report
 
 
@@ -124,7 +123,7 @@ def _trace(
     labels: torch.Tensor,
     steps: int,
 ) -> list[dict[str, Any]]:
-    """Events of so many steps of a learner."""
+    """Takes so many steps of a learner; returns the profiler's events."""
     optimizer = Optimizer(network, running)
 
     def train(count: int) -> None:
@@ -151,7 +150,7 @@ def _trace(
 
 
 def _events(profiler: profile) -> list[dict[str, Any]]:
-    """Of the trace, as a browser would be shown it."""
+    """The trace in the form that browsers show."""
     with tempfile.TemporaryDirectory(prefix="gadei-ps-trace-") as scratch:
         path = Path(scratch) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -160,7 +159,7 @@ def _events(profiler: profile) -> list[dict[str, Any]]:
 
 
 def _tell(report: Report, name: str, mini_batch: int, found: dict[str, list[Span]]) -> None:
-    """A row for each way, with what a plot needs."""
+    """Reports a row for each lane, with what a plot needs."""
     known = {"network": name, "mini_batch": mini_batch}
     begin = min((span[0] for spans in found.values() for span in spans), default=0.0)
     compute = found[COMPUTE]

@@ -1,12 +1,12 @@
 """A convolutional network on gadei-ps beside plain torch SGD, and a learner on each GPU.
 
-VGG on images of CIFAR-10, and a network of AlexNet's size on images of noise (paper, section 6.2,
-Figure 8). Mini-batches are cut from images that lie in the GPU's memory: what is measured is
-training. The data set is a JPEG copy (`cifar10-jpeg`), not the pixels of CIFAR-10; where it is not
-there, its images are noise, too.
+VGG trains on images of CIFAR-10, and a network of AlexNet's size on images of noise (paper, section
+6.2, Figure 8). Mini-batches are cut from images that lie in the GPU's memory, so that only training
+is measured. The data set is a JPEG copy (`cifar10-jpeg`), not the pixels of CIFAR-10; without it,
+VGG's images are noise, too.
 
-One learner is compared with torch's SGD in one process, which turns about with it. Where there are
-several GPUs, learners have one each, from one to all of them.
+One learner is compared with torch's SGD in one process; the two take turns. With several GPUs,
+learners have one each, from one GPU to all of them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ START_S = 120.0
 STEPS_S = 120.0
 SIDE = 32
 LINEAR = 0.9
-"""Of as many times one learner's speed: what is wanted of a learner on each GPU."""
+"""The goal for a learner on each GPU: this share of as many times one learner's speed."""
 
 Pixels = NDArray[np.uint8]
 
 
 def images(count: int) -> tuple[Pixels, list[str]]:
-    """Up to so many images, uint8 (n, 3, 32, 32), and notes on what they are."""
+    """At most so many images, uint8 (n, 3, 32, 32), and notes on what they are."""
     directory = data_directory() / "cifar10-jpeg"
     decode = _decoder()
     paths = [directory / f"{part}.tar.xz" for part in ("train", "test")]
@@ -63,7 +63,7 @@ def images(count: int) -> tuple[Pixels, list[str]]:
 
 
 def _decoder() -> Callable[[bytes], Pixels] | None:
-    """Of JPEG files, to (height, width, 3): what this Python has."""
+    """What decodes a JPEG file to (height, width, 3); None if nothing is installed for it."""
     try:
         from PIL import Image
 
@@ -78,7 +78,7 @@ def _decoder() -> Callable[[bytes], Pixels] | None:
 
 
 def measure(place: Place) -> Report:
-    """Each network; then on several GPUs, if there are."""
+    """Measures each network on one GPU, then on several if there are."""
     size = place.sizes("vision")
     report = Report(["network", "mini-batch", "GPUs", OURS, TORCH, "ratio"])
     pixels, notes = images(size["images"])
@@ -101,7 +101,7 @@ def _gang(entries: tuple[str, ...]) -> Gang:
 
 
 def _rate(gang: Gang, told: dict[str, Any], learners: int, window_s: float) -> Callable[[], float]:
-    """Samples a second of all processes together, in windows of about so long."""
+    """Samples a second of all processes together, in windows of about this length."""
     gang.seconds({"steps": 3}, timeout_s=STEPS_S)
     few = 5
     once = gang.seconds({"steps": few}, timeout_s=STEPS_S) / few
@@ -111,7 +111,7 @@ def _rate(gang: Gang, told: dict[str, Any], learners: int, window_s: float) -> C
 
 
 def _beside_torch(report: Report, told: dict[str, Any], entry: str, size: dict[str, Any]) -> None:
-    """One learner and one process of torch, on the same GPU, in turns."""
+    """Measures one learner and one process of torch, on the same GPU, in turns."""
     with ExitStack() as stack:
         name = stack.enter_context(job("vision"))
         contenders = {}
@@ -136,7 +136,7 @@ def _beside_torch(report: Report, told: dict[str, Any], entry: str, size: dict[s
 def _on_several(
     report: Report, told: dict[str, Any], entries: tuple[str, ...], size: dict[str, Any]
 ) -> None:
-    """A learner on each of these GPUs, beside one on the first."""
+    """Measures a learner on each of these GPUs, beside one on the first."""
     count = len(entries)
     with ExitStack() as stack:
         contenders = {}

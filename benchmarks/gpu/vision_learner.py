@@ -1,8 +1,8 @@
 """A process that trains on images: python -m gadei_ps.benchmarks.gpu.vision_learner GPU
 
-GPU: its name in CUDA_VISIBLE_DEVICES; empty for what its launcher sees. Orders: {"model",
-"mini_batch", "images", "device", "quick", "job"}: make the network, for gadei-ps if there is a job,
-else for torch's SGD; {"steps"}: train so many.
+GPU: its name in CUDA_VISIBLE_DEVICES; if empty, the process sees what its launcher sees. Orders:
+{"model", "mini_batch", "images", "device", "quick", "job"}: make the network, for gadei-ps if there
+is a job, else for torch's SGD; {"steps"}: train so many.
 """
 
 from __future__ import annotations
