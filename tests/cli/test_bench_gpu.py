@@ -40,10 +40,10 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_part_that_there_is_not(runtime_dir: Path) -> None:
+def test_an_unknown_part(runtime_dir: Path) -> None:
     done = run("nonsense")
     assert done.returncode == 2
-    assert "no part 'nonsense': there are bandwidth, learners" in done.stderr
+    assert "unknown part 'nonsense': there are bandwidth, learners" in done.stderr
 
 
 def test_without_a_gpu(runtime_dir: Path) -> None:
@@ -59,7 +59,7 @@ def test_quick_figures_replace_nothing(runtime_dir: Path) -> None:
     results = Path(suite.suite.RESULTS)
     done = run("--device", "host", "--out", str(results), "bandwidth")
     assert done.returncode == 2
-    assert "quick figures are not to replace the others" in done.stderr
+    assert "quick figures would replace the full ones" in done.stderr
 
 
 def test_a_part_on_the_host(runtime_dir: Path, tmp_path: Path, compiled: None) -> None:
@@ -215,5 +215,5 @@ def test_the_service_is_ended(
     with pytest.raises(DeviceError, match="no GPU"), mps.started():
         pass
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DeviceError, match="there is no"), mps.started():
+    with pytest.raises(DeviceError, match="is not installed"), mps.started():
         pass
