@@ -74,7 +74,7 @@ docs: $(VENV)/built
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 # The stamp is made last: an interrupted set-up is done again. C sources are compiled by pip.
-$(VENV)/built: pyproject.toml $(NATIVE) | $(VENV)/bin/python
+$(VENV)/built: pyproject.toml setup.py $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -e '.[torch,dev]'
 	touch $@

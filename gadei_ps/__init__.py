@@ -4,4 +4,4 @@ A daemon owns the weights of a model in shared memory; learner processes push gr
 lock-free queues and pull weights, and may be killed at any instant.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

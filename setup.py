@@ -1,0 +1,46 @@
+"""The C extension; all else is in pyproject.toml.
+
+Here, because setuptools calls extension modules in pyproject.toml experimental and warns of them.
+"""
+
+import warnings
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+# Upon an editable installation setuptools warns that a folder of the current directory may be
+# imported instead of the package. Every process of gadei-ps is started so that none is.
+warnings.filterwarnings("ignore", message="(?s).*Editable installation")
+
+SOURCES = (
+    "module",
+    "module_frames",
+    "module_layout",
+    "ps_ring",
+    "ps_copy",
+    "ps_rows",
+    "ps_product",
+    "ps_lease",
+    "ps_land",
+)
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-Wall",
+    "-Wextra",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-pthread",
+)
+
+setup(
+    ext_modules=[
+        Extension(
+            "gadei_ps._native",
+            sources=[f"native/{name}.c" for name in SOURCES],
+            depends=sorted(str(path) for path in Path("native").glob("*.h")),
+            include_dirs=["native"],
+            extra_compile_args=list(FLAGS),
+        )
+    ]
+)
