@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 
 from gadei_ps.benchmarks import plots, suite
+from gadei_ps.machine import process
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     options = parser.parse_args()
     suite.check(options.names)
     for name in options.names or suite.BENCHMARKS:
-        command = [sys.executable, "-m", "gadei_ps", "bench", name]
+        command = process.module_command("gadei_ps", "bench", name)
         # Quick figures mean little, and are not to replace the others.
         command += ["--quick"] if options.quick else ["--out", str(suite.RESULTS)]
         subprocess.run(command, check=True)

@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from gadei_ps.benchmarks.common import Report, table
 from gadei_ps.classifier import dataset
 from gadei_ps.errors import GadeiError
 from gadei_ps.job.control import Status, ask
+from gadei_ps.machine import process
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 KIM = {"trec6": 0.912, "mr": 0.761}  # Kim (2014), CNN-rand
@@ -90,7 +90,7 @@ def train(
 ) -> dict[str, Any]:
     """One run of the command with its defaults; its summary and the number of kills."""
     job = f"accuracy-{os.getpid()}"
-    command = [sys.executable, "-m", "gadei_ps", "train", str(train_file), "--json"]
+    command = process.module_command("gadei_ps", "train", str(train_file), "--json")
     command += ["--test", str(test_file), "--learners", str(learners), "--seed", str(seed)]
     command += ["--out", str(out), "--job", job, *more]
     with Killer(job, kill_every_s) as killer:

@@ -53,7 +53,7 @@ class Gang:
         try:
             for command in commands:
                 child = process.spawn(
-                    [*launcher, sys.executable, *command],
+                    [*launcher, sys.executable, "-P", *command],
                     env={**os.environ, **(env or {})},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,13 +21,14 @@ from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.commands.daemon import running
 from gadei_ps.learners.client import Client
+from gadei_ps.machine import process
 
 
 def start(job_file: Path) -> tuple[subprocess.Popen[bytes], float]:
     """A daemon in the foreground of a child, and the seconds until it answered."""
     begin = time.perf_counter()
     child = subprocess.Popen(
-        [sys.executable, "-m", "gadei_ps", "serve", str(job_file)], stderr=subprocess.DEVNULL
+        process.module_command("gadei_ps", "serve", str(job_file)), stderr=subprocess.DEVNULL
     )
     while not running(job_file.stem):
         if child.poll() is not None:

@@ -7,7 +7,6 @@ import json
 import os
 import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -100,7 +99,7 @@ class Checkpoints:
                 text.write(task_line(task))
             os.lseek(file, 0, os.SEEK_SET)
             self._saver = process.spawn(
-                [sys.executable, "-m", "gadei_ps.watchdog.saver"],
+                process.module_command("gadei_ps.watchdog.saver"),
                 stdin=file,
                 stdout=write,
                 pass_fds=list(self.memory.files.values()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 
@@ -30,3 +30,33 @@ class Watch:
             seen[key] = before if same and before is not None else (sign, now)
         self._seen = seen
         return [key for key, (_, since) in seen.items() if now - since > self.limit_s]
+
+
+LATE_S = 5.0  # of a look at a start: its caller may wait for an answer in between
+MOST_CPU_S = 900.0  # ten times what it takes to compile the kernels
+
+
+@dataclass
+class Start:
+    """A start may take long while it computes, as on a busy machine; it hangs once it does not.
+
+    silent_s: how long it may go without progress. most_cpu_s: beyond this much processor time,
+    computing is no progress either.
+    """
+
+    silent_s: float
+    most_cpu_s: float = MOST_CPU_S
+    cpu_s: float = 0.0
+    """The most that one process has used."""
+    _watch: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.silent_s, LATE_S)
+
+    def hangs(self, now: float, cpu_s: Iterable[float]) -> bool:
+        """cpu_s: processor time of each process that takes part.
+
+        A process that is started again makes progress only where it gets further than the last.
+        """
+        self.cpu_s = max(self.cpu_s, *cpu_s, 0.0)
+        return bool(self._watch.look(now, {"start": min(self.cpu_s, self.most_cpu_s)}))

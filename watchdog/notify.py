@@ -55,6 +55,13 @@ class Notify:
         """The start is complete."""
         self._say(READY="1")
 
+    def starting(self, timeout_s: float) -> None:
+        """The start goes on, and takes at most `timeout_s` until it is complete or says so again.
+
+        The manager then waits beyond the unit's TimeoutStartSec, if it is told before that.
+        """
+        self._say(EXTEND_TIMEOUT_USEC=str(round(timeout_s * 1e6)))
+
     def stopping(self, timeout_s: float = 0.0) -> None:
         """The end begins, and takes at most `timeout_s` where that is more than the unit allows."""
         extension = {"EXTEND_TIMEOUT_USEC": str(round(timeout_s * 1e6))} if timeout_s > 0 else {}

@@ -11,7 +11,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -25,12 +24,12 @@ from gadei_ps.machine import process
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.watchdog import restart
-from gadei_ps.watchdog.liveness import Watch
+from gadei_ps.watchdog.liveness import MOST_CPU_S, Watch
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 
 NUMBERS = (0, 1)
-START_LIMIT_S = 300.0  # the first start on a machine compiles the kernels
+START_LIMIT_S = 300.0  # how long a server may start without using the processor
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
 EXIT_S = 5.0
 
@@ -108,6 +107,10 @@ class Servers:
         """Whether the active server is alive and serves."""
         one = next((one for one in self.running.values() if one.pid == self.active_pid), None)
         return one is not None and int(self._line(one.number)["state"]) == ServerState.READY
+
+    def cpu_s(self) -> list[float]:
+        """Processor time that each server has used, s."""
+        return [process.cpu_s(one.pid) for one in self.running.values()]
 
     # -- starting -------------------------------------------------------------------------------
 
@@ -188,8 +191,8 @@ class Servers:
             _native.lease_make(shard + layout.offset(SHARD, "lease"))
 
     def _start(self, number: int) -> None:
-        command = [sys.executable, "-m", "gadei_ps.server.manager", self.memory.config.name]
-        command += [str(number), str(self.orphan_s), *self.flags]
+        where = (self.memory.config.name, str(number), str(self.orphan_s))
+        command = process.module_command("gadei_ps.server.manager", *where, *self.flags)
         if self.memory.config.cores:
             command += ["--cores", self.memory.config.cores]
         # The server writes the log to stderr: stdout belongs to the command's result.
@@ -256,7 +259,7 @@ class Servers:
             # It stays so until its death, which may be told when the next one is active already.
             one.active = one.active or one.pid == self.active_pid
             if int(line["state"]) != ServerState.READY:
-                starting[one.pid] = 0
+                starting[one.pid] = min(process.cpu_s(one.pid), MOST_CPU_S)
             elif not one.active:
                 if self.active_pid not in {other.pid for other in self.running.values()}:
                     # Its leases should have come at once. Killed, it makes way for new ones.
@@ -277,7 +280,7 @@ class Servers:
             if one.pid in hung and not one.killed:
                 one.kill(f"hung for {self.hang_s} s")
             elif one.pid in stuck and not one.killed:
-                one.kill(f"not ready within {START_LIMIT_S:.0f} s")
+                one.kill(f"no progress of its start for {START_LIMIT_S:.0f} s")
 
     # -- ending ---------------------------------------------------------------------------------
 

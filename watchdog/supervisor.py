@@ -54,6 +54,7 @@ from gadei_ps.memory.layout import Phase, Role, Stop, Work
 from gadei_ps.watchdog import model, status
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.learners import JobLearners
+from gadei_ps.watchdog.liveness import Start
 from gadei_ps.watchdog.memory import JobMemory, clear_dead
 from gadei_ps.watchdog.model import First
 from gadei_ps.watchdog.notify import Notify
@@ -65,7 +66,8 @@ TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
 FILES = 4096
 SLOW_TICK_S = 1.0  # for what may be seen a second late
-READY_TIMEOUT_S = 180.0  # the first start on a machine compiles the kernels
+START_SILENT_S = 180.0  # how long a start may go without progress
+TELL_S = 15.0  # between two lines on a start that takes long
 LEAVE_TIMEOUT_S = 10.0
 NOW_S = 1.0  # what learners get to leave by themselves when a stop does not drain
 SAVE_S = 600.0  # for the last checkpoint; a disk that blocks must not keep the job for ever
@@ -89,7 +91,8 @@ class Options:
 
     fresh: what a dead watchdog has left in memory, and checkpoints, are not used. resume: whether
     checkpoints are looked for; a job that does not is a command's own. checkpoint: to go on from
-    instead of what is in memory. quiet, verbose, as_json: of the servers' log.
+    instead of what is in memory. quiet, verbose, as_json: of the servers' log. start_silent_s: how
+    long the start may make no progress.
     """
 
     fresh: bool = False
@@ -98,6 +101,7 @@ class Options:
     verbose: bool = False
     quiet: bool = False
     as_json: bool = False
+    start_silent_s: float = START_SILENT_S
 
     @property
     def flags(self) -> list[str]:
@@ -260,8 +264,8 @@ class Supervisor:
         self._log.info("model", tensors=len(first.model.tensors), values=first.model.values)
 
     def _wait_until_serving(self) -> None:
-        until = time.monotonic() + READY_TIMEOUT_S
-        told = time.monotonic() + 3.0
+        start = Start(self.options.start_silent_s)
+        tell_at = time.monotonic() + TELL_S
         while not self._servers.serving or not int(self._control["lease_state"]):
             now = time.monotonic()
             self._servers.look(now)
@@ -270,11 +274,20 @@ class Supervisor:
                 raise JobFailed(self._failed)
             if self._signalled:
                 raise JobStopped("stopped before the job was ready")
-            if now > until:
-                raise JobFailed("the parameter server did not get ready; see its messages above")
-            if told and now > told:
-                self._log.info("compiling the kernels; later starts take them from the cache")
-                told = 0.0
+            if start.hangs(now, self._servers.cpu_s()):
+                raise JobFailed(
+                    "the parameter server did not get ready: it made no progress for "
+                    f"{start.silent_s:g} s; see its messages above"
+                )
+            if now >= tell_at:
+                tell_at = now + TELL_S
+                # A warning, so that commands that log no more than that show it.
+                self._log.warning(
+                    "still starting: the first start on a machine compiles the kernels, which "
+                    "takes a minute of processor time or two",
+                    processor_s=round(start.cpu_s),
+                )
+                self._notify.starting(start.silent_s + TELL_S)
             self._notify.watchdog()
         self._control["phase"] = Phase.SERVING
 

@@ -80,7 +80,7 @@ def _all(options: argparse.Namespace) -> list[str]:
     for name in options.parts or PARTS:
         print(f"{name} ...", flush=True)
         begin = time.monotonic()
-        if _run([sys.executable, "-P", "-m", PACKAGE, "--here", *_flags(options), name]):
+        if _run(process.module_command(PACKAGE, "--here", *_flags(options), name)):
             failed.append(name)
         print(f"  {time.monotonic() - begin:.0f} s", flush=True)
     return failed

@@ -19,7 +19,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from typing import Any
 
 from gadei_ps.benchmarks.common import Report, ratios_of, summary
@@ -75,7 +74,7 @@ def _in_process(
     """Figures and notes of learners_block. Raises DeviceError if it fails."""
     order = json.dumps([place.device, place.quick, block, budget_s])
     child = process.spawn(
-        [sys.executable, "-P", "-m", "gadei_ps.benchmarks.gpu.learners_block", order],
+        process.module_command("gadei_ps.benchmarks.gpu.learners_block", order),
         env=os.environ | env,
         stdout=subprocess.PIPE,
         how=signal.SIGTERM,

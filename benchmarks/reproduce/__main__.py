@@ -13,7 +13,6 @@ import argparse
 import importlib
 import os
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -23,6 +22,7 @@ from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.common import machine
 from gadei_ps.benchmarks.reproduce import part
 from gadei_ps.benchmarks.reproduce.part import Part, Row
+from gadei_ps.machine import process
 
 PARTS = (
     "zipline_table",
@@ -68,7 +68,7 @@ def main() -> None:
     if not options.write:
         for name in options.parts or PARTS:
             print(f"{name} ...", flush=True)
-            command = [sys.executable, "-m", "gadei_ps.benchmarks.reproduce", "--here", name]
+            command = process.module_command("gadei_ps.benchmarks.reproduce", "--here", name)
             subprocess.run(command + ["--quick"] * options.quick, check=True)
     if not options.quick:
         DOCUMENT.write_text(document())

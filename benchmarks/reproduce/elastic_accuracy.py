@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ from gadei_ps.benchmarks.reproduce.part import PLOTS, Part, Row
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import from_mapping
 from gadei_ps.job.control import Status, ask
+from gadei_ps.machine import process
 from gadei_ps.machine.launch import Learners
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.segment import attach, segment_name
@@ -46,7 +46,7 @@ def train(sync: str, epochs: int, test: mnist.Images) -> dict[str, Any]:
         shared = model.views(data(segment))
         for key, values in mnist.start().items():
             shared[key][...] = values
-        command = [sys.executable, "-m", "gadei_ps.benchmarks.reproduce.mnist_learner"]
+        command = process.module_command("gadei_ps.benchmarks.reproduce.mnist_learner")
         command += [",".join(map(str, SECONDS)), str(BATCH), str(epochs), "0"]
         learners = Learners(command, len(SECONDS), str(served.socket))
         try:

@@ -7,13 +7,13 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
 import numpy as np
 
 from gadei_ps.benchmarks.reproduce.part import Part, Row
+from gadei_ps.machine import process
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor
 from gadei_ps.sync.prediction import Predictor
 from gadei_ps.sync.runtime_file import Sizes
@@ -28,7 +28,7 @@ ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", 
 
 def run(quick: bool = False) -> Part:
     """In a process of its own, whose linear algebra has one thread."""
-    command = [sys.executable, "-m", __spec__.name, *["--quick"] * quick]
+    command = process.module_command(__spec__.name, *["--quick"] * quick)
     done = subprocess.run(
         command, env=os.environ | ONE_THREAD, stdout=subprocess.PIPE, check=True, text=True
     )

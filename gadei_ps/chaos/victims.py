@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
@@ -132,7 +131,7 @@ class Own:
 
     def _start(self) -> _Learner:
         child = process.spawn(
-            [sys.executable, "-m", "gadei_ps.chaos.learner", self._wanted.optimizer],
+            process.module_command("gadei_ps.chaos.learner", self._wanted.optimizer),
             env=os.environ | {JOB_VARIABLE: str(self._daemon.socket), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

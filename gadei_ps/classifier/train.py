@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -260,7 +259,7 @@ class _Run:
         wave = sync.parse(self.settings.sync).wave
         batches = -(-len(self.corpus.train) // (self.batch_size * wave))
         self.daemon.request(SetWork(batches=batches, epochs=self.epochs, seed=self.settings.seed))
-        command = [sys.executable, "-m", "gadei_ps.classifier.learner", str(data)]
+        command = process.module_command("gadei_ps.classifier.learner", str(data))
         learners = Learners(
             command,
             self.settings.learners,

@@ -24,9 +24,10 @@ from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts, log, process
 from gadei_ps.watchdog import restart
+from gadei_ps.watchdog.liveness import Start
 from gadei_ps.watchdog.restart import Exit, Policy
 
-READY_TIMEOUT_S = 200.0
+START_SILENT_S = 200.0  # longer than the watchdog lets its servers be silent
 GONE_S = 2.0
 END_TIMEOUT_S = 60.0  # the watchdog's own limits add up to less, but for a blocked disk
 ORPHAN_S = 10.0
@@ -51,12 +52,16 @@ class Daemon:
         verbose: bool = False,
         silent: bool = False,
         policy: Policy = POLICY,
+        start_silent_s: float = START_SILENT_S,
     ) -> None:
-        """silent: not even warnings and errors are logged. policy: how often it may be killed."""
+        """silent: not even warnings and errors are logged. policy: how often it may be killed.
+
+        start_silent_s: how long the watchdog's start may make no progress.
+        """
         # Should watchdog and launcher be killed together, nobody else would end the servers soon.
         self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
         self.socket = paths.socket_path(config.name)
-        self._command = [sys.executable, "-m", "gadei_ps.commands.daemon"]
+        self._command = process.module_command("gadei_ps.commands.daemon")
         if verbose:
             self._command.append("--verbose")
         if silent:
@@ -65,6 +70,7 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: tuple[Exit, ...] = ()
         self._policy = policy
+        self._start_silent_s = start_silent_s
 
     def __enter__(self) -> Self:
         if running(self.config.name):
@@ -104,8 +110,10 @@ class Daemon:
         """The child writes into the pipe why it could not start; it is ready when it answers."""
         os.set_blocking(read, False)
         said = b""
-        until = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < until:
+        assert self._process is not None
+        # A watchdog that waits for its servers uses the processor a little, too.
+        start = Start(self._start_silent_s)
+        while not start.hangs(time.monotonic(), [process.cpu_s(self._process.pid)]):
             interrupts.check()
             with contextlib.suppress(BlockingIOError):
                 part = os.read(read, 4096)

@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 TOOL = "nvidia-smi"
 PROC = Path("/proc/driver/nvidia/gpus")
-PROBE = (sys.executable, "-m", "gadei_ps.machine.cuda_probe")
+PROBE = tuple(process.module_command("gadei_ps.machine.cuda_probe"))
 CHECK = (*PROBE, "--check")
 LIST_S = 20.0  # a driver that nobody keeps loaded takes seconds for each GPU
 CHECK_S = 60.0  # to load CuPy from a cold disk and to initialize CUDA
@@ -219,7 +218,10 @@ def probe(
 
 
 def _name(command: Sequence[str]) -> str:
-    return command[2] if "-m" in command[1:2] else Path(command[0]).name
+    """The module or program that a command runs."""
+    if "-m" in command:
+        return command[command.index("-m") + 1]
+    return Path(command[0]).name
 
 
 def _answer(

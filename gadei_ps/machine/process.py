@@ -6,11 +6,14 @@ import os
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from gadei_ps import _native
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def cores() -> int:
@@ -20,13 +23,24 @@ def cores() -> int:
 
 def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks after boot; 0 if there is no such process."""
+    fields = _stat(pid)
+    return 0 if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that the process has used, s; 0 if there is no such process."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Fields of /proc/PID/stat from the third on, the state; [] if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return 0
+        return []
     # The second field is the program's name in parentheses and may hold blanks and parentheses.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def signal_name(number: int) -> str:
@@ -47,6 +61,15 @@ def gone(pidfd: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this installation: `python -P -m MODULE`.
+
+    Without -P, Python would look in the current directory first, and would find a source tree that
+    lies there instead of the installed package.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def dies_with_parent(parent: int, how: int = signal.SIGKILL) -> Callable[[], None]:

@@ -79,15 +79,21 @@ def _imported(module: str, tree: ast.AST) -> set[str]:
 
 
 def _started(module: str, tree: ast.AST) -> set[str]:
-    """Modules of the package that it starts as scripts: `-m` and a name in one sequence."""
-    found: set[str] = set()
+    """Modules of the package that it starts as scripts.
+
+    Seen by `-m` and a name in one sequence, or by a name given to module_command().
+    """
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.List | ast.Tuple):
             texts = [one.value if isinstance(one, ast.Constant) else None for one in node.elts]
-            for flag, name in itertools.pairwise(texts):
-                if flag == "-m" and isinstance(name, str):
-                    main = f"{name}.__main__"
-                    found.add(main if main in MODULES else name)
+            pairs = itertools.pairwise(texts)
+            names |= {name for flag, name in pairs if flag == "-m" and isinstance(name, str)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("module_command"):
+            first = node.args[0]
+            names |= {first.value} if isinstance(first, ast.Constant) else set()
+    mains = {name: f"{name}.__main__" for name in names}
+    found = {main if main in MODULES else name for name, main in mains.items()}
     return {one for one in found if one.split(".")[0] == PACKAGE} - {module}
 
 
@@ -207,6 +213,25 @@ def test_an_upward_import_two_hops_away_is_found() -> None:
     tree = ast.parse('command = [sys.executable, "-P", "-m", "gadei_ps.learners.client"]')
     graph["gadei_ps.errors"] = _started("gadei_ps.errors", tree)
     assert len(upward(graph)) == 3
+    tree = ast.parse('process.module_command("gadei_ps.learners.client", "--quiet")')
+    assert _started("gadei_ps.errors", tree) == {"gadei_ps.learners.client"}
+
+
+def _finds_the_current_directory(tree: ast.AST) -> list[str]:
+    """Commands of the interpreter that would find modules in the current directory."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List | ast.Tuple):
+            for one, flag in itertools.pairwise(ast.unparse(part) for part in node.elts):
+                if one == "sys.executable" and flag in ("'-m'", "'-c'"):
+                    found.append(ast.unparse(node))
+    return found
+
+
+def test_children_do_not_find_the_current_directory() -> None:
+    """Started within a source tree, they would find it instead of the installed package."""
+    assert _finds_the_current_directory(ast.parse('run([sys.executable, "-m", "gadei_ps"])'))
+    assert not [text for tree in TREES.values() for text in _finds_the_current_directory(tree)]
 
 
 def test_rooms_that_meet_are_found() -> None:

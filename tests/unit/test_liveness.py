@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gadei_ps.watchdog.liveness import Watch
+from gadei_ps.watchdog.liveness import Start, Watch
 
 LIMIT_S = 2.0
 STEP_S = 0.25  # exact in binary, so that ages are
@@ -103,3 +103,42 @@ def test_against_the_whole_history(story: list[tuple[int, Signs]]) -> None:
             if now - since > LIMIT_S:
                 expected.add(key)
         assert set(said) == expected
+
+
+def hangs(start: Start, begin: float, until: float, *cpu_s: float) -> bool:
+    """Looks again and again at processes that use no more processor time; what the last says."""
+    steps = round((until - begin) / STEP_S)
+    return [start.hangs(begin + step * STEP_S, cpu_s) for step in range(steps + 1)][-1]
+
+
+def test_a_start_that_computes_may_take_long() -> None:
+    start = Start(LIMIT_S)
+    for step in range(1000):  # slowly: a busy machine
+        assert not start.hangs(step * STEP_S, [step * STEP_S / 10])
+    begin = 1000 * STEP_S
+    assert not hangs(start, begin, begin + LIMIT_S - STEP_S, 999 * STEP_S / 10)
+    assert hangs(start, begin, begin + LIMIT_S, 999 * STEP_S / 10)
+
+
+def test_a_start_without_a_process_hangs() -> None:
+    start = Start(LIMIT_S)
+    assert not hangs(start, 0, LIMIT_S)
+    assert start.hangs(LIMIT_S + STEP_S, [])
+
+
+def test_a_start_that_gets_no_further_hangs() -> None:
+    """Servers that die and begin again use the processor, but make no progress."""
+    start = Start(LIMIT_S)
+    assert not hangs(start, 0, 0, 5.0)
+    for step in range(1, round(LIMIT_S / STEP_S) + 1):
+        assert not start.hangs(step * STEP_S, [step % 4])
+    assert start.hangs(LIMIT_S + STEP_S, [4.0])
+    assert not start.hangs(LIMIT_S + 2 * STEP_S, [1.0, 5.5])
+
+
+def test_a_start_that_computes_for_ever_hangs() -> None:
+    start = Start(LIMIT_S, most_cpu_s=100.0)
+    looks = 0
+    while not start.hangs(looks * STEP_S, [looks * STEP_S]):
+        looks += 1
+    assert looks * STEP_S == 100.0 + LIMIT_S + STEP_S

@@ -161,3 +161,13 @@ def test_a_manager_may_go_and_come_back(runtime_dir: Path) -> None:
     assert said == ["READY=1\nSTATUS=on\nWATCHDOG=1"]
     second.close()
     notify.close()
+
+
+def test_a_start_that_goes_on(runtime_dir: Path) -> None:
+    manager = Manager(str(runtime_dir / "notify"))
+    notify = Notify(str(runtime_dir / "notify"))
+    notify.starting(195.0)
+    notify.ready()
+    assert manager.heard() == ["EXTEND_TIMEOUT_USEC=195000000", "READY=1"]
+    manager.close()
+    notify.close()

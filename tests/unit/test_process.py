@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 from support import Child, eventually
@@ -30,6 +31,25 @@ def test_a_process_is_its_pid_and_start() -> None:
 def test_signals_by_name() -> None:
     assert process.signal_name(signal.SIGKILL) == "SIGKILL"
     assert process.signal_name(40) == "signal 40"
+
+
+def test_processor_time() -> None:
+    before = process.cpu_s(os.getpid())
+    assert before > 0
+    eventually(lambda: sum(range(10_000)) and process.cpu_s(os.getpid()) > before)
+    child = process.spawn(SLEEPER)
+    child.kill()
+    child.wait()
+    assert process.cpu_s(child.pid) == 0
+
+
+def test_modules_are_not_looked_for_in_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "gadei_ps").mkdir()
+    (tmp_path / "gadei_ps" / "__main__.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "gadei_ps" / "__init__.py").touch()
+    command = process.module_command("gadei_ps", "--version")
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stderr) == (0, "")
 
 
 def test_names_of_programs_may_be_anything() -> None:

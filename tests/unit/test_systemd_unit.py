@@ -96,7 +96,7 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
 
 def test_time_limits_are_beyond_the_watchdogs_own() -> None:
     said = directives(unit.text(Scope.SYSTEM, unit.SYSTEM_PROGRAM))
-    assert int(said["TimeoutStartSec"][0]) > supervisor.READY_TIMEOUT_S
+    assert int(said["TimeoutStartSec"][0]) > supervisor.START_SILENT_S
     assert int(said["TimeoutStopSec"][0]) > daemon.END_TIMEOUT_S
 
 

@@ -1,0 +1,91 @@
+"""Starts that take long, and starts that hang."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from shell import is_running
+from support import Child, config, eventually
+
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.errors import JobFailed
+from gadei_ps.job.control import StopJob, ask
+from gadei_ps.watchdog import supervisor
+
+SILENT_S = 3.0
+COMPILED_S = 500.0  # the kernels, if no test has needed them before
+COMPUTE = "while time.monotonic() < begin + 2 * {silent}: sum(range(1000))"
+HANG = "time.sleep(1000)"
+# Python runs a module of this name at its start.
+HOOK = """
+import sys, time
+begin = time.monotonic()
+if {module!r} in sys.orig_argv:
+    {what}
+"""
+Before = Callable[[str, str], None]
+SERVER, DAEMON = "gadei_ps.server.manager", "gadei_ps.commands.daemon"
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Before:
+    """before(module, what): processes of ours that run the module do that first."""
+
+    def set_up(module: str, what: str) -> None:
+        hook = HOOK.format(module=module, what=what.format(silent=SILENT_S))
+        (tmp_path / "sitecustomize.py").write_text(hook)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return set_up
+
+
+def _serve(pipe: Connection, job: str) -> None:
+    options = supervisor.Options(fresh=True, quiet=True, start_silent_s=SILENT_S)
+    try:
+        supervisor.serve(config(job, standby=False), options)
+        pipe.send("stopped")
+    except JobFailed as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.timeout(600)
+def test_a_server_may_take_long_to_start(before: Before, job_name: str) -> None:
+    """As on a busy machine, where compiling takes longer than any limit."""
+    before(SERVER, COMPUTE)
+    watchdog = Child(_serve, job_name)
+    try:
+        eventually(lambda: is_running(job_name) or watchdog.has_sent, COMPILED_S)
+        ask(job_name, StopJob())
+        assert watchdog.receive() == "stopped"
+    finally:
+        watchdog.signal(signal.SIGTERM)
+        watchdog.join()
+
+
+def test_a_server_that_hangs_at_its_start(before: Before, job_name: str) -> None:
+    before(SERVER, HANG)
+    watchdog = Child(_serve, job_name)
+    try:
+        assert f"it made no progress for {SILENT_S:g} s" in watchdog.receive()
+    finally:
+        watchdog.signal(signal.SIGTERM)
+        watchdog.join()
+
+
+def test_a_watchdog_may_take_long_to_start(before: Before, job_name: str) -> None:
+    before(DAEMON, COMPUTE)
+    with Daemon(config(job_name, standby=False), start_silent_s=SILENT_S):
+        assert is_running(job_name)
+
+
+def test_a_watchdog_that_hangs_at_its_start(before: Before, job_name: str) -> None:
+    before(DAEMON, HANG)
+    with (
+        pytest.raises(JobFailed, match="the daemon did not get ready"),
+        Daemon(config(job_name, standby=False), start_silent_s=SILENT_S),
+    ):
+        pass
