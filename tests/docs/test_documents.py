@@ -28,9 +28,12 @@ PATH = re.compile(r"[\w.*{},-]+(?:/[\w.*{},-]+)*/?")
 SOURCE = re.compile(r"[\w*-]+\.(?:py|c|h|cu|pml)")
 # "`_follow`, `_take_in` in `gadei_ps/server/manager.py`" says where functions are.
 WHERE = re.compile(r"((?:`[\w.]+`(?:,\s+|\s+and\s+)?)+)\s+in\s+`([\w/.]+\.(?:py|c|h|pml))`")
+# `client.push(...)`, `ps_publish`, `record.cursor`, `_look_up`: a name with a dot or an underscore.
+NAME = re.compile(r"(?=[^(]*[._])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 MODULE = re.compile(r"\bgadei_ps(?:\.\w+)+")
 # The package is put together from these folders (pyproject.toml).
 INSTALLED = {"learners": "learners", "watchdog": "watchdog", "benchmarks": "benchmarks"}
+FOREIGN = {"clamp_"}  # of torch, and named in no source
 MYST_DEPTH = 4  # myst_heading_anchors in docs/conf.py
 # Made by commands; the last ones by a machine with a GPU.
 MADE = {"docs/_build/html", "build/typing", "benchmarks/results/gpu-*.json"}
@@ -167,6 +170,33 @@ def misplaced_names(page: Path, text: str) -> Iterator[str]:
                 yield f"{name} in {path}"
 
 
+@cache
+def words() -> frozenset[str]:
+    """Every word of the repository but for the documents."""
+    found: set[str] = set()
+    for name in tracked():
+        path = ROOT / name
+        if path.is_file() and path.suffix not in (".md", ".svg", ".csv", ".json"):
+            found |= set(re.findall(r"\w+", path.read_text()))
+    return frozenset(found)
+
+
+def unknown_names(text: str) -> list[str]:
+    """Names of code in backticks that nothing in the repository has."""
+    spans = {span for span in SPAN.findall(prose(text)) if NAME.fullmatch(span)}
+    known = words() | FOREIGN
+    return sorted(
+        span
+        for span in spans
+        if not SOURCE.fullmatch(span) and not known.issuperset(re.findall(r"\w+", span))
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_names_are_those_of_the_code(page: Path) -> None:
+    assert not unknown_names(page.read_text())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_resolve(page: Path) -> None:
     assert not broken_links(page, page.read_text())
@@ -215,5 +245,7 @@ def test_what_is_wrong_is_found() -> None:
         "gadei_ps.layout gadei_ps.sync.asp gadei_ps.learners.client.Client gadei_ps.server.none"
     )
     assert missing_modules(modules) == ["gadei_ps.layout", "gadei_ps.server.none"]
+    names = "`client.push`, `_look_up()`, `no_such_name`, `parse`, `test_rows.py`, `modes.set_mood`"
+    assert unknown_names(names) == ["modes.set_mood", "no_such_name"]
     places = "`parse` and `nothing` in `gadei_ps/sync/__init__.py`, `ASP` in `gadei_ps/sync/asp.py`"
     assert list(misplaced_names(page, places)) == ["nothing in gadei_ps/sync/__init__.py"]
