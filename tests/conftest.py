@@ -9,8 +9,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,19 +23,64 @@ pytest.register_assert_rewrite("support", "shell")
 
 import support  # noqa: E402
 from shell import Cli  # noqa: E402
+from support.turns import Turns  # noqa: E402
 
 PR_SET_CHILD_SUBREAPER = 36
 JOBS = f"t{os.getpid()}-"
+TURNS = pytest.StashKey[Turns]()
 _numbers = itertools.count()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Orphans of killed processes become our children, so that the check below sees them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # A shell gives what it runs in the background, as nohup does, ignored signals: the processes
     # under test would inherit them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    given = getattr(config, "workerinput", None)
+    if given is not None:
+        config.stash[TURNS] = Turns(Path(given["turns"]))
+        return
+    directory = Path(tempfile.mkdtemp(prefix="gadei-ps-turns-"))
+    config.add_cleanup(lambda: shutil.rmtree(directory))
+    config.stash[TURNS] = Turns(directory)
+    if config.getoption("numprocesses", None):  # beside the workers' first tests
+        compiling = threading.Thread(target=config.stash[TURNS].compile)
+        compiling.start()
+        config.add_cleanup(compiling.join)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker of pytest-xdist where all workers' locks are."""
+    node.workerinput["turns"] = str(node.config.stash[TURNS].directory)
+
+
+def needs_compiled(item: pytest.Item) -> bool:
+    """Whether the test may run the server's code."""
+    asks = "compiled" in getattr(item, "fixturenames", ())
+    return asks or item.path.parent.name not in ("unit", "cli", "docs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests that need nothing compiled come first: the compiler runs beside them."""
+    items.sort(key=needs_compiled)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """A test's turn. The time to wait for it is not counted against the test's time-out."""
+    turns = item.config.stash[TURNS]
+    if needs_compiled(item):
+        turns.compile()
+    with turns.turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """For tests of unit, cli and docs that run the server's code: see needs_compiled."""
 
 
 @pytest.fixture

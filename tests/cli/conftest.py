@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # for `import shell`
-pytest.register_assert_rewrite("shell")
-
-from shell import Cli  # noqa: E402
-
-
-@pytest.fixture
-def cli(runtime_dir: Path, tmp_path: Path) -> Iterator[Cli]:
-    made = Cli(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The kernels are in Numba's cache, so that jobs start at once."""
-    code = "from gadei_ps.server import shard; shard.load()"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
+from shell import Cli
 
 LEARNER = """
     import os, pathlib, signal, sys, time

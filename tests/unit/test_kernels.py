@@ -29,6 +29,8 @@ from gadei_ps.kernels.optimizers import (
     slots,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 CHUNK = 1024
 Floats = NDArray[np.float32]
 

@@ -21,6 +21,8 @@ from gadei_ps.kernels.optimizers import (
     slots,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 SIZE = 1500
 STEPS = 20
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,6 +20,8 @@ from hypothesis.stateful import (
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import NO_BATCH, Work, batch_id
 from gadei_ps.server import ledger
+
+pytestmark = pytest.mark.usefixtures("compiled")
 
 ROWS = [0, 1, 2, 255]
 

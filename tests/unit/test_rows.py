@@ -17,6 +17,8 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Reason, Role
 from gadei_ps.memory.weights import Model, Tensor, payload_bytes, place
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 KINDS = [kind.name.lower() for kind in Kind]
 TABLE = Tensor("table", (50, 7))
 

@@ -32,6 +32,8 @@ from gadei_ps.memory.weights import Tensor
 from gadei_ps.server.account import staleness_bin
 from gadei_ps.server.symbols import get, put
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 KINDS = [kind.name.lower() for kind in Kind]
 W = [Tensor("w", (10,))]
 

@@ -7,8 +7,11 @@ import re
 
 import numba
 import numpy as np
+import pytest
 
 from gadei_ps.server.symbols import floats, mark
+
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @numba.njit

@@ -1,0 +1,63 @@
+"""How workers of pytest-xdist share a machine: what they compile once, and who must be alone.
+
+The workers of a run agree by locks on files of one directory. A run without workers takes the same
+locks and never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+COMPILE = "from gadei_ps.server import shard; shard.load()"
+
+
+@contextlib.contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(fd, how)
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
+        os.close(fd)
+
+
+class Turns:
+    """The locks of one run of the tests."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @contextlib.contextmanager
+    def turn(self, *, alone: bool) -> Iterator[None]:
+        """A test's time: beside the tests of other workers, or while none of them runs.
+
+        Every test passes the gate; one that must be alone keeps it until it is done, so that the
+        tests of other workers cannot overtake it for ever.
+        """
+        with contextlib.ExitStack() as kept:
+            with contextlib.ExitStack() as gate:
+                gate.enter_context(_locked(self.directory / "gate", fcntl.LOCK_EX))
+                how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+                kept.enter_context(_locked(self.directory / "tests", how))
+                if alone:
+                    kept.push(gate.pop_all())
+            yield
+
+    def compile(self) -> None:
+        """Returns when the server's code is in Numba's cache.
+
+        The first caller has it compiled, in a process of its own; the others wait for that. This
+        takes 90 s of a core if the cache is empty, which no test's time-out should have to allow.
+        """
+        with _locked(self.directory / "compiling", fcntl.LOCK_EX):
+            done = self.directory / "compiled"
+            if not done.exists():
+                subprocess.run([sys.executable, "-P", "-c", COMPILE], check=True)
+                done.touch()
