@@ -11,8 +11,10 @@ NATIVE := $(wildcard native/*.c native/*.h)
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents
 
+WORKERS ?= 2  # of pytest; most tests wait for processes
+
 test: $(VENV)/built
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
 
 # On a machine with a GPU; a test that lacks something is skipped and says what. CUDA: 12 or 13, what
 # the driver has. GPU_PYTHON: an interpreter that has all packages already; for it only gadei-ps is
