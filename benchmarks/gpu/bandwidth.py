@@ -264,8 +264,8 @@ def _compare(report: Report, place: Place, moves: Mover, count: int, size: dict[
     named = {f"{who}: {way}": call for (who, way), call in contenders.items()}
     figures = alternate(named, size["rounds"])
     for (who, way), values in zip(contenders, figures.values(), strict=True):
-        told = {"contender": who, "bytes": count, "way": way}
-        report.rows.append(told | summary(values, "B/s", larger=True))
+        facts = {"contender": who, "bytes": count, "way": way}
+        report.rows.append(facts | summary(values, "B/s", larger=True))
     for way in WAYS:
         found = {who: figures[f"{who}: {way}"] for who, one in contenders if one == way}
         _tell(report, found, way, count, limit)
@@ -288,13 +288,13 @@ def _tell(
     report: Report, figures: dict[str, list[float]], way: str, count: int, limit: str
 ) -> None:
     """Reports the ratios to the limit, and the line for people."""
-    told: dict[str, Any] = {"contender": limit, "bytes": count, "way": way}
+    facts: dict[str, Any] = {"contender": limit, "bytes": count, "way": way}
     for who, of in ((TRANSFER, "transfer"), (END_TO_END, "end to end")):
         if who in figures:
             found = ratios_of(figures[who], figures[limit], larger=True)
             reach = REACH[way] if who == TRANSFER else None
             reached = None if reach is None else found["ratio"] >= reach
-            report.ratios.append(told | {"of": of} | found | {"reach": reach, "reached": reached})
+            report.ratios.append(facts | {"of": of} | found | {"reach": reach, "reached": reached})
     cells = [
         f"{summary(figures[who])['median'] / 1e9:.1f}" if who in figures else "-"
         for who in (limit, TRANSFER, END_TO_END)

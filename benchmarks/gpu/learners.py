@@ -102,12 +102,12 @@ def _tell(report: Report, block: str, figures: Figures) -> None:
     """Reports the rows of a block, and the ratio of gadei-ps to each."""
     ours = {_key(one): one for one in figures if one["contender"] == OURS}
     for one in figures:
-        told = {key: one[key] for key in ("contender", "learners", "network", "set", "mini_batch")}
-        told["block"] = block
-        row = told | summary(one["values"], "samples/s", larger=True)
+        facts = {key: one[key] for key in ("contender", "learners", "network", "set", "mini_batch")}
+        facts["block"] = block
+        row = facts | summary(one["values"], "samples/s", larger=True)
         report.rows.append(row)
         shown = ""
-        for ratio in _ratios(one, told, ours):
+        for ratio in _ratios(one, facts, ours):
             report.ratios.append(ratio)
             shown = f"{ratio['ratio']:.2f}"
         report.lines.append(
@@ -122,13 +122,13 @@ def _key(one: dict[str, Any], learners: int | None = None) -> tuple[Any, ...]:
 
 
 def _ratios(
-    one: dict[str, Any], told: dict[str, Any], ours: dict[tuple[Any, ...], dict[str, Any]]
+    one: dict[str, Any], facts: dict[str, Any], ours: dict[tuple[Any, ...], dict[str, Any]]
 ) -> Figures:
     """gadei-ps against the peer of a row; in a row of gadei-ps, against one learner."""
     if one["contender"] != OURS:
         mine = ours.get(_key(one))
         reach = 1.0 if one["mini_batch"] <= LARGEST_SMALL else None
-        return [] if mine is None else [_ratio(told, mine["values"], one["values"], reach)]
+        return [] if mine is None else [_ratio(facts, mine["values"], one["values"], reach)]
     alone = ours.get(_key(one, 1))
     if alone is None or one["learners"] == 1:
         return []
@@ -137,13 +137,13 @@ def _ratios(
         reach = LSTM_REACH
     elif one["network"] == CLASSIFIER and one["mini_batch"] == 1:
         reach = 1.0  # Table 8
-    told = told | {"contender": f"{OURS}, one learner"}
-    return [_ratio(told, one["values"], alone["values"], reach)]
+    facts = facts | {"contender": f"{OURS}, one learner"}
+    return [_ratio(facts, one["values"], alone["values"], reach)]
 
 
 def _ratio(
-    told: dict[str, Any], mine: list[float], theirs: list[float], reach: float | None
+    facts: dict[str, Any], mine: list[float], theirs: list[float], reach: float | None
 ) -> dict[str, Any]:
     found = ratios_of(mine, theirs, larger=True)
     reached = None if reach is None else found["ratio"] >= reach
-    return {**told, **found, "reach": reach, "reached": reached}
+    return {**facts, **found, "reach": reach, "reached": reached}

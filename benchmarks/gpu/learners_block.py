@@ -41,7 +41,7 @@ SLACK = 1.3
 
 FAILURES = (RuntimeError, GadeiError, OSError)
 
-Who = tuple[str, int]
+Contender = tuple[str, int]
 """A contender and its number of learners."""
 
 
@@ -76,7 +76,7 @@ class Block:
             self._cell(name, network, sentences, begin + rest_s / min(3, len(cells) - number))
             self._taken = time.monotonic() - begin
 
-    def _contenders(self) -> list[Who]:
+    def _contenders(self) -> list[Contender]:
         """Contenders of the block."""
         count = self._size["peers"]
         if self._name == SPREAD:
@@ -86,8 +86,8 @@ class Block:
         peers = [(HOGWILD, count), (HOGWILD_SPARSE, count), (DDP, count)]
         return [*((OURS, one) for one in self._size["learners"]), *alone, *peers]
 
-    def _team(self, who: Who, network: nlc_member.Network, sentences: Texts) -> Team:
-        kind, count = who
+    def _team(self, contender: Contender, network: nlc_member.Network, sentences: Texts) -> Team:
+        kind, count = contender
         devices = [self._place.torch_device]
         if self._name == SPREAD:
             devices = [f"cuda:{number}" for number in range(count)]
@@ -98,14 +98,15 @@ class Block:
         """Measures one network on one set: all processes live at once, and take turns."""
         with ExitStack() as stack:
             stack.callback(nlc_team._stop_fork_server)
-            teams: dict[Who, Team] = {}
-            for who in self._contenders():
+            teams: dict[Contender, Team] = {}
+            for contender in self._contenders():
                 with suppress(_Lost):
-                    teams[who] = self._team(who, network, sentences)
-                    self._try(teams, who, lambda w=who: stack.enter_context(teams[w]))  # type: ignore[misc]
-            for who in list(teams):
+                    teams[contender] = self._team(contender, network, sentences)
+                    enter = functools.partial(stack.enter_context, teams[contender])
+                    self._try(teams, contender, enter)
+            for contender in list(teams):
                 with suppress(_Lost):
-                    self._try(teams, who, teams[who].ready)
+                    self._try(teams, contender, teams[contender].ready)
             for number, batch in enumerate(self._size["batches"]):
                 each_s = (until - time.monotonic()) / (len(self._size["batches"]) - number)
                 windows = len(teams) * (self._size["rounds"] + 1)
@@ -118,19 +119,21 @@ class Block:
             for team in teams.values():
                 team.dismiss()
 
-    def _try(self, teams: dict[Who, Team], who: Who, call: Callable[[], Any]) -> Any:
+    def _try(
+        self, teams: dict[Contender, Team], contender: Contender, call: Callable[[], Any]
+    ) -> Any:
         """Calls; a contender that fails takes no further part. Raises _Lost."""
         try:
             return call()
         except FAILURES as error:
-            if who[0] == OURS:
+            if contender[0] == OURS:
                 raise
-            self.notes.append(f"{who[0]} with {who[1]}: not measured: {error}")
-            del teams[who]
+            self.notes.append(f"{contender[0]} with {contender[1]}: not measured: {error}")
+            del teams[contender]
             raise _Lost from None
 
     def _row(
-        self, name: str, sentences: str, batch: int, teams: dict[Who, Team], seconds: float
+        self, name: str, sentences: str, batch: int, teams: dict[Contender, Team], seconds: float
     ) -> None:
         """Measures one size of mini-batch, again from the start if a contender fails."""
         while teams:
@@ -157,9 +160,11 @@ class Block:
                 }
             )
 
-    def _window(self, teams: dict[Who, Team], who: Who, batch: int, seconds: float) -> float:
-        done = self._try(teams, who, lambda: teams[who].train(batch, seconds, WARM_UP_S))
-        return nlc_team.rate(done)
+    def _window(
+        self, teams: dict[Contender, Team], contender: Contender, batch: int, seconds: float
+    ) -> float:
+        train = functools.partial(teams[contender].train, batch, seconds, WARM_UP_S)
+        return nlc_team.rate(self._try(teams, contender, train))
 
 
 class _Lost(Exception):

@@ -42,10 +42,10 @@ def started() -> Iterator[dict[str, str]]:
     if tool is None:
         raise DeviceError(f"{CONTROL} is not installed")
     with tempfile.TemporaryDirectory(prefix="gps-mps-", ignore_cleanup_errors=True) as scratch:
-        told = {PIPES: f"{scratch}/pipe", LOGS: f"{scratch}/log"}
-        for path in told.values():
+        variables = {PIPES: f"{scratch}/pipe", LOGS: f"{scratch}/log"}
+        for path in variables.values():
             Path(path).mkdir()
-        env = os.environ | told
+        env = os.environ | variables
         # In the foreground, so that it is a child of this process and ends with it.
         child = process.spawn(
             [tool, "-f"],
@@ -55,10 +55,10 @@ def started() -> Iterator[dict[str, str]]:
             how=signal.SIGTERM,
         )
         try:
-            _wait_ready(child, Path(told[PIPES]))
+            _wait_ready(child, Path(variables[PIPES]))
             if why := gpus.missing(gpus.visible(), env):
                 raise DeviceError(f"CUDA does not work with {CONTROL}: {why}")
-            yield told
+            yield variables
         finally:
             _end(tool, child, env)
 

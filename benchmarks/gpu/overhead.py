@@ -155,10 +155,10 @@ def _tell(
 ) -> None:
     """Reports one network. count: bytes of it."""
     for of in (BUSY, TRAINING, HOST):
-        told = {"network": name, "bytes": count, "of": of}
+        facts = {"network": name, "bytes": count, "of": of}
         medians = {}
         for who, ways in found.items():
-            row = {"contender": who, **told, **summary(ways[of]["step"], "s")}
+            row = {"contender": who, **facts, **summary(ways[of]["step"], "s")}
             if ways[of]["compute"]:
                 row["forward_backward_s"] = statistics.median(ways[of]["compute"])
             if pulls := ways[of]["pull"]:
@@ -168,12 +168,12 @@ def _tell(
             # The goal is for steps with a pull: they take longer.
             medians[who] = row.get("median_with_pull", row["median"])
         # Steps of the two are no pairs: one contender's all come before the other's.
-        peer = {"contender": TORCH, **told, "ratio": medians[TORCH] / medians[OURS]}
+        peer = {"contender": TORCH, **facts, "ratio": medians[TORCH] / medians[OURS]}
         best = min(found[TORCH][of]["step"]) / min(found[OURS][of]["step"])
         report.ratios.append(peer | {"best_ratio": best, "reach": None, "reached": None})
         reached = medians[OURS] < REACH_S if of == BUSY else None
         if of == BUSY:
-            limit = {"contender": "30 us", **told, "ratio": REACH_S / medians[OURS]}
+            limit = {"contender": "30 us", **facts, "ratio": REACH_S / medians[OURS]}
             best = REACH_S / min(found[OURS][of]["step"])
             report.ratios.append(limit | {"best_ratio": best, "reach": 1.0, "reached": reached})
         cells = [f"{medians[who] * 1e6:.1f}" for who in (OURS, TORCH)]

@@ -122,6 +122,6 @@ def job(name: str, **values: Any) -> Iterator[str]:
     values: further entries of the job's file.
     """
     name = f"gpu-{name}-{os.getpid()}"
-    told: Mapping[str, Any] = {"name": name, "optimizer": {"kind": "sgd", "lr": 1e-6}, **values}
-    with Daemon(from_mapping(told, name), silent=True):
+    settings: Mapping[str, Any] = {"name": name, "optimizer": {"kind": "sgd", "lr": 1e-6}, **values}
+    with Daemon(from_mapping(settings, name), silent=True):
         yield name

@@ -110,11 +110,11 @@ def _rate(gang: Gang, call_s: float, learners: int) -> Callable[[], float]:
     return lambda: learners * times / seconds(times)
 
 
-def _tell(report: Report, figures: dict[str, list[float]], told: dict[str, Any]) -> None:
+def _tell(report: Report, figures: dict[str, list[float]], facts: dict[str, Any]) -> None:
     """Reports gradients a second, and the time of a learner's step, which follows from it."""
     for who, values in figures.items():
-        row = {"contender": who, **told} | summary(values, "gradients/s", larger=True)
-        row["step_s"] = told["learners"] / row["median"]
+        row = {"contender": who, **facts} | summary(values, "gradients/s", larger=True)
+        row["step_s"] = facts["learners"] / row["median"]
         report.rows.append(row)
     cells = [f"{summary(figures[who])['median']:.0f}" if who in figures else "-"
              for who in (HOST, DEVICE)]  # fmt: skip
@@ -122,8 +122,10 @@ def _tell(report: Report, figures: dict[str, list[float]], told: dict[str, Any])
     if DEVICE in figures:
         # Above 1 where the host's way is the faster one.
         found = ratios_of(figures[HOST], figures[DEVICE], larger=True)
-        report.ratios.append({"contender": DEVICE, **told, **found, "reach": None, "reached": None})
+        report.ratios.append(
+            {"contender": DEVICE, **facts, **found, "reach": None, "reached": None}
+        )
         shown = f"{1 / found['ratio']:.2f}"
     report.lines.append(
-        [f"{told['bytes'] / 1e6:g}", str(told["learners"]), "gradients/s", *cells, shown]
+        [f"{facts['bytes'] / 1e6:g}", str(facts["learners"]), "gradients/s", *cells, shown]
     )

@@ -160,7 +160,7 @@ class Owner:
         # Compiles it now, so that no measurement contains that.
         self._update(cupy.zeros(4, cupy.float32), np.float32(LR), cupy.zeros(4, cupy.float32))
         runtime.deviceSynchronize()
-        self.told = {
+        self.handles = {
             "bytes": size,
             "memory": runtime.ipcGetMemHandle(self._at).hex(),
             "events": [
@@ -212,19 +212,19 @@ class Learner:
     """Computes from the owner's weights and copies into its slots."""
 
     def __init__(
-        self, counters: Counters, learners: int, number: int, told: dict[str, Any]
+        self, counters: Counters, learners: int, number: int, handles: dict[str, Any]
     ) -> None:
         cupy = _cupy()
         runtime = cupy.cuda.runtime
         self._counters, self._number = counters, number
-        self._at = runtime.ipcOpenMemHandle(bytes.fromhex(told["memory"]))
-        self._memory = Memory(self._at, told["bytes"], learners)
+        self._at = runtime.ipcOpenMemHandle(bytes.fromhex(handles["memory"]))
+        self._memory = Memory(self._at, handles["bytes"], learners)
         self._copied, self._applied = (
             [runtime.ipcOpenEventHandle(bytes.fromhex(one)) for one in kind[number]]
-            for kind in told["events"]
+            for kind in handles["events"]
         )
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._gradient = cupy.zeros(told["bytes"] // 4, cupy.float32)
+        self._gradient = cupy.zeros(handles["bytes"] // 4, cupy.float32)
         runtime.deviceSynchronize()
 
     def run(self, times: int) -> dict[str, float]:
@@ -282,7 +282,7 @@ def main() -> None:
         if "bytes" in order:
             assert counters is not None
             side = owner = Owner(counters, learners, order["bytes"])
-            answer(owner.told)
+            answer(owner.handles)
             continue
         if "open" in order:
             if role != "owner":

@@ -88,10 +88,10 @@ def measure(place: Place) -> Report:
         path = Path(scratch) / "images.npy"
         np.save(path, pixels)
         for one in size["models"]:
-            told = {**one, "images": str(path), "device": place.device, "quick": place.quick}
-            _beside_torch(report, told, entries[0], size)
+            setup = {**one, "images": str(path), "device": place.device, "quick": place.quick}
+            _beside_torch(report, setup, entries[0], size)
             for count in range(2, len(entries) + 1):
-                _on_several(report, told, entries[:count], size)
+                _on_several(report, setup, entries[:count], size)
     return report
 
 
@@ -100,41 +100,41 @@ def _gang(entries: tuple[str, ...]) -> Gang:
     return Gang([["-m", LEARNER, entry] for entry in entries], start_s=START_S)
 
 
-def _rate(gang: Gang, told: dict[str, Any], learners: int, window_s: float) -> Callable[[], float]:
+def _rate(gang: Gang, setup: dict[str, Any], learners: int, window_s: float) -> Callable[[], float]:
     """Samples a second of all processes together, in windows of about this length."""
     gang.seconds({"steps": 3}, timeout_s=STEPS_S)
     few = 5
     once = gang.seconds({"steps": few}, timeout_s=STEPS_S) / few
     steps = max(few, round(window_s / once))
-    samples = steps * told["mini_batch"] * learners
+    samples = steps * setup["mini_batch"] * learners
     return lambda: samples / gang.seconds({"steps": steps}, timeout_s=STEPS_S)
 
 
-def _beside_torch(report: Report, told: dict[str, Any], entry: str, size: dict[str, Any]) -> None:
+def _beside_torch(report: Report, setup: dict[str, Any], entry: str, size: dict[str, Any]) -> None:
     """Measures one learner and one process of torch, on the same GPU, in turns."""
     with ExitStack() as stack:
         name = stack.enter_context(job("vision"))
         contenders = {}
         for who, target in ((OURS, name), (TORCH, None)):
             gang = stack.enter_context(_gang((entry,)))
-            (answer,) = gang.ask({**told, "job": target}, timeout_s=STEPS_S)
-            contenders[who] = _rate(gang, told, 1, size["window_s"])
+            (answer,) = gang.ask({**setup, "job": target}, timeout_s=STEPS_S)
+            contenders[who] = _rate(gang, setup, 1, size["window_s"])
         figures = alternate(contenders, size["rounds"])
-    known = {"model": told["model"], "mini_batch": told["mini_batch"], "gpus": 1}
-    known["bytes"] = answer["bytes"]
+    facts = {"model": setup["model"], "mini_batch": setup["mini_batch"], "gpus": 1}
+    facts["bytes"] = answer["bytes"]
     for who, values in figures.items():
-        report.rows.append({"contender": who, **known} | summary(values, "samples/s", larger=True))
+        report.rows.append({"contender": who, **facts} | summary(values, "samples/s", larger=True))
     found = ratios_of(figures[OURS], figures[TORCH], larger=True)
     reached = {"reach": 1.0, "reached": found["ratio"] >= 1.0}
-    report.ratios.append({"contender": TORCH, **known, **found, **reached})
+    report.ratios.append({"contender": TORCH, **facts, **found, **reached})
     cells = [f"{summary(values)['median']:.0f}" for values in figures.values()]
     report.lines.append(
-        [told["model"], str(told["mini_batch"]), "1", *cells, f"{found['ratio']:.2f}"]
+        [setup["model"], str(setup["mini_batch"]), "1", *cells, f"{found['ratio']:.2f}"]
     )
 
 
 def _on_several(
-    report: Report, told: dict[str, Any], entries: tuple[str, ...], size: dict[str, Any]
+    report: Report, setup: dict[str, Any], entries: tuple[str, ...], size: dict[str, Any]
 ) -> None:
     """Measures a learner on each of these GPUs, beside one on the first."""
     count = len(entries)
@@ -143,16 +143,16 @@ def _on_several(
         for learners in (1, count):
             name = stack.enter_context(job(f"vision{learners}"))
             gang = stack.enter_context(_gang(entries[:learners]))
-            gang.ask({**told, "job": name}, timeout_s=STEPS_S)
-            contenders[str(learners)] = _rate(gang, told, learners, size["window_s"])
+            gang.ask({**setup, "job": name}, timeout_s=STEPS_S)
+            contenders[str(learners)] = _rate(gang, setup, learners, size["window_s"])
         figures = alternate(contenders, size["rounds"])
-    known = {"model": told["model"], "mini_batch": told["mini_batch"], "gpus": count}
-    row = {"contender": OURS, **known} | summary(figures[str(count)], "samples/s", larger=True)
+    facts = {"model": setup["model"], "mini_batch": setup["mini_batch"], "gpus": count}
+    row = {"contender": OURS, **facts} | summary(figures[str(count)], "samples/s", larger=True)
     report.rows.append(row)
     found = ratios_of(figures[str(count)], figures["1"], larger=True)
     reached = {"reach": LINEAR * count, "reached": found["ratio"] >= LINEAR * count}
-    report.ratios.append({"contender": f"{OURS}, one GPU", **known, **found, **reached})
+    report.ratios.append({"contender": f"{OURS}, one GPU", **facts, **found, **reached})
     report.lines.append(
-        [told["model"], str(told["mini_batch"]), str(count), f"{row['median']:.0f}", "",
+        [setup["model"], str(setup["mini_batch"]), str(count), f"{row['median']:.0f}", "",
          f"{found['ratio']:.2f}"]
     )  # fmt: skip

@@ -29,15 +29,15 @@ LARGE, CLASSES = 224, 1000
 class Trainer:
     """A network, its images and its optimizer."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self._place = Place(told["device"], told["quick"])
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self._place = Place(setup["device"], setup["quick"])
         device = self._place.torch_device
         torch.manual_seed(0)
-        self._size = told["mini_batch"]
-        if told["model"] == "vgg":
+        self._size = setup["mini_batch"]
+        if setup["model"] == "vgg":
             small = self._place.quick or not self._place.on_gpu
             network = networks.vgg(narrow=NARROW if small else 1)
-            self._images = torch.from_numpy(np.load(told["images"])).to(device)
+            self._images = torch.from_numpy(np.load(setup["images"])).to(device)
             classes = 10
         else:
             network = networks.alexnet(CLASSES)
@@ -48,8 +48,8 @@ class Trainer:
         self._network = network.to(device).train()
         self.bytes = 4 * sum(one.numel() for one in network.parameters())
         self._optimizer: torch.optim.Optimizer
-        if told["job"]:
-            self._optimizer = Optimizer(network, told["job"])
+        if setup["job"]:
+            self._optimizer = Optimizer(network, setup["job"])
         else:
             self._optimizer = torch.optim.SGD(network.parameters(), lr=LR)
 

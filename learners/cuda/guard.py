@@ -8,6 +8,7 @@ import cupy
 from cupy.cuda import runtime
 
 from gadei_ps.errors import DeviceError
+from gadei_ps.machine.cuda import told
 
 
 class Guard:
@@ -28,7 +29,7 @@ class Guard:
         if isinstance(error, runtime.CUDARuntimeError):
             raise DeviceError(f"GPU {self._index} has failed ({told(error)})") from None
 
-    def _too_small(self, error: BaseException) -> DeviceError:
+    def _too_small(self, error: Exception) -> DeviceError:
         with self._device:
             free, total = runtime.memGetInfo()
         return DeviceError(
@@ -41,8 +42,3 @@ class Guard:
 
 def mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
-
-
-def told(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

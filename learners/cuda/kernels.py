@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from gadei_ps.errors import DeviceError
-from gadei_ps.learners.cuda.guard import told
+from gadei_ps.machine.cuda import told
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import WireType
 from gadei_ps.memory.weights import Model

@@ -8,7 +8,8 @@ from cupy.cuda import runtime
 
 from gadei_ps.errors import DeviceError
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.cuda.guard import mib, told
+from gadei_ps.learners.cuda.guard import mib
+from gadei_ps.machine.cuda import told
 from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.segment import Segment
@@ -47,7 +48,7 @@ def _register(
     except runtime.CUDARuntimeError as error:
         raise DeviceError(
             f"GPU {index} cannot register {mib(size)} of {mapping.name[1:]} "
-            f"({told(error)}); gadei-ps doctor tells what it can"
+            f"({told(error)}); gadei-ps doctor shows how much it can"
         ) from None
     undo.callback(lambda: mapping)  # keeps it mapped until this is undone:
     undo.callback(runtime.hostUnregister, at)

@@ -1,4 +1,4 @@
-"""One suite for every device, alone and in the pipeline: a new one joins by a line in DEVICES."""
+"""One suite for every device, alone and in the pipeline; a line in DEVICES adds a new one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {"a": (3, 5), "b": (1000,), "s": (), "table": (40, 6), "column": (50, 1
 
 @dataclass(frozen=True)
 class Case:
-    """A device, and how its arrays are made, filled and read in the order of what it computes."""
+    """A device, and functions that make and read its arrays in the order of its computation."""
 
     name: str
     make: Callable[[], Device]
@@ -51,7 +51,7 @@ def cuda() -> Iterator[Case]:
 
 
 def emulated() -> Iterator[Case]:
-    """The same code as cuda, on a device in software."""
+    """The code of cuda, on a device in software."""
     with emulator.installed():
         yield from cuda()
 
@@ -158,7 +158,7 @@ def test_gradients_of_another_model(
 
 
 def test_rows_arrive(case: Case, job: Daemon, job_name: str) -> None:
-    """In any order, repeated ones added up; others stay as they are."""
+    """Rows come in any order, and repeated ones are added up; other rows stay as they are."""
     if case.name == "host":
         rows = Rows
     else:
@@ -183,7 +183,7 @@ def test_rows_arrive(case: Case, job: Daemon, job_name: str) -> None:
             link.push({"table": rows(np.array([1, 40]), values[:2])}, 0)
             link.flush()
         with contextlib.suppress(ModelMismatch):
-            link.flush()  # the host's thread tells its error ever after
+            link.flush()  # the host's thread raises its error in every later call
             for _ in range(2):
                 link.push({"s": case.to_device(np.ones(()))}, 0)
             link.close()
@@ -195,13 +195,13 @@ def test_rows_arrive(case: Case, job: Daemon, job_name: str) -> None:
 def test_buffers_and_another_shard(
     case: Case, job: Daemon, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a push says of a buffer is added; a pull sees what any shard has written."""
+    """The server adds a pushed change of a buffer; a pull sees what any shard has written."""
     tensors, buffers = arrays(0.0), {"mean": np.full(7, 2, np.float32)}
     with Client(job_name, tensors=tensors, buffers=buffers) as client:
         link = case.make().link(client)
         buffer = link.buffer()
         link.fill(buffer)
-        # As if the shard that counts had been ahead of the others.
+        # As if the shard that counts versions were ahead of the others.
         monkeypatch.setattr(Client, "current_version", property(lambda client: 1))
         link.fill(buffer)
         link.push({"mean": case.to_device(np.full(7, 3, np.float32))}, 0)
@@ -215,7 +215,7 @@ def test_buffers_and_another_shard(
 
 
 def test_arrays_of_gradients(case: Case, job: Daemon, job_name: str) -> None:
-    """Computed where they leave from, many times over; none is overwritten on its way."""
+    """Gradients are computed in the memory they leave from; none is overwritten on its way."""
     with Client(job_name, tensors=arrays(0.0)) as client:
         link = case.make().link(client)
         for number in range(1, 31):
@@ -328,8 +328,8 @@ def test_errors_reach_the_main_thread(case: Case, job: Daemon, job_name: str) ->
                 pipeline.push(gradients(case, 1.0))
 
 
-def test_an_unanswered_pipeline_ends(case: Case, job: Daemon, job_name: str) -> None:
-    """Closing does not hang where the learner has no turn and the job ends."""
+def test_an_unused_pipeline_closes(case: Case, job: Daemon, job_name: str) -> None:
+    """Its threads end, and the job still answers."""
     with Client(job_name, tensors=arrays(0.0)) as client:
         before = set(threading.enumerate())
         pipeline = Pipeline(client, case.make())

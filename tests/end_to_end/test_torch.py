@@ -1,4 +1,4 @@
-"""A plain PyTorch script, its optimizer line changed, does what it did."""
+"""A plain PyTorch script trains as before once its optimizer line is changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     steps: int = STEPS,
 ) -> list[float]:
-    """The user's loop, the same for both."""
+    """The user's loop, for both optimizers."""
     losses = []
     for inputs, targets in data(steps):
         optimizer.zero_grad()
@@ -63,7 +63,7 @@ SPARSE: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] =
         {"kind": "adagrad", "lr": 0.1, "eps": 1e-10},
         lambda p: torch.optim.Adagrad(p, 0.1, eps=1e-10),
     ),
-    # Its eps stands elsewhere than Adam's.
+    # Its eps is added elsewhere than Adam's.
     "adam": (
         {"kind": "adam", "lr": 0.01, "eps": 1e-12},
         lambda p: torch.optim.SparseAdam(list(p), 0.01, eps=1e-12),
@@ -110,7 +110,7 @@ def test_sparse_embeddings_as_torch(kind: str, job_name: str) -> None:
 
 @pytest.mark.parametrize("view", [True, False])
 def test_scheduler_view_and_batch_norm(view: bool, job_name: str) -> None:
-    """All at once: the rate moves, weights are a view or a copy, statistics follow."""
+    """Together: the rate changes, weights are a view or a copy, statistics follow."""
     with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
         model, twin = batch_norm_model(), batch_norm_model()
         optimizer = Optimizer(model, job_name, view=view)
@@ -136,7 +136,7 @@ def test_scheduler_view_and_batch_norm(view: bool, job_name: str) -> None:
 
 
 def test_what_is_not_trained(job_name: str) -> None:
-    """Frozen parameters stay local; constant buffers, even infinite ones, do no harm."""
+    """Frozen parameters stay local; constant buffers may be infinite."""
     with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
         model = plain_model()
         model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))

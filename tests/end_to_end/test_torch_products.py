@@ -73,7 +73,7 @@ def test_products_and_freed_gradients_as_torch(
         assert status(job_name)["gradients_refused"] == 0
         optimizer.close()
         tokens = torch.zeros(2, 5, dtype=torch.int64)
-        model(tokens, linear).sum().backward()  # nobody takes the products any more
+        model(tokens, linear).sum().backward()  # no optimizer takes the products any more
         assert model.filters.grad is not None
 
 
@@ -111,7 +111,7 @@ def test_freed_gradients_leave_once(job_name: str) -> None:
 
 
 def test_products_are_of_backward_only(job_name: str) -> None:
-    """What autograd.grad, a frozen weight or autocast leave is none, or torch's own."""
+    """autograd.grad and a frozen weight leave no product; under autocast it is torch's own."""
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
@@ -148,7 +148,7 @@ def test_inputs_that_have_changed_are_noticed(job_name: str) -> None:
 
 
 def test_what_has_no_gradient_is_zero_beside_products(job_name: str) -> None:
-    """As in a dense frame: momentum goes on without it."""
+    """As in a dense frame: momentum moves the weight on."""
     settings = {"kind": "momentum", "lr": 1.0, "momentum": 0.5}
     with daemon(job_name, sync="bsp", optimizer=settings):
         model = nn.ModuleDict(

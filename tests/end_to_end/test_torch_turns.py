@@ -1,4 +1,4 @@
-"""What synchronization models ask of a PyTorch script: waves of mini-batches, and stragglers."""
+"""PyTorch scripts under synchronization models: waves of mini-batches, and stragglers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_waves_cannot_be_freed(job_name: str) -> None:
 
 
 class _Slow(nn.Module):
-    """Waits until its learner's gradient is not wanted; says what ran."""
+    """Waits until its learner's gradient is not wanted; records what ran."""
 
     def __init__(self, ran: list[str]) -> None:
         super().__init__()

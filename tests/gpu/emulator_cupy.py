@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib.machinery
 import threading
 import types
@@ -83,8 +82,15 @@ def _runtime(device: Device) -> types.ModuleType:
 
     def stream_wait_event(handle: int, event: int) -> None:
         reached = device.handles[event].reached
-        if reached is not None:
-            stream(handle).add(functools.partial(_wait, device, reached))
+        if reached is None:
+            return
+
+        def wait() -> None:
+            device.waiting.add(handle)
+            _wait(device, reached)
+            device.waiting.remove(handle)
+
+        stream(handle).add(wait)
 
     def event_query(event: int) -> int:
         device.check()

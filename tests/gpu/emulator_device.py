@@ -36,6 +36,8 @@ class Device:
         self.allocated: dict[int, int] = {}
         self.registered: dict[int, tuple[int, int]] = {}
         self.failure: BaseException | None = None
+        self.waiting: set[int] = set()
+        """Handles of the streams that wait for an event."""
         self.handles: dict[int, Any] = {}
         self.numbers = itertools.count(1)
         self.compute: Stream | Inline = Inline(self)

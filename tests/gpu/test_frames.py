@@ -42,8 +42,8 @@ def to_device(request: pytest.FixtureRequest) -> Iterator[Callable[[np.ndarray],
 
 
 @dataclass
-class Told:
-    """A frame as its learner left it: of each tensor the rows given, as they are stored."""
+class Frame:
+    """A frame in the ring: of each tensor the rows given, as they are stored."""
 
     kind: int
     finite: bool
@@ -51,7 +51,7 @@ class Told:
     rows: dict[str, dict[int, bytes]]
 
 
-def frame_of(client: Client) -> Told:
+def frame_of(client: Client) -> Frame:
     ring = client.place.ring
     shape = ring.view(layout.RING)
     head = client.last_frame[0]
@@ -81,7 +81,7 @@ def frame_of(client: Client) -> Told:
                 numbers = ring.array(np.int64, int(block["rows"]), at + int(block["indices_at"]))
             rows[tensor.name] = cut(tensor, int(block["values_at"]), numbers)
     finite = not head["flags"] & layout.NONFINITE
-    return Told(int(head["kind"]), bool(finite), float(head["squares"]), rows)
+    return Frame(int(head["kind"]), bool(finite), float(head["squares"]), rows)
 
 
 values = st.one_of(
@@ -93,7 +93,7 @@ values = st.one_of(
 
 @st.composite
 def arrays(draw: st.DrawFn, shape: tuple[int, ...]) -> np.ndarray:
-    """Random ones, with a few that were thought of."""
+    """Random values, and a few that are hard to convert."""
     seed = draw(st.integers(0, 2**32 - 1))
     made = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     flat = made.reshape(-1)
@@ -149,19 +149,19 @@ def test_as_the_host(
             expected, found = frame_of(host), frame_of(device)
             assert (found.kind, found.finite) == (expected.kind, expected.finite)
             if not (feedback and found.squares > 1e20):
-                # Out of huge sums the host leaves what earlier rounding has left over.
+                # The host does not add the residue of earlier rounding to huge sums.
                 assert found.squares == pytest.approx(expected.squares, rel=1e-4)
             assert found.rows.keys() == expected.rows.keys()
             if not expected.finite:
-                continue  # it is refused; which bits a NaN has depends on the processor
+                continue  # refused; the bits of a NaN depend on the processor
             for name, rows in expected.rows.items():
                 more = found.rows[name].keys() - rows.keys()
-                # Rows of one value: whether to list them is decided before it is known how many.
+                # Rows of one value: the device decides whether to list them before it counts them.
                 assert not more or SHAPES[name] == (50,)
                 assert {row: found.rows[name][row] for row in rows} == rows
                 assert not any(any(found.rows[name][row]) for row in more)
 
-    # With momentum, the host leaves no rows of zeros out.
+    # With momentum the host pushes rows of zeros, too.
     optimizer = {"kind": "momentum", "lr": 0.01}
     with (
         daemon(job_name, optimizer=optimizer),
@@ -173,7 +173,7 @@ def test_as_the_host(
 
 
 def test_structs_are_those_of_c() -> None:
-    """Sizes and, by the kernels' results, places of what Python hands over."""
+    """Sizes are compared here; wrong offsets would show in the kernels' results."""
     with emulator.installed():
         from gadei_ps.learners.cuda import kernels
 

@@ -33,7 +33,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> list[torch.Tensor]:
-    """The user's loop, on either."""
+    """The user's loop, for both optimizers."""
     source = torch.Generator().manual_seed(11)
     losses = []
     for _ in range(STEPS):
@@ -145,7 +145,7 @@ def test_batches_of_the_server(gpu: str, job_name: str) -> None:
         assert status(job_name)["version"] == 16
 
 
-def test_what_is_for_the_host(gpu: str, job_name: str) -> None:
+def test_free_gradients_and_products_are_for_the_cpu(gpu: str, job_name: str) -> None:
     model = plain_model().to(gpu)
     with daemon(job_name):
         with pytest.raises(UsageError, match="free_gradients"):
@@ -161,7 +161,7 @@ def test_what_is_for_the_host(gpu: str, job_name: str) -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph(job_name: str) -> None:
-    """A graph that was captured once reads each step's weights: they stay where they are."""
+    """A graph that was captured once reads each step's weights: their addresses stay."""
     need_cuda()
     torch.manual_seed(3)
     model = plain_model()
@@ -178,7 +178,7 @@ def test_cuda_graph(job_name: str) -> None:
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what a first call sets up is no part of a graph
+        with torch.cuda.stream(side):  # outside of the graph: what the first call sets up
             forward_and_backward()
         torch.cuda.current_stream().wait_stream(side)
         optimizer.zero_grad()
@@ -206,7 +206,7 @@ def test_cuda_graph(job_name: str) -> None:
 
 @pytest.mark.gpu
 def test_memory_comes_back(job_name: str) -> None:
-    """What a learner had on the device is free again once it has left."""
+    """A learner that has left holds no memory of the device."""
     need_cuda()
     import cupy
 

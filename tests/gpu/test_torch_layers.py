@@ -19,7 +19,7 @@ from gadei_ps.learners.torch import Optimizer, embedding
 
 
 def test_rows_are_read_from_the_segment(gpu: str, job_name: str) -> None:
-    """A layer's, and those of a weight of one's own; other learners' writes show at once."""
+    """By a layer, and by embedding(); other learners' writes show at once."""
     model = Words().to(gpu)
     model.own = nn.Parameter(torch.zeros(20, 4, device=gpu))
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
@@ -48,7 +48,7 @@ def test_rows_are_read_from_the_segment(gpu: str, job_name: str) -> None:
 
 
 class Tied(nn.Module):
-    """A weight that is looked up in, and a matrix as well; and a buffer that lies across."""
+    """A weight that is both a table and a matrix; and a buffer that is not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_a_tied_weight_stays_current(gpu: str, sync: str, job_name: str) -> None
 
 
 def test_recurrent_layers_of_another_learner(gpu: str, job_name: str) -> None:
-    """Who made the job's model has put the biases first."""
+    """The learner that made the job's model has put the biases first."""
     torch.manual_seed(0)
     model = nn.LSTM(8, 16, num_layers=2)
     arrays = {name: one.detach().numpy().copy() for name, one in model.named_parameters()}
@@ -94,7 +94,7 @@ def test_recurrent_layers_of_another_learner(gpu: str, job_name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_in_the_wrong_place(job_name: str) -> None:
+def test_indices_and_losses_on_the_cpu(job_name: str) -> None:
     need_cuda()
     model = nn.Embedding(50, 8, sparse=True).cuda()
     with daemon(job_name):
@@ -111,9 +111,9 @@ def test_what_is_in_the_wrong_place(job_name: str) -> None:
         optimizer.close()
 
 
-@pytest.mark.filterwarnings("ignore:RNN module weights")  # cuDNN says so, and copies them
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # cuDNN warns, and copies them
 def test_recurrent_layers_with_gaps(gpu: str, job_name: str) -> None:
-    """Whose sizes leave gaps between them are no piece for cuDNN, and right all the same."""
+    """Tensors with gaps between them are not one piece for cuDNN; the results are right."""
     torch.manual_seed(0)
     model = nn.GRU(3, 5)
     twin = copy.deepcopy(model)
@@ -132,7 +132,7 @@ def test_recurrent_layers_with_gaps(gpu: str, job_name: str) -> None:
 
 
 def test_recurrent_layers_stay_in_one_piece(gpu: str, job_name: str) -> None:
-    """As cuDNN wants them: matrices, then biases, from the storage's begin on."""
+    """As cuDNN requires: matrices, then biases, from the beginning of one storage."""
     model = nn.Sequential(nn.Linear(4, 8), nn.LSTM(8, 16, num_layers=2, bidirectional=True))
     model.to(gpu)
     with daemon(job_name):
