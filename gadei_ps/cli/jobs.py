@@ -145,23 +145,59 @@ def status(
         str | None, typer.Argument(metavar="[JOB]", help="Name or socket. [default: all jobs]")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Write a picture of it, which takes a second."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Show what a job is doing, or all jobs."""
     from gadei_ps.commands import jobs
-    from gadei_ps.show import view
+    from gadei_ps.show.status import job_status, statuses
 
-    if watch and as_json:
-        raise UsageError("give --watch or --json, not both")
+    given = {"--watch": watch, "--svg": svg is not None, "--json": as_json}
+    if sum(given.values()) > 1:
+        names = " or ".join(name for name, there in given.items() if there)
+        raise UsageError(f"give {names}, not both")
     if watch:
         _watch(job)
+    elif svg is not None:
+        _draw(job, svg)
     elif job is None:
         found = jobs.statuses()
-        tell(as_json, {"jobs": found}, lambda: view.statuses(found))
+        tell(as_json, {"jobs": found}, lambda: statuses(found))
     else:
         report = jobs.status(job)
-        tell(as_json, report, lambda: view.job_status(report))
+        tell(as_json, report, lambda: job_status(report))
     return 0
+
+
+def _draw(job: str | None, file: Path) -> None:
+    """Writes the picture of a job, or of all jobs, once it is whole."""
+    from gadei_ps.commands import jobs
+    from gadei_ps.show import picture
+    from gadei_ps.show.status import RATE_S, Rates, job_status, statuses
+    from gadei_ps.storage import files
+
+    if file.suffix != ".svg":
+        raise UsageError(f"--svg {file}: the name of a picture ends in .svg")
+    if not file.parent.is_dir():
+        raise UsageError(f"--svg {file}: there is no directory {file.parent}; make it first")
+    if job is None:
+        shown = statuses(jobs.statuses())
+    else:
+        rates = Rates()
+        rates.update(jobs.status(job)["learners"])
+        time.sleep(RATE_S)
+        report = jobs.status(job)
+        shown = job_status(report, rates.update(report["learners"]))
+    made = picture.svg(shown, " ".join(("gadei-ps status", job or "")).rstrip())
+    try:
+        with files.replacing(file) as stream:
+            stream.write(made.encode())
+    except OSError as error:
+        raise UsageError(f"--svg {file}: cannot be written ({error.strerror})") from None
+    print(f"wrote {file}")
 
 
 def _watch(job: str | None) -> None:
@@ -169,16 +205,16 @@ def _watch(job: str | None) -> None:
     from rich.live import Live
 
     from gadei_ps.commands import jobs
-    from gadei_ps.show import view
-    from gadei_ps.show.display import Rates
+    from gadei_ps.show import tables
+    from gadei_ps.show.status import Rates, job_status, statuses
 
-    console = view.console()
+    console = tables.console()
     rates = Rates()
     seen, silent = False, 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
             if job is None:
-                shown = view.statuses(jobs.statuses())
+                shown = statuses(jobs.statuses())
             else:
                 try:
                     report = jobs.status(job)
@@ -191,7 +227,7 @@ def _watch(job: str | None) -> None:
                     if not seen or silent > MOST_SILENT:
                         raise
                     continue
-                shown = view.job_status(report, rates.update(report["learners"]))
+                shown = job_status(report, rates.update(report["learners"]))
             seen, silent = True, 0
             if console.is_terminal:
                 live.update(shown, refresh=True)

@@ -81,6 +81,6 @@ def tell(as_json: bool, result: Mapping[str, Any], shown: Callable[[], Renderabl
     if as_json:
         print_json(result)
         return
-    from gadei_ps.show import view
+    from gadei_ps.show import tables
 
-    view.show(shown())
+    tables.show(shown())

@@ -66,9 +66,9 @@ def train(
     if as_json:
         print_json(asdict(result))
     else:
-        from gadei_ps.show import view
+        from gadei_ps.show import tables
 
-        view.show(_shown(result))
+        tables.show(_shown(result))
     return 0
 
 
@@ -87,15 +87,14 @@ def _teller() -> Progress:
 
 
 def _shown(result: TrainingResult) -> Table:
-    from gadei_ps.show import view
-    from gadei_ps.show.display import duration
+    from gadei_ps.show.tables import duration, facts
 
     trace = f"{result.iterations:,} iterations of {result.learners:,} learners"
     if result.missing:
         trace += f", {result.missing:,} run times missing"
     if result.censored:
         trace += f", {result.censored:,} known as lower bounds"
-    return view.facts(
+    return facts(
         {
             "trace": trace,
             "held-out ELBO": (

@@ -102,7 +102,7 @@ def simulate(
 ) -> int:
     """Compare synchronization models in virtual time, on the same run times, with any learners."""
     from gadei_ps.commands import quantities
-    from gadei_ps.show import view
+    from gadei_ps.show import tables
     from gadei_ps.simulate import compare, report, run_times
     from gadei_ps.simulate.setting import MOST_LEARNERS, Faults, Setting
 
@@ -155,7 +155,7 @@ def simulate(
     if as_json:
         print_json(result)
     else:
-        view.show(report.shown(result))
+        tables.show(report.shown(result))
     return 0
 
 

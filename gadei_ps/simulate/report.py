@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gadei_ps.errors import UsageError
-from gadei_ps.show import view
+from gadei_ps.show import tables
 
 Result = Mapping[str, Any]
 
@@ -24,7 +24,7 @@ def shown(result: Result) -> RenderableType:
         "oracle": f"{best['gradients_per_s']:,.4g} gradients/s, "
         f"{best['mean_cutoff']:,.1f} of {result['learners']:,} a superstep",
     }
-    parts: list[RenderableType] = [view.facts(rows), "", _speeds(result), "", _staleness(result)]
+    parts: list[RenderableType] = [tables.facts(rows), "", _speeds(result), "", _staleness(result)]
     if any(one["curve"] for one in result["models"]):
         parts += ["", _losses(result)]
     early = [one for one in result["models"] if one["ended"] != "done"]
@@ -38,7 +38,7 @@ def _speeds(result: Result) -> RenderableType:
         "seconds", "gradients/s", "of oracle", "updates/s", "waiting", "s/iteration", "dropped",
         "given up", "lost s",
     )  # fmt: skip
-    made = view.table("model", *numbers, right=numbers)
+    made = tables.table("model", *numbers, right=numbers)
     for one in result["models"]:
         made.add_row(
             one["model"],
@@ -59,7 +59,7 @@ def _staleness(result: Result) -> RenderableType:
     numbers = ("mean", "50 %", "90 %", "99 %", "max")
     died = any(one["deaths"] or one["joins"] for one in result["models"])
     more = ("deaths", "joins", "iterations lost") if died else ()
-    made = view.table("staleness", *numbers, *more, right=(*numbers, *more))
+    made = tables.table("staleness", *numbers, *more, right=(*numbers, *more))
     for one in result["models"]:
         stale = one["staleness"]
         row = [f"{stale['mean']:,.1f}"]
@@ -72,7 +72,7 @@ def _staleness(result: Result) -> RenderableType:
 
 def _losses(result: Result) -> RenderableType:
     numbers = ("loss at the end", "least loss", "at", "accuracy at the end")
-    made = view.table("learning", *numbers, right=numbers)
+    made = tables.table("learning", *numbers, right=numbers)
     for one in result["models"]:
         if one["curve"]:
             last = one["curve"][-1]

@@ -44,7 +44,7 @@ def test_status(cli: Cli, job_name: str, learner: list[str]) -> None:
     support.eventually(learning(job_name, attached, 1))
     shown = cli("status", job_name).out
     assert f"job            {job_name}, serving" in shown
-    assert "8 values in 1 tensors" in shown
+    assert "8 values in 1 tensor" in shown
     assert str(attached.pid) in shown
     report = cli("status", job_name, "--json").json
     assert [one["pid"] for one in report["learners"]] == [attached.pid]

@@ -1,0 +1,213 @@
+"""`gadei-ps status`: a job with its learners and the staleness of their gradients, or all jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gadei_ps.show.tables import count, facts, size, table
+
+RATE_S = 1.0  # window over which samples/s are taken
+PHASE_STYLE = {"serving": "bold green", "draining": "bold yellow", "failed": "bold red"}
+BAR_STYLE = "cyan"
+BAR_WIDTH = 32
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+SINGLE_BINS = 16  # bins 0 to 15 of the job's histogram hold one staleness each; then powers of two
+SHOWN_BINS = (0, 1, 2, 3, 4, 8, SINGLE_BINS)  # first bin of each line, up to the powers of two
+
+
+@dataclass
+class Rates:
+    """Samples per second of each learner, from counters that only grow."""
+
+    _before: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
+    _rate: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def update(self, learners: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+        """By row; a learner seen for the first time has rate 0."""
+        now = time.monotonic()
+        rates = {}
+        for learner in learners:
+            key = (learner["row"], learner["generation"])
+            then, samples = self._before.setdefault(key, (now, learner["samples"]))
+            if now - then >= RATE_S:
+                self._rate[key] = (learner["samples"] - samples) / (now - then)
+                self._before[key] = (now, learner["samples"])
+            rates[learner["row"]] = self._rate.get(key, 0.0)
+        living = {(one["row"], one["generation"]) for one in learners}
+        for known in (self._before, self._rate):
+            for key in known.keys() - living:
+                del known[key]
+        return rates
+
+
+def job_status(status: Mapping[str, Any], rates: Mapping[int, float] | None = None) -> Group:
+    """One job. rates: samples/s of each learner, by row, where they have been measured."""
+    parts: list[RenderableType] = [facts(_facts(status, rates))]
+    if not status["learners"]:
+        return Group(*parts, "", Text("no learner is attached", style="dim"))
+    parts += ["", learner_table(status, rates)]
+    histograms = (one["staleness_histogram"] for one in status["learners"])
+    counts = [sum(column) for column in zip(*histograms, strict=True)]
+    if any(counts):
+        parts += ["", histogram(counts)]
+    return Group(*parts)
+
+
+def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict[str, str | Text]:
+    model, work = status["model"], status["work"]
+    phase = (status["phase"], PHASE_STYLE.get(status["phase"], ""))
+    changing = f" (changing to {status['sync_wanted']})" if status["sync_wanted"] else ""
+    rows: dict[str, str | Text] = {
+        "job": Text.assemble((status["job"], "bold"), ", ", phase),
+        "configuration": (
+            f"{status['sync']}{changing}, {status['optimizer']}, {count(status['shards'], 'shard')}"
+        ),
+        "model": (
+            f"{count(model['values'], 'value')} in {count(model['tensors'], 'tensor')}, "
+            f"{size(model['bytes'])}"
+            if model
+            else "none yet: the first learner brings it"
+        ),
+        "gradients": (
+            f"{status['gradients_applied']:,} applied, {status['gradients_dropped']:,} dropped, "
+            f"{status['gradients_refused']:,} refused; version {status['version']:,}"
+        ),
+        "samples": f"{status['samples']:,}"
+        + ("" if rates is None else f"; {sum(rates.values()):,.0f} samples/s"),
+    }
+    if work["state"] != "none":
+        rows["work"] = (
+            f"epoch {min(work['epochs_done'] + 1, work['epochs'])} of {work['epochs']}, "
+            f"{work['batches']:,} batches each, {status['batches_requeued']:,} handed out again"
+        )
+    standby = status["standby_pid"] or "none at the moment"
+    rows["processes"] = (
+        f"watchdog {status['watchdog_pid']}, server {status['server_pid']}, standby {standby}"
+    )
+    if status["server_deaths"] or status["learner_deaths"] or status["watchdog_starts"] > 1:
+        rows["deaths"] = ", ".join(
+            (
+                count(status["server_deaths"], "server"),
+                count(status["learner_deaths"], "learner"),
+                count(status["watchdog_starts"] - 1, "watchdog"),
+            )
+        )
+    if status["checkpoints"] or status["checkpoint_failures"]:
+        rows["checkpoints"] = _checkpoints(status)
+    if status["names_lost"]:
+        rows["warning"] = Text(
+            "the job's segments have lost their names; stop the job (gadei-ps doctor tells why)",
+            style="yellow",
+        )
+    rows["memory"] = f"{size(status['shared_bytes'])} shared" + (
+        f", {size(status['server_private_bytes'])} private to the server"
+        if "server_private_bytes" in status
+        else ""
+    )
+    return rows
+
+
+def _checkpoints(status: Mapping[str, Any]) -> str:
+    last, failed = status["last_checkpoint"] or {}, status["checkpoint_failures"]
+    told = (
+        f"{status['checkpoints']:,} written; the newest is of version "
+        f"{status['checkpoint_version']:,}"
+    )
+    if failed:
+        told += f"; {failed:,} failed" + (f": {last['error']}" if "error" in last else "")
+    return told
+
+
+def learner_table(status: Mapping[str, Any], rates: Mapping[int, float] | None = None) -> Table:
+    """One row for each learner of a job's status."""
+    names = ["learner", "pid", "samples/s", "applied", "queue", "staleness", "max", "loss"]
+    if rates is None:
+        names.remove("samples/s")
+    made = table(*names, right=names)
+    for one in status["learners"]:
+        cells = {
+            "learner": str(one["row"]),
+            "pid": str(one["pid"]),
+            "samples/s": f"{(rates or {}).get(one['row'], 0.0):,.0f}",
+            "applied": f"{one['applied']:,}",
+            "queue": str(one["queue"]),
+            "staleness": f"{one['staleness_mean']:.1f}",
+            "max": f"{one['staleness_max']:,}",
+            "loss": "" if one["loss"] is None else f"{one['loss']:.3f}",
+        }
+        made.add_row(*(cells[name] for name in names))
+    return made
+
+
+def histogram(counts: Sequence[int]) -> Table:
+    """Gradients by staleness. counts: by bins, of which 0 to 15 are single, then powers of two."""
+    made = table("staleness", "gradients", "share", "", right=("staleness", "gradients", "share"))
+    bins = list(_bins(len(counts)))
+    sums = [sum(counts[first:last]) for first, last in bins]
+    total, most = sum(sums), max(sums)
+    for (first, last), gradients in zip(bins, sums, strict=True):
+        name = _staleness(first, last, len(counts))
+        made.add_row(
+            name,
+            f"{gradients:,}",
+            f"{100 * gradients / total:.1f} %",
+            Text(bar(gradients / most), style=BAR_STYLE),
+        )
+        if not any(counts[last:]):
+            break
+    return made
+
+
+def _bins(count: int) -> Sequence[tuple[int, int]]:
+    """Lines of the table: each is the bins from its first to before its last."""
+    firsts = [*SHOWN_BINS, *range(SINGLE_BINS + 1, count)]
+    return list(zip(firsts, [*firsts[1:], count], strict=True))
+
+
+def _staleness(first: int, last: int, bins: int) -> str:
+    """What a line counts: `3`, `8-15`, or `65536 and more` for the last bin."""
+    low, beyond = _lowest(first), _lowest(last)
+    if last == bins:
+        return f"{low:,} and more"
+    return str(low) if beyond == low + 1 else f"{low:,}-{beyond - 1:,}"
+
+
+def _lowest(bin_: int) -> int:
+    """The least staleness that a bin counts."""
+    return bin_ if bin_ < SINGLE_BINS else 1 << (bin_ - SINGLE_BINS + 4)
+
+
+def bar(part: float, width: int = BAR_WIDTH) -> str:
+    """A bar in eighths of a column; what is not 0 is seen."""
+    eighths = max(round(part * width * 8), 1) if part else 0
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+
+
+def statuses(reports: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """One line for each job."""
+    if not reports:
+        return Text("no job is running", style="dim")
+    numbers = ("learners", "version", "epoch", "samples", "dropped", "memory")
+    made = table("job", "phase", "sync", "optimizer", *numbers, right=numbers)
+    for one in reports:
+        work = one["work"]
+        made.add_row(
+            one["job"],
+            Text(one["phase"], style=PHASE_STYLE.get(one["phase"], "")),
+            one["sync"],
+            one["optimizer"],
+            str(len(one["learners"])),
+            f"{one['version']:,}",
+            f"{work['epochs_done']}/{work['epochs']}" if work["state"] != "none" else "",
+            f"{one['samples']:,}",
+            f"{one['gradients_dropped']:,}",
+            size(one["shared_bytes"]),
+        )
+    return made
