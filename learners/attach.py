@@ -94,7 +94,7 @@ def detach(
     patience_s = DETACH_S
     if place is not None:
         # Without a watchdog nobody hears us; the next one reads it here.
-        _native.store(place.ring.address + layout.offset(layout.RING, "left"), 1)
+        _native.store(place.ring.address + layout.offset(layout.RING, "detached"), 1)
         if int(place.control.view(CONTROL)["phase"]) >= Phase.STOPPED:
             patience_s = 0.0
     try:

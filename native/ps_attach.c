@@ -457,7 +457,7 @@ static void leave(gadei_learner *learner)
              learner->row, (unsigned long long)learner->generation);
     uint64_t patience_ns = DETACH_NS;
     if (learner->ring) { /* without a watchdog nobody hears us; the next one reads it here */
-        ps_store_release(&learner->ring->left, 1);
+        ps_store_release(&learner->ring->detached, 1);
         if (__atomic_load_n(&learner->control->phase, __ATOMIC_RELAXED) >= PS_PHASE_STOPPED)
             patience_ns = 0;
     }

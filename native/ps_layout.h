@@ -1,16 +1,27 @@
 /*
  * The memory that the processes of a job share: one set of POSIX segments, native byte order.
  *
- *   control   lease, shard states, roster, ledger, counters     server rw    learner r
+ *   control   leases, shard states, roster, ledger, counters    server rw    learner r
  *   weights   tensor table, then the weights, float32           server rw    learner r
- *   state     optimizer slots, undo logs, applied sequences     server rw
- *   ring.K    one learner's gradient ring and its own words     server rw    learner rw
+ *   state     optimizer slots, undo logs, applied numbers       server rw
+ *   ring.K    one learner's gradients and its own words         server rw    learner rw
  *
  * The watchdog makes them all, so it maps them rw; after that it writes control only.
- * This file holds offsets and no behaviour. gadei_ps/memory/layout.py says the same as NumPy dtypes and
- * a test compares the two field by field. A word has one writer, named beside it:
- * W watchdog, S server, 0 the thread of shard 0, L the learner that owns the ring.
- * Words that different processes write stand on different cache lines.
+ *
+ * This file is the one definition of the layout and holds no behaviour. Each struct is a list:
+ *
+ *   F(struct, offset, type, field, dimensions, writer, "meaning")    P(offset, bytes of padding)
+ *
+ * C makes structs of the lists; module_layout.c makes the table from which gadei_ps/memory/layout.py
+ * makes NumPy dtypes; layout_tables.py makes the drawings, where || begins a cache line of 64 bytes,
+ * and the tables of docs/memory-layout.md. The writers of a word:
+ *
+ *   W  watchdog                      s  thread of that shard    server  manager of that server
+ *   S  manager of the active server  0  thread of shard 0       saver   makes a checkpoint
+ *   L  the ring's learner                                       kernel  robust mutex
+ *
+ * Where there are several, the word passes from one to another: docs/memory-layout.md says when.
+ * Words that different processes write lie on different cache lines.
  */
 #ifndef PS_LAYOUT_H
 #define PS_LAYOUT_H
@@ -19,386 +30,417 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 5u
+#include "ps_codes.h"
 
-#define PS_MAX_LEARNERS 256 /* rows of the roster */
-#define PS_MAX_SHARDS 64
-#define PS_AHEAD 16         /* batches a learner may hold at once */
-#define PS_HISTOGRAM 32     /* staleness 0..15 each, then one bin for each power of two */
-#define PS_CHUNK 64         /* values between two entries of the undo log */
-#define PS_MAX_STREAMS 3    /* weights and at most two optimizer slots */
-#define PS_UNDO_HALVES 2    /* chunks with even and with odd numbers are logged in turn */
-#define PS_HYPER 32         /* packed hyper-parameters, float64 */
-#define PS_JOURNAL 248      /* words of the journal; a transaction takes some 110 at most */
-#define PS_MAX_DIMS 8
-#define PS_RUNS 128         /* iterations of each learner whose times are kept */
-#define PS_SYNC_TEXT 512    /* bytes of a synchronization model's text */
-#define PS_NO_BATCH UINT64_MAX
-#define PS_UNBOUNDED (1ull << 62)
+/* Begins every segment.
+ *
+ * 0        8                12     16           32      40           48          52      56
+ * || magic | layout_version | kind | job_id[16] | bytes | generation | owner_pid | index |
+ * 56            64              128
+ * | owner_start || job_name[64] ||
+ */
+#define PS_HEADER_FIELDS(F, P, T)                                                                  \
+  F(T, 0, u64, magic, , W, "GADEIPS as a number; stored last, with release: before it, half made") \
+  F(T, 8, u32, layout_version, , W, "attaching refuses another one")                               \
+  F(T, 12, u32, kind, , W, "enum ps_kind")                                                         \
+  F(T, 16, u8, job_id, [16], W, "random for each start of a job")                                  \
+  F(T, 32, u64, bytes, , W, "of the whole segment")                                                \
+  F(T, 40, u64, generation, , W, "of the learner, for a ring; else 0")                             \
+  F(T, 48, i32, owner_pid, , W, "the watchdog that made it, or has adopted it")                    \
+  F(T, 52, u32, index, , W, "K of ring.K; else 0")                                                 \
+  F(T, 56, u64, owner_start, , W, "its start: clock ticks after boot, /proc/PID/stat")             \
+  F(T, 64, char, job_name, [64], W, "")
 
-enum ps_kind { PS_CONTROL = 1, PS_WEIGHTS = 2, PS_STATE = 3, PS_RING = 4 };
-/* PS_EMPTY: no gradient; the learner has given the iteration up, and its batch goes to another. */
-enum ps_frame_kind { PS_DENSE = 1, PS_ROWS = 2, PS_EMPTY = 3 };
-enum ps_dtype { PS_FLOAT32 = 1, PS_BFLOAT16 = 2, PS_FLOAT16 = 3 };
-enum ps_flags { PS_CHECKED = 1, PS_NONFINITE = 2 };
-enum ps_tensor_role { PS_PARAMETER = 1, PS_BUFFER = 2 };
-enum ps_phase {
-    PS_PHASE_STARTING = 0, PS_PHASE_SERVING = 1, PS_PHASE_DRAINING = 2,
-    PS_PHASE_KEPT = 3, /* stopped, but its last checkpoint failed: the next watchdog goes on */
-    PS_PHASE_STOPPED = 4, PS_PHASE_FAILED = 5,
-};
-enum ps_server_state { PS_SERVER_NONE = 0, PS_SERVER_STARTING = 1, PS_SERVER_READY = 2 };
-enum ps_stop { PS_GO = 0, PS_STOP_DRAIN = 1, PS_STOP_NOW = 2 };
-enum ps_work { PS_NO_WORK = 0, PS_WORKING = 1, PS_WORK_DONE = 2 };
-/* What shards do with a frame: apply it as it comes, leave it for a superstep, or let it lie. */
-enum ps_mode { PS_ON_ARRIVAL = 0, PS_COLLECT = 1, PS_HOLD = 2 };
-enum ps_action { PS_SKIP = 0, PS_APPLY = 1, PS_DROP = 2, PS_REFUSE = 3 };
-/* A learner that never asks for a turn holds up no barrier, one that never asks for work gets none. */
-enum ps_wants { PS_WANTS_TURN = 1, PS_WANTS_WORK = 2 };
-enum ps_reason {
-    PS_OK = 0, PS_BAD_KIND = 1, PS_BAD_DTYPE = 2, PS_BAD_SIZE = 3, PS_BAD_GENERATION = 4,
-    PS_BAD_SEQUENCE = 5, PS_UNCHECKED = 6, PS_NOT_FINITE = 7, PS_BAD_SCALE = 8,
-    PS_BAD_ROWS = 9, PS_GIVEN_UP = 10,
-};
+/* One for each shard.
+ *
+ * 0            8          16       24       32    36          40    44     48 64          128
+ * || heartbeat | sequence | frames | parked | tid | recovered | cpu | mode |  || lease[8] ||
+ */
+#define PS_SHARD_FIELDS(F, P, T)                                                                 \
+  F(T, 0, u64, heartbeat, , s, "passes of its loop; moves at least every 0.1 s")                 \
+  F(T, 8, u64, sequence, , s, "sequence lock over its part of the weights: odd while it writes") \
+  F(T, 16, u64, frames, , s, "optimizer steps finished")                                         \
+  F(T, 24, u64, parked, , s, "the `pause` that it obeys; 0: none")                               \
+  F(T, 32, u32, tid, , s, "thread that serves")                                                  \
+  F(T, 36, u32, recovered, , s, "gradients of a dead server that the next one finished")         \
+  F(T, 40, u32, cpu, , s, "core, plus 1, where the thread last began to wait; 0: not known")     \
+  F(T, 44, u32, mode, , s, "control's `mode` that it obeys") P(48, 16)                           \
+  F(T, 64, u64, lease, [8], kernel, "robust mutex (ps_lease.h): its holder writes the part")
 
-/* 0        8        16               32       40       48    52    56       64              128
- * | magic  |ver|kind| job id         | bytes  | gener. |pid  |index|start   | job name       |
- * The magic is stored last: a segment that is only half made is never attached. */
-struct ps_header {
-    uint64_t magic;
-    uint32_t layout_version;
-    uint32_t kind;
-    uint8_t job_id[16];
-    uint64_t bytes;        /* of the whole segment */
-    uint64_t generation;
-    int32_t owner_pid;     /* who made it; with owner_start it is never mistaken for another */
-    uint32_t index;        /* K of ring.K */
-    uint64_t owner_start;  /* clock ticks after boot, field 22 of /proc/PID/stat */
-    char job_name[64];
-};
+/* One for each of the two server processes.
+ *
+ * 0      4       8       16     24 64
+ * || pid | state | start | beat |  ||
+ */
+#define PS_SERVER_FIELDS(F, P, T)                                                           \
+  F(T, 0, i32, pid, , W, "of the process; 0: none")                                         \
+  F(T, 4, u32, state, , W/server, "enum ps_server_state")                                   \
+  F(T, 8, u64, start, , W, "when the process started, as `owner_start`")                    \
+  F(T, 16, u64, beat, , server, "passes of its manager's loop; moves at least every 0.1 s") \
+  P(24, 40)
 
-struct ps_shard {          /* S: the thread of this shard; two lines */
-    uint64_t heartbeat;    /* passes of its loop */
-    uint64_t sequence;     /* sequence lock over its part of the weights: odd while it writes */
-    uint64_t frames;       /* gradients or supersteps applied */
-    uint64_t parked;       /* the pause that it obeys */
-    uint32_t tid;
-    uint32_t recovered;    /* gradients that it finished for a server that died */
-    uint32_t cpu;            /* that its thread runs on, plus 1; 0: not known */
-    uint32_t mode;           /* the last one that it has seen in control and obeys */
-    uint8_t pad0[16];
-    uint64_t lease[8];     /* robust mutex: who holds it may write this shard's part (ps_lease.h) */
-};
+/* A row of the roster. W clears the words of 0 for a new learner, before `generation`.
+ *
+ * 0             8        16    20     24          32         64
+ * || generation | wanted | pid | gone | pid_start | name[32] ||
+ * 64        72        80      88          92       96     104        112 128
+ * || served | retired | grant | grant_seq | member | base | obsolete |   ||
+ * 128        136       144       152       160    168       176        184       192
+ * || applied | dropped | refused | samples | loss | started | finished | version ||
+ * 192              200             208     216      220       224       232      240    248 256
+ * || staleness_sum | staleness_max | clock | reason | drained | unasked | handed | norm |   ||
+ * 256              512                640          768
+ * || histogram[32] || outstanding[16] || items[16] ||
+ */
+#define PS_ENTRY_FIELDS(F, P, T)                                                                  \
+  F(T, 0, u64, generation, , W, "of the learner that has the row, or had it last; stored last")   \
+  F(T, 8, u64, wanted, , W/S,                                                                     \
+    "`generation` while the learner is there, else 0; S clears it without a watchdog")            \
+  F(T, 16, i32, pid, , W, "")                                                                     \
+  F(T, 20, u32, gone, , W, "enum ps_gone: why it left")                                           \
+  F(T, 24, u64, pid_start, , W, "when the process started, as `owner_start`")                     \
+  F(T, 32, char, name, [32], W, "")                                                               \
+  F(T, 64, u64, served, , S, "last generation that a server has taken in; 0: none")               \
+  F(T, 72, u64, retired, , S, "last generation that is gone and wholly applied")                  \
+  F(T, 80, u64, grant, , S, "iterations it may begin, in its own clock, or PS_UNBOUNDED")         \
+  F(T, 88, u32, grant_seq, , S, "futex of the learner, bumped when `grant` changes")              \
+  F(T, 92, u32, member, , S, "1: the synchronization model waits for it")                         \
+  F(T, 96, u64, base, , S, "its clock in the model less its gradients reported, modulo 2^64")     \
+  F(T, 104, u64, obsolete, , S,                                                                   \
+    "iterations, in its own clock, below which gradients will be dropped") P(112, 16)             \
+  F(T, 128, u64, applied, , 0, "gradients of this generation")                                    \
+  F(T, 136, u64, dropped, , 0, "of this generation")                                              \
+  F(T, 144, u64, refused, , 0, "of this generation")                                              \
+  F(T, 152, u64, samples, , 0, "of this generation")                                              \
+  F(T, 160, f64, loss, , 0, "of the last gradient applied, as its frame says")                    \
+  F(T, 168, f64, started, , 0, "of the last gradient applied: CLOCK_MONOTONIC, seconds")          \
+  F(T, 176, f64, finished, , 0, "of the last gradient applied")                                   \
+  F(T, 184, u64, version, , 0, "of the weights that the last gradient applied was computed from") \
+  F(T, 192, u64, staleness_sum, , 0, "")                                                          \
+  F(T, 200, u64, staleness_max, , 0, "")                                                          \
+  F(T, 208, u64, clock, , 0, "of the last gradient applied")                                      \
+  F(T, 216, u32, reason, , 0, "enum ps_reason of the last refusal")                               \
+  F(T, 220, u32, drained, , 0, "1: gone, its frames are consumed, its batches handed back")       \
+  F(T, 224, u64, unasked, , 0, "gradients that named a batch which was not handed to it")         \
+  F(T, 232, u64, handed, , 0, "batches handed to it")                                             \
+  F(T, 240, f64, norm, , 0, "Euclidean norm of the last gradient applied, as its frame says")     \
+  P(248, 8)                                                                                       \
+  F(T, 256, u64, histogram, [PS_HISTOGRAM], 0, "staleness 0 to 15 each, then powers of two")      \
+  F(T, 512, u64, outstanding, [PS_AHEAD], 0, "batches not yet answered; PS_NO_BATCH: free")       \
+  F(T, 640, u64, items, [PS_AHEAD], 0,                                                            \
+    "batches handed: number n at n % PS_AHEAD; the ring has a copy")
 
-struct ps_server {         /* a server process, one line; W: pid, start, S (its manager): the rest */
-    int32_t pid;
-    uint32_t state;        /* enum ps_server_state */
-    uint64_t start;
-    uint64_t beat;         /* passes of the manager's loop */
-    uint64_t pad[5];
-};
+/* The control segment. W writes what stands below 448 once, before the magic, unless it says more.
+ *
+ * 0         128
+ * || header ||
+ * 128       132     136     140    144      148                152               156         160
+ * || shards | slots | ahead | mode | report | refuse_nonfinite | staleness_aware | optimizer |
+ * 160       168     176            184 192          448
+ * | spin_ns | build | server_build |   || hyper[32] ||
+ * 448      452    456           460            464              472     480         488     496
+ * || phase | stop | model_ready | watchdog_pid | watchdog_start | pause | temporary | saves |
+ * 496           504 512
+ * | sync_wanted |   ||
+ * 512                 520         524           528           536            544 576
+ * || lease_generation | lease_pid | lease_state | lease_start | lease_shards |   ||
+ * 576        584               592 640           644            648        656 704
+ * || version | supersteps_done |   || shard_bell | manager_bell | sleepers |   ||
+ * 704          712         720    728 768
+ * || superstep | sync_done | wave |   ||
+ * 768     772 776       784      792    800    808           816        824 832
+ * || work |   | batches | epochs | seed | next | epochs_done | requeued |   ||
+ * 832             840            848            856            864              872 896
+ * || past_applied | past_dropped | past_refused | past_samples | requeued_total |   ||
+ * 896         960        1024
+ * || lease[8] || heir[8] ||
+ * 1024             1032            1040             1048              1056          1064
+ * || server_deaths | server_starts | learner_deaths | watchdog_starts | checkpoints |
+ * 1064                 1072                  1080      1088         1120          1152
+ * | checkpoint_version | checkpoint_failures | started || config[8] | finished[4] ||
+ * 1152         1280         9472           206080                   207104
+ * || server[2] || shard[64] || roster[256] || superstep_action[256] ||
+ * 207104                   208128                 210176           242944               243968
+ * || superstep_reason[256] || superstep_upto[256] || requeue[4096] || sync_text[2][512] ||
+ */
+#define PS_CONTROL_FIELDS(F, P, T)                                                               \
+  F(T, 0, header, header, , W, "")                                                               \
+  F(T, 128, u32, shards, , W, "shard threads; written before `model_ready`")                     \
+  F(T, 132, u32, slots, , W, "of each ring")                                                     \
+  F(T, 136, u32, ahead, , W, "batches handed out ahead, at most PS_AHEAD")                       \
+  F(T, 140, u32, mode, , S, "enum ps_mode | number of the change of model << 2")                 \
+  F(T, 144, u32, report, , S, "1: the synchronization model hears of every push")                \
+  F(T, 148, u32, refuse_nonfinite, , W, "")                                                      \
+  F(T, 152, u32, staleness_aware, , W, "")                                                       \
+  F(T, 156, u32, optimizer, , W, "Kind of kernels/optimizers.py")                                \
+  F(T, 160, u64, spin_ns, , W, "time that a shard spins; a learner spins at most 8 us")          \
+  F(T, 168, u64, build, , W, "of the C sources (ps_build.h); attaching refuses another one")     \
+  F(T, 176, u64, server_build, , W, "of all that a server runs; a server of another build ends") \
+  P(184, 8)                                                                                      \
+  F(T, 192, f64, hyper, [PS_HYPER_ROOM], W, "the packed optimizer (kernels/optimizers.py)")      \
+  F(T, 448, u32, phase, , W, "enum ps_phase")                                                    \
+  F(T, 452, u32, stop, , W, "enum ps_stop")                                                      \
+  F(T, 456, u32, model_ready, , W, "1: weights and state exist")                                 \
+  F(T, 460, i32, watchdog_pid, , W, "")                                                          \
+  F(T, 464, u64, watchdog_start, , W, "when the process started, as `owner_start`")              \
+  F(T, 472, u64, pause, , saver/W,                                                               \
+    "CLOCK_MONOTONIC, ns, until which shards stand still; 0: none; W clears a dead saver's")     \
+  F(T, 480, u64, temporary, , W, "1: a command's own job, which no later watchdog adopts")       \
+  F(T, 488, u64, saves, , W, "1: a stop ends with a checkpoint")                                 \
+  F(T, 496, u64, sync_wanted, , W,                                                               \
+    "number of the model wanted; its text is sync_text[number % 2]") P(504, 8)                   \
+  F(T, 512, u64, lease_generation, , S, "how many servers have been active so far")              \
+  F(T, 520, i32, lease_pid, , S, "the active server, or the last one")                           \
+  F(T, 524, u32, lease_state, , S/W, "1: a server serves; W clears it with new leases")          \
+  F(T, 528, u64, lease_start, , S, "when that process started, as `owner_start`")                \
+  F(T, 536, u64, lease_shards, , S/W,                                                            \
+    "1: one server holds all shards' leases; W clears it with new leases") P(544, 32)            \
+  F(T, 576, u64, version, , 0, "gradients applied")                                              \
+  F(T, 584, u64, supersteps_done, , S, "") P(592, 48)                                            \
+  F(T, 640, u32, shard_bell, , W/S/s/saver, "futex, bumped by atomic addition")                  \
+  F(T, 644, u32, manager_bell, , W/S/s/saver, "futex, bumped by atomic addition")                \
+  F(T, 648, u64, sleepers, , s,                                                                  \
+    "a bit for each shard asleep, atomic; a learner that publishes wakes them") P(656, 48)       \
+  F(T, 704, u64, superstep, , S, "number of the open superstep; stored last")                    \
+  F(T, 712, u64, sync_done, , S, "number of the synchronization model in force")                 \
+  F(T, 720, u64, wave, , S, "mini-batches pushed as one gradient; above 1 under WSP") P(728, 40) \
+  F(T, 768, u32, work, , W/0, "enum ps_work; W sets PS_WORKING once") P(772, 4)                  \
+  F(T, 776, u64, batches, , W, "of an epoch; written before `work` is set")                      \
+  F(T, 784, u64, epochs, , W, "written before `work` is set")                                    \
+  F(T, 792, u64, seed, , W, "written before `work` is set")                                      \
+  F(T, 800, u64, next, , W/0,                                                                    \
+    "epoch << 32 | index to hand out next; the index may equal `batches`")                       \
+  F(T, 808, u64, epochs_done, , W/0, "whole epochs answered")                                    \
+  F(T, 816, u64, requeued, , 0, "entries in `requeue`") P(824, 8)                                \
+  F(T, 832, u64, past_applied, , 0, "gradients of learners that have left")                      \
+  F(T, 840, u64, past_dropped, , 0, "")                                                          \
+  F(T, 848, u64, past_refused, , 0, "")                                                          \
+  F(T, 856, u64, past_samples, , 0, "")                                                          \
+  F(T, 864, u64, requeued_total, , 0, "batches that were ever handed out again") P(872, 24)      \
+  F(T, 896, u64, lease, [8], kernel, "robust mutex (ps_lease.h): its holder is S")               \
+  F(T, 960, u64, heir, [8], kernel, "robust mutex: its holder may wait for the other leases")    \
+  F(T, 1024, u64, server_deaths, , W, "since the memory was made, as all of this line")          \
+  F(T, 1032, u64, server_starts, , W, "")                                                        \
+  F(T, 1040, u64, learner_deaths, , W, "")                                                       \
+  F(T, 1048, u64, watchdog_starts, , W, "")                                                      \
+  F(T, 1056, u64, checkpoints, , W, "written")                                                   \
+  F(T, 1064, u64, checkpoint_version, , W, "`version` of the last one written")                  \
+  F(T, 1072, u64, checkpoint_failures, , W, "")                                                  \
+  F(T, 1080, u64, started, , W, "when the memory was made: CLOCK_REALTIME, seconds")             \
+  F(T, 1088, u32, config, [8], W, "CRC-32 of settings that adoption compares")                   \
+  F(T, 1120, u64, finished, [PS_FINISHED_WORDS], W, "a bit for each learner of the job file")    \
+  F(T, 1152, server, server, [2], W/server, "`lease_pid` tells which one is active")             \
+  F(T, 1280, shard, shard, [PS_MAX_SHARDS], s, "")                                               \
+  F(T, 9472, entry, roster, [PS_MAX_LEARNERS], W/S/0, "")                                        \
+  F(T, 206080, u32, superstep_action, [PS_MAX_LEARNERS], S, "enum ps_action, oldest frame")      \
+  F(T, 207104, u32, superstep_reason, [PS_MAX_LEARNERS], S, "enum ps_reason if refused")         \
+  F(T, 208128, u64, superstep_upto, [PS_MAX_LEARNERS], S, "frames consumed once it is done")     \
+  F(T, 210176, u64, requeue, [PS_REQUEUE], 0, "batches to hand out again")                       \
+  F(T, 242944, u8, sync_text, [2][PS_SYNC_TEXT], W,                                              \
+    "the model in force; the next or the last one")
 
-struct ps_entry {          /* a row of the roster */
-    /* W, one line; without a watchdog the active server clears `wanted` */
-    uint64_t generation;   /* of the learner that has the row, or had it last */
-    uint64_t wanted;       /* the same while the learner is there, 0 once it is gone */
-    int32_t pid;
-    uint32_t gone;         /* why it left: 1 detached, 2 died, 3 hung */
-    uint64_t pid_start;
-    char name[32];
-    /* S (manager), one line */
-    uint64_t served;       /* generation that the server has mapped; 0: none */
-    uint64_t retired;      /* last generation that is gone and of which nothing is left to apply */
-    uint64_t grant;        /* in the learner's own clock */
-    uint32_t grant_seq;    /* futex of the learner: bumped when grant changes */
-    uint32_t member;       /* 1: the sync model waits for it */
-    uint64_t base;         /* clock in the sync model less gradients reported to it, modulo 2^64 */
-    uint64_t obsolete;     /* in its own clock: gradients of iterations below will be dropped */
-    uint64_t pad2[2];
-    /* 0, from here on; W clears them for a new learner, before `generation` */
-    uint64_t applied;      /* of this generation */
-    uint64_t dropped;
-    uint64_t refused;
-    uint64_t samples;
-    double loss;           /* of the last gradient applied */
-    double started;        /* of the last gradient applied, CLOCK_MONOTONIC seconds */
-    double finished;
-    uint64_t version;      /* that the last gradient was computed from */
-    uint64_t staleness_sum;
-    uint64_t staleness_max;
-    uint64_t clock;
-    uint32_t reason;       /* of the last refusal */
-    uint32_t drained;      /* 1: gone, and all that it published is consumed and handed back */
-    uint64_t unasked;      /* gradients that named a batch which was not handed to it */
-    uint64_t handed;       /* batches handed to it; the last of them are in items */
-    double norm;           /* Euclidean, of the last gradient applied, as its frame says */
-    uint64_t pad3;
-    uint64_t histogram[PS_HISTOGRAM];
-    uint64_t outstanding[PS_AHEAD]; /* batches handed to it and not yet answered; PS_NO_BATCH: free */
-    uint64_t items[PS_AHEAD];       /* batch number n is at n % PS_AHEAD; the ring has a copy */
-};
+/* A row of the table in the weights segment.
+ *
+ * 0            120    124    128         192      200     208 256
+ * || name[120] | role | dims || shape[8] || start | count |   ||
+ */
+#define PS_TENSOR_FIELDS(F, P, T)                                          \
+  F(T, 0, char, name, [120], W, "UTF-8, ends with a zero byte")            \
+  F(T, 120, u32, role, , W, "enum ps_tensor_role")                         \
+  F(T, 124, u32, dims, , W, "")                                            \
+  F(T, 128, u64, shape, [PS_MAX_DIMS], W, "the first `dims`")              \
+  F(T, 192, u64, start, , W, "first element; a multiple of 16 (64 bytes)") \
+  F(T, 200, u64, count, , W, "elements") P(208, 48)
 
-struct ps_control {
-    struct ps_header header;
-    /* 128: W, written once, before the magic; shards with the model, before model_ready */
-    uint32_t shards;
-    uint32_t slots;              /* of each ring */
-    uint32_t ahead;              /* batches handed out ahead, at most PS_AHEAD */
-    uint32_t mode;               /* S (manager): enum ps_mode, and number of the change << 2 */
-    uint32_t report;             /* S (manager), 1: the sync model wants to hear of every push */
-    uint32_t refuse_nonfinite;
-    uint32_t staleness_aware;
-    uint32_t optimizer;
-    uint64_t spin_ns;            /* before a wait sleeps */
-    uint64_t pad0[3];
-    double hyper[PS_HYPER];      /* 192 */
-    /* 448: W */
-    uint32_t phase;
-    uint32_t stop;
-    uint32_t model_ready;        /* 1: weights and state exist */
-    int32_t watchdog_pid;
-    uint64_t watchdog_start;
-    uint64_t pause;              /* CLOCK_MONOTONIC ns until which shards stand still; 0: none */
-    uint64_t temporary;          /* 1: a command's own job, which nobody goes on with */
-    uint64_t saves;              /* 1: a stop ends with a checkpoint */
-    uint64_t sync_wanted;        /* number of the model wanted: its text is sync_text[number % 2] */
-    uint64_t pad2;
-    /* 512: S, which server is the active one */
-    uint64_t lease_generation;   /* how many have been so far */
-    int32_t lease_pid;
-    uint32_t lease_state;        /* 1: serving */
-    uint64_t lease_start;
-    uint64_t lease_shards;       /* 1: a server holds the leases of all shards; others may wait */
-    uint64_t pad3[4];
-    /* 576: 0 */
-    uint64_t version;            /* count of applied gradients */
-    uint64_t supersteps_done;    /* S (manager) */
-    uint64_t pad4[6];
-    /* 640: futexes of the server; any of its threads, and W */
-    uint32_t shard_bell;
-    uint32_t manager_bell;
-    uint64_t sleepers;           /* a bit for each shard asleep: who publishes must wake them */
-    uint64_t pad6[6];
-    /* 704: S (manager), the open superstep of a collecting model */
-    uint64_t superstep;          /* number; stored last */
-    uint64_t sync_done;          /* number of the model that is in force */
-    uint64_t wave;               /* mini-batches that a learner pushes as one gradient */
-    uint64_t pad8[5];
-    /* 768: 0, the work ledger; W before `work` is set */
-    uint32_t work;               /* enum ps_work */
-    uint32_t pad9;
-    uint64_t batches;            /* of an epoch */
-    uint64_t epochs;
-    uint64_t seed;
-    uint64_t next;               /* epoch << 32 | index to hand out next; index may be `batches` */
-    uint64_t epochs_done;        /* whole epochs answered */
-    uint64_t requeued;           /* entries in requeue */
-    uint64_t pad10;
-    /* 832: 0, counts of learners that have left */
-    uint64_t past_applied;
-    uint64_t past_dropped;
-    uint64_t past_refused;
-    uint64_t past_samples;
-    uint64_t requeued_total;
-    uint64_t pad11[3];
-    /* 896: robust mutexes (ps_lease.h) */
-    uint64_t lease[8];           /* who holds it writes the roster's S words and supersteps */
-    uint64_t heir[8];            /* who holds it may wait for the others: one server stands by */
-    /* 1024: W, what has happened to the job so far */
-    uint64_t server_deaths;
-    uint64_t server_starts;
-    uint64_t learner_deaths;
-    uint64_t watchdog_starts;
-    uint64_t checkpoints;
-    uint64_t checkpoint_version; /* of the last one written */
-    uint64_t checkpoint_failures;
-    uint64_t started;            /* CLOCK_REALTIME seconds */
-    /* 1088: W */
-    uint32_t config[8];          /* digests of what an adopting watchdog must have in common */
-    uint64_t finished[PS_MAX_LEARNERS / 64]; /* a bit for each learner of the job file that is done */
-    struct ps_server server[2];  /* 1152 */
-    struct ps_shard shard[PS_MAX_SHARDS];
-    struct ps_entry roster[PS_MAX_LEARNERS];
-    uint32_t superstep_action[PS_MAX_LEARNERS]; /* enum ps_action of each ring's oldest frame */
-    uint32_t superstep_reason[PS_MAX_LEARNERS]; /* enum ps_reason where it is refused */
-    uint64_t superstep_upto[PS_MAX_LEARNERS];   /* frames of each ring consumed once it is done */
-    uint64_t requeue[PS_MAX_LEARNERS * PS_AHEAD];
-    char sync_text[2][PS_SYNC_TEXT]; /* W: the model in force, and the next or the last one */
-};
+/* Begins the weights segment; W writes it before the magic.
+ *
+ * 0         128        136        144       152        160          168      176 192
+ * || header || tensors | table_at | data_at | elements | parameters | values |   ||
+ */
+#define PS_WEIGHTS_FIELDS(F, P, T)                                                                \
+  F(T, 0, header, header, , W, "")                                                                \
+  F(T, 128, u64, tensors, , W, "rows of the table, each a struct ps_tensor")                      \
+  F(T, 136, u64, table_at, , W, "bytes from the segment's begin")                                 \
+  F(T, 144, u64, data_at, , W, "bytes from the segment's begin; a multiple of 4096, for devices") \
+  F(T, 152, u64, elements, , W, "float32 values, padding between tensors counted")                \
+  F(T, 160, u64, parameters, , W, "elements before the first buffer, which begins at a chunk")    \
+  F(T, 168, u64, values, , W, "elements that belong to a tensor") P(176, 16)
 
-struct ps_tensor {           /* one row of the table in the weights segment */
-    char name[120];
-    uint32_t role;
-    uint32_t dims;
-    uint64_t shape[PS_MAX_DIMS];
-    uint64_t start;          /* first element; a multiple of 16 (64 bytes) */
-    uint64_t count;          /* elements */
-    uint64_t pad[6];
-};
+/* What a shard is doing, so that its successor can finish it. Open: the half of the undo log that
+ * belongs to the chunk holds it as it was.
+ *
+ * 0         8      16           24         32     40     48        56        64
+ * || cursor | ring | generation | sequence | step | rate | version | applies ||
+ * 64       72           80       88 128
+ * || steps | supersteps | booked |  ||
+ */
+#define PS_RECORD_FIELDS(F, P, T)                                                               \
+  F(T, 0, u64, cursor, , s,                                                                     \
+    "PS_IDLE, PS_ALL_APPLIED or chunk << 1 | open; stored last, with release")        \
+  F(T, 8, u64, ring, , s, "row of the gradient in hand; PS_MAX_LEARNERS: a superstep")          \
+  F(T, 16, u64, generation, , s, "of that frame's ring")                                        \
+  F(T, 24, u64, sequence, , s, "of that frame, or number of the superstep")                     \
+  F(T, 32, u64, step, , s, "optimizer steps finished before it")                                \
+  F(T, 40, f64, rate, , s, "learning rate that it is applied with")                             \
+  F(T, 48, u64, version, , s, "gradients applied before it")                                    \
+  F(T, 56, u64, applies, , s, "gradients in it: 1, or those in a superstep's mean")             \
+  F(T, 64, u64, steps, , s, "optimizer steps finished")                                         \
+  F(T, 72, u64, supersteps, , s, "number of the last one finished")                             \
+  F(T, 80, u64, booked, , 0, "rows of the gradient in hand that statistics and ledger know of") \
+  P(88, 40)
 
-struct ps_weights {
-    struct ps_header header;
-    uint64_t tensors;
-    uint64_t table_at;       /* bytes from the segment's begin */
-    uint64_t data_at;
-    uint64_t elements;       /* with the padding between tensors */
-    uint64_t parameters;     /* elements before the first buffer; a multiple of PS_CHUNK */
-    uint64_t values;         /* elements that belong to a tensor */
-    uint64_t pad[2];
-};
+/* Old values of what a transaction of the books changes. A block: the old words, then one word
+ * that says where they belong; `used` is stored after each block.
+ *
+ * 0       8 64            2048
+ * || used | || words[248] ||
+ */
+#define PS_JOURNAL_FIELDS(F, P, T)                                                        \
+  F(T, 0, u64, used, , 0, "words in use, release; 0: no transaction is in hand") P(8, 56) \
+  F(T, 64, u64, words, [PS_JOURNAL], 0, "blocks: old words, then where they belong")
 
-/* What a shard is doing, so that whoever takes over can finish it. `cursor` is stored with release
- * last: chunk << 1 | open. Open: the chunk's half of the undo log holds it as it was before. */
-struct ps_record {           /* S: the thread of this shard */
-    uint64_t cursor;         /* PS_IDLE between gradients */
-    uint64_t ring;           /* of the gradient in hand; PS_MAX_LEARNERS: a superstep */
-    uint64_t generation;
-    uint64_t sequence;       /* of the frame, or number of the superstep */
-    uint64_t step;           /* optimizer steps finished before it */
-    double rate;             /* learning rate it is applied with */
-    uint64_t version;        /* gradients applied before it */
-    uint64_t applies;        /* gradients in it: 1, or those in a superstep's mean */
-    uint64_t steps;          /* optimizer steps finished */
-    uint64_t supersteps;     /* number of the last one finished */
-    uint64_t booked;         /* rows of the gradient in hand that the books know of; shard 0 only */
-    uint64_t pad[5];
-};
-#define PS_IDLE UINT64_MAX
-#define PS_APPLIED (UINT64_MAX - 1) /* all of it is in the weights, nothing is counted yet */
+/* One iteration of a learner.
+ *
+ * 0           8         16         24       28         32
+ * || sequence | started | finished | action | censored |
+ */
+#define PS_RUN_FIELDS(F, P, T)                                                 \
+  F(T, 0, u64, sequence, , 0, "of the iteration's frame, plus 1; stored last") \
+  F(T, 8, f64, started, , 0, "CLOCK_MONOTONIC, seconds")                       \
+  F(T, 16, f64, finished, , 0, "")                                             \
+  F(T, 24, u32, action, , 0, "enum ps_action: what became of its gradient")    \
+  F(T, 28, u32, censored, , 0, "1: it was given up, and would have taken longer")
 
-/* Old values of what the transaction in hand changes. A block: the old words, then one word that
- * says where they belong. `used` is stored with release after each; 0: nothing in hand. */
-struct ps_journal {          /* 0 */
-    uint64_t used;
-    uint64_t pad[7];
-    uint64_t words[PS_JOURNAL];
-};
+/* Begins the state segment. An undo log: PS_UNDO_HALVES * PS_MAX_STREAMS * PS_CHUNK float32.
+ *
+ * 0         128        136        144          152       160 192           8384
+ * || header || streams | slots_at | slot_bytes | undo_at |   || record[64] ||
+ * 8384                139456     141504            1190080
+ * || applied[64][256] || journal || runs[256][128] ||
+ */
+#define PS_STATE_FIELDS(F, P, T)                                                           \
+  F(T, 0, header, header, , W, "")                                                         \
+  F(T, 128, u64, streams, , W, "optimizer slots: 0 SGD, 2 Adam and AdamW, else 1")         \
+  F(T, 136, u64, slots_at, , W, "the slots, bytes from the segment's begin")               \
+  F(T, 144, u64, slot_bytes, , W, "of one stream")                                         \
+  F(T, 152, u64, undo_at, , W, "the undo logs, bytes from the segment's begin") P(160, 32) \
+  F(T, 192, record, record, [PS_MAX_SHARDS], s, "what a shard is doing")                   \
+  F(T, 8384, u64, applied, [PS_MAX_SHARDS][PS_MAX_LEARNERS], s/S, "frames consumed")       \
+  F(T, 139456, journal, journal, , 0, "old values of the transaction in hand")             \
+  F(T, 141504, run, runs, [PS_MAX_LEARNERS][PS_RUNS], 0, "frame n at n % PS_RUNS")
 
-struct ps_run {              /* an iteration, of the ring's generation; 0 */
-    uint64_t sequence;       /* of its frame, plus 1; stored last */
-    double started;          /* CLOCK_MONOTONIC seconds */
-    double finished;
-    uint32_t action;         /* enum ps_action: what became of its gradient */
-    uint32_t censored;       /* 1: it was given up, and would have taken longer */
-};
+/* A frame: this header, and its payload PS_PAYLOAD_AT bytes after the slot's begin.
+ *
+ * 0           8            16      24        32     36      40              48      52       56
+ * || sequence | generation | clock | version | kind | dtype | payload_bytes | flags | blocks |
+ * 56      64         68           72     80        88         96        104 128
+ * | batch || samples | rate_scale | loss | started | finished | squares |   ||
+ */
+#define PS_FRAME_FIELDS(F, P, T)                                                              \
+  F(T, 0, u64, sequence, , L, "0 for the ring's first frame, then one more each time")        \
+  F(T, 8, u64, generation, , L, "of the ring")                                                \
+  F(T, 16, u64, clock, , L, "the learner's finished iterations before this one")              \
+  F(T, 24, u64, version, , L, "of the weights that it was computed from")                     \
+  F(T, 32, u32, kind, , L, "enum ps_frame_kind")                                              \
+  F(T, 36, u32, dtype, , L, "enum ps_wire_type")                                              \
+  F(T, 40, u64, payload_bytes, , L, "")                                                       \
+  F(T, 48, u32, flags, , L, "enum ps_flags")                                                  \
+  F(T, 52, u32, blocks, , L, "blocks of a rows frame; of an empty one: 1 if it was computed") \
+  F(T, 56, u64, batch, , L, "epoch << 32 | index, or PS_NO_BATCH")                            \
+  F(T, 64, u32, samples, , L, "")                                                             \
+  F(T, 68, f32, rate_scale, , L, "times the job's learning rate; normally 1")                 \
+  F(T, 72, f64, loss, , L, "NaN: not told")                                                   \
+  F(T, 80, f64, started, , L, "CLOCK_MONOTONIC, seconds")                                     \
+  F(T, 88, f64, finished, , L, "")                                                            \
+  F(T, 96, f64, squares, , L,                                                                 \
+    "sum of squares, parameters only; infinite if a value is not finite") P(104, 24)
 
-struct ps_state {
-    struct ps_header header;
-    uint64_t streams;        /* optimizer slots */
-    uint64_t slots_at;       /* bytes from the segment's begin */
-    uint64_t slot_bytes;     /* of one stream */
-    uint64_t undo_at;        /* PS_UNDO_HALVES * PS_MAX_STREAMS * PS_CHUNK float32 for each shard */
-    uint64_t pad[4];
-    struct ps_record record[PS_MAX_SHARDS];
-    uint64_t applied[PS_MAX_SHARDS][PS_MAX_LEARNERS]; /* frames consumed of each ring's generation */
-    struct ps_journal journal;
-    struct ps_run runs[PS_MAX_LEARNERS][PS_RUNS]; /* frame n is at n % PS_RUNS */
-};
+/* One tensor of a rows frame; the blocks stand at the payload's begin.
+ *
+ * 0         4      8      16           24          32
+ * || tensor | form | rows | indices_at | values_at |
+ */
+#define PS_BLOCK_FIELDS(F, P, T)                                                                 \
+  F(T, 0, u32, tensor, , L, "index in the table of tensors; one without a block is left alone")  \
+  F(T, 4, u32, form, , L, "PS_DENSE all of the tensor, PS_ROWS the rows listed")                 \
+  F(T, 8, u64, rows, , L, "listed; each index once, ascending")                                  \
+  F(T, 16, u64, indices_at, , L, "int64 each; bytes from the payload's begin, a multiple of 64") \
+  F(T, 24, u64, values_at, , L, "values; bytes from the payload's begin, a multiple of 64")
 
-/* A frame: this header, then at PS_PAYLOAD_AT of the slot its payload. */
-struct ps_frame {            /* L */
-    uint64_t sequence;       /* 0 for the ring's first frame */
-    uint64_t generation;     /* of the ring */
-    uint64_t clock;          /* the learner's finished iterations before this one */
-    uint64_t version;        /* of the weights it was computed from */
-    uint32_t kind;
-    uint32_t dtype;
-    uint64_t payload_bytes;
-    uint32_t flags;
-    uint32_t blocks;         /* struct ps_block at the payload's begin; empty: 1 if computed */
-    uint64_t batch;          /* epoch << 32 | index, or PS_NO_BATCH */
-    uint32_t samples;
-    float rate_scale;        /* times the job's learning rate; 1 normally */
-    double loss;
-    double started;          /* CLOCK_MONOTONIC seconds */
-    double finished;
-    double squares;          /* sum over the values, before they were converted */
-    uint64_t pad[3];
-};
+/* One cache line for each shard.
+ *
+ * 0        8 64
+ * || value | ||
+ */
+#define PS_TAIL_FIELDS(F, P, T) \
+  F(T, 0, u64, value, , s, "frames consumed") P(8, 56)
 
-struct ps_block {            /* rows frames: one tensor of which only some rows, or all, are given */
-    uint32_t tensor;         /* index in the table; one without a block is left alone */
-    uint32_t form;           /* enum ps_frame_kind: PS_DENSE all of it, PS_ROWS the rows listed */
-    uint64_t rows;           /* listed; each index once, ascending */
-    uint64_t indices_at;     /* int64, bytes from the payload's begin, 64-byte aligned */
-    uint64_t values_at;      /* of the frame's dtype, likewise */
-};
+/* Begins the segment of a ring; slot n is at slots_at + n * slot_bytes.
+ *
+ * 0         128      132      136          144        152        160 192     200 256
+ * || header || slots | shards | slot_bytes | slots_at | capacity |   || head |   ||
+ * 256           260          264    268     272         280      288         296        304 320
+ * || waits_slot | waits_work | hold | wants | heartbeat | pulled | work_tail | detached |   ||
+ * 320         324 384          388 448               576         4672
+ * || released |   || work_head |   || work_items[16] || tail[64] ||
+ */
+#define PS_RING_FIELDS(F, P, T)                                                                   \
+  F(T, 0, header, header, , W, "")                                                                \
+  F(T, 128, u32, slots, , W, "")                                                                  \
+  F(T, 132, u32, shards, , W, "consumers")                                                        \
+  F(T, 136, u64, slot_bytes, , W, "PS_PAYLOAD_AT and the payload")                                \
+  F(T, 144, u64, slots_at, , W, "bytes from the segment's begin")                                 \
+  F(T, 152, u64, capacity, , W, "payload bytes of a slot") P(160, 32)                             \
+  F(T, 192, u64, head, , L, "frames published; the low half is a futex of the server") P(200, 56) \
+  F(T, 256, u32, waits_slot, , L, "1 while the learner sleeps on `released`")                     \
+  F(T, 260, u32, waits_work, , L, "1 while it sleeps on `work_head`")                             \
+  F(T, 264, u32, hold, , L, "not 0: a consistent copy is being made; a new number each time")     \
+  F(T, 268, u32, wants, , L, "enum ps_wants, set when it first asks")                             \
+  F(T, 272, u64, heartbeat, , L, "slots claimed and batches taken")                               \
+  F(T, 280, u64, pulled, , L, "version that the last frame was computed from")                    \
+  F(T, 288, u64, work_tail, , L, "batches taken")                                                 \
+  F(T, 296, u64, detached, , L, "1: it has detached, though perhaps no watchdog has heard it")    \
+  P(304, 16)                                                                                      \
+  F(T, 320, u32, released, , s, "futex of the learner, bumped when a slot may have come free")    \
+  P(324, 60)                                                                                      \
+  F(T, 384, u32, work_head, , 0, "batches handed; futex of the learner") P(388, 60)               \
+  F(T, 448, u64, work_items, [PS_AHEAD], 0, "the batches, used as a ring: epoch << 32 | index")   \
+  F(T, 576, tail, tail, [PS_MAX_SHARDS], s, "")
 
-/* The page of each slot's header keeps payloads page-aligned, for devices that register them. */
-#define PS_PAYLOAD_AT 4096
+/* X(struct, its list, bytes); what a struct holds comes before it. */
+#define PS_STRUCTS(X)                      \
+  X(ps_header, PS_HEADER_FIELDS, 128)      \
+  X(ps_shard, PS_SHARD_FIELDS, 128)        \
+  X(ps_server, PS_SERVER_FIELDS, 64)       \
+  X(ps_entry, PS_ENTRY_FIELDS, 768)        \
+  X(ps_control, PS_CONTROL_FIELDS, 243968) \
+  X(ps_tensor, PS_TENSOR_FIELDS, 256)      \
+  X(ps_weights, PS_WEIGHTS_FIELDS, 192)    \
+  X(ps_record, PS_RECORD_FIELDS, 128)      \
+  X(ps_journal, PS_JOURNAL_FIELDS, 2048)   \
+  X(ps_run, PS_RUN_FIELDS, 32)             \
+  X(ps_state, PS_STATE_FIELDS, 1190080)    \
+  X(ps_frame, PS_FRAME_FIELDS, 128)        \
+  X(ps_block, PS_BLOCK_FIELDS, 32)         \
+  X(ps_tail, PS_TAIL_FIELDS, 64)           \
+  X(ps_ring, PS_RING_FIELDS, 4672)
 
-struct ps_ring {
-    struct ps_header header;
-    /* 128: written once, before the magic */
-    uint32_t slots;
-    uint32_t shards;         /* consumers */
-    uint64_t slot_bytes;     /* header page and payload */
-    uint64_t slots_at;       /* bytes from the segment's begin */
-    uint64_t capacity;       /* payload bytes */
-    uint64_t pad0[4];
-    /* 192: L */
-    uint64_t head;           /* frames published; the low half is a futex of the server */
-    uint64_t pad1[7];
-    /* 256: L */
-    uint32_t waits_slot;     /* 1 while the learner sleeps on `released` */
-    uint32_t waits_work;     /* on `work_head` */
-    uint32_t hold;           /* not 0: a consistent pull is being made; a new number each time */
-    uint32_t wants;          /* enum ps_wants, set when it first asks */
-    uint64_t heartbeat;
-    uint64_t pulled;         /* version last pulled */
-    uint64_t work_tail;      /* batches taken */
-    uint64_t left;           /* 1: it has detached, though no watchdog may have heard it */
-    uint64_t pad3[2];
-    /* 320: S, any shard's thread */
-    uint32_t released;       /* futex of the learner: bumped when a slot may have come free */
-    uint32_t pad4;
-    uint64_t pad5[7];
-    /* 384: 0, batches handed out: a second ring, the other way */
-    uint32_t work_head;      /* batches handed; futex of the learner */
-    uint32_t pad6;
-    uint64_t pad7[7];
-    uint64_t work_items[PS_AHEAD]; /* 448: epoch << 32 | index */
-    /* 576: one line for each shard */
-    struct { uint64_t value; uint64_t pad[7]; } tail[PS_MAX_SHARDS]; /* S: frames consumed */
-};
+#define PS_DECLARE(tag, at, type, name, dims, writer, meaning) ps_##type name dims;
+#define PS_PADDING(at, bytes) uint8_t pad_##at[bytes];
+#define PS_STRUCT(tag, FIELDS, size) typedef struct tag { FIELDS(PS_DECLARE, PS_PADDING, tag) } tag;
+PS_STRUCTS(PS_STRUCT)
 
-#define PS_AT(type, field, at) \
-    static_assert(offsetof(struct type, field) == (at), #type "." #field)
-PS_AT(ps_header, job_name, 64);
-static_assert(sizeof(struct ps_header) == 128, "header");
-static_assert(sizeof(struct ps_shard) == 128, "shard");
-static_assert(sizeof(struct ps_server) == 64, "server");
-PS_AT(ps_entry, served, 64);
-PS_AT(ps_entry, applied, 128);
-PS_AT(ps_entry, histogram, 256);
-PS_AT(ps_entry, items, 640);
-static_assert(sizeof(struct ps_entry) == 768, "entry");
-PS_AT(ps_control, hyper, 192);
-PS_AT(ps_control, phase, 448);
-PS_AT(ps_control, lease_generation, 512);
-PS_AT(ps_control, version, 576);
-PS_AT(ps_control, shard_bell, 640);
-PS_AT(ps_control, superstep, 704);
-PS_AT(ps_control, work, 768);
-PS_AT(ps_control, past_applied, 832);
-PS_AT(ps_control, lease, 896);
-PS_AT(ps_control, server_deaths, 1024);
-PS_AT(ps_control, config, 1088);
-PS_AT(ps_control, server, 1152);
-PS_AT(ps_control, shard, 1280);
-static_assert(sizeof(struct ps_tensor) == 256, "tensor");
-static_assert(sizeof(struct ps_weights) == 192, "weights");
-static_assert(sizeof(struct ps_record) == 128, "record");
-PS_AT(ps_state, record, 192);
-static_assert(sizeof(struct ps_run) == 32, "run");
-static_assert(sizeof(struct ps_frame) == 128, "frame");
-static_assert(sizeof(struct ps_block) == 32, "block");
-PS_AT(ps_ring, head, 192);
-PS_AT(ps_ring, waits_slot, 256);
-PS_AT(ps_ring, released, 320);
-PS_AT(ps_ring, work_head, 384);
-PS_AT(ps_ring, work_items, 448);
-PS_AT(ps_ring, tail, 576);
+#define PS_IS_AT(tag, at, type, name, dims, writer, meaning) \
+    static_assert(offsetof(struct tag, name) == (at), #tag "." #name);
+#define PS_NOTHING(at, bytes)
+#define PS_HAS_SIZE(tag, FIELDS, size) \
+    FIELDS(PS_IS_AT, PS_NOTHING, tag) static_assert(sizeof(struct tag) == (size), #tag);
+PS_STRUCTS(PS_HAS_SIZE)
+
+#undef PS_DECLARE
+#undef PS_PADDING
+#undef PS_STRUCT
+#undef PS_IS_AT
+#undef PS_HAS_SIZE
 
 #endif

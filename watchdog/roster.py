@@ -23,12 +23,10 @@ from gadei_ps import _native
 from gadei_ps.errors import ControlError, Evicted
 from gadei_ps.machine import process
 from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Gone
 from gadei_ps.watchdog.liveness import Watch
 from gadei_ps.watchdog.memory import JobMemory
 
-DETACHED = 1
-DIED = 2
-HUNG = 3
 LATE_S = 3.0  # far above the time between two calls of kill_hung
 # Counted by the server for one learner; cleared for the next one.
 COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unasked", "loss")
@@ -88,14 +86,14 @@ class Roster:
                 pidfd = -1
             if pidfd >= 0 and process.alive(pid, int(entry["pid_start"])):
                 self._watch(row, pidfd)
-                if int(ring.view(layout.RING)["left"]):
-                    self._leave(row, DETACHED)
+                if int(ring.view(layout.RING)["detached"]):
+                    self._leave(row, Gone.DETACHED)
                 else:
                     self._log.info("learner adopted", row=row, pid=pid)
                 continue
             if pidfd >= 0:
                 os.close(pidfd)
-            entry["gone"] = DIED
+            entry["gone"] = Gone.DIED
             entry["wanted"] = 0
             self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
             self._log.warning("learner died", row=row, pid=pid)
@@ -155,7 +153,7 @@ class Roster:
             raise Evicted("this learner is not attached (any more)")
         if int(entry["pid"]) != pid:
             raise ControlError("a learner can detach only itself")
-        self._leave(row, DETACHED)
+        self._leave(row, Gone.DETACHED)
         self._log.info("learner detached", row=row)
 
     def _died(self, row: int) -> None:
@@ -165,7 +163,7 @@ class Roster:
         self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
         pid = int(self._entries[row]["pid"])
         self._log.warning("learner killed: it hung" if hung else "learner died", row=row, pid=pid)
-        self._leave(row, HUNG if hung else DIED)
+        self._leave(row, Gone.HUNG if hung else Gone.DIED)
 
     def kill_hung(self, now: float) -> None:
         """Kills learners that hold up others and do nothing. Their death is then like any other.
@@ -223,7 +221,7 @@ class Roster:
         for row in list(self._memory.rings):
             if entries[row]["retired"] == entries[row]["generation"]:
                 if row in self._pidfds:  # the server has refused its ring
-                    self._leave(row, DETACHED)
+                    self._leave(row, Gone.DETACHED)
                 self._memory.remove_ring(row)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class Schedule(IntEnum):
 
 
 class WireType(IntEnum):
-    """The type of a gradient's values as a learner pushes them."""
+    """Number format of a gradient's values as a learner pushes them: enum ps_wire_type in C."""
 
     FLOAT32 = 1
     BFLOAT16 = 2

@@ -3,7 +3,7 @@
     record: which frame, which step, which rate          then cursor = 0
     for each chunk:  weights and slots -> undo log       then cursor = chunk << 1 | 1
                      update
-    after the last one                                        cursor = APPLIED
+    after the last one                                        cursor = ALL_APPLIED
     shard 0: statistics and work ledger, a transaction   then booked (account.py)
     applied sequence, steps, version: absolute values    then cursor = IDLE
     the ring's tail                                                    SYNC POINT: slot
@@ -62,7 +62,7 @@ BLOCK_BYTES = np.uint64(BLOCK * 4)
 COEFFICIENT_BYTES = np.uint64(COEFFICIENTS * 8)
 PAYLOAD_AT = np.uint64(layout.PAYLOAD_AT)
 IDLE = np.uint64(layout.IDLE)
-APPLIED = np.uint64(layout.APPLIED)
+ALL_APPLIED = np.uint64(layout.ALL_APPLIED)
 ONE = np.uint64(1)
 ZERO = np.uint64(0)
 # Plain integers: Numba would carry an enum member along as a type of its own.
@@ -500,7 +500,7 @@ def lock(s: Shard) -> None:
 @compiled
 def unlock(s: Shard) -> None:
     """All of the gradient is in the weights."""
-    mark(s.cursor, APPLIED)
+    mark(s.cursor, ALL_APPLIED)
     word = s.me + SEQUENCE
     put(word, (get(word) | ONE) + ONE)  # SYNC POINT: chunk of weights
 

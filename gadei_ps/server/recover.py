@@ -11,7 +11,7 @@ import numpy as np
 from gadei_ps.kernels.compiled import compiled
 from gadei_ps.server.account import book_arrival, book_superstep, books
 from gadei_ps.server.apply import (
-    APPLIED,
+    ALL_APPLIED,
     APPLY,
     IDLE,
     MAX_LEARNERS,
@@ -51,7 +51,7 @@ def _is_finished(s: Shard) -> bool:
 def _needs_no_ring(s: Shard) -> bool:
     """Whether all of the gradient in hand is applied and booked: its ring may be gone already."""
     record = s.state[0].record[s.number]
-    if get(s.cursor) != APPLIED:
+    if get(s.cursor) != ALL_APPLIED:
         return False
     if s.number != 0:
         return True
@@ -105,7 +105,7 @@ def _finish_gradient(s: Shard, table: np.ndarray) -> None:
             continue
         take(s, members, _slot(s, table, row, sequence))
         members += 1
-    if members > 0 and position != APPLIED:
+    if members > 0 and position != ALL_APPLIED:
         apply_frames(s, members, integer(position >> ONE), position & ONE != ZERO)
     if s.number == 0:
         if record.ring == np.uint64(MAX_LEARNERS):

@@ -40,7 +40,7 @@ class Mapped:
 
     @property
     def left(self) -> bool:
-        return _native.load(self.ring.address + layout.offset(RING, "left")) != 0
+        return _native.load(self.ring.address + layout.offset(RING, "detached")) != 0
 
     def slot(self, sequence: int, slots: int) -> int:
         """Where the frame of that number is, bytes from the ring's begin."""
