@@ -71,6 +71,8 @@ class JobMemory:
     rings: dict[int, Segment] = field(default_factory=dict, init=False)
     adopted: bool = field(default=False, init=False)
     """Whether it is, at least in part, another watchdog's: not to be removed when a start fails."""
+    unnamed: bool = field(default=False, init=False)
+    """Whether names were seen to be lost; set by the supervisor, as looking costs time."""
     files: dict[str, int] = field(default_factory=dict, init=False)
     """What a checkpoint is made of, open: it can be made also when the names are lost."""
 

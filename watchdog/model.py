@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gadei_ps.errors import CheckpointError, ModelMismatch, UsageError
+from gadei_ps.errors import CheckpointError, ControlError, ModelMismatch, NoSharedMemory, UsageError
 from gadei_ps.job.config import JobConfig
-from gadei_ps.memory import weights
+from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.weights import Model, Tensor
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
+from gadei_ps.watchdog.memory import JobMemory
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,33 @@ def _of_file(config: JobConfig, path: Path) -> First:
         for name, array in arrays.items()
     )
     return First(model, model.flatten(arrays))
+
+
+def make(memory: JobMemory, first: First, log: Any) -> None:
+    """Makes the job's model of it and shows it to the servers. Raises NoSharedMemory."""
+    memory.create_model(first.model, first.values, first.snapshot)
+    memory.control.view(layout.CONTROL)["model_ready"] = 1
+    memory.ring_bells()
+    log.info("model", tensors=len(first.model.tensors), values=first.model.values)
+
+
+def read_values(fd: int, placed: Model) -> np.ndarray:
+    """Initial values from a learner's file; read, not mapped, so that it cannot shrink below us."""
+    size = os.fstat(fd).st_size
+    if size != placed.elements * 4:
+        raise ControlError(f"initial values: a file of {size} bytes, not {placed.elements * 4}")
+    try:
+        values = np.empty(placed.elements, np.float32)
+    except MemoryError:
+        raise NoSharedMemory(f"no memory for a model of {placed.elements * 4 >> 20} MiB") from None
+    view = values.data.cast("B")
+    at = 0
+    while at < len(view):
+        try:
+            count = os.preadv(fd, [view[at:]], at)
+        except OSError as error:
+            raise ControlError(f"initial values: {error.strerror}") from None
+        if not count:
+            raise ControlError(f"initial values: {at} bytes of {len(view)}")
+        at += count
+    return values

@@ -11,8 +11,6 @@ live on when it dies; the next watchdog of the job adopts them.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import resource
 import selectors
@@ -20,47 +18,27 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import (
-    CheckpointError,
-    ControlError,
-    GadeiError,
-    JobFailed,
-    JobInUse,
-    JobStopped,
-    ModelMismatch,
-    NoSharedMemory,
-)
-from gadei_ps.job import control, modes
-from gadei_ps.job import paths as runtime
-from gadei_ps.job.config import JobConfig, check_room
-from gadei_ps.job.control import (
-    Attach,
-    Checkpoint,
-    Detach,
-    Offer,
-    SetSync,
-    SetWork,
-    Status,
-    StopJob,
-)
+from gadei_ps.errors import GadeiError, JobFailed, JobStopped
+from gadei_ps.job import modes, paths
+from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import log
-from gadei_ps.memory import layout, weights
-from gadei_ps.memory.layout import Phase, Role, Stop, Work
-from gadei_ps.watchdog import model, status
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Phase, Stop
+from gadei_ps.watchdog import model
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.learners import JobLearners
 from gadei_ps.watchdog.liveness import Start
+from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.memory import JobMemory, clear_dead
-from gadei_ps.watchdog.model import First
 from gadei_ps.watchdog.notify import Notify
+from gadei_ps.watchdog.requests import Requests
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
-from gadei_ps.watchdog.sockets import Client, ControlServer, failure
+from gadei_ps.watchdog.stopping import Stopping
 
 TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
@@ -69,20 +47,6 @@ SLOW_TICK_S = 1.0  # for what may be seen a second late
 START_SILENT_S = 180.0  # how long a start may go without progress
 TELL_S = 15.0  # between two lines on a start that takes long
 LEAVE_TIMEOUT_S = 10.0
-NOW_S = 1.0  # what learners get to leave by themselves when a stop does not drain
-SAVE_S = 600.0  # for the last checkpoint; a disk that blocks must not keep the job for ever
-ENDING_S = 15.0  # for what comes after that
-
-
-@dataclass
-class Stopping:
-    """A stop under way."""
-
-    until: float
-    waiting: list[Client]
-    saving_until: float = 0.0
-    saved: bool = False
-    problem: str = ""  # why there is no last checkpoint
 
 
 @dataclass(frozen=True)
@@ -121,8 +85,8 @@ class Supervisor:
         self._notify = notify or Notify()
         self._log = log.get(job=config.name)
         self._selector = selectors.DefaultSelector()
-        self._sockets: ControlServer | None = None
-        self._lock: int | None = None
+        self._requests: Requests | None = None
+        self._lock: NameLock | None = None
         self._roster = Roster(self.memory, self._selector, self._log, config.learner_timeout_s)
         self._servers = Servers(
             self.memory,
@@ -135,14 +99,15 @@ class Supervisor:
         )
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
         self._learners: JobLearners | None = None
-        self._stopping: Stopping | None = None
+        self._stopping = Stopping(
+            self.memory, self._roster, self._checkpoints, self._notify, self._log
+        )
         self._failed = ""
         self._begun = False
         self._leave = False  # servers, learners and memory go on without us
         self._keep = False  # the memory does
         self._signalled = False
         self._had_learners = False
-        self._names_lost = False
         self._slow_at = 0.0
         self._rate = (0.0, 0)
 
@@ -189,7 +154,7 @@ class Supervisor:
 
     def startup(self) -> None:
         """Raises GadeiError when the job cannot be started; shutdown() then cleans up."""
-        self._take_lock()
+        self._lock = NameLock(self.config.name)
         anew = self.options.fresh or self.options.checkpoint is not None
         if not anew:
             self.memory.adopt()
@@ -205,8 +170,17 @@ class Supervisor:
             self._control["temporary"] = not self.options.resume
             self._make_first_model()
         self._wait_until_serving()
-        path = runtime.socket_path(self.config.name)
-        self._sockets = ControlServer(path, self._selector, self._handle)
+        path = paths.socket_path(self.config.name)
+        self._requests = Requests(
+            path,
+            self._selector,
+            self.memory,
+            self._roster,
+            self._servers,
+            self._checkpoints,
+            self._stopping,
+            self._log,
+        )
         if self.config.learners is not None:
             self._learners = JobLearners(self.config.learners, self.memory, str(path), self._log)
             if self.memory.adopted:
@@ -227,26 +201,7 @@ class Supervisor:
             )
         if stop != Stop.GO:
             self._log.warning("finishing the stop that another watchdog had begun")
-            self._begin_stop(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
-
-    def _take_lock(self) -> None:
-        path = runtime.lock_path(self.config.name)
-        while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(fd)
-                raise JobInUse(
-                    f"job {self.config.name!r} is running already; choose another name, or stop "
-                    f"it: gadei-ps stop {self.config.name}"
-                ) from None
-            # Whoever held it before may have removed the file since we opened it.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), path.stat()):
-                    break
-            os.close(fd)
-        self._lock = fd
+            self._stopping.begin(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
 
     def _make_first_model(self) -> None:
         """From a checkpoint, from the job file, or not yet: then the first learner brings it."""
@@ -255,13 +210,7 @@ class Supervisor:
             first = model.from_checkpoint(self.config, self.options.checkpoint, self._log)
         first = first or model.configured(self.config)
         if first is not None:
-            self._create_model(first)
-
-    def _create_model(self, first: First) -> None:
-        self.memory.create_model(first.model, first.values, first.snapshot)
-        self._control["model_ready"] = 1
-        self.memory.ring_bells()
-        self._log.info("model", tensors=len(first.model.tensors), values=first.model.values)
+            model.make(self.memory, first, self._log)
 
     def _wait_until_serving(self) -> None:
         start = Start(self.options.start_silent_s)
@@ -294,22 +243,21 @@ class Supervisor:
     def main_loop(self) -> int:
         """Returns 0 after a stop that was asked for, 1 after a failure."""
         while True:
-            stopping = self._stopping is not None and not self._stopping.saving_until
-            busy = stopping or self._roster.leaving
+            busy = self._stopping.learners_leave or self._roster.leaving
             self._poll(BUSY_TICK_S if busy else TICK_S)
             now = time.monotonic()
             self._roster.free_rows()
-            if self._signalled and self._stopping is None:
-                self._begin_stop(drain=True, timeout_s=LEAVE_TIMEOUT_S)
+            if self._signalled and not self._stopping.begun:
+                self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
             self._servers.look(now)
             if self._learners is not None:
-                self._learners.look(now, self._stopping is not None)
+                self._learners.look(now, self._stopping.begun)
             if self._failed:
                 self._log.error("the job has failed", reason=self._failed)
                 return 1
-            if self._stopping is not None and self._stopped(now):
+            if self._stopping.begun and self._stopping.over(now):
                 if self._stopping.problem:
-                    self._log.error("stopped", reason=self._without_checkpoint())
+                    self._log.error("stopped", reason=self._stopping.report())
                 return 1 if self._stopping.problem else 0
             if now >= self._slow_at:
                 self._slow_at = now + SLOW_TICK_S
@@ -318,18 +266,18 @@ class Supervisor:
 
     def _look_around(self, now: float) -> None:
         """What need not be seen at once."""
-        if self._sockets is not None:
-            self._sockets.expire()
+        if self._requests is not None:
+            self._requests.expire()
         self._roster.kill_hung(now)
-        if self._stopping is None:
+        if not self._stopping.begun:
             self._checkpoints.look(now)
         self._had_learners = self._had_learners or bool(self._roster.rows)
-        if self._is_idle() and self._stopping is None:
+        if self._is_idle() and not self._stopping.begun:
             self._log.info("the last learner has left: stopping")
-            self._begin_stop(drain=True, timeout_s=LEAVE_TIMEOUT_S)
+            self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
         lost = self.memory.names_lost()
-        if lost and not self._names_lost:
-            self._names_lost = True
+        if lost and not self.memory.unnamed:
+            self.memory.unnamed = True
             self._log.error(
                 "segments have lost their names: what runs goes on, but no learner or server can "
                 "be added; stop the job, and serve it again from its last checkpoint. Did logind "
@@ -371,9 +319,8 @@ class Supervisor:
         But for the memory of a job whose last checkpoint failed: it holds what that would have.
         """
         made = hasattr(self.memory, "control") and not (self._leave or self._keep)
-        unsaved = self._stopping is not None and bool(self._stopping.problem)
         if made:
-            phase = Phase.KEPT if unsaved else Phase.STOPPED
+            phase = Phase.KEPT if self._stopping.problem else Phase.STOPPED
             # In this order: a learner that sees the stop sees also why.
             self._control["phase"] = Phase.FAILED if self._failed else phase
             _native.store32(
@@ -385,233 +332,19 @@ class Supervisor:
         self._checkpoints.end()
         if not self._leave:
             self._servers.end()
-        if self._sockets is not None:
-            if self._stopping is not None:
-                final = failure(JobFailed(self._failed)) if self._failed else self._report()
-                if self._stopping.problem:
-                    final = failure(CheckpointError(self._without_checkpoint()))
-                for client in self._stopping.waiting:
-                    self._sockets.reply(client, final)
-            self._sockets.shut_down()
+        if self._requests is not None:
+            self._requests.end(self._failed)
         self._roster.close()
         # What has lost its names nobody can adopt.
         if made and (int(self._control["phase"]) != Phase.KEPT or self.memory.names_lost()):
             self.memory.remove()
         self.memory.close()
         if self._lock is not None:
-            # Removed while locked: whoever opened it before sees that the name is gone or free.
-            runtime.lock_path(self.config.name).unlink(missing_ok=True)
-            os.close(self._lock)
+            self._lock.release()
         self._selector.close()
         self._notify.close()
         if self._begun and made:
             self._log.info("stopped")
-
-    # -- stopping -----------------------------------------------------------------------------
-
-    def _begin_stop(self, drain: bool, timeout_s: float) -> None:
-        self._log.info("stopping", drain=drain)
-        wanted = Stop.DRAIN if drain else Stop.NOW
-        self._control["stop"] = max(wanted, int(self._control["stop"]))
-        self._control["phase"] = Phase.DRAINING
-        until = time.monotonic() + (timeout_s if drain else NOW_S)
-        if self._stopping is None:
-            self._stopping = Stopping(until, [])
-        self._stopping.until = min(self._stopping.until, until)
-        self.memory.ring_bells()
-        self._notify.stopping(timeout_s + ENDING_S + (SAVE_S if self._saves_at_the_end else 0.0))
-
-    def _without_checkpoint(self) -> str:
-        assert self._stopping is not None
-        rest = (
-            "its segments have lost their names, so what came after is gone"
-            if self._names_lost
-            else "what it has learned stays in memory: go on with gadei-ps serve, or drop it with "
-            f"gadei-ps gc {self.config.name}"
-        )
-        return (
-            f"job {self.config.name!r} has stopped at version {int(self._control['version'])}, but "
-            f"its last checkpoint failed: {self._stopping.problem}; the newest is of version "
-            f"{int(self._control['checkpoint_version'])}; {rest}"
-        )
-
-    @property
-    def _saves_at_the_end(self) -> bool:
-        wanted = self.config.checkpoint is not None and self.config.checkpoint.on_stop
-        return wanted and self.memory.state is not None
-
-    def _stopped(self, now: float) -> bool:
-        """Whether nothing is left to wait for: learners, then the last checkpoint."""
-        stopping = self._stopping
-        assert stopping is not None
-        if not stopping.saving_until:
-            if self.memory.rings and now <= stopping.until:
-                return False
-            if self._roster.rows:
-                self._log.warning("learners still attached", rows=self._roster.rows)
-            stopping.saving_until = now + SAVE_S
-            fresh = int(self._control["version"]) != int(self._control["checkpoint_version"])
-            if not self._saves_at_the_end or not (fresh or not int(self._control["checkpoints"])):
-                return True
-
-            def heard(outcome: dict[str, Any]) -> None:
-                stopping.saved = True
-                stopping.problem = outcome.get("error", "")
-
-            try:
-                self._checkpoints.ask(heard)
-            except CheckpointError as error:
-                heard({"error": str(error)})
-        if not stopping.saved and now > stopping.saving_until:
-            stopping.saved, stopping.problem = True, f"the disk took longer than {SAVE_S:.0f} s"
-        return stopping.saved
-
-    # -- requests -----------------------------------------------------------------------------
-
-    def _handle(self, client: Client, request: control.Request) -> dict[str, Any] | None:
-        match request:
-            case Status():
-                return self._report()
-            case Offer():
-                return self._offer(client, request)
-            case Attach():
-                return self._attach(client, request)
-            case Detach():
-                return self._detach(client, request)
-            case SetSync():
-                return self._set_sync(request)
-            case SetWork():
-                return self._set_work(request)
-            case Checkpoint():
-                self._checkpoint(client)
-                return None
-            case StopJob():
-                self._begin_stop(request.drain, request.timeout_s)
-                assert self._stopping is not None
-                self._stopping.waiting.append(client)
-                return None
-
-    def _report(self) -> dict[str, Any]:
-        report = status.report(self.memory)
-        report["server_private_bytes"] = self._servers.private_bytes()
-        report["standby_pid"] = self._servers.standby_pid
-        report["last_checkpoint"] = self._checkpoints.last or None
-        report["names_lost"] = self._names_lost
-        report["saves_on_stop"] = self._saves_at_the_end
-        return report
-
-    def _checkpoint(self, client: Client) -> None:
-        """The reply comes when the checkpoint is on the disk, or is not."""
-        self._refuse_when_stopping()
-
-        def heard(outcome: dict[str, Any]) -> None:
-            if self._sockets is not None:
-                failed = not outcome["ok"]
-                error = CheckpointError(outcome.get("error", ""))
-                self._sockets.reply(client, failure(error) if failed else outcome)
-
-        self._checkpoints.ask(heard)
-
-    def _refuse_when_stopping(self) -> None:
-        if self._stopping is not None:
-            raise JobStopped(f"job {self.config.name!r} is stopping")
-
-    def _offer(self, client: Client, request: Offer) -> dict[str, Any]:
-        self._refuse_when_stopping()
-        offered = [
-            weights.Tensor(one.name, tuple(one.shape), Role(one.role)) for one in request.tensors
-        ]
-        if self.memory.model is not None:
-            weights.check_same(self.memory.model, offered)
-            return {"made": False}
-        placed = weights.place(offered)
-        if not client.fds:
-            raise ControlError("an offer comes with a file of initial values")
-        self._create_model(First(placed, _read_values(client.fds[0], placed)))
-        return {"made": True}
-
-    def _attach(self, client: Client, request: Attach) -> dict[str, Any]:
-        self._refuse_when_stopping()
-        if self.memory.model is None or self.memory.weights is None:
-            raise ModelMismatch(
-                "the job has no model yet: attach with the model's tensors, "
-                "or give tensors in the job file"
-            )
-        row, generation = self._roster.attach(client.pid, request.name)
-        return {
-            "job": self.config.name,
-            "job_id": self.memory.job_id.hex(),
-            "row": row,
-            "generation": generation,
-            "control": self.memory.control.name,
-            "weights": self.memory.weights.name,
-            "ring": self.memory.rings[row].name,
-        }
-
-    def _detach(self, client: Client, request: Detach) -> dict[str, Any]:
-        self._roster.detach(client.pid, request.row, request.generation)
-        return {}
-
-    def _set_sync(self, request: SetSync) -> dict[str, Any]:
-        self._refuse_when_stopping()
-        job = self.config.name
-        attached = len(self._roster.rows)
-        learners = self.config.learners.count if self.config.learners else attached or None
-        try:
-            wanted = sync.parse(request.sync)
-            wanted.check(learners)
-            check_room(wanted)
-        except sync.SpecError as error:
-            raise ControlError(str(error)) from None
-        memory = self.memory.control
-        if modes.wanted(memory) != modes.done(memory):
-            raise ControlError(
-                f"job {job!r} is just changing to "
-                f"{modes.text(memory, modes.wanted(memory))}; ask again once it has"
-            )
-        wave = int(self._control["wave"])
-        if int(self._control["work"]) == Work.WORKING and wanted.wave != wave:
-            raise ControlError(
-                f"the job hands out batches of waves of {wave}, not {wanted.wave}: "
-                "that cannot change while it works on them"
-            )
-        if self.memory.model is None:
-            modes.begin(memory, wanted)  # no server has looked at it yet
-            return {"changes": True, "sync": str(wanted)}
-        # A file may have been written anew.
-        if str(wanted) == self._sync and "file" not in wanted.parameters:
-            return {"changes": False, "sync": str(wanted)}
-        self._log.info("changing the synchronization model", sync=str(wanted))
-        modes.ask(memory, wanted)
-        self.memory.ring_bells()
-        return {"changes": True, "sync": str(wanted)}
-
-    def _set_work(self, request: SetWork) -> dict[str, Any]:
-        self._refuse_when_stopping()
-        control_ = self._control
-        wanted = (request.batches, request.epochs, request.seed)
-        if int(control_["work"]) != Work.NONE:
-            have = tuple(int(control_[name]) for name in ("batches", "epochs", "seed"))
-            if have != wanted:
-                raise ControlError(
-                    "the job hands out work already: batches, epochs, seed are "
-                    f"{have}, not {wanted}"
-                )
-            return {"set": False}
-        memory = self.memory.control
-        if modes.wanted(memory) != modes.done(memory):
-            coming = sync.parse(modes.text(memory, modes.wanted(memory)))
-            if coming.wave != int(control_["wave"]):
-                raise ControlError(
-                    f"the job is just changing to {coming}, with waves of {coming.wave}; ask again"
-                )
-        control_["batches"], control_["epochs"], control_["seed"] = wanted
-        control_["next"] = 0
-        control_["epochs_done"] = 0
-        address = self.memory.control.address + layout.offset(layout.CONTROL, "work")
-        _native.store32(address, Work.WORKING)
-        self.memory.ring_bells()
-        return {"set": True}
 
 
 def _allow_files() -> None:
@@ -620,28 +353,6 @@ def _allow_files() -> None:
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _read_values(fd: int, placed: weights.Model) -> np.ndarray:
-    """Initial values from a learner's file; read, not mapped, so that it cannot shrink below us."""
-    size = os.fstat(fd).st_size
-    if size != placed.elements * 4:
-        raise ControlError(f"initial values: a file of {size} bytes, not {placed.elements * 4}")
-    try:
-        values = np.empty(placed.elements, np.float32)
-    except MemoryError:
-        raise NoSharedMemory(f"no memory for a model of {placed.elements * 4 >> 20} MiB") from None
-    view = values.data.cast("B")
-    at = 0
-    while at < len(view):
-        try:
-            count = os.preadv(fd, [view[at:]], at)
-        except OSError as error:
-            raise ControlError(f"initial values: {error.strerror}") from None
-        if not count:
-            raise ControlError(f"initial values: {at} bytes of {len(view)}")
-        at += count
-    return values
 
 
 def serve(config: JobConfig, options: Options | None = None, notify: Notify | None = None) -> int:

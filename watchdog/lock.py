@@ -1,0 +1,38 @@
+"""The lock of a job's name: one watchdog for each."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+
+from gadei_ps.errors import JobInUse
+from gadei_ps.job import paths
+
+
+class NameLock:
+    """Held from its making until release(), or until this process dies."""
+
+    def __init__(self, job: str) -> None:
+        """Raises JobInUse if another watchdog holds it."""
+        self._path = paths.lock_path(job)
+        while True:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(self._fd)
+                raise JobInUse(
+                    f"job {job!r} is running already; choose another name, or stop "
+                    f"it: gadei-ps stop {job}"
+                ) from None
+            # The holder before us may have removed the file since we opened it.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._fd), self._path.stat()):
+                    return
+            os.close(self._fd)
+
+    def release(self) -> None:
+        """Removes the file while it is still locked, so that no process locks a removed one."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)

@@ -1,0 +1,229 @@
+"""What clients of the control socket ask for, and what they are answered.
+
+Learners attach, detach, and bring the model and their work. Tools ask for the status, checkpoints,
+another synchronization model, and the end.
+"""
+
+from __future__ import annotations
+
+import selectors
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gadei_ps import _native, sync
+from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, ModelMismatch
+from gadei_ps.job import control, modes
+from gadei_ps.job.config import check_room
+from gadei_ps.job.control import (
+    Attach,
+    Checkpoint,
+    Detach,
+    Offer,
+    SetSync,
+    SetWork,
+    Status,
+    StopJob,
+)
+from gadei_ps.memory import layout, weights
+from gadei_ps.memory.layout import Role, Work
+from gadei_ps.watchdog import model, status
+from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.model import First
+from gadei_ps.watchdog.roster import Roster
+from gadei_ps.watchdog.servers import Servers
+from gadei_ps.watchdog.sockets import Client, ControlServer, failure
+from gadei_ps.watchdog.stopping import Stopping
+
+
+class Requests:
+    """A job's control socket, and all that it answers."""
+
+    def __init__(
+        self,
+        path: Path,
+        selector: selectors.BaseSelector,
+        memory: JobMemory,
+        roster: Roster,
+        servers: Servers,
+        checkpoints: Checkpoints,
+        stopping: Stopping,
+        log: Any,
+    ) -> None:
+        """Listens at `path`. Raises ControlError."""
+        self._memory = memory
+        self._roster = roster
+        self._servers = servers
+        self._checkpoints = checkpoints
+        self._stopping = stopping
+        self._log = log
+        self._sockets = ControlServer(path, selector, self._handle)
+
+    @property
+    def _control(self) -> np.void:
+        return self._memory.control.view(layout.CONTROL)
+
+    def expire(self) -> None:
+        """Drops clients that have begun a message and do not end it."""
+        self._sockets.expire()
+
+    def end(self, failed: str) -> None:
+        """Answers clients that wait for the job's end, and removes the socket.
+
+        failed: why the job has failed; empty if it has not.
+        """
+        if self._stopping.begun:
+            error: GadeiError | None = JobFailed(failed) if failed else None
+            if self._stopping.problem:
+                error = CheckpointError(self._stopping.report())
+            final = failure(error) if error is not None else self.report()
+            for client in self._stopping.waiting:
+                self._sockets.reply(client, final)
+        self._sockets.shut_down()
+
+    def _handle(self, client: Client, request: control.Request) -> dict[str, Any] | None:
+        match request:
+            case Status():
+                return self.report()
+            case Offer():
+                return self._offer(client, request)
+            case Attach():
+                return self._attach(client, request)
+            case Detach():
+                return self._detach(client, request)
+            case SetSync():
+                return self._set_sync(request)
+            case SetWork():
+                return self._set_work(request)
+            case Checkpoint():
+                self._checkpoint(client)
+                return None
+            case StopJob():
+                self._stopping.begin(request.drain, request.timeout_s)
+                self._stopping.waiting.append(client)
+                return None
+
+    def report(self) -> dict[str, Any]:
+        """The job's status."""
+        report = status.report(self._memory)
+        report["server_private_bytes"] = self._servers.private_bytes()
+        report["standby_pid"] = self._servers.standby_pid
+        report["last_checkpoint"] = self._checkpoints.last or None
+        report["names_lost"] = self._memory.unnamed
+        report["saves_on_stop"] = self._stopping.saves
+        return report
+
+    def _checkpoint(self, client: Client) -> None:
+        """The reply comes when the checkpoint is on the disk, or is not."""
+        self._stopping.refuse()
+
+        def heard(outcome: dict[str, Any]) -> None:
+            failed = not outcome["ok"]
+            error = CheckpointError(outcome.get("error", ""))
+            self._sockets.reply(client, failure(error) if failed else outcome)
+
+        self._checkpoints.ask(heard)
+
+    def _offer(self, client: Client, request: Offer) -> dict[str, Any]:
+        self._stopping.refuse()
+        offered = [
+            weights.Tensor(one.name, tuple(one.shape), Role(one.role)) for one in request.tensors
+        ]
+        if self._memory.model is not None:
+            weights.check_same(self._memory.model, offered)
+            return {"made": False}
+        placed = weights.place(offered)
+        if not client.fds:
+            raise ControlError("an offer comes with a file of initial values")
+        model.make(self._memory, First(placed, model.read_values(client.fds[0], placed)), self._log)
+        return {"made": True}
+
+    def _attach(self, client: Client, request: Attach) -> dict[str, Any]:
+        self._stopping.refuse()
+        if self._memory.model is None or self._memory.weights is None:
+            raise ModelMismatch(
+                "the job has no model yet: attach with the model's tensors, "
+                "or give tensors in the job file"
+            )
+        row, generation = self._roster.attach(client.pid, request.name)
+        return {
+            "job": self._memory.config.name,
+            "job_id": self._memory.job_id.hex(),
+            "row": row,
+            "generation": generation,
+            "control": self._memory.control.name,
+            "weights": self._memory.weights.name,
+            "ring": self._memory.rings[row].name,
+        }
+
+    def _detach(self, client: Client, request: Detach) -> dict[str, Any]:
+        self._roster.detach(client.pid, request.row, request.generation)
+        return {}
+
+    def _set_sync(self, request: SetSync) -> dict[str, Any]:
+        self._stopping.refuse()
+        job = self._memory.config.name
+        attached = len(self._roster.rows)
+        learners = (
+            self._memory.config.learners.count if self._memory.config.learners else attached or None
+        )
+        try:
+            wanted = sync.parse(request.sync)
+            wanted.check(learners)
+            check_room(wanted)
+        except sync.SpecError as error:
+            raise ControlError(str(error)) from None
+        memory = self._memory.control
+        if modes.wanted(memory) != modes.done(memory):
+            raise ControlError(
+                f"job {job!r} is just changing to "
+                f"{modes.text(memory, modes.wanted(memory))}; ask again once it has"
+            )
+        wave = int(self._control["wave"])
+        if int(self._control["work"]) == Work.WORKING and wanted.wave != wave:
+            raise ControlError(
+                f"the job hands out batches of waves of {wave}, not {wanted.wave}: "
+                "that cannot change while it works on them"
+            )
+        if self._memory.model is None:
+            modes.begin(memory, wanted)  # no server has looked at it yet
+            return {"changes": True, "sync": str(wanted)}
+        # A file may have been written anew.
+        if (
+            str(wanted) == modes.text(memory, modes.done(memory))
+            and "file" not in wanted.parameters
+        ):
+            return {"changes": False, "sync": str(wanted)}
+        self._log.info("changing the synchronization model", sync=str(wanted))
+        modes.ask(memory, wanted)
+        self._memory.ring_bells()
+        return {"changes": True, "sync": str(wanted)}
+
+    def _set_work(self, request: SetWork) -> dict[str, Any]:
+        self._stopping.refuse()
+        control_ = self._control
+        wanted = (request.batches, request.epochs, request.seed)
+        if int(control_["work"]) != Work.NONE:
+            have = tuple(int(control_[name]) for name in ("batches", "epochs", "seed"))
+            if have != wanted:
+                raise ControlError(
+                    "the job hands out work already: batches, epochs, seed are "
+                    f"{have}, not {wanted}"
+                )
+            return {"set": False}
+        memory = self._memory.control
+        if modes.wanted(memory) != modes.done(memory):
+            coming = sync.parse(modes.text(memory, modes.wanted(memory)))
+            if coming.wave != int(control_["wave"]):
+                raise ControlError(
+                    f"the job is just changing to {coming}, with waves of {coming.wave}; ask again"
+                )
+        control_["batches"], control_["epochs"], control_["seed"] = wanted
+        control_["next"] = 0
+        control_["epochs_done"] = 0
+        address = self._memory.control.address + layout.offset(layout.CONTROL, "work")
+        _native.store32(address, Work.WORKING)
+        self._memory.ring_bells()
+        return {"set": True}

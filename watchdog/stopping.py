@@ -1,0 +1,119 @@
+"""A job's stop: learners leave, the last checkpoint is made, waiting clients are told.
+
+begin    the stop word in control: learners finish their gradient, or leave at once
+leaving  until no ring is left, or the time is up
+saving   the last checkpoint, where the job file asks for one
+over     the watchdog's main loop ends
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.errors import CheckpointError, JobStopped
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Phase, Stop
+from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.notify import Notify
+from gadei_ps.watchdog.roster import Roster
+from gadei_ps.watchdog.sockets import Client
+
+NOW_S = 1.0  # what learners get to leave by themselves when a stop does not drain
+SAVE_S = 600.0  # for the last checkpoint; a disk that blocks must not keep the job for ever
+ENDING_S = 15.0  # for what comes after that
+
+
+@dataclass(eq=False)
+class Stopping:
+    """The stop of one job, before it begins and while it goes on."""
+
+    memory: JobMemory
+    roster: Roster
+    checkpoints: Checkpoints
+    notify: Notify
+    log: Any
+    begun: bool = False
+    problem: str = ""
+    """Why there is no last checkpoint."""
+    waiting: list[Client] = field(default_factory=list)
+    """Clients that are told when the job has ended."""
+    _until: float = float("inf")
+    _saving_until: float = 0.0
+    _saved: bool = False
+
+    @property
+    def _control(self) -> np.void:
+        return self.memory.control.view(layout.CONTROL)
+
+    @property
+    def learners_leave(self) -> bool:
+        """Whether learners are awaited now."""
+        return self.begun and not self._saving_until
+
+    @property
+    def saves(self) -> bool:
+        """Whether the job ends with a checkpoint."""
+        config = self.memory.config.checkpoint
+        return config is not None and config.on_stop and self.memory.state is not None
+
+    def refuse(self) -> None:
+        """Raises JobStopped once the stop has begun."""
+        if self.begun:
+            raise JobStopped(f"job {self.memory.config.name!r} is stopping")
+
+    def begin(self, drain: bool, timeout_s: float) -> None:
+        """Once more: the stricter of both counts.
+
+        drain: learners have timeout_s seconds to finish, and what they have published is applied.
+        """
+        self.log.info("stopping", drain=drain)
+        wanted = Stop.DRAIN if drain else Stop.NOW
+        self._control["stop"] = max(wanted, int(self._control["stop"]))
+        self._control["phase"] = Phase.DRAINING
+        self._until = min(self._until, time.monotonic() + (timeout_s if drain else NOW_S))
+        self.begun = True
+        self.memory.ring_bells()
+        self.notify.stopping(timeout_s + ENDING_S + (SAVE_S if self.saves else 0.0))
+
+    def over(self, now: float) -> bool:
+        """Whether nothing is left to wait for: learners, then the last checkpoint. Every tick."""
+        if not self._saving_until:
+            if self.memory.rings and now <= self._until:
+                return False
+            if self.roster.rows:
+                self.log.warning("learners still attached", rows=self.roster.rows)
+            self._saving_until = now + SAVE_S
+            fresh = int(self._control["version"]) != int(self._control["checkpoint_version"])
+            if not self.saves or not (fresh or not int(self._control["checkpoints"])):
+                return True
+            try:
+                self.checkpoints.ask(self._heard)
+            except CheckpointError as error:
+                self._heard({"error": str(error)})
+        if not self._saved and now > self._saving_until:
+            self._heard({"error": f"the disk took longer than {SAVE_S:.0f} s"})
+        return self._saved
+
+    def _heard(self, outcome: dict[str, Any]) -> None:
+        self._saved = True
+        self.problem = outcome.get("error", "")
+
+    def report(self) -> str:
+        """What a stop without its last checkpoint tells."""
+        job = self.memory.config.name
+        rest = (
+            "its segments have lost their names, so what came after is gone"
+            if self.memory.unnamed
+            else "what it has learned stays in memory: go on with gadei-ps serve, or drop it with "
+            f"gadei-ps gc {job}"
+        )
+        return (
+            f"job {job!r} has stopped at version {int(self._control['version'])}, but "
+            f"its last checkpoint failed: {self.problem}; the newest is of version "
+            f"{int(self._control['checkpoint_version'])}; {rest}"
+        )
