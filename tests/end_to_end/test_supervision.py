@@ -31,13 +31,13 @@ from support import (
     daemon,
     eventually,
     fork,
-    fork_quickly,
     gone,
     learner,
     live_weights,
     segments,
     status,
 )
+from support.quick import fork_quickly
 
 from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError, JobFailed

@@ -64,8 +64,9 @@ class Forked(subprocess.Popen[bytes]):
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)
-            sys.argv = list(command[2:])
-            sys.modules[command[2]].main()
+            at = command.index("-m") + 1
+            sys.argv = list(command[at:])
+            sys.modules[command[at]].main()
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -85,7 +86,8 @@ def fork_quickly() -> contextlib.AbstractContextManager[Any]:
     spawn = process.spawn
 
     def forked(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
-        return Forked(command, **how) if command[2] in loaded else spawn(command, **how)
+        ours = any(module in command for module in loaded)
+        return Forked(command, **how) if ours else spawn(command, **how)
 
     return mock.patch.object(process, "spawn", forked)
 
