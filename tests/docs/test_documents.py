@@ -33,6 +33,8 @@ NAME = re.compile(r"(?=[^(]*[._])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 MODULE = re.compile(r"\bgadei_ps(?:\.\w+)+")
 # The package is put together from these folders (pyproject.toml).
 INSTALLED = {"learners": "learners", "watchdog": "watchdog", "benchmarks": "benchmarks"}
+DOCUMENTS = {".md", ".svg", ".csv", ".json"}
+FILES = DOCUMENTS | {".py", ".c", ".h", ".cu", ".pml", ".toml", ".safetensors"}
 FOREIGN = {"clamp_"}  # of torch, and named in no source
 MYST_DEPTH = 4  # myst_heading_anchors in docs/conf.py
 # Made by commands; the last ones by a machine with a GPU.
@@ -172,11 +174,11 @@ def misplaced_names(page: Path, text: str) -> Iterator[str]:
 
 @cache
 def words() -> frozenset[str]:
-    """Every word of the repository but for the documents."""
+    """Every word of the repository, except those of documents and of the tests that read them."""
     found: set[str] = set()
     for name in tracked():
         path = ROOT / name
-        if path.is_file() and path.suffix not in (".md", ".svg", ".csv", ".json"):
+        if path.is_file() and not name.startswith("tests/docs/") and path.suffix not in DOCUMENTS:
             found |= set(re.findall(r"\w+", path.read_text()))
     return frozenset(found)
 
@@ -188,7 +190,7 @@ def unknown_names(text: str) -> list[str]:
     return sorted(
         span
         for span in spans
-        if not SOURCE.fullmatch(span) and not known.issuperset(re.findall(r"\w+", span))
+        if Path(span).suffix not in FILES and not known.issuperset(re.findall(r"\w+", span))
     )
 
 

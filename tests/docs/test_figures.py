@@ -106,9 +106,90 @@ def memory() -> list[str]:
     return [*(f"{megabytes(one):.0f}" for one in peers), f"{own:.0f}"]
 
 
+def nlc_ratios() -> list[str]:
+    def times(contender: str, set_: str, learners: int = 2) -> float:
+        wanted = {"contender": contender, "set": set_, "learners": learners, "mini_batch": 1}
+        return float(row("nlc.json", "ratios", **wanted)["ratio"])
+
+    peers = ("DDP gloo", "Hogwild", "Hogwild sparse")
+    mr = [times(peer, "mr") for peer in peers]
+    banking = [f"{times(peer, 'banking77'):.1f}" for peer in peers]
+    single = times("torch single sparse", "banking77", learners=1)
+    return ["1", f"{mr[0]:.0f}", f"{mr[1]:.1f}", f"{mr[2]:.2f}", *banking, f"{single:.2f}"]
+
+
+def time_to_accuracy() -> list[str]:
+    shown = []
+    for set_, to in (("mr", 0.74), ("trec6", 0.82), ("banking77", 0.8)):
+        shown.append(f"{100 * to:.0f}")
+        for contender in (
+            "gadei-ps",
+            "Hogwild sparse",
+            "Hogwild",
+            "DDP gloo",
+            "torch single sparse",
+        ):
+            taken = row("time_to_accuracy.json", contender=contender, set=set_, accuracy=to)[
+                "median"
+            ]
+            shown += [f"{taken:.1f}"] if taken else []
+    return shown
+
+
+def accuracies() -> list[str]:
+    shown = []
+    for one in results("accuracy.json")["rows"]:
+        shares = [f"{100 * one[key]:.1f}" for key in ("test_accuracy", "validation_accuracy")]
+        every = ["10"] if one["kills"] else []
+        counts = [str(one["epochs"]), f"{one['samples_per_s']:,.0f}", str(one["kills"])]
+        shown += [str(one["learners"]), *every, *shares, *counts]
+    return shown
+
+
+def latencies() -> list[str]:
+    def us(contender: str, mode: str) -> str:
+        wanted = {"contender": contender, "mode": mode, "quantile": "p50"}
+        return two_digits(1e6 * median("latency.json", **wanted))
+
+    spinning = ("gadei-ps", "MPI", "iceoryx2", "Pipe", "ZeroMQ", "Queue")
+    asleep = ("gadei-ps", "Pipe", "iceoryx2", "ZeroMQ", "Queue")
+    return ["4", *(us(one, "spinning") for one in spinning), *(us(one, "asleep") for one in asleep)]
+
+
+def ingest() -> list[str]:
+    shown = []
+    for megabytes in (1, 5, 25, 100):
+        shown.append(str(megabytes))
+        for contender in ("gadei-ps", "MPI one-sided", "MPI two-sided", "gloo"):
+            wanted = {"contender": contender, "bytes": megabytes * 10**6, "learners": 2}
+            shown.append(f"{median('ingest.json', **wanted) / 1e9:.1f}")
+    return shown
+
+
+def apply() -> list[str]:
+    def times(contender: str, optimizer: str, megabytes: int, wire: str = "float32") -> str:
+        wanted = {"contender": contender, "optimizer": optimizer, "wire": wire}
+        found = row("apply.json", "ratios", bytes=megabytes * 10**6, threads=2, **wanted)
+        return f"{found['ratio']:.2f}"
+
+    shown = ["2", "2", "100", "100", "100"]
+    for optimizer in ("SGD", "MOMENTUM", "NESTEROV", "ADAGRAD", "ADAM", "ADAMW"):
+        for megabytes in (2, 100):
+            shown += [times(peer, optimizer, megabytes) for peer in ("C", "torch")]
+        shown.append(times("float32", optimizer, 100, "bfloat16"))
+    return shown
+
+
 FIGURES: dict[str, Callable[[], list[str]]] = {
     "nlc.json, table": lambda: nlc((1, 8, 32, 128)),
+    "nlc.json, all sizes": lambda: nlc((1, 2, 4, 8, 32, 128)),
+    "nlc.json, ratios": nlc_ratios,
+    "time_to_accuracy.json, seconds": time_to_accuracy,
     "accuracy.json, trec6": trec6,
+    "accuracy.json, table": accuracies,
+    "latency.json, all p50": latencies,
+    "ingest.json, two learners": ingest,
+    "apply.json, two threads": apply,
     "latency.json, p50": latency,
     "soak.json, kills": soak,
     "start.json, medians": start,
