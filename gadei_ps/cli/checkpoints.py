@@ -14,7 +14,7 @@ from gadei_ps.cli.options import JobArgument, Json, tell
 
 
 def checkpoint(job: JobArgument, as_json: Json = False) -> int:
-    """Write a checkpoint of a running job now; training pauses for milliseconds."""
+    """Write a checkpoint of a running job now; training pauses for a few milliseconds."""
     from gadei_ps.commands import jobs
     from gadei_ps.show import view
 
@@ -28,20 +28,24 @@ def restore(
         str,
         typer.Argument(
             metavar="CHECKPOINT|JOB.toml",
-            help="A checkpoint, a directory of them, a job file, or the name of a job.",
+            help="A checkpoint, a directory of checkpoints, a job file, or a job's name.",
         ),
     ],
     version: Annotated[
-        int | None, typer.Option(metavar="N", help="Of several, that version. [default: newest]")
+        int | None,
+        typer.Option(
+            metavar="N", help="Version to take, if there are several.", show_default="newest"
+        ),
     ] = None,
-    json_log: Annotated[bool, typer.Option("--json-log", help="Log in JSON.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    json_log: Annotated[
+        bool, typer.Option("--json-log", help="Log one JSON object a line.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log details.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Serve a job from a checkpoint, with the configuration that it holds or the job file's.
+    """Serve a job from a checkpoint, with the configuration of the checkpoint or of the job file.
 
-    What a dead watchdog of the job has left in memory is dropped; a running job is stopped first by
-    gadei-ps stop.
+    Stop the job first if it is running. If it is dead, its shared memory is discarded.
     """
     from gadei_ps.commands import saved
     from gadei_ps.watchdog.supervisor import Options
@@ -57,18 +61,26 @@ def export(
         str,
         typer.Argument(
             metavar="JOB|CHECKPOINT",
-            help="A running job, a checkpoint, a directory of them, or a job file.",
+            help="A job's name, a checkpoint, a directory of checkpoints, or a job file.",
         ),
     ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Ends in .safetensors, .npz or .pt (torch).")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="File to write; ends in .safetensors, .npz or .pt (needs PyTorch)."
+        ),
     ],
     version: Annotated[
-        int | None, typer.Option(metavar="N", help="Of several checkpoints, that version.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Version of the checkpoint to take.",
+            show_default="a job's memory, or its newest checkpoint",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Write plain weights for PyTorch or NumPy, from a running job or from a checkpoint."""
+    """Write the weights of a job or of a checkpoint to a file for PyTorch or NumPy."""
     from gadei_ps.commands import saved
     from gadei_ps.show import view
 
@@ -80,6 +92,6 @@ def export(
 
 
 def _warn(problems: Iterable[str]) -> None:
-    """Checkpoints that cannot be used are named; the one before them is taken."""
+    """Names the checkpoints that cannot be used; an older one is used instead."""
     for problem in problems:
         print(f"gadei-ps: warning: {problem}", file=sys.stderr)

@@ -14,17 +14,21 @@ from gadei_ps.errors import UsageError
 def kill(
     job: JobArgument,
     learner: Annotated[
-        int | None, typer.Option(metavar="K", min=0, help="The learner that status shows as K.")
+        int | None,
+        typer.Option(metavar="K", min=0, help="The learner that gadei-ps status shows as K."),
     ] = None,
     server: Annotated[bool, typer.Option("--server", help="The active server.")] = False,
-    standby: Annotated[bool, typer.Option("--standby", help="The server that stands by.")] = False,
+    standby: Annotated[bool, typer.Option("--standby", help="The standby server.")] = False,
     watchdog: Annotated[bool, typer.Option("--watchdog", help="The watchdog.")] = False,
     name: Annotated[
-        str, typer.Option("--signal", metavar="NAME", help="KILL, STOP, CONT, TERM, SEGV, ...")
+        str,
+        typer.Option(
+            "--signal", metavar="NAME", help="Signal to send: KILL, STOP, CONT, TERM, SEGV, ..."
+        ),
     ] = "KILL",
     as_json: Json = False,
 ) -> int:
-    """Send a signal to one process of a job, to see that nothing is lost."""
+    """Send a signal to one process of a job; training goes on and nothing is lost."""
     from gadei_ps.job import processes
     from gadei_ps.job.processes import Role
     from gadei_ps.show import view
@@ -37,7 +41,7 @@ def kill(
     }
     roles = [role for role, wanted in asked.items() if wanted]
     if len(roles) != 1:
-        raise UsageError("whom? give one of --learner K, --server, --standby and --watchdog")
+        raise UsageError("give exactly one of --learner K, --server, --standby and --watchdog")
     sent = processes.kill(job, roles[0], learner, processes.signal_number(name))
     tell(as_json, sent, lambda: view.killed(sent))
     return 0
@@ -46,51 +50,70 @@ def kill(
 def chaos(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="[JOB]", help="Name or socket. [default: a job of its own]"),
+        typer.Argument(
+            metavar="JOB",
+            help="The running job's name, or the path of its socket.",
+            show_default="a job of its own",
+        ),
     ] = None,
     time_: Annotated[
-        str, typer.Option("--for", metavar="TIME", help="How long: 500ms, 60s, 2m.")
+        str,
+        typer.Option("--for", metavar="TIME", help="How long it lasts, such as 500ms, 60s or 2m."),
     ] = "60s",
     targets: Annotated[
         str | None,
         typer.Option(
-            metavar="WHO,...",
-            help="Of server, learner, standby, watchdog. "
-            "[default: all; of a running JOB server,learner]",
+            metavar="ROLE,...",
+            help="Processes to hit: server, learner, standby, watchdog.",
+            show_default="all; in a running JOB server,learner",
         ),
     ] = None,
     every: Annotated[
-        str, typer.Option(metavar="TIME", help="Mean time from one fault to the next.")
+        str, typer.Option(metavar="TIME", help="Mean time between two faults.")
     ] = "0.5s",
-    signals: Annotated[str, typer.Option(metavar="NAME,...", help="KILL, or KILL,STOP.")] = "KILL",
-    seed: Annotated[int | None, typer.Option(help="Of the choice of victims.")] = None,
+    signals: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Signals to send: KILL or KILL,STOP.")
+    ] = "KILL",
+    seed: Annotated[
+        int | None, typer.Option(help="Seed for the choice of victims.", show_default="random")
+    ] = None,
     learners: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, max=64, help="Of a job of its own. [default: 2]"),
+        typer.Option(
+            metavar="N", min=1, max=64, help="Learners. Only without JOB.", show_default="2"
+        ),
     ] = None,
     optimizer: Annotated[
-        OptimizerName | None, typer.Option(help="Likewise. [default: sgd]")
+        OptimizerName | None, typer.Option(help="Optimizer. Only without JOB.", show_default="sgd")
     ] = None,
     size: Annotated[
         str | None,
         typer.Option(
-            metavar="BYTES", help="Likewise, of the weights: 64K, 2M, 100M. [default: 2M]"
+            metavar="BYTES",
+            help="Size of the weights, such as 64K, 2M or 100M. Only without JOB.",
+            show_default="2M",
         ),
     ] = None,
     shards: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, max=64, help="Likewise, threads. [default: by cores]"),
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=64,
+            help="Shards of the server, each with a thread. Only without JOB.",
+            show_default="by cores",
+        ),
     ] = None,
     impatient: Annotated[
-        bool, typer.Option("--impatient", help="Kill the server also while none stands by.")
+        bool, typer.Option("--impatient", help="Kill the server even while there is no standby.")
     ] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
     """Kill and stop processes at random; exit code 1 if a gradient is lost or applied twice.
 
-    In a job of its own every gradient is counted in the weights. In a running JOB, whose weights
-    are its own business, only times and counters are told.
+    Without JOB, a job of its own counts every gradient in its weights. With a running JOB, the
+    report has only times and the job's counters.
     """
     from gadei_ps.chaos import campaign
     from gadei_ps.chaos.victims import OwnJob

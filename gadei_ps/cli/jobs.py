@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gadei_ps.cli.options import (
+    MODELS,
+    SERVED,
     Command,
     Device,
     DeviceName,
@@ -17,7 +19,6 @@ from gadei_ps.cli.options import (
     JobArgument,
     Json,
     OptimizerName,
-    Sync,
     Verbose,
     tell,
 )
@@ -29,23 +30,27 @@ if TYPE_CHECKING:
     from gadei_ps.watchdog.supervisor import Options
 
 WATCH_S = 1.0
-MOST_SILENT = 3  # questions without an answer before --watch gives up
+MOST_SILENT = 3  # unanswered requests before --watch gives up
 
 
 def serve(
     file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Begin anew: use neither memory left behind nor checkpoints."),
+        typer.Option(
+            "--fresh", help="Start from zero: ignore memory of a dead job and checkpoints."
+        ),
     ] = False,
-    json_log: Annotated[bool, typer.Option("--json-log", help="Log in JSON.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    json_log: Annotated[
+        bool, typer.Option("--json-log", help="Log one JSON object a line.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log details.")] = False,
     as_json: Json = False,
 ) -> int:
     """Serve a job in the foreground until SIGTERM, Ctrl-C or gadei-ps stop.
 
-    A job whose watchdog was killed is adopted, with its learners; one that has died altogether goes
-    on from what is left in memory, else from its newest checkpoint.
+    If only the watchdog of the job was killed, the job is adopted with its servers and learners. If
+    all its processes are dead, it goes on from shared memory or from its newest checkpoint.
     """
     from gadei_ps.job import config
     from gadei_ps.watchdog.supervisor import Options
@@ -62,7 +67,7 @@ def serve_job(job: JobConfig, options: Options, as_json: bool) -> int:
     begin = time.monotonic()
     log.set_up(as_json=options.as_json, verbose=options.verbose)
     if supervisor.serve(job, options, Notify.from_environment()):
-        raise JobFailed(f"job {job.name!r} has failed; its last messages say why")
+        raise JobFailed(f"job {job.name!r} has failed; its last log lines say why")
     if as_json:
         print_json({"job": job.name, "seconds": time.monotonic() - begin})
     return 0
@@ -73,28 +78,53 @@ def run(
         str,
         typer.Argument(
             metavar="JOB",
-            help="A running job, a job file (.toml), or the name of a job to serve meanwhile.",
+            help="A running job; a job file (.toml) or a new name is served while learners run.",
         ),
     ],
     command: Command,
     learners: Annotated[
-        int, typer.Option(metavar="N", min=1, max=256, help="Processes to start.")
+        int, typer.Option(metavar="N", min=1, max=256, help="Number of learners to start.")
     ] = 1,
     restart: Annotated[
         int,
-        typer.Option(metavar="K", min=0, help="Start killed learners again, at most K times."),
+        typer.Option(
+            metavar="K",
+            min=0,
+            help="Restart learners that are killed by a signal, at most K times in all.",
+        ),
     ] = 0,
     optimizer: Annotated[
-        OptimizerName | None, typer.Option(help="For a job that is not running yet.")
+        OptimizerName | None,
+        typer.Option(
+            help=f"Rule by which gradients change the weights. {SERVED}",
+            show_default="the job file's, or sgd",
+        ),
     ] = None,
-    lr: Annotated[float | None, typer.Option(metavar="RATE", help="Likewise.")] = None,
-    sync: Sync = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help=f"Learning rate. {SERVED}",
+            show_default="the job file's, or 0.01",
+        ),
+    ] = None,
+    sync: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help=f"{SERVED} Synchronization model: {MODELS}",
+            show_default="the job file's, or asp",
+        ),
+    ] = None,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
-    """Start learners and look after them until they end: gadei-ps run demo -- python my_train.py"""
+    """Start learners and wait until they end: gadei-ps run demo -- python my_train.py
+
+    If no job of this name is running, it is served until the learners end.
+    """
     from gadei_ps.commands.run import RunOptions, run_learners
     from gadei_ps.show import view
 
@@ -126,9 +156,9 @@ def attach(
     gpus: Gpus = None,
     as_json: Json = False,
 ) -> int:
-    """Become one more learner of a running job: gadei-ps attach demo -- python my_train.py
+    """Add one learner to a running job: gadei-ps attach demo -- python my_train.py
 
-    Of several GPUs it gets one that fewest of the job's learners have.
+    If there are several GPUs, the learner gets one that the fewest learners of the job use.
     """
     from gadei_ps.commands.run import RunOptions, attach_and_wait, become_learner
 
@@ -142,12 +172,19 @@ def attach(
 
 def status(
     job: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="Name or socket. [default: all jobs]")
+        str | None,
+        typer.Argument(
+            metavar="JOB",
+            help="The job's name, or the path of its socket.",
+            show_default="all jobs",
+        ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")
+    ] = False,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="Write a picture of it, which takes a second."),
+        typer.Option(metavar="FILE.svg", help="Write a picture of the status to this file."),
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -241,15 +278,21 @@ def _watch(job: str | None) -> None:
 def stop(
     job: JobArgument,
     drain: Annotated[
-        bool, typer.Option("--drain", help="Let learners finish what they have in hand.")
+        bool, typer.Option("--drain", help="Let learners finish the batches they have begun.")
     ] = False,
     timeout: Annotated[
         float,
-        typer.Option(metavar="S", min=0.1, max=3600, help="Seconds that --drain gives them."),
+        typer.Option(
+            metavar="S", min=0.1, max=3600, help="With --drain: seconds that learners have."
+        ),
     ] = 30.0,
     discard: Annotated[
         bool,
-        typer.Option("--discard", help="A job without a watchdog: lose what no checkpoint has."),
+        typer.Option(
+            "--discard",
+            help="If the job has lost its watchdog: stop it although gradients since the last "
+            "checkpoint are lost.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> int:
@@ -263,7 +306,7 @@ def stop(
 
 
 def list_jobs(as_json: Json = False) -> int:
-    """List jobs, and what dead ones have left."""
+    """List running jobs and the remains of dead ones."""
     from dataclasses import asdict
 
     from gadei_ps.commands import jobs
@@ -276,14 +319,17 @@ def list_jobs(as_json: Json = False) -> int:
 
 def gc(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[JOB]...", help="[default: all jobs]")
+        list[str] | None,
+        typer.Argument(metavar="JOB", help="Names of jobs.", show_default="all dead jobs"),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove segments, sockets and locks that dead jobs have left.
+    """Remove segments, sockets and locks of dead jobs.
 
-    What serve would go on with from memory is removed only if its job is named.
+    Memory from which gadei-ps serve could go on is removed only if its job is named.
     """
     from gadei_ps.commands import jobs
     from gadei_ps.show import view

@@ -14,7 +14,7 @@ from gadei_ps.errors import UsageError
 
 
 def doctor(as_json: Json = False) -> int:
-    """Check this machine; exit code 1 if jobs cannot run here."""
+    """Check whether jobs can run on this machine; exit code 1 if not."""
     from gadei_ps.commands.doctor import Level, examine
     from gadei_ps.show import view
 
@@ -27,17 +27,24 @@ def doctor(as_json: Json = False) -> int:
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="[default: list them]")
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Benchmarks to run.", show_default="list them"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small and short: whether it runs, not how fast.")
+        bool,
+        typer.Option(
+            "--quick", help="Run small and short, to see that it works; the figures mean nothing."
+        ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write DIR/NAME.json for each.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory for the results: NAME.json for each benchmark."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Measure this project beside its peers on this machine."""
+    """Compare this project with its peers on this machine."""
     from gadei_ps.benchmarks import suite
 
     if not names:
@@ -64,24 +71,26 @@ def bench(
 
 def install_unit(
     user: Annotated[
-        bool, typer.Option("--user", help="For your own jobs: the default, but for root.")
+        bool, typer.Option("--user", help="For your own jobs; the default unless you are root.")
     ] = False,
     system: Annotated[
-        bool, typer.Option("--system", help="For jobs of the machine: the default for root.")
+        bool, typer.Option("--system", help="For jobs of the whole machine; the default for root.")
     ] = False,
     run_as: Annotated[
         str | None,
-        typer.Option(metavar="USER", help="User of --system's jobs, instead of gadei-ps."),
+        typer.Option(
+            metavar="USER", help="With --system: user that runs the jobs.", show_default="gadei-ps"
+        ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a unit that is there and differs.")
+        bool, typer.Option("--force", help="Replace an existing unit that differs.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "--print", help="Print the unit and write nothing.")
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Write the systemd unit gadei-ps@.service, and say how to start jobs with it."""
+    """Write the systemd unit gadei-ps@.service and print how to start a job with it."""
     from gadei_ps.commands import systemd
 
     if user and system:
@@ -94,7 +103,7 @@ def install_unit(
         print(done.text, end="")
     else:
         print(f"{'wrote' if done.written else 'is up to date:'} {done.path}")
-        print("\nnext, for a job named demo:\n")
+        print("\nNext, for a job named demo:\n")
         for line in done.next:
             print(f"  {line}")
     return 0

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 MODELS = (
     "asp, ssp:S, bsp, elastic-bsp:R, cutoff:C, cutoff:by=order, cutoff:by=sampled, "
-    "cutoff:file=MODEL or wsp:D=N,s_local=N; docs/sync-models.md tells which when."
+    "cutoff:file=FILE or wsp:D=N,s_local=N; docs/sync-models.md compares them."
 )
+SERVED = "Only if this command starts the job."
 
 
 class OptimizerName(StrEnum):
-    """As in a job file's [optimizer] kind."""
+    """As `kind` in the [optimizer] table of a job file."""
 
     SGD = "sgd"
     MOMENTUM = "momentum"
@@ -47,21 +48,24 @@ class DeviceName(StrEnum):
     HOST = "host"
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Name or socket of a job.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", help="The job's name, or the path of its socket.")
+]
 Command = Annotated[
-    list[str], typer.Argument(metavar="COMMAND", help="After --: program and arguments.")
+    list[str],
+    typer.Argument(metavar="COMMAND", help="The learner's program and its arguments, after --."),
 ]
 Sync = Annotated[
     str | None,
-    typer.Option("--sync", metavar="MODEL", help=MODELS),
+    typer.Option("--sync", metavar="MODEL", help=f"Synchronization model: {MODELS}"),
 ]
 Device = Annotated[
     DeviceName,
     typer.Option(
         "--device",
         envvar=DEVICE_VARIABLE,
-        help="What learners compute on; auto: CUDA where it can be used, else the host.",
+        help="What learners compute on; auto takes CUDA if it can be used, and the host otherwise.",
     ),
 ]
 Gpus = Annotated[
@@ -69,11 +73,14 @@ Gpus = Annotated[
     typer.Option(
         "--gpus",
         metavar="K,...",
-        help="GPUs that learners get in turn, one each; without it all. Numbers of nvidia-smi, "
-        "UUIDs of parts (MIG), or places in CUDA_VISIBLE_DEVICES where that is set.",
+        help="Deal these GPUs out to the learners in turn, one each: numbers of nvidia-smi, UUIDs "
+        "(also of MIG parts), or positions in CUDA_VISIBLE_DEVICES if that is set.",
+        show_default="all GPUs",
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show the log of the job's daemon.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Print the log of the job's watchdog and servers.")
+]
 
 
 def tell(as_json: bool, result: Mapping[str, Any], shown: Callable[[], RenderableType]) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LINE_S = 5.0  # at most one line of progress in this time
 DEFAULT_OUT = Path("runtime-model.safetensors")
 DEFAULT_EPOCHS = 30  # run_times.training.EPOCHS, whose module imports PyTorch
-HELP = "The model that predicts learners' run times, for cutoff:file=MODEL."
+HELP = "Train the model of learners' run times that --sync cutoff:file=FILE uses."
 
 app = typer.Typer(help=HELP)
 
@@ -36,18 +36,28 @@ def _group() -> None:
 @app.command()
 def train(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="Run times, CSV: what gadei-ps trace records.")
+        Path,
+        typer.Argument(metavar="TRACE", help="Run times that gadei-ps trace has recorded (CSV)."),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the model goes.")] = DEFAULT_OUT,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="File that the model is written to.")
+    ] = DEFAULT_OUT,
     epochs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Epochs of 40 mini-batches.")
+        int, typer.Option(metavar="N", min=1, help="Number of epochs, each of 40 mini-batches.")
     ] = DEFAULT_EPOCHS,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of weights and batches.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Seed for the first weights and the mini-batches."),
+    ] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end.")
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
     ] = False,
 ) -> int:
-    """Train a model of run times from a trace of a few hundred iterations, best without drops."""
+    """Train a model of run times from a trace.
+
+    A few hundred iterations are enough. A trace in which no gradient was dropped gives the best
+    model.
+    """
     if importlib.util.find_spec("torch") is None:
         raise UsageError("runtime-model train needs PyTorch: pip install 'gadei-ps[torch]'")
     from gadei_ps.run_times import traces

@@ -1,4 +1,4 @@
-"""The command `gadei-ps simulate`: what may be asked for. See cli.py for how commands behave."""
+"""The command `gadei-ps simulate`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,35 @@ class ProblemName(StrEnum):
 def simulate(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Such as bsp, asp, ssp:3, elastic-bsp, cutoff:6."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Models to compare, such as bsp, asp, ssp:3, elastic-bsp, cutoff:6.",
+        ),
     ],
     learners: Annotated[
-        int | None, typer.Option(metavar="N", help="2 to 100000. [default: 8, or the trace's]")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Number of learners, 2 to 100000.",
+            show_default="8, or those of the trace",
+        ),
     ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(metavar="I", help="End after I times N iterations. [default: 100]"),
+        typer.Option(
+            metavar="I",
+            help="End when the learners have done I times N iterations in all.",
+            show_default="100, unless --gradients or --time is given",
+        ),
     ] = None,
     gradients: Annotated[
-        int | None, typer.Option(metavar="G", help="End after so many were applied.")
+        int | None, typer.Option(metavar="G", help="End when G gradients are applied.")
     ] = None,
     time_: Annotated[
-        str | None, typer.Option("--time", metavar="TIME", help="End then: 60s, 2m, 1h.")
+        str | None,
+        typer.Option(
+            "--time", metavar="TIME", help="End at this virtual time, such as 60s, 2m or 1h."
+        ),
     ] = None,
     times: Annotated[
         str,
@@ -54,53 +69,79 @@ def simulate(
             "a trace, FILE.csv.",
         ),
     ] = "normal:mean=1,std=0.2",
-    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed for everything that is drawn at random.")
+    ] = 0,
     server_time: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="The server's, for each gradient. [default: none]"),
+        typer.Option(
+            metavar="TIME",
+            help="Time that the server needs for a gradient.",
+            show_default="none",
+        ),
     ] = None,
     slots: Annotated[
-        int, typer.Option(metavar="S", help="Gradients that a learner's ring holds.")
+        int, typer.Option(metavar="S", help="Gradients that the ring of a learner holds.")
     ] = 2,
     give_up_after: Annotated[
         str,
         typer.Option(
             metavar="TIME",
-            help="When a straggler gives up: so long after the cutoff, a share of its run time "
-            "(10%), or never.",
+            help="When a straggler gives up its iteration: this long after the cutoff, after a "
+            "share of its run time (such as 10%), or never.",
         ),
     ] = "0",
     deaths: Annotated[
-        float, typer.Option(metavar="P", help="Chance of a death in each iteration.")
+        float, typer.Option(metavar="P", help="Probability that a learner dies in an iteration.")
     ] = 0.0,
     die: Annotated[
-        list[str] | None, typer.Option(metavar="K@TIME", help="Learner K dies then; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="K@TIME", help="Learner K dies at this time; may be repeated."),
     ] = None,
     join: Annotated[
-        list[str] | None, typer.Option(metavar="K@TIME", help="Learner K joins then; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="K@TIME", help="Learner K joins at this time; may be repeated."),
     ] = None,
     return_after: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="A dead learner is replaced then. [default: never]"),
+        typer.Option(
+            metavar="TIME",
+            help="Time after which a dead learner is replaced.",
+            show_default="never",
+        ),
     ] = None,
     loss: Annotated[
-        ProblemName | None, typer.Option(help="Learn it meanwhile: loss against time.")
+        ProblemName | None,
+        typer.Option(help="Also train this problem, and show its loss against time."),
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="B", min=1, help="--loss: mini-batch.")] = 32,
+    batch: Annotated[
+        int, typer.Option(metavar="B", min=1, help="With --loss: samples in a mini-batch.")
+    ] = 32,
     lr: Annotated[
         float | None,
-        typer.Option(metavar="RATE", help="--loss: for means of gradients. [default: by problem]"),
+        typer.Option(
+            metavar="RATE",
+            help="With --loss: learning rate for models that apply means of gradients.",
+            show_default="by problem",
+        ),
     ] = None,
     lr_on_arrival: Annotated[
         float | None,
-        typer.Option(metavar="RATE", help="--loss: for single ones. [default: --lr over N]"),
+        typer.Option(
+            metavar="RATE",
+            help="With --loss: learning rate for models that apply single gradients.",
+            show_default="--lr divided by N",
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw it; needs matplotlib.")
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Write a plot to this file; needs matplotlib."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
 ) -> int:
-    """Compare synchronization models in virtual time, on the same run times, with any learners."""
+    """Compare synchronization models in virtual time, all with the same run times."""
     from gadei_ps.commands import quantities
     from gadei_ps.show import tables
     from gadei_ps.simulate import compare, report, run_times

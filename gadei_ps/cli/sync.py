@@ -16,13 +16,16 @@ SETTABLE = ("sync",)
 
 def set_job(
     job: JobArgument,
-    settings: Annotated[list[str], typer.Argument(metavar="sync=MODEL", help=f"MODEL: {MODELS}")],
+    settings: Annotated[
+        list[str], typer.Argument(metavar="sync=MODEL", help=f"The new model: {MODELS}")
+    ],
     timeout: Annotated[
-        float, typer.Option(metavar="S", min=0.1, help="Seconds to wait for the barrier.")
+        float,
+        typer.Option(metavar="S", min=0.1, help="Seconds to wait until the change takes effect."),
     ] = 60.0,
     as_json: Json = False,
 ) -> int:
-    """Change a running job's synchronization model; it takes effect at a barrier."""
+    """Change the synchronization model of a running job at its next barrier."""
     from gadei_ps.commands import jobs
 
     result = jobs.set_sync(job, _settings(settings)["sync"], timeout)
@@ -31,7 +34,7 @@ def set_job(
     elif result["changed"]:
         print(f"{job}: {result['before']} -> {result['sync']}")
     else:
-        print(f"{job}: has {result['sync']} already")
+        print(f"{job}: already has {result['sync']}")
     return 0
 
 
@@ -50,21 +53,27 @@ def _settings(given: list[str]) -> dict[str, str]:
 
 
 def trace(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="[default: JOB-trace.csv]")
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv", help="File for the run times.", show_default="JOB-trace.csv"
+        ),
     ] = None,
     time_: Annotated[
         str | None,
         typer.Option(
-            "--for", metavar="TIME", help="How long: 500ms, 60s, 2m. [default: to its end]"
+            "--for",
+            metavar="TIME",
+            help="How long to record, such as 500ms, 60s or 2m.",
+            show_default="until the job ends",
         ),
     ] = None,
     as_json: Json = False,
 ) -> int:
     """Record the run times of a job's learners, for simulate and runtime-model train.
 
-    Ends with the job, after --for, or at Ctrl-C.
+    The recording ends with the job, after --for, or at Ctrl-C.
     """
     from gadei_ps.commands import quantities
     from gadei_ps.run_times import record

@@ -29,48 +29,72 @@ if TYPE_CHECKING:
 
 def train(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.csv", help="Labelled sentences, UTF-8, with a header.")
+        Path,
+        typer.Argument(metavar="FILE.csv", help="Sentences with labels: UTF-8, with a header."),
     ],
     test: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="Measure the model on these at the end.")
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="Sentences on which the finished model is measured."),
     ] = None,
-    learners: Annotated[int, typer.Option(metavar="N", help="Learner processes.")] = 2,
+    learners: Annotated[int, typer.Option(metavar="N", help="Number of learner processes.")] = 2,
     epochs: Annotated[
-        int | None, typer.Option(metavar="E", help="At most so many passes. [default: 200]")
+        int | None, typer.Option(metavar="E", help="Most passes over the data.", show_default="200")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="B", help="Mini-batch. [default: 2, 4 or 32 by rows]")
+        int | None,
+        typer.Option(
+            metavar="B", help="Sentences in a mini-batch.", show_default="2, 4 or 32, by rows"
+        ),
     ] = None,
     optimizer: Annotated[
-        OptimizerName, typer.Option(help="What moves the weights.")
+        OptimizerName, typer.Option(help="The rule by which gradients change the weights.")
     ] = OptimizerName.ADAGRAD,
     lr: Annotated[
-        float | None, typer.Option(metavar="RATE", help="Learning rate. [default: 0.01]")
+        float | None, typer.Option(metavar="RATE", help="Learning rate.", show_default="0.01")
     ] = None,
     sync: Sync = "asp",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the model goes.")] = Path("model"),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory that the model is written to.")
+    ] = Path("model"),
     patience: Annotated[
-        int, typer.Option(metavar="E", help="Stop after so many epochs without improvement.")
+        int, typer.Option(metavar="E", help="Stop after E epochs without improvement.")
     ] = 5,
-    dropout: Annotated[float, typer.Option(metavar="P", help="Share of units dropped.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of the hold-out, the weights and the order.")] = 0,
-    wire: Annotated[Wire, typer.Option(help="Number format of gradients.")] = Wire.FLOAT32,
+    dropout: Annotated[
+        float, typer.Option(metavar="P", help="Probability with which dropout zeroes a unit.")
+    ] = 0.5,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed for the held-out rows, the first weights and the order of samples."
+        ),
+    ] = 0,
+    wire: Annotated[
+        Wire, typer.Option(help="Number format in which gradients are sent.")
+    ] = Wire.FLOAT32,
     error_feedback: Annotated[
-        bool, typer.Option("--error-feedback", help="Add what 16 bits lose to the next gradient.")
+        bool,
+        typer.Option(
+            "--error-feedback", help="Add what rounding to 16 bits loses to the next gradient."
+        ),
     ] = False,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
-    text_column: Annotated[str, typer.Option(metavar="NAME", help="Column of the texts.")] = "text",
+    text_column: Annotated[
+        str, typer.Option(metavar="NAME", help="Column that holds the sentences.")
+    ] = "text",
     label_column: Annotated[
-        str, typer.Option(metavar="NAME", help="Column of the labels.")
+        str, typer.Option(metavar="NAME", help="Column that holds the labels.")
     ] = "label",
     job: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the job. [default: train-PID]")
+        str | None, typer.Option(metavar="NAME", help="Name of the job.", show_default="train-PID")
     ] = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
-    """Train a sentence classifier from a CSV file; the model directory is for predict."""
+    """Train a sentence classifier from a CSV file.
+
+    Label sentences with it by gadei-ps predict.
+    """
     _need_torch("train")
     from gadei_ps.classifier.train import Settings
     from gadei_ps.classifier.train import train as run_training
@@ -105,20 +129,26 @@ def train(
 
 def predict(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A model directory that train has made.")
+        Path,
+        typer.Argument(metavar="DIR", help="Directory of a model that gadei-ps train has written."),
     ],
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TEXT]...", help="Sentences; without any, lines of stdin."),
+        typer.Argument(metavar="TEXT", help="Sentences.", show_default="lines of stdin"),
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="Add label and probability to its rows.")
+        Path | None, typer.Option(metavar="FILE.csv", help="Label the rows of this file.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="Where --csv writes. [default: stdout]")
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv",
+            help="With --csv: file for the rows with label and probability.",
+            show_default="stdout",
+        ),
     ] = None,
     text_column: Annotated[
-        str, typer.Option(metavar="NAME", help="Column of --csv with the texts.")
+        str, typer.Option(metavar="NAME", help="With --csv: column that holds the sentences.")
     ] = "text",
     as_json: Json = False,
 ) -> int:

@@ -16,7 +16,7 @@ def test_set_and_adopt(cli: Cli, job_name: str, learner: list[str]) -> None:
     team = [cli.start("attach", job_name, "--", *learner, FOREVER) for _ in range(2)]
     support.eventually(learning(job_name, team[0], 2))
     assert cli("set", job_name, "sync=ssp:4").out == f"{job_name}: asp -> ssp:s=4\n"
-    assert cli("set", job_name, "sync=ssp:s=4").out == f"{job_name}: has ssp:s=4 already\n"
+    assert cli("set", job_name, "sync=ssp:s=4").out == f"{job_name}: already has ssp:s=4\n"
     told = cli("set", job_name, "sync=bsp", "--json").json
     assert told == {"job": job_name, "sync": "bsp", "before": "ssp:s=4", "changed": True}
     refused = cli("set", job_name, "sync=cutoff:c=9")

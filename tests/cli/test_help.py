@@ -1,0 +1,89 @@
+"""Every command, argument and option explains itself, and no word of it is lost on the screen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gadei_ps.cli.app import app
+
+WIDE = {"COLUMNS": "600", "TERM": "dumb"}  # no help text is broken into lines
+FORBIDDEN = re.compile(
+    r"\b(likewise|whoever|but for|there is not|of then|said once|not running yet|todo|for now"
+    r"|so many|where it goes)\b",
+    re.IGNORECASE,
+)
+
+
+def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of the tree, with the words that lead to it."""
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from walk(inner, (*path, name))
+
+
+COMMANDS = dict(walk(typer.main.get_command(app)))
+
+
+def default_of(parameter: Any) -> str | None:
+    """The default that the help has to show; None where there is nothing to show."""
+    if isinstance(parameter.show_default, str):
+        return parameter.show_default
+    if parameter.default is None or getattr(parameter, "is_flag", False):
+        return None
+    return str(getattr(parameter.default, "value", parameter.default))
+
+
+def faults(command: Any, screen: str) -> list[str]:
+    """What is wrong with the help of a command. screen: what --help prints."""
+    found = [] if (command.help or "").strip() else ["the command has no help"]
+    said = " ".join(screen.split())
+    for parameter in command.params:
+        name, text = parameter.opts[-1], parameter.help or ""
+        if len(text) < 8 or not text.endswith((".", "...")):
+            found.append(f"{name}: {text!r} explains nothing, or is no sentence")
+        elif " ".join(text.split()) not in said:
+            found.append(f"{name}: not all of {text!r} is on the screen")
+        if not name.startswith("-") and parameter.metavar not in screen:
+            found.append(f"{name}: its name is not on the screen")
+        default = default_of(parameter)
+        if default is not None and not re.search(rf"\[default: \(?{re.escape(default)}\)?\]", said):
+            found.append(f"{name}: its default {default} is not shown")
+    found += [f"the word {one.group()!r}" for one in FORBIDDEN.finditer(said)]
+    return found
+
+
+def test_the_walk_sees_all_commands() -> None:
+    assert ("runtime-model", "train") in COMMANDS
+    assert ("status",) in COMMANDS
+    assert len(COMMANDS) >= 22
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help(path: tuple[str, ...]) -> None:
+    printed = CliRunner().invoke(app, [*path, "--help"], env=WIDE, terminal_width=600)
+    assert printed.exit_code == 0
+    # Borders of the panels stand between the columns.
+    assert not faults(COMMANDS[path], re.sub(r"[│╭╮╰╯─]", " ", printed.output))
+
+
+def test_faults_are_found() -> None:
+    wrong = typer.Typer()
+
+    @wrong.command(help="A command.")
+    def _(
+        silent: str = typer.Option("x", help=""),
+        swallowed: str = typer.Option(None, help="A number. [default: 200] It counts."),
+        vague: str = typer.Option(None, help="Likewise."),
+        hidden: int = typer.Option(3, help="A number of things.", show_default=False),
+    ) -> None: ...
+
+    screen = CliRunner().invoke(wrong, ["--help"], env=WIDE, terminal_width=600).output
+    found = "\n".join(faults(typer.main.get_command(wrong), screen))
+    for part in ("--silent: ''", "not all of 'A number", "'Likewise'", "--hidden: its default"):
+        assert part in found
