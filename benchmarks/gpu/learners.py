@@ -24,7 +24,7 @@ from typing import Any
 from gadei_ps.benchmarks.common import Report, ratios_of, summary
 from gadei_ps.benchmarks.gpu import mps
 from gadei_ps.benchmarks.gpu.place import Place
-from gadei_ps.benchmarks.nlc_member import DDP, DDP_NCCL, HOGWILD, HOGWILD_SPARSE, OURS
+from gadei_ps.benchmarks.nlc_member import OURS
 from gadei_ps.errors import DeviceError
 from gadei_ps.machine import process
 
@@ -36,7 +36,6 @@ LSTM_REACH = 1.7
 LSTM_LEARNERS = 4
 LARGEST_SMALL = 32
 """Mini-batches up to this are to be faster than each peer's."""
-SHARED_PEERS = (HOGWILD, HOGWILD_SPARSE, DDP, DDP_NCCL)
 
 Figures = list[dict[str, Any]]
 """Of a contender at a mini-batch: who, learners, network, set, mini_batch, values (samples/s)."""

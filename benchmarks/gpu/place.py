@@ -22,7 +22,6 @@ from gadei_ps.learners.device import Device
 from gadei_ps.machine import gpus
 from gadei_ps.machine.cuda import missing as cuda_missing
 
-NAMES = ("cuda", "host")
 SPIN_CYCLES_PER_S = 2e9
 """About the clock of a GPU, by which torch's waiting kernel counts."""
 

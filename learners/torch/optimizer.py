@@ -34,8 +34,8 @@ class Optimizer(torch.optim.Optimizer):
 
     model: its parameters that require a gradient become the job's. They are float32 and all on one
     device; move the model to its GPU before. job: a name or a socket's path; None takes it from the
-    environment (`gadei-ps run`, `attach`). view: whether parameters are views of the weights
-    segment, see the module's text; has no meaning on a GPU. wire, error_feedback: see Client.
+    environment (`gadei-ps run`, `attach`). view: whether parameters on the CPU are views of the
+    weights segment (see gadei_ps.learners.torch). wire, error_feedback: see Client.
 
     free_gradients: backward() copies each gradient into the ring while it is in the cache, and
     frees it; those of torch.nn.Linear are computed in the ring (see linear()). This is faster for
