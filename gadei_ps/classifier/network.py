@@ -28,6 +28,8 @@ from torch.nn import functional
 
 from gadei_ps.classifier.dataset import PADDING, UNSEEN_LABEL, Vocabulary
 from gadei_ps.errors import GadeiError
+from gadei_ps.show.strict_json import finite
+from gadei_ps.storage import files
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Lookup = Callable[..., torch.Tensor]
@@ -292,10 +294,7 @@ def save_result(
     try:
         fresh.mkdir(parents=True)
         for name, data in contents.items():
-            with open(fresh / name, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            files.write(fresh / name, [data])
         _replace(fresh, path, old)
     except OSError as error:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -313,11 +312,7 @@ def _replace(fresh: Path, path: Path, old: Path) -> None:
         if replacing:
             old.rename(path)
         raise
-    parent = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
+    files.sync(path.parent)
 
 
 def load_result(directory: str | os.PathLike[str]) -> Result:
@@ -394,18 +389,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=2).encode()
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities are not JSON, but must not lose a finished training."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return value
+    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=2).encode()
 
 
 def _damaged(path: Path, what: str) -> ModelDirectoryError:

@@ -7,7 +7,6 @@ is shown only where GADEI_PS_TRACEBACK=1 asks for it.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ import typer
 from gadei_ps.errors import GadeiError
 from gadei_ps.machine import interrupts
 from gadei_ps.machine.interrupts import Interrupted
+from gadei_ps.show.strict_json import finite
 
 TRACEBACK_VARIABLE = "GADEI_PS_TRACEBACK"
 
@@ -94,15 +94,4 @@ def _discard_stdout() -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """One line of strict JSON: what is not finite becomes null."""
-    print(json.dumps(_finite(value), allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return value
+    print(json.dumps(finite(value), allow_nan=False))

@@ -20,7 +20,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import platformdirs
+
 from gadei_ps.errors import UsageError
+from gadei_ps.storage import files
 
 NAME = "gadei-ps@.service"
 SERVICE_USER = "gadei-ps"
@@ -227,13 +230,7 @@ def directory(scope: Scope) -> Path:
     """Where the manager looks for units of this machine, or of this user."""
     if scope == Scope.SYSTEM:
         return Path("/etc/systemd/system")
-    return _config_home() / "systemd/user"
-
-
-def _config_home() -> Path:
-    given = os.environ.get("XDG_CONFIG_HOME", "")
-    # The specification has relative paths ignored.
-    return Path(given) if given.startswith("/") else Path("~/.config").expanduser()
+    return platformdirs.user_config_path() / "systemd/user"
 
 
 def install(
@@ -284,13 +281,9 @@ def _look(path: Path, unit: str) -> Found:
 
 def _write(path: Path, unit: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    passing = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        passing.write_text(unit)
-        passing.chmod(0o644)
-        passing.replace(path)
-    finally:
-        passing.unlink(missing_ok=True)
+    with files.replacing(path) as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(unit.encode())
 
 
 def places() -> tuple[Path, ...]:
@@ -331,7 +324,7 @@ def _belongs(status: os.stat_result, user: str) -> bool:
 def _next(scope: Scope, user: str) -> Sequence[str]:
     """Commands that make a job of it."""
     if scope == Scope.USER:
-        jobs = shlex.quote(str(_config_home() / "gadei-ps"))
+        jobs = shlex.quote(str(platformdirs.user_config_path("gadei-ps")))
         return (
             f"mkdir -p {jobs} && touch {jobs}/demo.toml",
             "systemctl --user daemon-reload",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gadei_ps import sync
@@ -171,10 +172,7 @@ class JobConfig(_Table, allow_inf_nan=False):
 def state_directory() -> Path:
     """$GADEI_PS_STATE_DIR, else gadei-ps in $XDG_STATE_HOME or ~/.local/state."""
     given = os.environ.get("GADEI_PS_STATE_DIR")
-    if given:
-        return Path(given)
-    home = os.environ.get("XDG_STATE_HOME")
-    return (Path(home) if home else Path("~/.local/state").expanduser()) / "gadei-ps"
+    return Path(given) if given else platformdirs.user_state_path("gadei-ps")
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import numba
+import platformdirs
 
 KEPT = 3  # directories of other versions that stay, the most recently used
 UNUSED_S = 86400.0  # the others go when they were unused for that long
@@ -56,8 +57,8 @@ def base() -> Path:
     If that cannot be written, a temporary directory that this process removes at its end. Numba's
     files are pickles, so a directory that another user owns is never used.
     """
-    given = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    home = Path(given or Path("~/.cache").expanduser()) / "gadei-ps"
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    home = Path(given) / "gadei-ps" if given else platformdirs.user_cache_path("gadei-ps")
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if home.stat().st_uid == os.getuid() and os.access(home, os.W_OK):

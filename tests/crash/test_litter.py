@@ -28,7 +28,7 @@ from support import (
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed, JobInUse, JobNotFound
-from gadei_ps.job import paths as runtime
+from gadei_ps.job import paths
 from gadei_ps.job.control import Connection as Control
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners import client
@@ -115,8 +115,8 @@ def test_servers_that_die_at_once_are_given_up(
         with pytest.raises(JobFailed):
             job.check()
     assert not segments(job_name)
-    assert not runtime.socket_path(job_name).exists()
-    assert not runtime.lock_path(job_name).exists()
+    assert not paths.socket_path(job_name).exists()
+    assert not paths.lock_path(job_name).exists()
 
 
 def _launch(pipe: Connection, job: str) -> None:
@@ -142,7 +142,7 @@ def test_the_launcher_dies(job_name: str) -> None:
         for pid in pids:
             eventually(lambda pid=pid: gone(pid), what=f"{pid} of {pids}")
     eventually(lambda: not segments(job_name))
-    assert not runtime.socket_path(job_name).exists()
+    assert not paths.socket_path(job_name).exists()
 
 
 def test_a_clean_stop_leaves_nothing(job_name: str) -> None:
@@ -157,7 +157,7 @@ def test_a_clean_stop_leaves_nothing(job_name: str) -> None:
         with pytest.raises(GadeiError):
             eventually(job.check, 20)
         assert not segments(job_name)
-        assert [path.name for path in runtime.directory().iterdir()] == []
+        assert [path.name for path in paths.directory().iterdir()] == []
 
 
 def _start(pipe: Connection, job: str) -> None:
@@ -202,7 +202,7 @@ def test_what_cannot_be_started_leaves_nothing(job_name: str, tmp_path: Path) ->
     with pytest.raises(GadeiError, match="MiB free"), daemon(job_name, tensors=huge):
         pass
     assert not segments(job_name)
-    assert [path.name for path in runtime.directory().iterdir()] == []
+    assert [path.name for path in paths.directory().iterdir()] == []
 
 
 def _push_many(pipe: Connection, job: str) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support import Child, daemon, eventually, status
 
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.job import paths as runtime
+from gadei_ps.job import paths
 from gadei_ps.job.control import MAX_MESSAGE, Connection, Status
 from gadei_ps.learners.client import Client
 from gadei_ps.watchdog.sockets import MAX_CLIENTS, MAX_CLIENTS_OF_ONE
@@ -55,7 +55,7 @@ def unharmed(job: Daemon) -> Iterator[None]:
 
 def connect(job: str, timeout_s: float = 20.0) -> socket.socket:
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    raw.connect(str(runtime.socket_path(job)))  # blocking: it waits while the queue is full
+    raw.connect(str(paths.socket_path(job)))  # blocking: it waits while the queue is full
     raw.settimeout(timeout_s)
     return raw
 

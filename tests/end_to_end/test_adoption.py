@@ -1,0 +1,131 @@
+"""What the next watchdog of a job finds, and what it makes of it."""
+
+from __future__ import annotations
+
+import resource
+import signal
+
+import numpy as np
+from shell import Cli
+from support import (
+    eventually,
+    gone,
+    learner,
+    live_weights,
+    segments,
+    status,
+)
+from support.supervised import TOML, VALUES, again, call, gradient_of, one_at, settled, team
+
+from gadei_ps.learners.client import Client
+from gadei_ps.memory import segment
+
+
+def test_a_job_is_adopted(cli: Cli, job_name: str) -> None:
+    """With its history; who has left meanwhile is gone, and who is there is heard."""
+    watchdog = cli.serve(job_name, "standby = false\n" + TOML)
+    with team(job_name, 4) as (stays, leaves, dies, dead):
+        for child in (stays, leaves, dies, dead):
+            call(child, "push", gradient_of(np.ones(VALUES, np.float32)))
+            call(child, "wait_applied")
+        dead.kill()
+        eventually(lambda: status(job_name)["learner_deaths"] == 1)
+        assert call(stays, "set_work", 10, 1, 1) is None
+        before = status(job_name)
+        watchdog.signal(signal.SIGKILL)
+        call(stays, "push", gradient_of(np.ones(VALUES, np.float32)))
+        call(stays, "wait_applied")
+        call(leaves, "detach")
+        dies.kill()
+
+        watchdog = again(cli, job_name)
+        assert "adopted" in watchdog.err
+        eventually(lambda: [row["pid"] for row in status(job_name)["learners"]] == [stays.pid])
+        now = status(job_name)
+        for name in ("job_id", "server_pid", "server_generation", "started", "model"):
+            assert now[name] == before[name], name
+        assert now["version"] == now["gradients_applied"] == 5
+        assert now["watchdog_starts"] == 2
+        assert now["watchdog_pid"] == watchdog.pid
+        assert now["server_deaths"] == 0
+        # The learner speaks with the new one.
+        assert call(stays, "set_work", 10, 1, 1) is None
+        assert call(stays, "set_work", 11, 1, 1).startswith("ControlError")
+        assert isinstance(call(stays, "take_batch"), int)
+        call(stays, "push", gradient_of(np.ones(VALUES, np.float32)))
+        call(stays, "detach")
+        eventually(lambda: learner(job_name, stays.pid) is None)
+        settled(job_name)
+    # And so do others.
+    with Client(job_name) as client:
+        client.push(gradient_of(np.ones(VALUES, np.float32)))
+        client.wait_applied()
+        assert client.current_version == 7
+
+
+def test_another_configuration_is_refused(cli: Cli, job_name: str) -> None:
+    watchdog = cli.serve(job_name, "standby = false\n" + TOML)
+    with team(job_name, 1) as (child,):
+        call(child, "push", gradient_of(one_at(0)))
+        call(child, "wait_applied")
+        server = status(job_name)["server_pid"]
+        watchdog.signal(signal.SIGKILL)
+        file = cli.directory / f"{job_name}.toml"
+        file.write_text("standby = false\n" + TOML.replace("1.0", "0.5"))
+        said = cli("serve", file).error
+        assert "with another optimizer:" in said
+        assert "--fresh" in said
+        call(child, "push", gradient_of(one_at(0)))
+        assert call(child, "wait_applied") is None, "the job goes on as it is"
+        # What does not change what is computed may change.
+        file.write_text("standby = false\nwhen_idle = 'stop'\n[checkpoint]\nevery_s = 0\n" + TOML)
+        watchdog = again(cli, job_name)
+        assert status(job_name)["server_pid"] == server
+        watchdog.signal(signal.SIGKILL)
+
+        file.write_text("standby = false\n" + TOML.replace("1.0", "0.5"))
+        again(cli, job_name, "--fresh")
+        assert gone(server)
+        assert status(job_name)["version"] == 0
+
+
+def test_a_stop_is_finished_by_the_next(cli: Cli, job_name: str) -> None:
+    """With the last checkpoint, which the watchdog that began it did not live to make."""
+    watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
+    with team(job_name, 1) as (child,):
+        call(child, "push", gradient_of(one_at(0)))
+        call(child, "wait_applied")
+        stop = cli.start("stop", job_name)
+        eventually(lambda: status(job_name)["phase"] == "draining")
+        watchdog.signal(signal.SIGKILL)
+        stop.wait()
+        watchdog = cli.start("serve", f"{job_name}.toml")
+        assert watchdog.wait().code == 0
+        assert "finishing the stop" in watchdog.err
+        assert call(child, "push", gradient_of(one_at(0))).startswith("JobStopped")
+    assert not segments(job_name)
+    assert "version=1" in watchdog.err
+
+
+def test_what_no_checkpoint_took_stays(cli: Cli, job_name: str) -> None:
+    """A stop whose last checkpoint fails leaves the memory, and serve goes on from it."""
+    watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
+    with team(job_name, 1) as (child,):
+        call(child, "push", gradient_of(one_at(0)))
+        call(child, "wait_applied")
+        limit = resource.prlimit(watchdog.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(watchdog.pid, resource.RLIMIT_FSIZE, (3000, limit[1]))
+        said = cli("stop", job_name).error
+        assert call(child, "push", gradient_of(one_at(0))).startswith("JobStopped")
+    assert "File too large" in said
+    assert f"gadei-ps gc {job_name}" in said
+    assert watchdog.wait().code == 1
+    assert not segment.server_pids(job_name)
+    watchdog = again(cli, job_name)
+    assert status(job_name)["version"] == 1
+    with Client(job_name) as client:
+        client.push(gradient_of(one_at(0)))
+        client.wait_applied()
+    np.testing.assert_array_equal(live_weights(job_name)[:2], [-2, 0])
+    assert cli("stop", job_name).code == 0
+    assert not segments(job_name)

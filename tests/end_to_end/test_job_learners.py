@@ -1,0 +1,152 @@
+"""Learners that the watchdog starts, and a job that ends with its last learner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+
+import pytest
+from shell import Cli, is_running
+from support import (
+    eventually,
+    gone,
+    segments,
+    status,
+)
+from support.supervised import TOML, Watched, again, call, goes_on, gradient_of, one_at, team
+
+from gadei_ps.commands import jobs
+from gadei_ps.job.processes import Processes
+from gadei_ps.learners.client import Client
+
+
+def test_a_job_that_stops_when_idle(job_name: str) -> None:
+    """Not before the first learner has come, nor as long as one is there."""
+    with Watched(job_name, when_idle="stop") as job, team(job_name, 2) as (one, other):
+        call(one, "push", gradient_of(one_at(0)))
+        assert call(one, "detach") is None
+        eventually(lambda: len(status(job_name)["learners"]) == 1)
+        job.look(0.1)
+        assert is_running(job_name)
+        other.kill()
+        assert job.watchdog.join() == 0
+        assert not segments(job_name)
+
+
+SCRIPT = """
+    import os, pathlib, sys, time
+    import numpy as np
+    from gadei_ps.learners.client import Client
+
+    here, index = pathlib.Path(__file__).parent, os.environ["GADEI_PS_LEARNER"]
+    (here / f"started.{index}.{os.getpid()}").touch()
+    while (here / "hold").exists():
+        time.sleep(0.002)
+    with Client() as client:
+        while not (here / f"finish.{index}").exists():
+            client.push({"w": np.ones(3000, np.float32)})
+            time.sleep(0.002)
+"""
+
+
+def with_learners(cli: Cli, count: int, text: str = "", command: list[str] | None = None) -> str:
+    """A job file that names its learners."""
+    script = cli.directory / "learner.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = command or [sys.executable, str(script)]
+    table = f"[learners]\ncommand = {json.dumps(command)}\ncount = {count}\n"
+    return f"standby = false\n{text}{TOML}{table}"
+
+
+def named(job: str) -> dict[str, int]:
+    """Pids of the learners by the names that they have."""
+    return {row["name"]: row["pid"] for row in status(job)["learners"] if not row["leaving"]}
+
+
+def starts(cli: Cli, index: int) -> int:
+    return len(list(cli.directory.glob(f"started.{index}.*")))
+
+
+def all_there(job: str, count: int) -> dict[str, int]:
+    wanted = {f"learner-{index}" for index in range(count)}
+    eventually(lambda: named(job).keys() == wanted, what=lambda: named(job))
+    return named(job)
+
+
+def test_learners_of_the_job_file(cli: Cli, job_name: str) -> None:
+    """Started, started again when killed, but not when they have finished; then the job ends."""
+    watchdog = cli.serve(job_name, with_learners(cli, 2, "when_idle = 'stop'\n"))
+    first = all_there(job_name, 2)
+    os.kill(first["learner-0"], signal.SIGKILL)
+    eventually(lambda: named(job_name).get("learner-0", first["learner-0"]) != first["learner-0"])
+    goes_on(job_name)
+    (cli.directory / "finish.1").touch()
+    eventually(lambda: gone(first["learner-1"]))
+    eventually(lambda: set(named(job_name)) == {"learner-0"})
+    goes_on(job_name)
+    (cli.directory / "finish.0").touch()
+    assert watchdog.wait().code == 0
+    assert "last learner has left" in watchdog.err
+    assert (starts(cli, 0), starts(cli, 1)) == (2, 1)
+    assert not segments(job_name)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([sys.executable, "-c", "import sys; sys.exit(3)"], "fails again and again"),
+        (["/no/such/program"], "cannot start a learner"),
+    ],
+)
+def test_learners_that_fail(command: list[str], said: str, cli: Cli, job_name: str) -> None:
+    """They are given up, said so; the job waits for others."""
+    text = with_learners(cli, 1, command=command)
+    watchdog = cli.serve(job_name, text)
+    eventually(lambda: said in watchdog.err, what=lambda: watchdog.err)
+    if len(command) > 1:
+        assert watchdog.err.count("a learner ended") == 5
+    with Client(job_name) as client:
+        client.push(gradient_of(one_at(0)))
+        client.wait_applied()
+    assert jobs.stop(job_name, drain=False, timeout_s=5)["gradients_applied"] == 1
+
+
+def test_learners_are_adopted(cli: Cli, job_name: str) -> None:
+    (cli.directory / "hold").touch()
+    watchdog = cli.serve(job_name, with_learners(cli, 2))
+    server = status(job_name)["server_pid"]
+    # Before they have attached: they may need seconds for their imports.
+    eventually(lambda: starts(cli, 0) == starts(cli, 1) == 1)
+    watchdog.signal(signal.SIGKILL)
+    watchdog = again(cli, job_name)
+    (cli.directory / "hold").unlink()
+    first = all_there(job_name, 2)
+    goes_on(job_name)
+    watchdog.signal(signal.SIGKILL)
+    watchdog = again(cli, job_name)
+    assert all_there(job_name, 2) == first
+    goes_on(job_name)
+    assert status(job_name)["server_pid"] == server
+    # And looked after: nobody else tells the new watchdog of their deaths.
+    os.kill(first["learner-1"], signal.SIGKILL)
+    eventually(lambda: named(job_name).get("learner-1", first["learner-1"]) != first["learner-1"])
+    assert (starts(cli, 0), starts(cli, 1)) == (1, 2)
+    pids = all_there(job_name, 2)
+    assert pids["learner-0"] == first["learner-0"]
+    # What has finished is not started again, by the next one neither.
+    (cli.directory / "finish.1").touch()
+    eventually(lambda: set(named(job_name)) == {"learner-0"})
+    eventually(lambda: int(Processes(job_name).control["finished"][0]) == 1 << 1)
+    watchdog.signal(signal.SIGKILL)
+    watchdog = again(cli, job_name)
+    os.kill(pids["learner-0"], signal.SIGKILL)
+    eventually(lambda: starts(cli, 0) == 2)
+    pids = all_there(job_name, 1)
+    assert starts(cli, 1) == 2
+    jobs.stop(job_name, drain=False, timeout_s=5)
+    assert watchdog.wait().code == 0
+    for pid in pids.values():
+        assert gone(pid), "they end with the job"

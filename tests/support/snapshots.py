@@ -1,0 +1,111 @@
+"""Checkpoints that tests write, compare and break."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from gadei_ps.errors import CheckpointError
+from gadei_ps.job.config import from_mapping
+from gadei_ps.memory import layout, weights
+from gadei_ps.memory.layout import Role
+from gadei_ps.memory.weights import Model, Tensor, place
+from gadei_ps.storage.checkpoint import Snapshot, read
+
+FILES = ["SHA256SUMS", "manifest.json", "state.safetensors", "weights.safetensors"]
+TENSORS = [
+    Tensor("block/0.weight", (7, 3)),
+    Tensor("größe", ()),
+    Tensor("mean", (5,), Role.BUFFER),
+]
+MODEL = place(TENSORS)
+
+tensor_names = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=119
+).filter(lambda name: len(name.encode()) <= weights.NAME_BYTES and name != "__metadata__")
+shapes = st.lists(st.integers(1, 9), max_size=layout.MAX_DIMS).filter(
+    lambda shape: math.prod(shape) <= 3000
+)
+models = st.lists(
+    st.builds(
+        lambda name, shape, role: Tensor(name, tuple(shape), role),
+        tensor_names | st.sampled_from(["requeue", "0/a", "/", "../../etc/passwd", "file"]),
+        shapes,
+        st.sampled_from(Role),
+    ),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda tensor: tensor.name,
+).map(place)
+
+
+def values_of(model: Model, seed: int) -> np.ndarray:
+    """Bit patterns of all kinds, NaNs among them; padding is zero."""
+    drawn = np.random.default_rng(seed).integers(0, 2**32, model.values, np.uint32)
+    flat = np.zeros(model.elements, np.float32)
+    at = 0
+    for one in model.tensors:
+        flat.view(np.uint32)[one.start : one.start + one.count] = drawn[at : at + one.count]
+        at += one.count
+    return flat
+
+
+def one(version: int, model: Model = MODEL, slots: int = 2, requeued: int = 5) -> Snapshot:
+    return Snapshot(
+        job="a-job",
+        config=from_mapping({"name": "a-job"}, "test").model_dump(mode="json"),
+        model=model,
+        weights=values_of(model, 3 * version),
+        slots=tuple(values_of(model, 3 * version + 1 + slot) for slot in range(slots)),
+        version=version,
+        steps=version + 1,
+        supersteps=version + 2,
+        work={"batches": 10, "epochs": 3, "seed": 7, "next": 1 << 32 | version, "state": 1},
+        requeue=np.arange(version, version + requeued, dtype=np.uint64) << np.uint64(40),
+        counts={"applied": version, "dropped": 0, "refused": 2, "samples": 1 << 60},
+        clocks={"learner-0": version, "zweiter": 0},
+    )
+
+
+def same(left: Snapshot, right: Snapshot) -> None:
+    for name in ("job", "config", "model", "version", "steps", "supersteps"):
+        assert getattr(left, name) == getattr(right, name), name
+    for name in ("work", "counts", "clocks"):
+        assert getattr(left, name) == getattr(right, name), name
+    assert len(left.slots) == len(right.slots)
+    arrays = zip((left.weights, *left.slots), (right.weights, *right.slots), strict=True)
+    for mine, other in arrays:
+        assert mine.dtype == other.dtype == np.float32
+        np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
+    assert left.requeue.dtype == right.requeue.dtype == np.uint64
+    np.testing.assert_array_equal(left.requeue, right.requeue)
+
+
+def names(directory: Path) -> list[str]:
+    """All that is there but the lock."""
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
+def sha256sum(path: Path) -> None:
+    done = subprocess.run(
+        ["sha256sum", "--strict", "--check", "SHA256SUMS"], cwd=path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": OK") == 3
+
+
+def refused(path: Path, file: str, *why: str) -> str:
+    """The checkpoint is refused in one line that names the file."""
+    with pytest.raises(CheckpointError) as info:
+        read(path)
+    said = str(info.value)
+    assert "\n" not in said
+    assert str(path / file) in said
+    for word in why:
+        assert word in said
+    return said

@@ -1,0 +1,274 @@
+"""Damaged and foreign checkpoints: each is refused, with its file and the reason.
+
+`forge` changes the contents and makes the checksums anew, as no damage does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.snapshots import FILES, names, one, refused, same
+
+from gadei_ps.errors import CheckpointError
+from gadei_ps.storage import files
+from gadei_ps.storage.checkpoint import newest, read, write
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+def test_damage_is_seen(tmp_path: Path) -> None:
+    """A bit flipped, a tail cut off or bytes added, anywhere in any file."""
+    path = write(tmp_path, one(9), keep=1).path
+    whole = {name: (path / name).read_bytes() for name in FILES}
+
+    @settings(max_examples=300, deadline=None)
+    @given(name=st.sampled_from(FILES), how=st.sampled_from(["flip", "cut", "add"]), data=st.data())
+    def holds(name: str, how: str, data: st.DataObject) -> None:
+        raw = bytearray(whole[name])
+        at = data.draw(st.integers(0, len(raw) - 1))
+        if how == "flip":
+            raw[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif how == "cut":
+            del raw[at:]
+        else:
+            raw[at:at] = data.draw(st.binary(min_size=1, max_size=9))
+            if raw == whole[name]:
+                return
+        (path / name).write_bytes(raw)
+        try:
+            with pytest.raises(CheckpointError) as info:
+                read(path)
+        finally:
+            (path / name).write_bytes(whole[name])
+        assert name in str(info.value)
+        assert "\n" not in str(info.value)
+
+    holds()
+    same(read(path), one(9))
+
+
+def test_every_byte_of_the_checksums_counts(tmp_path: Path) -> None:
+    """Also where a flip changes how a digit is written and not what it says."""
+    path = write(tmp_path, one(9), keep=1).path
+    whole = (path / "SHA256SUMS").read_bytes()
+    for at, bit in itertools.product(range(len(whole)), (0, 5)):
+        raw = bytearray(whole)
+        raw[at] ^= 1 << bit
+        (path / "SHA256SUMS").write_bytes(raw)
+        with pytest.raises(CheckpointError, match="SHA256SUMS"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_none(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, one(9), keep=1).path
+    (path / name).unlink()
+    refused(path, name, "missing")
+    (path / name).mkdir()
+    refused(path, name, "Is a directory")
+    (path / name).rmdir()
+    os.mkfifo(path / name)
+    refused(path, name)
+    (path / name).unlink()
+    (path / name).touch()
+    refused(path, name, "damaged")
+
+
+def test_the_one_before_is_used(tmp_path: Path) -> None:
+    for version in (1, 2, 3, 4):
+        write(tmp_path, one(version), keep=4)
+    (tmp_path / "checkpoint-000000000004" / "weights.safetensors").write_bytes(b"")
+    shutil.rmtree(tmp_path / "checkpoint-000000000003")
+    (tmp_path / "checkpoint-000000000003").mkdir()
+    snapshot, path, problems = newest(tmp_path)
+    assert path == tmp_path / "checkpoint-000000000002"
+    assert snapshot is not None
+    same(snapshot, one(2))
+    assert len(problems) == 2
+    assert "checkpoint-000000000004/weights.safetensors: damaged" in problems[0]
+    assert "checkpoint-000000000003/SHA256SUMS: missing" in problems[1]
+    write(tmp_path, one(3), keep=1)
+    assert names(tmp_path) == ["checkpoint-000000000003.2", "superseded-checkpoint-000000000004"]
+
+
+# -- foreign ones: the checksums are right, the contents are not ----------------------------------
+
+
+def forge(path: Path, name: str, change: Callable[[Any], Any]) -> None:
+    """Changes a manifest's fields or a file's tensors."""
+    if name == "manifest.json":
+        fields = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps(change(fields) or fields))
+    else:
+        tensors = safetensors.numpy.load_file(path / name)
+        safetensors.numpy.save_file(change(tensors) or tensors, path / name)
+    make_sums(path)
+
+
+def make_sums(path: Path) -> None:
+    (path / "SHA256SUMS").write_text(
+        "".join(
+            f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n"
+            for name in FILES[1:]
+        )
+    )
+
+
+def test_another_writer_may_order_tensors_otherwise(tmp_path: Path) -> None:
+    path = write(tmp_path, one(9), keep=1).path
+    state, plain = path / "state.safetensors", path / "weights.safetensors"
+    turned = dict(reversed(one(9).state_tensors().items()))
+    state.write_bytes(b"".join(files.safetensors(turned)))
+    metadata = {"format": "pt"}
+    safetensors.numpy.save_file(safetensors.numpy.load_file(plain), plain, metadata=metadata)
+    make_sums(path)
+    same(read(path), one(9))
+
+
+def test_another_job_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, one(9), keep=1).path
+    forge(path, "manifest.json", lambda fields: fields.update(job="another"))
+    assert read(path).job == "another"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: ["x"], "not a JSON object"),
+        (lambda m: {"kind": "else"}, "not the manifest"),
+        (lambda m: m.update(kind=None), "not the manifest"),
+        (lambda m: m.update(format=2), "format 2"),
+        (lambda m: m.update(format="1"), "format '1'"),
+        (lambda m: m.pop("work") and None, "work is NoneType"),
+        (lambda m: m.update(version=-1), "version is negative"),
+        (lambda m: m.update(version=True), "version is bool"),
+        (lambda m: m.update(version=8), "version 8"),
+        (lambda m: m.update(steps=1.0), "steps is float"),
+        (lambda m: m.update(job=3), "job is int"),
+        (lambda m: m.update(counts={"applied": "1"}), "counts"),
+        (lambda m: m.update(clocks={"a": True}), "clocks"),
+        (lambda m: m.update(slots=3), "3 slots"),
+        (lambda m: m.update(requeue=2**40), "requeued"),
+        (lambda m: m.update(elements=2**40), "elements"),
+        (lambda m: m.update(parameters=16), "elements"),
+        (lambda m: m.update(tensors=[]), "no tensors"),
+        (lambda m: m.update(tensors=[{"name": "a"}]), "does not describe"),
+        (lambda m: m["tensors"][0].update(role="else"), "does not describe"),
+        (lambda m: m["tensors"][0].update(shape=[1.5]), "does not describe"),
+        (lambda m: m["tensors"][0].update(shape=[-1]), "impossible shape"),
+        (lambda m: m["tensors"][0].update(shape=[1] * 9), "impossible shape"),
+        (lambda m: m["tensors"][0].update(shape=[2**20, 2**20, 2**20]), "begins at"),
+        (lambda m: m["tensors"][2].update(shape=[2**50]), "too many values"),
+        (lambda m: m["tensors"][0].update(name="x" * 120), "impossible name"),
+        (lambda m: m["tensors"][0].update(name="\ud800"), "impossible name"),
+        (lambda m: m["tensors"][0].update(name="mean"), "twice"),
+        (lambda m: m["tensors"][1].update(start=0), "begins at 0"),
+        (lambda m: m["tensors"][1].update(start=1 << 40), "begins at"),
+        (lambda m: m["tensors"].reverse(), "begins at"),
+    ],
+)
+def test_foreign_manifests(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], why: str
+) -> None:
+    path = write(tmp_path, one(9), keep=1).path
+    forge(path, "manifest.json", change)
+    said = refused(path, "manifest.json", why)
+    assert "damaged" not in said
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff", b"{", b"[" * 100_000, b"9" * 5000])
+def test_manifests_that_are_not_json(tmp_path: Path, raw: bytes) -> None:
+    path = write(tmp_path, one(9), keep=1).path
+    (path / "manifest.json").write_bytes(raw)
+    make_sums(path)
+    refused(path, "manifest.json", "not JSON")
+
+
+def float64(tensors: dict[str, np.ndarray], name: str) -> None:
+    tensors[name] = tensors[name].astype(np.float64)
+
+
+def turned(tensors: dict[str, np.ndarray], name: str) -> None:
+    tensors[name] = tensors[name].T.copy()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("weights.safetensors", lambda t: t.update(more=np.zeros(1)), "'more'"),
+        ("weights.safetensors", lambda t: t.pop("mean") is None, "'mean' is missing"),
+        ("weights.safetensors", lambda t: t.update({"x": t.pop("mean")}), "'mean' is missing"),
+        ("weights.safetensors", lambda t: float64(t, "mean"), "'F64', not 'F32'"),
+        ("weights.safetensors", lambda t: turned(t, "block/0.weight"), "[3, 7], not [7, 3]"),
+        ("state.safetensors", lambda t: t.pop("1/mean") is None, "'1/mean' is missing"),
+        ("state.safetensors", lambda t: t.update({"2/mean": t["1/mean"]}), "'2/mean'"),
+        ("state.safetensors", lambda t: t.pop("requeue") is None, "'requeue' is missing"),
+        ("state.safetensors", lambda t: t.update(requeue=t["requeue"][1:].copy()), "[4], not [5]"),
+        ("state.safetensors", lambda t: float64(t, "requeue"), "'F64', not 'U64'"),
+    ],
+)
+def test_foreign_tensors(
+    tmp_path: Path, name: str, change: Callable[[dict[str, np.ndarray]], Any], why: str
+) -> None:
+    def changed(tensors: dict[str, np.ndarray]) -> None:
+        change(tensors)
+
+    path = write(tmp_path, one(9), keep=1).path
+    forge(path, name, changed)
+    said = refused(path, name, why)
+    assert "damaged" not in said
+
+
+def header(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
+    """The file with another header."""
+
+    def fake(raw: bytes) -> bytes:
+        size = int.from_bytes(raw[:8], "little")
+        fields = json.loads(raw[8 : 8 + size])
+        changed = change(fields)
+        text = json.dumps(fields if changed is None else changed).encode()
+        return len(text).to_bytes(8, "little") + text + raw[8 + size :]
+
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("fake", "why"),
+    [
+        (header(lambda h: h.update(mean=1)), "not described"),
+        (header(lambda h: h["mean"].update(data_offsets=[0, 20])), "data_offsets"),
+        (header(lambda h: h["mean"].update(data_offsets=[88, 2**60])), "data_offsets"),
+        (header(lambda h: h["mean"].update(data_offsets=[-20, 0])), "data_offsets"),
+        (header(lambda h: h["mean"].update(data_offsets="x")), "data_offsets"),
+        (header(lambda h: h["mean"].update(shape=[2**62])), "shape"),
+        (header(lambda h: []), "not a JSON object"),
+        (lambda raw: raw + b"x", "1 bytes behind the last tensor"),
+        (lambda raw: raw[:-1], "ends too early"),
+        (lambda raw: raw[:5], "5 bytes where"),
+        (lambda raw: b"\xff" * 8 + raw[8:], "needed"),
+    ],
+)
+def test_foreign_files(tmp_path: Path, fake: Callable[[bytes], bytes], why: str) -> None:
+    path = write(tmp_path, one(9), keep=1).path
+    (path / "weights.safetensors").write_bytes(fake((path / "weights.safetensors").read_bytes()))
+    make_sums(path)
+    refused(path, "weights.safetensors", why)
+
+
+def test_names_in_a_checkpoint_are_not_followed(tmp_path: Path) -> None:
+    path = write(tmp_path, one(9), keep=1).path
+    text = (path / "SHA256SUMS").read_text()
+    (path / "SHA256SUMS").write_text(text.replace("weights.s", "../weights.s"))
+    refused(path, "SHA256SUMS", "../weights.safetensors")
