@@ -96,7 +96,7 @@ def check_that_jobs_run(environment: Environment, job: str) -> None:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_installed(environment: Environment, job_name: str) -> None:
-    """As a wheel, with nothing compiled yet, and plainly; one test, as both use what is compiled."""
+    """As a wheel, with nothing compiled yet; then plainly, with what that has compiled."""
     environment.pip("wheel", "--no-deps", "--no-build-isolation", "-w", "dist", ".")
     (wheel,) = (environment.checkout / "dist").glob("*.whl")
     environment.install(str(wheel))
