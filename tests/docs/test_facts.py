@@ -188,6 +188,15 @@ def test_architecture_has_every_room() -> None:
     assert {code(row[0])[0].strip("/").removeprefix("gadei_ps/") for row in rows} == rooms()
 
 
+@pytest.mark.parametrize("way", ["A gradient's way", "A pull's way"])
+def test_each_file_is_on_a_way_once(way: str) -> None:
+    drawn = re.findall(r"```\n(.*?)```", section("docs/architecture.md", way), re.S)
+    files = re.findall(r"^([\w/]+\.\w+) ", "".join(drawn), re.M)
+    assert len(files) > 2
+    assert len(files) == len(set(files))
+    assert not [file for file in files if not (ROOT / file).exists()]
+
+
 def test_architecture_draws_the_layers_as_they_are_held() -> None:
     drawn = re.search(r"```\n(.*?)```", section("docs/architecture.md", "Layers"), re.S)
     assert drawn
