@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gadei_ps.benchmarks.reproduce import searches
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.sync import zipline
 from gadei_ps.sync.zipline import EndTimes
@@ -23,9 +24,9 @@ PAPER = {
                  (1000, 15): 7450, (1000, 150): 257_000},
 }  # fmt: skip
 SEARCHES: dict[str, Callable[[EndTimes], Any]] = {
-    "ZipLine": zipline.zipline_literal,
-    "FullGridScan": zipline.full_grid_scan,
-    "GridScan": zipline.grid_scan,
+    "ZipLine": searches.zipline_literal,
+    "FullGridScan": searches.full_grid_scan,
+    "GridScan": searches.grid_scan,
     "planner": zipline.plan,
 }
 TRIALS = 10

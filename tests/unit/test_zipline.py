@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gadei_ps.sync import zipline
-from gadei_ps.sync.zipline import full_grid_scan, grid_scan, plan, zipline_literal
+from gadei_ps.benchmarks.reproduce.searches import full_grid_scan, grid_scan, zipline_literal
+from gadei_ps.sync.zipline import in_order, merged, plan
 
 ALL = (plan, zipline_literal, grid_scan, full_grid_scan)
 Times = npt.NDArray[np.float64]
@@ -87,7 +87,7 @@ def test_merging_and_spreading_agree() -> None:
         np.sort(chance.integers(0, 400, (50, 20)).astype(float), axis=1),
     ):
         flat = [(times[k, i], k) for k in range(len(times)) for i in range(20)]
-        for keys, owners in (zipline._sorted(times), zipline._merged(times)):
+        for keys, owners in (in_order(times), merged(times)):
             assert list(zip(keys.tolist(), owners.tolist(), strict=True)) == sorted(flat)
 
 
