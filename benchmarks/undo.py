@@ -25,7 +25,7 @@ from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.kernels import cpu, optimizers
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.memory import layout
-from gadei_ps.server import places as place
+from gadei_ps.server import places
 from gadei_ps.server.apply import (
     DTYPE,
     PAYLOAD,
@@ -125,16 +125,16 @@ class Work:
         self.streams = [part[: size * 4].view(np.float32) for part in parts[3:]]
         self.fill()
         kept = optimizers.slots(kind)
-        self.places = np.zeros(place.PLACES, np.uint64)
-        self.places[place.CONTROL_AT], self.places[place.STATE_AT] = at[0], at[1]
-        self.places[place.UNDO_AT], self.places[place.WEIGHTS_AT] = at[2], at[3]
-        self.places[place.SLOT0_AT] = at[4] if kept > 0 else 0
-        self.places[place.SLOT1_AT] = at[5] if kept > 1 else 0
+        self.places = np.zeros(places.PLACES, np.uint64)
+        self.places[places.CONTROL_AT], self.places[places.STATE_AT] = at[0], at[1]
+        self.places[places.UNDO_AT], self.places[places.WEIGHTS_AT] = at[2], at[3]
+        self.places[places.SLOT0_AT] = at[4] if kept > 0 else 0
+        self.places[places.SLOT1_AT] = at[5] if kept > 1 else 0
         self.room = room()
-        self.places[place.HANDS_AT], self.places[place.ROOM_AT] = (
+        self.places[places.HANDS_AT], self.places[places.ROOM_AT] = (
             part.ctypes.data for part in self.room
         )
-        self.places[place.ELEMENTS] = self.places[place.PARAMETERS] = size
+        self.places[places.ELEMENTS] = self.places[places.PARAMETERS] = size
         self.gradient = at[6]
 
     def fill(self) -> None:

@@ -20,12 +20,12 @@ from matplotlib import pyplot
 from gadei_ps.benchmarks.reproduce import cutting, part
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Driven
 from gadei_ps.benchmarks.reproduce.part import Part, Row
-from gadei_ps.run_times import training as runtime_training
+from gadei_ps.run_times import training
 from gadei_ps.run_times.traces import Trace
 from gadei_ps.run_times.training import TrainingResult
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor, elfving
 from gadei_ps.sync.prediction import FloatArray
-from gadei_ps.sync.runtime_model import RuntimeModel
+from gadei_ps.sync.run_time_model import RunTimeModel
 
 LEARNERS = 158
 NODE = 40
@@ -100,9 +100,7 @@ def trial(seed: int, *, learners: int = LEARNERS, node: int = NODE, which: int =
 
 def model(out: Path, quick: bool) -> TrainingResult:
     """Trains the model of this cluster."""
-    return runtime_training.train(
-        recording(), out=out, epochs=4 if quick else runtime_training.EPOCHS
-    )
+    return training.train(recording(), out=out, epochs=4 if quick else training.EPOCHS)
 
 
 def run(quick: bool = False) -> Part:
@@ -113,7 +111,7 @@ def run(quick: bool = False) -> Part:
         times = [trial(seed) for seed in range(1 if quick else 5)]
         hindsight = [cutting.best_fixed(one) for one in times]
         runs: dict[str, list[Driven]] = {
-            "learned": [cutting.drive(RuntimeModel.load(file), one) for one in times],
+            "learned": [cutting.drive(RunTimeModel.load(file), one) for one in times],
             "order": [cutting.drive(NormalPredictor(), one) for one in times],
             "sampled": [cutting.drive(SampledPredictor(), one) for one in times],
             "best fixed": [
@@ -123,7 +121,7 @@ def run(quick: bool = False) -> Part:
         }
         unseen = trial(0, which=2)
         others = {
-            "learned": cutting.drive(RuntimeModel.load(file), unseen),
+            "learned": cutting.drive(RunTimeModel.load(file), unseen),
             "order": cutting.drive(NormalPredictor(), unseen),
             "sampled": cutting.drive(SampledPredictor(), unseen),
         }
@@ -163,7 +161,7 @@ The best fixed cutoff is chosen with hindsight ({min(hindsight)} to {max(hindsig
 
 The rows on another node are a test in which the third node is slow, which never was in the
 recording. The paper's networks alone do no better there than Elfving's formula; the learner's
-levels, which are ours (see gadei_ps.sync.runtime_model), make up for it.
+levels, which are ours (see gadei_ps.sync.run_time_model), make up for it.
 """
 
 

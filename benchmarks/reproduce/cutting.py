@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gadei_ps.sync.order_statistics import best_cutoff, sorted_mean, throughput
 from gadei_ps.sync.prediction import FloatArray, Predictor
-from gadei_ps.sync.runtime_model import RuntimeModel
+from gadei_ps.sync.run_time_model import RunTimeModel
 
 COLOURS = {
     "oracle": "black",
@@ -106,7 +106,7 @@ def predicted(
     predictor: Predictor, learners: npt.NDArray[np.int64]
 ) -> tuple[FloatArray, FloatArray] | None:
     """Expected order statistics and their deviations, NaN where it has none; None at first."""
-    if isinstance(predictor, RuntimeModel):
+    if isinstance(predictor, RunTimeModel):
         draws = predictor.sampled(learners)
         if draws is None:
             return None

@@ -18,11 +18,11 @@ from matplotlib import pyplot
 from gadei_ps.benchmarks.reproduce import cutoff_cluster, cutting
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Calibration
 from gadei_ps.benchmarks.reproduce.part import Part, Row
-from gadei_ps.run_times import training as runtime_training
+from gadei_ps.run_times import training
 from gadei_ps.run_times.training import TrainingResult
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor, best_cutoff
 from gadei_ps.sync.prediction import FloatArray
-from gadei_ps.sync.runtime_model import RuntimeModel
+from gadei_ps.sync.run_time_model import RunTimeModel
 
 SHOWN = (21, 50, 62, 100, 200)
 """Iterations of the plot: slow node, slow node, just after it recovered, and after."""
@@ -79,17 +79,17 @@ def _measure(cluster: Cluster, quick: bool) -> Measured:
     times = cutoff_cluster.trial(0, **size)
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.safetensors"
-        trained = runtime_training.train(
+        trained = training.train(
             cutoff_cluster.recording(**size),
             out=file,
-            epochs=4 if quick else runtime_training.EPOCHS,
+            epochs=4 if quick else training.EPOCHS,
         )
         calibration = {
-            "learned": cutting.calibrate(RuntimeModel.load(file), times),
+            "learned": cutting.calibrate(RunTimeModel.load(file), times),
             "order": cutting.calibrate(NormalPredictor(), times),
             "sampled": cutting.calibrate(SampledPredictor(), times),
         }
-        model = RuntimeModel.load(file)
+        model = RunTimeModel.load(file)
     shown = {}
     nobody = np.zeros(cluster.learners, np.bool_)
     for iteration, row in enumerate(times, start=1):
@@ -108,7 +108,7 @@ def _text(measured: list[Measured]) -> str:
     )
     return f"""\
 Figure 3 of Teng and Wood 2018, on the synthetic cluster of the part before: each iteration's run
-times are predicted from the {runtime_training.LAG} before it, all of them known, and compared in
+times are predicted from the {training.LAG} before it, all of them known, and compared in
 ascending order with what came. {trained}. The larger cluster stands for the paper's 32 nodes of 68
 cores; there too one node is slow at first.
 

@@ -16,8 +16,8 @@ from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.machine import process
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor
 from gadei_ps.sync.prediction import Predictor
-from gadei_ps.sync.runtime_file import Sizes
-from gadei_ps.sync.runtime_model import RuntimeModel
+from gadei_ps.sync.run_time_file import Sizes
+from gadei_ps.sync.run_time_model import RunTimeModel
 
 LEARNERS = (10, 158, 2175)
 REACH_MS = {158: 5.0, 2175: 50.0}
@@ -60,7 +60,7 @@ def _rounds(quick: bool) -> int:
     return 10 if quick else 200
 
 
-def _learned(learners: int) -> RuntimeModel:
+def _learned(learners: int) -> RunTimeModel:
     from gadei_ps.run_times.training import HIDDEN, LAG, LATENT, RECURRENT
 
     sizes = Sizes(learners, LAG, LATENT, RECURRENT, HIDDEN)
@@ -69,7 +69,7 @@ def _learned(learners: int) -> RuntimeModel:
         name: generator.normal(0, 0.1, shape).astype(np.float32)
         for name, shape in sizes.shapes().items()
     }
-    return RuntimeModel(sizes, weights)
+    return RunTimeModel(sizes, weights)
 
 
 MAKE: dict[str, Callable[[int], Predictor]] = {

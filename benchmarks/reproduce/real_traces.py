@@ -22,16 +22,15 @@ from gadei_ps.benchmarks.reproduce.cutoff_cluster import save
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Calibration, Driven
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.errors import UsageError
-from gadei_ps.run_times import traces
-from gadei_ps.run_times import training as runtime_training
+from gadei_ps.run_times import traces, training
 from gadei_ps.run_times.traces import Trace
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor
 from gadei_ps.sync.prediction import FloatArray
-from gadei_ps.sync.runtime_model import RuntimeModel
+from gadei_ps.sync.run_time_model import RunTimeModel
 
 FOLDER = "trace-pai-minibatch"
 JOBS = (1, 3)
-LAG = runtime_training.LAG
+LAG = training.LAG
 
 
 @dataclass
@@ -68,8 +67,8 @@ def run(quick: bool = False) -> Part:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "model.safetensors"
             half = len(jobs[job].times) // 2
-            trained = runtime_training.train(
-                jobs[job].part(0, half), out=file, epochs=4 if quick else runtime_training.EPOCHS
+            trained = training.train(
+                jobs[job].part(0, half), out=file, epochs=4 if quick else training.EPOCHS
             )
             seconds.append(trained.seconds)
             for other in JOBS:
@@ -101,14 +100,14 @@ def _test(file: Path, job: int, other: int, times: FloatArray) -> Tested:
         other,
         times,
         {
-            "learned": cutting.drive(RuntimeModel.load(file), times),
+            "learned": cutting.drive(RunTimeModel.load(file), times),
             "order": cutting.drive(NormalPredictor(), times),
             "sampled": cutting.drive(SampledPredictor(), times),
             "best fixed": cutting.fixed(times, hindsight),
             "full": cutting.fixed(times, times.shape[1]),
         },
         {
-            "learned": cutting.calibrate(RuntimeModel.load(file), times),
+            "learned": cutting.calibrate(RunTimeModel.load(file), times),
             "order": cutting.calibrate(NormalPredictor(), times),
             "sampled": cutting.calibrate(SampledPredictor(), times),
         },

@@ -23,7 +23,7 @@ from gadei_ps.chaos.victims import Given, Own, OwnJob
 from gadei_ps.commands import jobs
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import ControlError, GadeiError, UsageError
-from gadei_ps.job import processes as faults
+from gadei_ps.job import processes
 from gadei_ps.job.processes import Role, Target
 from gadei_ps.machine import interrupts
 from gadei_ps.watchdog.restart import Policy
@@ -151,7 +151,7 @@ class _Chaos:
         target = self._chance.choice(found)
         number = self._round_number if first else self._chance.choice(list(self.options.signals))
         self._announce(target, number)
-        if faults.send(target, number) is None:
+        if processes.send(target, number) is None:
             return True
         self.hits[target.role, number] += 1
         if number == signal.SIGSTOP:
@@ -215,7 +215,7 @@ class _Chaos:
             if everyone or now >= until or not target.alive:
                 self._stopped.remove(entry)
                 with contextlib.suppress(GadeiError):
-                    faults.send(target, signal.SIGCONT)
+                    processes.send(target, signal.SIGCONT)
 
     # -- telling ------------------------------------------------------------------------------
 

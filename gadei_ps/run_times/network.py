@@ -1,4 +1,4 @@
-"""The networks of sync/runtime_model.py in PyTorch, and what their training maximises.
+"""The networks of sync/run_time_model.py in PyTorch, and what their training maximises.
 
 The architecture is described there; parameters have the names that they have in the file.
 """
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gadei_ps.sync.runtime_file import Sizes
-from gadei_ps.sync.runtime_model import MIN_STD
+from gadei_ps.sync.run_time_file import Sizes
+from gadei_ps.sync.run_time_model import MIN_STD
 
 
 @dataclass
@@ -47,7 +47,7 @@ def _perceptron(inner: int, hidden: int, outer: int) -> nn.ModuleList:
 
 
 class DeepMarkovModel(nn.Module):
-    """The networks of runtime_model, with the same names, for training."""
+    """The networks of run_time_model.py, with the same names, for training."""
 
     def __init__(self, sizes: Sizes, times: Tensor) -> None:
         """times: scaled run times, (iterations, learners), that training is to begin with."""

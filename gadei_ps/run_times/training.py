@@ -1,4 +1,4 @@
-"""Training of the model of run times (sync/runtime_model.py) with PyTorch, from a trace.
+"""Training of the model of run times (sync/run_time_model.py) with PyTorch, from a trace.
 
 Teng and Wood 2018 (Cutoff SGD), section 3.1.3: stochastic gradient descent on the evidence lower
 bound (ELBO) of windows of `LAG` supersteps, for the generative and the inference networks at once,
@@ -33,9 +33,9 @@ from gadei_ps.errors import UsageError
 from gadei_ps.run_times.network import Batch, DeepMarkovModel
 from gadei_ps.run_times.traces import Trace
 from gadei_ps.storage import files
-from gadei_ps.sync import runtime_file
-from gadei_ps.sync.runtime_file import Floats, Sizes
-from gadei_ps.sync.runtime_model import LARGEST, SMALLEST
+from gadei_ps.sync import run_time_file
+from gadei_ps.sync.run_time_file import Floats, Sizes
+from gadei_ps.sync.run_time_model import LARGEST, SMALLEST
 
 LAG: Final = 20
 LATENT: Final = 8
@@ -120,7 +120,7 @@ def train(
         "elbo": best.elbo,
         "held_out_elbo": best.held_out_elbo,
     }
-    _write(target, runtime_file.contents(sizes, best.weights, told))
+    _write(target, run_time_file.contents(sizes, best.weights, told))
     return TrainingResult(
         out=str(target),
         learners=sizes.learners,

@@ -114,10 +114,10 @@ class Cutoff(SyncModel):
         if self._predictor is not None or self.c is not None:
             return
         if self.file is not None:
-            from gadei_ps.sync.runtime_model import RuntimeModel
+            from gadei_ps.sync.run_time_model import RunTimeModel
 
             try:
-                model = RuntimeModel.load(Path(self.file))
+                model = RunTimeModel.load(Path(self.file))
             except (OSError, ValueError) as error:
                 raise SpecError(f"cutoff: {error}") from None
             self._predictor, self._made_for = model, model.learners

@@ -8,7 +8,6 @@ gradients a second; the cutoff is the c that makes it largest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
 
@@ -52,22 +51,12 @@ def _scores(n: int) -> FloatArray:
     return scores
 
 
-def monte_carlo(
-    draw: Callable[[np.random.Generator, int, int], FloatArray], n: int, draws: int, seed: int
-) -> FloatArray:
-    """Expected order statistics of any joint distribution, by sampling: float64 (n,), ascending.
-
-    `draw(generator, draws, n)` returns that many joint draws, float64 (draws, n): each is sorted,
-    and the sorted rows are averaged (section 3.1.1).
-    """
-    sampled = draw(np.random.default_rng(seed), draws, n)
-    if sampled.shape != (draws, n) or not sampled.size:
-        raise ValueError(f"draw returned {sampled.shape}, not ({draws}, {n}) with values")
-    return sorted_mean(sampled)
-
-
 def sorted_mean(draws: FloatArray) -> FloatArray:
-    """The mean over rows, each sorted: (draws, n) gives (n,), ascending."""
+    """Expected order statistics of a joint distribution, from draws of it (section 3.1.1).
+
+    draws: float64 (draws, n). Each row is sorted, and the sorted rows are averaged: float64 (n,),
+    ascending.
+    """
     mean: FloatArray = np.sort(draws, axis=1).mean(axis=0)
     # Rounding may put neighbours that are equal in every draw the wrong way round.
     np.maximum.accumulate(mean, out=mean)

@@ -23,7 +23,7 @@ from support import (
 )
 
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.job import processes as faults
+from gadei_ps.job import processes
 from gadei_ps.job.processes import Processes, Role, Target
 from gadei_ps.learners.client import Client
 
@@ -166,7 +166,7 @@ class Team:
 
 def send(target: Target, number: signal.Signals = signal.SIGKILL) -> None:
     """To a process that is alive; waits for the end of one that is killed."""
-    sent = faults.send(target, number, PATIENCE_S)
+    sent = processes.send(target, number, PATIENCE_S)
     assert sent, f"{target} is gone"
     assert sent.ended or number != signal.SIGKILL
 
@@ -178,7 +178,7 @@ def stopped(target: Target) -> Iterator[None]:
     try:
         yield
     finally:
-        faults.send(target, signal.SIGCONT)
+        processes.send(target, signal.SIGCONT)
 
 
 @contextlib.contextmanager

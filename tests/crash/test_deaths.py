@@ -15,7 +15,7 @@ from team import Team, seen, send, stopped, tids
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError
-from gadei_ps.job import processes as faults
+from gadei_ps.job import processes
 from gadei_ps.job.control import Checkpoint, ask
 from gadei_ps.job.processes import Role, Target
 from gadei_ps.machine import process
@@ -187,7 +187,7 @@ def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> N
             asker = Child(_ask, job_name)
             target = target or _saver(team)
             seen(lambda asker=asker: int(team.control["pause"]) or asker.has_sent)
-            hit = bool(int(team.control["pause"])) and faults.send(target, signal.SIGKILL)
+            hit = bool(int(team.control["pause"])) and processes.send(target, signal.SIGKILL)
             answer = asker.receive()
             asker.join()
             if hit and victim == "saver":

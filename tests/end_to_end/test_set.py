@@ -19,9 +19,8 @@ from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.job import control
 from gadei_ps.job.control import SetSync
 from gadei_ps.learners.client import Client
-from gadei_ps.run_times import record as tracing
-from gadei_ps.run_times import traces
-from gadei_ps.sync.runtime_file import Sizes, contents
+from gadei_ps.run_times import record, traces
+from gadei_ps.sync.run_time_file import Sizes, contents
 
 VALUES = 3000
 TENSORS = [{"name": "w", "shape": [VALUES]}]
@@ -264,7 +263,7 @@ def test_trace_records_every_iteration(job_name: str, tmp_path: Path) -> None:
     ):
         _all_granted(team)
         result: dict[str, Any] = {}
-        stop = tracing.Recorder(job_name)
+        stop = record.Recorder(job_name)
         assert stop.read() == []
         for number in range(300):  # more than the memory keeps
             for child in team:
@@ -281,7 +280,7 @@ def test_trace_records_every_iteration(job_name: str, tmp_path: Path) -> None:
     assert not np.isnan(recorded.times).any()
     assert (recorded.times > 0).all()
     with pytest.raises(JobNotFound, match="no job"):
-        tracing.Recorder(job_name)
+        record.Recorder(job_name)
 
 
 def test_trace_tells_what_was_cut_short(job_name: str) -> None:
@@ -290,7 +289,7 @@ def test_trace_tells_what_was_cut_short(job_name: str) -> None:
         fork(2, _push_when_told, job_name) as (fast, slow),
     ):
         _all_granted([fast, slow])
-        recorder = tracing.Recorder(job_name)
+        recorder = record.Recorder(job_name)
         recorder.read()
         assert _tell(fast, 1) == "granted"
         assert _tell(slow, 1) == "granted"  # computed, and not wanted any more
@@ -310,7 +309,7 @@ def test_trace_counts_what_it_missed(job_name: str) -> None:
         fork(1, _push_when_told, job_name) as (one,),
     ):
         _all_granted([one])
-        recorder = tracing.Recorder(job_name)
+        recorder = record.Recorder(job_name)
         recorder.read()
         for _ in range(200):
             _tell(one, 1)

@@ -9,31 +9,63 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.machine import process
 
 
-class Forked(subprocess.Popen[bytes]):
-    """What spawn() would start, as a fork of this process: all that it imports is there already.
+class Forked:
+    """A fork of this process that runs the main() of a loaded module; in place of spawn()'s child.
 
-    A watchdog and a server take a second of a core to start, most of which are imports. Whether
-    they start on their own is seen where the command line and crash/test_deaths.py start them.
+    It has the part of Popen's interface that the product uses. A watchdog and a server take a
+    second of a core to start, most of which are imports; a fork has made them already. Tests of the
+    command line and crash/test_deaths.py start both as users do.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None, **how: Any) -> None:
-        self.args, self.stdin, self.stdout, self.stderr = command, None, None, None
-        self.returncode = None
-        self._child_created, self._waitpid_lock = True, threading.Lock()  # Popen's own
+        self.returncode: int | None = None
+        self._reaping = threading.Lock()
         parent = os.getpid()
         self.pid = os.fork()
         if not self.pid:
             self._run(command, env, parent, **how)
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the child runs."""
+        with self._reaping:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # support.children() has reaped it
+                    pid, status = self.pid, 0
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once the child has ended. Raises subprocess.TimeoutExpired."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
+            time.sleep(0.001)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def _run(
         self,
@@ -46,7 +78,7 @@ class Forked(subprocess.Popen[bytes]):
     ) -> None:
         code = 1
         try:
-            gc.freeze()  # nothing of the parent's is ever closed here, whatever has its number
+            gc.freeze()  # no finalizer of the parent's objects may close a descriptor of the child
             os.setpgid(0, 0)
             if how is not None:
                 process.dies_with_parent(parent, how)()
@@ -77,7 +109,7 @@ class Forked(subprocess.Popen[bytes]):
 
 
 def fork_quickly() -> contextlib.AbstractContextManager[Any]:
-    """In this block watchdogs are forks of this process, and their servers are forks of them."""
+    """In this block watchdogs are forks of this process, and servers forks of their watchdog."""
     from gadei_ps.server import manager as server
     from gadei_ps.server import shard
 
@@ -85,7 +117,7 @@ def fork_quickly() -> contextlib.AbstractContextManager[Any]:
     loaded = (server.__name__, Daemon.__module__)
     spawn = process.spawn
 
-    def forked(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
+    def forked(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes] | Forked:
         ours = any(module in command for module in loaded)
         return Forked(command, **how) if ours else spawn(command, **how)
 
@@ -95,6 +127,10 @@ def fork_quickly() -> contextlib.AbstractContextManager[Any]:
 class QuickDaemon(Daemon):
     """A daemon whose processes start quickly."""
 
-    def _start(self, *, fresh: bool) -> None:
+    def __enter__(self) -> Self:
         with fork_quickly():
-            super()._start(fresh=fresh)
+            return super().__enter__()
+
+    def check(self) -> None:
+        with fork_quickly():
+            super().check()

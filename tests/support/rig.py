@@ -14,7 +14,7 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType
 from gadei_ps.memory.weights import Model, Tensor, data, payload_bytes
 from gadei_ps.memory.weights import place as placed
-from gadei_ps.server import places as place
+from gadei_ps.server import places
 from gadei_ps.watchdog.memory import JobMemory
 from support.frames import rows_payload
 from support.jobs import config
@@ -71,8 +71,8 @@ class Rig:
             )
             for stream in range(int(self.state["streams"]))
         ]
-        self.table = np.zeros((layout.MAX_LEARNERS, place.TABLE), np.uint64)
-        self.words = np.zeros(place.WORDS, np.uint64)
+        self.table = np.zeros((layout.MAX_LEARNERS, places.TABLE), np.uint64)
+        self.words = np.zeros(places.WORDS, np.uint64)
         for row in range(learners):
             self.add(row, row + 1)
         self.control["phase"] = Phase.SERVING
@@ -96,16 +96,16 @@ class Rig:
             self.roster[row][field] = 0
         self.roster[row]["outstanding"] = layout.NO_BATCH
         self.table[row] = ring.address, generation, int(head["slot_bytes"]), int(head["slots_at"])
-        self.words[place.TABLE_VERSION] += 1
+        self.words[places.TABLE_VERSION] += 1
         self.bell()
 
     def forget(self, row: int) -> None:
         """A learner that has departed is let go; its row may be taken again."""
         self.table[row] = 0
-        self.words[place.TABLE_VERSION] += 1
+        self.words[places.TABLE_VERSION] += 1
         self.bell()
-        seen = self.words[place.SEEN : place.SEEN + self.shards]
-        eventually(lambda: (seen == self.words[place.TABLE_VERSION]).all())
+        seen = self.words[places.SEEN : places.SEEN + self.shards]
+        eventually(lambda: (seen == self.words[places.TABLE_VERSION]).all())
         self.memory.remove_ring(row)
 
     def word(self, field: str) -> int:
@@ -125,28 +125,28 @@ class Rig:
         memory = self.memory
         assert memory.weights
         assert memory.state
-        places = np.zeros(place.PLACES, np.uint64)
-        places[place.CONTROL_AT] = self.control_at
-        places[place.STATE_AT] = memory.state.address
-        places[place.WEIGHTS_AT] = self.weights.ctypes.data
+        made = np.zeros(places.PLACES, np.uint64)
+        made[places.CONTROL_AT] = self.control_at
+        made[places.STATE_AT] = memory.state.address
+        made[places.WEIGHTS_AT] = self.weights.ctypes.data
         for stream, slot in enumerate(self.slots):
-            places[place.SLOT0_AT + stream] = slot.ctypes.data
-        places[place.UNDO_AT] = memory.state.address + int(self.state["undo_at"])
-        places[place.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
-        places[place.TABLE_AT] = self.table.ctypes.data
-        places[place.WORDS_AT] = self.words.ctypes.data
+            made[places.SLOT0_AT + stream] = slot.ctypes.data
+        made[places.UNDO_AT] = memory.state.address + int(self.state["undo_at"])
+        made[places.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
+        made[places.TABLE_AT] = self.table.ctypes.data
+        made[places.WORDS_AT] = self.words.ctypes.data
         head = memory.weights.view(layout.WEIGHTS)
         tensors = int(head["tensors"])
-        places[place.TENSORS_AT] = memory.weights.address + int(head["table_at"])
-        places[place.TENSORS] = tensors
-        places[place.APPLY_AT] = self._rows.applier()
+        made[places.TENSORS_AT] = memory.weights.address + int(head["table_at"])
+        made[places.TENSORS] = tensors
+        made[places.APPLY_AT] = self._rows.applier()
         mine = self._apply.room()
         self._rooms.append(mine)
-        places[place.HANDS_AT], places[place.ROOM_AT] = (part.ctypes.data for part in mine)
-        places[place.CAPACITY] = payload_bytes(self.model)
-        places[place.ELEMENTS] = self.model.elements
-        places[place.PARAMETERS] = self.model.parameters
-        return places
+        made[places.HANDS_AT], places[places.ROOM_AT] = (part.ctypes.data for part in mine)
+        made[places.CAPACITY] = payload_bytes(self.model)
+        made[places.ELEMENTS] = self.model.elements
+        made[places.PARAMETERS] = self.model.parameters
+        return made
 
     def kept(self) -> list[np.ndarray]:
         """Copies of weights and slots."""
@@ -170,7 +170,7 @@ class Rig:
     def serving(self) -> Iterator[None]:
         """Shard threads in this process."""
         self._shard.load()  # here, where nobody waits yet
-        self.words[place.QUIT] = 0
+        self.words[places.QUIT] = 0
         threads = [
             threading.Thread(
                 target=self._shard.serve, args=(index, *self.range(index), self.places(index))
@@ -182,7 +182,7 @@ class Rig:
         try:
             yield
         finally:
-            self.words[place.QUIT] = 1
+            self.words[places.QUIT] = 1
             self.bell()
             for thread in threads:
                 thread.join()

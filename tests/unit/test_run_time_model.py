@@ -1,9 +1,7 @@
-"""The learned model of run times: training, files, evaluation with NumPy, what it predicts."""
+"""The learned model of run times: its file, its evaluation with NumPy, what it predicts."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -13,19 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
+from support.run_times import as_trace, one_thread, switching
 
-from gadei_ps.cli import runtime_model as cli_runtime_model
-from gadei_ps.errors import UsageError
-from gadei_ps.run_times import traces
-from gadei_ps.run_times import training as runtime_training
+from gadei_ps.run_times import training
 from gadei_ps.run_times.network import DeepMarkovModel
-from gadei_ps.run_times.traces import Trace
-from gadei_ps.sync import runtime_file
+from gadei_ps.sync import run_time_file
 from gadei_ps.sync.order_statistics import sorted_mean
-from gadei_ps.sync.prediction import FloatArray
-from gadei_ps.sync.runtime_file import Floats, ModelFileError, Sizes
-from gadei_ps.sync.runtime_model import LARGEST, SMALLEST, Network, RuntimeModel
+from gadei_ps.sync.run_time_file import Floats, ModelFileError, Sizes
+from gadei_ps.sync.run_time_model import LARGEST, SMALLEST, Network, RunTimeModel
 
 SIZES = Sizes(learners=6, lag=20, latent=3, recurrent=7, hidden=5)
 ALL = np.arange(6)
@@ -42,37 +35,19 @@ def arrays(model: DeepMarkovModel) -> dict[str, Floats]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """So small networks are slower with more, above all beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def small_networks() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
-def untrained(seed: int = 0) -> RuntimeModel:
-    return RuntimeModel(SIZES, arrays(torch_model()), seed=seed)
-
-
-def switching(iterations: int, seed: int) -> FloatArray:
-    """Six learners; two are three times as slow half of the time, for 25 iterations in a row."""
-    generator = np.random.default_rng(seed)
-    slow = (np.arange(iterations) // 25 + seed) % 2 == 0
-    factor = np.ones((iterations, 6))
-    factor[slow, :2] = 3.0
-    times: FloatArray = factor * np.exp(generator.normal(0, 0.05, factor.shape))
-    return times
-
-
-def as_trace(times: FloatArray, censored: FloatArray | None = None) -> Trace:
-    bound = np.zeros(times.shape, bool) if censored is None else censored.astype(bool)
-    return Trace(times, bound, tuple(f"n{column}" for column in range(times.shape[1])))
+def untrained(seed: int = 0) -> RunTimeModel:
+    return RunTimeModel(SIZES, arrays(torch_model()), seed=seed)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    runtime_training.train(as_trace(switching(300, 1)), out=path, epochs=10)
+    training.train(as_trace(switching(300, 1)), out=path, epochs=10)
     return path
 
 
@@ -102,7 +77,7 @@ def test_names_and_shapes_are_those_of_the_file() -> None:
 def test_it_has_learned_the_switch(trained: Path) -> None:
     """Against the mean of each learner's last 20 run times, which needs 20 to see a switch."""
     times = switching(200, 2)
-    model = RuntimeModel.load(trained)
+    model = RunTimeModel.load(trained)
     assert (model.learners, model.lag) == (6, 20)
     ours, theirs = [], []
     for step, row in enumerate(times):
@@ -119,7 +94,7 @@ def test_it_has_learned_the_switch(trained: Path) -> None:
 def test_it_sees_a_recovery_through_censored_run_times(trained: Path) -> None:
     """It only ever sees the four quick learners, until the slow ones are as quick."""
     times = switching(25, 2)
-    model = RuntimeModel.load(trained)
+    model = RunTimeModel.load(trained)
     for row in times[:20]:
         model.observe(row, NOBODY)
     slow = np.isin(ALL, (0, 1))
@@ -138,7 +113,7 @@ def test_it_sees_a_recovery_through_censored_run_times(trained: Path) -> None:
 def test_it_gets_used_to_a_learner_that_is_slow_as_never_before(trained: Path) -> None:
     """Learner 4 was as quick as the others all through the trace."""
     generator = np.random.default_rng(0)
-    model = RuntimeModel.load(trained)
+    model = RunTimeModel.load(trained)
     errors = []
     for _ in range(60):
         row = np.exp(generator.normal(0, 0.05, 6)) * np.where(ALL == 4, 2.5, 1.0)
@@ -157,7 +132,7 @@ def test_it_gets_used_to_a_learner_that_is_slow_as_never_before(trained: Path) -
 
 def test_the_level_of_a_run_does_not_matter(trained: Path) -> None:
     times = switching(40, 2)
-    minutes, seconds = RuntimeModel.load(trained), RuntimeModel.load(trained)
+    minutes, seconds = RunTimeModel.load(trained), RunTimeModel.load(trained)
     for row in times:
         seconds.observe(row, NOBODY)
         minutes.observe(row / 60, NOBODY)
@@ -198,7 +173,7 @@ def test_imputed_run_times_are_above_their_bound(seed: int, level: float) -> Non
 def test_an_imputed_run_time_is_the_right_tails() -> None:
     """Its distribution is the prediction's, of those draws that are above the bound."""
     weights = arrays(torch_model())
-    models = [RuntimeModel(SIZES, weights, seed=seed, draws=200) for seed in range(400)]
+    models = [RunTimeModel(SIZES, weights, seed=seed, draws=200) for seed in range(400)]
     found = []
     for model in models:
         for _ in range(20):
@@ -270,7 +245,7 @@ def test_nothing_known_at_first_does_no_harm() -> None:
 
 
 def test_slots_select_learners_and_strangers_are_anybody(trained: Path) -> None:
-    model = RuntimeModel.load(trained, draws=4000)
+    model = RunTimeModel.load(trained, draws=4000)
     for row in switching(20, 2):  # it ends with learners 0 and 1 slow
         model.observe(row, NOBODY)
     slow, quick = (model.expected(np.array(slots)) for slots in ([0, 1], [2, 5]))
@@ -304,17 +279,17 @@ def test_samples_are_what_is_averaged() -> None:
 
 def save(path: Path, change: Mapping[str, Floats], **told: object) -> Path:
     """A file whose metadata says `told` in place of the truth."""
-    path.write_bytes(runtime_file.contents(SIZES, arrays(torch_model()) | change, told))
+    path.write_bytes(run_time_file.contents(SIZES, arrays(torch_model()) | change, told))
     return path
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
     path = save(tmp_path / "model", {})
-    sizes, weights = runtime_file.read(path)
+    sizes, weights = run_time_file.read(path)
     assert sizes == SIZES
     for name, value in arrays(torch_model()).items():
         np.testing.assert_array_equal(weights[name], value)
-    assert runtime_file.metadata(path.read_bytes())["format"] == runtime_file.FORMAT
+    assert run_time_file.metadata(path.read_bytes())["format"] == run_time_file.FORMAT
 
 
 @pytest.mark.parametrize(
@@ -340,7 +315,7 @@ def test_files_that_do_not_fit(
 ) -> None:
     path = save(tmp_path / "model", change, **told)
     with pytest.raises(ModelFileError) as caught:
-        RuntimeModel.load(path)
+        RunTimeModel.load(path)
     assert what in str(caught.value)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
@@ -361,114 +336,12 @@ def test_other_kinds_of_files(tmp_path: Path) -> None:
     ):
         (tmp_path / "other").write_bytes(data)
         with pytest.raises(ModelFileError, match=what):
-            RuntimeModel.load(tmp_path / "other")
+            RunTimeModel.load(tmp_path / "other")
     for path, what in ((tmp_path / "absent", "No such file"), (tmp_path, "not a file")):
         with pytest.raises(ModelFileError, match=f"cannot be read .{what}"):
-            RuntimeModel.load(path)
+            RunTimeModel.load(path)
     missing = arrays(torch_model())
     del missing["start"]
-    (tmp_path / "other").write_bytes(runtime_file.contents(SIZES, missing, {}))
+    (tmp_path / "other").write_bytes(run_time_file.contents(SIZES, missing, {}))
     with pytest.raises(ModelFileError, match="tensor 'start' is missing"):
-        RuntimeModel.load(tmp_path / "other")
-
-
-# -- training -------------------------------------------------------------------------------------
-
-
-def test_training_is_deterministic_and_leaves_the_generator_alone(tmp_path: Path) -> None:
-    trace = as_trace(switching(80, 1))
-    torch.manual_seed(5)
-    wanted = torch.rand(1)
-    torch.manual_seed(5)
-    epochs: list[int] = []
-    for name in ("one", "again"):
-        runtime_training.train(
-            trace,
-            out=tmp_path / name,
-            epochs=1,
-            progress=lambda epoch, of, elbo: epochs.append(epoch),
-        )
-    runtime_training.train(trace, out=tmp_path / "other", epochs=1, seed=1)
-    one, again, other = ((tmp_path / name).read_bytes() for name in ("one", "again", "other"))
-    assert one == again != other
-    assert epochs == [1, 1]
-    assert torch.rand(1) == wanted
-    told = runtime_file.metadata(one)
-    assert np.isfinite(told["held_out_elbo"])  # type: ignore[call-overload]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "one", "other"]
-
-
-def test_gaps_and_bounds_count_as_what_they_are(tmp_path: Path) -> None:
-    """Of most of a learner's run times it is known only that they are longer than 0.9."""
-    generator = np.random.default_rng(0)
-    times = generator.normal(1.0, 0.2, (160, 3))
-    bound = np.zeros(times.shape, bool)
-    bound[:, 0] = times[:, 0] > 0.9
-    seen = np.where(bound, 0.9, times)
-    seen[::7, 1] = np.nan
-    result = runtime_training.train(as_trace(seen, bound), out=tmp_path / "model", epochs=5)
-    assert (result.missing, result.censored) == (23, int(bound.sum()))
-    model = RuntimeModel.load(tmp_path / "model", draws=1000)
-    for row in seen[1:21]:
-        model.observe(np.nan_to_num(row, nan=1.0), np.zeros(3, bool))
-    draws = model.sampled(np.arange(3))
-    assert draws is not None
-    assert draws.mean(axis=0) == pytest.approx([1.0, 1.0, 1.0], abs=0.07)
-
-
-@pytest.mark.parametrize(
-    ("times", "what"),
-    [
-        (np.ones((79, 3)), "has 79 iterations; record 80 at least"),
-        (np.ones((80, 1)), "fewer than 2 learners"),
-        (np.ones((80, 3)), "all equal"),
-        (np.where(np.arange(3) == 1, np.nan, np.arange(240.0).reshape(80, 3)), "'n1' has no run"),
-        (np.arange(240.0).reshape(80, 3) - 1, "negative or infinite"),
-        (np.where(np.eye(80, 3) > 0, np.inf, 1.0), "negative or infinite"),
-    ],
-)
-def test_traces_that_teach_nothing(tmp_path: Path, times: FloatArray, what: str) -> None:
-    with pytest.raises(UsageError, match=what):
-        runtime_training.train(as_trace(times), out=tmp_path / "model")
-    assert not list(tmp_path.iterdir())
-
-
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    trace = as_trace(switching(80, 1))
-    with pytest.raises(UsageError, match="there is no directory"):
-        runtime_training.train(trace, out=tmp_path / "absent" / "model")
-    with pytest.raises(UsageError, match="0 epochs"):
-        runtime_training.train(trace, out=tmp_path / "model", epochs=0)
-    with pytest.raises(UsageError, match=r"cannot be written \(Is a directory\)"):
-        runtime_training.train(trace, out=tmp_path, epochs=1)
-    assert not list(tmp_path.iterdir())
-    assert not list(tmp_path.parent.glob(".*.tmp"))
-
-
-# -- the command ----------------------------------------------------------------------------------
-
-
-def test_command(tmp_path: Path) -> None:
-    run = CliRunner().invoke
-    trace, model = tmp_path / "trace.csv", tmp_path / "model.safetensors"
-    traces.write(trace, as_trace(switching(80, 1)))
-    arguments = ["train", str(trace), "--out", str(model), "--epochs", "1"]
-    told = json.loads(run(cli_runtime_model.app, [*arguments, "--json"]).stdout)
-    assert set(told) == {one.name for one in dataclasses.fields(runtime_training.TrainingResult)}
-    assert (told["learners"], told["iterations"], told["out"]) == (6, 80, str(model))
-    shown = run(cli_runtime_model.app, arguments).stdout
-    assert "80 iterations of 6 learners" in shown
-    assert f"cutoff:file={model}" in shown
-    assert RuntimeModel.load(model).learners == 6
-    helped = run(cli_runtime_model.app, ["train", "--help"]).stdout
-    assert f"Epochs of {runtime_training.BATCHES} mini-batches." in helped
-    assert cli_runtime_model.DEFAULT_EPOCHS == runtime_training.EPOCHS
-    refused = run(cli_runtime_model.app, ["train", str(tmp_path / "absent")])
-    assert isinstance(refused.exception, UsageError)
-
-
-def test_command_without_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused = CliRunner().invoke(cli_runtime_model.app, ["train", str(tmp_path / "trace.csv")])
-    assert isinstance(refused.exception, UsageError)
-    assert "pip install 'gadei-ps[torch]'" in str(refused.exception)
+        RunTimeModel.load(tmp_path / "other")

@@ -41,7 +41,7 @@ from gadei_ps.sync.prediction import (
     right_tail,
     survival,
 )
-from gadei_ps.sync.runtime_file import Floats, Sizes, read
+from gadei_ps.sync.run_time_file import Floats, Sizes, read
 
 SMALLEST: Final = 0.02
 LARGEST: Final = 5.0
@@ -123,7 +123,7 @@ def _std(values: Floats) -> Floats:
     return softplus + np.float32(MIN_STD)
 
 
-class RuntimeModel:
+class RunTimeModel:
     """A Predictor that has learned how the run times of these learners go on.
 
     Until `lag` supersteps have been seen whole it predicts nothing. It divides all run times by
@@ -154,7 +154,7 @@ class RuntimeModel:
         self._typical: Floats = np.empty(0, np.float32)  # the networks' own median prediction
 
     @classmethod
-    def load(cls, path: str | Path, *, draws: int = 64, seed: int = 0) -> RuntimeModel:
+    def load(cls, path: str | Path, *, draws: int = 64, seed: int = 0) -> RunTimeModel:
         """The model in a file of gadei_ps.run_times.training. Raises ModelFileError, one line."""
         sizes, weights = read(path)
         return cls(sizes, weights, draws=draws, seed=seed)
