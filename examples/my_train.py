@@ -1,4 +1,4 @@
-"""An ordinary PyTorch script; one line of it knows of the parameter server.
+"""An ordinary PyTorch script; only its optimizer line is about the parameter server.
 
 gadei-ps run demo --learners 2 -- python examples/my_train.py
 """
