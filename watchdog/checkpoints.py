@@ -1,4 +1,4 @@
-"""When checkpoints are made, and who waits for one; the work is a saver's (saver.py)."""
+"""When checkpoints are made, and which requests wait for one. A saver (saver.py) makes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Heard = Callable[[dict[str, Any]], None]
 
 @dataclass(eq=False)
 class Checkpoints:
-    """Those of one job; at most one is being made."""
+    """The checkpoints of one job; at most one is being made."""
 
     memory: JobMemory
     selector: selectors.BaseSelector
@@ -51,9 +51,9 @@ class Checkpoints:
         return self.memory.control.view(CONTROL)
 
     def ask(self, heard: Heard) -> None:
-        """Makes one that begins now; `heard` is called with the outcome.
+        """Begins a checkpoint; `heard` is called with its outcome.
 
-        One that is under way does not count: it may hold less than the asker has seen applied.
+        One that is under way does not count: it may lack gradients that the caller saw applied.
         Raises CheckpointError where there is nothing to save.
         """
         if self.memory.state is None:
@@ -63,12 +63,12 @@ class Checkpoints:
             return
         try:
             self._begin()
-        except OSError as error:  # no memory or no process to be had just now
+        except OSError as error:  # no memory or no process is available
             raise CheckpointError(f"cannot start a saver: {error.strerror}") from None
         self._heard.append(heard)
 
     def look(self, now: float) -> None:
-        """Begins one if it is due. Every tick."""
+        """Begins a checkpoint if one is due. Called every tick."""
         config = self.memory.config.checkpoint
         if config is None or self._saver is not None or self.memory.state is None:
             return
@@ -129,7 +129,7 @@ class Checkpoints:
         code = self._saver.wait()  # it has closed its output: it is ending
         self._saver = None
         if code < 0:
-            # Otherwise the pause would last until its deadline.
+            # The saver cannot end its pause any more; it would last until its deadline.
             _native.store(self.memory.control.address + layout.offset(CONTROL, "pause"), 0)
             self.memory.ring_bells()
         try:
@@ -167,9 +167,9 @@ class Checkpoints:
                 one({"ok": False, "error": str(error)})
 
     def end(self) -> None:
-        """Ends one that is being made; at the end of the job."""
+        """Ends the saver, at the end of the job."""
         if self._saver is not None:
             self._saver.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its disk may block it for ever
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk may block it for ever
                 self._saver.wait(EXIT_S)
             self._saver = None

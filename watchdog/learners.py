@@ -1,6 +1,6 @@
-"""Learners that the job file names: started, and started again when they die, by the watchdog.
+"""Learners of the job file: the watchdog starts them, and starts them again when they die.
 
-They outlive a watchdog that is killed. The next one knows them by their environment.
+They outlive a watchdog that is killed. The next watchdog finds them by their environment.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 
 NAME = re.compile(r"learner-(\d+)")
-USEFUL_S = 5.0  # one that lived so long was not started in vain
+USEFUL_S = 5.0  # a learner that lived this long was not started in vain
 END_S = 1.0
 
 
 @dataclass(eq=False)
 class One:
-    """The learner of an index, as it goes on through its processes."""
+    """The learner of an index; it has one process after another."""
 
     index: int
     child: subprocess.Popen[bytes] | None = None
@@ -47,7 +47,7 @@ class One:
 
 @dataclass(eq=False)
 class JobLearners:
-    """All of them."""
+    """All learners of the job file."""
 
     config: LearnersConfig
     memory: JobMemory
@@ -60,9 +60,9 @@ class JobLearners:
         self.all = [One(index) for index in range(self.config.count)]
 
     def adopt(self) -> None:
-        """Takes over those that a dead watchdog has left, be they attached yet or not."""
+        """Takes over learners of a dead watchdog, attached or not."""
         for found in psutil.process_iter():
-            # Not what they have started themselves: that inherits the variables.
+            # Group leaders only: a child of a learner inherits the variables.
             with contextlib.suppress(psutil.Error, OSError):
                 if os.getpgid(found.pid) == found.pid and found.uids().real == os.getuid():
                     self._adopt(found.pid, found.environ())
@@ -79,7 +79,7 @@ class JobLearners:
             self.log.info("learner's process adopted", learner=one.index, pid=pid)
 
     def look(self, now: float, stopping: bool) -> None:
-        """Starts those that are missing and due. Every tick."""
+        """Starts learners that are missing and due. Called every tick."""
         for one in self.all:
             if one.pid and not self._runs(one):
                 self._ended(one, now)
@@ -94,7 +94,7 @@ class JobLearners:
 
     @property
     def over(self) -> bool:
-        """Whether none runs nor will be started again."""
+        """Whether no learner runs, and none will be started again."""
         return all(not one.pid and (one.finished or one.given_up) for one in self.all)
 
     def _runs(self, one: One) -> bool:
@@ -104,13 +104,15 @@ class JobLearners:
 
     def _ended(self, one: One, now: float) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(one.pid, signal.SIGKILL)  # what it has left: workers of a data loader, say
+            os.killpg(
+                one.pid, signal.SIGKILL
+            )  # children of the learner, such as workers of a data loader
         code = None if one.child is None else one.child.returncode
-        # Of an adopted one nobody tells us the code.
+        # The exit code of an adopted learner is not known.
         done = int(self.memory.control.view(CONTROL)["work"]) == Work.DONE
         one.finished = code == 0 if code is not None else done
         control = self.memory.control.view(CONTROL)
-        # Also for the next watchdog; but one that has left because of a stop may be wanted again.
+        # Kept for the next watchdog. A learner that a stop has ended may be wanted again.
         if one.finished and (done or int(control["stop"]) == Stop.GO):
             control["finished"][one.index // 64] |= np.uint64(1 << one.index % 64)
         exit_ = Exit(now, now - one.since > USEFUL_S)
@@ -126,7 +128,7 @@ class JobLearners:
             "GADEI_PS_LEARNER": str(one.index),
             "GADEI_PS_LEARNERS": str(self.config.count),
         }
-        # As torchrun does: N processes with a thread for each core would fight for the cores.
+        # As torchrun: N processes with a thread for each core would compete for the cores.
         env.setdefault("OMP_NUM_THREADS", str(max(1, process.cores() // self.config.count)))
         try:
             one.child = process.spawn(self.config.command, env=env, stdout=2, how=None)
@@ -140,7 +142,7 @@ class JobLearners:
         one.since = time.monotonic()
 
     def end(self) -> None:
-        """Terminates, then kills; at the end of the job."""
+        """Terminates all learners, then kills them; at the end of the job."""
         running = [one for one in self.all if one.pid and self._runs(one)]
         for one in running:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Whether something that should move still does: pure decisions on what was seen of it."""
+"""Whether something still makes progress: pure decisions on what was seen of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Watch:
-    """Several things that must each change within limit_s seconds while they are looked at.
+    """Several signs that must each change within limit_s seconds while they are looked at.
 
-    late_s: a look that comes later than this after the last one tells nothing: the observer itself
-    did not run, so perhaps nobody did (a suspended machine).
+    late_s: if a look comes later than this after the last one, all times begin anew. The observer
+    itself did not run, so perhaps no process did (a suspended machine).
     """
 
     limit_s: float
@@ -20,7 +20,7 @@ class Watch:
     _looked: float = float("-inf")
 
     def look(self, now: float, signs: dict[Hashable, Hashable]) -> list[Hashable]:
-        """Keys of `signs` whose sign has not changed for too long. Others are forgotten."""
+        """Keys whose sign has not changed for too long. Keys missing from `signs` are forgotten."""
         rested = now - self._looked > self.late_s
         self._looked = now
         seen = {}

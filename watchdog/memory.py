@@ -1,4 +1,17 @@
-"""The job's segments: made, filled, adopted and removed by the watchdog, their owner."""
+"""The job's segments: the watchdog owns them; it makes, fills, adopts and removes them.
+
+The next watchdog of a job adopts the memory that a dead one has left if all of this holds:
+
+- no watchdog of the job lives: the job's lock is free, and `watchdog_pid` with `watchdog_start` in
+  the control segment is no living process;
+- the control segment is whole and of this version of gadei-ps;
+- the job has not ended (`phase` is below STOPPED, or KEPT), and its model is there;
+- weights and state carry the job's id;
+- the fields ADOPTED of the job file have the same digests as when the memory was made.
+
+Nothing else of the job file is compared. The synchronization model stays the one in memory. A ring
+is adopted if the roster's row holds a learner and the ring is of the same generation.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +40,20 @@ from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
 
 KILL_S = 10.0
-# Fields of the job file that cannot change while its memory lives.
+# Fields of the job file that must stay the same while its memory is used.
 ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
 RING_SLOTS_AT = layout.rounded(layout.RING.itemsize, layout.PAGE)
 
 
 def clear_dead(job: str) -> list[str]:
-    """Removes what a job of this name that has no watchdog any more has left; ends its servers.
+    """Removes the segments of a job of this name whose watchdog is dead, and ends its servers.
 
-    The caller holds the job's lock. Raises JobInUse if a watchdog lives after all: one with another
-    runtime directory.
+    The caller holds the job's lock. Raises JobInUse if a watchdog with another runtime directory
+    lives.
     """
     found = segment.find(job)
     servers = segment.server_pids(job)
-    # Without servers, what is not stale is being made just now.
+    # Without servers, a segment that is not stale is being made at this moment.
     living = [one for one in found if one.owned or not (one.stale or servers)]
     if living:
         raise JobInUse(
@@ -70,11 +83,11 @@ class JobMemory:
     state: Segment | None = field(default=None, init=False)
     rings: dict[int, Segment] = field(default_factory=dict, init=False)
     adopted: bool = field(default=False, init=False)
-    """Whether it is, at least in part, another watchdog's: not to be removed when a start fails."""
+    """Whether another watchdog has made the memory: then a start that fails does not remove it."""
     unnamed: bool = field(default=False, init=False)
     """Whether names were seen to be lost; set by the supervisor, as looking costs time."""
     files: dict[str, int] = field(default_factory=dict, init=False)
-    """What a checkpoint is made of, open: it can be made also when the names are lost."""
+    """Open segments that a checkpoint is made of: it can be made even when their names are lost."""
 
     def create_control(self, sync: SyncModel) -> None:
         """Makes the control segment. Raises JobInUse or NoSharedMemory."""
@@ -107,13 +120,13 @@ class JobMemory:
         self.control.publish()
 
     def _digests(self) -> dict[str, int]:
-        """Of what a watchdog that adopts this memory must have in common with who made it."""
-        said = self.config.model_dump(mode="json", include=set(ADOPTED))
-        texts = {name: json.dumps(said[name], sort_keys=True).encode() for name in ADOPTED}
+        """Digests of the fields ADOPTED, which the next watchdog compares with its own."""
+        fields = self.config.model_dump(mode="json", include=set(ADOPTED))
+        texts = {name: json.dumps(fields[name], sort_keys=True).encode() for name in ADOPTED}
         return {name: zlib.crc32(text) for name, text in texts.items()}
 
     def _own(self) -> None:
-        """This process is the job's watchdog from now on."""
+        """Enters this process as the job's watchdog and as the owner of its segments."""
         control = self.control.view(layout.CONTROL)
         control["watchdog_start"] = process.start_ticks(os.getpid())
         control["watchdog_pid"] = os.getpid()
@@ -129,11 +142,11 @@ class JobMemory:
     def adopt(self) -> bool:
         """Takes over the memory that a dead watchdog has left; False if there is none to use.
 
-        The caller holds the job's lock. Raises JobInUse where the memory is another
-        configuration's or another version's: whoever wants to lose it says so.
+        The caller holds the job's lock. Raises JobInUse where the memory is of another
+        configuration or version; only --fresh drops it then.
         """
         try:
-            # Ours only once it is accepted: what is ours is removed when a start fails.
+            # Kept in a local name until it is accepted: a start that fails removes self.control.
             found = segment.attach(
                 segment.segment_name(self.config.name, "control"),
                 SegmentKind.CONTROL,
@@ -145,7 +158,7 @@ class JobMemory:
                 "or drop it with serve --fresh"
             ) from None
         except (FileNotFoundError, SegmentError):
-            return False  # half made, or written over
+            return False  # half made, or damaged
         control = found.view(layout.CONTROL)
         if process.alive(int(control["watchdog_pid"]), int(control["watchdog_start"])):
             raise JobInUse(
@@ -183,7 +196,7 @@ class JobMemory:
         return segment.attach(name, kind, writable=True, job_id=self.job_id)
 
     def _adopt_rings(self) -> None:
-        """Those of learners that are served or leaving; others are nobody's."""
+        """Adopts rings of learners that are served or leaving, and removes all others."""
         roster = self.control.view(layout.CONTROL)["roster"]
         for found in segment.find(self.config.name):
             if not found.part.startswith("ring."):
@@ -206,7 +219,7 @@ class JobMemory:
         return True
 
     def names_lost(self) -> list[str]:
-        """Segments that are mapped but whose names somebody has removed."""
+        """Names of mapped segments that are no longer in /dev/shm: another process removed them."""
         parts = (self.control, self.weights, self.state, *self.rings.values())
         return [
             part.name
@@ -255,7 +268,7 @@ class JobMemory:
             self.files[part] = os.open(segment.SHM / name[1:], how | os.O_CLOEXEC)
 
     def _restore(self, snapshot: Snapshot) -> None:
-        """Everything but the weights, as a checkpoint has it."""
+        """Everything except the weights, from a checkpoint."""
         assert self.state is not None
         control = self.control.view(layout.CONTROL)
         state = self.state.view(layout.STATE)
@@ -330,7 +343,7 @@ class JobMemory:
         return ring
 
     def ring_bells(self) -> None:
-        """Wakes the server: something in control has changed."""
+        """Wakes the servers, after a change in the control segment."""
         for word in ("manager_bell", "shard_bell"):
             _native.bell(self.control.address + layout.offset(layout.CONTROL, word))
 
@@ -344,7 +357,7 @@ class JobMemory:
             os.close(self.files.popitem()[1])
 
     def remove(self) -> None:
-        """Removes every segment of the job, names first seen included."""
+        """Removes every segment of the job."""
         for row in list(self.rings):
             self.remove_ring(row)
         self._drop_model()

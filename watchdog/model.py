@@ -1,4 +1,4 @@
-"""The model that a job begins with: a checkpoint's, or what the job file tells."""
+"""The model that a job begins with: from a checkpoint, from the job file, or from a learner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gadei_ps.watchdog.memory import JobMemory
 
 @dataclass(frozen=True)
 class First:
-    """A model, its values (float32, shape (model.elements,)), and the checkpoint they are of."""
+    """A model, its values (float32, shape (model.elements,)), and the checkpoint they come from."""
 
     model: Model
     values: np.ndarray
@@ -29,9 +29,9 @@ class First:
 
 
 def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | None:
-    """Of the checkpoint asked for, or of the newest whole one; None if there is none.
+    """The model of the checkpoint at `path`, or of the newest whole one; None if there is none.
 
-    Raises CheckpointError where it cannot be used.
+    Raises CheckpointError if the checkpoint cannot be used.
     """
     snapshot = checkpoint.read(path) if path is not None else _newest(config, log)
     if snapshot is None:
@@ -39,7 +39,7 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
     made_by = snapshot.config.get("optimizer")
     kind = made_by.get("kind") if isinstance(made_by, dict) else None
     if kind != config.optimizer.kind:
-        # Its slots and its count of steps mean nothing to another one.
+        # Slots and step count of one optimizer mean nothing to another.
         raise CheckpointError(
             f"the checkpoint is of optimizer {kind}, the job of {config.optimizer.kind}: "
             "begin anew (serve --fresh), or export the weights (gadei-ps export) and give them "
@@ -72,12 +72,12 @@ def _newest(config: JobConfig, log: Any) -> Snapshot | None:
 
 
 def configured(config: JobConfig) -> First | None:
-    """Of the job file; None if the first learner brings it. Raises UsageError."""
+    """The model of the job file; None if the first learner brings it. Raises UsageError."""
     if config.weights is not None:
         return _of_file(config, config.weights)
     if config.tensors:
         model = weights.place(_tensors(config))
-        # Takes no memory, so that a model too large is an error of /dev/shm.
+        # Without memory of its own: a model that is too large is an error of /dev/shm.
         return First(model, np.broadcast_to(np.float32(0), (model.elements,)))
     return None
 
@@ -87,7 +87,7 @@ def _tensors(config: JobConfig) -> list[Tensor]:
 
 
 def _of_file(config: JobConfig, path: Path) -> First:
-    # Imported here: only jobs that name a file pay for it.
+    # Imported here, for only jobs that name a file need it.
     from safetensors.numpy import load_file
 
     try:
@@ -105,7 +105,7 @@ def _of_file(config: JobConfig, path: Path) -> First:
 
 
 def make(memory: JobMemory, first: First, log: Any) -> None:
-    """Makes the job's model of it and shows it to the servers. Raises NoSharedMemory."""
+    """Makes the job's model in shared memory and tells the servers. Raises NoSharedMemory."""
     memory.create_model(first.model, first.values, first.snapshot)
     memory.control.view(layout.CONTROL)["model_ready"] = 1
     memory.ring_bells()
@@ -113,7 +113,7 @@ def make(memory: JobMemory, first: First, log: Any) -> None:
 
 
 def read_values(fd: int, placed: Model) -> np.ndarray:
-    """Initial values from a learner's file; read, not mapped, so that it cannot shrink below us."""
+    """Initial values from a learner's file. Read, not mapped: the learner could shrink the file."""
     size = os.fstat(fd).st_size
     if size != placed.elements * 4:
         raise ControlError(f"initial values: a file of {size} bytes, not {placed.elements * 4}")

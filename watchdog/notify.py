@@ -1,7 +1,7 @@
 """What the watchdog tells systemd: ready, what it is doing, still alive, stopping.
 
 The protocol of sd_notify(3): datagrams of NAME=VALUE lines to the socket in $NOTIFY_SOCKET. Nothing
-here waits or fails: without that socket, or with nobody behind it, every call does nothing.
+here waits or fails: without that socket, or if no process reads it, every call does nothing.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import MutableMapping
 from typing import Self
 
 DIGITS = re.compile("[0-9]{1,19}")  # of an unsigned 64-bit number
-PASSING = ("WATCHDOG", "EXTEND_TIMEOUT_USEC")  # says something of this moment only
+PASSING = ("WATCHDOG", "EXTEND_TIMEOUT_USEC")  # true at this moment only
 
 
 class Notify:
-    """One service's line to its manager."""
+    """The connection of a service to its manager."""
 
     def __init__(self, address: str | None = None, interval_s: float | None = None) -> None:
-        """`address`: a path, or @NAME for the abstract namespace; None: nobody listens."""
+        """`address`: a path, or @NAME for the abstract namespace; None: no manager."""
         self.interval_s = interval_s
         self._address = ""
         self._socket: socket.socket | None = None
         self._status = ""
         self._pinged = -float("inf")
-        # State that the manager could not take yet: a lost READY would fail the whole start.
+        # What the manager could not take yet. A lost READY would fail the whole start.
         self._unsaid: dict[str, str] = {}
         if address and address[0] in "/@":
             self._address = "\0" + address[1:] if address[0] == "@" else address
@@ -38,7 +38,7 @@ class Notify:
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Self:
-        """As systemd has set it up. The variables go: children must not speak in our name."""
+        """As systemd has set it up. Removes the variables: children must not speak in our name."""
         address = environ.pop("NOTIFY_SOCKET", None)
         within_us = environ.pop("WATCHDOG_USEC", "")
         ours = environ.pop("WATCHDOG_PID", "") in ("", str(os.getpid()))
@@ -48,7 +48,7 @@ class Notify:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is somebody to tell."""
+        """Whether there is a manager to tell."""
         return self._socket is not None
 
     def ready(self) -> None:
@@ -75,7 +75,7 @@ class Notify:
             self._say(STATUS=text)
 
     def watchdog(self) -> None:
-        """Still alive. Call it on every turn of the main loop: it sends once in `interval_s`."""
+        """Still alive. Called on every turn of the main loop; sends once in `interval_s`."""
         if self.interval_s is None:
             if self._unsaid:
                 self._say()
@@ -96,7 +96,7 @@ class Notify:
         try:
             self._socket.sendto(message.encode(errors="replace"), self._address)
         except OSError:
-            # It is slow or restarting: the next call says it again.
+            # The manager is slow or restarts: the next call sends it again.
             for name in PASSING:
                 self._unsaid.pop(name, None)
         else:

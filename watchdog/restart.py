@@ -1,7 +1,7 @@
 """When to start a dead process again: pure decisions on the history of its exits.
 
-A process that was of use is started again at once, however often it is killed. One that dies again
-and again without having been of use is started ever more slowly, and in the end no more.
+A process that was useful is started again at once, however often it is killed. If a process dies
+repeatedly without having been useful, the pauses grow, and in the end it is given up.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exit:
-    """One death. at: seconds of a monotonic clock."""
+    """A process' death. at: seconds of a monotonic clock."""
 
     at: float
     useful: bool
-    """Whether it got ready, and did something or had nothing to do."""
+    """Whether the process got ready, and then did something or had nothing to do."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """limit: useless deaths in a row before giving up; within: those older are forgiven, s."""
+    """limit: useless deaths in a row before giving up; within_s: older deaths do not count."""
 
     limit: int = 10
     first_s: float = 0.1
@@ -33,9 +33,9 @@ GIVE_UP = float("inf")
 
 
 def delay(exits: Sequence[Exit], now: float, policy: Policy) -> float:
-    """Seconds from the last death until the next start; GIVE_UP if there shall be none.
+    """Seconds from the last death until the next start; GIVE_UP if no start makes sense.
 
-    exits: oldest first. The first useless death is answered at once, then the wait doubles.
+    exits: oldest first. After the first useless death there is no wait; then the wait doubles.
     """
     useless = 0
     for one in reversed(exits):
@@ -50,5 +50,5 @@ def delay(exits: Sequence[Exit], now: float, policy: Policy) -> float:
 
 
 def remembered(exits: Sequence[Exit], policy: Policy) -> tuple[Exit, ...]:
-    """As many of them as a decision can depend on."""
+    """The last deaths, as many as a decision can depend on."""
     return tuple(exits[-policy.limit :])

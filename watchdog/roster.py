@@ -1,4 +1,4 @@
-"""The roster's rows: who is attached, since when, and when a row and its ring may be used again.
+"""The roster's rows: which learners are attached, and when a row and its ring are free again.
 
 A row's life, each word with one writer (layout in native/ps_layout.h):
 
@@ -27,7 +27,7 @@ from gadei_ps.memory.layout import Gone
 from gadei_ps.watchdog.liveness import Watch
 from gadei_ps.watchdog.memory import JobMemory
 
-LATE_S = 3.0  # far above the time between two calls of kill_hung
+LATE_S = 3.0  # far longer than the time between two calls of kill_hung
 # Counted by the server for one learner; cleared for the next one.
 COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unasked", "loss")
 STALENESS = ("staleness_sum", "staleness_max", "histogram", "reason")
@@ -174,7 +174,7 @@ class Roster:
             return
         signs: dict[Hashable, Hashable] = {}
         control = self._memory.control.view(layout.CONTROL)
-        # While there are other batches to hand out nobody misses those that it holds.
+        # While other batches are left to hand out, no learner waits for those that it holds.
         left = int(control["next"]) & 0xFFFFFFFF != int(control["batches"])
         left = left or bool(int(control["requeued"]))
         for row in self._pidfds:
@@ -216,7 +216,7 @@ class Roster:
         self._memory.ring_bells()
 
     def free_rows(self) -> None:
-        """Removes the rings that the server is done with."""
+        """Removes the rings that the servers no longer use."""
         entries = self._entries
         for row in list(self._memory.rings):
             if entries[row]["retired"] == entries[row]["generation"]:
@@ -225,7 +225,7 @@ class Roster:
                 self._memory.remove_ring(row)
 
     def close(self) -> None:
-        """Stops watching; at the end of the job."""
+        """Stops watching the learners, at the end of the job."""
         for fd in self._pidfds.values():
             os.close(fd)
         self._pidfds.clear()

@@ -1,8 +1,8 @@
 """A process that makes one checkpoint: copies the job between two gradients, then writes the copy.
 
-Not the watchdog itself: a disk may block whoever writes to it. Its only wish that others obey, the
-pause, ends by itself, so nobody waits for a saver that has died. It tells the outcome as one line
-of JSON on standard output.
+A process of its own, because a disk may block a process that writes to it. The shards pause for it
+until a deadline, so that a saver that dies does not hold them. It prints the outcome as one line of
+JSON on standard output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
 
 PAUSE_S = 1.0  # and a second for each gigabyte
-ATTEMPTS_S = 20.0  # a take-over, or a gradient that takes long, may come in between
+ATTEMPTS_S = 20.0  # a take-over or a long gradient may come in between
 REST_S = 0.05  # between two attempts, for training
 COPY_BYTES = 4 << 20  # a piece that one thread copies at a time
 SLEEP_NS = 1_000_000
@@ -38,7 +38,7 @@ SLEEP_NS = 1_000_000
 
 @dataclass(frozen=True)
 class Task:
-    """What to save where. config: as it goes into the checkpoint. files: open segments, by part."""
+    """What to save, and where. config: written to the checkpoint. files: open segments, by part."""
 
     job: str
     job_id: str
@@ -73,7 +73,7 @@ class Saver:
         for stream in range(int(self._state["streams"])):
             at = int(self._state["slots_at"]) + stream * int(self._state["slot_bytes"])
             self._sources.append(state_segment.array(np.float32, elements, at))
-        # Real memory before the pause: a first access of each page would take longer than the copy.
+        # Pages are allocated before the pause: the first access to each takes longer than the copy.
         size = max(1, len(self._sources) * elements * 4)
         self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them
@@ -86,9 +86,9 @@ class Saver:
         self._pool.submit(int).result()  # its first thread is there
 
     def save(self) -> dict[str, Any]:
-        """The outcome. Raises CheckpointError."""
+        """Writes the checkpoint; returns the outcome. Raises CheckpointError."""
         snapshot, pause_s = self._take()
-        os.nice(5)  # training goes first, now that nobody waits for us
+        os.nice(5)  # training goes first, now that the shards go on
         written = checkpoint.write(Path(self.task.directory), snapshot, self.task.keep)
         return {
             "ok": True,
@@ -147,7 +147,7 @@ class Saver:
         parked = [_native.load(at + index * SHARD.itemsize) for index in range(self._shards)]
         if any(one != deadline for one in parked):
             return False
-        # Of a row that is free again, whose learner wrote over its ring, they may differ for ever.
+        # Free rows do not count: after a damaged ring their numbers may differ for ever.
         roster = self._control["roster"]
         applied = self._state["applied"][shards, roster["generation"] != roster["retired"]]
         records = self._state["record"][shards]

@@ -1,7 +1,7 @@
 """The two parameter servers: started, watched, killed when they hang, started again.
 
-A take-over needs no help from here: the leases see to it. The watchdog makes the next server that
-stands by, and where none is left alive, leases that nobody holds.
+A take-over needs no help from here: the kernel hands the leases over. The watchdog starts the next
+server that stands by. If no server is alive, it makes new leases first.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Running:
     pidfd: int
     since: float
     child: subprocess.Popen[bytes] | None = None
-    version: int = 0  # of the job when it started
+    version: int = 0  # of the job when the server started
     killed: str = ""  # why we killed it
-    active: bool = False  # has been seen to be
+    active: bool = False  # was seen to be the active one
 
     def kill(self, why: str) -> None:
         self.killed = why
@@ -55,7 +55,7 @@ class Running:
 
 @dataclass(eq=False)
 class Servers:
-    """Both of them. flags: for their command line. failed: hears when going on is of no use."""
+    """Both servers of a job. flags: for their command line. failed: called if the job fails."""
 
     memory: JobMemory
     selector: selectors.BaseSelector
@@ -68,7 +68,7 @@ class Servers:
     running: dict[int, Running] = field(default_factory=dict)
     _exits: tuple[Exit, ...] = ()
     _last_exit: float = float("-inf")
-    _said_alone: bool = False
+    _told_alone: bool = False
     _hung: Watch = field(init=False)
     _stuck: Watch = field(init=False)
 
@@ -92,7 +92,7 @@ class Servers:
         for one in self.running.values():
             line = self._line(one.number)
             if one.active or one.pid == self.active_pid:
-                continue  # `active` also while it is dying and the other one has taken over
+                continue  # also while it is dying and the other one has taken over
             ready = int(line["state"]) == ServerState.READY
             if ready and process.alive(one.pid, int(line["start"])):
                 return one.pid
@@ -115,7 +115,7 @@ class Servers:
     # -- starting -------------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Takes over the servers that a dead watchdog has left."""
+        """Takes over the servers of a dead watchdog."""
         for number in NUMBERS:
             line = self._line(number)
             pid, start = int(line["pid"]), int(line["start"])
@@ -132,13 +132,13 @@ class Servers:
                 self._clear(number)
 
     def look(self, now: float) -> None:
-        """Starts what is missing and due, kills what hangs. Every tick."""
+        """Starts servers that are missing and due, kills those that hang. Called every tick."""
         free = [number for number in NUMBERS if number not in self.running]
         wait = restart.delay(self._exits, now, self.policy)
         if wait == GIVE_UP and self.serving:
             wait = self.policy.longest_s
-            if not self._said_alone:
-                self._said_alone = True
+            if not self._told_alone:
+                self._told_alone = True
                 self.log.error("no second server gets ready; going on with one")
         elif wait == GIVE_UP:
             self.failed(
@@ -151,7 +151,7 @@ class Servers:
                 if self._unknown_holder():
                     return
                 self._make_leases()
-            # One after the other: both would compile, and only one can stand by.
+            # One after the other: two would both compile, and only one can stand by.
             if not self.running or (self.memory.config.standby and self.serving):
                 self._try_to_start(free[0], now)
         self._kill_hung(now)
@@ -163,14 +163,14 @@ class Servers:
             return
         try:
             self._start(number)
-        except OSError as error:  # no memory or no process to be had just now
+        except OSError as error:  # no memory or no process is available
             self.log.error("cannot start a server", reason=str(error))
             self._last_exit = now
             exit_ = Exit(now, useful=False)
             self._exits = restart.remembered((*self._exits, exit_), self.policy)
 
     def _unknown_holder(self) -> bool:
-        """Whether a server that we do not know holds leases; then it is killed first."""
+        """Whether an unknown server holds leases; if so, kills it."""
         pid, start = self.active_pid, int(self._control["lease_start"])
         if not process.alive(pid, start):
             return False
@@ -179,7 +179,7 @@ class Servers:
         return True
 
     def _make_leases(self) -> None:
-        """Leases that nobody holds; no server is alive."""
+        """Makes new leases; no server is alive."""
         at = self.memory.control.address
         _native.store32(at + layout.offset(CONTROL, "lease_state"), 0)
         for word in ("sleepers", "lease_shards"):
@@ -195,8 +195,8 @@ class Servers:
         command = process.module_command("gadei_ps.server.manager", *where, *self.flags)
         if self.memory.config.cores:
             command += ["--cores", self.memory.config.cores]
-        # The server writes the log to stderr: stdout belongs to the command's result.
-        # NumPy's own threads would only be more threads to die at a take-over.
+        # The log goes to stderr: stdout belongs to the command's result.
+        # NumPy's own threads would have to end before the kernel hands the leases over.
         env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
         child = process.spawn(command, env=env, stdout=2, how=None)
         line = self._line(number)
@@ -250,19 +250,19 @@ class Servers:
         return any((applied[:, row] < head).any() for row, head in heads.items())
 
     def _kill_hung(self, now: float) -> None:
-        """Those whose threads do not move, though even idle ones do ten times a second."""
+        """Kills servers whose threads stand still; even idle threads move ten times a second."""
         signs: dict[Hashable, Hashable] = {}
         idle: dict[Hashable, Hashable] = {}
         starting: dict[Hashable, Hashable] = {}
         for one in self.running.values():
             line = self._line(one.number)
-            # It stays so until its death, which may be told when the next one is active already.
+            # True until its death, which may become known when the next one is active already.
             one.active = one.active or one.pid == self.active_pid
             if int(line["state"]) != ServerState.READY:
                 starting[one.pid] = min(process.cpu_s(one.pid), MOST_CPU_S)
             elif not one.active:
                 if self.active_pid not in {other.pid for other in self.running.values()}:
-                    # Its leases should have come at once. Killed, it makes way for new ones.
+                    # The kernel should have given it the leases at once. It is killed for new ones.
                     signs[one.pid, "take-over"] = 0
                 idle[one.pid] = int(line["beat"])
             else:
@@ -285,7 +285,7 @@ class Servers:
     # -- ending ---------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Ends both, first the one that stands by, so that it does not take over."""
+        """Ends both servers, the standby first, so that it does not take over."""
         for one in sorted(self.running.values(), key=lambda one: one.pid == self.active_pid):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
@@ -308,7 +308,7 @@ class Servers:
         return process.gone(one.pidfd, timeout_s)
 
     def private_bytes(self) -> int:
-        """Memory of the active server that is its own."""
+        """Bytes of memory that the active server does not share."""
         with contextlib.suppress(psutil.Error):
             memory = psutil.Process(self.active_pid).memory_info()
             return int(memory.rss - memory.shared)

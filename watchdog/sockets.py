@@ -19,9 +19,9 @@ from gadei_ps.job import control
 from gadei_ps.machine import log
 
 MAX_CLIENTS = 512
-MAX_CLIENTS_OF_ONE = 128  # of one process: it cannot take all places
+MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
 MAX_UNSENT = 4 << 20
-READ = 4096  # bytes at a time: all requests in them are served before the next client's
+READ = 4096  # bytes at a time; requests in them are served before the next client's
 MAX_FDS = 4
 MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
 LAST_WORDS_S = 1.0  # for all clients together, at the end
@@ -30,7 +30,7 @@ UCRED = struct.Struct("3i")
 
 @dataclass(eq=False)
 class Client:
-    """One connection. `pid` is what the kernel says of the process that connected."""
+    """One connection. `pid`: of the process that connected, as the kernel tells."""
 
     socket: socket.socket
     pid: int
@@ -38,7 +38,7 @@ class Client:
     unsent: bytearray = field(default_factory=bytearray)
     fds: list[int] = field(default_factory=list)
     since: float = 0.0
-    waiting: bool = False  # its reply is being worked on
+    waiting: bool = False  # its reply comes later
 
     def drop_fds(self) -> None:
         while self.fds:
@@ -49,7 +49,7 @@ Handler = Callable[[Client, control.Request], "dict[str, Any] | None"]
 
 
 class ControlServer:
-    """Accepts, reads, calls `handler`, and sends its reply; None means that one comes later."""
+    """Accepts clients, reads requests, sends what `handler` returns; None: a reply comes later."""
 
     def __init__(self, path: Path, selector: selectors.BaseSelector, handler: Handler) -> None:
         self.path = path
@@ -58,8 +58,8 @@ class ControlServer:
         self._clients: set[Client] = set()
         self.refused = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        # Bound under a name of its own and moved into place: the socket is never seen with
-        # another mode, and one left by a dead watchdog is replaced.
+        # Bound under a passing name and then renamed: no client sees the socket with another mode,
+        # and the socket of a dead watchdog is replaced.
         passing = path.with_name(f".{path.name}.{os.getpid()}")
         passing.unlink(missing_ok=True)
         try:
@@ -129,7 +129,7 @@ class ControlServer:
         while not client.waiting and len(client.received) >= control.LENGTH.size:
             (length,) = control.LENGTH.unpack_from(client.received)
             if length > control.MAX_MESSAGE:
-                # What follows cannot be told from payload, so the connection ends with the reply.
+                # Where the next message begins is unknown: the connection ends with the reply.
                 self.reply(client, failure(ControlError(f"message of {length} bytes")))
                 raise ValueError("message too long")
             end = control.LENGTH.size + length
@@ -153,7 +153,7 @@ class ControlServer:
                 client.waiting = True
             else:
                 self.reply(client, answer)
-        # A client that pipelines while its reply is worked on may not make us keep all of it.
+        # A client that sends requests while its reply is pending may not fill our memory.
         if client.waiting and len(client.received) > control.MAX_MESSAGE:
             raise ValueError("requests sent without waiting for the reply")
 
@@ -184,7 +184,7 @@ class ControlServer:
             self._selector.modify(client.socket, mask, key.data)
 
     def expire(self) -> None:
-        """Drops clients that began a message and do not end it."""
+        """Drops clients that have begun a message and do not end it."""
         now = time.monotonic()
         for client in list(self._clients):
             late = now - client.since > MESSAGE_TIMEOUT_S
@@ -212,5 +212,5 @@ class ControlServer:
 
 
 def failure(error: GadeiError) -> dict[str, Any]:
-    """The reply that says so."""
+    """The reply that tells a client of an error."""
     return {"ok": False, "error": str(error), "kind": type(error).__name__}

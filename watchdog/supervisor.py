@@ -1,11 +1,11 @@
 """The watchdog process: owns the job's memory, supervises its processes, answers requests.
 
-One thread, one selector: the control socket, a pidfd for each process it looks after, and a timer.
-It never waits for any of them. Death is told by the kernel, through the pidfd. Servers and learners
-live on when it dies; the next watchdog of the job adopts them.
+One thread, one selector: the control socket, a pidfd for each process, and a timer. The watchdog
+never waits for one of them alone. The kernel tells of deaths through the pidfds. Servers and
+learners live on when the watchdog dies; the next watchdog of the job adopts them.
 
     startup     lock the job's name, adopt what lives or begin anew, start the servers
-    main_loop   until a stop is asked for and done, or there is no use in going on
+    main_loop   until a stop is complete, or the job has failed
     shutdown    end the servers, remove sockets and segments
 """
 
@@ -53,10 +53,10 @@ LEAVE_TIMEOUT_S = 10.0
 class Options:
     """How a watchdog is started.
 
-    fresh: what a dead watchdog has left in memory, and checkpoints, are not used. resume: whether
-    checkpoints are looked for; a job that does not is a command's own. checkpoint: to go on from
-    instead of what is in memory. quiet, verbose, as_json: of the servers' log. start_silent_s: how
-    long the start may make no progress.
+    fresh: use neither the memory of a dead watchdog nor checkpoints. resume: look for checkpoints;
+    False for the jobs of commands. checkpoint: go on from this one instead of from memory.
+    quiet, verbose, as_json: of the servers' log. start_silent_s: how long the start may make no
+    progress.
     """
 
     fresh: bool = False
@@ -104,7 +104,7 @@ class Supervisor:
         )
         self._failed = ""
         self._begun = False
-        self._leave = False  # servers, learners and memory go on without us
+        self._leave = False  # servers, learners and memory go on without this process
         self._keep = False  # the memory does
         self._signalled = False
         self._had_learners = False
@@ -136,11 +136,11 @@ class Supervisor:
             self._begun = True
             return self.main_loop()
         except JobStopped:
-            self._keep = self.memory.adopted  # for the next serve; it was not ours for a moment
+            self._keep = self.memory.adopted  # for the next watchdog: this one never owned it
             raise
         except BaseException:
-            # A mistake of ours, or a machine out of memory, must not cost the job: whoever serves
-            # it next finds it as it is.
+            # An error in this program, or a machine out of memory, must not cost the job: the next
+            # watchdog finds it as it is.
             self._leave = self._begun or self.memory.adopted
             raise
         finally:
@@ -204,7 +204,7 @@ class Supervisor:
             self._stopping.begin(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
 
     def _make_first_model(self) -> None:
-        """From a checkpoint, from the job file, or not yet: then the first learner brings it."""
+        """From a checkpoint or the job file; if neither has one, the first learner brings it."""
         first = None
         if self.options.resume and not self.options.fresh:
             first = model.from_checkpoint(self.config, self.options.checkpoint, self._log)
@@ -265,7 +265,7 @@ class Supervisor:
             self._notify.watchdog()
 
     def _look_around(self, now: float) -> None:
-        """What need not be seen at once."""
+        """Looks at everything that may be seen a second late."""
         if self._requests is not None:
             self._requests.expire()
         self._roster.kill_hung(now)
@@ -287,7 +287,7 @@ class Supervisor:
         self._tell_status(now)
 
     def _is_idle(self) -> bool:
-        """Whether the last learner has left and the job shall not wait for another."""
+        """Whether the last learner has left and the job ends then."""
         if self.config.when_idle != "stop" or self._roster.rows or self._roster.leaving:
             return False
         if self._learners is not None:
@@ -314,14 +314,14 @@ class Supervisor:
             key.data(mask)
 
     def shutdown(self) -> None:
-        """Ends the servers, answers who waits, and removes all that is the job's.
+        """Ends the servers, answers waiting clients, and removes everything of the job.
 
-        But for the memory of a job whose last checkpoint failed: it holds what that would have.
+        The memory stays if the last checkpoint failed: it holds what the checkpoint lacks.
         """
         made = hasattr(self.memory, "control") and not (self._leave or self._keep)
         if made:
             phase = Phase.KEPT if self._stopping.problem else Phase.STOPPED
-            # In this order: a learner that sees the stop sees also why.
+            # In this order: a learner that sees the stop also sees the reason.
             self._control["phase"] = Phase.FAILED if self._failed else phase
             _native.store32(
                 self.memory.control.address + layout.offset(layout.CONTROL, "stop"), Stop.NOW
@@ -335,7 +335,7 @@ class Supervisor:
         if self._requests is not None:
             self._requests.end(self._failed)
         self._roster.close()
-        # What has lost its names nobody can adopt.
+        # Memory without names cannot be adopted.
         if made and (int(self._control["phase"]) != Phase.KEPT or self.memory.names_lost()):
             self.memory.remove()
         self.memory.close()
@@ -348,7 +348,7 @@ class Supervisor:
 
 
 def _allow_files() -> None:
-    """256 learners with their mappings and 512 clients are more than a soft limit of 1024."""
+    """Raises the soft limit of open files: 256 learners and 512 clients need more than 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""What a job file says, checked. Defaults are for a user without an opinion."""
+"""The fields of a job file, checked. The defaults suit a user without an opinion."""
 
 from __future__ import annotations
 
@@ -103,9 +103,11 @@ class JobConfig(_Table, allow_inf_nan=False):
     nonfinite: Literal["refuse", "allow"] = "refuse"
     spin_us: float = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
     standby: bool = Field(True, description="a second server, ready to take over at once")
-    hang_s: float = Field(5.0, description="a server that stands still so long is killed")
+    hang_s: float = Field(5.0, description="a server that stands still for so long is killed")
     learner_timeout_s: float = Field(
-        60.0, ge=0, description="likewise a learner that others wait for; 0: never"
+        60.0,
+        ge=0,
+        description="a learner that holds up others for so long is killed; 0: never",
     )
     orphan_s: float = Field(
         60.0, ge=1, description="how long servers wait for a new watchdog without learners"
@@ -136,7 +138,9 @@ class JobConfig(_Table, allow_inf_nan=False):
     @classmethod
     def _hang_s(cls, value: float) -> float:
         if value < LEAST_HANG_S:
-            raise ValueError(f"use {LEAST_HANG_S} s or more: a busy machine must not look like it")
+            raise ValueError(
+                f"use {LEAST_HANG_S} s or more: a busy machine must not look like a hung one"
+            )
         return value
 
     @field_validator("sync")
@@ -154,7 +158,7 @@ class JobConfig(_Table, allow_inf_nan=False):
         return max(1, min(wanted, -(-elements // layout.CHUNK)))
 
     def checkpoint_directory(self) -> Path:
-        """Where the job's checkpoints lie: of its own, so that no other job's are among them."""
+        """Directory of the job's checkpoints; each job has its own."""
         if self.checkpoint is not None and self.checkpoint.directory is not None:
             return self.checkpoint.directory
         return state_directory() / self.name

@@ -45,7 +45,7 @@ class TensorOffer(BaseModel):
 
 
 class Attach(_Message):
-    """A learner wants a row of the roster and a ring. The caller is the learner."""
+    """A learner asks for a row of the roster and a ring. The caller is the learner."""
 
     op: Literal["attach"] = "attach"
     name: str = Field("", max_length=31)
@@ -113,7 +113,7 @@ def parse_request(raw: bytes) -> Request:
         return REQUEST.validate_json(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        # Both may hold what the client sent, at any length.
+        # Both may repeat what the client sent, at any length.
         where = ".".join(str(part) for part in first["loc"])[:80]
         what = f"{where + ': ' if where else ''}{first['msg'][:200]}"
         raise ControlError(f"bad request: {what}") from None
@@ -133,7 +133,7 @@ class Connection:
     def __init__(self, job_or_path: str, timeout_s: float = 10.0) -> None:
         """Connects to a job by its name or by its socket's path.
 
-        Raises JobNotFound, or ControlError if somebody else answers.
+        Raises JobNotFound, or ControlError if something else answers.
         """
         path = (
             Path(job_or_path)
@@ -175,7 +175,9 @@ class Connection:
         except ValueError:
             reply = None
         if not isinstance(reply, dict):
-            raise ControlError(f"{self.path}: the reply makes no sense; who is it that answers?")
+            raise ControlError(
+                f"{self.path}: the reply is not one of a watchdog; another program answers"
+            )
         if not reply.get("ok"):
             kind = getattr(errors, str(reply.get("kind", "")), ControlError)
             if not (isinstance(kind, type) and issubclass(kind, errors.GadeiError)):

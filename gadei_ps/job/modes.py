@@ -36,15 +36,17 @@ def text(control: Segment, number: int) -> str:
 
 
 def model(control: Segment, number: int) -> SyncModel:
-    """The model of that number, new. One whose file is gone awaits all learners; that is logged.
+    """A new model object of that number. If its file is gone, it awaits all learners; logged.
 
-    Nobody starts or changes with such a file; but a server that dies later must find a successor.
+    No job starts or changes without the file; but a take-over must work even if it is lost later.
     """
     made = sync.parse(text(control, number))
     try:
         made.check(None)
     except sync.SpecError as error:
-        log.get().error("going on without: all learners are awaited", reason=str(error))
+        log.get().error(
+            "going on without the file of the model: all learners are awaited", reason=str(error)
+        )
     return made
 
 

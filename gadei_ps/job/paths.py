@@ -13,7 +13,7 @@ def directory() -> Path:
     """The user's directory for sockets, mode 0700; made if there is none.
 
     $GADEI_PS_RUNTIME_DIR, else $XDG_RUNTIME_DIR/gadei-ps, else /tmp/gadei-ps-UID. Raises
-    ControlError if it is not this user's alone: whoever could write there could be the watchdog.
+    ControlError if other users can write there: they could pose as the watchdog.
     """
     given = os.environ.get("GADEI_PS_RUNTIME_DIR")
     if given:

@@ -1,8 +1,8 @@
 """Faults on purpose: signals to a job's processes, which are named by what they do.
 
-Who does what is read from the control segment, not asked of the watchdog, so that this works while
-the watchdog is dead or stopped. A process is hit through its pidfd and only if its start time is
-the one written down there: a pid that has been given to another process meanwhile is never hit.
+The roles of processes are read from the control segment, so that this works while the watchdog is
+dead or stopped. A signal goes through a pidfd, and only if the start time is the one in the control
+segment: a process that got the pid later is never hit.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Processes:
     def find(self, role: Role, row: int | None = None) -> Target:
         """The process with this role, a learner by its row. Raises ControlError if there is none.
 
-        Take-overs and deaths go on meanwhile; who is told here was alive a moment ago.
+        Processes may die or take over at any time; the one returned was alive a moment ago.
         """
         if role is Role.LEARNER:
             learners = self.learners()
@@ -140,7 +140,7 @@ class Processes:
     def _server(self, *, standby: bool, ready: bool) -> Target | None:
         active = int(self.control["lease_pid"])
         for line in self.control["server"]:
-            # The writer's order is start, pid: a start of another process only finds nobody.
+            # The writer's order is start, pid. A start of another process only makes this fail.
             pid, start = int(line["pid"]), int(line["start"])
             one = Target(Role.STANDBY if standby else Role.SERVER, pid, start)
             if ready and int(line["state"]) != ServerState.READY:
@@ -162,7 +162,7 @@ def signal_number(name: str) -> signal.Signals:
 
 
 def send(target: Target, number: signal.Signals, timeout_s: float = GONE_S) -> Sent | None:
-    """Delivers the signal; None if the process is no more. SIGKILL is waited for, timeout_s.
+    """Delivers the signal; None if the process has ended. SIGKILL is awaited, timeout_s.
 
     Raises ControlError where it is not allowed.
     """
@@ -171,7 +171,7 @@ def send(target: Target, number: signal.Signals, timeout_s: float = GONE_S) -> S
     except OSError:
         return None
     try:
-        # Opened before this look: who lives now and began then is the one behind the descriptor.
+        # The descriptor was opened before: a process that is alive now is the one behind it.
         if not target.alive:
             return None
         signal.pidfd_send_signal(pidfd, number)

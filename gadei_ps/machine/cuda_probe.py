@@ -1,7 +1,7 @@
 """What CUDA can do here: python -m gadei_ps.machine.cuda_probe [--check] prints a JSON object.
 
 With --check only whether learners can use it. A program of its own, because a broken driver can
-hang or crash whoever asks it. What fails becomes a text, as far as Python sees it.
+hang or crash a process that uses it. Failures that Python sees are returned as text.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def missing() -> str:
 
 
 def examine() -> dict[str, Any]:
-    """All that is known.
+    """Everything that can be found out about CUDA.
 
     cupy: its version. missing: as missing() says. driver, runtime: the highest version of CUDA that
     the driver offers, and that of the runtime library in use. devices: an object for each GPU.
-    errors: what could not be found out, by name.
+    errors: reasons of what could not be found out, by name.
     """
     report: dict[str, Any] = {
         "cupy": None,
@@ -50,7 +50,7 @@ def examine() -> dict[str, Any]:
     try:
         import cupy
         from cupy.cuda import runtime
-    except Exception as error:  # likewise
+    except Exception as error:  # a broken installation fails in any way
         report["errors"]["cupy"] = _told(error)
         return report
     report["cupy"] = cupy.__version__
@@ -61,7 +61,7 @@ def examine() -> dict[str, Any]:
 
 
 def _measure(report: dict[str, Any], name: str, measurement: Callable[[], Any]) -> None:
-    """Into the report, or into its errors."""
+    """Puts the result into the report, or the reason into its errors."""
     try:
         report[name] = measurement()
     except Exception as error:  # CuPy raises classes of its own, by library
@@ -73,7 +73,7 @@ def _told(error: Exception) -> str:
 
 
 def _version(number: int) -> str:
-    """CUDA's 12040 is 12.4; 0 is what it says without a driver."""
+    """CUDA's 12040 is 12.4; without a driver CUDA answers 0."""
     if not number:
         raise RuntimeError("there is no driver")
     return f"{number // 1000}.{number % 1000 // 10}"
@@ -116,7 +116,7 @@ def _device(index: int) -> dict[str, Any]:
             bandwidths: dict[str, Any] = {"errors": report["errors"]}
             _measure(bandwidths, "bandwidth", _bandwidths)
             report |= bandwidths.get("bandwidth", {})
-    except Exception as error:  # a GPU that somebody else holds alone
+    except Exception as error:  # a GPU that another process holds exclusively
         report["errors"]["device"] = _told(error)
     return report
 

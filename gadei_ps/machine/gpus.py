@@ -1,8 +1,8 @@
 """The NVIDIA GPUs of this machine, as launchers see them: without CUDA, CuPy or torch.
 
-A launcher that used CUDA itself would hold memory on a GPU as long as it runs, and would hang where
-the driver hangs. So nvidia-smi lists the GPUs, and what needs CUDA runs in a process of its own
-that may be killed.
+A launcher that used CUDA itself would hold memory on a GPU as long as it runs, and would hang with
+the driver. So nvidia-smi lists the GPUs, and code that needs CUDA runs in a process of its own,
+which may be killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOOL = "nvidia-smi"
 PROC = Path("/proc/driver/nvidia/gpus")
 PROBE = tuple(process.module_command("gadei_ps.machine.cuda_probe"))
 CHECK = (*PROBE, "--check")
-LIST_S = 20.0  # a driver that nobody keeps loaded takes seconds for each GPU
+LIST_S = 20.0  # a driver that is not kept loaded takes seconds for each GPU
 CHECK_S = 60.0  # to load CuPy from a cold disk and to initialize CUDA
 PROBE_S = 120.0
 REAP_S = 1.0
@@ -149,7 +149,7 @@ def _there_is(found: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def least_used(gpus: Sequence[str], pids: Iterable[int]) -> tuple[str, ...]:
-    """The same GPUs, those first that fewest of these processes have been given."""
+    """The same GPUs, sorted by how many of these processes have been given each."""
     given: Counter[str] = Counter()
     for pid in pids:
         with contextlib.suppress(OSError):  # gone, or another user's
@@ -175,7 +175,7 @@ def assign(
 
 
 def order(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What makes CUDA number GPUs as nvidia-smi does, where the user has not said otherwise."""
+    """The variable that makes CUDA number GPUs as nvidia-smi does, unless the user has set it."""
     if VISIBLE in environ or ORDER in environ:
         return {}
     return {ORDER: "PCI_BUS_ID"}  # else the fastest is 0
@@ -206,7 +206,7 @@ def missing(
 def probe(
     command: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """What cuda_probe has found, in a process of its own. Raises DeviceError if that fails."""
+    """The result of cuda_probe, run in a process of its own. Raises DeviceError if that fails."""
     text = _answer(command, timeout_s, environ)
     try:
         found = json.loads(text.strip().rpartition("\n")[2])
@@ -227,7 +227,7 @@ def _name(command: Sequence[str]) -> str:
 def _answer(
     command: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> str:
-    """What a command prints. Raises DeviceError, with what it says, if it fails or hangs."""
+    """What a command prints. Raises DeviceError with its message if it fails or hangs."""
     name = _name(command)
     try:
         child = process.spawn(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -252,7 +252,7 @@ def _answer(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kills it and what it has started; what hangs in the driver cannot even be killed."""
+    """Kills the child and its children; a process that hangs in the driver cannot be killed."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
-"""Signals that end a command: an exception in its main thread, held back where that would harm.
+"""Signals that end a command, as an exception in its main thread; held back where it would harm.
 
-An exception that comes from nowhere can leave a lock of the standard library locked for ever, as in
-Popen.poll. What must not be broken just anywhere is done while signals are held.
+An exception at an arbitrary instruction can leave a lock of the standard library locked for ever,
+as in Popen.poll. Code that must not be interrupted there runs while signals are held.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check() -> None:
 
 
 def _unraisable(args: sys.UnraisableHookArgs) -> None:
-    """Python drops what a signal handler raises within a finalizer: then the signal comes again."""
+    """Python drops an exception of a signal handler in a finalizer: the signal is sent again."""
     if isinstance(args.exc_value, Interrupted):
         again = threading.Timer(0.05, os.kill, (os.getpid(), args.exc_value.number))
         again.daemon = True

@@ -1,4 +1,4 @@
-"""Learner processes as children of a command: start, watch, start again, end. Never orphans."""
+"""Learner processes as children of a command, which starts, watches, restarts and ends them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"
 DEVICE_VARIABLE = "GADEI_PS_DEVICE"
 GRACE_S = 5.0
-QUICK_S = 5.0  # a learner that dies this soon after its start has not worked
+QUICK_S = 5.0  # a learner that dies sooner than this has not worked
 MAX_QUICK_DEATHS = 3
 
 
@@ -97,7 +97,7 @@ NOTHING_SAID = Compute()
 
 @dataclass
 class Ended:
-    """A learner process that is no more."""
+    """A learner process that has ended."""
 
     index: int
     pid: int
@@ -111,7 +111,7 @@ class Ended:
 
 
 class Learners:
-    """The learner processes of a command. Use it from a thread that lives as long as they shall."""
+    """The learner processes of a command. They die with the thread that starts them."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Learners:
         self._command = list(command)
         self._compute = compute
         self._env = os.environ | {JOB_VARIABLE: job_socket, "GADEI_PS_LEARNERS": str(count)}
-        # As torchrun does: N processes with a thread for each core would fight for the cores.
+        # As torchrun: N processes with a thread for each core would compete for the cores.
         threads = max(1, process.cores() // count)
         self._env.setdefault("OMP_NUM_THREADS", str(threads))
         self._stdout = stdout
@@ -153,7 +153,7 @@ class Learners:
         return [child.pid for child, _ in self._running.values()]
 
     def ended(self) -> list[Ended]:
-        """Those that have ended since the last call."""
+        """Learners that have ended since the last call."""
         gone = []
         for index, (child, since) in list(self._running.items()):
             with interrupts.held():
@@ -198,6 +198,6 @@ class Learners:
 
 
 def _kill_group(leader: int) -> None:
-    """Ends what a learner has left: the workers of a data loader, say. Each leads a group."""
+    """Ends the children of a learner, such as workers of a data loader: they are in its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)

@@ -11,7 +11,7 @@ import structlog
 
 
 class _Patient:
-    """stderr for processes that must outlive whoever reads it: a closed pipe is no error."""
+    """stderr of processes that must outlive its reader: a closed pipe is no error."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):

@@ -1,8 +1,8 @@
-"""On which cores the shards of a server run. Pure but for bind(), so that tests make machines up.
+"""On which cores the shards of a server run. All functions are pure except bind().
 
 Shards stream weights through their core's memory controller. On a machine with several nodes (two
-sockets, say) they are kept on the node whose memory holds the weights. Elsewhere the scheduler
-knows better: a shard bound to one core waits for the learner that happens to run there.
+sockets, say) they are kept on the node whose memory holds the weights. On other
+machines the scheduler decides: a bound shard would wait for a learner that runs on its core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes and who they are: a pid alone may be reused, a pid with its start time may not."""
+"""Processes, identified by pid and start time: a pid alone may be reused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def spawn(
     """Starts a child that dies with the calling thread, in a process group of its own.
 
     how: signal that it gets then; None: it lives on.
-    A group of its own keeps the terminal's Ctrl-C from children whose end the parent arranges.
+    In a group of its own the child does not get the terminal's Ctrl-C: the parent ends it.
     """
     return subprocess.Popen(
         list(command),

@@ -6,13 +6,13 @@
             state.safetensors      "requeue", uint64 (n,); "0/NAME", "1/NAME": slots, float32
             manifest.json          all else, and what those two hold
             SHA256SUMS             of these three, for sha256sum -c
-        superseded-checkpoint-*/   of a higher version than one written later, for who regrets that
+        superseded-checkpoint-*/   of a higher version than one written later
         .tmp-*/                    in the making or in removal; swept by the next writer
         .lock                      held by the process that writes
 
 A checkpoint becomes visible by one rename, when all of it is on the disk, and goes by one rename,
-when a newer one is there to stay. So whoever dies at whatever instant, the newest visible one is
-whole. Pure files: nothing here knows of shared memory.
+when a newer one is there to stay. So the newest visible checkpoint is whole, whichever process dies
+at whichever instant. This module knows files only, no shared memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def write(directory: Path, snapshot: Snapshot, keep: int) -> Written:
         snapshot.check()
         _make(directory)
         with _locked(directory):
-            # Nobody else writes now: what is there was left by the dead.
+            # This process holds the lock: temporary files are of writers that died.
             for left in directory.glob(".tmp-*"):
                 _delete(left)
             path, size = _write_new(directory, snapshot)

@@ -1,4 +1,4 @@
-"""All of a job that outlives its processes, and a checkpoint's manifest, which describes it."""
+"""The state of a job that outlives its processes, and the manifest that describes it."""
 
 from __future__ import annotations
 
