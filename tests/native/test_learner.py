@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import support
 
-from gadei_ps.job import paths as runtime
+from gadei_ps.job import paths
 from gadei_ps.job.config import load
 from gadei_ps.job.control import Connection, StopJob, pack
 from gadei_ps.machine import process
@@ -339,7 +339,7 @@ def test_by_path_and_by_environment(
     mine.do("attach", "-")
     mine.do("detach")
     mine.do("attach", running.name)
-    assert runtime.socket_path(running.name) == running.socket
+    assert paths.socket_path(running.name) == running.socket
 
 
 def test_a_job_without_model(job: Callable[..., Any], learner: Callable[[], Any]) -> None:

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from gadei_ps import errors
 from gadei_ps.errors import ControlError, JobInUse, JobNotFound
-from gadei_ps.job import control
-from gadei_ps.job import paths as runtime
+from gadei_ps.job import control, paths
 from gadei_ps.job.control import (
     MAX_MESSAGE,
     PROTOCOL,
@@ -182,12 +181,12 @@ def test_nobody_answers(runtime_dir: Path) -> None:
 
 
 def test_runtime_directory(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runtime.directory() == runtime_dir
-    assert runtime.socket_path("x").parent == runtime.lock_path("x").parent == runtime_dir
+    assert paths.directory() == runtime_dir
+    assert paths.socket_path("x").parent == paths.lock_path("x").parent == runtime_dir
     monkeypatch.delenv("GADEI_PS_RUNTIME_DIR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
-    assert runtime.directory() == runtime_dir / "gadei-ps"
-    assert runtime.directory().stat().st_mode & 0o777 == 0o700
+    assert paths.directory() == runtime_dir / "gadei-ps"
+    assert paths.directory().stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("spoil", ["writable", "file", "link", "missing parent"])
@@ -208,5 +207,5 @@ def test_a_directory_that_others_may_write_is_refused(
         path = runtime_dir / "file" / "place"
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(path))
     with pytest.raises(ControlError) as info:
-        runtime.directory()
+        paths.directory()
     assert "\n" not in str(info.value)
