@@ -67,9 +67,9 @@ def main() -> None:
 
 def _all(options: argparse.Namespace) -> list[str]:
     """Runs each part in a process of its own; returns those that have failed."""
-    from gadei_ps.benchmarks.gpu import place
+    from gadei_ps.benchmarks.gpu import target
 
-    if why := place.why_not(options.device):
+    if why := target.why_not(options.device):
         print(f"{PACKAGE}: {why}", file=sys.stderr)
         sys.exit(1)
     _directory(options)
@@ -147,16 +147,16 @@ def _no_litter() -> Iterator[None]:
 
 def _part(options: argparse.Namespace) -> list[str]:
     """One part, in this process."""
-    from gadei_ps.benchmarks.gpu.place import Place, facts
+    from gadei_ps.benchmarks.gpu.target import Target, facts
 
     (name,) = options.parts
-    place = Place(options.device, options.quick)
-    report: Report = importlib.import_module(f"{PACKAGE}.{name}").measure(place)
+    target = Target(options.device, options.quick)
+    report: Report = importlib.import_module(f"{PACKAGE}.{name}").measure(target)
     print(suite.shown(report), flush=True)
     command = [f"python -m {PACKAGE}", *_flags(options)[: 2 + options.quick], name]
     result = suite.result_of(f"gpu-{name}", report, " ".join(command))
     result["commit"] = options.commit or result["commit"]
-    result |= {"gpu": facts(place), "quick": options.quick or not place.on_gpu}
+    result |= {"gpu": facts(target), "quick": options.quick or not target.on_gpu}
     if directory := _directory(options):
         print(suite.write(result, directory))
         _draw(directory, directory if options.out else PLOTS, f"gpu-{name}")

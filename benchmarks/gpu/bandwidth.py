@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
-from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.benchmarks.gpu.target import Target, job
 from gadei_ps.benchmarks.scale import SHARE, free_bytes
 from gadei_ps.learners import host
 from gadei_ps.learners.client import Client
@@ -59,8 +59,8 @@ class Mover(Protocol):
 class _End:
     """What is the same on the host and on a GPU: the figure end to end."""
 
-    def __init__(self, place: Place, client: Client, link: Any, gradient: Any) -> None:
-        self._place, self._client, self._link = place, client, link
+    def __init__(self, target: Target, client: Client, link: Any, gradient: Any) -> None:
+        self._target, self._client, self._link = target, client, link
         self._gradients = {"w": gradient}
         self._buffer = link.buffer()
         link.fill(self._buffer)
@@ -83,7 +83,7 @@ class _End:
                 self._push()
             else:
                 self._link.fill(self._buffer)
-        self._place.wait()
+        self._target.wait()
         if way == PUSH:
             self._applied()
         return time.perf_counter() - begin
@@ -92,10 +92,10 @@ class _End:
 class OnHost(_End):
     """Copies of the host, timed by the clock: to try the rest of this program."""
 
-    def __init__(self, place: Place, client: Client) -> None:
+    def __init__(self, target: Target, client: Client) -> None:
         count = client.model.elements
         gradient = np.full(count, 1e-3, np.float32)
-        super().__init__(place, client, host.Host().link(client), gradient)
+        super().__init__(target, client, host.Host().link(client), gradient)
         self._copies = [(np.zeros_like(gradient), gradient) for _ in range(2)]
 
     def transfer(self, way: str) -> float:
@@ -150,13 +150,13 @@ class Timed:
 class OnGpu(_End):
     """Copies of the GPU's engines, timed by events."""
 
-    def __init__(self, place: Place, client: Client, timed: Timed) -> None:
+    def __init__(self, target: Target, client: Client, timed: Timed) -> None:
         import cupy
 
         self._cupy, self._timed = cupy, timed
         self._bytes = 4 * client.model.elements
         gradient = cupy.full(client.model.elements, 1e-3, cupy.float32)
-        super().__init__(place, client, place.learner_device().link(client), gradient)
+        super().__init__(target, client, target.learner_device().link(client), gradient)
         timed.least = self._bytes
         timed.streams = set(self._link.streams)
         self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -170,7 +170,7 @@ class OnGpu(_End):
             self._push()
             self._applied()
         self._timed.spans.clear()
-        self._place.spin(SPIN_S)
+        self._target.spin(SPIN_S)
         if way != PULL:
             self._push()
         if way != PUSH:
@@ -187,7 +187,7 @@ class OnGpu(_End):
         cuda, runtime = self._cupy.cuda, self._timed
         self._timed.spans.clear()
         kept, self._timed.streams = self._timed.streams, {one.ptr for one in self._streams}
-        self._place.spin(SPIN_S)
+        self._target.spin(SPIN_S)
         queued = cuda.Event(disable_timing=True)
         queued.record()
         for stream in self._streams:
@@ -214,10 +214,10 @@ class OnGpu(_End):
 
 
 @contextmanager
-def mover(place: Place, client: Client) -> Iterator[Mover]:
+def mover(target: Target, client: Client) -> Iterator[Mover]:
     """Of a client that nothing else pushes or pulls with."""
-    if not place.on_gpu:
-        on_host = OnHost(place, client)
+    if not target.on_gpu:
+        on_host = OnHost(target, client)
         yield on_host
         on_host.close()
         return
@@ -228,16 +228,16 @@ def mover(place: Place, client: Client) -> Iterator[Mover]:
     timed = Timed(runtime, cupy.cuda.Event)
     link.runtime = timed
     try:
-        on_gpu = OnGpu(place, client, timed)
+        on_gpu = OnGpu(target, client, timed)
         yield on_gpu
         on_gpu.close()
     finally:
         link.runtime = runtime
 
 
-def measure(place: Place) -> Report:
+def measure(target: Target) -> Report:
     """Each size with a job of its own."""
-    size = place.sizes("bandwidth")
+    size = target.sizes("bandwidth")
     report = Report(["MB", "way", f"{LIMIT} GB/s", "transfer", "end to end", "/limit", "wanted"])
     for count in size["bytes"]:
         if SEGMENTS * count > SHARE * free_bytes():
@@ -245,14 +245,16 @@ def measure(place: Place) -> Report:
             continue
         tensors = [{"name": "w", "shape": [count // 4]}]
         with job("bandwidth", tensors=tensors) as name, Client(name) as client:  # noqa: SIM117
-            with mover(place, client) as moves:
-                _compare(report, place, moves, count, size)
+            with mover(target, client) as moves:
+                _compare(report, target, moves, count, size)
     return report
 
 
-def _compare(report: Report, place: Place, moves: Mover, count: int, size: dict[str, Any]) -> None:
+def _compare(
+    report: Report, target: Target, moves: Mover, count: int, size: dict[str, Any]
+) -> None:
     """One size of the model."""
-    limit = LIMIT if place.on_gpu else "memcpy"
+    limit = LIMIT if target.on_gpu else "memcpy"
     contenders: dict[tuple[str, str], Callable[[], float]] = {}
     for way in WAYS:
         moved = count * (2 if way == BOTH else 1)

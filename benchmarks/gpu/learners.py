@@ -23,7 +23,7 @@ from typing import Any
 
 from gadei_ps.benchmarks.common import Report, ratios_of, summary
 from gadei_ps.benchmarks.gpu import mps
-from gadei_ps.benchmarks.gpu.place import Place
+from gadei_ps.benchmarks.gpu.target import Target
 from gadei_ps.benchmarks.nlc_member import OURS
 from gadei_ps.errors import DeviceError
 from gadei_ps.machine import process
@@ -41,24 +41,24 @@ Figures = list[dict[str, Any]]
 """Of a contender at a mini-batch: who, learners, network, set, mini_batch, values (samples/s)."""
 
 
-def measure(place: Place) -> Report:
+def measure(target: Target) -> Report:
     """Runs the blocks, each in a process of its own."""
-    size = place.sizes("learners")
+    size = target.sizes("learners")
     report = Report(["block", "network", "set", "batch", "contender", "learners", "samples/s",
                      "ours/it"])  # fmt: skip
     report.notes.append(f"{mps.CONTROL} of others runs: {'yes' if mps.running() else 'no'}")
     for block in (WITHOUT, WITH, SPREAD):
-        if block == SPREAD and place.count() < 2:
+        if block == SPREAD and target.count() < 2:
             continue
         budget_s = size["budget_s"].get(block, size["budget_s"][WITH])
         try:
-            if block == WITH and place.on_gpu:
+            if block == WITH and target.on_gpu:
                 with mps.started() as env:
-                    found, notes = _in_process(place, block, budget_s, env)
+                    found, notes = _in_process(target, block, budget_s, env)
             elif block == WITH:
                 raise DeviceError("only for GPUs")
             else:
-                found, notes = _in_process(place, block, budget_s, {})
+                found, notes = _in_process(target, block, budget_s, {})
         except DeviceError as error:
             report.notes.append(f"{block}: not measured: {error}")
             continue
@@ -68,10 +68,10 @@ def measure(place: Place) -> Report:
 
 
 def _in_process(
-    place: Place, block: str, budget_s: float, env: dict[str, str]
+    target: Target, block: str, budget_s: float, env: dict[str, str]
 ) -> tuple[Figures, list[str]]:
     """Figures and notes of learners_block. Raises DeviceError if it fails."""
-    order = json.dumps([place.device, place.quick, block, budget_s])
+    order = json.dumps([target.device, target.quick, block, budget_s])
     child = process.spawn(
         process.module_command("gadei_ps.benchmarks.gpu.learners_block", order),
         env=os.environ | env,

@@ -19,7 +19,7 @@ from gadei_ps.benchmarks import nlc_member, nlc_team
 from gadei_ps.benchmarks.common import alternate
 from gadei_ps.benchmarks.gpu import networks, texts
 from gadei_ps.benchmarks.gpu.learners import CLASSIFIER, LSTM, SPREAD, WITHOUT
-from gadei_ps.benchmarks.gpu.place import Place
+from gadei_ps.benchmarks.gpu.target import Target
 from gadei_ps.benchmarks.nlc_member import (
     DDP,
     DDP_NCCL,
@@ -48,9 +48,9 @@ Contender = tuple[str, int]
 class Block:
     """Measures some networks on some sentences within a time."""
 
-    def __init__(self, place: Place, name: str, budget_s: float) -> None:
-        self._place, self._name = place, name
-        self._size = place.sizes("learners")
+    def __init__(self, target: Target, name: str, budget_s: float) -> None:
+        self._target, self._name = target, name
+        self._size = target.sizes("learners")
         self._until = time.monotonic() + budget_s
         self.figures: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -58,7 +58,7 @@ class Block:
 
     def run(self) -> None:
         """Measures as many of the networks and sentences as there is time for, in order."""
-        sets, notes = texts.found(self._place)
+        sets, notes = texts.found(self._target)
         self.notes += notes
         lstm = functools.partial(networks.lstm, hidden=self._size["hidden"])
         cells: list[tuple[str, nlc_member.Network, Texts]] = [
@@ -80,7 +80,7 @@ class Block:
         """Contenders of the block."""
         count = self._size["peers"]
         if self._name == SPREAD:
-            learners = [one for one in self._size["learners"] if one <= self._place.count()]
+            learners = [one for one in self._size["learners"] if one <= self._target.count()]
             return [*((OURS, one) for one in learners), (DDP_NCCL, learners[-1])]
         alone = [(SINGLE, 1), (SINGLE_SPARSE, 1)] if self._name == WITHOUT else []
         peers = [(HOGWILD, count), (HOGWILD_SPARSE, count), (DDP, count)]
@@ -88,10 +88,10 @@ class Block:
 
     def _team(self, contender: Contender, network: nlc_member.Network, sentences: Texts) -> Team:
         kind, count = contender
-        devices = [self._place.torch_device]
+        devices = [self._target.torch_device]
         if self._name == SPREAD:
             devices = [f"cuda:{number}" for number in range(count)]
-        method: Literal["forkserver", "spawn"] = "spawn" if self._place.on_gpu else "forkserver"
+        method: Literal["forkserver", "spawn"] = "spawn" if self._target.on_gpu else "forkserver"
         return Team(kind, count, sentences, method=method, devices=devices, network=network)
 
     def _cell(self, name: str, network: nlc_member.Network, sentences: Texts, until: float) -> None:
@@ -175,7 +175,7 @@ def main() -> None:
     """Measures the block of the argument."""
     device, quick, name, budget_s = json.loads(sys.argv[1])
     interrupts.install()
-    block = Block(Place(device, quick), name, budget_s)
+    block = Block(Target(device, quick), name, budget_s)
     try:
         block.run()
     except FAILURES as error:

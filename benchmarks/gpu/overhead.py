@@ -24,7 +24,7 @@ import torch
 from gadei_ps.benchmarks import nlc_member
 from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.gpu import networks, texts
-from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.benchmarks.gpu.target import Target, job
 from gadei_ps.learners.torch import Optimizer
 from gadei_ps.learners.torch.gpu import GpuBackend
 
@@ -43,28 +43,28 @@ Step = Callable[[int], torch.Tensor]
 """The loss of a mini-batch, given by its number."""
 
 
-def measure(place: Place) -> Report:
+def measure(target: Target) -> Report:
     """Measures each network with a job of its own."""
-    size = place.sizes("overhead")
+    size = target.sizes("overhead")
     report = Report(["network", "MB", "of", "gadei-ps us", "torch SGD us", "reached"])
-    for name, network, step in _networks(place, size):
+    for name, network, step in _networks(target, size):
         count = sum(one.numel() for one in network.parameters())
         twin = copy.deepcopy(network)
-        found = {TORCH: _parts(place, twin, torch.optim.SGD(twin.parameters(), 1e-6), step, size)}
+        found = {TORCH: _parts(target, twin, torch.optim.SGD(twin.parameters(), 1e-6), step, size)}
         with job("overhead") as running:
             optimizer = Optimizer(network, running)
-            found[OURS] = _parts(place, network, optimizer, step, size)
+            found[OURS] = _parts(target, network, optimizer, step, size)
             optimizer.close()
         _tell(report, name, 4 * count, found)
     return report
 
 
 def _networks(
-    place: Place, size: dict[str, Any]
+    target: Target, size: dict[str, Any]
 ) -> list[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], Step]]]:
     """Each network, with a function that makes the loss of a network like it."""
-    device, batch = torch.device(place.torch_device), size["mini_batch"]
-    sentences = texts.first(place)
+    device, batch = torch.device(target.torch_device), size["mini_batch"]
+    sentences = texts.first(target)
     mini_batches = [
         (
             torch.from_numpy(sentences.encoded.batch(rows)).to(device),
@@ -77,7 +77,7 @@ def _networks(
         (torch.randn(batch, sizes[0], device=device), torch.randint(sizes[-1], (batch,)).to(device))
         for _ in range(INPUTS)
     ]
-    hidden = place.sizes("learners")["hidden"]
+    hidden = target.sizes("learners")["hidden"]
     kind = nlc_member.OURS
     return [
         ("sentence classifier", nlc_member.fresh(kind, sentences).to(device), _on(mini_batches)),
@@ -93,7 +93,7 @@ def _on(
 
 
 def _parts(
-    place: Place,
+    target: Target,
     network: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     step: Callable[[torch.nn.Module], Step],
@@ -101,11 +101,11 @@ def _parts(
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds of step(), and of the part before it, for each way of measuring."""
     loss_of, count = step(network), size["steps"]
-    _run(place, loss_of, optimizer, max(2, count // 10), 0.0)
+    _run(target, loss_of, optimizer, max(2, count // 10), 0.0)
     begin = time.perf_counter()
-    training = _run(place, loss_of, optimizer, count, 0.0)
+    training = _run(target, loss_of, optimizer, count, 0.0)
     spin = max(LEAST_SPIN_S, SPINS * (time.perf_counter() - begin) / count)
-    busy = _run(place, loss_of, optimizer, count, spin)
+    busy = _run(target, loss_of, optimizer, count, spin)
     return {
         BUSY: {"step": busy[1], "compute": busy[0], "pull": _of_pulls(busy)},
         TRAINING: {"step": training[1], "compute": training[0], "pull": _of_pulls(training)},
@@ -119,7 +119,7 @@ def _of_pulls(found: Found) -> list[float]:
 
 
 def _run(
-    place: Place, loss_of: Step, optimizer: torch.optim.Optimizer, count: int, spin_s: float
+    target: Target, loss_of: Step, optimizer: torch.optim.Optimizer, count: int, spin_s: float
 ) -> Found:
     """Takes so many steps."""
     marks: list[Any] = []
@@ -129,12 +129,12 @@ def _run(
     shared = backend if isinstance(backend, GpuBackend) else None
     for number in range(count):
         if spin_s:
-            place.spin(spin_s)
-        marks.append(place.mark())
+            target.spin(spin_s)
+        marks.append(target.mark())
         optimizer.zero_grad()
         loss = loss_of(number)
         loss.backward()  # type: ignore[no-untyped-call]
-        marks.append(place.mark())
+        marks.append(target.mark())
         version = -1 if shared is None else shared.version
         begin = time.perf_counter()
         if isinstance(optimizer, Optimizer):
@@ -142,11 +142,11 @@ def _run(
         optimizer.step()
         host.append(time.perf_counter() - begin)
         pulled.append(shared is not None and shared.version != version)
-        marks.append(place.mark())
-    place.wait()
+        marks.append(target.mark())
+    target.wait()
     begins, middles, ends = marks[::3], marks[1::3], marks[2::3]
-    before = [place.seconds(a, b) for a, b in zip(begins, middles, strict=True)]
-    after = [place.seconds(a, b) for a, b in zip(middles, ends, strict=True)]
+    before = [target.seconds(a, b) for a, b in zip(begins, middles, strict=True)]
+    after = [target.seconds(a, b) for a, b in zip(middles, ends, strict=True)]
     return before, after, host, pulled
 
 

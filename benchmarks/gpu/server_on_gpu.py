@@ -25,7 +25,7 @@ from typing import Any
 
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.gang import Failed, Gang
-from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.benchmarks.gpu.target import Target, job
 from gadei_ps.benchmarks.scale import SHARE, free_bytes
 
 PROCESS = "gadei_ps.benchmarks.gpu.server_on_gpu_process"
@@ -40,20 +40,20 @@ Seconds = Callable[[int], float]
 """Seconds that so many gradients of each learner take."""
 
 
-def measure(place: Place) -> Report:
+def measure(target: Target) -> Report:
     """Measures each number of learners at each size, both ways in turns."""
-    size = place.sizes("server_on_gpu")
+    size = target.sizes("server_on_gpu")
     report = Report(["MB", "learners", "of", HOST, DEVICE, "prototype/host"])
-    if not place.on_gpu:
+    if not target.on_gpu:
         report.notes.append(f"{DEVICE}: not measured: it needs a GPU")
     for learners in size["learners"]:
         with ExitStack() as stack:
-            gangs = {HOST: stack.enter_context(_gang(place, learners, None))}
-            if place.on_gpu:
+            gangs = {HOST: stack.enter_context(_gang(target, learners, None))}
+            if target.on_gpu:
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gadei-ps-ipc-"))
                 try:
                     path = Path(scratch) / "counters"
-                    gangs[DEVICE] = stack.enter_context(_gang(place, learners, path))
+                    gangs[DEVICE] = stack.enter_context(_gang(target, learners, path))
                 except Failed as error:
                     report.notes.append(f"{DEVICE} with {learners}: not measured: {error}")
             for count in size["bytes"]:
@@ -64,11 +64,11 @@ def measure(place: Place) -> Report:
     return report
 
 
-def _gang(place: Place, learners: int, counters: Path | None) -> Gang:
+def _gang(target: Target, learners: int, counters: Path | None) -> Gang:
     """The learners; with a path for their counters, the owner comes first."""
-    commands = [["-m", PROCESS, place.device, f"learner{n}"] for n in range(learners)]
+    commands = [["-m", PROCESS, target.device, f"learner{n}"] for n in range(learners)]
     if counters is not None:
-        commands.insert(0, ["-m", PROCESS, place.device, "owner"])
+        commands.insert(0, ["-m", PROCESS, target.device, "owner"])
         commands = [[*one, str(counters), str(learners)] for one in commands]
     return Gang(commands, start_s=START_S)
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gadei_ps.benchmarks.gpu.place import Place
+from gadei_ps.benchmarks.gpu.target import Target
 from gadei_ps.benchmarks.peers import LR, answer, orders
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.pipeline import Pipeline
@@ -51,9 +51,9 @@ class Side(Protocol):
 class OnHost:
     """A learner of a job; with --device host it computes on the host."""
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, target: Target, name: str) -> None:
         self._client = Client(name)
-        self._pipeline = Pipeline(self._client, place.learner_device())
+        self._pipeline = Pipeline(self._client, target.learner_device())
 
     def run(self, times: int) -> dict[str, float]:
         """See Side."""
@@ -270,7 +270,7 @@ def main() -> None:
     The prototype ends by {"close"}, then {"free"} to the owner: memory must not be freed while
     others have it mapped.
     """
-    place, role = Place(sys.argv[1], quick=False), sys.argv[2]
+    target, role = Target(sys.argv[1], quick=False), sys.argv[2]
     learners = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     counters = Counters(Path(sys.argv[3]), learners) if learners else None
     side: Side | None = None
@@ -292,7 +292,7 @@ def main() -> None:
         elif "close" not in order or role != "owner":
             if side is not None:
                 side.close()
-            side = OnHost(place, order["job"]) if order.get("job") else None
+            side = OnHost(target, order["job"]) if order.get("job") else None
         answer({})
     if side is not None:
         side.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gadei_ps.benchmarks import nlc_texts
-from gadei_ps.benchmarks.gpu.place import Place
+from gadei_ps.benchmarks.gpu.target import Target
 from gadei_ps.benchmarks.nlc_texts import CHECKOUT, FALLBACK, Texts
 from gadei_ps.classifier import dataset
 
@@ -15,14 +15,14 @@ def example() -> Texts:
     )
 
 
-def found(place: Place) -> tuple[list[Texts], list[str]]:
-    """The data sets that the place's sizes name, then the example; and notes on missing ones."""
-    wanted = place.sizes("learners")["texts"]
+def found(target: Target) -> tuple[list[Texts], list[str]]:
+    """The data sets that the target's sizes name, then the example; and notes on missing ones."""
+    wanted = target.sizes("learners")["texts"]
     data, notes = nlc_texts.read(wanted)
     sets = [nlc_texts.whole(name, one) for name, one in data.items() if name != FALLBACK]
     return [*sets, example()], notes
 
 
-def first(place: Place) -> Texts:
+def first(target: Target) -> Texts:
     """The first of these."""
-    return found(place)[0][0]
+    return found(target)[0][0]

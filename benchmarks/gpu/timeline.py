@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.gpu import networks
-from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.benchmarks.gpu.target import Target, job
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.torch import Optimizer
 
@@ -84,14 +84,14 @@ def overlap(transfers: Sequence[Span], compute: Sequence[Span]) -> float | None:
     return shared / whole
 
 
-def measure(place: Place) -> Report:
+def measure(target: Target) -> Report:
     """Measures each network with a job of its own."""
-    size = place.sizes("timeline")
+    size = target.sizes("timeline")
     report = Report(["network", "mini-batch", "of", "transfers", "overlap"])
     for name, mini_batch in size["models"]:
-        network, inputs, labels = _network(place, name, mini_batch, size)
+        network, inputs, labels = _network(target, name, mini_batch, size)
         with job("timeline") as running:
-            found = lanes(_trace(place, running, network, inputs, labels, size["steps"]))
+            found = lanes(_trace(target, running, network, inputs, labels, size["steps"]))
         _tell(report, name, mini_batch, found)
     if not any(row["transfers"] for row in report.rows):
         report.notes.append("no transfers: the host needs none")
@@ -99,24 +99,24 @@ def measure(place: Place) -> Report:
 
 
 def _network(
-    place: Place, name: str, mini_batch: int, size: dict[str, Any]
+    target: Target, name: str, mini_batch: int, size: dict[str, Any]
 ) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     """A network and one mini-batch, on the device."""
     torch.manual_seed(0)
     if name == "vgg":
-        small = place.quick or not place.on_gpu
+        small = target.quick or not target.on_gpu
         network = networks.vgg(narrow=NARROW if small else 1)
         inputs, classes = torch.randn(mini_batch, 3, 32, 32), 10
     else:
         network = networks.mlp(size["mlp"])
         inputs, classes = torch.randn(mini_batch, size["mlp"][0]), size["mlp"][-1]
     labels = torch.randint(classes, (mini_batch,))
-    device = place.torch_device
+    device = target.torch_device
     return network.to(device), inputs.to(device), labels.to(device)
 
 
 def _trace(
-    place: Place,
+    target: Target,
     running: str,
     network: torch.nn.Module,
     inputs: torch.Tensor,
@@ -134,9 +134,9 @@ def _trace(
             optimizer.report(loss=loss, samples=len(labels))
             optimizer.step()
         optimizer.client.wait_applied(timeout_s=60.0)
-        place.wait()
+        target.wait()
 
-    activity = ProfilerActivity.CUDA if place.on_gpu else ProfilerActivity.CPU
+    activity = ProfilerActivity.CUDA if target.on_gpu else ProfilerActivity.CPU
     train(WARM_UP)
     with profile(activities=[activity]):  # the first one takes a while to begin
         train(1)
@@ -144,7 +144,7 @@ def _trace(
         train(steps)
     optimizer.close()
     events = _events(profiler)
-    if place.on_gpu and not any(one.get("cat") == "kernel" for one in events):
+    if target.on_gpu and not any(one.get("cat") == "kernel" for one in events):
         raise UsageError("torch's profiler has recorded no kernel: CUPTI may be missing")
     return events
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.gang import Gang
-from gadei_ps.benchmarks.gpu.place import Place, job
+from gadei_ps.benchmarks.gpu.target import Target, job
 from gadei_ps.benchmarks.nlc_texts import VARIABLE, data_directory
 from gadei_ps.machine import gpus
 
@@ -77,18 +77,18 @@ def _decoder() -> Callable[[bytes], Pixels] | None:
         return None
 
 
-def measure(place: Place) -> Report:
+def measure(target: Target) -> Report:
     """Measures each network on one GPU, then on several if there are."""
-    size = place.sizes("vision")
+    size = target.sizes("vision")
     report = Report(["network", "mini-batch", "GPUs", OURS, TORCH, "ratio"])
     pixels, notes = images(size["images"])
     report.notes += [*notes, "precision is torch's default, in both"]
-    entries = gpus.visible() if place.on_gpu else ("",)
+    entries = gpus.visible() if target.on_gpu else ("",)
     with tempfile.TemporaryDirectory(prefix="gadei-ps-images-") as scratch:
         path = Path(scratch) / "images.npy"
         np.save(path, pixels)
         for one in size["models"]:
-            setup = {**one, "images": str(path), "device": place.device, "quick": place.quick}
+            setup = {**one, "images": str(path), "device": target.device, "quick": target.quick}
             _beside_torch(report, setup, entries[0], size)
             for count in range(2, len(entries) + 1):
                 _on_several(report, setup, entries[:count], size)
@@ -115,9 +115,9 @@ def _beside_torch(report: Report, setup: dict[str, Any], entry: str, size: dict[
     with ExitStack() as stack:
         name = stack.enter_context(job("vision"))
         contenders = {}
-        for who, target in ((OURS, name), (TORCH, None)):
+        for who, of in ((OURS, name), (TORCH, None)):
             gang = stack.enter_context(_gang((entry,)))
-            (answer,) = gang.ask({**setup, "job": target}, timeout_s=STEPS_S)
+            (answer,) = gang.ask({**setup, "job": of}, timeout_s=STEPS_S)
             contenders[who] = _rate(gang, setup, 1, size["window_s"])
         figures = alternate(contenders, size["rounds"])
     facts = {"model": setup["model"], "mini_batch": setup["mini_batch"], "gpus": 1}

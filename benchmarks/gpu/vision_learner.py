@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gadei_ps.benchmarks.gpu import networks
-from gadei_ps.benchmarks.gpu.place import Place
+from gadei_ps.benchmarks.gpu.target import Target
 from gadei_ps.benchmarks.peers import LR, answer, orders
 from gadei_ps.learners.torch import Optimizer
 from gadei_ps.machine import gpus
@@ -30,12 +30,12 @@ class Trainer:
     """A network, its images and its optimizer."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self._place = Place(setup["device"], setup["quick"])
-        device = self._place.torch_device
+        self._target = Target(setup["device"], setup["quick"])
+        device = self._target.torch_device
         torch.manual_seed(0)
         self._size = setup["mini_batch"]
         if setup["model"] == "vgg":
-            small = self._place.quick or not self._place.on_gpu
+            small = self._target.quick or not self._target.on_gpu
             network = networks.vgg(narrow=NARROW if small else 1)
             self._images = torch.from_numpy(np.load(setup["images"])).to(device)
             classes = 10
@@ -65,7 +65,7 @@ class Trainer:
             if isinstance(self._optimizer, Optimizer):
                 self._optimizer.report(loss=loss, samples=self._size)
             self._optimizer.step()
-        self._place.wait()
+        self._target.wait()
         if isinstance(self._optimizer, Optimizer):
             self._optimizer.client.wait_applied(timeout_s=60.0)
         return {"begin": begin, "end": time.perf_counter()}

@@ -22,7 +22,7 @@ from gadei_ps.learners.cuda.arrays import where_is
 from gadei_ps.learners.cuda.driver import launch_host_function
 from gadei_ps.learners.cuda.guard import Guard
 from gadei_ps.learners.cuda.kernels import BAD, Kernels, blocks_for
-from gadei_ps.learners.cuda.staging import Staging
+from gadei_ps.learners.cuda.staging import Outgoing, Staged, Staging
 from gadei_ps.memory import layout
 
 NOT_READY = 600  # cudaErrorNotReady
@@ -218,35 +218,42 @@ class CudaLink:
             client.publish_nothing(batch, computed=True)
             return
         with self._guard:
-            stream, push, turn = self._compute(), self._push.ptr, staging.turn
+            stream, outgoing = self._compute(), staging.next
             frame = staging.stage(where, stream)
             if loss_at:
                 kind = runtime.memcpyDeviceToDevice
-                runtime.memcpyAsync(turn.loss_at, loss_at, 4, kind, stream)
+                runtime.memcpyAsync(outgoing.loss_at, loss_at, 4, kind, stream)
             runtime.eventRecord(self._staged.ptr, stream)
             payload = client.claim() + layout.PAYLOAD_AT  # once the push before is published
-            if len(frame.blocks):
-                ctypes.memmove(payload, frame.blocks.ctypes.data, frame.blocks.nbytes)
-            runtime.streamWaitEvent(push, self._staged.ptr)
-            source = turn.buffer.data.ptr + frame.begin
-            kind = runtime.memcpyDeviceToHost
-            runtime.memcpyAsync(payload + frame.begin, source, frame.size - frame.begin, kind, push)
-            runtime.memcpyAsync(turn.landed, turn.sums.data.ptr, turn.sums.nbytes, kind, push)
+            self._transfer(frame, payload, outgoing)
             client.publish_landed(
-                turn.landing,
-                turn.landed,
+                outgoing.landing,
+                outgoing.landed,
                 staging.squares,
                 (int(frame.kind), len(frame.blocks), frame.size),
-                functools.partial(launch_host_function, push, _native.LAND, turn.landing),
+                functools.partial(
+                    launch_host_function, self._push.ptr, _native.LAND, outgoing.landing
+                ),
                 version=version,
                 loss=None if loss_at else loss,
                 samples=samples,
                 rate_scale=rate_scale,
                 batch=batch,
             )
-            runtime.eventRecord(self._published.ptr, push)
+            runtime.eventRecord(self._published.ptr, self._push.ptr)
             self._kept = kept or []
             staging.swap()
+
+    def _transfer(self, frame: Staged, payload: int, outgoing: Outgoing) -> None:
+        """Brings a frame into a claimed slot, and what travels beside it, once it is staged."""
+        if len(frame.blocks):
+            ctypes.memmove(payload, frame.blocks.ctypes.data, frame.blocks.nbytes)
+        push, kind = self._push.ptr, runtime.memcpyDeviceToHost
+        runtime.streamWaitEvent(push, self._staged.ptr)
+        source, size = outgoing.buffer.data.ptr + frame.begin, frame.size - frame.begin
+        runtime.memcpyAsync(payload + frame.begin, source, size, kind, push)
+        sums = outgoing.sums
+        runtime.memcpyAsync(outgoing.landed, sums.data.ptr, sums.nbytes, kind, push)
 
     def flush(self) -> None:
         last = self._staging.last

@@ -44,8 +44,8 @@ class _Part(NamedTuple):
 
 
 @dataclass
-class Turn:
-    """What one gradient needs on its way; two of them are used in turns."""
+class Outgoing:
+    """Memory of one gradient on its way; two of them are used alternately."""
 
     buffer: cupy.ndarray
     """The payload, bytes on the device."""
@@ -85,8 +85,10 @@ class Staging:
         # Pinned: a transfer into other memory would make the host wait.
         each = 8 * words + _native.LANDING_BYTES
         self._pinned = cupy.cuda.alloc_pinned_memory(2 * each)
-        self._turns = [
-            self._make_turn(compiled, words, weights.payload_bytes(model), self._pinned.ptr + at)
+        self._buffers = [
+            self._make_outgoing(
+                compiled, words, weights.payload_bytes(model), self._pinned.ptr + at
+            )
             for at in (0, each)
         ]
         self._now = 0
@@ -94,7 +96,7 @@ class Staging:
             compiled, self._tensors, self._first_chunk, self._residue, self._wire
         )
 
-    def _make_turn(self, compiled: Kernels, words: int, size: int, pinned: int) -> Turn:
+    def _make_outgoing(self, compiled: Kernels, words: int, size: int, pinned: int) -> Outgoing:
         buffer, sums = cupy.zeros(size, np.uint8), cupy.zeros(words, np.uint64)
         ctypes.memset(pinned, 0, 8 * words)
         parts = []
@@ -112,32 +114,32 @@ class Staging:
             items = argument["items"][0].view(np.uint64).reshape(ITEMS, 2)
             blocks = self._first_chunk[end] - begin
             parts.append(_Part(launch, slice(first, end), blocks, items))
-        return Turn(buffer, sums, pinned, pinned + 8 * words, parts)
+        return Outgoing(buffer, sums, pinned, pinned + 8 * words, parts)
 
     @property
-    def turn(self) -> Turn:
-        """The gradient that is staged next, or was staged last and is not yet on its way."""
-        return self._turns[self._now]
+    def next(self) -> Outgoing:
+        """Of the gradient that is staged next, or is staged and not yet on its way."""
+        return self._buffers[self._now]
 
     @property
-    def last(self) -> Turn:
-        """The gradient before."""
-        return self._turns[1 - self._now]
+    def last(self) -> Outgoing:
+        """Of the gradient before."""
+        return self._buffers[1 - self._now]
 
     def swap(self) -> None:
         self._now = 1 - self._now
 
     def count_buffers_from(self, weights_at: int) -> None:
         """Has buffers staged by how much they differ from those at this address."""
-        for turn in self._turns:
-            for part in turn.parts:
+        for outgoing in self._buffers:
+            for part in outgoing.parts:
                 part.launch.argument["base"] = weights_at
 
     def room(self) -> cupy.ndarray | None:
         """The staging buffer as float32, (model.elements,); None if values are converted."""
         if self._wire is not WireType.FLOAT32:
             return None
-        return self.turn.buffer[: 4 * self._elements].view(np.float32)
+        return self.next.buffer[: 4 * self._elements].view(np.float32)
 
     def stage(self, where: Sequence[int], stream: int) -> Staged:
         """Launches what puts a gradient into the staging buffer.
@@ -148,14 +150,14 @@ class Staging:
             self._stage_whole(where[::4], self._offsets, stream)
             size = self._width * self._elements
             return Staged(FrameKind.DENSE, np.zeros(0, layout.BLOCK), 0, size)
-        turn = self.turn
+        outgoing = self.next
         given = [where[at : at + 4] for at in range(0, len(where), 4)]
-        end = turn.buffer.data.ptr + turn.buffer.nbytes
-        if any(turn.buffer.data.ptr <= one[0] < end for one in given):
+        end = outgoing.buffer.data.ptr + outgoing.buffer.nbytes
+        if any(outgoing.buffer.data.ptr <= one[0] < end for one in given):
             # In a frame of rows no tensor lies where room() has it.
             raise UsageError("rows cannot be pushed together with arrays of gradients()")
         blocks, size = lay_out(self._tensors, given, self._width, self._first_block)
-        runtime.memsetAsync(turn.sums.data.ptr, 0, turn.sums.nbytes, stream)
+        runtime.memsetAsync(outgoing.sums.data.ptr, 0, outgoing.sums.nbytes, stream)
         offsets = [SKIPPED] * len(given)
         for block in blocks:
             if not given[block["tensor"]][1]:
@@ -164,12 +166,14 @@ class Staging:
         for block in blocks:
             one = given[block["tensor"]]
             if one[1]:
-                self._rows.stage(one, block, turn.buffer.data.ptr, turn.sums.data.ptr, stream)
+                self._rows.stage(
+                    one, block, outgoing.buffer.data.ptr, outgoing.sums.data.ptr, stream
+                )
         return Staged(FrameKind.ROWS, blocks, self._first_block, size)
 
     def _stage_whole(self, sources: Sequence[int], offsets: Sequence[int], stream: int) -> None:
         """Tensors that are given whole; in a dense frame those that are not given are zero."""
-        for part in self.turn.parts:
+        for part in self.next.parts:
             count = part.tensors.stop - part.tensors.start
             part.items[:count, 0] = sources[part.tensors]
             part.items[:count, 1] = offsets[part.tensors]

@@ -10,8 +10,8 @@ import torch
 from support import daemon, eventually, status
 from support.torch_models import same_state
 from torch import nn
-from torch_places import Words, arrived, need_cuda
-from torch_places import gpu as gpu
+from torch_devices import Words, arrived, need_cuda
+from torch_devices import gpu as gpu
 
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.learners.client import Client

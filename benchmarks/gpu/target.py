@@ -27,7 +27,7 @@ SPIN_CYCLES_PER_S = 2e9
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """device: cuda or host. quick: tiny sizes, which the host always has."""
 
     device: str
@@ -91,16 +91,16 @@ def why_not(device: str) -> str:
     return ""
 
 
-def facts(place: Place) -> dict[str, Any]:
+def facts(target: Target) -> dict[str, Any]:
     """Names and versions that figures of a GPU depend on."""
-    if not place.on_gpu:
-        return {"device": place.device}
+    if not target.on_gpu:
+        return {"device": target.device}
     import cupy
     from cupy.cuda import runtime
 
     return {
-        "device": place.device,
-        "gpus": [torch.cuda.get_device_name(number) for number in range(place.count())],
+        "device": target.device,
+        "gpus": [torch.cuda.get_device_name(number) for number in range(target.count())],
         "driver": gpus.driver(),
         "driver_cuda": _version(runtime.driverGetVersion()),
         "cuda": _version(cupy.cuda.get_local_runtime_version()),
