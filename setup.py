@@ -16,12 +16,16 @@ SOURCES = (
     "module",
     "module_frames",
     "module_layout",
+    "module_learner",
     "ps_ring",
     "ps_copy",
     "ps_rows",
     "ps_product",
     "ps_lease",
     "ps_land",
+    "ps_frame",
+    "ps_pull",
+    "ps_process",
 )
 FLAGS = (
     "-std=gnu11",

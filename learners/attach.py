@@ -14,7 +14,7 @@ from gadei_ps import _native
 from gadei_ps.errors import GadeiError, JobFailed
 from gadei_ps.job.control import Attach, Detach, Lasting, Offer, TensorOffer, memory_file
 from gadei_ps.memory import layout, segment, weights
-from gadei_ps.memory.layout import CONTROL, Phase, Role, SegmentKind
+from gadei_ps.memory.layout import CONTROL, SHARD, Mode, Phase, Role, SegmentKind
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
 
@@ -32,6 +32,60 @@ class Place:
     control: Segment
     weights: Segment
     ring: Segment
+
+
+class Told:
+    """What a job tells its learners: words of the control segment."""
+
+    _control: np.void
+    _control_at: int
+    _version_at: int
+    _writes_at: list[int]
+
+    def _see(self, control: Segment) -> None:
+        self._control = control.view(CONTROL)
+        self._control_at = at = control.address
+        self._version_at = at + layout.offset(CONTROL, "version")
+        shard = at + layout.offset(CONTROL, "shard") + layout.offset(SHARD, "sequence")
+        shards = int(self._control["shards"])
+        self._writes_at = [shard + SHARD.itemsize * number for number in range(shards)]
+
+    @property
+    def current_version(self) -> int:
+        """Gradients that the job has applied so far."""
+        return _native.load(self._version_at)
+
+    @property
+    def writes(self) -> int:
+        """Grows with every write to the weights. Unlike current_version, which one shard counts,
+        it tells whether another shard has written since."""
+        return sum(map(_native.load, self._writes_at))
+
+    @property
+    def hyper(self) -> npt.NDArray[np.float64]:
+        """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack)."""
+        packed: npt.NDArray[np.float64] = self._control["hyper"]
+        return packed
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether the job's synchronization model makes learners wait for one another."""
+        return bool(int(self._control["report"]))
+
+    @property
+    def drops(self) -> bool:
+        """Whether the job's synchronization model may go on without a learner that computes."""
+        return int(self._control["mode"]) & 3 == Mode.COLLECT
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the job wants its learners to end."""
+        return bool(int(self._control["stop"]))
+
+    @property
+    def wave(self) -> int:
+        """Mini-batches whose gradients are to be added up and pushed as one; above 1 under WSP."""
+        return max(1, int(self._control["wave"]))
 
 
 def offer(connection: Lasting, tensors: Arrays, buffers: Arrays) -> None:
@@ -93,13 +147,13 @@ def detach(
         return
     patience_s = DETACH_S
     if place is not None:
-        # Without a watchdog nobody hears us; the next one reads it here.
+        # If no watchdog hears the request, the next one reads this word.
         _native.store(place.ring.address + layout.offset(layout.RING, "detached"), 1)
         if int(place.control.view(CONTROL)["phase"]) >= Phase.STOPPED:
             patience_s = 0.0
     try:
         connection.request(Detach(row=row, generation=generation), patience_s=patience_s)
     except GadeiError:
-        pass  # the job is gone, or has let go of us already
+        pass  # the job is gone, or has let go of this learner already
     finally:
         connection.close()

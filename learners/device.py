@@ -1,7 +1,7 @@
-"""What a pipeline needs of the memory that a learner computes in; a file for each kind of it.
+"""What a pipeline needs of the memory that a learner computes in; each kind of memory has a file.
 
 A device moves gradients from its own memory into a ring's slot and weights out of the segment,
-while it computes. The conformance suite runs against every implementation.
+while the learner computes. One conformance suite runs against every implementation.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from gadei_ps.learners.client import Client
 
 
 class Link(Protocol):
-    """The way of one client's weights and gradients to and from a device.
+    """Moves one client's weights and gradients to and from a device.
 
-    Belongs to the thread that computes. Whatever moves is moved in the order of what that thread
-    has asked the device to compute, before the call and after it. Every call raises what has gone
-    wrong on the way since the last one.
+    Belongs to the thread that computes. A transfer keeps its place among the computations that
+    thread has asked for, before the call and after it. Every call raises what has failed on the way
+    since the last call.
     """
 
     version: int
     """Of the job's weights when the last pull began."""
 
     def buffer(self) -> Any:
-        """Room for all weights on the device, float32 of shape (client.model.elements,), zero."""
+        """Room for all weights on the device, float32 zeros of shape (client.model.elements,)."""
 
     def views(self, buffer: Any) -> dict[str, Any]:
         """Each tensor by name, as a view of a buffer."""
 
     def fill(self, buffer: Any) -> None:
-        """Pull: what is computed from now on sees the weights as they are now, or newer ones."""
+        """Pulls: what is computed from now on sees the weights as they are now, or newer ones."""
 
     def pull(self, buffer: Any) -> None:
         """Begins a pull, once there are newer weights than those pulled last (section 4.1).
 
-        While one is on its way it does nothing.
+        Does nothing while a pull is on its way.
         """
 
     def pulled(self) -> bool:
@@ -46,10 +46,10 @@ class Link(Protocol):
         push() is not copied on the device. Valid until that push()."""
 
     def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:
-        """Publishes gradients, by name, when they are computed; returns before.
+        """Has gradients, given by name, published once they are computed; returns before that.
 
-        None and missing ones count as zero; version: that they were computed from. Waits while the
-        push before is still on its way, and for a free slot. The arrays must not be changed
+        None and missing ones count as zero; version: of the weights they were computed from. Waits
+        while the last push is still on its way, and for a free slot. The arrays must not be changed
         afterwards. facts: loss, samples, rate_scale and batch, as Client.push takes them.
         """
 
@@ -60,7 +60,7 @@ class Link(Protocol):
         """Publishes what was pushed, and lets go of the client's memory."""
 
     def abandon(self) -> None:
-        """Lets go of it after an error; what was pushed may be lost. Raises nothing."""
+        """Lets go of the client's memory after an error, never raises; pushes may be lost."""
 
 
 class Device(Protocol):

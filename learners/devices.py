@@ -17,8 +17,8 @@ DEVICE_VARIABLE = "GADEI_PS_DEVICE"
 def choose(name: str | None = None) -> Device:
     """The device of this name; by default that of `gadei-ps run --device`, else auto.
 
-    auto: CUDA where it can be used, else the host, which stderr is told. Raises DeviceError naming
-    what is missing, and UsageError for an unknown name.
+    auto: CUDA if it can be used, else the host, with a line on stderr. Raises DeviceError, which
+    names what is missing, and UsageError for an unknown name.
     """
     if name is None:
         name = os.environ.get(DEVICE_VARIABLE) or "auto"

@@ -1,7 +1,7 @@
 """The host's memory as a device: NumPy arrays, copied by a push thread and a pull thread.
 
-Each thread is joined to the one that computes by a queue of size one. Deadlock-free as the paper's
-is: the threads hold no lock while they wait for one another.
+A queue of size one joins each thread to the one that computes. They cannot deadlock, for the same
+reason as in the paper: a thread holds no lock while it waits for another.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout
 from gadei_ps.memory.weights import FloatArray
 
-POLL_S = 0.1  # a thread that waits for the main one looks this often whether it is to end
-NEWER_S = 0.0005  # the pull thread looks this often whether there are newer weights
-IN_HAND = 3  # gradients: one computed, one in the queue, one being copied
+POLL_S = 0.1  # how often a waiting thread looks whether it is to end
+NEWER_S = 0.0005  # how often the pull thread looks whether there are newer weights
+IN_HAND = 3  # gradients: one being computed, one in the queue, one being copied
 
 
 class Host:
-    """Gradients go from NumPy arrays straight into the slot; there is no staging copy."""
+    """Gradients go from NumPy arrays straight into the slot, without a staging copy."""
 
     name = "host"
 
@@ -158,7 +158,7 @@ class HostLink:
             self._pulled.put(self._copy(buffer))
 
     def _copy(self, buffer: FloatArray) -> int:
-        """Returns the version that the weights had before."""
+        """Returns the version that the weights had before the copy."""
         self._writes = self._client.writes
         version = self._client.current_version
         np.copyto(buffer, self._client.flat)

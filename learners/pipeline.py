@@ -1,9 +1,9 @@
 """The paper's learner (GaDei, section 4.1 and Figure 5): compute, push and pull overlap.
 
 The thread that computes hands gradients over and takes weights; a device's link moves both while it
-goes on. Gradients and weights are double-buffered: one is computed with while the other is on its
-way. Buffers are swapped, never copied. One push and one pull are on their way at most (the paper's
-pushCnt and pullCnt, 0 or 1).
+goes on. Gradients and weights are double-buffered: the thread computes with one buffer while
+the link moves the other. Buffers are swapped, never copied. At most one push and one pull are on
+their way (the paper's pushCnt and pullCnt, 0 or 1).
 
     with Pipeline(client, devices.choose()) as pipeline:
         while ...:
@@ -24,7 +24,7 @@ from gadei_ps.learners.device import Device
 class Pipeline:
     """A client's weights and gradients on a device.
 
-    From now on the pipeline alone pushes and pulls; batches are still taken from the client. Raises
+    Only the pipeline pushes and pulls from now on; batches are still taken from the client. Raises
     UsageError in a job whose learners wait for one another, and DeviceError.
     """
 
@@ -51,7 +51,7 @@ class Pipeline:
     def weights(self) -> dict[str, Any]:
         """The newest weights that have arrived, by name, on the device; valid until the next call.
 
-        Starts the next pull. Raises what has gone wrong on the way.
+        Starts the next pull. Raises what the link has failed with.
         """
         if self._link.pulled():
             self._front, self._back = self._back, self._front
@@ -65,12 +65,12 @@ class Pipeline:
         return self._link.gradients()
 
     def push(self, gradients: Mapping[str, Any], **facts: Any) -> None:
-        """Hands gradients over; they must not be changed afterwards. Waits while the last one,
-        handed over before, has not begun its way. `facts`: loss, samples, rate_scale, batch."""
+        """Hands gradients over; they must not be changed afterwards. Waits until the gradients of
+        the last call are on their way. `facts`: loss, samples, rate_scale, batch."""
         self._link.push(gradients, self.version, **facts)
 
     def flush(self) -> None:
-        """Waits until all that was handed over is published."""
+        """Waits until everything that was handed over is published."""
         self._link.flush()
 
     def close(self) -> None:

@@ -2,13 +2,12 @@
  * gadei.h: learners of gadei-ps in C and C++.
  *
  * A learner attaches to a job that is running on this machine, reads the live weights where they
- * are, and pushes gradients into a ring of its own; the parameter server applies them. Build it
- * with six files of native/ and nothing else (-lrt is for glibc before 2.34):
+ * are, and pushes gradients into a ring of its own; the parameter server applies them. Build it with
+ * two groups of files of native/ and nothing else (-pthread -lrt: glibc before 2.34 needs them):
  *
- *     cc -std=gnu11 -O2 -Inative -o learner learner.c \
- *         native/ps_client.c native/ps_attach.c native/ps_ring.c native/ps_copy.c native/ps_rows.c native/ps_product.c -lrt
+ *     cc -std=gnu11 -O2 -Inative -o learner learner.c native/gadei_*.c native/ps_*.c -pthread -lrt
  *
- * From C++, compile those six with cc and link them; this header needs no other.
+ * From C++, compile those files with cc and link them; this header needs no other.
  *
  *     gadei_learner *learner;
  *     if (gadei_attach("demo", "mine", &learner) < 0)
@@ -20,18 +19,18 @@
  *     }
  *     gadei_detach(learner);
  *
- * Where a job's waits spin (spin_us of 8 or more), a wait that finds itself on the core of one of the
- * server's threads changes this thread's affinity for an instant, to be moved to another one.
+ * If a job's waits spin (spin_us of 8 or more) and a wait runs on the core of one of the server's
+ * threads, it changes this thread's affinity for an instant, so that the kernel moves it.
  *
- * Every function here is for the learner's process, and a learner belongs to the one thread that
- * attached it; a process may have several. Nothing takes a lock that another process could hold. A
- * learner may be killed at any instruction: what it has published is applied, what it has not
- * published is dropped, and its batches go to others.
+ * A learner belongs to the thread that attached it; a process may have several learners. A child of
+ * fork() cannot use its parent's: what waits or publishes is GADEI_ERROR there. No function takes a
+ * lock that another process could hold. A learner may be killed at any instruction: the server
+ * applies what it has published, drops what it has not, and gives its batches to others.
  *
  * Results: 0, or one of the negative codes below; then gadei_error() says what and where. Every
  * function that may wait has a limit in milliseconds, timeout_ms; a negative one means as long as
- * the job lives. A wait ends early when the job stops or fails, and after some ten seconds in which
- * there was neither a parameter server nor a watchdog. That another server takes over is not told.
+ * the job lives. A wait ends early when the job stops or fails, and after some ten seconds without a
+ * parameter server and without a watchdog. A learner does not notice that another server takes over.
  */
 #ifndef GADEI_H
 #define GADEI_H
@@ -49,7 +48,7 @@ enum {
     GADEI_STOPPED = -2,  /* the job has been stopped */
     GADEI_EVICTED = -3,  /* the job has given this learner's place away */
     GADEI_FINISHED = -4, /* there will be no more batches */
-    GADEI_FAILED = -5,   /* the job has failed: there is no server, and nobody to start one */
+    GADEI_FAILED = -5,   /* the job has failed: it has no server and will get none */
     GADEI_ERROR = -6,    /* anything else: wrong use, no such job, a foreign segment */
 };
 
@@ -76,7 +75,8 @@ struct gadei_tensor {
 /* Attaches this process to a job and stores its handle in *learner, or NULL.
  *
  * job_or_socket: a job's name, or a path (with a '/') of its control socket; NULL or "": the
- * environment variable GADEI_PS_JOB. name: shown in the job's status, cut to 31 bytes; may be NULL.
+ * environment variable GADEI_PS_JOB. name: shown in the job's status, cut to 31 bytes; NULL or "":
+ * the environment variable GADEI_PS_NAME, which `gadei-ps run` sets.
  * Waits at most 10 s for the watchdog. GADEI_ERROR: no such job, no model, a segment that is
  * foreign, truncated or of another layout version; GADEI_STOPPED, GADEI_FAILED. gadei_error(NULL)
  * has the reason.
@@ -113,21 +113,23 @@ uint64_t gadei_version(const gadei_learner *learner);
 int gadei_stopping(const gadei_learner *learner);
 
 /* Copies the weights, gadei_elements() float32, without locks: gradients may be applied meanwhile.
- * Gradients published from now on count as computed from them. */
+ * Gradients published from now on count as computed from this copy. Before the first pull they count
+ * as computed from the live weights as they were after the last gradient. */
 void gadei_pull(gadei_learner *learner, float *weights);
 
-/* The same, but each shard's part is one that it had between two gradients. GADEI_TIMEOUT,
+/* A copy in which each shard's part is one that it had between two gradients. GADEI_TIMEOUT,
  * GADEI_FAILED; then `weights` holds no such copy. */
 int gadei_pull_consistent(gadei_learner *learner, float *weights, int64_t timeout_ms);
 
 /* -- push -------------------------------------------------------------------------------------- */
 
-/* How this learner's gradients travel: GADEI_FLOAT32 (at first), GADEI_BFLOAT16 or GADEI_FLOAT16.
- * GADEI_ERROR for another, or once a slot has been claimed. */
+/* Chooses the number format of this learner's gradients: GADEI_FLOAT32 (the default),
+ * GADEI_BFLOAT16 or GADEI_FLOAT16. GADEI_ERROR for another, or once a slot has been claimed. */
 int gadei_set_wire(gadei_learner *learner, uint32_t dtype);
 
 /* Waits until the synchronization model lets this learner begin its next iteration. The gradient
- * that follows counts as begun now and as computed from the weights as they are now.
+ * that follows counts as begun now and as computed from the weights as they are now. Without this
+ * call an iteration begins when the gradient before it is published.
  * GADEI_TIMEOUT, GADEI_STOPPED, GADEI_EVICTED, GADEI_FAILED. */
 int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms);
 
@@ -135,14 +137,15 @@ int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms);
  * before gadei_publish begins the same slot anew. Errors as above. */
 int gadei_claim(gadei_learner *learner, int64_t timeout_ms);
 
-/* The same for a gradient of which only some rows are given, as of embeddings. A tensor that is not
- * written is left as it is, and so is a row that is not named, with the optimizer's state of it:
- * momentum and Adam's moments move a row only when a gradient names it. */
+/* Claims a slot for a gradient of which only some rows are given, for example of embeddings. Tensors
+ * that are not written and rows that are not named stay as they are, with the optimizer's state of
+ * them: momentum and Adam's moments move a row only when a gradient names it. */
 int gadei_claim_rows(gadei_learner *learner, int64_t timeout_ms);
 
-/* Writes one tensor's gradient of some rows, in a slot of gadei_claim_rows: `count` indices of rows,
- * in any order, and for each of them a row of values. Those of a repeated index are added up. A row
- * is a tensor's values under one index of its first dimension. GADEI_NONFINITE as in gadei_write.
+/* Writes the gradient of some rows of a tensor, in a slot of gadei_claim_rows: `count` indices of
+ * rows, in any order, and for each of them a row of values. The values of a repeated index are added
+ * up. A row is what a tensor holds under one index of its first dimension. GADEI_NONFINITE as in
+ * gadei_write.
  * GADEI_ERROR: no such slot, tensor or row, or the tensor is written already. */
 int gadei_write_rows(gadei_learner *learner, uint32_t tensor, const int64_t *indices,
                      const float *values, uint64_t count);
@@ -154,15 +157,16 @@ int gadei_write_rows(gadei_learner *learner, uint32_t tensor, const int64_t *ind
  * nonfinite = "allow". GADEI_ERROR: no slot is claimed, no such tensor. */
 int gadei_write(gadei_learner *learner, uint32_t tensor, const float *values);
 
-/* Publishes the claimed slot. It answers the oldest batch taken and not yet answered, if there is
- * one. loss: NAN if unknown. samples: that the gradient was computed from. rate_scale: times the
- * job's learning rate, normally 1. GADEI_ERROR: no slot is claimed, rate_scale is negative or not
- * finite; then nothing has been published. */
+/* Publishes the claimed slot. It answers the oldest batch that is taken and not answered, if there is
+ * one. loss: NAN if unknown. samples: how many the gradient was computed from. rate_scale: a factor
+ * of the job's learning rate, normally 1. GADEI_ERROR: no slot is claimed, or rate_scale is negative
+ * or not finite; then nothing has been published. */
 int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale);
 
-/* Claim, write, publish: one whole gradient of gadei_elements() values. GADEI_NONFINITE as in
- * gadei_write, with the gradient published. Errors of gadei_claim; then nothing has been. One that
- * is not wanted any more is given up (gadei_wanted, gadei_give_up). */
+/* Claims, writes and publishes one whole gradient of gadei_elements() values. If the optimizer does
+ * not move rows whose gradient is zero, they need not travel. GADEI_NONFINITE as in gadei_write; the
+ * gradient is published. Errors of gadei_claim; then nothing is published. A gradient that is not
+ * wanted any more is given up (gadei_wanted, gadei_give_up). */
 int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
                int64_t timeout_ms);
 
@@ -184,17 +188,17 @@ uint64_t gadei_published(const gadei_learner *learner);
  * GADEI_TIMEOUT, GADEI_STOPPED, GADEI_EVICTED, GADEI_FAILED. */
 int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms);
 
-/* -- batches: work that the server hands out, so that every one is answered once an epoch ------ */
+/* -- batches: the server hands them out, so that each is answered once an epoch ---------------- */
 
-/* Tells the server what there is: `batches` an epoch, `epochs` times. Every learner may; all must
- * say the same. `seed` is the learners' own business. Waits at most 10 s. GADEI_ERROR,
- * GADEI_STOPPED. */
+/* Tells the server what to hand out: `batches` an epoch, `epochs` times. Every learner may tell it,
+ * and all must say the same. The server does not use `seed`: learners shuffle with it. Waits at most
+ * 10 s. GADEI_ERROR, GADEI_STOPPED. */
 int gadei_set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, uint64_t seed);
 
 /* Takes the next batch handed to this learner: *index from 0 in *epoch from 0. Each is to be
  * answered by one gradient, in the order taken. GADEI_FINISHED when there will be no more, also
- * because the job stops; GADEI_TIMEOUT, GADEI_EVICTED, GADEI_FAILED; GADEI_ERROR when 16 are
- * waiting for their gradients. */
+ * because the job stops; GADEI_TIMEOUT, GADEI_EVICTED, GADEI_FAILED; GADEI_ERROR when as many wait
+ * for their gradients as the job hands out ahead (`ahead`, at most 16). */
 int gadei_take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, int64_t timeout_ms);
 
 #ifdef __cplusplus

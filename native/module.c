@@ -6,7 +6,9 @@
 #include <sys/prctl.h>
 
 #include "ps_land.h"
+#include "ps_learner.h"
 #include "ps_lease.h"
+#include "ps_process.h"
 #include "ps_sync.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -195,6 +197,29 @@ METHOD(address)
     return result;
 }
 
+METHOD(start_ticks)
+{
+    UNUSED;
+    TAKES(1)
+    return PyLong_FromUnsignedLongLong(arg[0] > INT32_MAX ? 0 : ps_start_ticks((int32_t)arg[0]));
+}
+
+METHOD(job_lives)
+{
+    UNUSED;
+    TAKES(1)
+    return PyBool_FromLong(ps_job_lives((const struct ps_control *)arg[0]));
+}
+
+METHOD(shard_range)
+{
+    UNUSED;
+    TAKES(3)
+    uint64_t low, high;
+    ps_shard_range(arg[0], (uint32_t)arg[1], (uint32_t)arg[2], &low, &high);
+    return Py_BuildValue("(KK)", (unsigned long long)low, (unsigned long long)high);
+}
+
 METHOD(die_with_parent)
 {
     UNUSED;
@@ -222,6 +247,9 @@ static PyMethodDef methods[] = {
     ENTRY(load32, "load32(word) -> 32 bits, acquire"),
     ENTRY(store32, "store32(word, value), 32 bits, release"),
     ENTRY(address, "address(buffer) -> int"),
+    ENTRY(start_ticks, "start_ticks(pid) -> when it started, in clock ticks after boot; 0: no such process"),
+    ENTRY(job_lives, "job_lives(control) -> whether a server serves, or a watchdog may start one"),
+    ENTRY(shard_range, "shard_range(elements, shards, index) -> begin and end of a shard's part"),
     ENTRY(die_with_parent, "die_with_parent(signal): PR_SET_PDEATHSIG"),
     {NULL, NULL, 0, NULL},
 };
@@ -243,6 +271,7 @@ PyMODINIT_FUNC PyInit__native(void)
     Py_XDECREF(land);
     if (failed || PyModule_AddFunctions(made, ps_frame_methods) < 0 ||
         PyModule_AddFunctions(made, ps_layout_methods) < 0 ||
+        PyModule_AddType(made, &ps_learner_type) < 0 ||
         PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 ||
         PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||
         PyModule_AddIntMacro(made, PS_EVICTED) < 0 || PyModule_AddIntMacro(made, PS_FINISHED) < 0) {

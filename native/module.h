@@ -3,7 +3,8 @@
  * these files hold nothing. Calls that may wait, or copy much, release the GIL.
  *
  *   module.c         the module itself: claims and waits, leases, single words
- *   module_frames.c  how a gradient gets into a slot and is published
+ *   module_frames.c  parts of frames, for tests and for devices that make frames themselves
+ *   module_learner.c the type Learner: a client's frames and consistent pulls
  *   module_layout.c  the layout of the shared memory as the compiler made it
  */
 #ifndef MODULE_H
@@ -44,5 +45,6 @@ static inline int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wa
 #define ENTRY(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
 
 extern PyMethodDef ps_frame_methods[], ps_layout_methods[];
+extern PyTypeObject ps_learner_type;
 
 #endif

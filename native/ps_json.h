@@ -1,7 +1,7 @@
 /*
- * As much JSON as a learner's requests and their replies need: the members wanted of one object,
- * bounded and checked, and a quoted string. Text is kept as one line: control characters become
- * blanks. Nothing is allocated.
+ * The part of JSON that a learner's requests and their replies need: it reads wanted members of one
+ * object, bounded and checked, and quotes a string. Text becomes one line: control characters turn
+ * into blanks. Nothing is allocated.
  */
 #ifndef PS_JSON_H
 #define PS_JSON_H

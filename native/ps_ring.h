@@ -105,6 +105,11 @@ int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint
               uint64_t *bad);
 void ps_sort_blocks(char *payload, uint32_t blocks);
 
+/* Learner: one tensor of a dense frame, in its place, zeros without values; and zeros up to the next
+ * tensor. */
+void ps_write_dense(const struct ps_weights *weights, struct ps_payload *payload, uint64_t number,
+                    const float *values, float *left);
+
 /* Learner: a whole frame's payload. gradients: one for each of the model's tensors, in the order of
  * its table. It becomes a frame of rows if one of them lists rows, or if `spare` allows it and many
  * are zero. left: as many values as the model has, or NULL. */

@@ -256,24 +256,28 @@ static void clear(struct ps_payload *payload, uint64_t from, uint64_t to)
     memset(payload->at + from * width, 0, (to - from) * width);
 }
 
-static void write_dense(const struct ps_weights *weights, const struct ps_tensor *table,
-                        const struct ps_gradient *gradients, float *left,
-                        struct ps_payload *payload)
+void ps_write_dense(const struct ps_weights *weights, struct ps_payload *payload, uint64_t number,
+                    const float *values, float *left)
 {
-    uint64_t width = width_of(payload->dtype);
-    for (uint64_t i = 0; i < weights->tensors; i++) {
-        double before = payload->squares;
-        if (gradients[i].values)
-            copy(payload, table[i].start * width, gradients[i].values, table[i].count,
-                 left ? left + table[i].start : NULL);
-        else
-            clear(payload, table[i].start, table[i].start + table[i].count);
-        clear(payload, table[i].start + table[i].count,
-              i + 1 < weights->tensors ? table[i + 1].start : weights->elements);
-        if (table[i].role == PS_BUFFER)
-            payload->squares = ps_not_counted(before, payload->squares);
-    }
-    payload->end = weights->elements * width;
+    const struct ps_tensor *tensor = table_of(weights) + number;
+    uint64_t end = tensor->start + tensor->count;
+    double before = payload->squares;
+    if (values)
+        copy(payload, tensor->start * width_of(payload->dtype), values, tensor->count,
+             left ? left + tensor->start : NULL);
+    else
+        clear(payload, tensor->start, end);
+    clear(payload, end, number + 1 < weights->tensors ? tensor[1].start : weights->elements);
+    if (tensor->role == PS_BUFFER)
+        payload->squares = ps_not_counted(before, payload->squares);
+}
+
+static void write_dense(const struct ps_weights *weights, const struct ps_gradient *gradients,
+                        float *left, struct ps_payload *payload)
+{
+    for (uint64_t i = 0; i < weights->tensors; i++)
+        ps_write_dense(weights, payload, i, gradients[i].values, left);
+    payload->end = weights->elements * width_of(payload->dtype);
 }
 
 int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint32_t blocks,
@@ -346,7 +350,7 @@ int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
                                &written->bad);
         }
     } else {
-        write_dense(weights, table, gradients, left, &payload);
+        write_dense(weights, gradients, left, &payload);
     }
     written->bytes = payload.end;
     written->squares = payload.squares;

@@ -153,7 +153,8 @@ class Connection:
             ) from None
         except OSError as error:
             self._socket.close()
-            raise ControlError(f"{path}: {error.strerror or error}") from None
+            why = error.strerror or "too long for a socket's path"
+            raise ControlError(f"{path}: {why}") from None
 
     def request(self, message: _Message, fds: Sequence[int] = ()) -> dict[str, Any]:
         """Sends a request and returns the reply. Raises what the watchdog says."""

@@ -23,24 +23,18 @@ def cores() -> int:
 
 def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks after boot; 0 if there is no such process."""
-    fields = _stat(pid)
-    return 0 if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+    return _native.start_ticks(pid)
 
 
 def cpu_s(pid: int) -> float:
     """Processor time that the process has used, s; 0 if there is no such process."""
-    fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
-
-
-def _stat(pid: int) -> list[bytes]:
-    """Fields of /proc/PID/stat from the third on, the state; [] if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return []
+        return 0.0
     # The second field is the program's name in parentheses and may hold blanks and parentheses.
-    return stat[stat.rindex(b")") + 2 :].split()
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def signal_name(number: int) -> str:

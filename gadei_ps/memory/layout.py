@@ -228,8 +228,5 @@ def batch_id(epoch: int, index: int) -> int:
 
 
 def shard_range(elements: int, shards: int, index: int) -> tuple[int, int]:
-    """First element of a shard and the one after its last; whole chunks but for the very end."""
-    chunks = -(-elements // CHUNK)
-    low = chunks * index // shards * CHUNK
-    high = min(chunks * (index + 1) // shards * CHUNK, elements)
-    return low, high
+    """First element of a shard and the one after its last; whole chunks, except at the end."""
+    return _native.shard_range(elements, shards, index)

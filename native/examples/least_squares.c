@@ -3,7 +3,7 @@
  *
  *     learner: native/examples/least_squares.c native/gadei.h
  *             cc -std=gnu11 -O2 -Wall -Wextra -Inative -o $@ $< \
- *                 native/ps_client.c native/ps_attach.c native/ps_ring.c native/ps_copy.c native/ps_rows.c native/ps_product.c -lrt
+ *                 native/gadei_*.c native/ps_*.c -pthread -lrt
  *
  * Usage: learner [JOB [STEPS]]. Without JOB it asks the environment, as `gadei-ps run` sets it.
  * Start it several times: every learner draws samples of its own and all train the same weights.

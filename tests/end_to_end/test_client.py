@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
-from support import Child, Stopped, daemon, eventually, fork, learner, status
+from support import Stopped, daemon, eventually, fork, learner, status
 
 from gadei_ps import _native
 from gadei_ps.errors import (
@@ -161,7 +161,7 @@ def test_consistent_pull_wants_room_of_the_right_kind(job_name: str) -> None:
         for out in (np.empty(10, np.float32), np.empty(16), np.empty(32, np.float32)[::2]):
             with pytest.raises(UsageError, match="contiguous float32"):
                 client.pull(out, consistent=True)
-        assert not client._ring["hold"]
+        assert not client.place.ring.view(layout.RING)["hold"]
 
 
 def test_push_by_name_and_flat(job_name: str) -> None:
@@ -244,24 +244,6 @@ def test_after_the_end(job_name: str) -> None:
         late.detach()
 
 
-def test_a_child_may_not_use_its_parents_client(job_name: str) -> None:
-    with daemon(job_name), Client(job_name, tensors={"w": np.zeros(10)}) as client:
-
-        def misuse(pipe: Connection) -> None:
-            try:
-                client.push({})
-            except UsageError as error:
-                pipe.send(str(error))
-            client.detach()  # nor does its end end the parent's
-
-        child = Child(misuse)
-        assert "parent" in child.receive()
-        child.join()
-        client.push({})
-        client.wait_applied()
-        assert client.current_version == 1
-
-
 def test_time_outs(job_name: str) -> None:
     with daemon(job_name, slots=1) as job, Client(job_name, tensors={"w": np.zeros(8)}) as client:
         with pytest.raises(PushTimeout, match="no batch"):
@@ -272,7 +254,7 @@ def test_time_outs(job_name: str) -> None:
             client.push({})
             with pytest.raises(PushTimeout, match="no slot"):
                 client.push({}, timeout_s=0.01)
-            with pytest.raises(PushTimeout, match="not applied in time"):
+            with pytest.raises(PushTimeout, match="not applied within"):
                 client.wait_applied(timeout_s=0.01)
         client.wait_applied()
         assert client.published == client.current_version == 2
@@ -409,7 +391,7 @@ def test_a_slot_is_filled_piece_by_piece(job_name: str) -> None:
             client.append(payload, 0, NONE)
             client.append(payload, 0, where["a"])
             for number in (0, 1):
-                with pytest.raises(UsageError, match="each tensor once"):
+                with pytest.raises(UsageError, match="is written already"):
                     client.append(payload, number, where["a"])
             client.publish()
             client.wait_applied()
@@ -417,7 +399,7 @@ def test_a_slot_is_filled_piece_by_piece(job_name: str) -> None:
                 np.testing.assert_array_equal(client.weights[name], -1.0)
             payload = client.claim() + layout.PAYLOAD_AT
             client.write_named(payload, ones)
-            with pytest.raises(UsageError, match="holds nothing else"):
+            with pytest.raises(UsageError, match="begins with a slot that holds nothing"):
                 client.append(payload, 0, where["a"])
             client.publish()
             client.wait_applied()
@@ -432,24 +414,9 @@ def test_a_push_that_fails_keeps_what_is_left_over(job_name: str) -> None:
         Client(job_name, tensors=tensors, wire="bfloat16", error_feedback=True) as client,
     ):
         client.push({"a": np.full(40, 1.001, np.float32)})
-        left = client._left.copy()
+        left = client.residue.copy()
         assert left.any()
         bad = Rows(np.array([9]), np.ones((1, 4)))
         with pytest.raises(ModelMismatch, match="no row 9 of 9"):
             client.push({"a": np.full(40, 1.001, np.float32), "t": bad})
-        np.testing.assert_array_equal(client._left, left)
-
-
-def test_nothing_lies_between_tensors(job_name: str) -> None:
-    """Whatever a slot held before: rows' numbers would be NaN, or worse, as weights."""
-    tensors = {"a": np.zeros(3, np.float32), "t": np.zeros((50, 8), np.float32)}
-    buffers = {"s": np.zeros(5, np.float32)}
-    with daemon(job_name, slots=1), Client(job_name, tensors=tensors, buffers=buffers) as client:
-        for _ in range(2):
-            client.push({"t": Rows(np.arange(40), np.ones((40, 8)))})
-            client.push(np.ones(client.model.elements, np.float32))
-        client.wait_applied()
-        inside = np.zeros(client.model.elements, bool)
-        for tensor in client.model.tensors:
-            inside[tensor.start : tensor.start + tensor.count] = True
-        assert not client.flat[~inside].any()
+        np.testing.assert_array_equal(client.residue, left)

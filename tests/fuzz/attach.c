@@ -3,7 +3,7 @@
  * three segments. What is refused must be refused cleanly; with what is accepted, every function of
  * gadei.h must stay inside the segments.
  *
- * ps_attach.c and ps_client.c are compiled in here, so that segments come from memory that the
+ * The files of the client are compiled in here, so that segments come from memory that the
  * sanitizer guards to the byte: shm_open, fstat, mmap, munmap and close are replaced, and the clock
  * of waits. The socket is real, a pair.
  *
@@ -107,8 +107,15 @@ static int fuzz_close(int fd) { return fd >= FAKE_FD ? 0 : close(fd); }
 #define close fuzz_close
 #define nanosleep fuzz_nanosleep
 #define ps_now_ns fuzz_now_ns
-#include "ps_attach.c"
-#include "ps_client.c"
+#include "gadei_attach.c"
+#include "gadei_control.c"
+#include "gadei_error.c"
+#include "gadei_pull.c"
+#include "gadei_push.c"
+#include "gadei_segments.c"
+#include "gadei_wait.c"
+#include "gadei_work.c"
+#include "ps_pull.c"
 #undef close
 
 /* -- segments as they should be ---------------------------------------------------------------- */
@@ -145,7 +152,9 @@ static void make_parts(void)
     table[1] = (struct ps_tensor){.name = "b", .role = PS_PARAMETER, .dims = 1, .shape = {64},
                                   .start = 2 * PS_CHUNK, .count = 64};
     const uint64_t slots_at = (sizeof(struct ps_ring) + 63) / 64 * 64;
-    const uint64_t capacity = ELEMENTS * sizeof(float), slot_bytes = PS_PAYLOAD_AT + capacity;
+    /* All tensors with their blocks, and the numbers of the two rows of w. */
+    const uint64_t capacity = ELEMENTS * sizeof(float) + 64 + 2 * 64 + 64;
+    const uint64_t slot_bytes = PS_PAYLOAD_AT + capacity;
     struct ps_ring *ring = make_part(2, PS_RING, slots_at + SLOTS * slot_bytes);
     ring->header.index = ROW;
     ring->header.generation = GENERATION;
@@ -209,7 +218,7 @@ static void use(struct input *in, gadei_learner *learner)
         assert(gadei_find(learner, tensors[i].name) <= (int)i);
     }
     while (in->left)
-        switch (next(in, 1) % 13) {
+        switch (next(in, 1) % 15) {
         case 0: gadei_pull(learner, values); break;
         case 1: gadei_pull_consistent(learner, values, 0); break;
         case 2: gadei_set_wire(learner, (uint32_t)next(in, 1) % 5); break;
@@ -224,7 +233,19 @@ static void use(struct input *in, gadei_learner *learner)
         case 8: gadei_wait_applied(learner, 0); break;
         case 9: gadei_take_batch(learner, &epoch, &index, 0); break;
         case 10: gadei_set_work(learner, 1, 1, next(in, 8)); break;
-        case 11: assert(gadei_find(learner, "no such tensor") < 0 || count); break;
+        case 11: gadei_claim_rows(learner, 0); break;
+        case 12: {
+            const int64_t rows[3] = {(int8_t)next(in, 1), (int8_t)next(in, 1), 0};
+            index = (uint32_t)next(in, 1);
+            uint64_t row = index < count && tensors[index].dims ? tensors[index].count /
+                           tensors[index].shape[0] : 1;
+            float *some = calloc(3 * row, sizeof *some);
+            assert(some);
+            gadei_write_rows(learner, index, rows, some, next(in, 1) % 4);
+            free(some);
+            break;
+        }
+        case 13: assert(gadei_find(learner, "no such tensor") < 0 || count); break;
         default: others_write(in, learner);
         }
     free(values);
@@ -249,7 +270,6 @@ static gadei_learner *new_learner(int socket)
     assert(learner);
     learner->socket = socket;
     learner->pid = getpid();
-    learner->wire = PS_FLOAT32;
     memcpy(learner->path, "/s", 3);
     return learner;
 }
@@ -293,8 +313,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             leave(learner);
         drop(learner);
     } else {
-        learner->control = learner->control_map.at; /* as gadei_attach goes on */
-        learner->ring = learner->ring_map.at;
+        ps_learner_begin(&learner->common, learner->ring_map.at, learner->control_map.at,
+                         learner->weights_map.at); /* as gadei_attach goes on */
         use(&in, learner);
         gadei_detach(learner);
     }

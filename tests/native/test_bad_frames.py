@@ -23,6 +23,7 @@ JOBS = {
 POISON = 1e6  # in every bad frame: it cannot go unseen
 
 NONE, ALL = 0, 2**64 - 1
+WAIT_NS = 30_000_000_000
 # The field of the header, its wrong value (or how to make it from the right one), and the reason.
 BAD: list[tuple[str, Any, Reason]] = [
     ("generation", lambda right: right + 1, Reason.BAD_GENERATION),
@@ -59,20 +60,25 @@ class Writer:
     def __init__(self, job: Any) -> None:
         self.job = job
         self.client = Client(str(job.socket))
-        self._head_at = self.client.place.ring.address + layout.offset(RING, "head")
+        place = self.client.place
+        self.ring = place.ring.view(RING)
+        self.published = 0
+        self._rings = place.ring.address, place.control.address
+        self._head_at = place.ring.address + layout.offset(RING, "head")
 
     def publish(self, value: float, **wrong: Any) -> None:
         """A frame as it should be, but for the fields in `wrong`."""
         client = self.client
         ring = client.place.ring
-        at = client.claim(30.0) - ring.address
+        assert _native.wait_grant(*self._rings, self.published, WAIT_NS) == 0
+        at = _native.claim(*self._rings, WAIT_NS) - ring.address
         count = client.model.elements
         ring.array(np.float32, count, at + PAYLOAD_AT)[:] = value
         frame = ring.array(FRAME, 1, at)
         right = {
-            "sequence": client.published,
+            "sequence": self.published,
             "generation": client.generation,
-            "clock": client.published,
+            "clock": self.published,
             "version": client.current_version,
             "kind": layout.FrameKind.DENSE,
             "dtype": layout.WireType.FLOAT32,
@@ -87,9 +93,12 @@ class Writer:
             if field in wrong:
                 value_ = wrong[field](value_) if callable(wrong[field]) else wrong[field]
             frame[0][field] = value_
-        client.published += 1
-        _native.store(self._head_at, client.published)
+        self.published += 1
+        _native.store(self._head_at, self.published)
         _native.futex_wake(self._head_at)
+
+    def wait_applied(self) -> None:
+        self.client.wait_applied(self.published - 1, timeout_s=30.0)
 
     def status(self) -> dict[str, Any]:
         (row,) = self.job.status()["learners"]
@@ -119,12 +128,12 @@ def test_bad_frames_never_reach_the_weights(writer: Writer) -> None:
     before = writer.job.weights()
     for count, (field, wrong, reason) in enumerate(BAD, 1):
         writer.publish(POISON, **{field: wrong})
-        writer.client.wait_applied(timeout_s=30.0)
+        writer.wait_applied()
         row = writer.status()
         assert row["refused"] == count, (field, wrong)
         assert row["refused_because"] == REASON_TEXT[reason], (field, wrong)
         writer.publish(1.0)
-        writer.client.wait_applied(timeout_s=30.0)
+        writer.wait_applied()
         assert writer.status()["applied"] == count
         np.testing.assert_array_equal(writer.job.weights(), before - np.float32(count))
 
@@ -138,7 +147,7 @@ def test_bad_and_good_frames_in_one_ring(writer: Writer) -> None:
         else:
             field, wrong, _ = BAD[count % len(BAD)]
             writer.publish(POISON, **{field: wrong})
-    writer.client.wait_applied(timeout_s=30.0)
+    writer.wait_applied()
     np.testing.assert_array_equal(writer.job.weights(), before - 40)
     status = writer.job.status()
     assert status["gradients_refused"] == refused + 20
@@ -155,7 +164,7 @@ def test_a_superstep_goes_on_without_the_refused(served: Any) -> None:
         for count in range(1, 4):
             bad.publish(POISON, kind=9)
             good.publish(1.0)
-            good.client.wait_applied(timeout_s=30.0)
+            good.wait_applied()
             np.testing.assert_array_equal(served.weights(), before - np.float32(count))
         rows = sorted(served.status()["learners"], key=lambda row: row["generation"])
         assert [row["refused"] for row in rows] == [3, 0]
@@ -169,7 +178,7 @@ def test_wild_values_that_only_statistics_see(writer: Writer) -> None:
     unasked = writer.status()["unasked"]
     writer.publish(1.0, version=ALL, clock=ALL, samples=2**32 - 1, loss=float("nan"))
     writer.publish(1.0, version=NONE, batch=(5 << 32) | 7, blocks=2**32 - 1)
-    writer.client.wait_applied(timeout_s=30.0)
+    writer.wait_applied()
     np.testing.assert_array_equal(writer.job.weights(), before - 2)
     assert writer.status()["unasked"] == unasked + 1
 
@@ -193,7 +202,7 @@ def test_wild_words_in_a_ring_hurt_no_other(served: Any, field: str, value: int)
     with wild.client, good.client:
         for each in (wild, good):
             each.client.wait_turn(30.0)
-        ring = wild.client._ring
+        ring = wild.ring
         if ring[field].dtype.names:
             ring[field] = np.zeros((), ring[field].dtype)
             if field == "tail":
@@ -204,14 +213,14 @@ def test_wild_words_in_a_ring_hurt_no_other(served: Any, field: str, value: int)
         wild.client.detach()
         for _ in range(3):
             good.publish(1.0)
-            good.client.wait_applied(timeout_s=30.0)
+            good.wait_applied()
     np.testing.assert_array_equal(served.weights(), before - 3)
     served.gone()
 
 
 @pytest.mark.parametrize("served", ["one shard"], indirect=True)
 def test_the_status_believes_no_ring(writer: Writer) -> None:
-    ring = writer.client._ring
+    ring = writer.ring
     shards = int(ring["shards"])
     ring["shards"] = 0
     try:
@@ -226,14 +235,14 @@ def test_a_superstep_believes_no_ring(job: Callable[..., Any], field: str) -> No
     wild = Writer(started)
     with wild.client:
         wild.publish(1.0)
-        wild.client.wait_applied(timeout_s=30.0)
-        right = wild.client._ring[field]
+        wild.wait_applied()
+        right = wild.ring[field]
         started.pause(True)
         wild.publish(1.0)
-        wild.client._ring[field] = 2**40
+        wild.ring[field] = 2**40
         started.pause(False)
-        wild.client.wait_applied(timeout_s=30.0)
-        wild.client._ring[field] = right
+        wild.wait_applied()
+        wild.ring[field] = right
     np.testing.assert_array_equal(started.weights(), -2)
 
 

@@ -1,4 +1,4 @@
-"""Learners in C against real jobs."""
+"""Learners in C against real jobs: what tests/conformance/test_clients.py does not ask of both."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+from clients.drivers import ERROR, FAILED
 
 from gadei_ps.job import paths
 from gadei_ps.job.config import load
-from gadei_ps.job.control import Connection, StopJob, pack
 from gadei_ps.machine import process
 
-TIMEOUT, STOPPED, EVICTED, FINISHED, FAILED, ERROR = -1, -2, -3, -4, -5, -6
-NONFINITE = 1
 EXAMPLE = Path(__file__).parents[2] / "native" / "examples"
-SMALL = {"tensors": [{"name": "w", "shape": [3, 5]}, {"name": "b", "shape": [7]}]}
 
 
 def test_the_example_learns(programs: Any, job: Callable[..., Any]) -> None:
@@ -114,25 +111,6 @@ def test_wires(wide: Any, learner: Callable[[], Any], wire: int) -> None:
     np.testing.assert_array_equal(running.weights(), before - sent)
 
 
-def test_what_is_not_finite_is_told_and_refused(small: Any, learner: Callable[[], Any]) -> None:
-    running, mine = small, learner()
-    mine.do("attach", running.socket)
-    before = running.weights()
-    mine.do("claim", 1000)
-    assert mine.ask("write_bad", 0) == (NONFINITE, "")
-    mine.do("write", 1, 1.0)
-    mine.do("publish", 0, 0, 1)
-    assert mine.ask("push", "inf", 1000) == (NONFINITE, "")
-    mine.do("applied", 10_000)
-    (row,) = running.status()["learners"]
-    assert (row["applied"], row["refused"]) == (0, 2)
-    assert row["refused_because"] == "holds a NaN or an infinity"
-    np.testing.assert_array_equal(running.weights(), before)
-    mine.do("push", 1, 1000)
-    mine.do("applied", 10_000)
-    np.testing.assert_array_equal(running.weights(), before - 1)
-
-
 def test_weights_cannot_be_written(small: Any, learner: Callable[[], Any]) -> None:
     running, mine = small, learner()
     mine.do("attach", running.socket)
@@ -152,121 +130,6 @@ def fill(running: Any, mine: Any) -> None:
     running.pause(True)
     for _ in range(int(running.control["slots"])):
         mine.do("push", 1, 10_000)
-
-
-def blocked(running: Any, mine: Any, command: str) -> None:
-    """Begins a command and returns once it sleeps in the ring."""
-    (row,) = running.status()["learners"]
-    ring = running.ring(row["row"])
-    mine.begin(command)
-    support.eventually(lambda: int(ring["waits_slot"]))
-
-
-def test_waits_time_out_and_go_on(small: Any, learner: Callable[[], Any]) -> None:
-    running, mine = small, learner()
-    fill(running, mine)
-    slow = "no slot came free: does the server apply gradients? within 20 ms"
-    assert mine.ask("claim", 20) == (TIMEOUT, slow)
-    assert mine.ask("push", 1, 20)[0] == TIMEOUT
-    assert mine.ask("claim", 0)[0] == TIMEOUT
-    assert mine.ask("applied", 1) == (TIMEOUT, "the gradient was not applied within 1 ms")
-    assert mine.ask("published") == (2, "")
-    blocked(running, mine, "claim -1")
-    running.pause(False)
-    assert mine.end() == (0, "")
-
-
-def test_a_barrier_waits_for_the_other(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
-    running, mine, other = job(**SMALL, sync="bsp"), learner(), learner()
-    for one in (mine, other):
-        one.do("attach", running.socket)
-        one.do("turn", 10_000)
-    mine.do("push", 1, 10_000)
-    assert mine.ask("turn", 20) == (TIMEOUT, "no grant to go on within 20 ms")
-    assert mine.ask("claim", 20)[0] == TIMEOUT
-    mine.begin("turn", -1)
-    other.do("push", 3, 10_000)
-    assert mine.end() == (0, "")
-    np.testing.assert_array_equal(running.weights(), -2.0)
-    assert mine.ask("version") == (2, "")
-
-
-def test_a_stop_ends_a_wait(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
-    running, mine, late = job(**SMALL), learner(), learner()
-    fill(running, mine)
-    assert mine.ask("stopping") == (0, "")
-    blocked(running, mine, "claim -1")
-    with StopInBackground(running):
-        assert mine.end() == (STOPPED, f"job '{running.name}' has been stopped")
-        assert mine.ask("stopping") == (1, "")
-        assert mine.ask("take", -1)[0] == FINISHED
-        code, text = late.ask("attach", running.socket)
-        assert code in (STOPPED, ERROR) and "\n" not in text
-    mine.do("detach")
-
-
-class StopInBackground:
-    """Asks the job to stop and does not wait for its end."""
-
-    def __init__(self, running: Any) -> None:
-        self._connection = Connection(str(running.daemon.socket))
-        self._connection._socket.sendall(pack(StopJob().model_dump()))
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        self._connection.close()
-
-
-def test_a_dead_job_ends_a_wait(job: Callable[..., Any], hurried: Callable[[], Any]) -> None:
-    """Once neither a server nor a watchdog, which would start one, has been there for a while."""
-    running, mine = job(**SMALL), hurried()
-    fill(running, mine)
-    blocked(running, mine, "applied -1")
-    support.kill_all(running.name, running.socket)
-    gone = f"the server and the watchdog of job '{running.name}' are gone"
-    assert mine.end() == (FAILED, gone)
-    mine.do("detach")
-
-
-def test_an_evicted_learner_is_told(small: Any, learner: Callable[[], Any]) -> None:
-    running, mine = small, learner()
-    mine.do("attach", running.socket)
-    (row,) = running.status()["learners"]
-    running.control["roster"][row["row"]]["wanted"] = 0
-    evicted = f"job '{running.name}' has given this learner's place away"
-    assert mine.ask("claim", 1000) == (EVICTED, evicted)
-    mine.kill()
-    running.gone()
-
-
-# -- batches -------------------------------------------------------------------------------------
-
-
-def test_every_batch_is_handed_out_once(
-    job: Callable[..., Any], learner: Callable[[], Any]
-) -> None:
-    running, mine, other = job(**SMALL, ahead=1), learner(), learner()
-    for one in (mine, other):
-        one.do("attach", running.socket)
-        one.do("work", 10, 2, 7)
-    assert mine.ask("work", 11, 2, 7)[0] == ERROR
-    seen, going = [], [mine, other]
-    while going:
-        for one in list(going):
-            code, batch = one.ask("take", -1 if len(going) == 1 else 50)
-            if code == FINISHED:
-                assert batch == f"all batches of job '{running.name}' are done"
-                going.remove(one)
-            elif code != TIMEOUT:
-                assert code == 0
-                seen.append(tuple(map(int, batch.split())))
-                one.do("push", 0, 10_000)
-    assert sorted(seen) == [(epoch, index) for epoch in range(2) for index in range(10)]
-    status = running.status()
-    assert status["work"]["epochs_done"] == 2
-    assert all(row["unasked"] == 0 for row in status["learners"])
 
 
 # -- death ---------------------------------------------------------------------------------------
@@ -342,13 +205,6 @@ def test_by_path_and_by_environment(
     assert paths.socket_path(running.name) == running.socket
 
 
-def test_a_job_without_model(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
-    mine = learner()
-    code, text = mine.ask("attach", job().socket)
-    assert code == ERROR
-    assert text.startswith("the job has no model yet") and "give tensors in the job file" in text
-
-
 def test_a_wait_notices_reused_pids(small: Any, hurried: Callable[[], Any]) -> None:
     """A process with the server's or the watchdog's pid and another start is neither."""
     running, mine = small, hurried()
@@ -362,30 +218,3 @@ def test_a_wait_notices_reused_pids(small: Any, hurried: Callable[[], Any]) -> N
         running.control[f"{who}_start"] = start
     running.pause(False)
     mine.do("applied", 10_000)
-
-
-def test_straggler_gives_up(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
-    running, mine, other = job(**SMALL, sync="cutoff:c=1"), learner(), learner()
-    for one in (mine, other):
-        one.do("attach", running.socket, "one")
-    mine.do("work", 5, 1, 0)
-    assert mine.ask("take", 10_000) == (0, "0 0")
-    for one in (mine, other):
-        one.do("turn", 10_000)
-    assert mine.ask("wanted") == (1, "")
-    other.do("push", 1.0, 10_000)
-    other.do("turn", 10_000)  # granted once the superstep is applied
-    assert mine.ask("wanted") == (0, "")
-    mine.do("give_up", 10_000)
-    mine.do("turn", 10_000)
-    assert mine.ask("wanted") == (1, "")
-    status = running.status()
-    assert (status["gradients_applied"], status["gradients_dropped"]) == (1, 1)
-    assert status["batches_requeued"] == 1
-    assert mine.ask("wave") == (1, "")
-
-
-def test_wave(job: Callable[..., Any], learner: Callable[[], Any]) -> None:
-    running, mine = job(**SMALL, sync="wsp:D=1,s_local=3"), learner()
-    mine.do("attach", running.socket, "one")
-    assert mine.ask("wave") == (4, "")

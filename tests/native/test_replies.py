@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+from clients.drivers import ERROR, FAILED
 
 from gadei_ps import sync
 from gadei_ps.memory import layout, segment
@@ -22,7 +23,6 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog.memory import JobMemory
 
-FAILED, ERROR = -5, -6
 ROW, GENERATION = 4, 11
 
 

@@ -2,130 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
-import threading
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import support
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from clients.ring import GENERATION, LONG_NS, Later, Ring, ps_release, ps_shard_sleep
 
 from gadei_ps import _native
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import AHEAD, CONTROL, ENTRY, FRAME, RING, Phase, Stop, Work
-
-LONG_NS = 30_000_000_000
-ROW, GENERATION = 5, 77
-SLOTS_AT = layout.rounded(RING.itemsize, layout.PAGE)
-SLOT_BYTES = layout.PAYLOAD_AT + 64
-
-# The server's side, which compiled Python calls by symbol.
-_library = ctypes.CDLL(_native.__file__)
-_u64, _u32 = ctypes.c_uint64, ctypes.c_uint32
-ps_release = _library.ps_release
-ps_release.argtypes, ps_release.restype = [_u64, _u64, _u64], None
-ps_hand_out = _library.ps_hand_out
-ps_hand_out.argtypes, ps_hand_out.restype = [_u64, _u64, _u64], None
-ps_shard_sleep = _library.ps_shard_sleep
-ps_shard_sleep.argtypes = [_u64, _u64, _u64, _u64, _u64, _u32, _u64]
-ps_shard_sleep.restype = None
-
-
-class Ring:
-    """A ring and its control segment in this process' memory."""
-
-    def __init__(self, shards: int, slots: int, begin: int = 0, spin_ns: int = 0) -> None:
-        self.shards, self.slots = shards, slots
-        self._ring_memory = np.zeros(SLOTS_AT + slots * SLOT_BYTES, np.uint8)
-        self._control_memory = np.zeros(1, CONTROL)
-        self.at = self._ring_memory.ctypes.data
-        self.control_at = self._control_memory.ctypes.data
-        self.control = self._control_memory[0]
-        self.ring = self._ring_memory[: RING.itemsize].view(RING)[0]
-        self.entry = self.control["roster"][ROW]
-        self.control["spin_ns"] = spin_ns
-        self.control["phase"] = Phase.SERVING
-        self.entry["wanted"] = GENERATION
-        self.ring["header"]["index"] = ROW
-        self.ring["header"]["generation"] = GENERATION
-        self.ring["shards"] = shards
-        self.ring["slots"] = slots
-        self.ring["slot_bytes"] = SLOT_BYTES
-        self.ring["slots_at"] = SLOTS_AT
-        self.ring["head"] = begin
-        self.ring["tail"]["value"] = begin
-
-    def claim(self, timeout_ns: int = 0) -> int:
-        return _native.claim(self.at, self.control_at, timeout_ns)
-
-    def slot(self, sequence: int) -> int:
-        return self.at + SLOTS_AT + sequence % self.slots * SLOT_BYTES
-
-    def frame(self, sequence: int) -> np.void:
-        at = self.slot(sequence) - self.at
-        return self._ring_memory[at : at + FRAME.itemsize].view(FRAME)[0]
-
-    def payload(self, sequence: int) -> np.ndarray:
-        at = self.slot(sequence) - self.at + layout.PAYLOAD_AT
-        return self._ring_memory[at : at + 64]
-
-    def publish(self, clock: int = 0) -> int:
-        return _native.publish(
-            self.at, self.control_at, clock, 3, 1, 1, 0, 64, 9, 32, 4.0, 0.5, 1.25, 10.0, 11.0
-        )
-
-    def head(self) -> int:
-        return int(self.ring["head"])
-
-    def tail(self, shard: int) -> int:
-        return int(self.ring["tail"]["value"][shard])
-
-    def release(self, shard: int) -> None:
-        ps_release(self.at, shard, self.tail(shard) + 1)
-
-    def wait_applied(self, sequence: int, timeout_ns: int = 0) -> int:
-        return _native.wait_applied(self.at, self.control_at, sequence, timeout_ns)
-
-    def wait_grant(self, clock: int, timeout_ns: int = 0) -> int:
-        return _native.wait_grant(self.at, self.control_at, clock, timeout_ns)
-
-    def take(self, timeout_ns: int = 0) -> int:
-        return _native.take_work(self.at, self.control_at, timeout_ns)
-
-    def hand_out(self, item: int) -> None:
-        ps_hand_out(self.at, int(self.ring["work_head"]), item)
-
-    def word(self, field: str) -> int:
-        return self.at + layout.offset(RING, field)
-
-    def ring_bell(self, field: str) -> None:
-        """Wakes who sleeps on a word of the roster's row."""
-        roster = self.control_at + layout.offset(CONTROL, "roster") + ROW * ENTRY.itemsize
-        _native.bell(roster + layout.offset(ENTRY, field))
-
-
-class Later:
-    """A call in a thread of its own."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._thread = threading.Thread(target=self._run, args=(call,))
-        self._thread.start()
-
-    def _run(self, call: Callable[[], Any]) -> None:
-        self._value = call()
-
-    def done(self) -> Any:
-        self._thread.join(support.PATIENCE_S)
-        assert not self._thread.is_alive()
-        return self._value
-
+from gadei_ps.memory.layout import AHEAD, CONTROL, FRAME, Phase, Stop, Work
 
 # -- slots -----------------------------------------------------------------------------------------
 
@@ -391,109 +280,6 @@ def test_a_snapshot_is_refused_while_the_shard_writes() -> None:
     ring.control["shard"][1]["sequence"] = 8
     assert snapshot(1)
     np.testing.assert_array_equal(copy, weights)
-
-
-# -- all together ----------------------------------------------------------------------------------
-
-
-class RingMachine(RuleBasedStateMachine):
-    """Any order of both sides' steps against plain queues."""
-
-    @initialize(
-        shards=st.integers(1, 64),
-        slots=st.integers(1, 8),
-        begin=st.sampled_from([0, 1, 2**31, 2**32 - 5, 2**63]),
-    )
-    def make(self, shards: int, slots: int, begin: int) -> None:
-        self.ring = Ring(shards, slots, begin)
-        self.begin = begin
-        self.published: list[int] = []  # the first byte of each payload
-        self.done = [0] * shards  # frames that each shard has consumed
-        self.handed: deque[int] = deque()
-        self.batches = 0
-        self.verdict = 0
-        self.stop = False
-
-    @property
-    def free(self) -> bool:
-        return len(self.published) - min(self.done) < self.ring.slots
-
-    @rule(mark=st.integers(0, 255))
-    def push(self, mark: int) -> None:
-        sequence = self.begin + len(self.published)
-        claimed = self.ring.claim()
-        if self.verdict or not self.free:
-            assert claimed == (self.verdict or _native.PS_TIMEOUT)
-            return
-        assert claimed == self.ring.slot(sequence)
-        self.ring.payload(sequence)[:] = mark
-        assert self.ring.publish(clock=len(self.published)) == sequence
-        self.published.append(mark)
-
-    @rule(mark=st.integers(0, 255))
-    def die_while_writing(self, mark: int) -> None:
-        """What is in a claimed slot but not published is nothing; the next claim gets the slot."""
-        if not self.verdict and self.free:
-            assert self.ring.claim() == self.ring.slot(self.begin + len(self.published))
-            self.ring.payload(self.begin + len(self.published))[:] = mark
-
-    @rule(data=st.data())
-    def consume(self, data: st.DataObject) -> None:
-        behind = [s for s, done in enumerate(self.done) if done < len(self.published)]
-        if not behind:
-            return
-        shard = data.draw(st.sampled_from(behind))
-        sequence = self.begin + self.done[shard]
-        assert self.ring.frame(sequence)["sequence"] == sequence
-        assert (self.ring.payload(sequence) == self.published[self.done[shard]]).all()
-        self.ring.release(shard)
-        self.done[shard] += 1
-
-    @rule()
-    def consume_all(self) -> None:
-        for shard, done in enumerate(self.done):
-            for _ in range(len(self.published) - done):
-                self.ring.release(shard)
-            self.done[shard] = len(self.published)
-
-    @precondition(lambda self: len(self.handed) < AHEAD)
-    @rule()
-    def hand_out(self) -> None:
-        self.ring.hand_out(self.batches << 32 | 1)
-        self.handed.append(self.batches << 32 | 1)
-        self.batches += 1
-
-    @rule()
-    def take(self) -> None:
-        taken = self.ring.take()
-        if self.stop:
-            assert taken == _native.PS_FINISHED
-        elif self.handed:
-            assert taken == self.handed.popleft()
-        else:
-            assert taken == (self.verdict or _native.PS_TIMEOUT)
-
-    @rule(verdict=st.sampled_from([0, 0, STOPPED, EVICTED]))
-    def judge(self, verdict: int) -> None:
-        self.verdict = verdict
-        self.stop = verdict == STOPPED
-        self.ring.control["stop"] = Stop.NOW if self.stop else Stop.GO
-        self.ring.entry["wanted"] = 0 if verdict == EVICTED else GENERATION
-
-    @invariant()
-    def counts_agree(self) -> None:
-        if not hasattr(self, "ring"):
-            return
-        assert self.ring.head() == self.begin + len(self.published)
-        assert [self.ring.tail(s) - self.begin for s in range(len(self.done))] == self.done
-        last = self.begin + min(self.done) - 1
-        if min(self.done):
-            assert self.ring.wait_applied(last) == 0
-        assert self.ring.wait_applied(last + 1) == (self.verdict or _native.PS_TIMEOUT)
-
-
-TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("job", ["1 1 1 0", "1 2 2 2000", "3 4 3 0", "3 8 8 0 hurry"])

@@ -1,6 +1,6 @@
 """What tests share."""
 
-from support.frames import Loose, decoded_frame, payload_of, rows_payload, same
+from support.frames import Loose, decoded_frame, payload_of, rows_payload, same, written
 from support.jobs import (
     Pusher,
     config,
@@ -45,4 +45,5 @@ __all__ = [
     "segments",
     "spin",
     "status",
+    "written",
 ]

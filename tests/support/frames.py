@@ -39,6 +39,28 @@ class Loose:
         return self._bytes[at : at + count * dtype.itemsize].view(dtype)
 
 
+def written(
+    model: Model,
+    where: Sequence[int],
+    room: np.ndarray,
+    wire: WireType,
+    *,
+    spare: bool,
+    left: np.ndarray | None = None,
+) -> _native.Learner:
+    """Has a learner without a job write a whole frame into `room`. It tells what it has written.
+
+    where: as Client.push_from takes it. spare: whether rows of zeros may be left out. left: what
+    rounding has not sent yet (error feedback).
+    """
+    control, table = np.zeros(1, layout.CONTROL), Loose(model)
+    residue = 0 if left is None else left.ctypes.data
+    learner = _native.Learner(0, _native.address(control), table.address, wire, residue)
+    learner.skips_zeros = spare
+    learner.write_frame(room.ctypes.data, where)
+    return learner
+
+
 def payload_of(
     model: Model,
     gradients: dict[int, tuple[np.ndarray, np.ndarray] | np.ndarray],
@@ -64,12 +86,9 @@ def payload_of(
             values = np.ascontiguousarray(given[1], np.float32)
             kept += [indices, values]
             where += rows_at(indices.ctypes.data, values.ctypes.data, indices.size)
-    table = Loose(model)
-    kept_left = 0 if left is None else left.ctypes.data
-    kind, blocks, size, squares = _native.write_frame(
-        table.address, wire, spare, kept_left, room.ctypes.data, *where
-    )
-    return room[:size].copy(), FrameKind(kind), blocks, squares
+    learner = written(model, where, room, wire, spare=spare, left=left)
+    kind, size = FrameKind(learner.kind), learner.payload_bytes
+    return room[:size].copy(), kind, learner.blocks, learner.squares
 
 
 def decoded_frame(

@@ -261,6 +261,47 @@ def test_sources_of_c_run_downwards() -> None:
     assert found["gadei.h"] == set()
 
 
+def calls_in_c(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each C source the sources whose functions it names.
+
+    The sources are formatted so that a function's body begins with a brace in the first column.
+    """
+    code = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.S) for name, text in sources.items()}
+    definition = re.compile(r"^(?!static|#|\s|})[\w \*]*?\b(\w+)\([^;{}]*\)\s*\{", re.M)
+    owner = {function: name for name, text in code.items() for function in definition.findall(text)}
+    return {
+        name: {
+            other
+            for function, other in owner.items()
+            if other != name and re.search(rf"\b{function}\b", text)
+        }
+        for name, text in code.items()
+    }
+
+
+def test_sources_of_c_call_downwards() -> None:
+    """No two files of native/ stand on each other, and the protocol knows neither client."""
+    native = ROOT / "native"
+    calls = calls_in_c({path.name: path.read_text() for path in native.glob("*.c")})
+    assert "gadei_wait.c" in calls["gadei_push.c"] and "ps_frame.c" in calls["gadei_push.c"]
+    assert not circles(calls)
+    for name, called in calls.items():
+        if name.startswith("ps_"):
+            assert all(one.startswith("ps_") for one in called), name
+        assert not any(one.startswith("module") for one in called) or name.startswith("module")
+    # Functions of gadei.h are not one another's servants across files.
+    tops = {f"gadei_{part}.c" for part in ("attach", "pull", "push", "work")}
+    for top in tops:
+        assert not calls[top] & tops, top
+
+
+def test_a_circle_of_c_sources_is_found() -> None:
+    one = "int first(int a)\n{\n    return second(a);\n}\n"
+    other = "static int third(int a)\n{\n    return first(a);\n}\n"
+    assert not circles(calls_in_c({"a.c": one, "b.c": other}))
+    assert circles(calls_in_c({"a.c": one, "b.c": other + "int second(int a)\n{\n}\n"}))
+
+
 COMPILERS = {"numba", "llvmlite"}
 
 

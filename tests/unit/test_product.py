@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
+import support
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import Loose, decoded_frame
+from support import decoded_frame
 
-from gadei_ps import _native
 from gadei_ps.learners.client import product_at
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import FrameKind, WireType
@@ -25,14 +25,12 @@ def written(
     room = np.zeros(payload_bytes(model) + 64, np.uint8)
     room = room[-room.ctypes.data % 64 :]
     where = product_at(factors.ctypes.data, vectors.ctypes.data, len(factors))
-    table = Loose(model)
-    kind, blocks, size, squares = _native.write_frame(
-        table.address, wire, spare, 0, room.ctypes.data, *where
-    )
+    learner = support.written(model, where, room, wire, spare=spare)
+    size = learner.payload_bytes
     assert size <= payload_bytes(model)
-    got = decoded_frame(model, room[:size], FrameKind(kind), blocks, wire)
+    got = decoded_frame(model, room[:size], FrameKind(learner.kind), learner.blocks, wire)
     form = int(room[: layout.BLOCK.itemsize].view(layout.BLOCK)[0]["form"])
-    return got[0], FrameKind(form), squares
+    return got[0], FrameKind(form), learner.squares
 
 
 @given(

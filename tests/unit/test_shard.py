@@ -321,9 +321,11 @@ def test_who_publishes_after_leaving_takes_no_batch_along(
             if depart_first:
                 rig.bell()
                 eventually(lambda: rig.roster[0]["drained"])
-            size = rig.model.elements * 4
-            rest = (FrameKind.DENSE, 1, size, layout.CHECKED, 0, batch, 1, 1.0, 0.0, 0.0, 0.0)
-            _native.publish(ring, rig.control_at, 0, 0, *rest)
+            frame = np.zeros(1, layout.FRAME)
+            frame[0]["kind"], frame[0]["dtype"] = FrameKind.DENSE, WireType.FLOAT32
+            frame[0]["payload_bytes"] = rig.model.elements * 4
+            frame[0]["batch"], frame[0]["rate_scale"] = batch, 1.0
+            _native.publish(ring, rig.control_at, _native.address(frame))
             rig.wait_tail(0, 1)
             rig.bell()
             eventually(lambda: rig.roster[0]["drained"])

@@ -1,16 +1,19 @@
 /*
  * A learner on strings: reads one command a line, does it, answers with one line. An answer begins
  * with the result; after an error follows what gadei_error says. The tests hold it at any point of
- * a gradient and kill it there.
+ * a gradient and kill it there. driver.py knows the same commands.
  */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "gadei.h"
 
 static gadei_learner *learner;
+static uint32_t wire; /* for the next learner; 0: not chosen */
 
 static void answer(int result)
 {
@@ -20,8 +23,16 @@ static void answer(int result)
         printf("%d\n", result);
 }
 
-/* A whole gradient; what lies between the tensors is not a number, for nobody may look at it. */
-static float *whole(float value)
+/* Values from -0.5 to 0.5 that all formats round; the same as driver.py makes. */
+static float pattern(unsigned seed, uint64_t k)
+{
+    uint32_t bits = (uint32_t)(k * 2654435761u + seed * 40503u);
+    return (float)(bits >> 8) / 16777216.0f - 0.5f;
+}
+
+/* A whole gradient; what lies between the tensors is not a number: nobody reads it. Row r of each
+ * tensor is zero unless r is a multiple of `every`. */
+static float *whole(const float *value, unsigned seed, unsigned every)
 {
     uint32_t count;
     const struct gadei_tensor *tensors = gadei_tensors(learner, &count);
@@ -30,15 +41,19 @@ static float *whole(float value)
         abort();
     for (uint64_t i = 0; i < gadei_elements(learner); i++)
         gradient[i] = NAN;
-    for (uint32_t i = 0; i < count; i++)
-        for (uint64_t k = 0; k < tensors[i].count; k++)
-            gradient[tensors[i].start + k] = value;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t rows = tensors[i].dims ? tensors[i].shape[0] : 1;
+        for (uint64_t k = 0; k < tensors[i].count; k++) {
+            float one = value ? *value : pattern(seed, k);
+            gradient[tensors[i].start + k] = k / (tensors[i].count / rows) % every ? 0.0f : one;
+        }
+    }
     return gradient;
 }
 
-static int push(float value, int64_t timeout_ms)
+static int push(const float *value, unsigned seed, unsigned every, int64_t timeout_ms)
 {
-    float *gradient = whole(value);
+    float *gradient = whole(value, seed, every);
     int result = gadei_push(learner, gradient, 0.5, 1, timeout_ms);
     free(gradient);
     return result;
@@ -50,6 +65,8 @@ static void attach(char *rest)
     int result;
     sscanf(rest, "%511s %511[^\n]", job, name);
     result = gadei_attach(strcmp(job, "-") ? job : NULL, name, &learner);
+    if (!result && wire)
+        result = gadei_set_wire(learner, wire);
     if (result < 0)
         printf("%d %s\n", result, gadei_error(NULL));
     else
@@ -102,7 +119,8 @@ static void pull(int64_t timeout_ms, int consistent)
     free(weights);
 }
 
-static void write_one(unsigned index, float value, int bad)
+/* The pattern, or with `value` all the same, and with `bad` one that is not a number. */
+static void write_one(unsigned index, const float *value, unsigned seed, int bad)
 {
     uint32_t count;
     const struct gadei_tensor *all = gadei_tensors(learner, &count);
@@ -111,11 +129,46 @@ static void write_one(unsigned index, float value, int bad)
     if (!gradient)
         abort();
     for (uint64_t i = 0; i < values; i++)
-        gradient[i] = value;
+        gradient[i] = value ? *value : pattern(seed, i);
     if (bad)
         gradient[values - 1] = NAN;
     answer(gadei_write(learner, index, gradient));
     free(gradient);
+}
+
+static void write_rows(unsigned index, unsigned seed, char *list)
+{
+    enum { MOST = 256 };
+    static float gradient[1 << 16];
+    int64_t rows[MOST];
+    uint64_t count = 0;
+    const struct gadei_tensor *tensor = &gadei_tensors(learner, NULL)[index];
+    for (char *end; count < MOST; count++, list = end) {
+        rows[count] = strtoll(list, &end, 10);
+        if (end == list)
+            break;
+    }
+    uint64_t width = tensor->count / (tensor->dims ? tensor->shape[0] : 1);
+    if (count * width > sizeof gradient / sizeof *gradient)
+        abort();
+    for (uint64_t i = 0; i < count * width; i++)
+        gradient[i] = pattern(seed, i);
+    answer(gadei_write_rows(learner, index, rows, gradient, count));
+}
+
+static void do_command(char *line);
+
+/* What a child process of this one is answered. */
+static void forked(char *rest)
+{
+    fflush(stdout);
+    pid_t child = fork();
+    if (!child) {
+        do_command(rest);
+        fflush(stdout);
+        _exit(0);
+    }
+    waitpid(child, NULL, 0);
 }
 
 static void do_command(char *line)
@@ -124,6 +177,7 @@ static void do_command(char *line)
     int used = 0;
     long long a = 0, b = 0, c = 0;
     double x = 0.0, y = 0.0;
+    float value;
     sscanf(line, "%31s %n", word, &used);
     char *rest = line + used;
     sscanf(rest, "%lld %lld %lld", &a, &b, &c);
@@ -145,24 +199,42 @@ static void do_command(char *line)
     } else if (!strcmp(word, "pull_consistent")) {
         pull(a, 1);
     } else if (!strcmp(word, "wire")) {
-        answer(gadei_set_wire(learner, (uint32_t)a));
+        if (learner)
+            answer(gadei_set_wire(learner, (uint32_t)a));
+        else
+            wire = (uint32_t)a, answer(0);
     } else if (!strcmp(word, "turn")) {
         answer(gadei_wait_turn(learner, a));
     } else if (!strcmp(word, "claim")) {
         answer(gadei_claim(learner, a));
+    } else if (!strcmp(word, "claim_rows")) {
+        answer(gadei_claim_rows(learner, a));
     } else if (!strcmp(word, "write")) {
         sscanf(rest, "%lld %lf", &a, &x);
-        write_one((unsigned)a, (float)x, 0);
+        value = (float)x;
+        write_one((unsigned)a, &value, 0, 0);
     } else if (!strcmp(word, "write_bad")) {
-        write_one((unsigned)a, 1.0f, 1);
+        value = 1.0f;
+        write_one((unsigned)a, &value, 0, 1);
+    } else if (!strcmp(word, "write_pattern")) {
+        write_one((unsigned)a, NULL, (unsigned)b, 0);
+    } else if (!strcmp(word, "write_rows")) {
+        sscanf(rest, "%*d %*d %n", &used);
+        write_rows((unsigned)a, (unsigned)b, rest + used);
     } else if (!strcmp(word, "publish")) {
         sscanf(rest, "%lf %lld %lf", &x, &b, &y);
         answer(gadei_publish(learner, x, (uint32_t)b, (float)y));
     } else if (!strcmp(word, "push")) {
         sscanf(rest, "%lf %lld", &x, &b);
-        answer(push((float)x, b));
+        value = (float)x;
+        answer(push(&value, 0, 1, b));
+    } else if (!strcmp(word, "push_pattern")) {
+        answer(push(NULL, (unsigned)a, 1, b));
+    } else if (!strcmp(word, "push_sparse")) {
+        answer(push(NULL, (unsigned)a, (unsigned)b, c));
     } else if (!strcmp(word, "flood")) {
-        float *gradient = whole(1.0f);
+        value = 1.0f;
+        float *gradient = whole(&value, 0, 1);
         int result;
         printf("0\n");
         fflush(stdout);
@@ -193,6 +265,8 @@ static void do_command(char *line)
             answer(result);
         else
             printf("0 %u %u\n", epoch, index);
+    } else if (!strcmp(word, "forked")) {
+        forked(rest);
     } else if (!strcmp(word, "poke")) {
         *(volatile float *)(uintptr_t)gadei_weights(learner) = 1e6f; /* the mapping forbids it */
         printf("0\n");

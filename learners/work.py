@@ -1,0 +1,143 @@
+"""Mini-batches that the server hands out, so that each is answered once an epoch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gadei_ps import _native
+from gadei_ps.errors import GadeiError, JobStopped, UsageError
+from gadei_ps.job.control import Lasting, SetWork
+from gadei_ps.learners.attach import Told
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Phase
+
+
+class Batch(NamedTuple):
+    """A mini-batch that the server has handed to this learner."""
+
+    epoch: int
+    index: int  # type: ignore[assignment] # not the method of tuples
+    indices: npt.NDArray[np.int64]
+    """Samples of it, shape (at most batch_size,)."""
+
+    @property
+    def id(self) -> int:
+        return layout.batch_id(self.epoch, self.index)
+
+
+class Taken:
+    """Batches that are taken and that no gradient has answered yet, the oldest first."""
+
+    def __init__(self) -> None:
+        self._ids: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def add(self, batch: int) -> None:
+        self._ids.append(batch)
+
+    def answered(self, batch: int | None) -> int:
+        """The batch that a gradient answers: unless told, the oldest."""
+        if batch is not None:
+            return batch
+        return self._ids[0] if self._ids else layout.NO_BATCH
+
+    def remove(self, batch: int) -> None:
+        """It is answered, if it was taken at all."""
+        if batch in self._ids:
+            self._ids.remove(batch)
+
+
+class Work(Told):
+    """The part of a client that takes batches."""
+
+    _connection: Lasting
+    _rings: tuple[int, int]
+    _taken: Taken
+
+    def _check_process(self) -> None:
+        raise NotImplementedError
+
+    def _ended(self) -> GadeiError:
+        raise NotImplementedError
+
+    def _wait(
+        self,
+        wait: Callable[..., int],
+        arguments: tuple[int, ...],
+        timeout_s: float | None,
+        what: str,
+    ) -> int:
+        raise NotImplementedError
+
+    def wait_turn(self, timeout_s: float | None = None) -> None:
+        raise NotImplementedError
+
+    def set_work(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> None:
+        """Tells the server what to hand out; every learner may tell it, and all must say the same.
+
+        Raises UsageError, ControlError.
+        """
+        self._check_process()
+        if samples <= 0 or batch_size <= 0 or epochs <= 0:
+            raise UsageError("samples, batch_size and epochs must be above 0")
+        batches = -(-samples // batch_size)
+        self._connection.request(SetWork(batches=batches, epochs=epochs, seed=seed))
+
+    def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
+        """Mini-batches as the server hands them out, until all epochs are done or the job stops.
+
+        samples: rows of the data set, which every learner has whole. Each epoch is shuffled anew
+        by (seed, epoch), so that all learners agree. Every batch is to be answered by one push.
+        Also waits for the turn that the synchronization model gives. Under WSP a batch is a wave:
+        `wave` mini-batches of batch_size, whose gradients are added up and pushed as one.
+        """
+        batch_size *= self.wave
+        self.set_work(samples, batch_size, epochs, seed)
+        order = np.empty(0, np.int64)
+        epoch = -1
+        while (taken := self.take_batch()) is not None:
+            index = taken & 0xFFFFFFFF
+            if taken >> 32 != epoch:
+                epoch = taken >> 32
+                order = epoch_order(samples, seed, epoch)
+            try:
+                self.wait_turn()
+            except JobStopped:
+                return
+            yield Batch(epoch, index, order[index * batch_size : (index + 1) * batch_size])
+
+    def take_batch(self, timeout_s: float | None = None) -> int | None:
+        """Id of the next batch handed to this learner; None when there will be no more."""
+        self._check_process()
+        if len(self._taken) >= int(self._control["ahead"]):
+            raise UsageError(
+                f"{len(self._taken)} batches wait for their gradients: push once for each batch"
+            )
+        try:
+            what = "no batch was handed out"
+            taken = self._wait(_native.take_work, self._rings, timeout_s, what)
+        except JobStopped:
+            return None
+        if taken == _native.PS_FINISHED:
+            if int(self._control["phase"]) == Phase.FAILED:
+                raise self._ended()
+            return None
+        self._taken.add(taken)
+        return taken
+
+    @property
+    def unanswered(self) -> int:
+        """Batches taken that no push has answered yet."""
+        return len(self._taken)
+
+
+def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of an epoch's samples, shape (samples,); the same in every learner."""
+    return np.random.default_rng([seed, epoch]).permutation(samples)

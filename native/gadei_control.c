@@ -1,0 +1,240 @@
+/*
+ * The job's socket: finds it, asks the watchdog, reads its replies. gadei_ps/job/control.py is the
+ * other end. A reply is checked before anything of it is used as a size.
+ */
+#include "gadei_learner.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "ps_sync.h"
+
+#define ANSWER_NS 10000000000ull /* for the watchdog to answer */
+#define RECONNECT_NS 20000000l
+#define MAX_REPLY 65536u
+
+/* -- the socket -------------------------------------------------------------------------------- */
+
+static int check_job_name(gadei_learner *learner, const char *job)
+{
+    static const char letters[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                  "0123456789-_";
+    size_t length = strlen(job);
+    if (length < 1 || length > 48 || job[0] == '-' || job[0] == '_' ||
+        strspn(job, letters) != length)
+        return ps_fail(learner, GADEI_ERROR,
+                       "job name '%.64s': use 1 to 48 letters, digits, '-' and '_', beginning with "
+                       "a letter or digit", job);
+    return GADEI_OK;
+}
+
+/* The job's socket in the user's directory for sockets: gadei_ps/job/paths.py has the same rules. */
+static int find_socket(gadei_learner *learner, const char *job)
+{
+    const char *given = getenv("GADEI_PS_RUNTIME_DIR"), *session = getenv("XDG_RUNTIME_DIR");
+    char directory[sizeof learner->path], path[2 * sizeof learner->path];
+    struct stat status;
+    int length;
+    if (given && *given)
+        length = snprintf(directory, sizeof directory, "%s", given);
+    else if (session && *session)
+        length = snprintf(directory, sizeof directory, "%s/gadei-ps", session);
+    else
+        length = snprintf(directory, sizeof directory, "/tmp/gadei-ps-%u", (unsigned)getuid());
+    if (length < 0 || (size_t)length >= sizeof directory)
+        return ps_fail(learner, GADEI_ERROR,
+                       "GADEI_PS_RUNTIME_DIR is too long for a socket's path");
+    if (!lstat(directory, &status) && (!S_ISDIR(status.st_mode) || status.st_uid != getuid() ||
+                                       (status.st_mode & (S_IWGRP | S_IWOTH))))
+        return ps_fail(learner, GADEI_ERROR,
+                       "%s is not a directory that only you may write; remove it or set "
+                       "GADEI_PS_RUNTIME_DIR", directory);
+    snprintf(path, sizeof path, "%s/%s.sock", directory, job);
+    if (strlen(path) >= sizeof learner->path)
+        return ps_fail(learner, GADEI_ERROR, "%s: too long for a socket's path", path);
+    memcpy(learner->path, path, strlen(path) + 1);
+    return GADEI_OK;
+}
+
+static int find_job(gadei_learner *learner, const char *job)
+{
+    if (!job || !*job)
+        job = getenv("GADEI_PS_JOB");
+    if (!job || !*job)
+        return ps_fail(learner, GADEI_ERROR,
+                       "which job? give its name, or start the program with gadei-ps run or attach "
+                       "(they set GADEI_PS_JOB)");
+    snprintf(learner->target, sizeof learner->target, "%s", job);
+    if (!strchr(job, '/')) {
+        int result = check_job_name(learner, job);
+        return result ? result : find_socket(learner, job);
+    }
+    if (strlen(job) >= sizeof learner->path)
+        return ps_fail(learner, GADEI_ERROR, "%.300s: too long for a socket's path", job);
+    memcpy(learner->path, job, strlen(job) + 1);
+    return GADEI_OK;
+}
+
+static int open_control(gadei_learner *learner)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    struct timeval limit = {(time_t)(ANSWER_NS / 1000000000ull), 0};
+    static_assert(sizeof address.sun_path == sizeof learner->path, "path");
+    memcpy(address.sun_path, learner->path, sizeof address.sun_path);
+    learner->socket = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (learner->socket < 0)
+        return ps_fail(learner, GADEI_ERROR, "no socket: %s", strerror(errno));
+    /* For connect(), which waits while the watchdog's backlog is full. */
+    setsockopt(learner->socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    while (connect(learner->socket, (struct sockaddr *)&address, sizeof address)) {
+        if (errno == EINTR)
+            continue;
+        if (errno == ENOENT || errno == ECONNREFUSED)
+            return ps_fail(learner, GADEI_ERROR,
+                           "no job '%s' is running (looked at %s); gadei-ps ls shows the jobs "
+                           "there are", learner->target, learner->path);
+        return ps_fail(learner, GADEI_ERROR, "%s: %s", learner->path, strerror(errno));
+    }
+    return GADEI_OK;
+}
+
+int ps_connect(gadei_learner *learner, const char *job)
+{
+    int result = find_job(learner, job);
+    return result ? result : open_control(learner);
+}
+
+/* -- requests ---------------------------------------------------------------------------------- */
+
+/* Moves `count` bytes, or fails; the connection is then of no more use. */
+static int exchange(gadei_learner *learner, short event, char *bytes, size_t count, uint64_t until)
+{
+    while (count) {
+        uint64_t now = ps_now_ns();
+        struct pollfd ready = {learner->socket, event, 0};
+        int polled = now < until ? poll(&ready, 1, (int)((until - now) / 1000000) + 1) : 0;
+        if (!polled)
+            return ps_fail(learner, GADEI_ERROR, "%s: the watchdog does not answer", learner->path);
+        ssize_t moved = -1;
+        if (polled > 0)
+            moved = event == POLLIN ? recv(learner->socket, bytes, count, MSG_DONTWAIT)
+                                    : send(learner->socket, bytes, count,
+                                           MSG_DONTWAIT | MSG_NOSIGNAL);
+        learner->lost = moved == 0 || (moved < 0 && errno != EINTR && errno != EAGAIN);
+        if (moved == 0)
+            return ps_fail(learner, GADEI_ERROR, "%s: the watchdog has closed the connection",
+                           learner->path);
+        if (moved > 0) {
+            bytes += moved;
+            count -= (size_t)moved;
+        } else if (errno != EINTR && errno != EAGAIN) {
+            return ps_fail(learner, GADEI_ERROR, "%s: %s", learner->path, strerror(errno));
+        }
+    }
+    return GADEI_OK;
+}
+
+static int read_reply(gadei_learner *learner, char *text, size_t length, struct json_field *fields,
+                      size_t count)
+{
+    int ok = 0;
+    char error[ERROR_BYTES - 1] = "refused without a reason", kind[32] = "";
+    struct json_field about[] = {
+        {"ok", TRUTH, &ok, 0, 0},
+        {"error", TEXT, error, sizeof error, 0},
+        {"kind", TEXT, kind, sizeof kind, 0},
+    };
+    /* Read twice: what a refusal says is not mistaken for a member of an answer. */
+    if (!json_read(text, length, about, 3) || !about[0].found)
+        return ps_fail(learner, GADEI_ERROR, "%s: the reply is malformed", learner->path);
+    if (!ok) {
+        int code = !strcmp(kind, "JobStopped")  ? GADEI_STOPPED
+                   : !strcmp(kind, "JobFailed") ? GADEI_FAILED
+                   : !strcmp(kind, "Evicted")   ? GADEI_EVICTED
+                                                : GADEI_ERROR;
+        return ps_fail(learner, code, "%s", error);
+    }
+    int whole = json_read(text, length, fields, count);
+    for (size_t i = 0; i < count; i++)
+        if (!whole || fields[i].found != 1)
+            return ps_fail(learner, GADEI_ERROR, "%s: the reply has no proper %s", learner->path,
+                           fields[i].key);
+    return GADEI_OK;
+}
+
+static int request_once(gadei_learner *learner, const char *json, struct json_field *fields,
+                        size_t count)
+{
+    if (learner->socket < 0)
+        return ps_fail(learner, GADEI_ERROR, "%s: the connection is lost", learner->path);
+    uint64_t until = ps_now_ns() + ANSWER_NS;
+    size_t length = strlen(json);
+    unsigned char size[4];
+    char message[1024];
+    assert(length + 4 <= sizeof message);
+    for (int i = 0; i < 4; i++)
+        message[i] = (char)(length >> (24 - 8 * i) & 0xff);
+    memcpy(message + 4, json, length);
+    int result = exchange(learner, POLLOUT, message, length + 4, until);
+    if (!result)
+        result = exchange(learner, POLLIN, (char *)size, 4, until);
+    if (!result) {
+        length = (size_t)size[0] << 24 | (size_t)size[1] << 16 | (size_t)size[2] << 8 | size[3];
+        char *text = length <= MAX_REPLY ? malloc(length + 1) : NULL;
+        if (!text) {
+            result = ps_fail(learner, GADEI_ERROR, "%s: the reply is too long", learner->path);
+        } else {
+            result = exchange(learner, POLLIN, text, length, until);
+            if (!result) {
+                result = read_reply(learner, text, length, fields, count);
+                free(text);
+                return result;
+            }
+            free(text);
+        }
+    }
+    close(learner->socket); /* what comes next on it could be the answer to this one */
+    learner->socket = -1;
+    return result;
+}
+
+/* Waits for another watchdog at the job's socket; 0 if none comes in time. */
+static int reconnect(gadei_learner *learner, uint64_t until)
+{
+    const struct timespec nap = {0, RECONNECT_NS};
+    while (ps_now_ns() < until) {
+        if (!open_control(learner))
+            return 1;
+        if (learner->socket >= 0)
+            close(learner->socket);
+        learner->socket = -1;
+        nanosleep(&nap, NULL);
+    }
+    return 0;
+}
+
+int ps_request(gadei_learner *learner, const char *json, struct json_field *fields, size_t count,
+               uint64_t patience_ns)
+{
+    uint64_t until = ps_now_ns() + patience_ns;
+    for (;;) {
+        learner->lost = 0;
+        int result = request_once(learner, json, fields, count);
+        if (!learner->lost)
+            return result;
+        char why[sizeof learner->error];
+        memcpy(why, learner->error, sizeof why);
+        if (!reconnect(learner, until)) {
+            memcpy(learner->error, why, sizeof why);
+            return result;
+        }
+    }
+}

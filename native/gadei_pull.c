@@ -1,0 +1,56 @@
+/* The model and its weights; see gadei.h. */
+#include "gadei_learner.h"
+
+#include <string.h>
+
+#include "ps_sync.h"
+
+const struct gadei_tensor *gadei_tensors(const gadei_learner *learner, uint32_t *count)
+{
+    if (count)
+        *count = learner->tensor_count;
+    return learner->tensors;
+}
+
+int gadei_find(gadei_learner *learner, const char *name)
+{
+    for (uint32_t i = 0; i < learner->tensor_count; i++)
+        if (!strcmp(learner->tensors[i].name, name))
+            return (int)i;
+    return ps_fail(learner, GADEI_ERROR, "the job's model has no tensor '%.120s'", name);
+}
+
+uint64_t gadei_elements(const gadei_learner *learner) { return learner->elements; }
+const float *gadei_weights(const gadei_learner *learner) { return learner->weights; }
+
+uint64_t gadei_version(const gadei_learner *learner)
+{
+    return ps_load_acquire(&learner->common.control->version);
+}
+
+void gadei_pull(gadei_learner *learner, float *weights)
+{
+    learner->common.version = gadei_version(learner);
+    learner->common.copies = 1;
+    memcpy(weights, learner->weights, learner->elements * sizeof(float));
+}
+
+static int try_copy(gadei_learner *learner, uint64_t ns)
+{
+    return ps_copy_on(&learner->common, ns);
+}
+
+int gadei_pull_consistent(gadei_learner *learner, float *weights, int64_t timeout_ms)
+{
+    uint64_t version = gadei_version(learner);
+    if (ps_check_process(learner))
+        return GADEI_ERROR;
+    ps_copy_begin(&learner->common, weights);
+    int result = ps_wait_for(learner, try_copy, ps_limit_of(timeout_ms), "no consistent copy");
+    ps_copy_end(&learner->common);
+    if (!result) {
+        learner->common.version = version;
+        learner->common.copies = 1;
+    }
+    return result;
+}

@@ -1,0 +1,248 @@
+/* Gradients; see gadei.h. */
+#include "gadei_learner.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "ps_sync.h"
+
+static_assert((int)GADEI_FLOAT32 == PS_FLOAT32 && (int)GADEI_BFLOAT16 == PS_BFLOAT16 &&
+              (int)GADEI_FLOAT16 == PS_FLOAT16 && GADEI_MAX_DIMS == PS_MAX_DIMS, "formats");
+
+#define WAITS_TURN "no grant to go on"
+#define WAITS_SLOT "no slot came free: does the server apply gradients?"
+
+uint64_t gadei_published(const gadei_learner *learner) { return learner->common.published; }
+int gadei_wanted(const gadei_learner *learner) { return ps_wanted(&learner->common); }
+
+int gadei_set_wire(gadei_learner *learner, uint32_t dtype)
+{
+    if (dtype != GADEI_FLOAT32 && dtype != GADEI_BFLOAT16 && dtype != GADEI_FLOAT16)
+        return ps_fail(learner, GADEI_ERROR, "unknown number format %u", dtype);
+    if (learner->claimed_once)
+        return ps_fail(learner, GADEI_ERROR, "the number format is chosen before the first claim");
+    learner->common.dtype = dtype;
+    return GADEI_OK;
+}
+
+/* -- waits ------------------------------------------------------------------------------------- */
+
+static int try_turn(gadei_learner *learner, uint64_t ns)
+{
+    struct ps_learner *common = &learner->common;
+    return ps_wait_grant(common->ring, common->control, common->published, ns);
+}
+
+static int try_slot(gadei_learner *learner, uint64_t ns)
+{
+    int result;
+    learner->slot = ps_claim(learner->common.ring, learner->common.control, ns, &result);
+    return result;
+}
+
+static int try_applied(gadei_learner *learner, uint64_t ns)
+{
+    struct ps_learner *common = &learner->common;
+    return ps_wait_applied(common->ring, common->control, common->published - 1, ns);
+}
+
+int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms)
+{
+    int result = ps_check_process(learner);
+    if (!result)
+        result = ps_wait_for(learner, try_turn, ps_limit_of(timeout_ms), WAITS_TURN);
+    if (!result) {
+        learner->common.version = ps_load_acquire(&learner->common.control->version);
+        learner->common.started = ps_clock();
+    }
+    return result;
+}
+
+int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)
+{
+    if (ps_check_process(learner))
+        return GADEI_ERROR;
+    if (!learner->common.published)
+        return GADEI_OK;
+    return ps_wait_for(learner, try_applied, ps_limit_of(timeout_ms),
+                       "the gradient was not applied");
+}
+
+/* One limit for the turn and the slot. */
+static int claim_slot(gadei_learner *learner, int64_t timeout_ms)
+{
+    struct ps_limit limit = ps_limit_of(timeout_ms);
+    learner->slot = NULL;
+    int result = ps_check_process(learner);
+    if (!result)
+        result = ps_wait_for(learner, try_turn, limit, WAITS_TURN);
+    if (!result)
+        result = ps_wait_for(learner, try_slot, limit, WAITS_SLOT);
+    learner->claimed_once |= !result;
+    return result;
+}
+
+static char *payload(const gadei_learner *learner)
+{
+    return (char *)learner->slot + PS_PAYLOAD_AT;
+}
+
+static int claim(gadei_learner *learner, int64_t timeout_ms, enum ps_frame_kind kind)
+{
+    int result = claim_slot(learner, timeout_ms);
+    if (!result) {
+        ps_frame_begin(&learner->common, payload(learner), kind);
+        memset(learner->written, 0, learner->tensor_count);
+    }
+    return result;
+}
+
+int gadei_claim(gadei_learner *learner, int64_t timeout_ms)
+{
+    return claim(learner, timeout_ms, PS_DENSE);
+}
+
+int gadei_claim_rows(gadei_learner *learner, int64_t timeout_ms)
+{
+    return claim(learner, timeout_ms, PS_ROWS);
+}
+
+/* -- writing ----------------------------------------------------------------------------------- */
+
+static int is_rows(const gadei_learner *learner) { return learner->common.writing.kind == PS_ROWS; }
+
+static int check_tensor(gadei_learner *learner, uint32_t index)
+{
+    if (!learner->slot)
+        return ps_fail(learner, GADEI_ERROR, "no slot is claimed");
+    if (index >= learner->tensor_count)
+        return ps_fail(learner, GADEI_ERROR, "no tensor %u: the model has %u", index,
+                       learner->tensor_count);
+    if (is_rows(learner) && learner->written[index])
+        return ps_fail(learner, GADEI_ERROR, "'%s' is written already",
+                       learner->tensors[index].name);
+    return GADEI_OK;
+}
+
+/* Where a row is named that there is not, or memory is short. */
+static int not_written(gadei_learner *learner, int result, uint64_t index, int64_t row)
+{
+    const struct gadei_tensor *tensor = &learner->tensors[index];
+    if (result == PS_NO_MEMORY)
+        return ps_fail(learner, GADEI_ERROR, "no memory to sort the rows of '%s'", tensor->name);
+    return ps_fail(learner, GADEI_ERROR, "'%s' has no row %lld of %llu", tensor->name,
+                   (long long)row,
+                   (unsigned long long)(tensor->dims ? tensor->shape[0] : 1));
+}
+
+static int append(gadei_learner *learner, uint32_t index, const struct ps_gradient *gradient)
+{
+    uint64_t bad = 0;
+    double squares = 0.0;
+    int result = ps_frame_append(&learner->common, index, gradient, &squares, &bad);
+    if (result)
+        return not_written(learner, result, index,
+                           result == PS_BAD_ROW ? gradient->indices[bad] : 0);
+    learner->written[index] = 1;
+    return isfinite(squares) ? GADEI_OK : GADEI_NONFINITE;
+}
+
+int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
+{
+    if (check_tensor(learner, index))
+        return GADEI_ERROR;
+    if (is_rows(learner))
+        return append(learner, index, &(struct ps_gradient){.values = values});
+    learner->squares[index] = ps_frame_dense(&learner->common, index, values);
+    learner->written[index] = 1;
+    return isfinite(learner->squares[index]) ? GADEI_OK : GADEI_NONFINITE;
+}
+
+int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
+                     const float *values, uint64_t count)
+{
+    static const int64_t none; /* no rows at all are rows, too */
+    if (check_tensor(learner, index))
+        return GADEI_ERROR;
+    if (!is_rows(learner))
+        return ps_fail(learner, GADEI_ERROR, "rows go into a slot of gadei_claim_rows");
+    struct ps_gradient gradient = {values, count ? indices : &none, count, NULL};
+    return append(learner, index, &gradient);
+}
+
+/* -- publishing -------------------------------------------------------------------------------- */
+
+/* The frame answers the oldest batch that is not answered yet. */
+static void publish(gadei_learner *learner, struct ps_facts facts)
+{
+    facts.version = learner->common.version;
+    facts.batch = PS_NO_BATCH;
+    if (learner->taken_count) {
+        facts.batch = learner->taken[learner->taken_first];
+        learner->taken_first = (learner->taken_first + 1) % PS_AHEAD;
+        learner->taken_count--;
+    }
+    ps_frame_publish(&learner->common, &facts);
+    learner->slot = NULL;
+}
+
+static void finish_dense(gadei_learner *learner)
+{
+    double squares = 0.0;
+    for (uint32_t i = 0; i < learner->tensor_count; i++) {
+        if (!learner->written[i])
+            learner->squares[i] = ps_frame_dense(&learner->common, i, NULL);
+        squares += learner->squares[i];
+    }
+    learner->common.writing.payload.squares = squares;
+}
+
+int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
+{
+    if (!learner->slot)
+        return ps_fail(learner, GADEI_ERROR, "no slot is claimed");
+    if (ps_check_process(learner))
+        return GADEI_ERROR;
+    if (!(rate_scale >= 0.0f && isfinite(rate_scale)))
+        return ps_fail(learner, GADEI_ERROR, "rate_scale is negative or not finite");
+    if (!is_rows(learner))
+        finish_dense(learner);
+    publish(learner, (struct ps_facts){.samples = samples, .rate_scale = rate_scale, .loss = loss});
+    return GADEI_OK;
+}
+
+/* computed: 1 if the iteration took the time of a whole one. */
+static int publish_nothing(gadei_learner *learner, uint32_t computed, int64_t timeout_ms)
+{
+    int result = claim_slot(learner, timeout_ms);
+    if (result)
+        return result;
+    ps_frame_empty(&learner->common, computed);
+    publish(learner, (struct ps_facts){.rate_scale = 1.0f, .loss = NAN});
+    return GADEI_OK;
+}
+
+int gadei_give_up(gadei_learner *learner, int64_t timeout_ms)
+{
+    return publish_nothing(learner, 0, timeout_ms);
+}
+
+int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
+               int64_t timeout_ms)
+{
+    struct ps_written written;
+    if (!gadei_wanted(learner))
+        return publish_nothing(learner, 1, timeout_ms);
+    int result = claim_slot(learner, timeout_ms);
+    if (result)
+        return result;
+    for (uint32_t i = 0; i < learner->tensor_count; i++)
+        learner->gradients[i].values = gradient + learner->tensors[i].start;
+    result = ps_frame_whole(&learner->common, payload(learner), learner->gradients, &written);
+    if (result) {
+        learner->slot = NULL;
+        return not_written(learner, result, written.tensor, 0);
+    }
+    publish(learner, (struct ps_facts){.samples = samples, .rate_scale = 1.0f, .loss = loss});
+    return isfinite(written.squares) ? GADEI_OK : GADEI_NONFINITE;
+}

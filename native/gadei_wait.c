@@ -1,0 +1,69 @@
+/*
+ * Waits. Each comes back every SLICE_NS to look whether the job lives; learners/client.py does the
+ * same in Python, where signals and other threads want their turn between two slices.
+ */
+#include "gadei_learner.h"
+
+#include <unistd.h>
+
+#include "ps_process.h"
+#include "ps_sync.h"
+
+#define SLICE_NS 100000000ull
+#define LONGEST_MS 1000000000000 /* thirty years: no sum of it overflows */
+#define GONE_NS 10000000000ull   /* how long a job may be without server and watchdog */
+
+static_assert((int)GADEI_TIMEOUT == PS_TIMEOUT && (int)GADEI_STOPPED == PS_STOPPED &&
+              (int)GADEI_EVICTED == PS_EVICTED && (int)GADEI_FINISHED == PS_FINISHED, "results");
+
+int ps_check_process(gadei_learner *learner)
+{
+    if (learner->pid == getpid())
+        return GADEI_OK;
+    return ps_fail(learner, GADEI_ERROR,
+                   "this learner belongs to the parent process; attach after the fork");
+}
+
+int ps_ended(gadei_learner *learner, int code)
+{
+    if (ps_load_acquire32(&learner->common.control->phase) == PS_PHASE_FAILED)
+        return ps_fail(learner, GADEI_FAILED, "job '%s' has failed: its parameter server died",
+                       learner->job);
+    return ps_fail(learner, code, "job '%s' has been stopped", learner->job);
+}
+
+struct ps_limit ps_limit_of(int64_t timeout_ms)
+{
+    uint64_t ms = timeout_ms < LONGEST_MS ? (uint64_t)timeout_ms : LONGEST_MS;
+    uint64_t until = timeout_ms < 0 ? UINT64_MAX : ps_now_ns() + ms * 1000000ull;
+    return (struct ps_limit){until, timeout_ms};
+}
+
+int ps_wait_for(gadei_learner *learner, int (*attempt)(gadei_learner *, uint64_t),
+                struct ps_limit limit, const char *what)
+{
+    for (uint64_t now = ps_now_ns();;) {
+        uint64_t rest = limit.until > now ? limit.until - now : 0;
+        int result = attempt(learner, rest < SLICE_NS ? rest : SLICE_NS);
+        if (!result || result == PS_FINISHED) {
+            learner->gone_since = 0;
+            return result;
+        }
+        if (result == PS_STOPPED)
+            return ps_ended(learner, GADEI_STOPPED);
+        if (result == PS_EVICTED)
+            return ps_fail(learner, GADEI_EVICTED, "job '%s' has given this learner's place away",
+                           learner->job);
+        now = ps_now_ns();
+        if (ps_job_lives(learner->common.control))
+            learner->gone_since = 0;
+        else if (!learner->gone_since)
+            learner->gone_since = now;
+        else if (now - learner->gone_since > GONE_NS)
+            return ps_fail(learner, GADEI_FAILED,
+                           "the server and the watchdog of job '%s' are gone", learner->job);
+        if (now >= limit.until)
+            return ps_fail(learner, GADEI_TIMEOUT, "%s within %lld ms", what,
+                           (long long)limit.timeout_ms);
+    }
+}

@@ -1,0 +1,140 @@
+/* A learner's frames; see ps_learner.h. */
+#include <math.h>
+
+#include "ps_learner.h"
+#include "ps_sync.h"
+
+/* Of the packed hyper-parameters; gadei_ps/kernels/optimizers.py packs them. */
+enum { HYPER_KIND = 0, HYPER_WEIGHT_DECAY = 6 };
+enum { KIND_SGD = 1, KIND_ADAGRAD = 4 };
+
+void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
+                      const struct ps_control *control, const struct ps_weights *weights)
+{
+    const double kind = control->hyper[HYPER_KIND];
+    *learner = (struct ps_learner){
+        .ring = ring,
+        .control = control,
+        .weights = weights,
+        .dtype = PS_FLOAT32,
+        .skips_zeros = (kind == KIND_SGD || kind == KIND_ADAGRAD) &&
+                       control->hyper[HYPER_WEIGHT_DECAY] == 0.0,
+        .version = ps_load_acquire(&control->version),
+        .started = ps_clock(),
+    };
+}
+
+int ps_wanted(const struct ps_learner *learner)
+{
+    const struct ps_entry *entry = &learner->control->roster[learner->ring->header.index];
+    return learner->published >= ps_load_acquire(&entry->obsolete);
+}
+
+int ps_frame_whole(struct ps_learner *learner, char *payload, const struct ps_gradient *gradients,
+                   struct ps_written *written)
+{
+    struct ps_writing *writing = &learner->writing;
+    writing->kind = 0;
+    int result = ps_write_frame(learner->weights, learner->dtype, payload, gradients,
+                                (int)learner->skips_zeros, learner->residue, written);
+    if (!result)
+        *writing = (struct ps_writing){
+            .payload = {payload, learner->dtype, written->bytes, written->squares},
+            .kind = written->kind,
+            .blocks = written->blocks,
+            .sorted = 1,
+        };
+    return result;
+}
+
+void ps_frame_begin(struct ps_learner *learner, char *payload, enum ps_frame_kind kind)
+{
+    uint64_t dense = learner->weights->elements * ps_width_of(learner->dtype);
+    uint64_t end = kind == PS_DENSE ? dense : ps_first_block(learner->weights);
+    learner->writing = (struct ps_writing){{payload, learner->dtype, end, 0.0}, kind, 0, 0};
+}
+
+double ps_frame_dense(struct ps_learner *learner, uint64_t number, const float *values)
+{
+    struct ps_payload payload = learner->writing.payload;
+    payload.squares = 0.0;
+    ps_write_dense(learner->weights, &payload, number, values, learner->residue);
+    return payload.squares;
+}
+
+int ps_frame_append(struct ps_learner *learner, uint64_t number,
+                    const struct ps_gradient *gradient, double *squares, uint64_t *bad)
+{
+    struct ps_payload payload = learner->writing.payload;
+    payload.squares = 0.0;
+    int result = ps_append(learner->weights, &payload, learner->writing.blocks, number, gradient,
+                           (int)learner->skips_zeros, learner->residue, bad);
+    if (!result) {
+        *squares = payload.squares;
+        payload.squares += learner->writing.payload.squares;
+        learner->writing.payload = payload;
+        learner->writing.blocks++;
+    }
+    return result;
+}
+
+void ps_frame_empty(struct ps_learner *learner, uint32_t computed)
+{
+    learner->writing = (struct ps_writing){.kind = PS_EMPTY, .blocks = computed, .sorted = 1};
+}
+
+static struct ps_frame header(const struct ps_learner *learner, const struct ps_facts *facts)
+{
+    return (struct ps_frame){
+        .clock = learner->published,
+        .version = facts->version,
+        .dtype = learner->dtype,
+        .batch = facts->batch,
+        .samples = facts->samples,
+        .rate_scale = facts->rate_scale,
+        .loss = facts->loss,
+        .started = learner->started,
+    };
+}
+
+void ps_frame_counted(struct ps_learner *learner)
+{
+    learner->writing.kind = 0;
+    learner->published++;
+    learner->started = ps_clock();
+    if (!learner->copies)
+        learner->version = ps_load_acquire(&learner->control->version);
+}
+
+uint64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts)
+{
+    struct ps_writing *writing = &learner->writing;
+    if (writing->kind == PS_ROWS && !writing->sorted)
+        ps_sort_blocks(writing->payload.at, writing->blocks);
+    struct ps_frame frame = header(learner, facts);
+    frame.kind = writing->kind;
+    frame.blocks = writing->blocks;
+    frame.payload_bytes = writing->payload.end;
+    frame.squares = writing->payload.squares;
+    frame.finished = ps_clock();
+    uint64_t sequence = ps_publish_frame(learner->ring, learner->control, frame);
+    ps_frame_counted(learner);
+    return sequence;
+}
+
+void ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
+                   const struct ps_landed *landed, const struct ps_facts *facts)
+{
+    *landing = (struct ps_landing){
+        .ring = learner->ring,
+        .control = learner->control,
+        .sums = landed->sums,
+        .tensors = learner->weights->tensors,
+        .parts = landed->parts,
+        .loss_there = landed->loss_there,
+        .frame = header(learner, facts),
+    };
+    landing->frame.kind = landed->kind;
+    landing->frame.blocks = landed->blocks;
+    landing->frame.payload_bytes = landed->bytes;
+}

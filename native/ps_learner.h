@@ -1,0 +1,122 @@
+/*
+ * A learner's side of its segments: the frame that it writes and publishes, and consistent copies of
+ * the weights. The client for C (gadei_*.c) and the one for Python (module_learner.c) both stand on
+ * this file, so a frame is made in one place.
+ *
+ *   claim     ps_claim (ps_ring.h), which returns the slot
+ *   write     ps_frame_whole, or ps_frame_begin and then ps_frame_dense or ps_frame_append for each
+ *             tensor, or ps_frame_empty
+ *   publish   ps_frame_publish; or ps_frame_land, when a device still writes the payload
+ *
+ * All functions are for the learner's process, and for one thread at a time.
+ */
+#ifndef PS_LEARNER_H
+#define PS_LEARNER_H
+
+#include "ps_land.h"
+#include "ps_ring.h"
+
+/* The frame in hand. kind 0: nothing is written into the slot yet. */
+struct ps_writing {
+    struct ps_payload payload;
+    uint32_t kind;   /* enum ps_frame_kind */
+    uint32_t blocks; /* of a frame of rows; of an empty one: 1 if its gradient was computed */
+    uint32_t sorted; /* 1: its blocks are in the table's order */
+};
+
+/* A consistent copy under way. */
+struct ps_copying {
+    float *to;
+    uint32_t copied;   /* shards whose part is whole */
+    uint32_t requests; /* number of the last one; never 0 */
+    uint64_t asked_ns; /* when it was made; 0: not yet */
+};
+
+struct ps_learner {
+    struct ps_ring *ring;
+    const struct ps_control *control;
+    const struct ps_weights *weights;
+    float *residue;       /* of each value, what rounding has not sent yet (error feedback); or NULL */
+    uint32_t dtype;       /* of frames: enum ps_dtype */
+    uint32_t skips_zeros; /* 1: rows whose gradient is zero move nothing and need not be sent */
+    uint32_t copies;      /* 1: gradients come from a pulled copy; 0: from the live weights */
+    uint64_t version;     /* of the weights that the next gradient is computed from */
+    uint64_t published;   /* frames */
+    double started;       /* of the iteration, CLOCK_MONOTONIC seconds */
+    struct ps_writing writing;
+    struct ps_copying copying;
+};
+
+/* What the learner says of a gradient. */
+struct ps_facts {
+    uint64_t version; /* of the weights it was computed from */
+    uint64_t batch;   /* that it answers, or PS_NO_BATCH */
+    uint32_t samples;
+    float rate_scale; /* not negative, finite */
+    double loss;
+};
+
+/* Begins with the live weights as they are now. */
+void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
+                      const struct ps_control *control, const struct ps_weights *weights);
+
+/* Whether the gradient of the iteration in hand may still be applied: not once the synchronization
+ * model has gone on without it (cutoff). */
+int ps_wanted(const struct ps_learner *learner);
+
+/* -- frames ------------------------------------------------------------------------------------ */
+
+/* A whole payload, at the slot's PS_PAYLOAD_AT; see ps_write_frame for `written` and the result. */
+int ps_frame_whole(struct ps_learner *learner, char *payload, const struct ps_gradient *gradients,
+                   struct ps_written *written);
+
+/* Begins a payload that comes tensor by tensor. kind: PS_DENSE or PS_ROWS. */
+void ps_frame_begin(struct ps_learner *learner, char *payload, enum ps_frame_kind kind);
+
+/* Dense: writes one tensor, zeros if `values` is NULL, and zeros up to the next tensor. Each must be
+ * written once; the last write counts. Returns the tensor's sum of squares; the caller adds them up
+ * in writing.payload.squares, in the order of the table. */
+double ps_frame_dense(struct ps_learner *learner, uint64_t number, const float *values);
+
+/* Rows: appends one tensor, each at most once. *squares: its sum. 0, PS_NO_MEMORY, or PS_BAD_ROW:
+ * then indices[*bad] names no row. After an error the frame is as before. */
+int ps_frame_append(struct ps_learner *learner, uint64_t number,
+                    const struct ps_gradient *gradient, double *squares, uint64_t *bad);
+
+/* No gradient. computed: 1 if the iteration took the time of a whole one. */
+void ps_frame_empty(struct ps_learner *learner, uint32_t computed);
+
+/* Publishes the frame in hand and begins the next iteration. Returns its sequence number. */
+uint64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts);
+
+/* Prepares `landing` for a frame that a device writes, of `bytes` payload; ps_land then publishes
+ * it. sums: what the device says beside the payload; parts: numbers in its sum of squares. loss_there:
+ * 1 if the loss is among them. */
+struct ps_landed {
+    const uint64_t *sums;
+    uint64_t parts, loss_there, bytes;
+    uint32_t kind, blocks;
+};
+void ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
+                   const struct ps_landed *landed, const struct ps_facts *facts);
+
+/* Counts a frame that the device has been given: the next iteration begins. */
+void ps_frame_counted(struct ps_learner *learner);
+
+/* -- pulls ------------------------------------------------------------------------------------- */
+
+/* The part of the weights that a shard writes: whole chunks, except the end of the last part. */
+void ps_shard_range(uint64_t elements, uint32_t shards, uint32_t index, uint64_t *low,
+                    uint64_t *high);
+
+/* Begins a copy of all weights in which each shard's part is one that it had between two gradients. */
+void ps_copy_begin(struct ps_learner *learner, float *to);
+
+/* Goes on with it for at most timeout_ns: 0 when it is whole, or PS_TIMEOUT. The shards hold back
+ * gradients for a bounded time after each request, so it asks again when that is over. */
+int ps_copy_on(struct ps_learner *learner, uint64_t timeout_ns);
+
+/* Ends it, whole or not: the shards go on. */
+void ps_copy_end(struct ps_learner *learner);
+
+#endif

@@ -1,0 +1,45 @@
+/* See ps_process.h. */
+#include "ps_process.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "ps_sync.h"
+
+uint64_t ps_start_ticks(int32_t pid)
+{
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t count = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0)
+        close(fd);
+    if (count <= 0)
+        return 0;
+    text[count] = '\0';
+    /* The second field is the program's name in parentheses and may hold blanks and parentheses. */
+    char *at = strrchr(text, ')');
+    if (!at || at[1] != ' ' || at[2] == 'Z' || at[2] == 'X')
+        return 0;
+    at += 2;
+    for (int field = 3; field < 22; field++, at++)
+        if (!(at = strchr(at, ' ')))
+            return 0;
+    return strtoull(at, NULL, 10);
+}
+
+static int alive(const int32_t *pid_word, const uint64_t *start_word)
+{
+    int32_t pid = __atomic_load_n(pid_word, __ATOMIC_RELAXED);
+    uint64_t start = ps_load_acquire(start_word);
+    return pid > 0 && start && ps_start_ticks(pid) == start;
+}
+
+int ps_job_lives(const struct ps_control *control)
+{
+    return alive(&control->lease_pid, &control->lease_start) ||
+           alive(&control->watchdog_pid, &control->watchdog_start);
+}

@@ -1,0 +1,14 @@
+/* Processes of a job: a pid alone may be reused, a pid with its start time may not. */
+#ifndef PS_PROCESS_H
+#define PS_PROCESS_H
+
+#include "ps_layout.h"
+
+/* Any process: when a process started, in clock ticks after boot; 0 if there is none, or only a
+ * zombie. */
+uint64_t ps_start_ticks(int32_t pid);
+
+/* Any process: whether a server serves, or a watchdog is there to start one. */
+int ps_job_lives(const struct ps_control *control);
+
+#endif

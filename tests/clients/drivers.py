@@ -1,0 +1,254 @@
+"""Learners in C and in Python that obey a test, the C programs they are, and jobs to learn in."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+from gadei_ps import _native
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.control import Attach, Connection, Detach, Status
+from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory.layout import CONTROL, ENTRY, FRAME, RING, SegmentKind
+
+HERE = Path(__file__).parent
+NATIVE = HERE.parents[1] / "native"
+PYTHON = [sys.executable, "-P", str(HERE / "driver.py")]
+# What the functions of gadei.h return.
+NONFINITE = 1
+TIMEOUT, STOPPED, EVICTED, FINISHED, FAILED, ERROR = -1, -2, -3, -4, -5, -6
+CC = ["cc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}"]
+# What a learner in C is linked with, as native/gadei.h says.
+LIBRARY = sorted([*NATIVE.glob("gadei_*.c"), *NATIVE.glob("ps_*.c")])
+
+
+class Programs:
+    """C programs, each compiled once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._objects: list[Path] = []
+
+    def run(self, command: list[Any]) -> None:
+        done = subprocess.run(
+            [str(part) for part in command], cwd=self._directory, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and not done.stderr, done.stderr
+
+    def objects(self) -> list[Path]:
+        """The files a learner in C is linked with."""
+        if not self._objects:
+            self.run([*CC, "-c", *LIBRARY])
+            self._objects = [self._directory / f"{source.stem}.o" for source in LIBRARY]
+        return self._objects
+
+    def build(
+        self, source: Path, *more: Any, compiler: list[Any] | None = None, name: str = ""
+    ) -> Path:
+        program = self._directory / (name or source.stem)
+        if not program.exists():
+            self.run([*(compiler or CC), "-o", program, source, *(more or self.objects()), "-lrt"])
+        return program
+
+
+class Learner:
+    """The learner of driver.c or driver.py; each command is answered by one line."""
+
+    def __init__(self, *command: object) -> None:
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def begin(self, *command: object) -> None:
+        """Sends a command; the answer comes with `end`."""
+        assert self.process.stdin is not None
+        print(*command, file=self.process.stdin, flush=True)
+
+    def end(self) -> tuple[int, str]:
+        """The answer's number and the text after it."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the learner has ended: {self.process.wait()}"
+        number, _, text = line.rstrip("\n").partition(" ")
+        return int(number), text
+
+    def line(self) -> str:
+        """An answer as it is."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def ask(self, *command: object) -> tuple[int, str]:
+        self.begin(*command)
+        return self.end()
+
+    def do(self, *command: object) -> None:
+        assert self.ask(*command) == (0, ""), command
+
+    def values(self, command: str) -> tuple[float, float]:
+        """Smallest and largest weight."""
+        self.begin(command)
+        low, high = self.line().split()
+        return float(low), float(high)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(support.PATIENCE_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+
+
+def starter(stack: ExitStack, *command: object) -> Callable[[], Learner]:
+    """Starts learners that end with the stack."""
+
+    def start() -> Learner:
+        made = Learner(*command)
+        stack.callback(made.close)
+        return made
+
+    return start
+
+
+class Job:
+    """A running job, seen from outside; `word` writes what only its own processes should."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.name = daemon.config.name
+        self.socket = daemon.socket
+        self._control = segment.attach(
+            segment.segment_name(self.name, "control"), SegmentKind.CONTROL, writable=True
+        )
+        self.control = self._control.view(CONTROL)
+
+    def status(self) -> dict[str, Any]:
+        return self.daemon.request(Status())
+
+    def weights(self) -> np.ndarray:
+        """All values of all tensors, a copy."""
+        part = segment.attach(
+            segment.segment_name(self.name, "weights"), SegmentKind.WEIGHTS, writable=False
+        )
+        model, data = weights.read_table(part), weights.data(part)
+        return np.concatenate([view.ravel() for view in model.views(data).values()])
+
+    def between(self) -> np.ndarray:
+        """What lies between the tensors of the weights, a copy."""
+        part = segment.attach(
+            segment.segment_name(self.name, "weights"), SegmentKind.WEIGHTS, writable=False
+        )
+        model, data = weights.read_table(part), weights.data(part)
+        inside = np.zeros(model.elements, bool)
+        for tensor in model.tensors:
+            inside[tensor.start : tensor.start + tensor.count] = True
+        return data[~inside]
+
+    def ring(self, row: int) -> np.void:
+        return support.ring_of(self.name, row).view(RING)
+
+    def frame(self, row: int, sequence: int) -> tuple[np.void, bytes]:
+        """The header and the payload of a frame that has been published, copies."""
+        ring = support.ring_of(self.name, row)
+        head = ring.view(RING)
+        at = int(head["slots_at"]) + sequence % int(head["slots"]) * int(head["slot_bytes"])
+        header = ring.array(FRAME, 1, at)[0].copy()
+        begin = at + layout.PAYLOAD_AT
+        return header, bytes(ring.memory[begin : begin + int(header["payload_bytes"])])
+
+    def scribble(self, row: int) -> None:
+        """Fills the slots of a learner, which nobody uses now, with what no frame should keep."""
+        name = segment.segment_name(self.name, f"ring.{row}")
+        ring = segment.attach(name, SegmentKind.RING, writable=True)
+        head = ring.view(RING)
+        for slot in range(int(head["slots"])):
+            at = int(head["slots_at"]) + slot * int(head["slot_bytes"]) + layout.PAYLOAD_AT
+            ring.array(np.dtype(np.uint8), int(head["capacity"]), at)[:] = 0xA5
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Every row of the roster is taken, by this process."""
+        with Connection(str(self.socket)) as mine:
+            taken = [mine.request(Attach(name="")) for _ in range(layout.MAX_LEARNERS)]
+            try:
+                yield
+            finally:
+                for one in taken:
+                    mine.request(Detach(row=one["row"], generation=one["generation"]))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Shard 0 seems to be in the middle of a write to the weights."""
+        self.pause(True)
+        sequence = self.control["shard"]["sequence"]
+        sequence[0] += 1
+        try:
+            yield
+        finally:
+            sequence[0] -= 1
+            self.pause(False)
+
+    def grant(self, row: int) -> None:
+        """A turn for this learner, whatever the synchronization model says."""
+        entry = self._control.address + layout.offset(CONTROL, "roster") + row * ENTRY.itemsize
+        _native.store(entry + layout.offset(ENTRY, "grant"), layout.UNBOUNDED)
+        _native.bell(entry + layout.offset(ENTRY, "grant_seq"))
+
+    def pause(self, on: bool) -> None:
+        """Parks the shards: what is published stays in the rings."""
+        self.control["pause"] = layout.UNBOUNDED if on else 0
+        _native.bell(self._control.address + layout.offset(CONTROL, "shard_bell"))
+        shards = int(self.control["shards"])
+        parked = self.control["shard"]["parked"]
+        support.eventually(lambda: ((parked[:shards] != 0) == on).all())
+
+    def gone(self) -> None:
+        """Waits until every learner has left and its ring is freed."""
+        support.eventually(lambda: not self.status()["learners"])
+        assert not [one for one in segment.find(self.name) if one.part.startswith("ring")]
+
+
+SMALL = {"tensors": [{"name": "w", "shape": [3, 5]}, {"name": "b", "shape": [7]}]}
+WIDE = {"tensors": [{"name": "w", "shape": [50, 401]}, {"name": "b", "shape": [33]}], "shards": 4}
+_numbers = itertools.count()
+
+
+@contextmanager
+def running(settings: dict[str, Any]) -> Iterator[Job]:
+    """A job of its own; at the block's end nothing of it is left."""
+    name = f"native-{os.getpid()}-{next(_numbers)}"
+    directory = tempfile.mkdtemp(prefix="gps-", dir="/tmp")  # a socket's path is short
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GADEI_PS_RUNTIME_DIR", directory)
+            daemon = support.daemon(name, **settings)
+            daemon.__enter__()
+        try:
+            yield Job(daemon)
+        finally:
+            daemon.end()
+    finally:
+        shutil.rmtree(directory)
+    assert not support.segments(name)
