@@ -29,4 +29,5 @@ from gadei_ps.learners.torch.lookup import embedding
 from gadei_ps.learners.torch.optimizer import Optimizer
 from gadei_ps.learners.torch.products import linear
 
+# No module here may be named like one of these: its import would replace the function.
 __all__ = ["Optimizer", "embedding", "linear"]
