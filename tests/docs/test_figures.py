@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from gadei_ps.benchmarks.reproduce import __main__ as reproduction
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
@@ -239,3 +241,8 @@ def test_what_is_wrong_is_found() -> None:
     assert shown("of 2,735 `x 4` at [a](b-5.md), 3.1 us; bfloat16, TREC-6") == ["2,735", "3.1"]
     with pytest.raises(AssertionError):
         row("start.json", contender="nobody")
+
+
+def test_the_reproduction_is_that_of_the_results() -> None:
+    """docs/reproduction.md is what `python -m gadei_ps.benchmarks.reproduce --write` writes."""
+    assert (ROOT / "docs" / "reproduction.md").read_text() == reproduction.document()
