@@ -1,7 +1,7 @@
 """What the undo log costs: applying a gradient with it against the same loop without it.
 
 One thread applies one dense float32 gradient over and over to the same memory, which is shared as
-that of a job is. `with` is the server's own `apply_chunks`; `without` computes the same, chunk by
+that of a job is. `with` is the server's own `apply_dense`; `without` computes the same, chunk by
 chunk, and neither saves old values nor moves the cursor. Once a size both are checked to leave the
 same bits.
 
@@ -25,37 +25,35 @@ from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.kernels import cpu, optimizers
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.memory import layout
-from gadei_ps.server import places
-from gadei_ps.server.apply import (
-    DTYPE,
-    PAYLOAD,
-    Shard,
-    apply_chunks,
-    room,
-    shard_of,
-    take_coefficients,
-)
-from gadei_ps.server.symbols import doubles, floats
+from gadei_ps.server.chunks import Walk, move_of
+from gadei_ps.server.context import Shard, shard_of
+from gadei_ps.server.dense import apply_dense
+from gadei_ps.server.record import lock, unlock
+from gadei_ps.server.structs import BOARD, PART
+from gadei_ps.server.symbols import floats
 
 # Chunks of the loop without the log: the length that it was fastest with.
 CHUNK = 1024
 FLOAT32 = int(layout.WireType.FLOAT32)
 Floats = NDArray[np.float32]
-Words = NDArray[np.uint64]
+Part = NDArray[np.void]
 
 # So small that weights stay in the range where they began, however many gradients are applied.
 LR = 1e-9
 
 
 @numba.njit(nogil=True)
-def with_log(high: int, places: Words, payload: int, times: int) -> None:
+def with_log(part: Part, payload: int, times: int) -> None:
     """Apply the gradient at an address that many times, as the server does."""
-    s = shard_of(0, 0, high, places)
-    s.hands[PAYLOAD, 0] = payload
-    s.hands[DTYPE, 0] = FLOAT32
-    doubles(s.at.scales, 1)[0] = 1.0
+    s = shard_of(part)
+    s.hands[0].payload = payload
+    s.hands[0].dtype = FLOAT32
+    s.hands[0].scale = 1.0
     for _ in range(times):
-        apply_chunks(s, 1, 0, False)
+        move = move_of(s)
+        lock(s)
+        apply_dense(s, move, Walk(1, 0, False))
+        unlock(s)
 
 
 @numba.njit(nogil=True, forceinline=True, error_model="numpy")
@@ -81,12 +79,11 @@ def _chunks(kind: int, kept: int, s: Shard, coef: cpu.Scalars, payload: int) -> 
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def without_log(high: int, places: Words, payload: int, times: int) -> None:
+def without_log(part: Part, payload: int, times: int) -> None:
     """Do the same without the log: each optimizer has a loop of its own there too."""
-    s = shard_of(0, 0, high, places)
+    s = shard_of(part)
     for _ in range(times):
-        take_coefficients(s)
-        coef = cpu.scalars(doubles(s.at.coef, optimizers.COEFFICIENTS))
+        coef = move_of(s).coef
         if s.kind == cpu.SGD:
             _chunks(cpu.SGD, 0, s, coef, payload)
         elif s.kind == cpu.MOMENTUM_SGD:
@@ -119,22 +116,21 @@ class Work:
         spec = OptimizerSpec(kind, lr=LR)
         control_view = parts[0][: layout.CONTROL.itemsize].view(layout.CONTROL)[0]
         control_view["optimizer"] = int(kind)
-        control_view["hyper"][: optimizers.HYPER] = spec.pack()
+        control_view["hyper"][: optimizers.PACKED] = spec.pack()
         record = parts[1][: layout.STATE.itemsize].view(layout.STATE)[0]["record"][0]
         record["rate"], record["step"] = LR, 1000
         self.streams = [part[: size * 4].view(np.float32) for part in parts[3:]]
         self.fill()
         kept = optimizers.slots(kind)
-        self.places = np.zeros(places.PLACES, np.uint64)
-        self.places[places.CONTROL_AT], self.places[places.STATE_AT] = at[0], at[1]
-        self.places[places.UNDO_AT], self.places[places.WEIGHTS_AT] = at[2], at[3]
-        self.places[places.SLOT0_AT] = at[4] if kept > 0 else 0
-        self.places[places.SLOT1_AT] = at[5] if kept > 1 else 0
-        self.room = room()
-        self.places[places.HANDS_AT], self.places[places.ROOM_AT] = (
-            part.ctypes.data for part in self.room
-        )
-        self.places[places.ELEMENTS] = self.places[places.PARAMETERS] = size
+        self.part = np.zeros(1, PART)
+        part = self.part[0]
+        part["high"] = part["elements"] = part["parameters"] = size
+        part["control"], part["state"], part["undo"], part["weights"] = at[:4]
+        part["slot0"] = at[4] if kept > 0 else 0
+        part["slot1"] = at[5] if kept > 1 else 0
+        # Nothing is looked up on it; the shard's view of it needs an address.
+        self.board = np.zeros(1, BOARD)
+        part["board"] = self.board.ctypes.data
         self.gradient = at[6]
 
     def fill(self) -> None:
@@ -146,7 +142,7 @@ class Work:
     def bits(self, run: Callable[..., None]) -> list[bytes]:
         """Return what three gradients make of them."""
         self.fill()
-        run(self.size, self.places, self.gradient, 3)
+        run(self.part, self.gradient, 3)
         return [values.tobytes() for values in self.streams]
 
 
@@ -154,9 +150,9 @@ def timed(run: Callable[..., None], work: Work, times: int) -> Callable[[], floa
     """Return a function that measures the seconds of one gradient, after an unmeasured one."""
 
     def measure() -> float:
-        run(work.size, work.places, work.gradient, 1)
+        run(work.part, work.gradient, 1)
         start = time.perf_counter()
-        run(work.size, work.places, work.gradient, times)
+        run(work.part, work.gradient, times)
         return (time.perf_counter() - start) / times
 
     return measure

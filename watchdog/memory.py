@@ -110,7 +110,7 @@ class JobMemory:
         control["staleness_aware"] = spec.staleness_aware
         control["optimizer"] = spec.kind
         control["spin_ns"] = int(self.config.resolved_spin_us() * 1e3)
-        control["hyper"][: optimizers.HYPER] = spec.pack()
+        control["hyper"][: optimizers.PACKED] = spec.pack()
         control["roster"]["outstanding"] = layout.NO_BATCH
         control["config"][: len(ADOPTED)] = list(self._digests().values())
         control["started"] = int(time.time())

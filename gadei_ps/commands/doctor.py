@@ -103,7 +103,7 @@ def _native() -> tuple[Level, str, str]:
 def _numba() -> tuple[Level, str, str]:
     try:
         from gadei_ps.kernels import cache
-        from gadei_ps.server import recover, shard
+        from gadei_ps.server import shard
     except ImportError as error:
         return Level.ERROR, f"Numba cannot be loaded: {error}", "pip install gadei-ps again"
     where = cache.directory()
@@ -113,9 +113,7 @@ def _numba() -> tuple[Level, str, str]:
             f"{where} cannot be written: every start compiles for about a minute",
             "set NUMBA_CACHE_DIR to a directory you may write",
         )
-    # Numba itself looks: files may be missing, of an older source, or of another processor.
-    entries: tuple[Any, ...] = (recover.can_recover, recover.recover, shard.serve, shard.stand_by)
-    if all(one._cache.load_overload(shard.SIGNATURE, one.targetctx) for one in entries):
+    if shard.is_kept():
         return Level.OK, f"{where}, filled", ""
     return Level.OK, f"{where}, not filled: the next start compiles for about a minute", ""
 

@@ -21,6 +21,8 @@ from pathlib import Path
 import numba
 import platformdirs
 
+from gadei_ps import _native
+
 KEPT = 3  # directories of other versions that stay, the most recently used
 UNUSED_S = 86400.0  # the others go when they were unused for that long
 DIGEST = re.compile("[0-9a-f]{16}")
@@ -38,14 +40,26 @@ SOURCES = tuple(
         "memory/layout.py",
         "server/account.py",
         "server/apply.py",
+        "server/arrival.py",
+        "server/blocks.py",
+        "server/chunks.py",
+        "server/constants.py",
+        "server/context.py",
+        "server/dense.py",
         "server/frames.py",
         "server/journal.py",
+        "server/known.py",
         "server/ledger.py",
-        "server/places.py",
+        "server/payload.py",
+        "server/record.py",
         "server/recover.py",
         "server/rows.py",
         "server/shard.py",
+        "server/statistics.py",
+        "server/structs.py",
+        "server/superstep.py",
         "server/symbols.py",
+        "server/undo.py",
         "sync/zipline.py",
     )
 )
@@ -80,7 +94,9 @@ def directory() -> Path:
 
     Its time of modification is that of the last call.
     """
-    digest = hashlib.sha256()
+    # Offsets and sizes in shared memory come from the C extension.
+    layout = (_native.layout(), _native.numbers(), _native.codes())
+    digest = hashlib.sha256(repr(layout).encode())
     for path in SOURCES:
         digest.update(path.read_bytes())
     here = base() / digest.hexdigest()[:16]

@@ -101,7 +101,7 @@ def _wide(value):  # type: ignore[no-untyped-def]  # Numba compares the signatur
 def learning_rate(hyper: Doubles, t: int) -> float:
     """Return the learning rate of 0-based step t, as `OptimizerSpec` defines it.
 
-    hyper: float64 of shape (HYPER,), as `OptimizerSpec.pack` returns it.
+    hyper: float64 of shape (PACKED,), as `OptimizerSpec.pack` returns it.
     """
     lr = float(hyper[LR])
     floor = float(hyper[MIN_LR])
@@ -134,7 +134,7 @@ def stale_rate(hyper: Doubles, lr: float, staleness: int) -> float:
 def clip_scale(hyper: Doubles, squares: float) -> float:
     """Return the factor for a gradient with that sum of squares: 1 unless it is clipped.
 
-    hyper: float64 of shape (HYPER,). The result is also 1 if squares is not finite (a job may
+    hyper: float64 of shape (PACKED,). The result is also 1 if squares is not finite (a job may
     allow that) or negative: a learner writes it, so it may be anything.
     """
     limit = float(hyper[CLIP_NORM])
@@ -147,8 +147,8 @@ def clip_scale(hyper: Doubles, squares: float) -> float:
 def coefficients(kind: int, hyper: Doubles, lr: float, t: int, out: Doubles) -> None:
     """Write what `update` needs to know of one gradient: its scalars, the same for all chunks.
 
-    hyper: float64 of shape (HYPER,). lr: the rate of this step. t counts gradients from 1, this one
-    included (Adam's bias correction). out: float64 of shape (COEFFICIENTS,).
+    hyper: float64 of shape (PACKED,). lr: the rate of this step. t counts gradients from 1, and
+    this one counts (Adam's bias correction). out: float64 of shape (COEFFICIENTS,).
     """
     decay = hyper[WEIGHT_DECAY]
     out[RATE] = lr
@@ -279,7 +279,7 @@ def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Gradi
     """Apply one gradient to some values in place; an unknown kind changes nothing.
 
     kind: a `Kind` as a plain int. coef: float64 of shape (COEFFICIENTS,), from `coefficients`.
-    w: float32. g: as long, float32, or bfloat16 as uint16 bits. s0, s1: as long where the kind has
+    w: float32. g: as long, float32, or bfloat16 as uint16 bits. s0, s1: as long if the kind has
     that slot, else of any length.
     """
     move(kind, scalars(borrow(coef)), w, s0, s1, g)

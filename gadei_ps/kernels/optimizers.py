@@ -1,7 +1,7 @@
 """What the server can compute: optimizers, schedules, wire types and their parameters.
 
 A specification travels from the process that starts a job to the one that applies gradients as a
-float64 array of shape (HYPER,), so that it can lie in shared memory. Index constants name its
+float64 array of shape (PACKED,), so that it can lie in shared memory. Index constants name its
 elements. Importing this file costs NumPy only.
 """
 
@@ -44,7 +44,7 @@ class WireType(IntEnum):
     FLOAT16 = 3
 
 
-# Elements of a packed specification; 15 is zero.
+# Elements of a packed specification; 15 is zero. Shared memory has more room for it (`hyper`).
 KIND = 0
 LR = 1
 MOMENTUM = 2
@@ -60,7 +60,7 @@ TOTAL_STEPS = 11
 MIN_LR = 12
 STALENESS_AWARE = 13
 CLIP_NORM = 14
-HYPER = 16
+PACKED = 16
 
 # Elements of the scalars of one gradient, as `cpu.coefficients` writes them.
 RATE = 0  # what multiplies the direction; for Adam lr / (1 - beta1**t)
@@ -179,20 +179,20 @@ class OptimizerSpec:
             _require("total_steps", self.total_steps, self.total_steps > self.warmup_steps, rule)
 
     def pack(self) -> NDArray[np.float64]:
-        """Return the specification as a new float64 array of shape (HYPER,)."""
-        hyper = np.zeros(HYPER, np.float64)
+        """Return the specification as a new float64 array of shape (PACKED,)."""
+        hyper = np.zeros(PACKED, np.float64)
         for index, field in _FIELDS.items():
             hyper[index] = getattr(self, field)
         return hyper
 
     @classmethod
     def unpack(cls, hyper: NDArray[np.float64]) -> OptimizerSpec:
-        """Return the specification that `pack` wrote, from a float64 array of shape (HYPER,).
+        """Return the specification that `pack` wrote, from a float64 array of shape (PACKED,).
 
         Raises ValueError for another shape or type, and for values that no specification has.
         """
-        if hyper.shape != (HYPER,) or hyper.dtype != np.float64:
-            raise ValueError(f"hyper must be float64 of shape ({HYPER},)")
+        if hyper.shape != (PACKED,) or hyper.dtype != np.float64:
+            raise ValueError(f"hyper must be float64 of shape ({PACKED},)")
         values: dict[str, Any] = {}
         for index, name in _FIELDS.items():
             value = float(hyper[index])

@@ -22,7 +22,7 @@ Halves = NDArray[np.uint16]
 def learning_rate(hyper: NDArray[np.float64], t: int) -> float:
     """Return the learning rate of 0-based step t, as `OptimizerSpec` defines it.
 
-    hyper: float64 of shape (HYPER,), as `OptimizerSpec.pack` returns it.
+    hyper: float64 of shape (PACKED,), as `OptimizerSpec.pack` returns it.
     """
     spec = OptimizerSpec.unpack(hyper)
     if t < spec.warmup_steps:

@@ -1,51 +1,49 @@
-"""What the thread of shard 0 keeps besides its part of the weights: statistics and the work ledger.
+"""The books of shard 0: statistics and the work ledger, changed in transactions.
 
-It is the only writer of both. What belongs together is changed in one transaction (journal.py), so
-that a gradient is counted, and the batch that it answers settled, exactly once whoever is killed.
-Compiled; `c` is CONTROL, shape (1,).
+The thread of shard 0 is the only writer of both. What belongs together is changed in one
+transaction (journal.py), so that each frame is counted, and the batch that it answers settled,
+exactly once whichever process is killed. Compiled; `c` is CONTROL, shape (1,).
+
+    booking      what became of a frame: _book, the only place where a frame enters the books
+    work         batches handed out: into the learner's entry within a transaction, into its ring
+                 after that
+    departure    a learner is gone
 """
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import numpy as np
 
 from gadei_ps.kernels.compiled import compiled
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import CONTROL, ENTRY, RECORD, RING, STATE, Action, FrameKind, Reason
+from gadei_ps.memory.layout import CONTROL, ENTRY, RECORD, RING, STATE
 from gadei_ps.server import ledger
-from gadei_ps.server.apply import (
+from gadei_ps.server.constants import (
+    AHEAD,
     APPLY,
+    DROP,
+    GIVEN_UP,
     MAX_LEARNERS,
+    NO_WORK,
     ONE,
+    REFUSE,
     SKIP,
+    WORKING,
     ZERO,
-    Shard,
-    frame_at,
-    integer,
-    slot_of,
 )
+from gadei_ps.server.context import CONSUMED, Shard, frame_at, integer, shown_address, slot_of
 from gadei_ps.server.journal import Books, forget, remember
-from gadei_ps.server.places import (
-    RING_ADDRESS,
-    RING_GENERATION,
-    RING_SLOT_BYTES,
-    RING_SLOTS_AT,
-    TABLE,
+from gadei_ps.server.statistics import (
+    count_applied,
+    count_dropped,
+    count_past,
+    count_refused,
+    note_run,
 )
-from gadei_ps.server.symbols import fence, get, get32, hand_out, put32, wake, words
+from gadei_ps.server.symbols import fence, get32, hand_out, put32, wake, words
 
-AHEAD = layout.AHEAD
-HISTOGRAM = layout.HISTOGRAM
-NO_BATCH = np.uint64(layout.NO_BATCH)
-DROP = int(Action.DROP)
-REFUSE = int(Action.REFUSE)
-GIVEN_UP = int(Reason.GIVEN_UP)
-EMPTY = int(FrameKind.EMPTY)
-RUNS = np.uint64(layout.RUNS)
-NO_WORK = int(layout.Work.NONE)
-WORKING = int(layout.Work.WORKING)
 WORK = np.uint64(layout.offset(CONTROL, "work"))
 WANTS = np.uint64(layout.offset(RING, "wants"))
 WANTS_WORK = np.uint32(layout.WANTS_WORK)
@@ -61,17 +59,28 @@ COUNTED_WORDS = (ENTRY.itemsize - layout.offset(ENTRY, "applied")) // 8
 LEDGER = np.uint64(layout.offset(CONTROL, "next"))  # what stands before it is the watchdog's
 LEDGER_WORDS = (layout.offset(CONTROL, "lease") - layout.offset(CONTROL, "next")) // 8
 BOOKED = np.uint64(layout.offset(STATE, "record") + layout.offset(RECORD, "booked"))
-APPLIED = np.uint64(layout.offset(STATE, "applied"))
+
+
+class Outcome(NamedTuple):
+    """What became of a frame."""
+
+    row: int
+    action: int
+    """APPLY, DROP or REFUSE."""
+    reason: int
+    """Of a refusal."""
+    batch: np.uint64
+    """That the frame answers; NO_BATCH."""
 
 
 @compiled
 def books(s: Shard) -> Books:
-    """Where shard 0 keeps them."""
-    return Books(s.control, np.uint64(s.state.ctypes.data))
+    """Where the words of the books are."""
+    return Books(s.control, s.part[0].state)
 
 
 @compiled
-def open_books(s: Shard, row: int) -> Books:
+def _open_books(s: Shard, row: int) -> Books:
     """Begins a transaction on a learner's entry and the ledger; forget() ends it."""
     b = books(s)
     remember(b, False, ENTRIES + np.uint64(row) * ENTRY_BYTES + COUNTED, COUNTED_WORDS)
@@ -79,88 +88,76 @@ def open_books(s: Shard, row: int) -> Books:
     return b
 
 
-@compiled
-def staleness_bin(staleness: np.uint64) -> int:
-    """0 to 15 have a bin each, then one bin for each power of two; the last takes the rest."""
-    if staleness < np.uint64(16):
-        return integer(staleness)
-    bin_ = 16
-    rest = staleness >> np.uint64(5)
-    while rest > ZERO and bin_ < HISTOGRAM - 1:
-        rest >>= ONE
-        bin_ += 1
-    return bin_
+# -- booking --------------------------------------------------------------------------------------
 
 
 @compiled
-def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64) -> None:
-    """What the statistics keep of a gradient that is applied. version: before it."""
-    e = c[0].roster[row]
-    e.applied += ONE
-    e.samples += np.uint64(frame[0].samples)
-    e.loss = frame[0].loss
-    e.norm = math.sqrt(frame[0].squares)
-    e.started = frame[0].started
-    e.finished = frame[0].finished
-    e.version = frame[0].version
-    e.clock = frame[0].clock
-    pulled = frame[0].version
-    staleness = version - pulled if version > pulled else ZERO
-    e.staleness_sum += staleness
-    e.staleness_max = max(e.staleness_max, staleness)
-    c[0].roster[row].histogram[staleness_bin(staleness)] += ONE
+def _book(c: np.ndarray, outcome: Outcome, slot: np.uint64, version: np.uint64) -> None:
+    """Enters a frame into the statistics and the ledger.
 
-
-@compiled
-def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action: int) -> None:
-    """Keeps the times of an iteration for whoever records them (gadei-ps trace).
-
-    Outside the transactions: a server that dies in between costs a record no more than one line.
+    slot, version: address of the frame and version of the weights before it, if it is applied.
     """
-    at = integer(sequence % RUNS)
-    s.state[0].runs[row, at].sequence = ZERO
-    fence()
-    s.state[0].runs[row, at].started = frame[0].started
-    s.state[0].runs[row, at].finished = frame[0].finished
-    s.state[0].runs[row, at].action = np.uint32(action)
-    cut = frame[0].kind == EMPTY and frame[0].blocks == 0
-    s.state[0].runs[row, at].censored = np.uint32(1 if cut else 0)
-    fence()
-    s.state[0].runs[row, at].sequence = sequence + ONE
+    row = outcome.row
+    if outcome.action == APPLY:
+        count_applied(c, row, frame_at(slot), version)
+        ledger.answer(c, row, outcome.batch)
+    elif outcome.action == DROP:
+        count_dropped(c, row)
+        ledger.requeue(c, row, outcome.batch)
+    else:
+        count_refused(c, row, outcome.reason)
+        ledger.answer(c, row, outcome.batch)
 
 
 @compiled
-def count_refused(c: np.ndarray, row: int, reason: int) -> None:
-    """Counts a bad frame and keeps its reason."""
-    c[0].roster[row].refused += ONE
-    c[0].roster[row].reason = np.uint32(reason)
+def book_arrival(s: Shard, row: int, slot: np.uint64, version: np.uint64, more: bool) -> None:
+    """Books the gradient in hand; hands out the next batches if `more`."""
+    b = _open_books(s, row)
+    remember(b, True, BOOKED, 1)
+    _book(s.c, Outcome(row, APPLY, 0, frame_at(slot)[0].batch), slot, version)
+    if more:
+        ledger.hand_out_more(s.c, row)
+    s.state[0].record[0].booked = ONE
+    forget(b)
 
 
 @compiled
-def count_dropped(c: np.ndarray, row: int, batch: np.uint64) -> None:
-    """Counts a gradient that is not applied; its batch is handed out again."""
-    c[0].roster[row].dropped += ONE
-    ledger.requeue(c, row, batch)
+def book_refusal(
+    s: Shard, row: int, reason: int, batch: np.uint64, upto: np.uint64, more: bool
+) -> None:
+    """Books a frame that is consumed without being applied. Frames below `upto` are consumed."""
+    b = _open_books(s, row)
+    remember(b, True, CONSUMED + np.uint64(8 * row), 1)
+    action = DROP if reason == GIVEN_UP else REFUSE
+    _book(s.c, Outcome(row, action, reason, batch), ZERO, ZERO)
+    if more:
+        ledger.hand_out_more(s.c, row)
+    s.state[0].applied[0, row] = upto
+    forget(b)
 
 
 @compiled
-def settle(c: np.ndarray, row: int, batch: np.uint64) -> None:
-    """The frame answers the batch that it names, if it names one."""
-    if batch != NO_BATCH and not ledger.settle(c, row, batch):
-        c[0].roster[row].unasked += ONE
+def book_superstep(s: Shard, version: np.uint64) -> None:
+    """Books for each row what the superstep in hand has done with its oldest frame."""
+    record = s.state[0].record[0]
+    c = s.c
+    for row in range(integer(record.booked), MAX_LEARNERS):
+        action = integer(c[0].superstep_action[row])
+        if action == SKIP:
+            continue
+        b = _open_books(s, row)
+        remember(b, True, BOOKED, 1)
+        sequence = c[0].superstep_upto[row] - ONE
+        slot = slot_of(c, s.board[0].ring[row], sequence)
+        frame = frame_at(slot)
+        reason = integer(c[0].superstep_reason[row])
+        _book(c, Outcome(row, action, reason, frame[0].batch), slot, version)
+        record.booked = np.uint64(row + 1)
+        forget(b)
+        note_run(s, row, sequence, frame, action)
 
 
-@compiled
-def hand_out_more(c: np.ndarray, row: int) -> None:
-    """Puts batches into the learner's entry until it holds as many as it may."""
-    missing = integer(c[0].ahead) - ledger.held(c, row)
-    for _ in range(missing):
-        batch = ledger.assign(c, row)
-        if batch == NO_BATCH:
-            break
-        e = c[0].roster[row]
-        c[0].roster[row].items[e.handed % np.uint64(AHEAD)] = batch
-        e.handed += ONE
+# -- work -----------------------------------------------------------------------------------------
 
 
 @compiled
@@ -184,7 +181,7 @@ def show_work(c: np.ndarray, row: int, ring: np.uint64, shown: np.uint64) -> Non
 
 @compiled
 def show_all_work(c: np.ndarray, row: int, ring: np.uint64) -> None:
-    """Makes the ring's copy equal to the entry, whatever a server that died has done of it."""
+    """Makes the ring's copy equal to the entry, whatever a dead server has done of that."""
     e = c[0].roster[row]
     items = words(ring + WORK_ITEMS, AHEAD)
     for i in range(AHEAD):
@@ -195,114 +192,39 @@ def show_all_work(c: np.ndarray, row: int, ring: np.uint64) -> None:
 
 
 @compiled
-def book_arrival(s: Shard, row: int, frame: np.ndarray, version: np.uint64, more: bool) -> None:
-    """Counts the gradient in hand and settles its batch; hands out the next one if `more`."""
-    b = open_books(s, row)
-    remember(b, True, BOOKED, 1)
-    count_applied(s.c, row, frame, version)
-    settle(s.c, row, frame[0].batch)
-    if more:
-        hand_out_more(s.c, row)
-    s.state[0].record[0].booked = ONE
-    forget(b)
-
-
-@compiled
-def book_refusal(
-    s: Shard, row: int, reason: int, batch: np.uint64, upto: np.uint64, more: bool
-) -> None:
-    """A frame is consumed without being applied, by shard 0: counts it and answers its batch."""
-    b = open_books(s, row)
-    remember(b, True, APPLIED + np.uint64(8 * row), 1)
-    if reason == GIVEN_UP:
-        count_dropped(s.c, row, batch)
-    else:
-        count_refused(s.c, row, reason)
-        settle(s.c, row, batch)
-    if more:
-        hand_out_more(s.c, row)
-    s.state[0].applied[0, row] = upto
-    forget(b)
-
-
-@compiled
-def book_superstep(s: Shard, table: np.ndarray, version: np.uint64) -> None:
-    """Does for each row what the superstep in hand has done with its oldest frame."""
-    record = s.state[0].record[0]
-    for row in range(integer(record.booked), MAX_LEARNERS):
-        if s.c[0].superstep_action[row] == SKIP:
-            continue
-        b = open_books(s, row)
-        remember(b, True, BOOKED, 1)
-        slot = slot_of(
-            s.c,
-            table[row * TABLE + RING_ADDRESS],
-            table[row * TABLE + RING_SLOTS_AT],
-            table[row * TABLE + RING_SLOT_BYTES],
-            s.c[0].superstep_upto[row] - ONE,
-        )
-        _count_superstep(s.c, row, slot, version)
-        record.booked = np.uint64(row + 1)
-        forget(b)
-        sequence = s.c[0].superstep_upto[row] - ONE
-        note_run(s, row, sequence, frame_at(slot), s.c[0].superstep_action[row])
-
-
-@compiled
-def _count_superstep(c: np.ndarray, row: int, slot: np.uint64, version: np.uint64) -> None:
-    action = c[0].superstep_action[row]
-    frame = frame_at(slot)
-    if action == APPLY:
-        count_applied(c, row, frame, version)
-        settle(c, row, frame[0].batch)
-    elif action == DROP:
-        count_dropped(c, row, frame[0].batch)
-    else:
-        count_refused(c, row, integer(c[0].superstep_reason[row]))
-        settle(c, row, frame[0].batch)
-
-
-@compiled
-def top_up_all(s: Shard, table: np.ndarray) -> None:
+def top_up_all(s: Shard) -> None:
     """Closes epochs and hands out what can be handed out, to every learner that is there."""
     c = s.c
     if get32(s.control + WORK) == NO_WORK:  # SYNC POINT: work
         return
     changed = ledger.close_epochs(c)
     for row in range(MAX_LEARNERS):
-        ring = get(np.uint64(table.ctypes.data) + np.uint64(8 * (row * TABLE + RING_ADDRESS)))
+        ring = shown_address(s, row)
         if ring == ZERO:
             continue
         if (
-            takes_work(c, row, ring, table[row * TABLE + RING_GENERATION])
+            takes_work(c, row, ring, s.board[0].ring[row].generation)
             and ledger.held(c, row) < integer(c[0].ahead)
-            and ledger.left(c)
+            and ledger.has_more(c)
         ):
             shown = c[0].roster[row].handed
-            b = open_books(s, row)
-            hand_out_more(c, row)
+            b = _open_books(s, row)
+            ledger.hand_out_more(c, row)
             forget(b)
             show_work(c, row, ring, shown)
         if changed:
             wake(ring + WORK_HEAD)
 
 
+# -- departure ------------------------------------------------------------------------------------
+
+
 @compiled
 def depart(s: Shard, row: int) -> None:
     """A learner is gone and its ring is empty; its unanswered batches go to others."""
-    c = s.c
-    b = open_books(s, row)
-    ledger.requeue_all(c, row)
-    e = c[0].roster[row]
-    c[0].past_applied += e.applied
-    c[0].past_dropped += e.dropped
-    c[0].past_refused += e.refused
-    c[0].past_samples += e.samples
-    e.applied = ZERO
-    e.dropped = ZERO
-    e.refused = ZERO
-    e.samples = ZERO
+    b = _open_books(s, row)
+    ledger.requeue_all(s.c, row)
+    count_past(s.c, row)
     forget(b)
-    e.drained = np.uint32(
-        1
-    )  # last, and for good: the manager lets the ring go as soon as it sees it
+    # Last, and for good: the manager lets the ring go as soon as it sees this.
+    s.c[0].roster[row].drained = np.uint32(1)

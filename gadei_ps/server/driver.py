@@ -47,8 +47,8 @@ class Member:
 class Driver:
     """One active server's."""
 
-    def __init__(self, control: Segment, state: Segment, places: np.ndarray) -> None:
-        """places: of any shard, for the sizes that frames must have."""
+    def __init__(self, control: Segment, state: Segment, part: np.ndarray) -> None:
+        """part: PART of any shard, for the sizes that frames must have."""
         self.number = modes.done(control)
         self.sync = modes.model(control, self.number)
         self.members: dict[int, Member] = {}
@@ -56,7 +56,7 @@ class Driver:
         self._control = control.view(CONTROL)
         self._roster = self._control["roster"]
         self._state = state.view(layout.STATE)
-        self._places = places
+        self._part = part
         self._slots = int(self._control["slots"])
         self._shards = int(self._control["shards"])
         self._commits: collections.deque[sync.Commit] = collections.deque()
@@ -303,11 +303,10 @@ class Driver:
     def _check(self, member: Member, slot: int) -> int:
         return int(
             frames.check_frame(
-                self._segment.array(CONTROL, 1, 0),
                 np.uint64(member.mapped.ring.address + slot),
                 np.uint64(member.generation),
                 np.uint64(member.reported),
-                self._places,
+                self._part,
             )
         )
 

@@ -1,4 +1,4 @@
-"""Which frames may be applied: a bad one is refused, counted and named (Reason)."""
+"""Checks a frame before it is applied. What fails is refused, counted and has its Reason kept."""
 
 from __future__ import annotations
 
@@ -8,43 +8,39 @@ import numpy as np
 
 from gadei_ps.kernels.compiled import compiled
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import FrameKind, Reason
-from gadei_ps.memory.layout import WireType as Wire
-from gadei_ps.server.apply import OK, frame_at
-from gadei_ps.server.places import ELEMENTS
-from gadei_ps.server.rows import check_rows
+from gadei_ps.server.blocks import check_rows
+from gadei_ps.server.constants import (
+    BAD_DTYPE,
+    BAD_GENERATION,
+    BAD_KIND,
+    BAD_SCALE,
+    BAD_SEQUENCE,
+    BAD_SIZE,
+    BFLOAT16,
+    DENSE,
+    EMPTY,
+    FLOAT16,
+    FLOAT32,
+    GIVEN_UP,
+    NOT_FINITE,
+    OK,
+    ROWS,
+    UNCHECKED,
+)
+from gadei_ps.server.context import control_at, frame_at
 
-# Plain integers: Numba would carry an enum member along as a type of its own.
-DENSE = int(FrameKind.DENSE)
-ROWS = int(FrameKind.ROWS)
-EMPTY = int(FrameKind.EMPTY)
-FLOAT32 = int(Wire.FLOAT32)
-BFLOAT16 = int(Wire.BFLOAT16)
-FLOAT16 = int(Wire.FLOAT16)
 CHECKED = np.uint32(layout.CHECKED)
 NONFINITE = np.uint32(layout.NONFINITE)
-BAD_KIND = int(Reason.BAD_KIND)
-BAD_DTYPE = int(Reason.BAD_DTYPE)
-BAD_SIZE = int(Reason.BAD_SIZE)
-BAD_GENERATION = int(Reason.BAD_GENERATION)
-BAD_SEQUENCE = int(Reason.BAD_SEQUENCE)
-UNCHECKED = int(Reason.UNCHECKED)
-NOT_FINITE = int(Reason.NOT_FINITE)
-BAD_SCALE = int(Reason.BAD_SCALE)
-GIVEN_UP = int(Reason.GIVEN_UP)
 
 
 @compiled
 def check_frame(
-    c: np.ndarray,
-    slot: np.uint64,
-    generation: np.uint64,
-    sequence: np.uint64,
-    places: np.ndarray,
+    slot: np.uint64, generation: np.uint64, sequence: np.uint64, part: np.ndarray
 ) -> int:
-    """Why the frame must not be applied; OK if it may. Every shard comes to the same answer.
+    """Returns why the frame must not be applied; OK if it may. All shards come to one answer.
 
-    c: CONTROL, shape (1,). slot: address of the frame. places: see places.py.
+    slot: address of the frame. generation: of its ring. sequence: the one that is due. part: PART,
+    shape (1,), of any shard.
     """
     frame = frame_at(slot)
     if frame[0].generation != generation:
@@ -62,13 +58,13 @@ def check_frame(
     else:
         return BAD_DTYPE
     if frame[0].kind == DENSE:
-        if frame[0].payload_bytes != places[ELEMENTS] * np.uint64(size):
+        if frame[0].payload_bytes != part[0].elements * np.uint64(size):
             return BAD_SIZE
     else:
-        reason = check_rows(slot, size, places)
+        reason = check_rows(slot, size, part)
         if reason != OK:
             return reason
-    if c[0].refuse_nonfinite:
+    if control_at(part[0].control)[0].refuse_nonfinite:
         if not frame[0].flags & CHECKED:
             return UNCHECKED
         if frame[0].flags & NONFINITE:

@@ -1,12 +1,12 @@
-"""The work ledger: which batch is with whom, so that each is answered once an epoch whoever dies.
+"""The work ledger: which learner has which batch, so that each is answered once an epoch.
 
-It lies in the control segment and the thread of shard 0 is its only writer. A batch is in one of
-four places: not yet handed out (`next` and above), in a learner's `outstanding`, in `requeue`
+It lies in the control segment, and the thread of shard 0 is its only writer. A batch is in one of
+four states: not yet handed out (`next` and above), in a learner's `outstanding`, in `requeue`
 because its learner died or its gradient was dropped, or answered. Nothing counts the answered ones:
-an epoch is done when no batch of it is in the other three places. What the functions here change is
-part of a transaction (journal.py), so that a server that dies in one of them leaves no trace of it.
+an epoch is done when no batch of it is in the other three states. account.py calls these functions
+within its transactions, so a server that dies in one of them leaves no trace of it.
 
-Compiled; also plain Python through `.py_func`. `c` is the control segment, shape (1,).
+Compiled. `c` is CONTROL, shape (1,).
 """
 
 from __future__ import annotations
@@ -14,22 +14,11 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps.kernels.compiled import compiled
-from gadei_ps.memory import layout
+from gadei_ps.server.constants import AHEAD, DONE, MAX_LEARNERS, NO_BATCH, ONE, WORKING
+from gadei_ps.server.context import integer
 
-NO_BATCH = np.uint64(layout.NO_BATCH)
-AHEAD = layout.AHEAD
-MAX_LEARNERS = layout.MAX_LEARNERS
-WORKING = int(layout.Work.WORKING)
-DONE = int(layout.Work.DONE)
-HALF = np.uint64(32)
+EPOCH_AT = np.uint64(32)  # bits of a batch below its epoch: its index
 INDEX = np.uint64(2**32 - 1)
-
-
-@compiled
-def clear(c: np.ndarray, row: int) -> None:
-    """Nothing is handed to the learner of this row."""
-    for i in range(AHEAD):
-        c[0].roster[row].outstanding[i] = NO_BATCH
 
 
 @compiled
@@ -55,6 +44,13 @@ def settle(c: np.ndarray, row: int, batch: np.uint64) -> bool:
 
 
 @compiled
+def answer(c: np.ndarray, row: int, batch: np.uint64) -> None:
+    """Settles the batch that a frame names, if it names one; counts one that was not handed out."""
+    if batch != NO_BATCH and not settle(c, row, batch):
+        c[0].roster[row].unasked += ONE
+
+
+@compiled
 def requeue(c: np.ndarray, row: int, batch: np.uint64) -> bool:
     """The batch is to be handed out again. False if it was not with this learner."""
     if batch == NO_BATCH:
@@ -62,16 +58,16 @@ def requeue(c: np.ndarray, row: int, batch: np.uint64) -> bool:
     for i in range(AHEAD):
         if c[0].roster[row].outstanding[i] == batch:
             c[0].requeue[c[0].requeued] = batch
-            c[0].requeued += np.uint64(1)
+            c[0].requeued += ONE
             c[0].roster[row].outstanding[i] = NO_BATCH
-            c[0].requeued_total += np.uint64(1)
+            c[0].requeued_total += ONE
             return True
     return False
 
 
 @compiled
 def requeue_all(c: np.ndarray, row: int) -> None:
-    """The learner is gone: all that it had not answered goes to others."""
+    """The learner is gone: its unanswered batches are to be handed out again."""
     for i in range(AHEAD):
         batch = c[0].roster[row].outstanding[i]
         if batch != NO_BATCH:
@@ -82,12 +78,12 @@ def requeue_all(c: np.ndarray, row: int) -> None:
 def pending(c: np.ndarray, epoch: np.uint64) -> bool:
     """Whether a batch of this epoch is handed out or to be handed out again."""
     for i in range(c[0].requeued):
-        if c[0].requeue[i] >> HALF == epoch:
+        if c[0].requeue[i] >> EPOCH_AT == epoch:
             return True
     for row in range(MAX_LEARNERS):
         for i in range(AHEAD):
             batch = c[0].roster[row].outstanding[i]
-            if batch != NO_BATCH and batch >> HALF == epoch:
+            if batch != NO_BATCH and batch >> EPOCH_AT == epoch:
                 return True
     return False
 
@@ -97,12 +93,12 @@ def close_epochs(c: np.ndarray) -> bool:
     """Counts the epochs that have become done. True if one has, or if all are."""
     changed = False
     while c[0].epochs_done < c[0].epochs and (
-        c[0].epochs_done < c[0].next >> HALF
-        or (c[0].epochs_done == c[0].next >> HALF and (c[0].next & INDEX) == c[0].batches)
+        c[0].epochs_done < c[0].next >> EPOCH_AT
+        or (c[0].epochs_done == c[0].next >> EPOCH_AT and (c[0].next & INDEX) == c[0].batches)
     ):
         if pending(c, c[0].epochs_done):
             break
-        c[0].epochs_done += np.uint64(1)
+        c[0].epochs_done += ONE
         changed = True
     if c[0].epochs_done == c[0].epochs and c[0].work == WORKING:
         c[0].work = np.uint32(DONE)
@@ -111,19 +107,19 @@ def close_epochs(c: np.ndarray) -> bool:
 
 
 @compiled
-def left(c: np.ndarray) -> bool:
-    """Whether there is a batch to hand out just now."""
+def has_more(c: np.ndarray) -> bool:
+    """Whether there is a batch to hand out now."""
     if c[0].work != WORKING:
         return False
     if c[0].requeued > 0 or (c[0].next & INDEX) != c[0].batches:
         return True
-    epoch = (c[0].next >> HALF) + np.uint64(1)
-    return bool(epoch < c[0].epochs and c[0].epochs_done + np.uint64(1) >= epoch)
+    epoch = (c[0].next >> EPOCH_AT) + ONE
+    return bool(epoch < c[0].epochs and c[0].epochs_done + ONE >= epoch)
 
 
 @compiled
 def assign(c: np.ndarray, row: int) -> np.uint64:
-    """Hands the next batch to the learner of this row; NO_BATCH if there is none just now.
+    """Hands the next batch to the learner of this row; NO_BATCH if there is none now.
 
     At most two epochs are open at once: the last batches of one are awaited while the next begins.
     """
@@ -132,16 +128,29 @@ def assign(c: np.ndarray, row: int) -> np.uint64:
         if c[0].roster[row].outstanding[i] == NO_BATCH:
             free = i
             break
-    if free < 0 or not left(c):
+    if free < 0 or not has_more(c):
         return NO_BATCH
     if c[0].requeued > 0:
-        batch: np.uint64 = c[0].requeue[c[0].requeued - np.uint64(1)]
+        batch: np.uint64 = c[0].requeue[c[0].requeued - ONE]
         c[0].roster[row].outstanding[free] = batch
-        c[0].requeued -= np.uint64(1)
+        c[0].requeued -= ONE
         return batch
     batch = c[0].next
     if (batch & INDEX) == c[0].batches:
-        batch = ((batch >> HALF) + np.uint64(1)) << HALF
+        batch = ((batch >> EPOCH_AT) + ONE) << EPOCH_AT
     c[0].roster[row].outstanding[free] = batch
-    c[0].next = batch + np.uint64(1)
+    c[0].next = batch + ONE
     return batch
+
+
+@compiled
+def hand_out_more(c: np.ndarray, row: int) -> None:
+    """Puts batches into the learner's entry until it holds as many as it may."""
+    missing = integer(c[0].ahead) - held(c, row)
+    for _ in range(missing):
+        batch = assign(c, row)
+        if batch == NO_BATCH:
+            break
+        e = c[0].roster[row]
+        c[0].roster[row].items[e.handed % np.uint64(AHEAD)] = batch
+        e.handed += ONE

@@ -20,7 +20,6 @@ import argparse
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 
@@ -29,18 +28,17 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, SegmentError
 from gadei_ps.machine import log, placement, process
-from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, STATE, Phase, SegmentKind, ServerState
-from gadei_ps.memory.segment import Segment, segment_name
-from gadei_ps.server import apply, rows, shard
-from gadei_ps.server import places as place
+from gadei_ps.memory.segment import segment_name
+from gadei_ps.server import shard
 from gadei_ps.server.driver import Driver, Member
 from gadei_ps.server.rings import Mapped, Rings
+from gadei_ps.server.shards import Shards, new_board
 from gadei_ps.sync import SpecError, zipline
 
 WAIT_NS = 100_000_000
 LEASE_WAIT_NS = 100_000_000
-SHARD_EXIT_S = 2.0
 ORPHAN_LOOK_S = 1.0
 UNNAMED_S = 10.0  # until the watchdog has written down whom it started
 
@@ -59,17 +57,12 @@ class Server:
         self.control = self.control_segment.view(CONTROL)
         self.roster = self.control["roster"]
         self.job_id = self.control["header"]["job_id"].tobytes()
-        self.weights: Segment | None = None
-        self.state: Segment | None = None
-        self.rooms: list[tuple[np.ndarray, np.ndarray]] = []  # the shards' own memory
-        self.payload_bytes = 0  # the most that a frame carries
+        self.shards: Shards | None = None  # once there is a model
         self.rings: Rings | None = None
         self.driver: Driver | None = None
-        self.threads: list[threading.Thread] = []
         self.heir = False  # may wait for leases
         self.active = False
         self.reigns = False  # active, with the leases of all shards
-        self.crashed: BaseException | None = None
         self.stop_asked = False
         self._line = self.control["server"][number]
         self._beat_at = self._word("server") + number * SERVER.itemsize
@@ -109,7 +102,7 @@ class Server:
 
     def main_loop(self) -> None:
         """Until the job stops or a shard thread fails."""
-        while not self.stop_asked and self.crashed is None:
+        while not self.stop_asked and not self.crashed:
             bell = _native.load32(self._manager_bell)
             self._beats += 1
             _native.store(self._beat_at, self._beats)
@@ -118,7 +111,7 @@ class Server:
                 return
             self._try_leases()
             if self.heir:
-                if self.weights is None and int(self.control["model_ready"]):
+                if self.shards is None and int(self.control["model_ready"]):
                     self._map_model()
                 if self.rings is not None:
                     self._follow()
@@ -133,11 +126,13 @@ class Server:
 
     def shutdown(self) -> None:
         """Stops the shards at the end of the gradient in hand."""
-        if self.rings is not None:
-            self.rings.words[place.QUIT] = 1
-        _native.bell(self._shard_bell)
-        for thread in self.threads:
-            thread.join(SHARD_EXIT_S)
+        if self.shards is not None:
+            self.shards.stop()
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the thread of a shard has failed."""
+        return self.shards is not None and self.shards.crashed is not None
 
     def _abandoned(self) -> bool:
         """Without a watchdog: lets dead learners go, and ends when nobody is left to serve."""
@@ -182,7 +177,7 @@ class Server:
     def _has_left(self, row: int) -> bool:
         """Whether a learner said so in its ring, for want of a watchdog to tell."""
         one = self.rings.mapped.get(row) if self.rings is not None else None
-        return one is not None and one.left
+        return one is not None and one.has_detached
 
     def _is_found(self) -> bool:
         """Whether the job's name still leads to this memory, so that a watchdog can adopt it."""
@@ -241,8 +236,8 @@ class Server:
 
     def _tell_ready(self) -> None:
         """Ready: active and serving, or everything mapped and waiting for its leases."""
-        complete = self.weights is not None or not int(self.control["model_ready"])
-        shards = int(self.control["shards"]) if self.weights is not None else 0
+        complete = self.shards is not None or not int(self.control["model_ready"])
+        shards = self.shards.count if self.shards is not None else 0
         if self.active:
             if complete and (self.rings is None or self.rings.held == shards):
                 if shards:
@@ -253,109 +248,43 @@ class Server:
                     _native.lease_release(self._word("heir"))
                 if not int(self.control["lease_state"]):
                     _native.store32(self._word("lease_state"), 1)
-        elif complete and (self.threads or self.weights is None):
+        elif complete and (self.shards is None or self.shards.started):
             self._line["state"] = ServerState.READY
 
     # -- model and shards -----------------------------------------------------------------------
 
     def _map_model(self) -> None:
-        self.weights = segment.attach(
-            segment_name(self.job, "weights"),
-            SegmentKind.WEIGHTS,
-            writable=True,
-            job_id=self.job_id,
-        )
-        self.state = segment.attach(
-            segment_name(self.job, "state"), SegmentKind.STATE, writable=True, job_id=self.job_id
-        )
+        found = [
+            segment.attach(segment_name(self.job, name), kind, writable=True, job_id=self.job_id)
+            for name, kind in (("weights", SegmentKind.WEIGHTS), ("state", SegmentKind.STATE))
+        ]
         if not self.active:
-            for part in (self.weights, self.state):
-                _native.populate(part.address, part.size)
-        head = self.weights.view(layout.WEIGHTS)
-        self.payload_bytes = weights.payload_bytes(weights.read_table(self.weights))
-        elements = int(head["elements"])
-        shards = int(self.control["shards"])
+            for one in found:
+                _native.populate(one.address, one.size)
+        weights, state = found
+        board = new_board()
+        self.shards = Shards(self.control_segment, weights, state, board)
         self.rings = Rings(
             self.job,
             self.job_id,
             int(self.control["slots"]),
-            shards,
-            self.payload_bytes,
+            self.shards.payload_bytes,
+            board,
+            self.shards.count,
             self._shard_bell,
         )
-        places = self._places(0, elements, int(head["parameters"]))
-        self.driver = Driver(self.control_segment, self.state, places)
-        self.log.debug("model mapped", elements=elements, shards=shards)
+        self.driver = Driver(self.control_segment, state, self.shards.part(0))
+        self.log.debug("model mapped", elements=self.shards.elements, shards=self.shards.count)
 
     def _start_shards(self) -> None:
         """Has the shards' threads take, or wait for, their leases.
 
-        A server that stands by waits until the active one holds them all: else, of a new model, it
-        could take some and leave the others to a manager in another process.
+        A standby waits until the active server holds them all. Otherwise it could take some leases
+        of a new model and leave the others to a manager in another process.
         """
-        if self.threads or not (self.active or int(self.control["lease_shards"])):
-            return
-        assert self.weights is not None
-        head = self.weights.view(layout.WEIGHTS)
-        elements = int(head["elements"])
-        shards = int(self.control["shards"])
-        for index in range(shards):
-            low, high = layout.shard_range(elements, shards, index)
-            places = self._places(index, elements, int(head["parameters"]))
-            thread = threading.Thread(
-                target=self._run_shard,
-                args=(index, low, high, places),
-                name=f"shard-{index}",
-                daemon=True,
-            )
-            thread.start()
-            self.threads.append(thread)
-
-    def _places(self, index: int, elements: int, parameters: int) -> np.ndarray:
-        assert self.weights is not None
-        assert self.state is not None
-        assert self.rings is not None
-        state = self.state.view(STATE)
-        slot = [0, 0]
-        for stream in range(int(state["streams"])):
-            at = int(state["slots_at"]) + stream * int(state["slot_bytes"])
-            slot[stream] = self.state.address + at
-        places = np.zeros(place.PLACES, np.uint64)
-        places[place.CONTROL_AT] = self.control_segment.address
-        places[place.STATE_AT] = self.state.address
-        places[place.WEIGHTS_AT] = self.weights.address + int(
-            self.weights.view(layout.WEIGHTS)["data_at"]
-        )
-        places[place.SLOT0_AT], places[place.SLOT1_AT] = slot
-        places[place.UNDO_AT] = self.state.address + int(state["undo_at"])
-        places[place.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
-        places[place.TABLE_AT] = self.rings.table.ctypes.data
-        places[place.WORDS_AT] = self.rings.words.ctypes.data
-        head = self.weights.view(layout.WEIGHTS)
-        places[place.TENSORS_AT] = self.weights.address + int(head["table_at"])
-        places[place.TENSORS] = head["tensors"]
-        places[place.APPLY_AT] = rows.applier()
-        mine = apply.room()
-        self.rooms.append(mine)
-        places[place.HANDS_AT], places[place.ROOM_AT] = (part.ctypes.data for part in mine)
-        places[place.CAPACITY] = self.payload_bytes
-        places[place.ELEMENTS] = elements
-        places[place.PARAMETERS] = parameters
-        return places
-
-    def _run_shard(self, index: int, low: int, high: int, places: np.ndarray) -> None:
-        """The thread of a shard. Its lease goes with it."""
-        assert self.weights is not None
-        try:
-            placement.bind(index, self.cores, self.weights.address)
-        except (OSError, ValueError) as error:  # slower, perhaps, and no reason not to serve
-            self.log.warning("shard not bound to cores", shard=index, reason=str(error))
-        try:
-            shard.stand_by(index, low, high, places)
-        except BaseException as error:
-            self.crashed = error
-            _native.bell(self._manager_bell)
-            raise
+        assert self.shards is not None
+        if not self.shards.started and (self.active or int(self.control["lease_shards"])):
+            self.shards.start(self.cores, lambda: _native.bell(self._manager_bell))
 
     # -- roster ---------------------------------------------------------------------------------
 
@@ -402,14 +331,14 @@ class Server:
 
     def _take_in(self, one: Mapped) -> None:
         """Begins to serve a new learner. Before the shards know of its ring: then all is theirs."""
-        assert self.state is not None
+        assert self.shards is not None
         assert self.driver is not None
         # SYNC POINT: served. Shards believe `applied` only where it names the ring that they know;
         # and it comes last, because the next server must not do the same again.
         at = self._word("roster") + one.row * layout.ENTRY.itemsize
         served = at + layout.offset(layout.ENTRY, "served")
         _native.store(served, 0)
-        applied = self.state.address + layout.offset(STATE, "applied") + 8 * one.row
+        applied = self.shards.state.address + layout.offset(STATE, "applied") + 8 * one.row
         for shard_ in range(layout.MAX_SHARDS):
             _native.store(applied + 8 * layout.MAX_LEARNERS * shard_, 0)
         self.roster[one.row]["member"] = 0

@@ -1,7 +1,8 @@
-"""How a server takes over what another one was doing when it died: exactly once, bit for bit.
+"""How a server finishes what another one was doing when it died: exactly once, bit for bit.
 
-Done by the thread of each shard when it has got the shard's lease, before it serves. May itself be
-killed at any instant: every step leaves what the next one to recover can go on from.
+The thread of each shard does this when it has got the shard's lease, before it serves. It may be
+killed itself at any instant: every step leaves what the next one to recover can go on from.
+Compiled.
 """
 
 from __future__ import annotations
@@ -10,34 +11,13 @@ import numpy as np
 
 from gadei_ps.kernels.compiled import compiled
 from gadei_ps.server.account import book_arrival, book_superstep, books
-from gadei_ps.server.apply import (
-    ALL_APPLIED,
-    APPLY,
-    IDLE,
-    MAX_LEARNERS,
-    ONE,
-    SEQUENCE,
-    SKIP,
-    ZERO,
-    Shard,
-    finish,
-    frame_at,
-    integer,
-    shard_of,
-    slot_of,
-    take,
-)
+from gadei_ps.server.apply import apply_frames
+from gadei_ps.server.chunks import Walk
+from gadei_ps.server.constants import ALL_APPLIED, APPLY, IDLE, MAX_LEARNERS, ONE, SKIP, ZERO
+from gadei_ps.server.context import Shard, integer, shard_of, shown_address, slot_of, take
 from gadei_ps.server.journal import roll_back
-from gadei_ps.server.places import (
-    RING_ADDRESS,
-    RING_GENERATION,
-    RING_SLOT_BYTES,
-    RING_SLOTS_AT,
-    TABLE,
-    TABLE_AT,
-)
-from gadei_ps.server.rows import apply_frames
-from gadei_ps.server.symbols import get, put, words
+from gadei_ps.server.record import SEQUENCE, finish
+from gadei_ps.server.symbols import get, put
 
 
 @compiled
@@ -59,22 +39,10 @@ def _needs_no_ring(s: Shard) -> bool:
 
 
 @compiled
-def _slot(s: Shard, table: np.ndarray, row: int, sequence: np.uint64) -> np.uint64:
-    return slot_of(
-        s.c,
-        table[row * TABLE + RING_ADDRESS],
-        table[row * TABLE + RING_SLOTS_AT],
-        table[row * TABLE + RING_SLOT_BYTES],
-        sequence,
-    )
-
-
-@compiled
-def can_recover(index: int, low: int, high: int, places: np.ndarray) -> int:
+def can_recover(part: np.ndarray) -> int:
     """1 if the rings of what is in hand are mapped; the manager may not have seen them yet."""
-    s = shard_of(index, low, high, places)
-    table = words(places[TABLE_AT], MAX_LEARNERS * TABLE)
-    record = s.state[0].record[index]
+    s = shard_of(part)
+    record = s.state[0].record[s.number]
     if get(s.cursor) == IDLE or _is_finished(s) or _needs_no_ring(s):
         return 1
     for row in range(MAX_LEARNERS):
@@ -84,15 +52,14 @@ def can_recover(index: int, low: int, high: int, places: np.ndarray) -> int:
             wanted = s.c[0].roster[row].generation
         else:
             continue
-        address = np.uint64(table.ctypes.data) + np.uint64(8 * (row * TABLE + RING_ADDRESS))
-        if get(address) == ZERO or table[row * TABLE + RING_GENERATION] != wanted:
+        if shown_address(s, row) == ZERO or s.board[0].ring[row].generation != wanted:
             return 0
     return 1
 
 
 @compiled
-def _finish_gradient(s: Shard, table: np.ndarray) -> None:
-    """Applies what is left of the gradient or superstep in hand, and counts it."""
+def _finish_gradient(s: Shard) -> None:
+    """Applies the rest of the gradient or superstep in hand, and books it."""
     record = s.state[0].record[s.number]
     position = get(s.cursor)
     members = 0
@@ -103,39 +70,38 @@ def _finish_gradient(s: Shard, table: np.ndarray) -> None:
             sequence = s.c[0].superstep_upto[row] - ONE
         else:
             continue
-        take(s, members, _slot(s, table, row, sequence))
+        take(s, members, slot_of(s.c, s.board[0].ring[row], sequence))
         members += 1
     if members > 0 and position != ALL_APPLIED:
-        apply_frames(s, members, integer(position >> ONE), position & ONE != ZERO)
+        apply_frames(s, Walk(members, integer(position >> ONE), position & ONE != ZERO))
     if s.number == 0:
         if record.ring == np.uint64(MAX_LEARNERS):
-            book_superstep(s, table, record.version)
+            book_superstep(s, record.version)
         elif record.booked == ZERO:
             row = integer(record.ring)
-            frame = frame_at(_slot(s, table, row, record.sequence))
-            book_arrival(s, row, frame, record.version, False)
+            slot = slot_of(s.c, s.board[0].ring[row], record.sequence)
+            book_arrival(s, row, slot, record.version, False)
 
 
 @compiled
-def recover(index: int, low: int, high: int, places: np.ndarray) -> int:
-    """Finishes what a server that died was doing to this shard; 1 if a gradient was in hand.
+def recover(part: np.ndarray) -> int:
+    """Finishes what a dead server was doing to this shard; 1 if a gradient was in hand.
 
-    low, high: the shard's values. The frame is still in its ring, because its tail moves last.
-    Call it when can_recover() says so.
+    part: PART, shape (1,). The frame is still in its ring, because its tail moves last. To be
+    called when can_recover() says so.
     """
-    s = shard_of(index, low, high, places)
-    table = words(places[TABLE_AT], MAX_LEARNERS * TABLE)
-    if index == 0:
+    s = shard_of(part)
+    if s.number == 0:
         roll_back(books(s))
     in_hand = 0
     if get(s.cursor) != IDLE:
         in_hand = 1
         if not _is_finished(s):
             if not _needs_no_ring(s):
-                _finish_gradient(s, table)
+                _finish_gradient(s)
             finish(s)
         else:
-            record = s.state[0].record[index]
+            record = s.state[0].record[s.number]
             if record.applies > ZERO:
                 record.steps = record.step + ONE
             put(s.cursor, IDLE)

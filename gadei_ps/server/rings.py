@@ -1,8 +1,8 @@
 """The learners' rings as a server process has them mapped, and how its shards learn of them.
 
-Every server keeps its own table, the one that stands by too: at a take-over nothing is mapped.
-Addresses are shown to the shards last and taken back first; a mapping goes when no shard of this
-process can be looking at it.
+Every server has a table of its own, the standby too, so that a take-over has nothing to map.
+Addresses are shown to the shards last and taken back first. A mapping is let go when no shard of
+this process can be looking at it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gadei_ps.errors import SegmentError
 from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import RING, SegmentKind
 from gadei_ps.memory.segment import Segment, segment_name
-from gadei_ps.server import places as place
+from gadei_ps.server.structs import BOARD, NOT_READING, RING_LINE
 
 
 @dataclass(eq=False)
@@ -39,7 +39,8 @@ class Mapped:
         return _native.load32(self.ring.address + layout.offset(RING, "wants"))
 
     @property
-    def left(self) -> bool:
+    def has_detached(self) -> bool:
+        """Whether the learner says so, for want of a watchdog to tell."""
         return _native.load(self.ring.address + layout.offset(RING, "detached")) != 0
 
     def slot(self, sequence: int, slots: int) -> int:
@@ -58,26 +59,21 @@ class Rings:
     job: str
     job_id: bytes
     slots: int
-    shards: int
     payload: int
     """Bytes of the largest payload: what a slot must hold."""
+    board: np.ndarray
+    """BOARD, shape (1,)."""
+    shards: int
     shard_bell: int
     """Address."""
-    table: np.ndarray = field(
-        default_factory=lambda: np.zeros((layout.MAX_LEARNERS, place.TABLE), np.uint64)
-    )
-    words: np.ndarray = field(default_factory=lambda: np.zeros(place.WORDS, np.uint64))
     mapped: dict[int, Mapped] = field(default_factory=dict)
     _forgotten: list[tuple[int, Mapped]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.words[place.SEEN : place.HOLDS] = place.NOT_READING
 
     def map(self, row: int, generation: int, *, populate: bool) -> Mapped:
         """Maps a ring, not yet shown to the shards. populate: so that no access to it faults.
 
-        Raises FileNotFoundError, or SegmentError where it is not this generation's or its learner
-        has written over it.
+        Raises FileNotFoundError, or SegmentError if it is not of this generation or its learner
+        has written over its header.
         """
         name = segment_name(self.job, f"ring.{row}")
         ring = segment.attach(name, SegmentKind.RING, writable=True, job_id=self.job_id)
@@ -100,19 +96,19 @@ class Rings:
     def show(self, one: Mapped) -> None:
         """The shards may use it from now on."""
         self.mapped[one.row] = one
-        self.table[one.row] = (0, one.generation, one.slot_bytes, one.slots_at)
+        self.board[0]["ring"][one.row] = (0, one.generation, one.slot_bytes, one.slots_at)
         # The address last: a shard may be looking at the table for the sake of another row.
-        address = self.table.ctypes.data + one.row * self.table.strides[0]
-        _native.store(address + 8 * place.RING_ADDRESS, one.ring.address)
+        line = self._word("ring") + one.row * RING_LINE.itemsize
+        _native.store(line + layout.offset(RING_LINE, "address"), one.ring.address)
         self._changed()
 
     def forget(self, row: int) -> None:
         """The shards shall not use it any more; tidy() lets the mapping go."""
         one = self.mapped.pop(row)
         # The address only: a shard that is a table behind compares the generation.
-        self.table[row, place.RING_ADDRESS] = 0
+        self.board[0]["ring"][row]["address"] = 0
         self._changed()
-        self._forgotten.append((int(self.words[place.TABLE_VERSION]), one))
+        self._forgotten.append((self._version, one))
 
     @property
     def forgotten(self) -> set[int]:
@@ -124,27 +120,34 @@ class Rings:
         if self._forgotten:
             seen = self._seen()
             # One that does not read yet looks at the table before it begins.
-            slowest = int(seen.min(initial=place.NOT_READING))
+            slowest = int(seen.min(initial=NOT_READING))
             self._forgotten = [one for one in self._forgotten if one[0] > slowest]
 
     def seen_by_all(self) -> bool:
         """Whether every shard serves, and by the newest table."""
-        return bool((self._seen() == self.words[place.TABLE_VERSION]).all())
+        return bool((self._seen() == self._version).all())
 
     @property
     def begun(self) -> bool:
         """Whether a shard has got its lease."""
-        return bool((self._seen() != place.NOT_READING).any())
+        return bool((self._seen() != NOT_READING).any())
 
     @property
     def held(self) -> int:
         """Shards that serve with their leases."""
-        return int(self.words[place.HOLDS : place.HOLDS + self.shards].sum())
+        return int(self.board[0]["holds"][: self.shards].sum())
+
+    @property
+    def _version(self) -> int:
+        return int(self.board[0]["table_version"])
+
+    def _word(self, field: str) -> int:
+        return self.board.ctypes.data + layout.offset(BOARD, field)
 
     def _seen(self) -> np.ndarray:
-        return self.words[place.SEEN : place.SEEN + self.shards]
+        seen: np.ndarray = self.board[0]["seen"][: self.shards]
+        return seen
 
     def _changed(self) -> None:
-        address = self.words.ctypes.data + 8 * place.TABLE_VERSION
-        _native.store(address, int(self.words[place.TABLE_VERSION]) + 1)
+        _native.store(self._word("table_version"), self._version + 1)
         _native.bell(self.shard_bell)

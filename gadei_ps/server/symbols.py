@@ -1,8 +1,8 @@
 """The C protocol as functions that compiled Python can call, and views of memory by address.
 
-External symbols, not ctypes pointers: code that calls a symbol can be cached on disk, code that
-holds a pointer of this process cannot. To the optimizer each call is opaque, so no load or store of
-memory that others can see moves across one.
+They are external symbols, not ctypes pointers: code that calls a symbol can be kept on disk, code
+that holds a pointer of this process cannot. To the compiler each call is opaque, so it moves no
+load or store of shared memory across one.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ def _pointer(context: Any, address: Any) -> Any:
 
 @intrinsic
 def mark(context: Any, address: Any, value: Any) -> Any:
-    """`put`, but as a part of the loop around it, which costs that loop nothing.
+    """Stores as `put` does, but inlined, so that the loop around it is not slower.
 
-    All stores before it come before it. All stores after it come after it in the order of this
-    thread, which is what counts for who finds its memory once it is dead: a signal ends a thread
-    between two instructions. So a fence for the compiler is enough. Between living threads the
-    processor may still let a later store overtake this one (ARM does, x86 does not).
+    Stores before it are not moved after it. Stores after it are not moved before it in the order
+    of this thread. That order is all that counts for the server that finds this memory after the
+    thread has died, because a signal ends a thread between two instructions. So a fence for the
+    compiler is enough. Between living threads the processor may still let a later store overtake
+    this one (ARM does, x86 does not).
     """
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -74,24 +75,16 @@ def mark(context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def call_apply(
-    context: Any,
-    function: Any,
-    index: Any,
-    low: Any,
-    high: Any,
-    places: Any,
-    members: Any,
-    first: Any,
-    reopen: Any,
+    context: Any, function: Any, part: Any, members: Any, first: Any, reopen: Any
 ) -> Any:
-    """Calls rows._apply at its address: no address of a process may be kept on disk."""
+    """Calls apply._apply at its address, which differs from process to process."""
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7)
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4)
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[_u64] * 8), build
+    return types.void(*[_u64] * 5), build
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -113,22 +106,16 @@ def halves(address: int, count: int) -> Any:
 
 
 @njit(nogil=True, cache=True, inline="always")
-def longs(address: int, count: int) -> Any:
-    """`count` signed 64-bit words at an address."""
-    return carray(_pointer(np.uint64(address)), (count,), np.int64)
-
-
-@njit(nogil=True, cache=True, inline="always")
 def words(address: int, count: int) -> Any:
     """`count` 64-bit words at an address."""
     return carray(_pointer(np.uint64(address)), (count,), np.uint64)
 
 
-def structs(dtype: np.dtype[np.void]) -> Any:
-    """A compiled function `view(address)`: the struct at an address as an array of shape (1,)."""
+def structs(dtype: np.dtype[np.void], count: int = 1) -> Any:
+    """A compiled function `view(address)`: `count` structs at an address as an array."""
 
     @njit(nogil=True, cache=True, inline="always")
     def view(address: int) -> Any:
-        return carray(_pointer(np.uint64(address)), (1,), dtype)
+        return carray(_pointer(np.uint64(address)), (count,), dtype)
 
     return view

@@ -1,7 +1,7 @@
 /* BSP: K supersteps of L learners on two shards, with a learner's death and a server's in the middle.
  *
- * Code: gadei_ps/sync/bsp.py and base.py; gadei_ps/server/driver.py; gadei_ps/server/shard.py _superstep;
- * gadei_ps/server/apply.py begin, finish; gadei_ps/server/recover.py; native/ps_ring.c ps_wait_grant.
+ * Code: gadei_ps/sync/bsp.py and base.py; gadei_ps/server/driver.py; gadei_ps/server/superstep.py
+ * apply_superstep; gadei_ps/server/record.py begin, finish; gadei_ps/server/recover.py; native/ps_ring.c ps_wait_grant.
  *
  * Processes: L learners, the first of which may be killed; the watchdog; the managers and shard
  * threads of two servers, the first of which may be killed, its threads ending one by one, later, in

@@ -2,8 +2,9 @@
  * watchdog that may be killed and started again.
  *
  * Code: watchdog/roster.py adopt, attach, _leave, free_rows; gadei_ps/server/manager.py _follow, _map_ring,
- * _take_in, _retire, _abandoned; gadei_ps/server/rings.py; gadei_ps/server/shard.py stand_by, serve, _look_up,
- * _on_arrival, _keep_books; gadei_ps/server/recover.py; finish in gadei_ps/server/apply.py.
+ * _take_in, _retire, _abandoned; gadei_ps/server/rings.py; gadei_ps/server/shard.py stand_by, serve,
+ * _keep_books; gadei_ps/server/known.py look_up; gadei_ps/server/arrival.py on_arrival;
+ * gadei_ps/server/recover.py; finish in gadei_ps/server/record.py.
  *
  * Processes: a learner for each generation (publishes up to H frames, ends at any time, killed or
  * by itself); the watchdog and its successor; the managers and shard threads of the servers, all but

@@ -2,7 +2,7 @@
  *
  * Code: native/ps_ring.c ps_publish, ask, ps_shard_sleep and ps_wide_awake (a bit in sleepers, the
  * rings' heads, the bell), WAIT_UNTIL with wait_slot and ps_release (waits_slot, released);
- * gadei_ps/server/shard.py serve, which clears the bit of a shard that died asleep, and _look_up, which
+ * gadei_ps/server/shard.py serve, which clears the bit of a shard that died asleep, and look_up in gadei_ps/server/known.py, which
  * releases again what the dead one may have released without waking.
  *
  * Processes: a learner that publishes F frames through N slots; two shards; the second shard's

@@ -89,7 +89,7 @@ def test_every_sync_point_is_argued() -> None:
         for path in sources
         for point in re.findall(r"SYNC POINT: ([a-z_ ]+)", path.read_text())
     }
-    assert {"native/ps_ring.c", "gadei_ps/server/apply.py"} <= {path for path, _ in points}
+    assert {"native/ps_ring.c", "gadei_ps/server/record.py"} <= {path for path, _ in points}
     missing = {(path, point) for path, point in points if point.strip() not in headings}
     assert not missing, "no argument in docs/memory-order.md"
     litmus = re.findall(r'^    \{"[^"]+", "([^"]+)"', (STRESS / "litmus.c").read_text(), re.M)

@@ -12,9 +12,8 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType
-from gadei_ps.memory.weights import Model, Tensor, data, payload_bytes
+from gadei_ps.memory.weights import Model, Tensor, data
 from gadei_ps.memory.weights import place as placed
-from gadei_ps.server import places
 from gadei_ps.watchdog.memory import JobMemory
 from support.frames import rows_payload
 from support.jobs import config
@@ -39,10 +38,9 @@ class Rig:
     ) -> None:
         # Here: the tests that need no shard are spared Numba.
         from gadei_ps import sync
-        from gadei_ps.server import apply, recover, rows, shard
+        from gadei_ps.server import recover, shard, shards
 
-        self._rooms: list[tuple[np.ndarray, np.ndarray]] = []
-        self._apply, self._recover, self._rows, self._shard = apply, recover, rows, shard
+        self._recover, self._shard, self._shards = recover, shard, shards
         self.memory = JobMemory(config(name, **settings))
         self.memory.create_control(sync.parse("bsp" if collect else "asp"))
         try:
@@ -71,8 +69,11 @@ class Rig:
             )
             for stream in range(int(self.state["streams"]))
         ]
-        self.table = np.zeros((layout.MAX_LEARNERS, places.TABLE), np.uint64)
-        self.words = np.zeros(places.WORDS, np.uint64)
+        self._board = self._shards.new_board()
+        self.board = self._board[0]
+        self._parts = self._shards.Shards(
+            self.memory.control, self.memory.weights, self.memory.state, self._board
+        )
         for row in range(learners):
             self.add(row, row + 1)
         self.control["phase"] = Phase.SERVING
@@ -95,17 +96,18 @@ class Rig:
         for field in ("drained", "handed", "unasked"):
             self.roster[row][field] = 0
         self.roster[row]["outstanding"] = layout.NO_BATCH
-        self.table[row] = ring.address, generation, int(head["slot_bytes"]), int(head["slots_at"])
-        self.words[places.TABLE_VERSION] += 1
+        sizes = int(head["slot_bytes"]), int(head["slots_at"])
+        self.board["ring"][row] = (ring.address, generation, *sizes)
+        self.board["table_version"] += 1
         self.bell()
 
     def forget(self, row: int) -> None:
         """A learner that has departed is let go; its row may be taken again."""
-        self.table[row] = 0
-        self.words[places.TABLE_VERSION] += 1
+        self.board["ring"][row] = (0, 0, 0, 0)
+        self.board["table_version"] += 1
         self.bell()
-        seen = self.words[places.SEEN : places.SEEN + self.shards]
-        eventually(lambda: (seen == self.words[places.TABLE_VERSION]).all())
+        seen = self.board["seen"][: self.shards]
+        eventually(lambda: (seen == self.board["table_version"]).all())
         self.memory.remove_ring(row)
 
     def word(self, field: str) -> int:
@@ -120,33 +122,9 @@ class Rig:
     def range(self, index: int) -> tuple[int, int]:
         return layout.shard_range(self.model.elements, self.shards, index)
 
-    def places(self, index: int) -> np.ndarray:
+    def part(self, index: int) -> np.ndarray:
         """What a shard works with."""
-        memory = self.memory
-        assert memory.weights
-        assert memory.state
-        made = np.zeros(places.PLACES, np.uint64)
-        made[places.CONTROL_AT] = self.control_at
-        made[places.STATE_AT] = memory.state.address
-        made[places.WEIGHTS_AT] = self.weights.ctypes.data
-        for stream, slot in enumerate(self.slots):
-            made[places.SLOT0_AT + stream] = slot.ctypes.data
-        made[places.UNDO_AT] = memory.state.address + int(self.state["undo_at"])
-        made[places.UNDO_AT] += np.uint64(index * layout.UNDO_BYTES)
-        made[places.TABLE_AT] = self.table.ctypes.data
-        made[places.WORDS_AT] = self.words.ctypes.data
-        head = memory.weights.view(layout.WEIGHTS)
-        tensors = int(head["tensors"])
-        made[places.TENSORS_AT] = memory.weights.address + int(head["table_at"])
-        made[places.TENSORS] = tensors
-        made[places.APPLY_AT] = self._rows.applier()
-        mine = self._apply.room()
-        self._rooms.append(mine)
-        made[places.HANDS_AT], places[places.ROOM_AT] = (part.ctypes.data for part in mine)
-        made[places.CAPACITY] = payload_bytes(self.model)
-        made[places.ELEMENTS] = self.model.elements
-        made[places.PARAMETERS] = self.model.parameters
-        return made
+        return self._parts.part(index)
 
     def kept(self) -> list[np.ndarray]:
         """Copies of weights and slots."""
@@ -161,20 +139,15 @@ class Rig:
 
     def recover(self) -> list[int]:
         """For each shard whether a gradient was in hand."""
-        return [
-            self._recover.recover(index, *self.range(index), self.places(index))
-            for index in range(self.shards)
-        ]
+        return [self._recover.recover(self.part(index)) for index in range(self.shards)]
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Shard threads in this process."""
         self._shard.load()  # here, where nobody waits yet
-        self.words[places.QUIT] = 0
+        self.board["quit"] = 0
         threads = [
-            threading.Thread(
-                target=self._shard.serve, args=(index, *self.range(index), self.places(index))
-            )
+            threading.Thread(target=self._shard.serve, args=(self.part(index),))
             for index in range(self.shards)
         ]
         for thread in threads:
@@ -182,7 +155,7 @@ class Rig:
         try:
             yield
         finally:
-            self.words[places.QUIT] = 1
+            self.board["quit"] = 1
             self.bell()
             for thread in threads:
                 thread.join()
@@ -224,6 +197,14 @@ class Rig:
         _native.store(head_at, sequence + 1)
         _native.futex_wake(head_at)
         return sequence
+
+    def ones(self) -> np.ndarray:
+        """The payload of a dense gradient of ones."""
+        return np.ones(self.model.elements, np.float32)
+
+    def apply(self, row: int, payload: np.ndarray, **fields: Any) -> None:
+        """Publishes a frame and waits until every shard is done with it."""
+        self.wait_applied(row, self.publish(row, payload, **fields))
 
     def publish_rows(
         self,

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from gadei_ps.kernels import cpu, reference
 from gadei_ps.kernels.optimizers import (
     COEFFICIENTS,
-    HYPER,
     KIND,
     LR,
+    PACKED,
     STALENESS_AWARE,
     WARMUP_STEPS,
     Kind,
@@ -341,7 +341,7 @@ def test_stale_gradients_count_less_where_asked_for(rate: Any) -> None:
 @given(spec=specs())
 def test_packing_keeps_every_field(spec: OptimizerSpec) -> None:
     hyper = spec.pack()
-    assert hyper.shape == (HYPER,)
+    assert hyper.shape == (PACKED,)
     assert hyper.dtype == np.float64
     again = OptimizerSpec.unpack(hyper)
     assert again == spec
@@ -370,9 +370,9 @@ def test_unpacking_refuses_what_no_specification_has(index: int, value: float, f
 
 def test_unpacking_refuses_another_shape_or_type() -> None:
     with pytest.raises(ValueError, match="hyper"):
-        OptimizerSpec.unpack(np.zeros(HYPER - 1))
+        OptimizerSpec.unpack(np.zeros(PACKED - 1))
     with pytest.raises(ValueError, match="hyper"):
-        OptimizerSpec.unpack(np.zeros(HYPER, np.float32))
+        OptimizerSpec.unpack(np.zeros(PACKED, np.float32))
 
 
 @pytest.mark.parametrize(

@@ -190,10 +190,3 @@ def test_no_work_is_handed_out_before_it_is_set() -> None:
     c["work"] = Work.NONE
     assert ledger.assign(c, 0) == NO_BATCH
     assert not ledger.close_epochs(c)
-
-
-def test_clear() -> None:
-    c = control(3, 1)
-    ledger.assign(c, 4)
-    ledger.clear(c, 4)
-    assert ledger.held(c, 4) == 0

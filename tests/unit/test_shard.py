@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,7 +17,6 @@ from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import (
-    CHUNK,
     IDLE,
     NO_BATCH,
     Action,
@@ -29,8 +27,7 @@ from gadei_ps.memory.layout import (
     batch_id,
 )
 from gadei_ps.memory.weights import Tensor
-from gadei_ps.server.account import staleness_bin
-from gadei_ps.server.symbols import get, put
+from gadei_ps.server.statistics import staleness_bin
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -40,14 +37,6 @@ W = [Tensor("w", (10,))]
 
 def noise(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
-
-
-def ones(rig: Rig) -> np.ndarray:
-    return np.ones(rig.model.elements, np.float32)
-
-
-def apply_one(rig: Rig, row: int, payload: np.ndarray, **fields: Any) -> None:
-    rig.wait_applied(row, rig.publish(row, payload, **fields))
 
 
 # -- applying -------------------------------------------------------------------------------------
@@ -109,7 +98,7 @@ def test_as_the_reference(kind: str, job_name: str) -> None:
                     scale = np.float32(1.0 - 0.25 * t)
                     g = reference.decode(wire, raw)
                     squares = float(np.square(g[moved], dtype=np.float64).sum())
-                    apply_one(rig, t % 2, raw, wire=wire, rate_scale=scale, squares=squares)
+                    rig.apply(t % 2, raw, wire=wire, rate_scale=scale, squares=squares)
                     g[moved] *= np.float32(reference.clip_scale(spec.pack(), squares))
                     rate = reference.learning_rate(spec.pack(), t) * float(scale)
                     reference.step(spec, expected[moved], state, g[moved], t + 1, rate)
@@ -131,7 +120,7 @@ def test_staleness_aware_rate(job_name: str) -> None:
     optimizer = {"kind": "sgd", "lr": 12.0, "staleness_aware": True}
     with Rig(job_name, W, optimizer=optimizer) as rig, rig.serving():
         for version, sum_of_rates in [(0, 12), (0, 24), (0, 30), (0, 34), (4, 46), (9, 58)]:
-            apply_one(rig, 0, ones(rig), version=version)
+            rig.apply(0, rig.ones(), version=version)
             np.testing.assert_array_equal(rig.weights, -sum_of_rates)
 
 
@@ -160,12 +149,12 @@ BAD: list[tuple[dict[str, Any], Reason]] = [
 def test_bad_frames_never_reach_the_weights(shards: int, job_name: str) -> None:
     with Rig(job_name, [Tensor("w", (5000,))], shards=shards, learners=2) as rig, rig.serving():
         for count, (fields, reason) in enumerate(BAD, 1):
-            apply_one(rig, 0, np.full(rig.model.elements, np.nan, np.float32), **fields)
+            rig.apply(0, np.full(rig.model.elements, np.nan, np.float32), **fields)
             assert int(rig.roster[0]["reason"]) == reason, fields
             assert int(rig.roster[0]["refused"]) == count
             assert not rig.weights.any()
-        apply_one(rig, 0, ones(rig))
-        apply_one(rig, 1, ones(rig))
+        rig.apply(0, rig.ones())
+        rig.apply(1, rig.ones())
         np.testing.assert_array_equal(rig.weights, -2.0)
         assert int(rig.control["version"]) == 2
         assert int(rig.roster[0]["applied"]) == int(rig.roster[1]["applied"]) == 1
@@ -179,7 +168,7 @@ def test_every_reason_is_tested() -> None:
 
 def test_what_is_given_up_is_dropped(job_name: str) -> None:
     with Rig(job_name, W, shards=2) as rig, rig.serving():
-        apply_one(rig, 0, ones(rig), kind=FrameKind.EMPTY, payload_bytes=0)
+        rig.apply(0, rig.ones(), kind=FrameKind.EMPTY, payload_bytes=0)
         entry = rig.roster[0]
         assert (int(entry["dropped"]), int(entry["refused"]), int(entry["applied"])) == (1, 0, 0)
         assert not rig.weights.any()
@@ -188,7 +177,7 @@ def test_what_is_given_up_is_dropped(job_name: str) -> None:
 def test_times_of_the_last_iterations_are_kept(job_name: str) -> None:
     with Rig(job_name, W) as rig, rig.serving():
         for number in range(layout.RUNS + 3):
-            apply_one(rig, 0, ones(rig), started=float(number), finished=number + 0.5)
+            rig.apply(0, rig.ones(), started=float(number), finished=number + 0.5)
         runs = rig.state["runs"][0]
         first = layout.RUNS + 3 - layout.RUNS
         for number in range(first, layout.RUNS + 3):
@@ -200,7 +189,7 @@ def test_times_of_the_last_iterations_are_kept(job_name: str) -> None:
 
 def test_nonfinite_where_the_job_allows_it(job_name: str) -> None:
     with Rig(job_name, W, nonfinite="allow") as rig, rig.serving():
-        apply_one(rig, 0, ones(rig) * np.inf, flags=layout.CHECKED | layout.NONFINITE)
+        rig.apply(0, rig.ones() * np.inf, flags=layout.CHECKED | layout.NONFINITE)
         np.testing.assert_array_equal(rig.weights, -np.inf)
 
 
@@ -210,7 +199,7 @@ def test_a_head_that_is_nonsense(jump: int, job_name: str) -> None:
     with Rig(job_name, W, learners=2, slots=2) as rig, rig.serving():
         head = rig.memory.rings[0].address + layout.offset(layout.RING, "head")
         _native.store(head, jump)
-        apply_one(rig, 1, ones(rig))
+        rig.apply(1, rig.ones())
         np.testing.assert_array_equal(rig.weights, -1.0)
         rig.roster[0]["wanted"] = 0
         rig.bell()
@@ -223,9 +212,9 @@ def test_a_head_that_is_nonsense(jump: int, job_name: str) -> None:
 
 def test_statistics(job_name: str) -> None:
     with Rig(job_name, W, learners=2) as rig, rig.serving():
-        apply_one(rig, 0, ones(rig), samples=3, loss=2.5, started=1.0, finished=2.0, clock=7)
+        rig.apply(0, rig.ones(), samples=3, loss=2.5, started=1.0, finished=2.0, clock=7)
         for _ in range(40):
-            apply_one(rig, 1, ones(rig), version=0, samples=2)
+            rig.apply(1, rig.ones(), version=0, samples=2)
         first, second = rig.roster[0], rig.roster[1]
         assert (first["samples"], first["loss"], first["clock"]) == (3, 2.5, 7)
         assert (first["started"], first["finished"]) == (1.0, 2.0)
@@ -251,7 +240,7 @@ def test_histogram_bins() -> None:
 def test_what_a_dead_learner_has_published_is_applied(job_name: str) -> None:
     with Rig(job_name, W, learners=1, slots=4) as rig:
         for _ in range(4):
-            rig.publish(0, ones(rig), samples=1)
+            rig.publish(0, rig.ones(), samples=1)
         rig.roster[0]["wanted"] = 0
         with rig.serving():
             eventually(lambda: rig.roster[0]["drained"])
@@ -279,14 +268,14 @@ def test_batches_of_the_dead_go_to_others(job_name: str) -> None:
         _set_work(rig, 3, 1)
         first = eventually(lambda: _handed(rig, 0))
         eventually(lambda: len(_handed(rig, 0)) + len(_handed(rig, 1)) == 3)
-        apply_one(rig, 0, ones(rig), batch=first[0])
+        rig.apply(0, rig.ones(), batch=first[0])
         rig.roster[0]["wanted"] = 0
         rig.bell()
         eventually(lambda: rig.roster[0]["drained"])
         answered = 1
         while int(rig.control["work"]) != Work.DONE:
             for batch in _handed(rig, 1):
-                apply_one(rig, 1, ones(rig), batch=batch)
+                rig.apply(1, rig.ones(), batch=batch)
                 answered += 1
             rig.bell()
         assert answered == 3
@@ -299,8 +288,8 @@ def test_a_batch_that_was_not_asked_for(job_name: str) -> None:
     with Rig(job_name, W, learners=1, ahead=1) as rig, rig.serving():
         _set_work(rig, 5, 1)
         (batch,) = eventually(lambda: _handed(rig, 0))
-        apply_one(rig, 0, ones(rig), batch=batch_id(0, 4))
-        apply_one(rig, 0, ones(rig), batch=batch_id(7, 7))
+        rig.apply(0, rig.ones(), batch=batch_id(0, 4))
+        rig.apply(0, rig.ones(), batch=batch_id(7, 7))
         assert rig.roster[0]["unasked"] == 2
         assert _handed(rig, 0) == [batch]
 
@@ -337,7 +326,7 @@ def test_pause(job_name: str) -> None:
         _native.store(rig.word("pause"), layout.UNBOUNDED)
         rig.bell()
         eventually(lambda: rig.control["shard"]["parked"][:2].all())
-        sequence = rig.publish(0, ones(rig))
+        sequence = rig.publish(0, rig.ones())
         beats = rig.control["shard"]["heartbeat"][:2].copy()
         eventually(lambda: (rig.control["shard"]["heartbeat"][:2] > beats + 2).all())
         assert not rig.weights.any()
@@ -352,7 +341,7 @@ def test_a_pull_that_never_ends_holds_nobody_up_for_ever(job_name: str) -> None:
     with Rig(job_name, W, learners=2) as rig, rig.serving():
         rig.ring(0)["hold"] = 1
         for _ in range(20):
-            apply_one(rig, 1, ones(rig))
+            rig.apply(1, rig.ones())
         np.testing.assert_array_equal(rig.weights, -20.0)
 
 
@@ -360,227 +349,16 @@ def test_rows_are_taken_again(job_name: str) -> None:
     """A new generation in a row begins with frame 0, and the old one's words do not matter."""
     with Rig(job_name, W) as rig, rig.serving():
         for generation in (2, 3, 4):
-            apply_one(rig, 0, ones(rig))
+            rig.apply(0, rig.ones())
             rig.roster[0]["wanted"] = 0
             rig.bell()
             eventually(lambda: rig.roster[0]["drained"])
             rig.forget(0)
             rig.roster[0]["drained"] = 0
             rig.add(0, generation)
-        apply_one(rig, 0, ones(rig), generation=3)
+        rig.apply(0, rig.ones(), generation=3)
         assert rig.roster[0]["reason"] == Reason.BAD_GENERATION
         np.testing.assert_array_equal(rig.weights, -3.0)
-
-
-# -- supersteps -----------------------------------------------------------------------------------
-
-
-def test_superstep_applies_the_mean(job_name: str) -> None:
-    with Rig(job_name, [Tensor("w", (5000,))], learners=4, shards=3, collect=True) as rig:
-        gradients = [noise(row, rig.model.elements) for row in range(4)]
-        with rig.serving():
-            for row, gradient in enumerate(gradients):
-                rig.publish(row, gradient, rate_scale=1.0 + row, samples=1)
-            rig.superstep({0: Action.APPLY, 1: Action.APPLY, 3: Action.APPLY, 2: Action.REFUSE})
-            eventually(rig.superstep_done)
-            total = gradients[0] + gradients[1] + gradients[3]
-            mean = total * np.float32(1 / 3)
-            rate = np.float32((1.0 + 2.0 + 4.0) / 3)
-            np.testing.assert_allclose(rig.weights, -rate * mean, rtol=1e-6)
-            assert rig.control["version"] == 3
-            assert [int(rig.roster[row]["applied"]) for row in range(4)] == [1, 1, 0, 1]
-            assert rig.roster[2]["refused"] == 1
-            before = rig.weights.copy()
-            # Nothing is applied: consumed only, and no optimizer step is counted.
-            rig.publish(1, gradients[1])
-            rig.superstep({1: Action.DROP})
-            eventually(rig.superstep_done)
-            assert rig.roster[1]["dropped"] == 1
-            np.testing.assert_array_equal(rig.weights, before)
-        assert (rig.state["record"]["steps"][:3] == 1).all()
-        assert (rig.state["record"]["supersteps"][:3] == 2).all()
-        for row, tail in enumerate([1, 2, 1, 1]):
-            assert (rig.ring(row)["tail"]["value"][:3] == tail).all()
-
-
-def test_superstep_clips_each_gradient(job_name: str) -> None:
-    optimizer = {"kind": "sgd", "lr": 1.0, "clip_norm": 2.0}
-    tensors = [Tensor("w", (4,)), Tensor("s", (4,), Role.BUFFER)]
-    with Rig(job_name, tensors, learners=3, collect=True, optimizer=optimizer) as rig:
-        with rig.serving():
-            for row, size in enumerate([0.5, 4.0, 16.0]):  # norms 1, 8, 32
-                rig.publish(row, ones(rig) * np.float32(size), squares=4 * size * size)
-            rig.superstep(dict.fromkeys(range(3), Action.APPLY))
-            eventually(rig.superstep_done)
-        views = rig.model.views(rig.weights)
-        np.testing.assert_allclose(views["w"], -(0.5 + 1.0 + 1.0) / 3, rtol=1e-5)
-        np.testing.assert_allclose(views["s"], (0.5 + 4.0 + 16.0) / 3, rtol=1e-6)  # as it is
-
-
-@pytest.mark.parametrize("squares", [-1.0, math.nan, 0.0])
-def test_squares_that_cannot_be_clip_nothing(squares: float, job_name: str) -> None:
-    optimizer = {"kind": "sgd", "lr": 1.0, "clip_norm": 0.5}
-    with Rig(job_name, W, optimizer=optimizer) as rig, rig.serving():
-        apply_one(rig, 0, ones(rig), squares=squares)
-        np.testing.assert_array_equal(rig.weights, -1.0)
-
-
-def test_a_dropped_gradients_batch_is_handed_out_again(job_name: str) -> None:
-    with Rig(job_name, W, learners=2, ahead=1, collect=True) as rig, rig.serving():
-        _set_work(rig, 2, 1)
-        eventually(lambda: _handed(rig, 0) and _handed(rig, 1))
-        (batch,) = _handed(rig, 0)
-        rig.publish(0, ones(rig), batch=batch)
-        rig.publish(1, ones(rig))  # it names no batch
-        rig.superstep({0: Action.DROP, 1: Action.DROP})
-        eventually(rig.superstep_done)
-        eventually(lambda: _handed(rig, 0) == [batch])
-        assert rig.control["requeued_total"] == 1
-        assert rig.control["requeued"] == 0
-
-
-@numba.njit(nogil=True)
-def _as_soon_as_counted(
-    record: int, number: int, actions: np.ndarray, then: np.ndarray, word: int
-) -> None:
-    """Publishes the next superstep at the first moment at which the manager may."""
-    while get(record) != number:
-        pass
-    actions[:] = then
-    put(word, number + 1)
-
-
-def test_supersteps_in_quick_succession(job_name: str) -> None:
-    """The manager may publish the next superstep as soon as all shards have counted the last."""
-    many, rounds = 64, 40
-    with Rig(job_name, W, learners=many, slots=2, collect=True, spin_us=1e5) as rig, rig.serving():
-        assert rig.memory.state
-        record = rig.memory.state.address + layout.offset(layout.STATE, "record")
-        record += layout.offset(layout.RECORD, "supersteps")
-        actions = rig.control["superstep_action"]
-        then = np.full(layout.MAX_LEARNERS, Action.SKIP, np.uint32)
-        then[0] = Action.APPLY
-        rig.control["superstep_upto"][0] = 1
-        bad = dict.fromkeys(range(1, many), Action.REFUSE)
-        for number in range(1, rounds + 1):
-            for row in bad:
-                rig.publish(row, ones(rig) * 1000, flags=layout.CHECKED | layout.NONFINITE)
-            rig.publish(0, ones(rig))
-            rig.control["superstep_upto"][0] = number
-            rig.superstep(bad)
-            first = int(rig.control["superstep"])
-            _as_soon_as_counted(record, first, actions, then, rig.word("superstep"))
-            eventually(rig.superstep_done)
-            for row in range(many):
-                rig.wait_tail(row, number)
-        np.testing.assert_array_equal(rig.weights, -rounds)
-
-
-# -- recovery -------------------------------------------------------------------------------------
-
-
-def _stopped_inside(
-    rig: Rig, done: Rig, shard: int, chunk: int, *, is_open: bool, scratch: float
-) -> None:
-    """Brings a shard of `rig` to where SIGKILL could leave it on the way to the state of `done`."""
-    low, high = rig.range(shard)
-    record = rig.state["record"][shard]
-    for field in ("ring", "generation", "sequence", "step", "rate", "version", "applies"):
-        record[field] = done.state["record"][shard][field]
-    rig.control["shard"][shard]["sequence"] += 1
-    at = low + chunk * CHUNK
-    streams = [(rig.weights, done.weights), *zip(rig.slots, done.slots, strict=True)]
-    for stream, (mine, finished) in enumerate(streams):
-        mine[low:at] = finished[low:at]
-        if is_open:
-            end = min(at + CHUNK, high)
-            if stream and at >= rig.model.parameters:
-                continue
-            rig.undo(shard, stream, chunk)[: end - at] = mine[at:end]
-            mine[at : at + (end - at) // 2] = scratch
-    record["cursor"] = chunk << 1 | is_open
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
-@pytest.mark.parametrize("collect", [False, True])
-def test_recover_at_every_chunk(kind: str, shards: int, collect: bool, job_name: str) -> None:
-    tensors = [Tensor("w", (3000,)), Tensor("b", (1500,), Role.BUFFER)]
-    how = {"shards": shards, "optimizer": {"kind": kind, "lr": 0.1}, "slots": 4}
-    how |= {"collect": collect, "learners": 3}
-    values = {"w": noise(1, 3000), "b": noise(2, 1500)}
-    wires = [WireType.FLOAT32, WireType.BFLOAT16, WireType.FLOAT16]
-
-    def step(rig: Rig, number: int) -> None:
-        rows = (0, 1, 2) if collect else (number % 3,)
-        for row in rows:
-            wire = wires[row]
-            gradient = noise(10 * number + row, rig.model.elements)
-            rig.publish(row, reference.encode(wire, gradient), wire=wire)
-
-    def act(rig: Rig) -> None:
-        rig.superstep({0: Action.APPLY, 1: Action.REFUSE, 2: Action.APPLY})
-
-    def run(rig: Rig, numbers: range) -> None:
-        with rig.serving():
-            for number in numbers:
-                step(rig, number)
-                if collect:
-                    act(rig)
-                    eventually(rig.superstep_done)
-                else:
-                    rig.wait_applied(number % 3, int(rig.ring(number % 3)["head"]) - 1)
-
-    with Rig(f"{job_name}b", tensors, values, **how) as after:
-        run(after, range(3))
-        with Rig(f"{job_name}c", tensors, values, **how) as last:
-            run(last, range(4))
-            final = last.weights.copy()
-        low, high = after.range(shards - 1)
-        for chunk in range(-(-(high - low) // CHUNK) + 1):
-            for is_open in (False, True):
-                if is_open and low + chunk * CHUNK >= high:
-                    continue
-                with Rig(job_name, tensors, values, **how) as rig:
-                    run(rig, range(2))
-                    step(rig, 2)
-                    if collect:
-                        act(rig)
-                    for shard in range(shards - 1):  # done already, or not begun
-                        _stopped_inside(rig, after, shard, 0, is_open=False, scratch=0)
-                    _stopped_inside(
-                        rig, after, shards - 1, chunk, is_open=is_open, scratch=math.nan
-                    )
-                    assert rig.recover() == [1] * shards
-                    for mine, wanted in [
-                        (rig.weights, after.weights),
-                        *zip(rig.slots, after.slots, strict=True),
-                    ]:
-                        np.testing.assert_array_equal(mine, wanted)
-                    for field in ("cursor", "steps", "supersteps"):
-                        assert (rig.state["record"][field] == after.state["record"][field]).all()
-                    assert (rig.state["applied"] == after.state["applied"]).all()
-                    assert rig.control["version"] == after.control["version"]
-                    assert not (rig.control["shard"]["sequence"] % 2).any()
-                    assert rig.recover() == [0] * shards
-                    np.testing.assert_array_equal(rig.weights, after.weights)
-                    run(rig, range(3, 4))
-                    for row in range(3):
-                        tails = rig.ring(row)["tail"]["value"]
-                        assert (tails[:shards] == int(rig.ring(row)["head"])).all()
-                    np.testing.assert_array_equal(rig.weights, final)
-
-
-def test_recover_when_all_but_the_tail_was_done(job_name: str) -> None:
-    with Rig(job_name, W, slots=1) as rig:
-        with rig.serving():
-            apply_one(rig, 0, ones(rig))
-        rig.ring(0)["tail"]["value"][0] = 0
-        assert rig.recover() == [0]
-        with rig.serving():
-            rig.wait_tail(0, 1)
-            apply_one(rig, 0, ones(rig))
-        np.testing.assert_array_equal(rig.weights, -2.0)
 
 
 def test_the_rig_refuses_what_a_job_would(job_name: str) -> None:

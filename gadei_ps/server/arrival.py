@@ -1,0 +1,118 @@
+"""Frames that are applied as they arrive.
+
+    check the frame -> begin -> apply -> book -> finish -> release
+
+A bad frame is refused instead: booked and released. Compiled; runs in the thread of the shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.kernels import cpu
+from gadei_ps.kernels.compiled import compiled
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL
+from gadei_ps.server.account import book_arrival, book_refusal, show_work, takes_work
+from gadei_ps.server.apply import apply_frames
+from gadei_ps.server.chunks import Walk
+from gadei_ps.server.constants import (
+    APPLY,
+    BAD_SEQUENCE,
+    DROP,
+    GIVEN_UP,
+    NO_BATCH,
+    OK,
+    ONE,
+    REFUSE,
+    ZERO,
+)
+from gadei_ps.server.context import Shard, consumed_at, frame_at, integer, take
+from gadei_ps.server.frames import check_frame
+from gadei_ps.server.known import HEAD, consume, is_nonsense, oldest_slot
+from gadei_ps.server.record import VERSION, Entry, begin, finish
+from gadei_ps.server.statistics import note_run
+from gadei_ps.server.symbols import get, get32
+
+MODE = np.uint64(layout.offset(CONTROL, "mode"))
+
+
+@compiled
+def on_arrival(s: Shard, ring: Any) -> None:
+    """Applies, or refuses, the oldest frame of a ring."""
+    row, tail = ring.row, ring.tail
+    head = get(ring.address + HEAD)
+    more = s.number == 0 and takes_work(s.c, row, ring.address, ring.generation)
+    shown = s.c[0].roster[row].handed
+    if is_nonsense(s, head, tail):
+        _refuse(s, row, BAD_SEQUENCE, NO_BATCH, head, False)
+        consume(s, ring, head)
+        return
+    slot = oldest_slot(s, ring)
+    frame = frame_at(slot)
+    reason = check_frame(slot, ring.generation, tail, s.part)
+    if reason == OK:
+        version = get(s.control + VERSION)
+        steps = integer(s.state[0].record[s.number].steps)
+        rate = cpu.learning_rate(s.c[0].hyper, steps) * frame[0].rate_scale
+        if version > frame[0].version:
+            rate = cpu.stale_rate(s.c[0].hyper, rate, integer(version - frame[0].version))
+        begin(s, Entry(row, ring.generation, tail, rate, version, 1))
+        take(s, 0, slot)
+        apply_frames(s, Walk(1, 0, False))
+        if s.number == 0:
+            book_arrival(s, row, slot, version, more)
+            note_run(s, row, tail, frame, APPLY)
+        finish(s)
+    else:
+        if s.number == 0:  # before it counts as consumed
+            note_run(s, row, tail, frame, DROP if reason == GIVEN_UP else REFUSE)
+        _refuse(s, row, reason, frame[0].batch, tail + ONE, more)
+    if more:
+        show_work(s.c, row, ring.address, shown)
+    consume(s, ring, tail + ONE)
+
+
+@compiled
+def _refuse(s: Shard, row: int, reason: int, batch: np.uint64, upto: np.uint64, more: bool) -> None:
+    """Frames below `upto` of this row count as consumed."""
+    if s.number == 0:
+        book_refusal(s, row, reason, batch, upto, more)
+    else:
+        s.state[0].applied[s.number, row] = upto
+
+
+@compiled
+def _most_consumed(s: Shard, row: int) -> np.uint64:
+    """Frames of this row that the shard has consumed which is furthest."""
+    most = ZERO
+    for shard in range(s.c[0].shards):
+        most = max(most, get(consumed_at(s, shard, row)))  # acquire: its frame's head is read next
+    return most
+
+
+@compiled
+def catch_up(s: Shard, count: int, mode: np.uint32) -> bool:
+    """While the shards stand still: consumes what another one has consumed already.
+
+    mode: that the pass began with. True if there was any, or if the mode is another one now: what
+    another shard has consumed under that, a superstep perhaps, must not be applied on arrival.
+    """
+    found = False
+    for i in range(count):
+        ring = s.known[i]
+        most = _most_consumed(s, ring.row)
+        if most <= s.state[0].applied[s.number, ring.row]:
+            continue
+        if get32(s.control + MODE) != mode:  # SYNC POINT: mode
+            return True
+        if is_nonsense(s, most, ring.tail):
+            # The learner wrote over the head, and another shard has taken it for consumed.
+            _refuse(s, ring.row, BAD_SEQUENCE, NO_BATCH, most, False)
+            consume(s, ring, most)
+        else:
+            on_arrival(s, ring)
+        found = True
+    return found

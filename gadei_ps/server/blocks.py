@@ -1,0 +1,128 @@
+"""The blocks of a frame of rows: what its payload says, and whether that can be.
+
+Such a frame has a block for each tensor that it moves: all of it, or the rows that it lists. A
+learner may write over a frame at any time. So whatever decides where a store goes is read once and
+checked where it is used; a block that does not fit moves nothing. Compiled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gadei_ps.kernels.compiled import compiled
+from gadei_ps.memory import layout
+from gadei_ps.server.constants import BAD_ROWS, BAD_SIZE, DENSE, OK, ROWS
+from gadei_ps.server.context import PAYLOAD_AT, integer
+from gadei_ps.server.symbols import get, get32, structs, words
+
+TENSOR_BYTES = np.uint64(layout.TENSOR.itemsize)
+PAYLOAD_BYTES = np.uint64(layout.offset(layout.FRAME, "payload_bytes"))
+BLOCKS = np.uint64(layout.offset(layout.FRAME, "blocks"))
+BLOCK_BYTES = layout.BLOCK.itemsize
+
+_tensor_at = structs(layout.TENSOR)
+
+
+class Block(NamedTuple):
+    """A block as it was read, once; its learner may write over it."""
+
+    tensor: int
+    form: int
+    rows: int
+    indices_at: np.uint64
+    values_at: np.uint64
+
+
+@compiled
+def tensor_of(part: np.ndarray, number: int) -> np.ndarray:
+    """The model's number-th tensor, TENSOR of shape (1,)."""
+    tensor: np.ndarray = _tensor_at(part[0].tensors_at + np.uint64(number) * TENSOR_BYTES)
+    return tensor
+
+
+@compiled
+def rows_of(tensor: np.ndarray) -> int:
+    """How many rows a tensor has; its first dimension."""
+    return integer(tensor[0].shape[0]) if tensor[0].dims > 0 else 1
+
+
+@compiled
+def read_block(slot: np.uint64, number: int) -> Block:
+    """Reads the number-th block of the frame in this slot."""
+    at = slot + PAYLOAD_AT + np.uint64(number * BLOCK_BYTES)
+    # Opaque loads: what is checked is what is used.
+    first, rows = get(at), get(at + np.uint64(8))
+    most = np.uint64(2**62)  # as signed words they stay what they are: too large
+    return Block(
+        integer(first & np.uint64(0xFFFFFFFF)),
+        integer(first >> np.uint64(32)),
+        integer(min(rows, most)),
+        get(at + np.uint64(16)),
+        get(at + np.uint64(24)),
+    )
+
+
+@compiled
+def fits(block: Block, tensor: np.ndarray, size: int, payload_bytes: int) -> bool:
+    """Whether what a block describes lies within the payload. size: bytes of a value."""
+    room = np.uint64(payload_bytes)
+    rows = rows_of(tensor)
+    count = integer(tensor[0].count)
+    if block.values_at > room or block.values_at % np.uint64(64) != 0:
+        return False
+    if block.form == DENSE:
+        return integer(block.values_at) + count * size <= payload_bytes
+    if block.form != ROWS or block.rows > rows:
+        return False
+    if block.indices_at > room or block.indices_at % np.uint64(64) != 0:
+        return False
+    return (
+        integer(block.indices_at) + block.rows * 8 <= payload_bytes
+        and integer(block.values_at) + block.rows * (count // rows) * size <= payload_bytes
+    )
+
+
+@compiled
+def payload_bytes_of(slot: np.uint64, part: np.ndarray) -> int:
+    """Bytes of the payload in this slot; -1 if a slot has less room."""
+    size = get(slot + PAYLOAD_BYTES)
+    return integer(size) if size <= part[0].capacity else -1
+
+
+@compiled
+def count_blocks(slot: np.uint64) -> int:
+    """How many blocks the frame in this slot has, as its learner says."""
+    return integer(get32(slot + BLOCKS))
+
+
+@compiled
+def check_rows(slot: np.uint64, size: int, part: np.ndarray) -> int:
+    """Why the frame of rows in this slot must not be applied; OK if it may.
+
+    size: bytes of a value. part: PART, shape (1,), of any shard.
+    """
+    tensors = integer(part[0].tensors)
+    blocks = count_blocks(slot)
+    payload_bytes = payload_bytes_of(slot, part)
+    if blocks > tensors or blocks * BLOCK_BYTES > payload_bytes:
+        return BAD_SIZE
+    before = -1
+    for i in range(blocks):
+        block = read_block(slot, i)
+        if block.tensor <= before or block.tensor >= tensors:
+            return BAD_ROWS
+        before = block.tensor
+        tensor = tensor_of(part, block.tensor)
+        if not fits(block, tensor, size, payload_bytes):
+            return BAD_SIZE
+        if block.form == ROWS:
+            indices = words(slot + PAYLOAD_AT + block.indices_at, block.rows)
+            last = -1
+            for k in range(indices.size):
+                index = indices[k]
+                if index >= np.uint64(rows_of(tensor)) or integer(index) <= last:
+                    return BAD_ROWS
+                last = integer(index)
+    return OK

@@ -1,0 +1,147 @@
+"""What a shard's thread knows of itself, and the frames that it has in hand.
+
+Compiled; each function here runs in the thread of the shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gadei_ps.kernels import cpu
+from gadei_ps.kernels.compiled import compiled
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, FRAME, RECORD, SHARD, STATE
+from gadei_ps.server.constants import MAX_LEARNERS, ZERO
+from gadei_ps.server.structs import BOARD, HAND, KNOWN_RING, PART, RING_LINE
+from gadei_ps.server.symbols import get, structs
+
+SHARDS = np.uint64(layout.offset(CONTROL, "shard"))
+SHARD_BYTES = np.uint64(SHARD.itemsize)
+RECORDS = np.uint64(layout.offset(STATE, "record"))
+RECORD_BYTES = np.uint64(RECORD.itemsize)
+CURSOR = np.uint64(layout.offset(RECORD, "cursor"))
+CONSUMED = np.uint64(layout.offset(STATE, "applied"))
+PAYLOAD_AT = np.uint64(layout.PAYLOAD_AT)
+LINES = np.uint64(layout.offset(BOARD, "ring"))
+LINE_BYTES = np.uint64(RING_LINE.itemsize)
+HANDS = np.uint64(layout.offset(PART, "hands"))
+KNOWN = np.uint64(layout.offset(PART, "known"))
+
+control_at = structs(CONTROL)
+state_at = structs(STATE)
+frame_at = structs(FRAME)
+board_at = structs(BOARD)
+hands_at = structs(HAND, MAX_LEARNERS)
+known_at = structs(KNOWN_RING, MAX_LEARNERS)
+
+
+class Streams(NamedTuple):
+    """Addresses of the arrays that a gradient changes, and of the undo log."""
+
+    weights: np.uint64
+    slot0: np.uint64
+    slot1: np.uint64
+    undo: np.uint64
+
+
+class Shard(NamedTuple):
+    """A shard; made by `shard_of`."""
+
+    number: int
+    low: int
+    high: int
+    part: np.ndarray
+    """PART, shape (1,)."""
+    here: np.uint64
+    """Address of the part."""
+    c: np.ndarray
+    """CONTROL, shape (1,)."""
+    state: np.ndarray
+    """STATE, shape (1,)."""
+    control: np.uint64
+    me: np.uint64
+    """Address of the shard's struct in control."""
+    cursor: np.uint64
+    """Address of the cursor of its record."""
+    kind: int
+    kept: int
+    """Optimizer slots: 0, 1 or 2."""
+    board: np.ndarray
+    """BOARD, shape (1,)."""
+    hands: np.ndarray
+    """HAND, shape (MAX_LEARNERS,)."""
+    known: np.ndarray
+    """KNOWN_RING, shape (MAX_LEARNERS,)."""
+    at: Streams
+
+
+@compiled
+def integer(value: Any) -> int:
+    """As a signed word: Numba makes a float of a signed and an unsigned word."""
+    return np.int64(value)  # type: ignore[return-value]
+
+
+@compiled
+def shard_of(part: np.ndarray) -> Shard:
+    """The shard of a part. part: PART, shape (1,)."""
+    p = part[0]
+    kept = 0
+    if p.slot0 != ZERO:
+        kept = 1
+    if p.slot1 != ZERO:
+        kept = 2
+    c = control_at(p.control)
+    at = np.uint64(p.index)
+    here = np.uint64(part.ctypes.data)
+    return Shard(
+        p.index,
+        p.low,
+        p.high,
+        part,
+        here,
+        c,
+        state_at(p.state),
+        p.control,
+        p.control + SHARDS + at * SHARD_BYTES,
+        p.state + RECORDS + at * RECORD_BYTES + CURSOR,
+        integer(c[0].optimizer),
+        kept,
+        board_at(p.board),
+        hands_at(here + HANDS),
+        known_at(here + KNOWN),
+        Streams(p.weights, p.slot0, p.slot1, p.undo),
+    )
+
+
+@compiled
+def consumed_at(s: Shard, shard: int, row: int) -> np.uint64:
+    """Address of the count of a row's frames that a shard has consumed (`applied` in state)."""
+    state: np.uint64 = s.part[0].state
+    return state + CONSUMED + np.uint64(shard * MAX_LEARNERS + row) * np.uint64(8)
+
+
+@compiled
+def shown_address(s: Shard, row: int) -> np.uint64:
+    """Address of the row's ring in the table of rings; 0 if the row is not served."""
+    address: np.uint64 = get(s.part[0].board + LINES + np.uint64(row) * LINE_BYTES)
+    return address
+
+
+@compiled
+def slot_of(c: np.ndarray, ring: Any, sequence: np.uint64) -> np.uint64:
+    """Address of the slot that holds the frame of this number. ring: RING_LINE or KNOWN_RING."""
+    first: np.uint64 = ring.address + ring.slots_at
+    size: np.uint64 = ring.slot_bytes
+    return first + (sequence % np.uint64(c[0].slots)) * size
+
+
+@compiled
+def take(s: Shard, member: int, slot: np.uint64) -> None:
+    """The frame in this slot is the member-th of those in hand."""
+    hand = s.hands[member]
+    hand.payload = slot + PAYLOAD_AT
+    hand.dtype = integer(frame_at(slot)[0].dtype)
+    hand.kind = integer(frame_at(slot)[0].kind)
+    hand.scale = cpu.clip_scale(s.c[0].hyper, frame_at(slot)[0].squares)

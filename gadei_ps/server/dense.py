@@ -1,0 +1,64 @@
+"""Applies gradients that are dense: all values of the shard, chunk by chunk. Compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gadei_ps.kernels import cpu
+from gadei_ps.kernels.compiled import compiled
+from gadei_ps.server.chunks import BUFFER, Move, Span, Walk, move_span
+from gadei_ps.server.constants import BFLOAT16, CHUNK, FLOAT16
+from gadei_ps.server.context import Shard, integer
+from gadei_ps.server.payload import (
+    AS_BFLOAT16,
+    AS_FLOAT32,
+    MEAN,
+    SCRATCH,
+    Values,
+    as_float32,
+    mean_at,
+    scale_of,
+)
+from gadei_ps.server.structs import WINDOW
+from gadei_ps.server.symbols import floats
+from gadei_ps.server.undo import restore
+
+
+@compiled
+def apply_dense(s: Shard, m: Move, walk: Walk) -> None:
+    """Applies the frames in hand, all of which are dense.
+
+    The optimizer moves parameters, plain addition moves buffers. The pieces are the shard's chunks.
+    """
+    parameters = integer(s.part[0].parameters)
+    payload, dtype = s.hands[0].payload, s.hands[0].dtype
+    # Several frames, or a clipped one, are worked out window by window before they are applied.
+    mixed = walk.members > 1 or scale_of(s, 0, True) != 1.0
+    start = s.low + walk.first * CHUNK
+    if walk.reopen:
+        kept = s.kept if start < parameters else 0
+        restore(s.at, kept, np.uint64(walk.first), start, min(CHUNK, s.high - start))
+    while start < s.high:
+        is_parameter = start < parameters
+        end = min(s.high, parameters) if is_parameter else s.high
+        if mixed or dtype == FLOAT16:
+            end = min(end, start + WINDOW)
+        count = end - start
+        kind, kept = (s.kind, s.kept) if is_parameter else (BUFFER, 0)
+        span = Span((start - s.low) // CHUNK, start, end)
+        if not mixed and dtype == BFLOAT16:
+            g = payload + np.uint64(start * 2)
+            move_span(kind, kept, m, Values(g, AS_BFLOAT16), span)
+        else:
+            if mixed:
+                mean = mean_at(s.here + MEAN, count)
+                for k in range(walk.members):
+                    hand = s.hands[k]
+                    one = as_float32(hand.payload, hand.dtype, start, count, s.here + SCRATCH)
+                    cpu.accumulate(mean, floats(one, count), scale_of(s, k, is_parameter))
+                cpu.scale(mean, 1.0 / walk.members)
+                g = s.here + MEAN
+            else:
+                g = as_float32(payload, dtype, start, count, s.here + SCRATCH)
+            move_span(kind, kept, m, Values(g, AS_FLOAT32), span)
+        start = end

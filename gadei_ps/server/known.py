@@ -1,0 +1,134 @@
+"""The rings as one shard knows them, from one version of the table of rings to the next.
+
+Compiled; runs in the thread of the shard, the only one that uses its KNOWN_RINGs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.kernels.compiled import compiled
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, ENTRY, RING
+from gadei_ps.server.account import show_all_work
+from gadei_ps.server.constants import MAX_LEARNERS, ZERO
+from gadei_ps.server.context import Shard, consumed_at, shown_address, slot_of
+from gadei_ps.server.structs import PART
+from gadei_ps.server.symbols import clock, get, get32, release, shard_sleep
+
+ROSTER = np.uint64(layout.offset(CONTROL, "roster"))
+ENTRY_BYTES = np.uint64(ENTRY.itemsize)
+SERVED = np.uint64(layout.offset(ENTRY, "served"))
+HEAD = np.uint64(layout.offset(RING, "head"))
+HOLD_AT = np.uint64(layout.offset(RING, "hold"))
+ADDRESSES = np.uint64(layout.offset(PART, "address"))
+HEADS = np.uint64(layout.offset(PART, "head"))
+
+HOLD_S = 0.02  # how long a consistent pull may keep a shard from beginning the next gradient
+HOLD_POLL_NS = np.uint64(50_000)
+
+
+@compiled
+def entry_at(s: Shard, row: int) -> np.uint64:
+    """Address of a row of the roster."""
+    return s.control + ROSTER + np.uint64(row) * ENTRY_BYTES
+
+
+@compiled
+def look_up(s: Shard) -> int:
+    """Copies the table of rings to the shard's own memory; returns how many rings there are.
+
+    Releases again what is consumed, and shows again what is handed out: the server before may have
+    died before it did.
+    """
+    count = 0
+    for row in range(MAX_LEARNERS):
+        address = shown_address(s, row)
+        if address == ZERO:
+            continue
+        tail = get(consumed_at(s, s.number, row))
+        shown = s.board[0].ring[row]
+        ring = s.known[count]
+        ring.address = address
+        ring.generation = shown.generation
+        ring.slot_bytes = shown.slot_bytes
+        ring.slots_at = shown.slots_at
+        ring.row = row
+        ring.line = count
+        ring.tail = tail
+        ring.held = ZERO
+        ring.wants = ZERO
+        # A dying manager may have given the row to another learner, which the manager of this
+        # process may not know yet. Then `applied` is that learner's.
+        if get(entry_at(s, row) + SERVED) != ring.generation:
+            continue
+        # The ring was forgotten meanwhile: a newer table will tell.
+        if shown_address(s, row) != address:
+            continue
+        s.part[0].address[count] = address
+        s.part[0].head[count] = tail
+        release(address, np.uint64(s.number), tail)
+        if s.number == 0 and s.c[0].roster[row].drained == 0:
+            show_all_work(s.c, row, address)
+        count += 1
+    return count
+
+
+@compiled
+def oldest_slot(s: Shard, ring: Any) -> np.uint64:
+    """Address of the oldest frame of a ring. Not from the table, which may be newer."""
+    return slot_of(s.c, ring, ring.tail)
+
+
+@compiled
+def has_news(s: Shard, ring: Any) -> bool:
+    """Whether the learner has published since the shard looked last; counts it as looked at."""
+    head = get(ring.address + HEAD)  # SYNC POINT: frame
+    news = head != s.part[0].head[ring.line]
+    s.part[0].head[ring.line] = head
+    return bool(news)
+
+
+@compiled
+def consume(s: Shard, ring: Any, tail: np.uint64) -> None:
+    """Frames below `tail` are done with: the learner may fill their slots."""
+    ring.tail = tail
+    s.part[0].head[ring.line] = tail
+    release(ring.address, np.uint64(s.number), tail)
+
+
+@compiled
+def is_nonsense(s: Shard, head: np.uint64, tail: np.uint64) -> bool:
+    """Whether a ring's head cannot be: it holds at most its slots. Its learner wrote over it."""
+    return bool(head - tail > np.uint64(s.c[0].slots))
+
+
+@compiled
+def sleep(s: Shard, watched: int, bell_seen: np.uint32, timeout_ns: np.uint64) -> None:
+    """Sleeps until a head of the first `watched` rings moves, the bell rings or the time is up."""
+    shard_sleep(
+        s.control,
+        np.uint64(s.number),
+        s.here + ADDRESSES,
+        s.here + HEADS,
+        np.uint64(watched),
+        bell_seen,
+        timeout_ns,
+    )
+
+
+@compiled
+def wait_for_pulls(s: Shard, count: int, bell_seen: np.uint32) -> None:
+    """Lets each learner that asks for a consistent pull finish it, for a bounded time."""
+    for i in range(count):
+        ring = s.known[i]
+        at = ring.address + HOLD_AT
+        request = get32(at)
+        if request == 0 or request == ring.held:
+            continue
+        end = clock() + HOLD_S
+        while get32(at) == request and clock() < end:
+            sleep(s, 0, bell_seen, HOLD_POLL_NS)
+        ring.held = np.uint64(request)

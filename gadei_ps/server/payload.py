@@ -1,0 +1,101 @@
+"""Values of a frame's payload, as the loops that apply them read them.
+
+float32 and bfloat16 are read in place; float16 is decoded into the shard's own memory. Compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numba.extending
+import numpy as np
+
+from gadei_ps.kernels import cpu
+from gadei_ps.kernels.compiled import compiled, inlined
+from gadei_ps.memory import layout
+from gadei_ps.server.constants import BFLOAT16, FLOAT32
+from gadei_ps.server.context import Shard
+from gadei_ps.server.structs import PART
+from gadei_ps.server.symbols import floats, halves
+
+AS_FLOAT32 = np.float32(0)
+AS_BFLOAT16 = np.uint16(0)
+SCRATCH = np.uint64(layout.offset(PART, "scratch"))
+MEAN = np.uint64(layout.offset(PART, "mean"))
+
+
+class Values(NamedTuple):
+    """Values of a gradient, one after the other in memory."""
+
+    at: np.uint64
+    """Address."""
+    form: Any
+    """AS_FLOAT32 or AS_BFLOAT16: by its type, each form gets loops of its own."""
+
+
+def values_of(form: Any, address: Any, count: int) -> Any:
+    """`count` values at an address as an array, of uint16 for bfloat16."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(values_of, inline="always")
+def _values_of(form, address, count):  # type: ignore[no-untyped-def]  # Numba compares signatures
+    if form == numba.types.uint16:
+        return lambda form, address, count: halves(address, count)
+    return lambda form, address, count: floats(address, count)
+
+
+def bytes_of(form: Any) -> np.uint64:
+    """Bytes of one value."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(bytes_of, inline="always")
+def _bytes_of(form):  # type: ignore[no-untyped-def]
+    if form == numba.types.uint16:
+        return lambda form: np.uint64(2)
+    return lambda form: np.uint64(4)
+
+
+@inlined
+def size_of(dtype: int) -> int:
+    """Bytes of one value of a payload."""
+    return 4 if dtype == FLOAT32 else 2
+
+
+@compiled
+def _decode(payload: np.uint64, dtype: int, start: int, count: int, out: np.uint64) -> None:
+    source = halves(payload + np.uint64(start * 2), count)
+    if dtype == BFLOAT16:
+        cpu.decode_bfloat16(source, floats(out, count))
+    else:
+        cpu.decode_float16(source, floats(out, count))
+
+
+@inlined
+def as_float32(
+    payload: np.uint64, dtype: int, start: int, count: int, scratch: np.uint64
+) -> np.uint64:
+    """Address of values start to start + count of a payload as float32.
+
+    scratch: where they are decoded to, unless they are float32; at most WINDOW values.
+    """
+    if dtype == FLOAT32:
+        return payload + np.uint64(start * 4)
+    _decode(payload, dtype, start, count, scratch)
+    return scratch
+
+
+@compiled
+def scale_of(s: Shard, member: int, is_parameter: bool) -> float:
+    """What to multiply a frame in hand by. Clipping leaves buffers alone."""
+    return s.hands[member].scale if is_parameter else 1.0
+
+
+@compiled
+def mean_at(address: np.uint64, count: int) -> np.ndarray:
+    """Memory for the mean of `count` values, all zero."""
+    mean: np.ndarray = floats(address, count)
+    mean[:] = np.float32(0)
+    return mean

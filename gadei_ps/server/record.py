@@ -1,0 +1,98 @@
+"""A shard's record of the gradient that it applies, from which its successor finishes it once.
+
+    begin     which frame, which step, which rate       then cursor = 0
+    chunks    old weights and slots -> undo log         then cursor = chunk << 1 | 1
+              update                                                      (undo.py, chunks.py)
+    unlock                                                   cursor = ALL_APPLIED
+    booking   shard 0: statistics, work ledger          then booked       (account.py)
+    finish    consumed, steps, version: absolute values then cursor = IDLE
+    release   the ring's tail                                SYNC POINT: slot
+
+Each `then` is a release store that no store crosses in the order of this thread: `put`, an opaque
+call, or for each chunk `mark`. recover.py reads backwards what a dead server left behind.
+Compiled; runs in the thread of the shard.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gadei_ps.kernels.compiled import compiled
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, SHARD
+from gadei_ps.server.constants import ALL_APPLIED, IDLE, MAX_LEARNERS, ONE, SKIP, ZERO
+from gadei_ps.server.context import Shard
+from gadei_ps.server.symbols import fence, get, mark, put
+
+SEQUENCE = np.uint64(layout.offset(SHARD, "sequence"))
+VERSION = np.uint64(layout.offset(CONTROL, "version"))
+
+
+class Entry(NamedTuple):
+    """What is about to be applied: a frame of a ring, or the mean of a superstep."""
+
+    ring: int
+    """Row of the ring; MAX_LEARNERS for a superstep."""
+    generation: np.uint64
+    """Of the ring."""
+    sequence: np.uint64
+    """Of the frame; the number of the superstep."""
+    rate: float
+    version: np.uint64
+    """Of the weights, before it."""
+    applies: int
+    """How many frames of it are applied."""
+
+
+@compiled
+def begin(s: Shard, entry: Entry) -> None:
+    """Writes down what is about to be applied."""
+    record = s.state[0].record[s.number]
+    record.ring = np.uint64(entry.ring)
+    record.generation = entry.generation
+    record.sequence = entry.sequence
+    record.step = record.steps
+    record.rate = entry.rate
+    record.version = entry.version
+    record.applies = np.uint64(entry.applies)
+    record.booked = ZERO
+    put(s.cursor, ZERO)
+
+
+@compiled
+def lock(s: Shard) -> None:
+    """Makes the sequence lock odd: weights are about to change."""
+    word = s.me + SEQUENCE
+    put(word, get(word) | ONE)
+    fence()  # no weight is written before the lock is seen to be odd
+
+
+@compiled
+def unlock(s: Shard) -> None:
+    """All of the gradient is in the weights."""
+    mark(s.cursor, ALL_APPLIED)
+    word = s.me + SEQUENCE
+    put(word, (get(word) | ONE) + ONE)  # SYNC POINT: chunk of weights
+
+
+@compiled
+def finish(s: Shard) -> None:
+    """Makes the applied gradient count: stores absolute values only, so that twice is once."""
+    record = s.state[0].record[s.number]
+    fence()  # a process that sees the sequence below as applied also sees the weights
+    if s.number == 0:
+        put(s.control + VERSION, record.version + record.applies)
+    if record.ring < np.uint64(MAX_LEARNERS):
+        s.state[0].applied[s.number, record.ring] = record.sequence + ONE
+    else:
+        for row in range(MAX_LEARNERS):
+            if s.c[0].superstep_action[row] != SKIP:
+                s.state[0].applied[s.number, row] = s.c[0].superstep_upto[row]
+        fence()  # the manager goes on from `applied` as soon as it sees this
+        record.supersteps = record.sequence
+    if record.applies > ZERO:
+        record.steps = record.step + ONE
+    fence()
+    put(s.cursor, IDLE)

@@ -1,0 +1,97 @@
+"""What the server counts of each learner's frames. Compiled; only the thread of shard 0 writes.
+
+`c` is CONTROL, `frame` is FRAME, both of shape (1,). The counts are changed in the transactions of
+account.py, so that each frame is counted once whichever process is killed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from gadei_ps.kernels.compiled import compiled
+from gadei_ps.memory import layout
+from gadei_ps.server.constants import EMPTY, ONE, ZERO
+from gadei_ps.server.context import Shard, integer
+from gadei_ps.server.symbols import fence
+
+HISTOGRAM = layout.HISTOGRAM
+RUNS = np.uint64(layout.RUNS)
+
+
+@compiled
+def staleness_bin(staleness: np.uint64) -> int:
+    """0 to 15 have a bin each, then one bin for each power of two; the last takes the rest."""
+    if staleness < np.uint64(16):
+        return integer(staleness)
+    bin_ = 16
+    rest = staleness >> np.uint64(5)
+    while rest > ZERO and bin_ < HISTOGRAM - 1:
+        rest >>= ONE
+        bin_ += 1
+    return bin_
+
+
+@compiled
+def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64) -> None:
+    """Counts a gradient that is applied. version: of the weights, before it."""
+    e = c[0].roster[row]
+    e.applied += ONE
+    e.samples += np.uint64(frame[0].samples)
+    e.loss = frame[0].loss
+    e.norm = math.sqrt(frame[0].squares)
+    e.started = frame[0].started
+    e.finished = frame[0].finished
+    e.version = frame[0].version
+    e.clock = frame[0].clock
+    pulled = frame[0].version
+    staleness = version - pulled if version > pulled else ZERO
+    e.staleness_sum += staleness
+    e.staleness_max = max(e.staleness_max, staleness)
+    c[0].roster[row].histogram[staleness_bin(staleness)] += ONE
+
+
+@compiled
+def count_dropped(c: np.ndarray, row: int) -> None:
+    """Counts a gradient that the synchronization model drops, or its learner has given up."""
+    c[0].roster[row].dropped += ONE
+
+
+@compiled
+def count_refused(c: np.ndarray, row: int, reason: int) -> None:
+    """Counts a bad frame and keeps its reason."""
+    c[0].roster[row].refused += ONE
+    c[0].roster[row].reason = np.uint32(reason)
+
+
+@compiled
+def count_past(c: np.ndarray, row: int) -> None:
+    """Adds a learner's counts to those of all learners that are gone, and clears them."""
+    e = c[0].roster[row]
+    c[0].past_applied += e.applied
+    c[0].past_dropped += e.dropped
+    c[0].past_refused += e.refused
+    c[0].past_samples += e.samples
+    e.applied = ZERO
+    e.dropped = ZERO
+    e.refused = ZERO
+    e.samples = ZERO
+
+
+@compiled
+def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action: int) -> None:
+    """Keeps the times of an iteration for `gadei-ps trace`.
+
+    Outside the transactions: a server that dies in between costs a record at most one line.
+    """
+    at = integer(sequence % RUNS)
+    s.state[0].runs[row, at].sequence = ZERO
+    fence()
+    s.state[0].runs[row, at].started = frame[0].started
+    s.state[0].runs[row, at].finished = frame[0].finished
+    s.state[0].runs[row, at].action = np.uint32(action)
+    cut = frame[0].kind == EMPTY and frame[0].blocks == 0
+    s.state[0].runs[row, at].censored = np.uint32(1 if cut else 0)
+    fence()
+    s.state[0].runs[row, at].sequence = sequence + ONE

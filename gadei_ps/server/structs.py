@@ -1,0 +1,111 @@
+"""Structs in a server process' own memory, for its manager and its shard threads.
+
+The structs of shared memory are in memory/layout.py. Python and compiled code read the same fields;
+addresses are plain words.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from gadei_ps.kernels.optimizers import COEFFICIENTS
+from gadei_ps.memory.layout import MAX_LEARNERS, MAX_SHARDS
+
+i64, u64, f32, f64 = "i8", "u8", "f4", "f8"
+
+NOT_READING: Final = 2**64 - 1
+"""In `seen`: the shard stands by; it will look at the table of rings before it reads a ring."""
+
+WINDOW: Final = 1024
+"""Values that are decoded or averaged at a time: several chunks, because one is short for that."""
+
+# A line of the table of rings. The manager stores the address last and takes it back first.
+RING_LINE: Final = np.dtype(
+    [
+        ("address", u64),  # 0: the row is not served
+        ("generation", u64),
+        ("slot_bytes", u64),
+        ("slots_at", u64),
+    ],
+    align=True,
+)
+
+# One for each server process. The shards write `seen` and `holds`, the manager all the rest.
+BOARD: Final = np.dtype(
+    [
+        ("table_version", u64),  # goes up with every change of the table of rings
+        ("quit", u64),
+        ("seen", u64, (MAX_SHARDS,)),  # the version that each shard works with; NOT_READING
+        ("holds", u64, (MAX_SHARDS,)),  # 1 once the shard serves with its lease
+        ("ring", RING_LINE, (MAX_LEARNERS,)),
+    ],
+    align=True,
+)
+
+# A frame in hand: one that is being applied, alone or in a mean of several.
+HAND: Final = np.dtype(
+    [
+        ("payload", u64),  # address
+        ("dtype", i64),
+        ("kind", i64),
+        ("scale", f64),  # what to multiply the gradient by, because of clipping
+        # The rest is used if one of the frames in hand is of rows (rows.py).
+        ("next", i64),  # block to look at next
+        ("form", i64),  # of the tensor at hand: ABSENT, ROWS, DENSE
+        ("values", u64),  # address of its values
+        ("indices", u64),  # address of its rows' numbers
+        ("count", i64),  # of its rows
+        ("at", i64),  # which of the listed rows is at hand
+        ("row", i64),  # its number; NO_ROW after the last
+    ],
+    align=True,
+)
+
+# A ring as a shard works with it, until the shard sees that the table has changed.
+KNOWN_RING: Final = np.dtype(
+    [
+        ("row", i64),
+        ("line", i64),  # its index in `known`, `address` and `head` of the part
+        ("address", u64),
+        ("generation", u64),
+        ("slot_bytes", u64),
+        ("slots_at", u64),
+        ("tail", u64),
+        ("held", u64),  # request for a consistent pull that has had its time
+        ("wants", u64),  # what the learner has asked for
+    ],
+    align=True,
+)
+
+# What one shard works with: made by the manager, read by the thread of the shard.
+PART: Final = np.dtype(
+    [
+        ("index", i64),
+        ("low", i64),  # first value of the shard's part of the weights; a multiple of CHUNK
+        ("high", i64),  # the one after its last; a multiple of CHUNK, or the end of the weights
+        ("control", u64),  # addresses of segments
+        ("state", u64),
+        ("weights", u64),  # address of the values
+        ("slot0", u64),  # addresses of the optimizer's slots; 0 if the optimizer has none
+        ("slot1", u64),
+        ("undo", u64),  # address of this shard's undo log
+        ("board", u64),  # address of the process' BOARD
+        ("apply", u64),  # address of the compiled code that applies gradients (apply.applier)
+        ("tensors_at", u64),  # address of the model's table
+        ("tensors", u64),
+        ("elements", u64),
+        ("parameters", u64),
+        ("capacity", u64),  # bytes that every slot has for a payload
+        # Memory that only the thread of the shard uses.
+        ("hands", HAND, (MAX_LEARNERS,)),
+        ("known", KNOWN_RING, (MAX_LEARNERS,)),
+        ("address", u64, (MAX_LEARNERS,)),  # of the rings in `known`, for shard_sleep
+        ("head", u64, (MAX_LEARNERS,)),  # heads that the shard has acted on, for shard_sleep
+        ("coefficients", f64, (COEFFICIENTS,)),  # of the gradient in hand (cpu.coefficients)
+        ("scratch", f32, (WINDOW,)),  # decoded values
+        ("mean", f32, (WINDOW,)),  # the mean of several gradients, or a clipped one
+    ],
+    align=True,
+)

@@ -1,0 +1,68 @@
+"""Frames that wait for a superstep: the synchronization model chooses, the shards apply the mean.
+
+    begin -> apply the mean -> book each row -> finish -> release
+
+The manager has checked the frames (driver.py). Compiled; runs in the thread of the shard.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gadei_ps.kernels import cpu
+from gadei_ps.kernels.compiled import compiled
+from gadei_ps.server.account import book_superstep
+from gadei_ps.server.apply import apply_frames
+from gadei_ps.server.chunks import Walk
+from gadei_ps.server.constants import APPLY, MAX_LEARNERS, SKIP, ZERO
+from gadei_ps.server.context import Shard, frame_at, integer, take
+from gadei_ps.server.known import consume, oldest_slot
+from gadei_ps.server.record import VERSION, Entry, begin, finish
+from gadei_ps.server.symbols import get
+
+
+@compiled
+def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
+    """Applies the mean of the gradients that the sync model has chosen; consumes the others."""
+    members = 0
+    scale = 0.0
+    for i in range(count):
+        ring = s.known[i]
+        if s.c[0].superstep_action[ring.row] == APPLY:
+            slot = oldest_slot(s, ring)
+            take(s, members, slot)
+            scale += frame_at(slot)[0].rate_scale
+            members += 1
+    rate = 0.0
+    if members > 0:
+        steps = integer(s.state[0].record[s.number].steps)
+        rate = cpu.learning_rate(s.c[0].hyper, steps) * scale / members
+    version = get(s.control + VERSION)
+    begin(s, Entry(MAX_LEARNERS, ZERO, number, rate, version, members))
+    if members > 0:
+        apply_frames(s, Walk(members, 0, False))
+    if s.number == 0:
+        book_superstep(s, version)
+    finish(s)
+    for i in range(count):
+        # Not by superstep_action: the manager may be writing the next superstep already.
+        ring = s.known[i]
+        tail = s.state[0].applied[s.number, ring.row]
+        if tail != ring.tail:
+            consume(s, ring, tail)
+
+
+@compiled
+def all_known(s: Shard, count: int) -> bool:
+    """Whether the rings of the published superstep are mapped.
+
+    After a take-over the manager may have to map one yet, of a learner that came just before.
+    """
+    missing = 0
+    for row in range(MAX_LEARNERS):
+        missing += s.c[0].superstep_action[row] != SKIP
+    for i in range(count):
+        ring = s.known[i]
+        same = ring.generation == s.c[0].roster[ring.row].generation
+        missing -= same and s.c[0].superstep_action[ring.row] != SKIP
+    return missing == 0

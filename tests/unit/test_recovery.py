@@ -1,0 +1,124 @@
+"""A server died at some chunk of a gradient; the next one finishes the gradient exactly once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support import Rig, eventually
+
+from gadei_ps.kernels import reference
+from gadei_ps.kernels.optimizers import WireType
+from gadei_ps.memory.layout import CHUNK, Action, Role
+from gadei_ps.memory.weights import Tensor
+
+W = [Tensor("w", (10,))]
+
+
+def noise(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+
+
+def _stopped_inside(
+    rig: Rig, done: Rig, shard: int, chunk: int, *, is_open: bool, scratch: float
+) -> None:
+    """Brings a shard of `rig` to where SIGKILL could leave it on the way to the state of `done`."""
+    low, high = rig.range(shard)
+    record = rig.state["record"][shard]
+    for field in ("ring", "generation", "sequence", "step", "rate", "version", "applies"):
+        record[field] = done.state["record"][shard][field]
+    rig.control["shard"][shard]["sequence"] += 1
+    at = low + chunk * CHUNK
+    streams = [(rig.weights, done.weights), *zip(rig.slots, done.slots, strict=True)]
+    for stream, (mine, finished) in enumerate(streams):
+        mine[low:at] = finished[low:at]
+        if is_open:
+            end = min(at + CHUNK, high)
+            if stream and at >= rig.model.parameters:
+                continue
+            rig.undo(shard, stream, chunk)[: end - at] = mine[at:end]
+            mine[at : at + (end - at) // 2] = scratch
+    record["cursor"] = chunk << 1 | is_open
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("collect", [False, True])
+def test_recover_at_every_chunk(kind: str, shards: int, collect: bool, job_name: str) -> None:
+    tensors = [Tensor("w", (3000,)), Tensor("b", (1500,), Role.BUFFER)]
+    how = {"shards": shards, "optimizer": {"kind": kind, "lr": 0.1}, "slots": 4}
+    how |= {"collect": collect, "learners": 3}
+    values = {"w": noise(1, 3000), "b": noise(2, 1500)}
+    wires = [WireType.FLOAT32, WireType.BFLOAT16, WireType.FLOAT16]
+
+    def step(rig: Rig, number: int) -> None:
+        rows = (0, 1, 2) if collect else (number % 3,)
+        for row in rows:
+            wire = wires[row]
+            gradient = noise(10 * number + row, rig.model.elements)
+            rig.publish(row, reference.encode(wire, gradient), wire=wire)
+
+    def act(rig: Rig) -> None:
+        rig.superstep({0: Action.APPLY, 1: Action.REFUSE, 2: Action.APPLY})
+
+    def run(rig: Rig, numbers: range) -> None:
+        with rig.serving():
+            for number in numbers:
+                step(rig, number)
+                if collect:
+                    act(rig)
+                    eventually(rig.superstep_done)
+                else:
+                    rig.wait_applied(number % 3, int(rig.ring(number % 3)["head"]) - 1)
+
+    with Rig(f"{job_name}b", tensors, values, **how) as after:
+        run(after, range(3))
+        with Rig(f"{job_name}c", tensors, values, **how) as last:
+            run(last, range(4))
+            final = last.weights.copy()
+        low, high = after.range(shards - 1)
+        for chunk in range(-(-(high - low) // CHUNK) + 1):
+            for is_open in (False, True):
+                if is_open and low + chunk * CHUNK >= high:
+                    continue
+                with Rig(job_name, tensors, values, **how) as rig:
+                    run(rig, range(2))
+                    step(rig, 2)
+                    if collect:
+                        act(rig)
+                    for shard in range(shards - 1):  # done already, or not begun
+                        _stopped_inside(rig, after, shard, 0, is_open=False, scratch=0)
+                    _stopped_inside(
+                        rig, after, shards - 1, chunk, is_open=is_open, scratch=math.nan
+                    )
+                    assert rig.recover() == [1] * shards
+                    for mine, wanted in [
+                        (rig.weights, after.weights),
+                        *zip(rig.slots, after.slots, strict=True),
+                    ]:
+                        np.testing.assert_array_equal(mine, wanted)
+                    for field in ("cursor", "steps", "supersteps"):
+                        assert (rig.state["record"][field] == after.state["record"][field]).all()
+                    assert (rig.state["applied"] == after.state["applied"]).all()
+                    assert rig.control["version"] == after.control["version"]
+                    assert not (rig.control["shard"]["sequence"] % 2).any()
+                    assert rig.recover() == [0] * shards
+                    np.testing.assert_array_equal(rig.weights, after.weights)
+                    run(rig, range(3, 4))
+                    for row in range(3):
+                        tails = rig.ring(row)["tail"]["value"]
+                        assert (tails[:shards] == int(rig.ring(row)["head"])).all()
+                    np.testing.assert_array_equal(rig.weights, final)
+
+
+def test_recover_when_all_but_the_tail_was_done(job_name: str) -> None:
+    with Rig(job_name, W, slots=1) as rig:
+        with rig.serving():
+            rig.apply(0, rig.ones())
+        rig.ring(0)["tail"]["value"][0] = 0
+        assert rig.recover() == [0]
+        with rig.serving():
+            rig.wait_tail(0, 1)
+            rig.apply(0, rig.ones())
+        np.testing.assert_array_equal(rig.weights, -2.0)

@@ -1,0 +1,137 @@
+"""Supersteps on a job's real segments: the mean of the chosen gradients, on several shards."""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+import pytest
+from support import Rig, eventually
+
+from gadei_ps import _native
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import NO_BATCH, Action, Role, Work
+from gadei_ps.memory.weights import Tensor
+from gadei_ps.server.symbols import get, put
+
+W = [Tensor("w", (10,))]
+
+
+def noise(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+
+
+def _set_work(rig: Rig, batches: int, epochs: int) -> None:
+    for row in rig.memory.rings:
+        rig.ring(row)["wants"] = layout.WANTS_WORK
+    rig.control["batches"], rig.control["epochs"] = batches, epochs
+    _native.store32(rig.word("work"), Work.WORKING)
+    rig.bell()
+
+
+def _handed(rig: Rig, row: int) -> list[int]:
+    """Batches that the row has to answer."""
+    kept = rig.roster[row]["outstanding"]
+    return sorted(kept[kept != NO_BATCH].tolist())
+
+
+def test_superstep_applies_the_mean(job_name: str) -> None:
+    with Rig(job_name, [Tensor("w", (5000,))], learners=4, shards=3, collect=True) as rig:
+        gradients = [noise(row, rig.model.elements) for row in range(4)]
+        with rig.serving():
+            for row, gradient in enumerate(gradients):
+                rig.publish(row, gradient, rate_scale=1.0 + row, samples=1)
+            rig.superstep({0: Action.APPLY, 1: Action.APPLY, 3: Action.APPLY, 2: Action.REFUSE})
+            eventually(rig.superstep_done)
+            total = gradients[0] + gradients[1] + gradients[3]
+            mean = total * np.float32(1 / 3)
+            rate = np.float32((1.0 + 2.0 + 4.0) / 3)
+            np.testing.assert_allclose(rig.weights, -rate * mean, rtol=1e-6)
+            assert rig.control["version"] == 3
+            assert [int(rig.roster[row]["applied"]) for row in range(4)] == [1, 1, 0, 1]
+            assert rig.roster[2]["refused"] == 1
+            before = rig.weights.copy()
+            # Nothing is applied: consumed only, and no optimizer step is counted.
+            rig.publish(1, gradients[1])
+            rig.superstep({1: Action.DROP})
+            eventually(rig.superstep_done)
+            assert rig.roster[1]["dropped"] == 1
+            np.testing.assert_array_equal(rig.weights, before)
+        assert (rig.state["record"]["steps"][:3] == 1).all()
+        assert (rig.state["record"]["supersteps"][:3] == 2).all()
+        for row, tail in enumerate([1, 2, 1, 1]):
+            assert (rig.ring(row)["tail"]["value"][:3] == tail).all()
+
+
+def test_superstep_clips_each_gradient(job_name: str) -> None:
+    optimizer = {"kind": "sgd", "lr": 1.0, "clip_norm": 2.0}
+    tensors = [Tensor("w", (4,)), Tensor("s", (4,), Role.BUFFER)]
+    with Rig(job_name, tensors, learners=3, collect=True, optimizer=optimizer) as rig:
+        with rig.serving():
+            for row, size in enumerate([0.5, 4.0, 16.0]):  # norms 1, 8, 32
+                rig.publish(row, rig.ones() * np.float32(size), squares=4 * size * size)
+            rig.superstep(dict.fromkeys(range(3), Action.APPLY))
+            eventually(rig.superstep_done)
+        views = rig.model.views(rig.weights)
+        np.testing.assert_allclose(views["w"], -(0.5 + 1.0 + 1.0) / 3, rtol=1e-5)
+        np.testing.assert_allclose(views["s"], (0.5 + 4.0 + 16.0) / 3, rtol=1e-6)  # as it is
+
+
+@pytest.mark.parametrize("squares", [-1.0, math.nan, 0.0])
+def test_squares_that_cannot_be_clip_nothing(squares: float, job_name: str) -> None:
+    optimizer = {"kind": "sgd", "lr": 1.0, "clip_norm": 0.5}
+    with Rig(job_name, W, optimizer=optimizer) as rig, rig.serving():
+        rig.apply(0, rig.ones(), squares=squares)
+        np.testing.assert_array_equal(rig.weights, -1.0)
+
+
+def test_a_dropped_gradients_batch_is_handed_out_again(job_name: str) -> None:
+    with Rig(job_name, W, learners=2, ahead=1, collect=True) as rig, rig.serving():
+        _set_work(rig, 2, 1)
+        eventually(lambda: _handed(rig, 0) and _handed(rig, 1))
+        (batch,) = _handed(rig, 0)
+        rig.publish(0, rig.ones(), batch=batch)
+        rig.publish(1, rig.ones())  # it names no batch
+        rig.superstep({0: Action.DROP, 1: Action.DROP})
+        eventually(rig.superstep_done)
+        eventually(lambda: _handed(rig, 0) == [batch])
+        assert rig.control["requeued_total"] == 1
+        assert rig.control["requeued"] == 0
+
+
+@numba.njit(nogil=True)
+def _as_soon_as_counted(
+    record: int, number: int, actions: np.ndarray, then: np.ndarray, word: int
+) -> None:
+    """Publishes the next superstep at the first moment at which the manager may."""
+    while get(record) != number:
+        pass
+    actions[:] = then
+    put(word, number + 1)
+
+
+def test_supersteps_in_quick_succession(job_name: str) -> None:
+    """The manager may publish the next superstep as soon as all shards have counted the last."""
+    many, rounds = 64, 40
+    with Rig(job_name, W, learners=many, slots=2, collect=True, spin_us=1e5) as rig, rig.serving():
+        assert rig.memory.state
+        record = rig.memory.state.address + layout.offset(layout.STATE, "record")
+        record += layout.offset(layout.RECORD, "supersteps")
+        actions = rig.control["superstep_action"]
+        then = np.full(layout.MAX_LEARNERS, Action.SKIP, np.uint32)
+        then[0] = Action.APPLY
+        rig.control["superstep_upto"][0] = 1
+        bad = dict.fromkeys(range(1, many), Action.REFUSE)
+        for number in range(1, rounds + 1):
+            for row in bad:
+                rig.publish(row, rig.ones() * 1000, flags=layout.CHECKED | layout.NONFINITE)
+            rig.publish(0, rig.ones())
+            rig.control["superstep_upto"][0] = number
+            rig.superstep(bad)
+            first = int(rig.control["superstep"])
+            _as_soon_as_counted(record, first, actions, then, rig.word("superstep"))
+            eventually(rig.superstep_done)
+            for row in range(many):
+                rig.wait_tail(row, number)
+        np.testing.assert_array_equal(rig.weights, -rounds)
