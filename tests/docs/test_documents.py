@@ -247,7 +247,7 @@ def test_what_is_wrong_is_found() -> None:
         "gadei_ps.layout gadei_ps.sync.asp gadei_ps.learners.client.Client gadei_ps.server.none"
     )
     assert missing_modules(modules) == ["gadei_ps.layout", "gadei_ps.server.none"]
-    names = "`client.push`, `_look_up()`, `no_such_name`, `parse`, `test_rows.py`, `modes.set_mood`"
+    names = "`client.push`, `look_up()`, `no_such_name`, `parse`, `test_rows.py`, `modes.set_mood`"
     assert unknown_names(names) == ["modes.set_mood", "no_such_name"]
     places = "`parse` and `nothing` in `gadei_ps/sync/__init__.py`, `ASP` in `gadei_ps/sync/asp.py`"
     assert list(misplaced_names(page, places)) == ["nothing in gadei_ps/sync/__init__.py"]
