@@ -1,0 +1,60 @@
+"""Checks of what is installed: Python, the native module, Numba's cache, PyTorch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+
+import gadei_ps
+from gadei_ps.commands.doctor.result import Found, Level
+
+
+def python() -> Found:
+    found = f"Python {platform.python_version()}, gadei-ps {gadei_ps.__version__}"
+    if sys.platform != "linux":
+        return Level.ERROR, f"{found} on {sys.platform}", "use Linux"
+    return Level.OK, found, ""
+
+
+def native() -> Found:
+    try:
+        from gadei_ps import _native
+        from gadei_ps.memory import layout
+    except ImportError as error:
+        return Level.ERROR, f"cannot be loaded: {error}", "install again: pip install gadei-ps"
+    made = _native.layout()
+    if any(made[name][0] != layout.STRUCTS[name].itemsize for name in made):
+        return Level.ERROR, "is of another version than the package", "install gadei-ps again"
+    return Level.OK, Path(_native.__file__ or "").name, ""
+
+
+def numba() -> Found:
+    try:
+        from gadei_ps.kernels import cache
+        from gadei_ps.server import shard
+    except ImportError as error:
+        return Level.ERROR, f"Numba cannot be loaded: {error}", "pip install gadei-ps again"
+    where = cache.directory()
+    if not os.access(where, os.W_OK | os.X_OK):
+        return (
+            Level.WARNING,
+            f"{where} cannot be written: every start compiles for about a minute",
+            "set NUMBA_CACHE_DIR to a directory you may write",
+        )
+    if shard.is_kept():
+        return Level.OK, f"{where}, filled", ""
+    return Level.OK, f"{where}, not filled: the next start compiles for about a minute", ""
+
+
+def torch() -> Found:
+    if importlib.util.find_spec("torch") is None:
+        return (
+            Level.WARNING,
+            "not installed; train, predict and gadei_ps.learners.torch need it",
+            "pip install 'gadei-ps[torch]'",
+        )
+    return Level.OK, importlib.metadata.version("torch"), ""

@@ -1,0 +1,31 @@
+"""How a check of `gadei-ps doctor` ends."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+Found = tuple["Level", str, str]
+"""Level, finding, and what to do about it (empty: nothing)."""
+
+
+class Level(StrEnum):
+    """How a check ended. A job cannot run where there is an error."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at; `remedy` is empty where there is nothing to do."""
+
+    name: str
+    level: Level
+    finding: str
+    remedy: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
