@@ -8,6 +8,7 @@ PS_TIMEOUT: int
 PS_STOPPED: int
 PS_EVICTED: int
 PS_FINISHED: int
+BUILD: int
 LAND: int
 LANDING_BYTES: int
 

@@ -12,6 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "ps_build.h"
 #include "ps_sync.h"
 
 /* Maps a segment and validates its header, which `least` bytes must hold. */
@@ -57,6 +58,12 @@ static int map_segment(gadei_learner *learner, struct mapping *map, const char *
     if (header->bytes != map->bytes)
         return ps_fail(learner, GADEI_ERROR, "%s: truncated (%zu bytes of %llu)", name, map->bytes,
                        (unsigned long long)header->bytes);
+    uint64_t build = kind == PS_CONTROL ? ((const struct ps_control *)at)->build : PS_BUILD;
+    if (build != PS_BUILD)
+        return ps_fail(learner, GADEI_ERROR,
+                       "%s: made by build %016llx of gadei-ps, this program is build %016llx: use "
+                       "the same gadei-ps for the daemon and the learners", name,
+                       (unsigned long long)build, PS_BUILD);
     if (memcmp(header->job_id, job_id, 16))
         return ps_fail(learner, GADEI_ERROR, "%s: belongs to another incarnation of the job", name);
     return GADEI_OK;

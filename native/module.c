@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
+#include "ps_build.h"
 #include "ps_land.h"
 #include "ps_learner.h"
 #include "ps_lease.h"
@@ -269,6 +270,9 @@ PyMODINIT_FUNC PyInit__native(void)
     int failed = PyModule_AddObjectRef(made, "LAND", land) < 0 ||
                  PyModule_AddIntConstant(made, "LANDING_BYTES", sizeof(struct ps_landing)) < 0;
     Py_XDECREF(land);
+    PyObject *build = PyLong_FromUnsignedLongLong(PS_BUILD);
+    failed = failed || PyModule_AddObjectRef(made, "BUILD", build) < 0;
+    Py_XDECREF(build);
     if (failed || PyModule_AddFunctions(made, ps_frame_methods) < 0 ||
         PyModule_AddFunctions(made, ps_layout_methods) < 0 ||
         PyModule_AddType(made, &ps_learner_type) < 0 ||

@@ -32,7 +32,7 @@ from gadei_ps.job import modes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import process
-from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory import build, layout, segment, weights
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
@@ -103,6 +103,7 @@ class JobMemory:
         except FileExistsError:
             raise JobInUse(f"job {self.config.name!r} has just been started by another") from None
         control = self.control.view(layout.CONTROL)
+        control["server_build"] = build.of_server()
         control["slots"] = self.config.slots
         control["ahead"] = self.config.ahead
         modes.begin(self.control, sync)
@@ -167,6 +168,12 @@ class JobMemory:
             )
         if int(control["phase"]) >= Phase.STOPPED or not int(control["model_ready"]):
             return False
+        theirs, ours = int(control["server_build"]), build.of_server()
+        if theirs != ours:
+            raise JobInUse(
+                f"job {self.config.name!r} is still in memory, {build.difference(theirs, ours)}; "
+                "serve it with that one, or drop it with serve --fresh"
+            )
         had = dict(zip(ADOPTED, control["config"].tolist(), strict=False))
         changed = [name for name, digest in self._digests().items() if had[name] != digest]
         if changed:

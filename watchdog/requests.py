@@ -110,6 +110,7 @@ class Requests:
         report = status.report(self._memory)
         report["server_private_bytes"] = self._servers.private_bytes()
         report["standby_pid"] = self._servers.standby_pid
+        report["standby_missing"] = self._servers.why_alone or None
         report["last_checkpoint"] = self._checkpoints.last or None
         report["names_lost"] = self._memory.unnamed
         report["saves_on_stop"] = self._stopping.saves

@@ -21,7 +21,7 @@ import psutil
 
 from gadei_ps import _native
 from gadei_ps.machine import process
-from gadei_ps.memory import layout
+from gadei_ps.memory import build, layout
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.liveness import MOST_CPU_S, Watch
@@ -32,6 +32,8 @@ NUMBERS = (0, 1)
 START_LIMIT_S = 300.0  # how long a server may start without using the processor
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
 EXIT_S = 5.0
+REFUSED_S = 600.0  # until a build that was refused is tried again though its files are the same
+LOOK_S = 1.0  # between two looks at these files
 
 
 @dataclass(eq=False)
@@ -69,6 +71,10 @@ class Servers:
     _exits: tuple[Exit, ...] = ()
     _last_exit: float = float("-inf")
     _told_alone: bool = False
+    _refused: frozenset[tuple[str, int, int]] | None = None  # files of a build that cannot serve us
+    _refused_at: float = 0.0
+    _looked_at: float = 0.0
+    _said_refused: bool = False
     _hung: Watch = field(init=False)
     _stuck: Watch = field(init=False)
 
@@ -147,14 +153,20 @@ class Servers:
             )
             return
         if free and now >= self._last_exit + wait:
-            if not self.running:
-                if self._unknown_holder():
-                    return
-                self._make_leases()
-            # One after the other: two would both compile, and only one can stand by.
-            if not self.running or (self.memory.config.standby and self.serving):
-                self._try_to_start(free[0], now)
+            self._start_missing(free[0], now)
         self._kill_hung(now)
+
+    def _start_missing(self, number: int, now: float) -> None:
+        if self._is_refused(now):
+            self._say_refused()
+            return
+        if not self.running:
+            if self._unknown_holder():
+                return
+            self._make_leases()
+        # One after the other: two would both compile, and only one can stand by.
+        if not self.running or (self.memory.config.standby and self.serving):
+            self._try_to_start(number, now)
 
     def _try_to_start(self, number: int, now: float) -> None:
         if self.memory.names_lost():  # it could not map them
@@ -168,6 +180,36 @@ class Servers:
             self._last_exit = now
             exit_ = Exit(now, useful=False)
             self._exits = restart.remembered((*self._exits, exit_), self.policy)
+
+    def _is_refused(self, now: float) -> bool:
+        """Whether the files on the disk are still those of another build than the job's.
+
+        Its servers end at once, and the job's memory waits for the right ones.
+        """
+        if self._refused is None:
+            return False
+        if now < self._looked_at + LOOK_S:
+            return True
+        self._looked_at = now
+        if now < self._refused_at + REFUSED_S and build.files() == self._refused:
+            return True
+        self._refused = None
+        return False
+
+    def _say_refused(self) -> None:
+        if not self.running and not self._said_refused:
+            self._said_refused = True
+            self.log.error(
+                "no server is left, and the installed gadei-ps is another build than the job's: "
+                "install that one again, or stop the job"
+            )
+
+    @property
+    def why_alone(self) -> str:
+        """Why no server can stand by; empty if nothing is known to prevent it."""
+        if self._refused is None:
+            return ""
+        return "the installed gadei-ps is another build than the job's"
 
     def _unknown_holder(self) -> bool:
         """Whether an unknown server holds leases; if so, kills it."""
@@ -219,6 +261,11 @@ class Servers:
         os.close(one.pidfd)
         del self.running[one.number]
         code = None if one.child is None else one.child.wait()
+        if code == build.REFUSED:  # it has said why
+            self._refused = build.files()
+            self._refused_at = self._looked_at = self._last_exit = time.monotonic()
+            self._clear(one.number)
+            return
         control = self._control
         control["server_deaths"] += 1
         ready = int(self._line(one.number)["state"]) == ServerState.READY

@@ -21,7 +21,7 @@ import posix_ipc
 from gadei_ps import _native
 from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError, UsageError
 from gadei_ps.machine import process
-from gadei_ps.memory import layout
+from gadei_ps.memory import build, layout
 
 LARGE_PAGE = 2 << 20  # of most processors
 SHM = Path("/dev/shm")
@@ -130,6 +130,8 @@ def create(
     header["generation"] = generation
     header["index"] = index
     header["job_name"] = job.encode()
+    if kind == layout.SegmentKind.CONTROL:
+        _native.store(segment.address + layout.offset(layout.CONTROL, "build"), _native.BUILD)
     return segment
 
 
@@ -165,7 +167,7 @@ def attach(
     """Maps an existing segment and validates its header.
 
     Raises FileNotFoundError, or SegmentError for one that is foreign, truncated, half made or of
-    another layout version.
+    another layout version, or a control segment of another build.
     """
     try:
         shared = posix_ipc.SharedMemory(name, read_only=not writable)
@@ -210,6 +212,10 @@ def attach_file(
         raise SegmentError(f"{name}: is of kind {int(header['kind'])}, not {kind.name.lower()}")
     if int(header["bytes"]) != size:
         raise SegmentError(f"{name}: truncated ({size} bytes of {int(header['bytes'])})")
+    if kind == layout.SegmentKind.CONTROL:
+        theirs = _native.load(segment.address + layout.offset(layout.CONTROL, "build"))
+        if theirs != _native.BUILD:
+            raise OtherVersion(f"{name}: {build.difference(theirs, _native.BUILD)}")
     if job_id is not None and header["job_id"].tobytes() != job_id:
         raise SegmentError(f"{name}: belongs to another incarnation of the job")
     return segment

@@ -26,9 +26,9 @@ import traceback
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import GadeiError, SegmentError
+from gadei_ps.errors import GadeiError, OtherVersion, SegmentError
 from gadei_ps.machine import log, placement, process
-from gadei_ps.memory import layout, segment
+from gadei_ps.memory import build, layout, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, STATE, Phase, SegmentKind, ServerState
 from gadei_ps.memory.segment import segment_name
 from gadei_ps.server import shard
@@ -55,6 +55,9 @@ class Server:
             segment_name(job, "control"), SegmentKind.CONTROL, writable=True
         )
         self.control = self.control_segment.view(CONTROL)
+        theirs, ours = int(self.control["server_build"]), build.of_server()
+        if theirs != ours:
+            raise OtherVersion(f"job {job!r}: {build.difference(theirs, ours)}")
         self.roster = self.control["roster"]
         self.job_id = self.control["header"]["job_id"].tobytes()
         self.shards: Shards | None = None  # once there is a model
@@ -394,6 +397,9 @@ def main() -> None:
     log.set_up(as_json=args.json, verbose=args.verbose, quiet=args.quiet)
     try:
         code = Server(args.job, args.number, args.orphan_s, args.cores).run()
+    except OtherVersion as error:
+        log.get(job=args.job).error("not started", reason=str(error))
+        code = build.REFUSED
     except (GadeiError, SpecError, OSError) as error:
         log.get(job=args.job).error("parameter server", reason=str(error))
         code = 1

@@ -87,7 +87,7 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             f"epoch {min(work['epochs_done'] + 1, work['epochs'])} of {work['epochs']}, "
             f"{work['batches']:,} batches each, {status['batches_requeued']:,} handed out again"
         )
-    standby = status["standby_pid"] or "none at the moment"
+    standby = status["standby_pid"] or status.get("standby_missing") or "none at the moment"
     rows["processes"] = (
         f"watchdog {status['watchdog_pid']}, server {status['server_pid']}, standby {standby}"
     )

@@ -136,6 +136,7 @@ static void *make_part(int number, enum ps_kind kind, size_t bytes)
 static void make_parts(void)
 {
     struct ps_control *control = make_part(0, PS_CONTROL, sizeof *control);
+    control->build = PS_BUILD;
     control->phase = PS_PHASE_SERVING;
     control->work = PS_WORKING;
     control->shards = SHARDS;

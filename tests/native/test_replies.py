@@ -261,6 +261,7 @@ def damages(memory: JobMemory) -> list[tuple[Callable[[], None], str]]:
             (size(part, 0), "truncated (0 bytes)"),
             (size(part, part.size + layout.PAGE), "truncated"),
         ]
+    common.append((head(control, CONTROL, build=1), "made by build 0000000000000001 of gadei-ps"))
     table = [
         head(weights, WEIGHTS, tensors=2**62),
         head(weights, WEIGHTS, table_at=weights.size - 8),

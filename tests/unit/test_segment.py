@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support import FORK, segments
 
+from gadei_ps import _native
 from gadei_ps.errors import JobInUse, NoSharedMemory, SegmentError, UsageError
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
@@ -104,6 +105,15 @@ def test_half_made(made: Segment) -> None:
 def test_foreign(made: Segment) -> None:
     made.array(np.uint8, 8, 0)[:] = np.frombuffer(b"\x7fELF\2\1\1\0", np.uint8)
     assert "not a gadei-ps segment" in refused(made.name)
+
+
+def test_other_build(made: Segment) -> None:
+    """Only the control segment tells the build; the others belong to it by the job's id."""
+    ours = _native.load(made.address + layout.offset(layout.CONTROL, "build"))
+    assert ours == _native.BUILD
+    _native.store(made.address + layout.offset(layout.CONTROL, "build"), 0xABC)
+    said = refused(made.name)
+    assert f"made by build {0xABC:016x}" in said and f"is build {ours:016x}" in said
 
 
 def test_other_layout_version(made: Segment) -> None:

@@ -1,0 +1,7 @@
+/* Written by build_identity.py: the identity of the layout and of the extension's C sources. */
+#ifndef PS_BUILD_H
+#define PS_BUILD_H
+
+#define PS_BUILD 0xe857571128e2dda4ull
+
+#endif

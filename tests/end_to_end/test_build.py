@@ -1,0 +1,151 @@
+"""Processes of another build are refused: two installations, and an upgrade under a running job."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from shell import Cli
+from support import eventually, gone, live_weights, segments, status
+
+from gadei_ps import _native
+from gadei_ps.learners.client import Client
+from gadei_ps.memory import build, layout, segment
+
+ROOT = Path(__file__).parents[2]
+NATIVE = ROOT / "native"
+TOML = "standby = true\n[optimizer]\nkind = 'sgd'\nlr = 1.0\n[[tensors]]\nname = 'w'\nshape = [8]\n"
+
+LEARNER = """
+#include <stdio.h>
+#include "gadei.h"
+int main(int count, char **words)
+{
+    gadei_learner *learner;
+    int result = count < 2 ? -1 : gadei_attach(words[1], "other", &learner);
+    puts(gadei_error(NULL));
+    return result < 0;
+}
+"""
+
+
+def copied(directory: Path) -> Path:
+    """A copy of the installed package, to be found by PYTHONPATH."""
+    package = directory / "gadei_ps"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "gadei_ps", package, ignore=ignored)
+    for room in ("learners", "watchdog"):
+        shutil.copytree(ROOT / room, package / room, ignore=ignored)
+    return package
+
+
+def script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def changed_native(directory: Path) -> Path:
+    """A copy of native/ in which one source of the extension differs, with its own identity."""
+    native = directory / "native"
+    shutil.copytree(NATIVE, native)
+    shutil.copy(ROOT / "setup.py", directory)
+    with (native / "ps_ring.c").open("a") as source:
+        source.write("/* of another build */\n")
+    subprocess.run([sys.executable, native / "build_identity.py"], check=True)
+    return native
+
+
+def test_the_identity_is_that_of_the_sources(tmp_path: Path) -> None:
+    identity = script(NATIVE / "build_identity.py")
+    made = (NATIVE / "ps_build.h").read_text()
+    assert made == identity.header(), "run native/build_identity.py"
+    assert f"0x{_native.BUILD:016x}ull" in made, "the extension is not built from these sources"
+    names = {path.name for path in identity.sources()}
+    assert {"module.c", "ps_layout.h", "ps_codes.h", "ps_ring.c"} <= names
+    assert not {"ps_build.h", "gadei_push.c", "gadei.h"} & names, "not part of the extension"
+    assert (changed_native(tmp_path) / "ps_build.h").read_text() != made
+
+
+def test_learners_of_another_build_are_refused(cli: Cli, job_name: str, tmp_path: Path) -> None:
+    """In C and in Python, and the job goes on."""
+    cli.serve(job_name, TOML.replace("true", "false"))
+    native = changed_native(tmp_path)
+    package = copied(tmp_path)
+    program, extension = tmp_path / "other", next(package.glob("_native.*.so"))
+    names = script(NATIVE / "build_identity.py").sources(native)
+    include = [f"-I{native}", f"-I{sysconfig.get_path('include')}", "-std=gnu11"]
+    sources = [path for path in names if path.suffix == ".c"]
+    shared = ["cc", *include, "-shared", "-fPIC", "-o", extension, *sources, "-pthread"]
+    subprocess.run(shared, check=True)
+    source = tmp_path / "other.c"
+    source.write_text(LEARNER)
+    client = [*native.glob("gadei_*.c"), *native.glob("ps_*.c")]
+    subprocess.run(["cc", *include, "-o", program, source, *client, "-lrt"], check=True)
+    c = subprocess.run([program, job_name], capture_output=True, text=True, timeout=60)
+    attach = f"from gadei_ps.learners.client import Client; Client({job_name!r})"
+    python = subprocess.run(
+        [sys.executable, "-P", "-c", attach],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    ours = f"made by build {_native.BUILD:016x} of gadei-ps, this program is build "
+    for said in (c.stdout, python.stderr.strip().splitlines()[-1]):
+        assert ours in said and said.count("\n") <= 1, said
+        assert f"{job_name}.control" in said and "use the same gadei-ps" in said
+    learner = Client(job_name)
+    learner.push({"w": np.ones(8, np.float32)})
+    learner.detach()
+    eventually(lambda: status(job_name)["version"] == 1)
+
+
+def test_an_upgrade_under_a_running_job(
+    cli: Cli, job_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next standby is refused once, the active server goes on, and so does a later standby."""
+    upgraded = tmp_path / "upgraded"
+    upgraded.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(upgraded))
+    daemon = cli.serve(job_name, TOML)
+    standby = eventually(lambda: status(job_name)["standby_pid"])
+    with (copied(upgraded) / "server" / "driver.py").open("a") as source:
+        source.write("# of another build\n")
+    os.kill(standby, signal.SIGKILL)
+    missing = eventually(lambda: status(job_name)["standby_missing"], what=lambda: daemon.err)
+    assert "another build" in missing
+    assert "another build" in cli("status", job_name, PYTHONPATH="").out
+    control = segment.attach(
+        segment.segment_name(job_name, "control"), layout.SegmentKind.CONTROL, writable=False
+    ).view(layout.CONTROL)
+    learner = Client(job_name)
+    for _ in range(200):
+        learner.wait_turn()
+        learner.push({"w": np.ones(8, np.float32)})
+    learner.wait_applied()
+    learner.detach()
+    assert live_weights(job_name)[0] == -200
+    assert int(control["server_starts"]) == 3 and not status(job_name)["standby_pid"]
+    refusals = [line for line in daemon.err.splitlines() if "this program is build" in line]
+    assert len(refusals) == 1, daemon.err
+    assert f"made by build {build.of_server():016x}" in refusals[0]
+
+    # The next watchdog is of the new build, too.
+    os.kill(status(job_name)["watchdog_pid"], signal.SIGKILL)
+    eventually(lambda: gone(int(control["watchdog_pid"])))
+    said = cli("serve", f"{job_name}.toml")
+    assert said.code != 0 and "is still in memory, made by build" in said.err, said
+    assert len(said.err.strip().splitlines()) == 1
+    assert segments(job_name), "its memory stays"
