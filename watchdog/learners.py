@@ -103,10 +103,7 @@ class JobLearners:
         return process.alive(one.pid, one.start)
 
     def _ended(self, one: One, now: float) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(
-                one.pid, signal.SIGKILL
-            )  # children of the learner, such as workers of a data loader
+        process.kill_group(one.pid)  # children of the learner may still run
         code = None if one.child is None else one.child.returncode
         # The exit code of an adopted learner is not known.
         done = int(self.memory.control.view(CONTROL)["work"]) == Work.DONE
@@ -151,7 +148,6 @@ class JobLearners:
         while time.monotonic() < until and any(self._runs(one) for one in running):
             time.sleep(0.01)
         for one in running:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(one.pid, signal.SIGKILL)
+            process.kill_group(one.pid)
             if one.child is not None:
                 one.child.wait()

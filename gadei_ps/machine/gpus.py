@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -253,8 +252,7 @@ def _answer(
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Kills the child and its children; a process that hangs in the driver cannot be killed."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+    process.kill_group(child.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(REAP_S)
     for pipe in (child.stdout, child.stderr):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -161,7 +159,7 @@ class Learners:
             if code is None:
                 continue
             del self._running[index]
-            _kill_group(child.pid)
+            process.kill_group(child.pid)
             quick = code != 0 and time.monotonic() - since < QUICK_S
             self._quick_deaths = self._quick_deaths + 1 if quick else 0
             gone.append(Ended(index, child.pid, code))
@@ -193,11 +191,5 @@ class Learners:
         for child, _ in self._running.values():
             child.kill()
             child.wait()
-            _kill_group(child.pid)
+            process.kill_group(child.pid)
         self._running.clear()
-
-
-def _kill_group(leader: int) -> None:
-    """Ends the children of a learner, such as workers of a data loader: they are in its group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)

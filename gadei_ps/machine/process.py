@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -55,6 +56,15 @@ def gone(pidfd: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
+
+
+def kill_group(leader: int) -> None:
+    """Kills the process group that a child leads, such as a learner with its data loader's workers.
+
+    What has ended, or is another user's, is left alone.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

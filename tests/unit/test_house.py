@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -184,6 +185,12 @@ def test_every_room_has_a_layer() -> None:
     named = [one for rooms in LAYERS for one in rooms]
     assert len(named) == len(set(named))
     assert {room(module) for module in MODULES} == set(named) - {"_native"}
+
+
+def test_every_package_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {module for module, path in MODULES.items() if path.name == "__init__.py"}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages
 
 
 def test_imports_run_downwards() -> None:

@@ -33,6 +33,18 @@ def test_signals_by_name() -> None:
     assert process.signal_name(40) == "signal 40"
 
 
+def test_groups_are_killed_with_their_leader() -> None:
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '1000']).pid, flush=True)"
+    pause = "; import signal; signal.pause()"
+    leader = process.spawn([sys.executable, "-c", script + pause], stdout=subprocess.PIPE)
+    assert leader.stdout
+    follower = int(leader.stdout.readline())
+    process.kill_group(leader.pid)
+    leader.communicate()
+    eventually(lambda: not process.start_ticks(follower))
+    process.kill_group(leader.pid)  # it is gone: no error
+
+
 def test_processor_time() -> None:
     before = process.cpu_s(os.getpid())
     assert before > 0
