@@ -45,7 +45,7 @@ static int map_segment(gadei_learner *learner, struct mapping *map, const char *
         return ps_fail(learner, GADEI_ERROR, "cannot map %s: %s", name, strerror(errno));
     map->at = at;
     const struct ps_header *header = at;
-    if (ps_load_acquire(&header->magic) != PS_MAGIC)
+    if (ps_load_acquire(&header->magic) != PS_MAGIC) /* SYNC POINT: made whole */
         return ps_fail(learner, GADEI_ERROR, "%s: not a gadei-ps segment, or only half made", name);
     if (header->layout_version != PS_LAYOUT_VERSION)
         return ps_fail(learner, GADEI_ERROR,

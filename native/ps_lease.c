@@ -56,5 +56,5 @@ int ps_lease_take(uint64_t lease, uint64_t timeout_ns)
 
 void ps_lease_release(uint64_t lease)
 {
-    pthread_mutex_unlock((pthread_mutex_t *)lease);
+    pthread_mutex_unlock((pthread_mutex_t *)lease); /* SYNC POINT: lease */
 }

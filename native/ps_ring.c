@@ -99,9 +99,9 @@ static void step_aside(const struct ps_control *control, uint64_t now)
             if (control->spin_ns >= PS_SPIN_ALONE_NS)                                            \
                 step_aside(control, now);                                                        \
             const uint32_t *word = (bell);                                                       \
-            uint32_t seen = ps_load_acquire32(word);                                             \
+            uint32_t seen = ps_load_acquire32(word); /* SYNC POINT: released */                  \
             __atomic_store_n((flag), 1, __ATOMIC_RELAXED);                                       \
-            ps_fence();                                                                          \
+            ps_fence(); /* SYNC POINT: waits_slot */                                             \
             if (!(condition)) {                                                                  \
                 uint64_t left = end - now;                                                       \
                 ps_futex_wait(word, seen, left < 50000000ull ? left : 50000000ull);              \
@@ -129,7 +129,7 @@ struct ps_frame *ps_claim(struct ps_ring *ring, const struct ps_control *control
 void ps_publish(struct ps_ring *ring, const struct ps_control *control)
 {
     ps_store_release(&ring->head, ring->head + 1); /* SYNC POINT: frame */
-    ps_fence(); /* pairs with the one in ps_shard_sleep: either we see it asleep or it sees head */
+    ps_fence(); /* SYNC POINT: sleepers. Either we see it asleep or it sees head. */
     if (__atomic_load_n(&control->sleepers, __ATOMIC_RELAXED))
         ps_futex_wake(ps_low_half(&ring->head));
 }
@@ -165,7 +165,7 @@ int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64
     const struct ps_entry *entry = &control->roster[ring->header.index];
     /* The server wakes after every change of a grant, asked or not: a grant changes once a step. */
     uint32_t unused;
-    if (clock >= ps_load_acquire(&entry->grant))
+    if (clock >= ps_load_acquire(&entry->grant)) /* SYNC POINT: grant */
         ask(ring, control, PS_WANTS_TURN);
     WAIT_UNTIL(clock < ps_load_acquire(&entry->grant), &unused, &entry->grant_seq);
     (void)unused;
@@ -233,9 +233,9 @@ void ps_release(uint64_t ring_address, uint64_t shard, uint64_t tail)
 {
     struct ps_ring *ring = (struct ps_ring *)ring_address;
     ps_store_release(&ring->tail[shard].value, tail); /* SYNC POINT: slot */
-    ps_fence();
+    ps_fence(); /* SYNC POINT: waits_slot */
     if (__atomic_load_n(&ring->waits_slot, __ATOMIC_RELAXED))
-        ps_ring_bell(&ring->released);
+        ps_ring_bell(&ring->released); /* SYNC POINT: released */
 }
 
 void ps_hand_out(uint64_t ring_address, uint64_t number, uint64_t item)
@@ -268,7 +268,7 @@ void ps_shard_sleep(uint64_t control_address, uint64_t shard, uint64_t rings, ui
 
     /* A bit, not a count: whoever takes over from a shard that died asleep can clear it. */
     __atomic_fetch_or(&control->sleepers, 1ull << shard, __ATOMIC_SEQ_CST);
-    ps_fence(); /* pairs with the one in ps_publish */
+    ps_fence(); /* SYNC POINT: sleepers */
     waits[entries++] = (struct waitv){bell, (uint64_t)&control->shard_bell, WAITV_SIZE_U32, 0};
     for (uint64_t i = 0; i < count; i++) {
         const struct ps_ring *ring = (const struct ps_ring *)ring_address[i];

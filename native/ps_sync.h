@@ -87,7 +87,7 @@ static inline void ps_futex_wake(const uint32_t *word)
 
 static inline void ps_ring_bell(uint32_t *word)
 {
-    __atomic_fetch_add(word, 1, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(word, 1, __ATOMIC_SEQ_CST); /* SYNC POINT: bells */
     ps_futex_wake(word);
 }
 

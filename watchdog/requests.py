@@ -225,6 +225,6 @@ class Requests:
         control_["next"] = 0
         control_["epochs_done"] = 0
         address = self._memory.control.address + layout.offset(layout.CONTROL, "work")
-        _native.store32(address, Work.WORKING)
+        _native.store32(address, Work.WORKING)  # SYNC POINT: work
         self._memory.ring_bells()
         return {"set": True}

@@ -125,7 +125,7 @@ class Saver:
         )
 
     def _pause(self, deadline: int) -> None:
-        _native.store(self._word("pause"), deadline)
+        _native.store(self._word("pause"), deadline)  # SYNC POINT: pause
         for bell in ("shard_bell", "manager_bell"):
             _native.bell(self._word(bell))
 

@@ -72,7 +72,7 @@ class Segment:
 
     def publish(self) -> None:
         """Creator: stores the magic, after which others may attach."""
-        _native.store(self.address, layout.MAGIC)
+        _native.store(self.address, layout.MAGIC)  # SYNC POINT: made whole
 
 
 def create(
@@ -200,7 +200,7 @@ def attach_file(
     memory = _map(fd, size, protection)
     segment = Segment(name, memory, _native.address(memory), size)
     header = segment.header
-    if _native.load(segment.address) != layout.MAGIC:
+    if _native.load(segment.address) != layout.MAGIC:  # SYNC POINT: made whole
         raise SegmentError(f"{name}: not a gadei-ps segment, or only half made")
     version = int(header["layout_version"])
     if version != layout.LAYOUT_VERSION:

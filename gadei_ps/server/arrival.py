@@ -54,7 +54,7 @@ def on_arrival(s: Shard, ring: Any) -> None:
     frame = frame_at(slot)
     reason = check_frame(slot, ring.generation, tail, s.part)
     if reason == OK:
-        version = get(s.control + VERSION)
+        version = get(s.control + VERSION)  # SYNC POINT: applied
         steps = integer(s.state[0].record[s.number].steps)
         rate = cpu.learning_rate(s.c[0].hyper, steps) * frame[0].rate_scale
         if version > frame[0].version:

@@ -329,7 +329,8 @@ class Driver:
             action[row] = Action.DROP if good else Action.REFUSE
             self._control["superstep_reason"][row] = reason
             upto[row] = tail[row] + 1
-        _native.store(self._word("superstep"), int(self._control["superstep"]) + 1)
+        number = int(self._control["superstep"]) + 1
+        _native.store(self._word("superstep"), number)  # SYNC POINT: superstep
         _native.bell(self._word("shard_bell"))
 
     def _paused(self) -> bool:
@@ -368,7 +369,7 @@ class Driver:
     def publish_grant(self, row: int, grant: int) -> None:
         """The learner of this row may begin iterations below `grant`."""
         at = self._word("roster") + row * ENTRY.itemsize
-        _native.store(at + layout.offset(ENTRY, "grant"), grant)
+        _native.store(at + layout.offset(ENTRY, "grant"), grant)  # SYNC POINT: grant
         _native.bell(at + layout.offset(ENTRY, "grant_seq"))
 
     def _word(self, field: str) -> int:

@@ -62,7 +62,7 @@ def look_up(s: Shard) -> int:
         ring.wants = ZERO
         # A dying manager may have given the row to another learner, which the manager of this
         # process may not know yet. Then `applied` is that learner's.
-        if get(entry_at(s, row) + SERVED) != ring.generation:
+        if get(entry_at(s, row) + SERVED) != ring.generation:  # SYNC POINT: served
             continue
         # The ring was forgotten meanwhile: a newer table will tell.
         if shown_address(s, row) != address:

@@ -106,7 +106,7 @@ class Server:
     def main_loop(self) -> None:
         """Until the job stops or a shard thread fails."""
         while not self.stop_asked and not self.crashed:
-            bell = _native.load32(self._manager_bell)
+            bell = _native.load32(self._manager_bell)  # SYNC POINT: bells
             self._beats += 1
             _native.store(self._beat_at, self._beats)
             over = int(self.control["phase"]) >= Phase.STOPPED
@@ -336,7 +336,7 @@ class Server:
         """Begins to serve a new learner. Before the shards know of its ring: then all is theirs."""
         assert self.shards is not None
         assert self.driver is not None
-        # SYNC POINT: served. Shards believe `applied` only where it names the ring that they know;
+        # Shards believe `applied` only where it names the ring that they know;
         # and it comes last, because the next server must not do the same again.
         at = self._word("roster") + one.row * layout.ENTRY.itemsize
         served = at + layout.offset(layout.ENTRY, "served")
@@ -348,7 +348,7 @@ class Server:
         self.roster[one.row]["obsolete"] = 0
         free = not (self.driver.sync.uses_pushes or self.driver.changing)
         self.driver.publish_grant(one.row, layout.UNBOUNDED if free else 0)
-        _native.store(served, one.generation)
+        _native.store(served, one.generation)  # SYNC POINT: served
 
     def _look_at_members(self) -> None:
         assert self.rings is not None

@@ -83,7 +83,7 @@ def finish(s: Shard) -> None:
     record = s.state[0].record[s.number]
     fence()  # a process that sees the sequence below as applied also sees the weights
     if s.number == 0:
-        put(s.control + VERSION, record.version + record.applies)
+        put(s.control + VERSION, record.version + record.applies)  # SYNC POINT: applied
     if record.ring < np.uint64(MAX_LEARNERS):
         s.state[0].applied[s.number, record.ring] = record.sequence + ONE
     else:

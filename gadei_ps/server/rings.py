@@ -149,5 +149,5 @@ class Rings:
         return seen
 
     def _changed(self) -> None:
-        _native.store(self._word("table_version"), self._version + 1)
+        _native.store(self._word("table_version"), self._version + 1)  # SYNC POINT: ring table
         _native.bell(self.shard_bell)

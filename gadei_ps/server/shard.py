@@ -137,7 +137,7 @@ def _stands_still(
     s: Shard, count: int, superstep: np.uint64, mode: np.uint32, bell_seen: np.uint32
 ) -> bool:
     """Whether the shard stands still for a checkpoint; then this is all that the pass does."""
-    pause = get(s.control + PAUSE)
+    pause = get(s.control + PAUSE)  # SYNC POINT: pause
     record = s.state[0].record[s.number]
     if pause != ZERO and superstep <= record.supersteps and clock() * 1e9 < float(pause):
         if integer(mode & KIND_OF_MODE) != COLLECT and catch_up(s, count, mode):
@@ -213,9 +213,9 @@ def serve(part: np.ndarray) -> int:
     while True:
         beat += ONE
         put(s.me + HEARTBEAT, beat)
-        bell_seen = get32(s.control + SHARD_BELL)
-        superstep = get(s.control + SUPERSTEP)  # before the table, so that its rings are known
-        table = get(board + TABLE_VERSION)
+        bell_seen = get32(s.control + SHARD_BELL)  # SYNC POINT: bells
+        superstep = get(s.control + SUPERSTEP)  # SYNC POINT: superstep. Before the ring table.
+        table = get(board + TABLE_VERSION)  # SYNC POINT: ring table
         if table != known_table:
             known_table = table
             count = look_up(s)
@@ -294,7 +294,7 @@ def stand_by(part: np.ndarray) -> int:
         seen_version = get(board + TABLE_VERSION)
         if get(board + QUIT) != ZERO:
             return 0
-        bell_seen = get32(s.control + SHARD_BELL)
+        bell_seen = get32(s.control + SHARD_BELL)  # SYNC POINT: bells
         bell(s.control + MANAGER_BELL)  # it maps what is missing
         sleep(s, 0, bell_seen, RECOVER_POLL_NS)
     if recover(part):

@@ -78,19 +78,63 @@ def test_litmus(programs: Any) -> None:
     assert done.stdout.count("BROKEN ON PURPOSE") == 8
 
 
-def test_every_sync_point_is_argued() -> None:
-    """Each SYNC POINT, and each litmus test's argument, has a heading in the document."""
-    headings = set(re.findall(r"^### (.+)$", (ROOT / "docs/memory-order.md").read_text(), re.M))
+# What stands at an end of a pair, in C and in Python.
+RELEASE = re.compile(
+    r"ps_store_release|ps_ring_bell|__atomic_fetch|mutex_unlock|_native\.store|\bput(32)?\("
+)
+ACQUIRE = re.compile(r"ps_load_acquire|EOWNERDEAD|_native\.load|\bget(32)?\(")
+FENCE = re.compile(r"ps_fence\(\)")
+POINT = re.compile(r"SYNC POINT: ([a-z_ ]+)")
+NO_PAIR = {"hints"}  # words whose order decides nothing
+
+
+def unpaired(lines: list[str], headings: set[str]) -> set[str]:
+    """Arguments of which one end is not marked at its load or store, and marks without argument."""
+    ends: dict[str, list[str]] = {}
+    wrong = set()
+    for line in lines:
+        for said in POINT.findall(line):
+            name, code = said.strip(), line[: line.index("SYNC POINT")]
+            if name not in headings:
+                wrong.add(name)
+            for kind, pattern in (("release", RELEASE), ("acquire", ACQUIRE), ("fence", FENCE)):
+                if pattern.search(code):
+                    ends.setdefault(name, []).append(kind)
+    for name in headings - NO_PAIR:
+        kinds = ends.get(name, [])
+        if not {"release", "acquire"} <= set(kinds) and kinds.count("fence") < 2:
+            wrong.add(name)
+    return wrong
+
+
+def marked_lines() -> list[str]:
     sources = [*NATIVE.glob("*.[ch]")]
     for folder in ("gadei_ps", "learners", "watchdog"):
         sources += (ROOT / folder).rglob("*.py")
-    points = {
-        (path.relative_to(ROOT).as_posix(), point)
-        for path in sources
-        for point in re.findall(r"SYNC POINT: ([a-z_ ]+)", path.read_text())
-    }
-    assert {"native/ps_ring.c", "gadei_ps/server/record.py"} <= {path for path, _ in points}
-    missing = {(path, point) for path, point in points if point.strip() not in headings}
-    assert not missing, "no argument in docs/memory-order.md"
+    return [
+        line for path in sources for line in path.read_text().splitlines() if "SYNC POINT" in line
+    ]
+
+
+def test_every_sync_point_is_argued_and_marked_at_both_ends() -> None:
+    """Each pair has a heading in the document, and its name at the release and at the acquire."""
+    headings = set(re.findall(r"^### (.+)$", (ROOT / "docs/memory-order.md").read_text(), re.M))
+    lines = marked_lines()
+    assert not unpaired(lines, headings)
+    for name in headings - NO_PAIR:
+        for pattern in (RELEASE, ACQUIRE, FENCE):  # the test itself: an end that is lost is found
+            kept = [
+                line
+                for line in lines
+                if f"SYNC POINT: {name}" not in line
+                or not pattern.search(line[: line.index("SYNC POINT")])
+            ]
+            if len(kept) < len(lines):
+                assert name in unpaired(kept, headings), (name, pattern.pattern)
+    assert unpaired(["put(at, 1)  # SYNC POINT: nothing known"], set()) == {"nothing known"}
+
+
+def test_every_litmus_test_is_argued() -> None:
+    headings = set(re.findall(r"^### (.+)$", (ROOT / "docs/memory-order.md").read_text(), re.M))
     litmus = re.findall(r'^    \{"[^"]+", "([^"]+)"', (STRESS / "litmus.c").read_text(), re.M)
     assert len(litmus) == 16 and set(litmus) <= headings
