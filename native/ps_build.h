@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xe857571128e2dda4ull
+#define PS_BUILD 0x012d581fd21853edull
 
 #endif
