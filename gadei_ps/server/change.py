@@ -1,12 +1,12 @@
 """A change of the synchronization model while the job runs.
 
-    freeze     every learner finishes its iteration in hand; nobody is granted another one
+    freeze     every learner finishes its iteration in hand; no learner is granted another one
     barrier    all that was granted is pushed, applied or dropped
     hold       the shards let frames lie, and all have consumed the same
     finish     the mode of the new model, then its number: from here on it is in force
 
-A server that dies meanwhile leaves a job whose number has not changed: the next one begins anew,
-without waiting for a barrier of a model whose state is gone.
+If the server dies in between, the number has not changed. The next server begins the change again,
+without a barrier, because the old model's state is gone.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Change:
         return self._frozen[key]
 
     def shards_hold(self) -> bool:
-        """Tells the shards to let frames lie; whether all do."""
+        """Tells the shards to let frames lie; returns whether all do."""
         mode = modes.set_mode(self._control, self.number, Mode.HOLD)
         obeyed = self._control.view(CONTROL)["shard"]["mode"][: self._shards]
         return bool((obeyed == np.uint32(mode)).all())
 
     def finish(self) -> None:
-        """The new model is in force. Grants of the old one have been taken back before."""
+        """Puts the new model in force. The grants of the old one are taken back before."""
         _native.store(self._control.address + layout.offset(CONTROL, "sync_done"), self.number)
         modes.enforce(self._control, self.number, self.model)
         log.get().info("synchronization model changed", sync=str(self.model))

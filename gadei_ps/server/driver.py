@@ -1,9 +1,9 @@
-"""Drives the job's synchronization model: hears of pushes, publishes grants and supersteps.
+"""Drives the job's synchronization model: tells it of pushes, publishes grants and supersteps.
 
-By the manager of the active server. The model itself lives in this process only; what the next
-server needs to make an equal one stands in the roster (`member`, `base`) and in control: its text,
-written by the watchdog, under a number. Another number wanted is a change of the model, made at a
-barrier (change.py).
+The manager of the active server calls this. The model itself exists in this process only. The next
+server makes an equal one from the roster (`member`, `base`) and from control, where the watchdog
+has written the model's text under a number. When another number is wanted, the model is changed at
+a barrier (change.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Driver:
         self._change: Change | None = None
 
     def follow(self) -> None:
-        """While another server is active: takes the model over that is in force there."""
+        """While another server is active: makes the model that is in force there."""
         if modes.done(self._segment) != self.number:
             self.number = modes.done(self._segment)
             self.sync = modes.model(self._segment, self.number)
@@ -178,7 +178,7 @@ class Driver:
         return True
 
     def _resume(self) -> None:
-        """Makes the model what it was in the server before: the same members, clocks apart alike.
+        """Makes the model equal to that of the server before: members, and distances of clocks.
 
         For models that hold gradients, what lies unconsumed in the rings is reported again.
         """
@@ -201,7 +201,7 @@ class Driver:
                 for _ in range(clocks[member.row] - first):
                     try:
                         self.sync.push(member.row, now)
-                    except NotGranted:  # it had published what nobody had granted
+                    except NotGranted:  # it had published more than was granted
                         break
         # Says what is written there already, but of one that had published what was not granted:
         # a server that dies halfway leaves the next one the same clocks.
@@ -209,7 +209,7 @@ class Driver:
             self._note_clock(member)
 
     def _waiting(self) -> list[Member]:
-        """Who is no member any more, but has left a gradient that waits for its superstep."""
+        """Former members with a gradient that still waits for its superstep."""
         if self.sync.on_arrival:
             return []
         return [
@@ -261,7 +261,7 @@ class Driver:
                 self._join(member, now)
             held = self._report_member(member, now)
             if held and member.leaving and self.sync.on_arrival:
-                # Applied, though nobody had granted it; the clock of the gone matters no more.
+                # Applied without a grant; the clock of a learner that is gone no longer matters.
                 member.reported = self._published(member)
             behind = member.reported < self._published(member)
             if member.joined and not behind and (member.leaving or not self._has_work(member)):
@@ -349,7 +349,7 @@ class Driver:
         if self._commits or not self._supersteps_done():
             return  # a grant tells that all it stands on is in the weights
         members = [one for one in self.members.values() if one.joined]
-        # First: who sees the others go on without it sees also that it may give up.
+        # First: a learner that sees the others go on also sees that it may give up.
         for member in members:
             behind = self.sync.wanted(member.row) - self.sync.clock(member.row)
             if behind > 0:

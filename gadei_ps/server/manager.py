@@ -1,9 +1,9 @@
 """The parameter server process: shard threads that apply, and a manager that decides.
 
-Two of them run. Each has everything compiled and mapped; which one is active is told by leases
-(native/ps_lease.h): a shard's thread serves while it holds the shard's, the manager decides while
-it holds the managers'. The other server's threads wait for the same leases, and the kernel hands
-them over when their holders can no longer run. So a take-over needs nobody's help, and no shard
+Two servers run, and each has everything compiled and mapped. Leases (native/ps_lease.h) decide
+which one is active: a shard's thread serves while it holds the shard's lease, the manager decides
+while it holds the managers'. The standby's threads wait for the same leases, and the kernel hands
+them over when their holders can no longer run. So a take-over needs no other process, and no shard
 waits for another.
 
     startup     attach control, load the compiled kernels
@@ -138,7 +138,7 @@ class Server:
         return self.shards is not None and self.shards.crashed is not None
 
     def _abandoned(self) -> bool:
-        """Without a watchdog: lets dead learners go, and ends when nobody is left to serve."""
+        """Without a watchdog: lets dead learners go, and ends when no learner is left."""
         now = time.monotonic()
         if now - self._looked < ORPHAN_LOOK_S:
             return False
@@ -198,7 +198,7 @@ class Server:
     # -- leases -------------------------------------------------------------------------------
 
     def _try_leases(self) -> None:
-        """Becomes the heir, then the active server, when those before are no more."""
+        """Becomes the heir, then the active server, when those before have ended."""
         if not self.heir and self._is_named() and self._take(self._word("heir")):
             self.heir = True
         if not self.heir or self.active:
@@ -217,7 +217,7 @@ class Server:
         return int(self._line["pid"]) == os.getpid()
 
     def _replaced(self) -> bool:
-        """Whether no watchdog knows of this server: one may die right after it has started us."""
+        """Whether no watchdog knows of this server: it may die right after it has started one."""
         if self._is_named():
             self._unnamed_since = 0.0
             return False
@@ -362,7 +362,7 @@ class Server:
                 member.leaving = True
 
     def _retire(self) -> None:
-        """Lets go of drained rings: first the shards forget them, then the row is free."""
+        """Lets go of drained rings: first the shards forget them, then the row becomes free."""
         assert self.rings is not None
         assert self.driver is not None
         if self.rings.held != int(self.control["shards"]):

@@ -97,7 +97,7 @@ class Rings:
         """The shards may use it from now on."""
         self.mapped[one.row] = one
         self.board[0]["ring"][one.row] = (0, one.generation, one.slot_bytes, one.slots_at)
-        # The address last: a shard may be looking at the table for the sake of another row.
+        # The address last: a shard may be reading the table because of another row.
         line = self._word("ring") + one.row * RING_LINE.itemsize
         _native.store(line + layout.offset(RING_LINE, "address"), one.ring.address)
         self._changed()
@@ -112,11 +112,11 @@ class Rings:
 
     @property
     def forgotten(self) -> set[int]:
-        """Rows of rings that a shard may still be looking at."""
+        """Rows of rings that a shard may still read."""
         return {one.row for _, one in self._forgotten}
 
     def tidy(self) -> None:
-        """Lets go of forgotten rings that no shard can be looking at."""
+        """Lets go of forgotten rings that no shard can be reading."""
         if self._forgotten:
             seen = self._seen()
             # One that does not read yet looks at the table before it begins.
