@@ -129,7 +129,7 @@ def test_every_command_is_listed() -> None:
 
 def test_what_adoption_compares_is_said() -> None:
     text = section("docs/fault-tolerance.md", "The watchdog")
-    found = re.search(r"Adoption needs the same ((?:`\w+`(?:, | and |,\n| and\n|\n)?)+)", text)
+    found = re.search(r"and the\s+same\s+((?:`\w+`(?:,\s+|\s+and\s+)?)+)", text)
     assert found
     assert set(code(found[1])) == set(memory.ADOPTED)
     step = re.search(r"^2\. .*?\((.*?)\)", section("docs/protocol.md", "Adoption"), re.M | re.S)
