@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 HERE = Path(__file__).parent
@@ -32,7 +33,10 @@ _numbers = itertools.count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Orphans of killed processes become our children, so that the check below sees them."""
+    """Set up this process, and the locks that the workers of a run share."""
+    hypothesis.settings.register_profile("untimed", deadline=None)  # other work slows examples down
+    hypothesis.settings.load_profile("untimed")
+    # Orphans of killed processes become our children, so that nothing_left sees them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # A shell gives what it runs in the background, as nohup does, ignored signals: the processes
     # under test would inherit them.
