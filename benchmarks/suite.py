@@ -39,7 +39,7 @@ def listed() -> str:
 
 
 def check(names: Iterable[str]) -> None:
-    """Raises UsageError for a name that there is not."""
+    """Raises UsageError for an unknown name."""
     for name in names:
         if name not in BENCHMARKS:
             raise UsageError(f"no benchmark {name!r}: there are {', '.join(BENCHMARKS)}")
@@ -49,7 +49,7 @@ def run(name: str, *, quick: bool) -> tuple[dict[str, Any], str]:
     """Runs a benchmark; returns its result as written to files, and its table.
 
     quick: small sizes and few rounds, to see that it works; its figures mean little. Raises
-    UsageError for a name that there is not, or a package that is missing.
+    UsageError for an unknown name or a missing package.
     """
     check([name])
     try:

@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tells a worker of pytest-xdist where all workers' locks are."""
+    """Tell a worker of pytest-xdist where the locks of all workers are."""
     node.workerinput["turns"] = str(node.config.stash[TURNS].directory)
 
 

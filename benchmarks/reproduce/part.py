@@ -33,7 +33,7 @@ class Part:
     """A section of docs/reproduction.md.
 
     text: Markdown before the table, what was done. plots: names of SVG files in docs/plots. data:
-    every figure behind the rows, for who wants to draw it differently.
+    every figure behind the rows, for drawing it differently.
     """
 
     title: str

@@ -116,7 +116,7 @@ def _row(model: str, learners: int, one: dict[str, Any]) -> Row:
 
 
 def _simulated(model: str, trace: Trace, seconds: float) -> Outcome:
-    """Those who did fewer iterations begin theirs anew."""
+    """Learners that did fewer iterations begin theirs again."""
     most = max(map(len, trace))
     times = np.stack([np.resize(np.array(one), most) for one in trace], axis=1)
     setting = Setting(len(trace), Recorded(times), seconds=seconds)

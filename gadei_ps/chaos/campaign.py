@@ -184,7 +184,7 @@ class _Chaos:
                 self._observer.other_hit()
 
     def _target(self, role: Role, now: float) -> Target | None:
-        """Who could be hit; None where that would only be a fault upon the same fault."""
+        """Processes that could be hit; None if that would only repeat a fault that still lasts."""
         match role:
             case Role.LEARNER:
                 free = [one for one in self.job.learners() if one.alive and self._free(one)]

@@ -10,7 +10,7 @@ The sign changes from one generation to the next, so that the sums stay where fl
 the order of the gradients does not matter, so then they are all alike.
 
 `python -m gadei_ps.chaos.learner OPTIMIZER`: says its row and generation in one line, and
-begins when it is told to by a line on standard input: then whoever counts has mapped its ring.
+begins when it is told to by a line on standard input: by then its parent, which counts, has mapped its ring.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
 
 def _compute(settings: Settings) -> Compute:
     """What the learners compute on. Raises UsageError or DeviceError."""
-    # Who names GPUs wants them to be used.
+    # GPUs that the user names must be used.
     device = "cuda" if settings.gpus is not None and settings.device == "auto" else settings.device
     compute = Compute.wanted(device, settings.gpus).settled()
     if compute.device == "cuda" and (why := _torch_lacks()):

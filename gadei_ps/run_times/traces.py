@@ -249,7 +249,7 @@ def _shown(path: str | os.PathLike[str]) -> str:
 def line(
     iteration: int, learner: str | int, started: float | None, seconds: float, censored: bool
 ) -> str:
-    """One row of a file in our form, with its end of line; for whoever records as time goes by.
+    """One row of a file in our form, with its end of line; for a recorder that writes row by row.
 
     started: seconds of a monotonic clock, None where unknown.
     """

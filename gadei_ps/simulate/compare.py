@@ -77,10 +77,10 @@ def compare(
     learning: Learning | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """What `gadei-ps simulate --json` prints, but for the setting's own words.
+    """What `gadei-ps simulate --json` prints, except the words of the setting itself.
 
-    Deterministic but for the keys `wall_s`. say: told of each model that is done. Raises UsageError
-    for a model that there is not, before anything is simulated.
+    Deterministic, except the keys `wall_s`. say: told of each model that is done. Raises UsageError
+    for an unknown model, before anything is simulated.
     """
     began = time.perf_counter()
     models = [model(spec, setting.learners) for spec in specs]

@@ -19,7 +19,7 @@ from gadei_ps.sync import Commit, SyncModel
 
 
 class Training(Protocol):
-    """Who moves weights in virtual time; it is told all that becomes of gradients."""
+    """Moves weights in virtual time; it is told all that becomes of gradients."""
 
     def begin(self, learners: Sequence[int], iterations: Sequence[int]) -> None:
         """These learners pull, and begin gradients with their iterations of these numbers."""

@@ -27,8 +27,8 @@ class Cutoff(SyncModel):
     - `c`: fixed, the backup workers of Chen et al. 2016.
     - `by=order`: c that maximises c / x_(c), where x_(c) is the c-th of the ordered run times as
       Elfving's formula has it, of independent normal times alike for all (section 3.1.1).
-    - `by=sampled`: likewise from each learner's own recent times, by Monte Carlo.
-    - `file`: likewise from the learned run-time model (sections 3.1.2 and 3.1.3).
+    - `by=sampled`: the same from each learner's own recent times, by Monte Carlo.
+    - `file`: the same from the learned run-time model (sections 3.1.2 and 3.1.3).
 
     Learners that are not among the first c are stragglers. Their iteration is `wanted` no more:
     they may give it up at once, and begin one of the superstep that runs then. A late or empty
@@ -192,7 +192,7 @@ class Cutoff(SyncModel):
         """Tells the predictor of the superstep that ends, and chooses the cutoff of the next."""
         if self.c is not None:
             return
-        with contextlib.suppress(SpecError):  # who checks the model is told
+        with contextlib.suppress(SpecError):  # `check` raises it
             self._load()
         if self._predictor is None:
             return

@@ -1,7 +1,7 @@
 """What Cutoff asks of a prediction of run times, and what several predictors need.
 
 A superstep: every learner computes one gradient; the first c of them to arrive are applied. To
-choose c, Cutoff wants the run times of the next superstep in ascending order, whosoever they are.
+choose c, Cutoff wants the run times of the next superstep in ascending order, of any learners.
 """
 
 from __future__ import annotations
