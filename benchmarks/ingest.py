@@ -169,7 +169,7 @@ def contenders(gangs: Gangs, size: int, ray_bytes: int, threads: int) -> dict[st
 def rates(
     seconds: Mapping[str, Seconds], gangs: Gangs, size: int, call_s: float
 ) -> dict[str, Callable[[], float]]:
-    """Bytes a second of each, in rounds of about call_s; a contender that fails a short round is left out."""
+    """Bytes a second of each, in rounds of about call_s, without those that fail a short one."""
     found: dict[str, Callable[[], float]] = {}
     for name, measure in seconds.items():
         try:

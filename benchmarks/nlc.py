@@ -5,8 +5,8 @@ SGD on the same mini-batches, in processes of its own with the same share of the
 is compared with one process of torch, two with Hogwild and DistributedDataParallel. The limit is
 forward and backward alone, in as many processes, with neither update nor sharing.
 
-All processes of a data set live at once; only the contender whose turn it is does not sleep. A figure
-is that of one window after a warm-up. ratio: gadei-ps over the contender, above 1 where it is
+All processes of a data set live at once; only the contender whose turn it is does not sleep. A
+figure is that of one window after a warm-up. ratio: gadei-ps over the contender, above 1 where it is
 faster.
 """
 

@@ -10,7 +10,8 @@ The sign changes from one generation to the next, so that the sums stay where fl
 the order of the gradients does not matter, so then they are all alike.
 
 `python -m gadei_ps.chaos.learner OPTIMIZER`: says its row and generation in one line, and
-begins when it is told to by a line on standard input: by then its parent, which counts, has mapped its ring.
+begins when it is told to by a line on standard input: by then its parent has mapped its ring, where
+it counts the gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How long a learner computes on an iteration, drawn from a distribution or read from a trace.
 
 The run time of learner k's i-th iteration depends on the seed, k and i, and on nothing else: not on
-the model under test, nor on when the number is asked for. So all models are compared on the same run
-times.
+the model under test, nor on when the number is asked for. So all models are compared on the same
+run times.
 """
 
 from __future__ import annotations
