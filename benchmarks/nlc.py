@@ -6,8 +6,8 @@ is compared with one process of torch, two with Hogwild and DistributedDataParal
 forward and backward alone, in as many processes, with neither update nor sharing.
 
 All processes of a data set live at once; only the contender whose turn it is does not sleep. A
-figure is that of one window after a warm-up. ratio: gadei-ps over the contender, above 1 where it is
-faster.
+figure is that of one window after a warm-up. ratio: gadei-ps over the contender, above 1 where it
+is faster.
 """
 
 from __future__ import annotations
