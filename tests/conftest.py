@@ -20,7 +20,7 @@ import pytest
 HERE = Path(__file__).parent
 # For `import support`, `import shell` and `import emulator`.
 sys.path[:0] = [str(HERE), str(HERE / "cli"), str(HERE / "gpu")]
-pytest.register_assert_rewrite("support", "shell")
+pytest.register_assert_rewrite("support", "shell", "saved_jobs")
 
 import support  # noqa: E402
 from shell import Cli  # noqa: E402

@@ -100,7 +100,13 @@ class Cli:
         self._running: list[Running] = []
         self._served: list[str] = []
 
-    def __call__(self, *arguments: object, stdin: bytes = b"", **env: str) -> Result:
+    def __call__(
+        self,
+        *arguments: object,
+        stdin: bytes = b"",
+        patience_s: float = support.PATIENCE_S,
+        **env: str,
+    ) -> Result:
         """To its end."""
         done = subprocess.run(
             [sys.executable, "-m", "gadei_ps", *map(str, arguments)],
@@ -108,7 +114,7 @@ class Cli:
             capture_output=True,
             env=os.environ | env,
             cwd=self.directory,
-            timeout=support.PATIENCE_S,
+            timeout=patience_s,
             check=False,
         )
         return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
