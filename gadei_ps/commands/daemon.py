@@ -29,7 +29,7 @@ from gadei_ps.watchdog.restart import Exit, Policy
 
 START_SILENT_S = 200.0  # longer than the watchdog lets its servers be silent
 GONE_S = 2.0
-END_TIMEOUT_S = 60.0  # the watchdog's own limits add up to less, but for a blocked disk
+END_TIMEOUT_S = 60.0  # the watchdog's own limits add up to less, unless the disk blocks
 ORPHAN_S = 10.0
 POLICY = Policy(limit=20)
 CONFIG_VARIABLE = "GADEI_PS_CONFIG"

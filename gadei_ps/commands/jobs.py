@@ -250,12 +250,12 @@ def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
     kept = int(control_["saves"]) or int(control_["checkpoints"])
     if kept and saved != version and not discard:
         raise ControlError(
-            f"job {job!r} has no watchdog, which would make its last checkpoint: serve it again "
-            f"and stop it then; or lose {version - saved} gradients: gadei-ps stop {job} --discard"
+            f"job {job!r} has no watchdog, which makes the last checkpoint: serve it again "
+            f"and then stop it; or lose {version - saved} gradients: gadei-ps stop {job} --discard"
         )
     report = drop(job)
     if report is None:
-        raise ControlError(f"job {job!r} has just got a watchdog again: stop it once more")
+        raise ControlError(f"job {job!r} has a watchdog again: run gadei-ps stop once more")
     return report
 
 

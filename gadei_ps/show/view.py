@@ -164,7 +164,9 @@ def raged(report: Mapping[str, Any]) -> Table:
         rows["not tested"] = f"{', '.join(report['missed'])}: never hit; use a longer --for"
     rows |= {
         "fail-over": _spread(report["failover_ms"], "kill to the next applied gradient"),
-        "restart": _spread(report["restart_ms"], "likewise, where no server stood by"),
+        "restart": _spread(
+            report["restart_ms"], "kill to the next applied gradient, without a standby"
+        ),
         "take-over": _spread(report["takeover_ms"], "kill to the next active server"),
         "ring reclaimed": _spread(report["reclaim_ms"], "after a learner's death"),
     }
