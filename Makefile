@@ -77,6 +77,7 @@ docs: $(VENV)/built
 
 # The stamp is made last: an interrupted set-up is done again. C sources are compiled by pip.
 $(VENV)/built: pyproject.toml setup.py $(NATIVE) | $(VENV)/bin/python
+	$(BIN)/python native/build_identity.py
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -e '.[torch,dev]'
 	touch $@
