@@ -4,8 +4,8 @@ The next watchdog of a job adopts the memory that a dead one has left if all of 
 
 - no watchdog of the job lives: the job's lock is free, and `watchdog_pid` with `watchdog_start` in
   the control segment is no living process;
-- the control segment is whole and of this version of gadei-ps;
-- the job has not ended (`phase` is below STOPPED, or KEPT), and its model is there;
+- the control segment is whole, and of this layout and this build of gadei-ps (`server_build`);
+- the job has not ended (`phase` is below STOPPED), and its model is there;
 - weights and state carry the job's id;
 - the fields ADOPTED of the job file have the same digests as when the memory was made.
 
