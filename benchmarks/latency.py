@@ -1,9 +1,9 @@
 """How long a push of 4 KB takes until it is applied and the learner knows.
 
-spinning: pushes follow each other, and who can spin does: both sides look for the other's word in a
-loop. asleep: the learner pauses before each push, and both sides sleep while they wait. Peers apply
-in numpy and answer with a byte; gadei-ps' learner sees the weights themselves. MPI always spins and
-so has no figure for asleep.
+spinning: pushes follow each other. Where a contender can spin, both sides look for the other's word
+in a loop. asleep: the learner pauses before each push, and both sides sleep while they wait. Peers
+apply in numpy and answer with a byte; gadei-ps' learner sees the weights themselves. MPI always
+spins and so has no figure for asleep.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class SegmentError(GadeiError):
 
 
 class OtherVersion(SegmentError):
-    """It is of another layout version."""
+    """It is of another layout version, or of another build of gadei-ps."""
 
 
 class ControlError(GadeiError):

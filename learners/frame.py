@@ -53,7 +53,7 @@ def whole_at(values: int) -> Where:
 
 def rows_at(indices: int, values: int, count: int) -> Where:
     """For Client.push_from: int64 indices and their float32 rows, by address."""
-    # No rows at all are rows, too; an empty array may have no address.
+    # No rows are also rows, not a whole tensor; an empty array may have no address.
     return (values, indices, count, 0) if count else (1, 1, 0, 0)
 
 
@@ -177,7 +177,7 @@ class Frames:
         """Writes one tensor into a claimed slot: any of them, in any order, once.
 
         number: in the model. where: four numbers as push_from() takes them. Tensors that are
-        not appended are left as they are. Raises ModelMismatch for a row that there is not.
+        not appended are left as they are. Raises ModelMismatch for a row outside the tensor.
         """
         if where == NONE:
             return

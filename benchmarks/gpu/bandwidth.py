@@ -5,7 +5,7 @@ each way:
 
 - transfer: timed by events on the link's streams, right before and after the copy;
 - end to end: gradients are pushed one after the other until the server has applied the last one,
-  and weights are filled one after the other. The server's update limits the first, too;
+  and weights are filled one after the other. The server's update also limits the first;
 - limit: copies of as many bytes between pinned and device memory, on other streams, timed as the
   transfers are.
 

@@ -3,7 +3,7 @@
 VGG trains on images of CIFAR-10, and a network of AlexNet's size on images of noise (paper, section
 6.2, Figure 8). Mini-batches are cut from images that lie in the GPU's memory, so that only training
 is measured. The data set is a JPEG copy (`cifar10-jpeg`), not the pixels of CIFAR-10; without it,
-VGG's images are noise, too.
+VGG's images are noise as well.
 
 One learner is compared with torch's SGD in one process; the two take turns. With several GPUs,
 learners have one each, from one GPU to all of them.

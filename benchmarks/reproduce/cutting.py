@@ -77,10 +77,11 @@ def _driven(times: FloatArray, cutoffs: npt.NDArray[np.int64]) -> Driven:
 
 @dataclass
 class Calibration:
-    """Predicted against observed order statistics, all run times known, once anything is predicted.
+    """Predicted and observed order statistics of the iterations with a prediction.
 
-    error: mean of |predicted - observed| / observed for each order statistic, (learners,). covered:
-    share of those within two predicted deviations, likewise; NaN for what predicts no deviations.
+    All run times are known. error: mean of |predicted - observed| / observed for each order
+    statistic, (learners,). covered: share of the observed ones within two predicted deviations,
+    (learners,); NaN where no deviations are predicted.
     """
 
     error: FloatArray

@@ -42,8 +42,8 @@ class Times:
     """In seconds. disturbed: reclaims during which servers or watchdog were hit too.
 
     fail_over, restart: from the kill of the active server to the next applied gradient, where
-    another server stood by and where none did. take_over: to the next active server, likewise where
-    one stood by.
+    another server stood by and where none did. take_over: to the next active server, where another
+    server stood by.
     """
 
     fail_over: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What is simulated: how many learners, for how long, who dies and returns, what a server costs."""
+"""What is simulated: number of learners, duration, deaths and returns, cost of the server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The interface that every synchronization model has, for the server and for the simulator.
 
-A model is a state machine without clocks, threads or output, and without input but for a file that
-its parameters name: its driver reports who
-joined, left and pushed, and at what time; the model answers with two words.
+A model is a state machine without clocks, threads or output. Its only input is a file that its
+parameters may name. Its driver reports which learner joined, left or pushed, and at what time; the
+model answers with two words.
 
 - **grant**: a learner may start its iteration of number `clock` iff `clock < grant`.
 - **commit**: which collected gradients are reduced and applied now, and which are dropped.
@@ -16,13 +16,13 @@ What the driver owes the model
    its grant; whatever it published beyond that stays in its ring, unreported, until granted.
 3. An on-arrival model is told of a push once the gradient has been applied (or refused). A
    collecting model's commits are carried out, in the order of the list, before the grants that
-   hold after the call are published. So whoever sees a grant and then pulls has every gradient
-   that the grant stands on. SSP's and WSP's bound on the version pulled rests on this rule.
+   hold after the call are published. So a learner that sees a grant and then pulls has every
+   gradient that the grant stands on. The bounds of SSP and WSP on the version pulled rest on this.
 4. Before `leave`, what the learner had published and been granted is reported. Its ring is kept
    until commits have named every gradient in it: see `leave`.
 5. `now` and `started` are seconds of one monotonic clock; `now` never decreases.
 
-Take-over: models are not persisted. The next server makes a new one and joins all who were members.
+Take-over: models are not persisted. The next server makes a new one; all former members join it.
 An on-arrival model is told of as many pushes as each was ahead of the slowest; a collecting one is
 told again of what lies unconsumed in the rings. Then the dead leave. Clocks start anew, so a driver
 publishes a grant as 'so many iterations more than the clock'.
@@ -122,9 +122,9 @@ class SyncModel(ABC):
         return 1
 
     def check(self, learners: int | None) -> None:  # noqa: B027 (most models fit any number)
-        """Whether the model can be used, by so many learners where their number is known.
+        """Checks that the model can be used, by this number of learners if it is known.
 
-        Looks at files that it names, too. Raises SpecError, in one line.
+        Also looks at files that the parameters name. Raises SpecError, in one line.
         """
 
     @property

@@ -12,11 +12,11 @@ class BSP(SyncModel):
 
     Zhao et al. 2019, section I and figure 1 with k = 1; GaDei, section 2.1, equation 2. When
     the last learner of a superstep has pushed, one commit applies the mean of all its gradients.
-    It names them in ascending order: a sum that does not depend on who came first.
+    It names them in ascending order, so the sum does not depend on the order of arrival.
 
-    The first arrival closes a superstep: who joins before takes part in it at the clock
-    `superstep`, who joins after waits for the next one at `superstep + 1`, as if it had pushed. So
-    a stream of newcomers puts off no barrier, and a returning learner has one gradient at most.
+    The first arrival closes a superstep. A learner that joins before it takes part at the clock
+    `superstep`; one that joins after it waits for the next at `superstep + 1`, as if it had pushed.
+    So a stream of newcomers puts off no barrier, and a returning learner has one gradient at most.
 
     A learner that leaves before its push is no longer waited for; the gradient of one that leaves
     after it stays part of the superstep's mean. A refused gradient is dropped at once and counts
@@ -64,7 +64,7 @@ class BSP(SyncModel):
             return []
         self._superstep += 1
         self._closed = False
-        # Everybody who is left stands at the new superstep's clock now.
+        # All remaining learners stand at the new superstep's clock now.
         self._computing = len(self._clocks)
         self._releases += 1
         held, self._held = self._held, []

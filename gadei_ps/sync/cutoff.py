@@ -174,7 +174,7 @@ class Cutoff(SyncModel):
         self._began[learner] = now
 
     def _cut(self, now: float) -> list[Commit]:
-        """Ends the superstep once c gradients are there, or nobody is left who could push."""
+        """Ends the superstep once c gradients are there, or no learner is left that could push."""
         enough = self._cutoff is not None and len(self._held) >= self._cutoff
         if not self._closed or (self._since and not enough):
             return []

@@ -47,7 +47,7 @@ def elfving(n: int, mean: float, std: float) -> FloatArray:
 def _scores(n: int) -> FloatArray:
     ranks: FloatArray = np.arange(1.0, n + 1.0)
     scores = inverse_normal((ranks - math.pi / 8) / (n - math.pi / 4 + 1))
-    scores.flags.writeable = False  # it is shared by all who ask
+    scores.flags.writeable = False  # all callers share it
     return scores
 
 

@@ -303,6 +303,6 @@ def _release(index: int, registered: contextlib.ExitStack) -> None:
     """
     with contextlib.suppress(runtime.CUDARuntimeError), cupy.cuda.Device(index):
         try:
-            runtime.deviceSynchronize()  # the compute stream, too, may read registered memory
+            runtime.deviceSynchronize()  # the compute stream may read registered memory as well
         finally:
             registered.close()

@@ -49,7 +49,7 @@ class GpuBackend:
         self._gathered: set[str] = set()
         """Tensors that pulls leave out, because only their rows are read."""
         self._whole: set[str] = set()
-        """Tensors whose rows are read, but which are used in another way, too."""
+        """Tensors whose rows are read and which are also used as a whole."""
         self._link.count_buffers_from(self._front)
         self._link.fill(self._front)
         self.version = self._link.version
@@ -163,7 +163,7 @@ class GpuBackend:
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         """The job's current rows of a tensor, shape (n, width); indices: int64, flat.
 
-        Pulls leave the tensor out from then on, unless it is found to be used as a whole, too.
+        From then on pulls leave the tensor out, unless it is found to be used as a whole as well.
         """
         if name not in self._gathered and name not in self._whole:
             self._gathered.add(name)

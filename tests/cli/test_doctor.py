@@ -121,7 +121,7 @@ NOBODYS_UID = 54321
 
 
 def test_logind(tmp_path: Path) -> None:
-    """Concerned is who is no system user, does not linger, and whose logind removes."""
+    """Warns a user that is no system user and does not linger, if logind removes memory."""
     assert memory.logind(tmp_path, NOBODYS_UID)[:2] == (doctor.Level.OK, "no logind here")
     for name in ("system", "seats"):
         (tmp_path / "run/systemd" / name).mkdir(parents=True)

@@ -103,7 +103,7 @@ class Ring:
         return self.at + layout.offset(RING, field)
 
     def ring_bell(self, field: str) -> None:
-        """Wakes who sleeps on a word of the roster's row."""
+        """Wakes the threads that sleep on a word of the roster's row."""
         roster = self.control_at + layout.offset(CONTROL, "roster") + ROW * ENTRY.itemsize
         _native.bell(roster + layout.offset(ENTRY, field))
 

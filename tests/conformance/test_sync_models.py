@@ -123,7 +123,7 @@ class Driver:
         return [learner for learner, clock in self.clocks.items() if clock < self.grants[learner]]
 
     def round(self) -> None:
-        """Lets everybody who may go on at the beginning of the round push once."""
+        """Lets each learner that may go on at the beginning of the round push once."""
         for learner in self.able():
             if self.clocks[learner] < self.model.grant(learner):
                 self.push(learner)
@@ -182,7 +182,7 @@ class Driver:
             assert not self.unconsumed(), "a gradient is left behind in an empty job"
 
     def check_everybody_goes_on(self) -> None:
-        """Nobody starves where all who may go on do so."""
+        """No learner starves if all that may go on do so."""
         before = dict(self.clocks)
         for _ in range(100):
             self.round()

@@ -185,7 +185,8 @@ def stopped(target: Target) -> Iterator[None]:
 def apart(pid: int) -> Iterator[None]:
     """This process on one core, that one's threads on the others.
 
-    Whoever looks without a pause would else be preempted by what it waits for, and never see it.
+    On a shared core, a process that looks without a pause is preempted by what it waits for, and
+    never sees it.
     """
     cores = os.sched_getaffinity(0)
     mine = {min(cores)}

@@ -1,4 +1,4 @@
-"""Whoever dies, nothing stays behind, and memory is what the configuration says."""
+"""After any death nothing stays behind, and memory is what the configuration says."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_on_arrival(model: str, job_name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["cutoff:c=2", "cutoff:by=sampled"])
 def test_cutoff(model: str, job_name: str, tmp_path: Path) -> None:
-    """A mean of ones is one, whoever is in it: the weights count supersteps, to the last bit."""
+    """Any mean of ones is one, so the weights count supersteps, to the last bit."""
     chance = random.Random(model)
     with Team(job_name, tmp_path, learners=3, sync=model) as team:
         _kill_servers_and_learners(team, chance)

@@ -1,4 +1,4 @@
-"""Servers killed while they apply: whoever takes over finishes each gradient exactly once."""
+"""Servers killed while they apply: the next server finishes each gradient exactly once."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from gadei_ps.memory import segment
 
 
 def test_a_job_is_adopted(cli: Cli, job_name: str) -> None:
-    """With its history; who has left meanwhile is gone, and who is there is heard."""
+    """With its history; learners that left meanwhile are gone, those that stayed are heard."""
     watchdog = cli.serve(job_name, "standby = false\n" + TOML)
     with team(job_name, 4) as (stays, leaves, dies, dead):
         for child in (stays, leaves, dies, dead):

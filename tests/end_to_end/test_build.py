@@ -142,7 +142,7 @@ def test_an_upgrade_under_a_running_job(
     assert len(refusals) == 1, daemon.err
     assert f"made by build {build.of_server():016x}" in refusals[0]
 
-    # The next watchdog is of the new build, too.
+    # The next watchdog is also of the new build.
     os.kill(status(job_name)["watchdog_pid"], signal.SIGKILL)
     eventually(lambda: gone(int(control["watchdog_pid"])))
     said = cli("serve", f"{job_name}.toml")

@@ -112,7 +112,7 @@ def test_the_slow_and_the_waiting_are_left_alone(job_name: str) -> None:
             call(slow, "push", gradient_of(gradient))
             call(slow, "wait_turn")
             quick.receive()
-        # Both have pushed, and wait far longer than the limit, but for the server.
+        # Both have pushed, and wait far longer than the limit, but only for the server.
         with Stopped(status(job_name)["server_pid"]):
             for child in (slow, quick):
                 call(child, "push", gradient_of(gradient))

@@ -108,7 +108,7 @@ def test_every_change_under_load_loses_nothing(job_name: str) -> None:
 
 @pytest.mark.parametrize("times", ["once", "each"])
 def test_kills_amid_changes(times: str, job_name: str) -> None:
-    """A change is made whoever dies, every gradient is applied or dropped once."""
+    """A change is made whichever process dies; each gradient is applied or dropped once."""
     with (
         daemon(job_name, sync="bsp", tensors=TENSORS, shards=2, standby=True) as job,
         fork(3, _push_until_told, job_name) as team,
@@ -346,7 +346,7 @@ def test_change_from_asp_under_a_flood(job_name: str) -> None:
 
 
 def test_newcomer_amid_a_change(job_name: str) -> None:
-    """Who attaches meanwhile is no part of the old model, which would wait for it for ever."""
+    """A learner that attaches meanwhile does not join the old model, which would wait for ever."""
     with (
         daemon(job_name, sync="bsp", tensors=TENSORS),
         fork(2, _push_when_told, job_name) as (one, other),

@@ -1,4 +1,4 @@
-"""Synchronization models with real processes: who waits for whom, also for the stopped and dead."""
+"""Synchronization models with real processes: which wait for which, stopped and dead ones too."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_bounded_spread(model: str, bound: int, job_name: str) -> None:
         def watch(times: int, members: list[Child]) -> None:
             pids = [child.pid for child in members]
             for _ in range(times):
-                # Whoever is seen ahead in the first look was so before the second.
+                # A learner that is seen ahead in the first look was ahead before the second.
                 first, second = _heads(job_name), _heads(job_name)
                 spread = max(first[pid] for pid in pids) - min(second[pid] for pid in pids)
                 assert spread <= bound, (first, second)
@@ -267,7 +267,7 @@ def test_every_sample_once_an_epoch(model: str, ahead: int, job_name: str) -> No
                 for at, child in enumerate(team):
                     if not child.alive and child.join() < 0:
                         deaths += 1
-                        # Who comes late finds work or none, and lives on if there were many deaths.
+                        # A late learner finds work or none, and lives on if there were many deaths.
                         more = deaths < 20
                         team[at] = Child(_answer_and_die, job_name, next(seeds), more)
                 job.check()

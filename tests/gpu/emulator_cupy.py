@@ -170,7 +170,7 @@ def modules(device: Device) -> dict[str, types.ModuleType]:
     library: list[ctypes.CDLL] = []
 
     class ndarray(np.ndarray):  # CuPy's name
-        """Memory of the device; here the host can read it, too."""
+        """Memory of the device; here the host can read it as well."""
 
         @property
         def data(self) -> Pointer:  # type: ignore[override]

@@ -161,7 +161,7 @@ def test_as_the_host(
                 assert {row: found.rows[name][row] for row in rows} == rows
                 assert not any(any(found.rows[name][row]) for row in more)
 
-    # With momentum the host pushes rows of zeros, too.
+    # With momentum the host also pushes rows of zeros.
     optimizer = {"kind": "momentum", "lr": 0.01}
     with (
         daemon(job_name, optimizer=optimizer),

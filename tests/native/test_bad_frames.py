@@ -67,7 +67,7 @@ class Writer:
         self._head_at = place.ring.address + layout.offset(RING, "head")
 
     def publish(self, value: float, **wrong: Any) -> None:
-        """A frame as it should be, but for the fields in `wrong`."""
+        """A frame as it should be, except the fields in `wrong`."""
         client = self.client
         ring = client.place.ring
         assert _native.wait_grant(*self._rings, self.published, WAIT_NS) == 0

@@ -132,7 +132,7 @@ def rows_payload(
     if any(isinstance(given, tuple) for given in gradients.values()):
         payload, _, blocks, _ = payload_of(model, gradients, wire)
         return payload, blocks
-    # A client makes a dense frame of these; one of rows may hold whole tensors only, too.
+    # A client makes a dense frame of these; a frame of rows may also hold whole tensors only.
     at = layout.rounded(len(model.tensors) * layout.BLOCK.itemsize, 64)
     room = np.zeros(payload_bytes(model) + 64, np.uint8)
     for block, (number, given) in enumerate(sorted(gradients.items())):

@@ -64,7 +64,7 @@ def live_weights(job: str) -> np.ndarray:
 def _push_for_ever(pipe: Connection, job: str, push: Callable[[Client], object]) -> None:
     client = Client(job)
     pipe.send((client.row, client.generation))
-    pipe.recv()  # who wants to know our ring's head after our death has mapped it
+    pipe.recv()  # a test that needs our ring's head after our death has mapped it
     while True:
         push(client)
 

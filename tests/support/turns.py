@@ -1,4 +1,4 @@
-"""How workers of pytest-xdist share a machine: what they compile once, and who must be alone.
+"""How workers of pytest-xdist share a machine: what they compile once, and which tests run alone.
 
 The workers of a run agree by locks on files of one directory. A run without workers takes the same
 locks and never waits.

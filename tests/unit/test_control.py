@@ -94,7 +94,7 @@ def test_memory_file() -> None:
 
 @contextmanager
 def answering(runtime_dir: Path, *answers: bytes) -> Iterator[str]:
-    """Somebody at a socket who says this, whatever is asked, and then hangs up."""
+    """A process at a socket that says this, whatever is asked, and then hangs up."""
     path = runtime_dir / "other.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))

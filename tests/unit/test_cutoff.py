@@ -1,4 +1,4 @@
-"""Cutoff SGD by hand: who is applied, who is dropped, who is told, and what is predicted from."""
+"""Cutoff SGD by hand: what is applied, dropped and told, and what is predicted from."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ PATIENCE_S = support.PATIENCE_S
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No GPU of the machine is seen, but for what a test puts there."""
+    """Tests see no GPU of the machine, only those that they make."""
     for name in (VISIBLE, ORDER, DEVICE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))

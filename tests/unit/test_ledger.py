@@ -1,4 +1,4 @@
-"""The work ledger: every batch is answered once an epoch, whoever dies or is dropped."""
+"""The work ledger: every batch is answered once an epoch, whichever learners die or are dropped."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_nothing_to_look_at() -> None:
     )
 )
 def test_against_the_whole_history(story: list[tuple[int, Signs]]) -> None:
-    """Blamed is who was there with the same sign at every look of more than the limit."""
+    """A member is blamed if it had the same sign at every look for more than the limit."""
     watch = Watch(LIMIT_S)
     history: list[tuple[float, Signs]] = []
     now = 0.0

@@ -1,4 +1,4 @@
-"""Who a process is, and children that die with their parent."""
+"""The identity of a process, and children that die with their parent."""
 
 from __future__ import annotations
 

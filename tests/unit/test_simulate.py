@@ -317,7 +317,7 @@ def test_the_same_seed_gives_the_same_run(spec: str, source: str, how: dict[str,
 def test_ssp_keeps_its_bound(
     source: str, bound: int, learners: int, seed: int, server_s: float
 ) -> None:
-    """Whoever begins iteration i has pulled every gradient of the iterations up to i - s - 1."""
+    """A learner that begins iteration i has pulled all gradients of iterations up to i - s - 1."""
 
     class Bound(Watch):
         def __init__(self) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import daemon
-from gadei_ps.commands import systemd as unit
+from gadei_ps.commands import daemon, systemd
 from gadei_ps.commands.systemd import Found, Scope
 from gadei_ps.errors import UsageError
 from gadei_ps.watchdog import supervisor
@@ -48,18 +47,18 @@ def analyze(*arguments: object, runtime: Path) -> subprocess.CompletedProcess[st
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an installation for all users has it."""
-    monkeypatch.setattr(unit, "places", lambda: (Path("/usr/bin/env"),))
+    monkeypatch.setattr(systemd, "places", lambda: (Path("/usr/bin/env"),))
 
 
 def test_the_file_in_the_sources_is_the_one_that_is_written() -> None:
-    made = unit.text(Scope.SYSTEM, unit.SYSTEM_PROGRAM)
-    assert (ROOT / "systemd" / unit.NAME).read_text() == made
+    made = systemd.text(Scope.SYSTEM, systemd.SYSTEM_PROGRAM)
+    assert (ROOT / "systemd" / systemd.NAME).read_text() == made
 
 
 @needs_systemd
 @pytest.mark.parametrize("scope", list(Scope))
 def test_systemd_accepts_it(scope: Scope, tmp_path: Path, reachable: None) -> None:
-    written = unit.install(scope, where=tmp_path)
+    written = systemd.install(scope, where=tmp_path)
     checked = analyze(f"--{scope}", "verify", written.path, runtime=tmp_path)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
     # The check sees mistakes.
@@ -69,7 +68,7 @@ def test_systemd_accepts_it(scope: Scope, tmp_path: Path, reachable: None) -> No
 
 @needs_systemd
 def test_the_system_unit_is_not_exposed(tmp_path: Path, reachable: None) -> None:
-    path = unit.install(Scope.SYSTEM, where=tmp_path).path
+    path = systemd.install(Scope.SYSTEM, where=tmp_path).path
     arguments = ("security", "--offline=yes", "--no-pager")
     checked = analyze(*arguments, "--threshold=30", path, runtime=tmp_path)
     if "unrecognized option" in checked.stderr:
@@ -86,8 +85,8 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
     program = folder / "gadei-ps"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    path = tmp_path / unit.NAME
-    path.write_text(unit.text(Scope.USER, unit.quoted(str(program))))
+    path = tmp_path / systemd.NAME
+    path.write_text(systemd.text(Scope.USER, systemd.quoted(str(program))))
     checked = analyze("--user", "verify", path, runtime=tmp_path)
     assert (checked.returncode, checked.stderr) == (0, "")
     program.unlink()
@@ -95,14 +94,14 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
 
 
 def test_time_limits_are_beyond_the_watchdogs_own() -> None:
-    said = directives(unit.text(Scope.SYSTEM, unit.SYSTEM_PROGRAM))
+    said = directives(systemd.text(Scope.SYSTEM, systemd.SYSTEM_PROGRAM))
     assert int(said["TimeoutStartSec"][0]) > supervisor.START_SILENT_S
     assert int(said["TimeoutStopSec"][0]) > daemon.END_TIMEOUT_S
 
 
 @pytest.mark.parametrize("scope", list(Scope))
 def test_what_a_job_needs_is_left_to_it(scope: Scope) -> None:
-    said = directives(unit.text(scope, unit.SYSTEM_PROGRAM))
+    said = directives(systemd.text(scope, systemd.SYSTEM_PROGRAM))
     # Compiled kernels, GPUs, learners outside of the unit.
     for name in (
         "MemoryDenyWriteExecute",
@@ -121,8 +120,8 @@ def test_what_a_job_needs_is_left_to_it(scope: Scope) -> None:
 
 
 def test_the_user_of_the_system_unit() -> None:
-    assert "User=learner\n" in unit.text(Scope.SYSTEM, unit.SYSTEM_PROGRAM, "learner")
-    assert "User=" not in unit.text(Scope.USER, unit.SYSTEM_PROGRAM)
+    assert "User=learner\n" in systemd.text(Scope.SYSTEM, systemd.SYSTEM_PROGRAM, "learner")
+    assert "User=" not in systemd.text(Scope.USER, systemd.SYSTEM_PROGRAM)
 
 
 def test_the_program_is_this_installations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -130,17 +129,17 @@ def test_the_program_is_this_installations(monkeypatch: pytest.MonkeyPatch, tmp_
     script.write_text("")
     monkeypatch.setattr(sys, "argv", [str(script)])
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    assert unit.program() == f"{sys.executable} -P -m gadei_ps"
+    assert systemd.program() == f"{sys.executable} -P -m gadei_ps"
     script.chmod(0o755)
-    assert unit.program() == str(script)
+    assert systemd.program() == str(script)
     monkeypatch.setattr(sys, "argv", ["-c"])
-    assert unit.program() == str(script)
+    assert systemd.program() == str(script)
 
 
 @pytest.mark.parametrize("path", ['/a"b/gadei-ps', "/a$b/gadei-ps", "/a\\b/x", "/a\nb/x", "/a'b/x"])
 def test_paths_that_systemd_cannot_be_told(path: str) -> None:
     with pytest.raises(UsageError, match="systemd cannot start"):
-        unit.quoted(path)
+        systemd.quoted(path)
 
 
 # -- install --------------------------------------------------------------------------------------
@@ -148,76 +147,76 @@ def test_paths_that_systemd_cannot_be_told(path: str) -> None:
 
 def test_install(tmp_path: Path) -> None:
     where = tmp_path / "systemd/user"
-    first = unit.install(Scope.USER, where=where)
-    assert (first.found, first.written, first.path) == (Found.NOTHING, True, where / unit.NAME)
+    first = systemd.install(Scope.USER, where=where)
+    assert (first.found, first.written, first.path) == (Found.NOTHING, True, where / systemd.NAME)
     assert first.path.read_text() == first.text
     assert first.path.stat().st_mode & 0o777 == 0o644
     assert "systemctl --user enable --now gadei-ps@demo" in first.next
-    again = unit.install(Scope.USER, where=where)
+    again = systemd.install(Scope.USER, where=where)
     assert (again.found, again.written) == (Found.SAME, False)
-    assert [path.name for path in where.iterdir()] == [unit.NAME]
+    assert [path.name for path in where.iterdir()] == [systemd.NAME]
 
 
 def test_a_changed_unit_is_not_replaced_unasked(tmp_path: Path) -> None:
-    path = unit.install(Scope.USER, where=tmp_path).path
+    path = systemd.install(Scope.USER, where=tmp_path).path
     path.write_text("# mine\n")
     with pytest.raises(UsageError, match="is there already and differs"):
-        unit.install(Scope.USER, where=tmp_path)
-    seen = unit.install(Scope.USER, where=tmp_path, dry_run=True)
+        systemd.install(Scope.USER, where=tmp_path)
+    seen = systemd.install(Scope.USER, where=tmp_path, dry_run=True)
     assert (seen.found, seen.written) == (Found.ANOTHER, False)
     assert path.read_text() == "# mine\n"
-    assert unit.install(Scope.USER, where=tmp_path, force=True).written
+    assert systemd.install(Scope.USER, where=tmp_path, force=True).written
     assert path.read_text() == seen.text
 
 
 def test_a_masked_unit_stays_masked(tmp_path: Path) -> None:
-    path = tmp_path / unit.NAME
+    path = tmp_path / systemd.NAME
     path.symlink_to("/dev/null")
     with pytest.raises(UsageError, match="differs"):
-        unit.install(Scope.USER, where=tmp_path)
-    assert unit.install(Scope.USER, where=tmp_path, force=True).written
+        systemd.install(Scope.USER, where=tmp_path)
+    assert systemd.install(Scope.USER, where=tmp_path, force=True).written
     assert not path.is_symlink()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--run-as goes with --system"):
-        unit.install(Scope.USER, user="root", where=tmp_path)
+        systemd.install(Scope.USER, user="root", where=tmp_path)
     with pytest.raises(UsageError, match="is not the name of a user"):
-        unit.install(Scope.SYSTEM, user="a\nExecStart=x", where=tmp_path)
+        systemd.install(Scope.SYSTEM, user="a\nExecStart=x", where=tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UsageError, match="needs root"):
-        unit.install(Scope.SYSTEM)
-    assert unit.install(Scope.SYSTEM, dry_run=True).path.parent == Path("/etc/systemd/system")
+        systemd.install(Scope.SYSTEM)
+    assert systemd.install(Scope.SYSTEM, dry_run=True).path.parent == Path("/etc/systemd/system")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_system_units_user_must_reach_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unit, "HIDDEN", ())
-    monkeypatch.setattr(unit, "places", lambda: (tmp_path / "closed/gadei-ps",))
+    monkeypatch.setattr(systemd, "HIDDEN", ())
+    monkeypatch.setattr(systemd, "places", lambda: (tmp_path / "closed/gadei-ps",))
     (tmp_path / "closed").mkdir(mode=0o700)
     me = pwd.getpwuid(os.getuid()).pw_name
     where = tmp_path / "units"
     with pytest.raises(UsageError, match="cannot be reached by the user nobody"):
-        unit.install(Scope.SYSTEM, user="nobody", where=where)
+        systemd.install(Scope.SYSTEM, user="nobody", where=where)
     with pytest.raises(UsageError, match="cannot be reached by the user no-such-user"):
-        unit.install(Scope.SYSTEM, user="no-such-user", where=where)
+        systemd.install(Scope.SYSTEM, user="no-such-user", where=where)
     assert not where.exists()
-    done = unit.install(Scope.SYSTEM, user=me, where=where)
+    done = systemd.install(Scope.SYSTEM, user=me, where=where)
     assert f"User={me}\n" in done.text
 
 
 def test_the_system_unit_does_not_see_tmp() -> None:
     with pytest.raises(UsageError, match="hidden from the unit by PrivateTmp"):
-        unit.check_reach("root", [Path("/var/tmp/venv/bin/python")])
+        systemd.check_reach("root", [Path("/var/tmp/venv/bin/python")])
 
 
 def test_a_service_user_that_is_not_there_is_to_be_made(tmp_path: Path, reachable: None) -> None:
-    done = unit.install(Scope.SYSTEM, user="no-such-user", where=tmp_path)
+    done = systemd.install(Scope.SYSTEM, user="no-such-user", where=tmp_path)
     assert done.next[0].startswith("useradd --system")
     assert done.next[0].endswith(" no-such-user")
-    done = unit.install(Scope.SYSTEM, user="root", where=tmp_path / "other")
+    done = systemd.install(Scope.SYSTEM, user="root", where=tmp_path / "other")
     assert not any("useradd" in line for line in done.next)
 
 
@@ -235,7 +234,7 @@ def command(config_home: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def test_the_command(tmp_path: Path) -> None:
-    path = tmp_path / "systemd/user" / unit.NAME
+    path = tmp_path / "systemd/user" / systemd.NAME
     printed = command(tmp_path, "--user", "--print")
     assert printed.returncode == 0, printed
     assert not path.exists()

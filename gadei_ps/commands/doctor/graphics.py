@@ -48,7 +48,7 @@ def cupy_works() -> Found:
 
 
 def without_cupy(timeout_s: float) -> Found:
-    """A hint for those who have a GPU."""
+    """A hint for machines with a GPU."""
     try:
         found = bool(gpus.listed(timeout_s))
     except DeviceError:
