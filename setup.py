@@ -19,7 +19,7 @@ SOURCES = (
     "module_learner",
     "ps_ring",
     "ps_copy",
-    "ps_rows",
+    "ps_payload",
     "ps_product",
     "ps_lease",
     "ps_land",

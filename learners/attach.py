@@ -148,7 +148,7 @@ def detach(
     patience_s = DETACH_S
     if place is not None:
         # If no watchdog hears the request, the next one reads this word.
-        _native.store(place.ring.address + layout.offset(layout.RING, "detached"), 1)
+        _native.store(place.ring.word(layout.RING, "detached"), 1)
         if int(place.control.view(CONTROL)["phase"]) >= Phase.STOPPED:
             patience_s = 0.0
     try:

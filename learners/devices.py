@@ -9,9 +9,9 @@ from gadei_ps.errors import DeviceError, UsageError
 from gadei_ps.learners.device import Device
 from gadei_ps.learners.host import Host
 from gadei_ps.machine import cuda
+from gadei_ps.machine.launch import DEVICE_VARIABLE
 
 NAMES = ("auto", "cuda", "host")
-DEVICE_VARIABLE = "GADEI_PS_DEVICE"
 
 
 def choose(name: str | None = None) -> Device:

@@ -9,7 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 #define DETACH_NS 1000000000ull
 

@@ -15,7 +15,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 #define ANSWER_NS 10000000000ull /* for the watchdog to answer */
 #define RECONNECT_NS 20000000l

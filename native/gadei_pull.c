@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 const struct gadei_tensor *gadei_tensors(const gadei_learner *learner, uint32_t *count)
 {

@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 static_assert((int)GADEI_FLOAT32 == PS_FLOAT32 && (int)GADEI_BFLOAT16 == PS_BFLOAT16 &&
               (int)GADEI_FLOAT16 == PS_FLOAT16 && GADEI_MAX_DIMS == PS_MAX_DIMS, "formats");

@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "ps_build.h"
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 /* Maps a segment and validates its header, which `least` bytes must hold. */
 static int map_segment(gadei_learner *learner, struct mapping *map, const char *name,

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "ps_process.h"
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 #define SLICE_NS 100000000ull
 #define LONGEST_MS 1000000000000 /* thirty years: no sum of it overflows */

@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 int gadei_stopping(const gadei_learner *learner)
 {

@@ -10,7 +10,7 @@
 #include "ps_learner.h"
 #include "ps_lease.h"
 #include "ps_process.h"
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -67,18 +67,6 @@ METHOD(take_work)
     int result;
     WAITING(result, ps_take_work(RING, CONTROL, patience, &item));
     return result ? PyLong_FromLong(result) : PyLong_FromUnsignedLongLong(item);
-}
-
-METHOD(snapshot)
-{
-    UNUSED;
-    TAKES(5)
-    int whole;
-    Py_BEGIN_ALLOW_THREADS
-    whole = ps_snapshot((const struct ps_control *)arg[0], (uint32_t)arg[1], (void *)arg[2],
-                        (const void *)arg[3], arg[4]);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(whole);
 }
 
 METHOD(lease_make)
@@ -235,7 +223,6 @@ static PyMethodDef methods[] = {
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
     ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),
-    ENTRY(snapshot, "snapshot(control, shard, to, from, bytes) -> whether the copy is whole"),
     ENTRY(lease_make, "lease_make(lease): when no process that knows it is alive"),
     ENTRY(lease_take, "lease_take(lease, timeout_ns) -> whether its holder died; or PS_TIMEOUT"),
     ENTRY(lease_release, "lease_release(lease): by the thread that holds it"),

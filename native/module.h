@@ -3,7 +3,7 @@
  * these files hold nothing. Calls that may wait, or copy much, release the GIL.
  *
  *   module.c         the module itself: claims and waits, leases, single words
- *   module_frames.c  parts of frames, for tests and for devices that make frames themselves
+ *   module_frames.c  parts of frames, for devices that make frames themselves
  *   module_learner.c the type Learner: a client's frames and consistent pulls
  *   module_layout.c  the layout of the shared memory as the compiler made it
  */

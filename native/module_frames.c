@@ -1,16 +1,8 @@
-/* Parts of frames, for tests and for devices that make frames themselves; see module.h. */
+/* Parts of frames, for devices that make frames themselves; see module.h. */
 #include "module.h"
 
 #include "ps_land.h"
 #include "ps_product.h"
-
-METHOD(publish)
-{
-    UNUSED;
-    TAKES(3)
-    return PyLong_FromUnsignedLongLong(
-        ps_publish_frame(RING, CONTROL, *(const struct ps_frame *)arg[2]));
-}
 
 METHOD(copy)
 {
@@ -60,9 +52,8 @@ METHOD(first_block)
 }
 
 PyMethodDef ps_frame_methods[] = {
-    ENTRY(publish, "publish(ring, control, frame) -> sequence number; frame: a header, of which the "
-                   "ring's words are filled in"),
-    ENTRY(copy, "copy(dtype, to, from, count, left) -> sum of squares; infinite if one is not finite"),
+    ENTRY(copy, "copy(dtype, to, from, count, residue) -> sum of squares; infinite if a value is not "
+                "finite"),
     ENTRY(nonzeros, "nonzeros(values, count) -> how many differ from zero"),
     ENTRY(sparse_product, "sparse_product(to, factors, matrix, count, rows, width)"),
     ENTRY(first_block, "first_block(weights) -> where the first block may begin"),

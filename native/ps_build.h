@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x012d581fd21853edull
+#define PS_BUILD 0x4d74922d88b06175ull
 
 #endif

@@ -51,13 +51,13 @@ INLINE void to_float16(const words *bits, words *stored, words *back)
     *back = PICK(half < 0x400u, tiny, read) | sign << 16;
 }
 
-INLINE void some_of(uint32_t dtype, void *to, const float *from, float *left, struct seen *seen)
+INLINE void some_of(uint32_t dtype, void *to, const float *from, float *residue, struct seen *seen)
 {
     floats value;
     memcpy(&value, from, sizeof value);
-    if (left) {
+    if (residue) {
         floats more;
-        memcpy(&more, left, sizeof more);
+        memcpy(&more, residue, sizeof more);
         value += more;
     }
     words bits = (words)value, stored = bits, back = bits;
@@ -72,18 +72,18 @@ INLINE void some_of(uint32_t dtype, void *to, const float *from, float *left, st
         memcpy(to, &narrow, sizeof narrow);
     }
     words magnitude = back & MAGNITUDE;
-    if (left) {
+    if (residue) {
         words rest = PICK(magnitude < INFINITE, (words)(value - (floats)back), (words){});
-        memcpy(left, &rest, sizeof rest);
+        memcpy(residue, &rest, sizeof rest);
     }
     seen->largest = PICK(magnitude > seen->largest, magnitude, seen->largest);
     seen->squares += value * value;
 }
 
 /* One stretch. Returns whether a value is not finite as it is stored; the squares of what was given
- * are added up. left: what rounding has left over, added before and kept again; NULL without
- * feedback. */
-INLINE int stretch(uint32_t dtype, void *to, const float *from, uint64_t count, float *left,
+ * are added up. residue: what earlier roundings did not store: added to the values, then replaced; or
+ * NULL. */
+INLINE int stretch(uint32_t dtype, void *to, const float *from, uint64_t count, float *residue,
                    float *squares)
 {
     uint64_t width = dtype == PS_FLOAT32 ? 4 : 2, whole = count - count % LANES;
@@ -91,23 +91,23 @@ INLINE int stretch(uint32_t dtype, void *to, const float *from, uint64_t count, 
     uint64_t i = 0;
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
         uint64_t j = i + LANES;
-        some_of(dtype, (char *)to + i * width, from + i, left ? left + i : NULL, &seen);
-        some_of(dtype, (char *)to + j * width, from + j, left ? left + j : NULL, &other);
+        some_of(dtype, (char *)to + i * width, from + i, residue ? residue + i : NULL, &seen);
+        some_of(dtype, (char *)to + j * width, from + j, residue ? residue + j : NULL, &other);
     }
     for (; i < whole; i += LANES)
-        some_of(dtype, (char *)to + i * width, from + i, left ? left + i : NULL, &seen);
+        some_of(dtype, (char *)to + i * width, from + i, residue ? residue + i : NULL, &seen);
     seen.largest = PICK(other.largest > seen.largest, other.largest, seen.largest);
     seen.squares += other.squares;
     if (whole < count) {
         float values[LANES] = {0}, rest[LANES] = {0};
         uint32_t room[LANES];
         memcpy(values, from + whole, (count - whole) * 4);
-        if (left)
-            memcpy(rest, left + whole, (count - whole) * 4);
-        some_of(dtype, room, values, left ? rest : NULL, &seen);
+        if (residue)
+            memcpy(rest, residue + whole, (count - whole) * 4);
+        some_of(dtype, room, values, residue ? rest : NULL, &seen);
         memcpy((char *)to + whole * width, room, (count - whole) * width);
-        if (left)
-            memcpy(left + whole, rest, (count - whole) * 4);
+        if (residue)
+            memcpy(residue + whole, rest, (count - whole) * 4);
     }
     int found = 0;
     *squares = 0.0f;
@@ -124,21 +124,21 @@ INLINE int stretch(uint32_t dtype, void *to, const float *from, uint64_t count, 
 
 /* The processor's own conversion is the same but for the payload of a NaN. */
 __attribute__((target("avx2,f16c,fma"))) static int
-stretch_f16c(void *to, const float *from, uint64_t count, float *left, float *squares)
+stretch_f16c(void *to, const float *from, uint64_t count, float *residue, float *squares)
 {
     const __m256 infinite = _mm256_set1_ps(INFINITY), sign = _mm256_set1_ps(-0.0f);
     __m256 sum = _mm256_setzero_ps(), bad = _mm256_setzero_ps();
     uint64_t whole = count & ~7ull;
     for (uint64_t i = 0; i < whole; i += 8) {
         __m256 value = _mm256_loadu_ps(from + i);
-        if (left)
-            value = _mm256_add_ps(value, _mm256_loadu_ps(left + i));
+        if (residue)
+            value = _mm256_add_ps(value, _mm256_loadu_ps(residue + i));
         __m128i half = _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
         __m256 back = _mm256_cvtph_ps(half);
         __m256 lost = _mm256_cmp_ps(_mm256_andnot_ps(sign, back), infinite, _CMP_NLT_UQ);
         _mm_storeu_si128((__m128i *)(void *)((uint16_t *)to + i), half);
-        if (left)
-            _mm256_storeu_ps(left + i, _mm256_andnot_ps(lost, _mm256_sub_ps(value, back)));
+        if (residue)
+            _mm256_storeu_ps(residue + i, _mm256_andnot_ps(lost, _mm256_sub_ps(value, back)));
         bad = _mm256_or_ps(bad, lost);
         sum = _mm256_fmadd_ps(value, value, sum);
     }
@@ -147,7 +147,7 @@ stretch_f16c(void *to, const float *from, uint64_t count, float *left, float *sq
     int found = _mm256_movemask_ps(bad) != 0;
     if (whole < count)
         found |= stretch(PS_FLOAT16, (uint16_t *)to + whole, from + whole, count - whole,
-                         left ? left + whole : NULL, &rest);
+                         residue ? residue + whole : NULL, &rest);
     for (int i = 0; i < 8; i++)
         rest += lanes[i];
     *squares = rest;
@@ -156,8 +156,8 @@ stretch_f16c(void *to, const float *from, uint64_t count, float *left, float *sq
 #define STRETCH_F16C stretch_f16c
 #define TUNED(isa) __attribute__((target(isa)))
 #else
-#define STRETCH_F16C(to, from, count, left, squares) \
-    stretch(PS_FLOAT16, to, from, count, left, squares)
+#define STRETCH_F16C(to, from, count, residue, squares) \
+    stretch(PS_FLOAT16, to, from, count, residue, squares)
 #endif
 
 /* The sum of a stretch may be too large for float32 while each value is finite. */
@@ -169,7 +169,7 @@ static double squares_of(const float *from, uint64_t count)
     return sum;
 }
 
-INLINE double walk_as(uint32_t dtype, void *to, const float *from, uint64_t count, float *left,
+INLINE double walk_as(uint32_t dtype, void *to, const float *from, uint64_t count, float *residue,
                       int f16c)
 {
     uint64_t width = dtype == PS_FLOAT32 ? 4 : 2;
@@ -178,7 +178,7 @@ INLINE double walk_as(uint32_t dtype, void *to, const float *from, uint64_t coun
     for (uint64_t at = 0; at < count; at += STRETCH) {
         uint64_t some = count - at < STRETCH ? count - at : STRETCH;
         void *place = (char *)to + at * width;
-        float squares, *rest = left ? left + at : NULL;
+        float squares, *rest = residue ? residue + at : NULL;
         if (f16c && dtype == PS_FLOAT16)
             found |= STRETCH_F16C(place, from + at, some, rest, &squares);
         else
@@ -189,34 +189,37 @@ INLINE double walk_as(uint32_t dtype, void *to, const float *from, uint64_t coun
 }
 
 /* A loop of its own for each format, with and without feedback. */
-INLINE double walk(uint32_t dtype, void *to, const float *from, uint64_t count, float *left,
+INLINE double walk(uint32_t dtype, void *to, const float *from, uint64_t count, float *residue,
                    int f16c)
 {
     if (dtype == PS_FLOAT32) /* nothing is rounded */
         return walk_as(PS_FLOAT32, to, from, count, NULL, f16c);
     if (dtype == PS_BFLOAT16)
-        return left ? walk_as(PS_BFLOAT16, to, from, count, left, f16c)
+        return residue ? walk_as(PS_BFLOAT16, to, from, count, residue, f16c)
                     : walk_as(PS_BFLOAT16, to, from, count, NULL, f16c);
-    return left ? walk_as(PS_FLOAT16, to, from, count, left, f16c)
+    return residue ? walk_as(PS_FLOAT16, to, from, count, residue, f16c)
                 : walk_as(PS_FLOAT16, to, from, count, NULL, f16c);
 }
 
-static double walk_plain(uint32_t dtype, void *to, const float *from, uint64_t count, float *left)
+static double walk_plain(uint32_t dtype, void *to, const float *from, uint64_t count,
+                         float *residue)
 {
-    return walk(dtype, to, from, count, left, 0);
+    return walk(dtype, to, from, count, residue, 0);
 }
 
 #ifdef TUNED
 TUNED("avx2,f16c,fma")
-static double walk_avx2(uint32_t dtype, void *to, const float *from, uint64_t count, float *left)
+static double walk_avx2(uint32_t dtype, void *to, const float *from, uint64_t count,
+                        float *residue)
 {
-    return walk(dtype, to, from, count, left, 1);
+    return walk(dtype, to, from, count, residue, 1);
 }
 
 TUNED("avx512f,avx512bw,avx512vl,avx2,f16c,fma")
-static double walk_avx512(uint32_t dtype, void *to, const float *from, uint64_t count, float *left)
+static double walk_avx512(uint32_t dtype, void *to, const float *from, uint64_t count,
+                          float *residue)
 {
-    return walk(dtype, to, from, count, left, 1);
+    return walk(dtype, to, from, count, residue, 1);
 }
 #endif
 
@@ -236,7 +239,7 @@ static walker *walker_here(void)
     return walk_plain;
 }
 
-double ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count, float *left)
+double ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count, float *residue)
 {
     static walker *chosen; /* asking the processor takes microseconds in a virtual machine */
     walker *walk_here = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
@@ -244,5 +247,5 @@ double ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count, floa
         walk_here = walker_here();
         __atomic_store_n(&chosen, walk_here, __ATOMIC_RELAXED);
     }
-    return walk_here(dtype, to, from, count, left);
+    return walk_here(dtype, to, from, count, residue);
 }

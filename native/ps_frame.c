@@ -2,7 +2,7 @@
 #include <math.h>
 
 #include "ps_learner.h"
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 /* Of the packed hyper-parameters; gadei_ps/kernels/optimizers.py packs them. */
 enum { HYPER_KIND = 0, HYPER_WEIGHT_DECAY = 6 };

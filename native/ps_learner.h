@@ -37,7 +37,7 @@ struct ps_learner {
     const struct ps_control *control;
     const struct ps_weights *weights;
     float *residue;       /* of each value, what rounding has not sent yet (error feedback); or NULL */
-    uint32_t dtype;       /* of frames: enum ps_dtype */
+    uint32_t dtype;       /* of frames: enum ps_wire_type */
     uint32_t skips_zeros; /* 1: rows whose gradient is zero move nothing and need not be sent */
     uint32_t copies;      /* 1: gradients come from a pulled copy; 0: from the live weights */
     uint64_t version;     /* of the weights that the next gradient is computed from */

@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 uint64_t ps_start_ticks(int32_t pid)
 {

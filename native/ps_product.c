@@ -15,10 +15,10 @@
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-/* Factors that are not zero, by the tensor's row. */
+/* The factors that are not zero, by the tensor's row. */
 struct terms {
-    uint32_t *starts; /* of each row's in what follows; one more than there are rows */
-    uint32_t *vector; /* which row of values */
+    uint32_t *starts; /* index of each row's first term; one more than there are rows */
+    uint32_t *vector; /* of each term: which row of values */
     float *factor;
 };
 
@@ -26,7 +26,7 @@ CLONES static void count_terms(uint32_t *restrict counts, const float *restrict 
                                uint64_t rows)
 {
     for (uint64_t r = 0; r < rows; r++)
-        counts[r] += factors[r] != 0.0f; /* also a NaN, which is to be seen */
+        counts[r] += factors[r] != 0.0f; /* true for a NaN, which must reach the check */
 }
 
 static int gather(struct terms *terms, const struct ps_gradient *gradient, uint64_t rows)
@@ -35,8 +35,8 @@ static int gather(struct terms *terms, const struct ps_gradient *gradient, uint6
     *terms = (struct terms){NULL, NULL, NULL};
     if (count && rows > most / count)
         return PS_NO_MEMORY;
-    /* Two more than rows, each row's count two places on: the sums are where rows begin, one place
-     * on, and once each of these has moved to its row's end, all are in place. */
+    /* Row r's count goes to starts[r + 2]. Their sums put the row's begin at starts[r + 1]. Filling
+     * moves that entry to the row's end, which is the next row's begin. */
     terms->starts = calloc(rows + 2, sizeof *terms->starts);
     if (!terms->starts)
         return PS_NO_MEMORY;
@@ -69,7 +69,7 @@ static void release(struct terms *terms)
     free(terms->factor);
 }
 
-/* One row of the gradient: the sum of its terms, in their order. */
+/* Computes one row of the gradient: the sum of its terms, in their order. */
 CLONES static void add_up(float *row, const struct terms *terms, uint64_t r, const float *values,
                           uint64_t width)
 {
@@ -92,14 +92,14 @@ CLONES static void add_up(float *row, const struct terms *terms, uint64_t r, con
 }
 
 static int write_rows(struct ps_payload *payload, struct ps_block *block,
-                      const struct ps_gradient *gradient, const struct ps_shape *shape, int spare,
-                      const struct terms *terms)
+                      const struct ps_gradient *gradient, const struct ps_shape *shape,
+                      int skip_zeros, const struct terms *terms)
 {
     uint64_t rows = shape->rows, width = shape->width, named = 0;
     uint64_t size = width * ps_width_of(payload->dtype);
     for (uint64_t r = 0; r < rows; r++)
         named += terms->starts[r] != terms->starts[r + 1];
-    int listed = spare && width >= PS_LEAST_WIDTH && named <= rows - rows / 4;
+    int listed = skip_zeros && width >= PS_LEAST_WIDTH && named <= rows - rows / 4;
     block->form = listed ? PS_ROWS : PS_DENSE;
     block->rows = listed ? named : 0;
     block->indices_at = payload->end;
@@ -116,7 +116,7 @@ static int write_rows(struct ps_payload *payload, struct ps_block *block,
             *indices++ = (int64_t)r;
         add_up(row, terms, r, gradient->values, width);
         payload->squares += ps_copy(payload->dtype, to, row, width,
-                                    shape->left ? shape->left + r * width : NULL);
+                                    shape->residue ? shape->residue + r * width : NULL);
         to += size;
     }
     free(row);
@@ -125,12 +125,13 @@ static int write_rows(struct ps_payload *payload, struct ps_block *block,
 }
 
 int ps_write_product(struct ps_payload *payload, struct ps_block *block,
-                     const struct ps_gradient *gradient, const struct ps_shape *shape, int spare)
+                     const struct ps_gradient *gradient, const struct ps_shape *shape,
+                     int skip_zeros)
 {
     struct terms terms;
     int result = gather(&terms, gradient, shape->rows);
     if (!result)
-        result = write_rows(payload, block, gradient, shape, spare, &terms);
+        result = write_rows(payload, block, gradient, shape, skip_zeros, &terms);
     release(&terms);
     return result;
 }

@@ -1,6 +1,6 @@
 /* A learner's consistent copies of the weights; see ps_learner.h. */
 #include "ps_learner.h"
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 #define HELD_NS 30000000ull /* longer than the shards hold back a gradient after one request */
 #define PAUSE_NS 20000l

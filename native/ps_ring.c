@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 #ifndef SYS_futex_waitv
 #define SYS_futex_waitv 449

@@ -10,23 +10,24 @@
  *             release tail + 1, release                                     SYNC POINT: slot
  *   learner   claim   every tail, acquire                                   SYNC POINT: slot
  *
- * A learner that dies before its release store has pushed nothing; after it, all. Nobody waits
- * for a lock. Whoever sleeps is woken by the other side's store, or by its own time-out.
+ * A learner that dies before its release store has pushed nothing; one that dies after it has pushed
+ * the whole frame. No process waits for a lock. A sleeping process is woken by the other side's
+ * store, or by its own time-out.
  */
 #ifndef PS_RING_H
 #define PS_RING_H
 
 #include "ps_layout.h"
 
-/* Results of what can wait; all negative. */
+/* Results of functions that can wait; all negative. */
 enum { PS_TIMEOUT = -1, PS_STOPPED = -2, PS_EVICTED = -3, PS_FINISHED = -4 };
 
 /* Learner. */
 struct ps_frame *ps_claim(struct ps_ring *ring, const struct ps_control *control,
                           uint64_t timeout_ns, int *result);
 void ps_publish(struct ps_ring *ring, const struct ps_control *control);
-/* The same for a whole header: fills in what the ring and the sum of squares say of the frame, and
- * returns its sequence number. */
+/* Writes the frame's header, filling in what follows from the ring and from the sum of squares, and
+ * publishes it. Returns the frame's sequence number. */
 uint64_t ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
                           struct ps_frame frame);
 int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
@@ -36,42 +37,43 @@ int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint
 int ps_take_work(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns,
                  uint64_t *item);
 
-/* Learner: copies a shard's part of the weights unless the shard wrote meanwhile; 1 if it is whole. */
+/* Learner: copies a shard's part of the weights. Returns 1, or 0 if the shard wrote meanwhile. */
 int ps_snapshot(const struct ps_control *control, uint32_t shard, void *to, const void *from,
                 uint64_t bytes);
 
-/* Learner: one pass that copies, converts and adds up the squares of the values given: infinite if
- * a value is not finite, or not as it is stored. left: what earlier roundings have left over, as
- * many values, added before and replaced (error feedback); or NULL. Nothing overlaps. */
-double ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count, float *left);
+/* Learner: copies and converts the values in one pass. Returns the sum of their squares, which is
+ * infinite if a value is not finite before or after conversion. residue: what earlier roundings did
+ * not store, as many values; it is added to the values and then replaced (error feedback); or NULL.
+ * No two areas overlap. */
+double ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count, float *residue);
 
-/* A gradient of one tensor: of the rows listed, in any order, where the values of repeated ones are
- * added up; or a product, which is worked out on its way; or, with neither, all of it; or, without
- * values, none. */
+/* A gradient of one tensor. With indices: of the rows listed, in any order; values of repeated rows
+ * are added up. With factors: a product, which is computed while it is written. With neither: of the
+ * whole tensor. Without values: none. */
 struct ps_gradient {
     const float *values;    /* `count` rows, or the whole tensor */
     const int64_t *indices; /* of the rows */
     uint64_t count;
-    const float *factors;   /* `count` times the tensor's rows: row r is the sum of factor[i][r] times
-                               the i-th row of values */
+    const float *factors;   /* (count, the tensor's rows): row r of the gradient is the sum over i of
+                               factors[i][r] times row i of values */
 };
 
-/* What a block is of: a tensor's rows, how many values each has, and what rounding them left. */
+/* The tensor of a block: its rows, the values of each, and the residue of rounding them. */
 struct ps_shape {
     uint64_t rows, width;
-    float *left; /* of the tensor, or NULL */
+    float *residue; /* of this tensor, or NULL */
 };
 
 /* A payload as it is being written. */
 struct ps_payload {
     char *at;
     uint32_t dtype;
-    uint64_t end;   /* of what is written, bytes from its begin; a multiple of 64 */
-    double squares; /* sum; infinite if a value is not finite */
+    uint64_t end;   /* bytes written; a multiple of 64 */
+    double squares; /* their sum; infinite if a value is not finite */
 };
 
-/* The sum of squares once a buffer is written: its change is no part of the gradient's norm, but a
- * value that is not finite is told. */
+/* The sum of squares after a buffer is written. A buffer's change does not count for the gradient's
+ * norm, but a value in it that is not finite must still show. */
 static inline double ps_not_counted(double before, double squares)
 {
     return squares <= 1.7e308 ? before : squares;
@@ -87,32 +89,34 @@ static inline uint64_t ps_rounded(uint64_t bytes) { return (bytes + 63) & ~63ull
 static inline uint64_t ps_width_of(uint32_t dtype) { return dtype == PS_FLOAT32 ? 4 : 2; }
 
 #define PS_BAD_ROW (-1)   /* indices[*bad] is no row of the tensor; nothing is written */
-#define PS_NO_MEMORY (-2) /* likewise */
+#define PS_NO_MEMORY (-2) /* nothing is written */
 
-/* Learner: appends a block and describes it in `block`, but for its tensor. Where all rows are
- * named, or so many single values that listing them takes more room than all values do, the block
- * is of all of it: then rows that are not named have gradient zero. spare: whether rows whose
- * gradient is zero may be left out. Returns 0, or what is wrong. */
+/* Learner: appends a block and describes it in `block`; the caller sets block->tensor. If all rows
+ * are named, or so many single values that listing them needs more room than the whole tensor, the
+ * block holds the whole tensor; rows that are not named then get gradient zero. skip_zeros: whether
+ * rows whose gradient is zero may be left out. Returns 0, PS_BAD_ROW or PS_NO_MEMORY. */
 int ps_write_block(struct ps_payload *payload, struct ps_block *block,
-                   const struct ps_gradient *gradient, const struct ps_shape *shape, int spare,
-                   uint64_t *bad);
+                   const struct ps_gradient *gradient, const struct ps_shape *shape,
+                   int skip_zeros, uint64_t *bad);
 
-/* Learner: a frame of rows, tensor by tensor in any order: where its first block may begin; the next
- * block, one for a tensor; and, when all are written, their order. */
+/* Learner: writes a frame of rows, tensor by tensor in any order. ps_first_block() says where the
+ * first block begins, ps_append() writes the next one (at most one for each tensor), and
+ * ps_sort_blocks() brings the list of blocks into the order of the tensors at the end. */
 uint64_t ps_first_block(const struct ps_weights *weights);
 int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint32_t blocks,
-              uint64_t number, const struct ps_gradient *gradient, int spare, float *left,
+              uint64_t number, const struct ps_gradient *gradient, int skip_zeros, float *residue,
               uint64_t *bad);
 void ps_sort_blocks(char *payload, uint32_t blocks);
 
-/* Learner: one tensor of a dense frame, in its place, zeros without values; and zeros up to the next
- * tensor. */
+/* Learner: writes one tensor of a dense frame in its place, and zeros up to the next tensor. values:
+ * NULL for a gradient of zero. */
 void ps_write_dense(const struct ps_weights *weights, struct ps_payload *payload, uint64_t number,
-                    const float *values, float *left);
+                    const float *values, float *residue);
 
 /* Learner: a whole frame's payload. gradients: one for each of the model's tensors, in the order of
- * its table. It becomes a frame of rows if one of them lists rows, or if `spare` allows it and many
- * are zero. left: as many values as the model has, or NULL. */
+ * its table. It becomes a frame of rows if one of them lists rows or is a product, or if
+ * `skip_zeros` is set and many values are zero. residue: as many values as the weights have,
+ * padding included, or NULL. */
 struct ps_written {
     uint32_t kind, blocks;
     uint64_t bytes;
@@ -120,7 +124,7 @@ struct ps_written {
     uint64_t tensor, bad; /* where PS_BAD_ROW was found */
 };
 int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *payload,
-                   const struct ps_gradient *gradients, int spare, float *left,
+                   const struct ps_gradient *gradients, int skip_zeros, float *residue,
                    struct ps_written *written);
 
 /* Server; addresses come as integers because compiled Python calls these. */

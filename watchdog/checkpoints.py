@@ -17,7 +17,6 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError
 from gadei_ps.machine import process
-from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.saver import Task, task_line
@@ -130,7 +129,7 @@ class Checkpoints:
         self._saver = None
         if code < 0:
             # The saver cannot end its pause any more; it would last until its deadline.
-            _native.store(self.memory.control.address + layout.offset(CONTROL, "pause"), 0)
+            _native.store(self.memory.control.word(CONTROL, "pause"), 0)
             self.memory.ring_bells()
         try:
             outcome = json.loads(self._said)

@@ -352,7 +352,7 @@ class JobMemory:
     def ring_bells(self) -> None:
         """Wakes the servers, after a change in the control segment."""
         for word in ("manager_bell", "shard_bell"):
-            _native.bell(self.control.address + layout.offset(layout.CONTROL, word))
+            _native.bell(self.control.word(layout.CONTROL, word))
 
     def remove_ring(self, row: int) -> None:
         ring = self.rings.pop(row, None)

@@ -224,7 +224,7 @@ class Requests:
         control_["batches"], control_["epochs"], control_["seed"] = wanted
         control_["next"] = 0
         control_["epochs_done"] = 0
-        address = self._memory.control.address + layout.offset(layout.CONTROL, "work")
+        address = self._memory.control.word(layout.CONTROL, "work")
         _native.store32(address, Work.WORKING)  # SYNC POINT: work
         self._memory.ring_bells()
         return {"set": True}

@@ -132,7 +132,7 @@ class Roster:
             entry[field] = 0
         entry["outstanding"] = layout.NO_BATCH
         entry["wanted"] = self._generation
-        at = self._memory.control.address + layout.offset(layout.CONTROL, "roster")
+        at = self._memory.control.word(layout.CONTROL, "roster")
         at += row * layout.ENTRY.itemsize + layout.offset(layout.ENTRY, "generation")
         _native.store(at, self._generation)
         self._watch(row, pidfd)

@@ -125,25 +125,22 @@ class Saver:
         )
 
     def _pause(self, deadline: int) -> None:
-        _native.store(self._word("pause"), deadline)  # SYNC POINT: pause
+        _native.store(self._segment.word(CONTROL, "pause"), deadline)  # SYNC POINT: pause
         for bell in ("shard_bell", "manager_bell"):
-            _native.bell(self._word(bell))
-
-    def _word(self, field: str) -> int:
-        return self._segment.address + layout.offset(CONTROL, field)
+            _native.bell(self._segment.word(CONTROL, bell))
 
     def _wait_parked(self, deadline: int) -> bool:
         """Waits until every shard stands at the same gradient; False if the time is up."""
         while time.monotonic_ns() < deadline:
-            bell = _native.load32(self._word("manager_bell"))
+            bell = _native.load32(self._segment.word(CONTROL, "manager_bell"))
             if self._all_parked(deadline):
                 return True
-            _native.futex_wait(self._word("manager_bell"), bell, SLEEP_NS)
+            _native.futex_wait(self._segment.word(CONTROL, "manager_bell"), bell, SLEEP_NS)
         return False
 
     def _all_parked(self, deadline: int) -> bool:
         shards = slice(self._shards)
-        at = self._word("shard") + layout.offset(SHARD, "parked")
+        at = self._segment.word(CONTROL, "shard") + layout.offset(SHARD, "parked")
         parked = [_native.load(at + index * SHARD.itemsize) for index in range(self._shards)]
         if any(one != deadline for one in parked):
             return False
@@ -160,7 +157,7 @@ class Saver:
 
     def _is_paused(self, deadline: int) -> bool:
         """Whether nothing can have moved since the shards parked."""
-        mine = _native.load(self._word("pause")) == deadline
+        mine = _native.load(self._segment.word(CONTROL, "pause")) == deadline
         return mine and time.monotonic_ns() < deadline and self._all_parked(deadline)
 
     def _moment(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.chaos.learner import BODY, LANES, sign
-from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory import segment, weights
 from gadei_ps.memory.layout import RING, STATE, SegmentKind
 from gadei_ps.memory.segment import Segment, segment_name
 
@@ -46,7 +46,7 @@ class Ring:
 
     @property
     def published(self) -> int:
-        return _native.load(self._segment.address + layout.offset(RING, "head"))
+        return _native.load(self._segment.word(RING, "head"))
 
 
 @dataclass

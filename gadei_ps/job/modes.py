@@ -11,7 +11,6 @@ import numpy as np
 
 from gadei_ps import _native, sync
 from gadei_ps.machine import log
-from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, Mode
 from gadei_ps.memory.segment import Segment
 from gadei_ps.sync import SyncModel
@@ -21,12 +20,12 @@ MODE_BITS = 2  # of the word, below the number of the change
 
 def done(control: Segment) -> int:
     """Number of the model in force."""
-    return _native.load(control.address + layout.offset(CONTROL, "sync_done"))
+    return _native.load(control.word(CONTROL, "sync_done"))
 
 
 def wanted(control: Segment) -> int:
     """Number of the model that is asked for, the same unless a change is under way."""
-    return _native.load(control.address + layout.offset(CONTROL, "sync_wanted"))
+    return _native.load(control.word(CONTROL, "sync_wanted"))
 
 
 def text(control: Segment, number: int) -> str:
@@ -60,7 +59,7 @@ def ask(control: Segment, model: SyncModel) -> None:
     """Watchdog, while no change is under way: another model is wanted."""
     number = done(control) + 1
     _write(control, number, model)
-    _native.store(control.address + layout.offset(CONTROL, "sync_wanted"), number)
+    _native.store(control.word(CONTROL, "sync_wanted"), number)
 
 
 def enforce(control: Segment, number: int, model: SyncModel) -> None:
@@ -74,10 +73,10 @@ def enforce(control: Segment, number: int, model: SyncModel) -> None:
 def set_mode(control: Segment, number: int, mode: Mode) -> int:
     """Active server; returns the word. The shards look at it before each pass over the rings."""
     word = number << MODE_BITS | mode
-    address = control.address + layout.offset(CONTROL, "mode")
+    address = control.word(CONTROL, "mode")
     if _native.load32(address) != word:
         _native.store32(address, word)  # SYNC POINT: mode
-        _native.bell(control.address + layout.offset(CONTROL, "shard_bell"))
+        _native.bell(control.word(CONTROL, "shard_bell"))
     return word
 
 

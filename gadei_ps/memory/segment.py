@@ -66,6 +66,10 @@ class Segment:
         """`count` values that begin `at` bytes from the segment's begin."""
         return np.frombuffer(self.memory, np.dtype(dtype), count, at)  # type: ignore[call-overload]
 
+    def word(self, struct: np.dtype[np.void], field: str) -> int:
+        """The address of a field of the struct that begins the segment."""
+        return self.address + layout.offset(struct, field)
+
     @property
     def header(self) -> np.void:
         return self.view(layout.HEADER)
@@ -131,7 +135,7 @@ def create(
     header["index"] = index
     header["job_name"] = job.encode()
     if kind == layout.SegmentKind.CONTROL:
-        _native.store(segment.address + layout.offset(layout.CONTROL, "build"), _native.BUILD)
+        _native.store(segment.word(layout.CONTROL, "build"), _native.BUILD)
     return segment
 
 
@@ -213,7 +217,7 @@ def attach_file(
     if int(header["bytes"]) != size:
         raise SegmentError(f"{name}: truncated ({size} bytes of {int(header['bytes'])})")
     if kind == layout.SegmentKind.CONTROL:
-        theirs = _native.load(segment.address + layout.offset(layout.CONTROL, "build"))
+        theirs = _native.load(segment.word(layout.CONTROL, "build"))
         if theirs != _native.BUILD:
             raise OtherVersion(f"{name}: {build.difference(theirs, _native.BUILD)}")
     if job_id is not None and header["job_id"].tobytes() != job_id:

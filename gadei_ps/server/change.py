@@ -16,7 +16,6 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.job import modes
 from gadei_ps.machine import log
-from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, Mode
 from gadei_ps.memory.segment import Segment
 
@@ -51,6 +50,6 @@ class Change:
 
     def finish(self) -> None:
         """Puts the new model in force. The grants of the old one are taken back before."""
-        _native.store(self._control.address + layout.offset(CONTROL, "sync_done"), self.number)
+        _native.store(self._control.word(CONTROL, "sync_done"), self.number)
         modes.enforce(self._control, self.number, self.model)
         log.get().info("synchronization model changed", sync=str(self.model))

@@ -140,7 +140,7 @@ class Driver:
             self.publish_grant(member.row, member.granted)
         change.finish()
         self._change = None
-        _native.bell(self._word("manager_bell"))
+        _native.bell(self._segment.word(CONTROL, "manager_bell"))
 
     @property
     def changing(self) -> bool:
@@ -330,12 +330,12 @@ class Driver:
             self._control["superstep_reason"][row] = reason
             upto[row] = tail[row] + 1
         number = int(self._control["superstep"]) + 1
-        _native.store(self._word("superstep"), number)  # SYNC POINT: superstep
-        _native.bell(self._word("shard_bell"))
+        _native.store(self._segment.word(CONTROL, "superstep"), number)  # SYNC POINT: superstep
+        _native.bell(self._segment.word(CONTROL, "shard_bell"))
 
     def _paused(self) -> bool:
         """Whether a checkpoint is being taken; the next superstep waits until it is."""
-        return _native.load(self._word("pause")) > time.monotonic_ns()
+        return _native.load(self._segment.word(CONTROL, "pause")) > time.monotonic_ns()
 
     def _supersteps_done(self) -> bool:
         done = self._state["record"]["supersteps"][: self._shards]
@@ -363,14 +363,12 @@ class Driver:
 
     def publish_obsolete(self, member: Member, below: int) -> None:
         """Gradients of the learner's iterations below this number will be dropped."""
-        at = self._word("roster") + member.row * ENTRY.itemsize + layout.offset(ENTRY, "obsolete")
+        at = self._segment.word(CONTROL, "roster") + member.row * ENTRY.itemsize
+        at += layout.offset(ENTRY, "obsolete")
         _native.store(at, below)
 
     def publish_grant(self, row: int, grant: int) -> None:
         """The learner of this row may begin iterations below `grant`."""
-        at = self._word("roster") + row * ENTRY.itemsize
+        at = self._segment.word(CONTROL, "roster") + row * ENTRY.itemsize
         _native.store(at + layout.offset(ENTRY, "grant"), grant)  # SYNC POINT: grant
         _native.bell(at + layout.offset(ENTRY, "grant_seq"))
-
-    def _word(self, field: str) -> int:
-        return self._segment.address + layout.offset(CONTROL, field)

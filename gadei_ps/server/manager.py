@@ -68,17 +68,15 @@ class Server:
         self.reigns = False  # active, with the leases of all shards
         self.stop_asked = False
         self._line = self.control["server"][number]
-        self._beat_at = self._word("server") + number * SERVER.itemsize
+        word = self.control_segment.word
+        self._beat_at = word(CONTROL, "server") + number * SERVER.itemsize
         self._beat_at += layout.offset(SERVER, "beat")
         self._beats = 0
         self._alone_since = 0.0
         self._looked = 0.0
         self._unnamed_since = 0.0
-        self._manager_bell = self._word("manager_bell")
-        self._shard_bell = self._word("shard_bell")
-
-    def _word(self, field: str) -> int:
-        return self.control_segment.address + layout.offset(CONTROL, field)
+        self._manager_bell = word(CONTROL, "manager_bell")
+        self._shard_bell = word(CONTROL, "shard_bell")
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -199,17 +197,18 @@ class Server:
 
     def _try_leases(self) -> None:
         """Becomes the heir, then the active server, when those before have ended."""
-        if not self.heir and self._is_named() and self._take(self._word("heir")):
+        word = self.control_segment.word
+        if not self.heir and self._is_named() and self._take(word(CONTROL, "heir")):
             self.heir = True
         if not self.heir or self.active:
             return
         # Once a shard's lease has come, the managers' is sure to follow.
         succeeding = self.rings is not None and self.rings.begun
-        if self._take(self._word("lease"), LEASE_WAIT_NS if succeeding else 0):
+        if self._take(word(CONTROL, "lease"), LEASE_WAIT_NS if succeeding else 0):
             self.active = True
             self.control["lease_pid"] = os.getpid()
             self.control["lease_start"] = process.start_ticks(os.getpid())
-            _native.store(self._word("lease_generation"), self._generation + 1)
+            _native.store(word(CONTROL, "lease_generation"), self._generation + 1)
             if self._generation > 1:
                 self.log.warning("taken over", server=os.getpid(), generation=self._generation)
 
@@ -248,9 +247,9 @@ class Server:
                 self._line["state"] = ServerState.READY
                 if not self.reigns:
                     self.reigns = True  # the next server may begin to wait for us
-                    _native.lease_release(self._word("heir"))
+                    _native.lease_release(self.control_segment.word(CONTROL, "heir"))
                 if not int(self.control["lease_state"]):
-                    _native.store32(self._word("lease_state"), 1)
+                    _native.store32(self.control_segment.word(CONTROL, "lease_state"), 1)
         elif complete and (self.shards is None or self.shards.started):
             self._line["state"] = ServerState.READY
 
@@ -338,10 +337,10 @@ class Server:
         assert self.driver is not None
         # Shards believe `applied` only where it names the ring that they know;
         # and it comes last, because the next server must not do the same again.
-        at = self._word("roster") + one.row * layout.ENTRY.itemsize
+        at = self.control_segment.word(CONTROL, "roster") + one.row * layout.ENTRY.itemsize
         served = at + layout.offset(layout.ENTRY, "served")
         _native.store(served, 0)
-        applied = self.shards.state.address + layout.offset(STATE, "applied") + 8 * one.row
+        applied = self.shards.state.word(STATE, "applied") + 8 * one.row
         for shard_ in range(layout.MAX_SHARDS):
             _native.store(applied + 8 * layout.MAX_LEARNERS * shard_, 0)
         self.roster[one.row]["member"] = 0
@@ -378,7 +377,7 @@ class Server:
             if self.rings.seen_by_all():
                 del self.driver.members[row]
                 self.rings.tidy()
-                at = self._word("roster") + row * layout.ENTRY.itemsize
+                at = self.control_segment.word(CONTROL, "roster") + row * layout.ENTRY.itemsize
                 _native.store(at + layout.offset(layout.ENTRY, "retired"), member.generation)
                 _native.bell(self._manager_bell)  # the server that stands by lets it go too
 

@@ -32,16 +32,16 @@ class Mapped:
     @property
     def head(self) -> int:
         """Frames published."""
-        return _native.load(self.ring.address + layout.offset(RING, "head"))
+        return _native.load(self.ring.word(RING, "head"))
 
     @property
     def wants(self) -> int:
-        return _native.load32(self.ring.address + layout.offset(RING, "wants"))
+        return _native.load32(self.ring.word(RING, "wants"))
 
     @property
     def has_detached(self) -> bool:
         """Whether the learner says so, for want of a watchdog to tell."""
-        return _native.load(self.ring.address + layout.offset(RING, "detached")) != 0
+        return _native.load(self.ring.word(RING, "detached")) != 0
 
     def slot(self, sequence: int, slots: int) -> int:
         """Where the frame of that number is, bytes from the ring's begin."""

@@ -92,7 +92,7 @@ class Shards:
     def stop(self) -> None:
         """Stops the threads at the end of the gradient in hand."""
         self.board["quit"] = 1
-        _native.bell(self.control.address + layout.offset(CONTROL, "shard_bell"))
+        _native.bell(self.control.word(CONTROL, "shard_bell"))
         for thread in self._threads:
             thread.join(EXIT_S)
 

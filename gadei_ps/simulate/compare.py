@@ -15,7 +15,6 @@ from gadei_ps.simulate.setting import Setting
 from gadei_ps.simulate.simulator import Simulator
 from gadei_ps.simulate.training import Descent
 from gadei_ps.sync import SpecError, SyncModel, parse
-from gadei_ps.sync.wsp import WSP
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Learning:
             batch=self.batch,
             lr=lr,
             lr_on_arrival=on_arrival,
-            wave=model.wave if isinstance(model, WSP) else 1,
+            wave=model.wave,
             points=self.points,
             decay=self.decay,
         )

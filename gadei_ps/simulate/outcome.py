@@ -18,7 +18,7 @@ class Outcome:
 
     model: str
     wave: int = 1
-    """Iterations whose gradients are pushed at once, as one: above 1 under WSP only."""
+    """Iterations whose gradients are pushed at once, as one: the model's `wave`."""
     seconds: float = 0.0
     """Virtual time from the start to the end."""
     ended: str = "done"

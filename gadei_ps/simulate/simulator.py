@@ -21,7 +21,6 @@ from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.simulate.server import Server, Training
 from gadei_ps.simulate.setting import Setting
 from gadei_ps.sync import SyncModel
-from gadei_ps.sync.wsp import WSP
 
 NEVER = -1.0  # no event has this time
 MANY = 32  # from so many on, one batch is cheaper than single events
@@ -56,9 +55,9 @@ class Simulator:
             model, self._outcome, size, setting.server_s, self._schedule, training
         )
         self._tells = type(model).wanted is not SyncModel.wanted
-        # WSP's learners push once a wave, and may run ahead in the next one.
-        self._wave = model.wave if isinstance(model, WSP) else 1
-        self._limit = model.mini_batches if isinstance(model, WSP) else model.grant
+        # Learners push once a wave, and may run ahead in the next one.
+        self._wave = model.wave
+        self._limit = model.mini_batches if self._wave > 1 else model.grant
         self._outcome.wave = self._wave
         self._unpushed: dict[int, float] = {}  # seconds computed on a wave that is not complete
         self._releases = model.releases

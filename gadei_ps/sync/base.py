@@ -181,6 +181,14 @@ class SyncModel(ABC):
         """The clock up to which the learner may go on; never decreases during a membership."""
         return self._grant(learner, self.clock(learner))
 
+    def mini_batches(self, learner: int) -> int:
+        """How many mini-batches, of all its waves, a learner that runs a pipeline may start.
+
+        These are the mini-batches of the waves that are granted, and all but the last one of the
+        next wave. With waves of one mini-batch it is the grant.
+        """
+        return self.grant(learner) * self.wave + self.wave - 1
+
     def clock(self, learner: int) -> int:
         """The learner's finished iterations, counted from the clock that it joined at."""
         try:

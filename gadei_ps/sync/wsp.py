@@ -50,11 +50,3 @@ class WSP(SSP):
     def s_global(self) -> int:
         """Most updates of others, in mini-batches, that the weights of a mini-batch may miss."""
         return (self.D + 1) * self.wave + self.s_local - 1
-
-    def mini_batches(self, learner: int) -> int:
-        """How many mini-batches, of all its waves, a learner that runs a pipeline may start.
-
-        Those of the waves that are granted, and all but the last of the wave after them. Raises
-        UnknownLearner.
-        """
-        return self.grant(learner) * self.wave + self.s_local

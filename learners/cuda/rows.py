@@ -34,7 +34,7 @@ def lay_out(
         row = tensor.count // tensor.rows
         rows = min(one[2], tensor.rows) if one[1] else tensor.rows
         listed, values = _rounded(8 * rows), _rounded(width * rows * row)
-        # As native/ps_rows.c: a slot has no room for the numbers of rows of one value.
+        # As native/ps_payload.c: a slot has no room for the numbers of rows of one value.
         crowded = row == 1 and listed + values > _rounded(4 * tensor.rows) + LINE
         if not one[1] or crowded:
             blocks.append((number, FrameKind.DENSE, 0, at, at))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from shell import Cli
 
+from gadei_ps import sync
 from gadei_ps.cli import options, outcome
 from gadei_ps.job.config import OptimizerConfig
 from gadei_ps.learners import devices
@@ -30,6 +32,12 @@ def test_choices_are_those_of_the_job_file() -> None:
     assert set(options.OptimizerName) == set(kinds.__args__)  # type: ignore[union-attr]
     assert {one.upper() for one in options.Wire} == set(WireType.__members__)
     assert tuple(options.DeviceName) == devices.NAMES
+
+
+def test_the_help_of_sync_names_every_model() -> None:
+    forms = re.split(r", | or ", options.MODELS.partition(";")[0])
+    models = [sync.parse(re.sub(r"\b[A-Z]\b(?!=)", "1", form)) for form in forms]
+    assert {model.name for model in models} == set(sync.names())
 
 
 def test_help_and_version(cli: Cli) -> None:

@@ -212,14 +212,14 @@ class Job:
 
     def grant(self, row: int) -> None:
         """A turn for this learner, whatever the synchronization model says."""
-        entry = self._control.address + layout.offset(CONTROL, "roster") + row * ENTRY.itemsize
+        entry = self._control.word(CONTROL, "roster") + row * ENTRY.itemsize
         _native.store(entry + layout.offset(ENTRY, "grant"), layout.UNBOUNDED)
         _native.bell(entry + layout.offset(ENTRY, "grant_seq"))
 
     def pause(self, on: bool) -> None:
         """Parks the shards: what is published stays in the rings."""
         self.control["pause"] = layout.UNBOUNDED if on else 0
-        _native.bell(self._control.address + layout.offset(CONTROL, "shard_bell"))
+        _native.bell(self._control.word(CONTROL, "shard_bell"))
         shards = int(self.control["shards"])
         parked = self.control["shard"]["parked"]
         support.eventually(lambda: ((parked[:shards] != 0) == on).all())

@@ -1,4 +1,4 @@
 /* Put before a learner's sources (cc -include): for its waits a second is over in a twentieth. */
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 #define ps_now_ns() (20 * (ps_now_ns)())

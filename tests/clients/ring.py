@@ -31,6 +31,20 @@ ps_shard_sleep.argtypes = [_u64, _u64, _u64, _u64, _u64, _u32, _u64]
 ps_shard_sleep.restype = None
 
 
+class _Frame(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * FRAME.itemsize)]
+
+
+_publish_frame = _library.ps_publish_frame
+_publish_frame.argtypes, _publish_frame.restype = [_u64, _u64, _Frame], _u64
+
+
+def publish(ring_at: int, control_at: int, frame: np.ndarray) -> int:
+    """Publishes a header, shape (1,), as a learner does; returns the frame's sequence number."""
+    number: int = _publish_frame(ring_at, control_at, _Frame.from_buffer(frame))
+    return number
+
+
 class Ring:
     """A ring and its control segment in this process' memory."""
 
@@ -76,7 +90,7 @@ class Ring:
         frame[0]["batch"], frame[0]["samples"], frame[0]["squares"] = 9, 32, 4.0
         frame[0]["rate_scale"], frame[0]["loss"] = 0.5, 1.25
         frame[0]["started"], frame[0]["finished"] = 10.0, 11.0
-        return _native.publish(self.at, self.control_at, _native.address(frame))
+        return publish(self.at, self.control_at, frame)
 
     def head(self) -> int:
         return int(self.ring["head"])

@@ -1,11 +1,11 @@
-"""One suite for every device, alone and in the pipeline; a line in DEVICES adds a new one."""
+"""One suite for every device, alone and in the pipeline; a function in DEVICES adds a new one."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,19 +23,22 @@ from gadei_ps.learners.device import Device
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.machine.cuda import missing as cuda_missing
-from gadei_ps.memory import layout
 
 SHAPES = {"a": (3, 5), "b": (1000,), "s": (), "table": (40, 6), "column": (50, 1)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A device, and functions that make and read its arrays in the order of its computation."""
+    """A device, and functions that make and read its arrays in the order of its computation.
+
+    name: as Device.name. keeps_threads: whether it has threads that live as long as it does.
+    """
 
     name: str
     make: Callable[[], Device]
     to_device: Callable[[np.ndarray], Any]
     to_host: Callable[[Any], np.ndarray]
+    keeps_threads: bool = False
 
 
 def host() -> Iterator[Case]:
@@ -53,7 +56,8 @@ def cuda() -> Iterator[Case]:
 def emulated() -> Iterator[Case]:
     """The code of cuda, on a device in software."""
     with emulator.installed():
-        yield from cuda()
+        for one in cuda():
+            yield replace(one, keeps_threads=True)  # a thread for each stream
 
 
 DEVICES = [host, emulated, pytest.param(cuda, marks=pytest.mark.gpu)]
@@ -87,7 +91,7 @@ def flat_ones(client: Client) -> np.ndarray:
 
 def test_weights_arrive(case: Case, job: Daemon, job_name: str) -> None:
     device = case.make()
-    assert device.name == ("host" if case.name == "host" else "cuda")
+    assert device.name == case.name
     with Client(job_name, tensors=arrays(2.5)) as client:
         link = device.link(client)
         buffer = link.buffer()
@@ -119,8 +123,8 @@ def test_gradients_arrive(case: Case, job: Daemon, job_name: str, wire: str) -> 
         link = case.make().link(client)
 
         def refused() -> int:
-            roster = client.place.control.view(layout.CONTROL)["roster"]
-            return int(roster[client.row]["refused"])
+            (row,) = (one for one in status(job_name)["learners"] if not one["leaving"])
+            return int(row["refused"])
 
         def push(given: dict[str, Any]) -> bool:
             """Whether the server refuses it."""
@@ -159,12 +163,9 @@ def test_gradients_of_another_model(
 
 def test_rows_arrive(case: Case, job: Daemon, job_name: str) -> None:
     """Rows come in any order, and repeated ones are added up; other rows stay as they are."""
-    if case.name == "host":
-        rows = Rows
-    else:
 
-        def rows(indices: np.ndarray, values: np.ndarray) -> Rows:
-            return Rows(case.to_device(indices), case.to_device(values))
+    def rows(indices: np.ndarray, values: np.ndarray) -> Rows:
+        return Rows(case.to_device(indices), case.to_device(values))
 
     with Client(job_name, tensors=arrays(0.0)) as client:
         link = case.make().link(client)
@@ -336,5 +337,5 @@ def test_an_unused_pipeline_closes(case: Case, job: Daemon, job_name: str) -> No
         pipeline.close()
         with pytest.raises(GadeiError):
             Client(job_name, tensors={"x": np.zeros(1)})
-        if case.name == "host":  # streams of the emulator live as long as the device
+        if not case.keeps_threads:
             assert set(threading.enumerate()) <= before

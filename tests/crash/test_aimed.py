@@ -207,14 +207,14 @@ def test_the_server_dies(point: str, kind: str, job_name: str, payloads: list[np
 
 def _state(rig: Rig, field: str) -> int:
     assert rig.memory.state
-    return rig.memory.state.address + layout.offset(STATE, field)
+    return rig.memory.state.word(STATE, field)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.ndarray]) -> None:
     def disturb(rig: Rig, servers: Servers) -> None:
         counts = rig.control_at + _entry(ROW, "histogram")
-        tails = rig.memory.rings[ROW].address + layout.offset(RING, "tail")
+        tails = rig.memory.rings[ROW].word(RING, "tail")
         tail = rig.ring(ROW)["tail"]["value"]
 
         def begun() -> bool:

@@ -281,7 +281,7 @@ def _scribble(pipe: Connection, job: str, field: str) -> None:
     else:
         within = layout.offset(layout.HEADER if field in header else layout.RING, field)
         ctypes.memset(memory.address + within, 0xFF, 8)
-    head = memory.address + layout.offset(layout.RING, "head")
+    head = memory.word(layout.RING, "head")
     if field != "head":
         _native.store(head, (_native.load(head) + 1) % 2**64)
     _native.futex_wake(head)
@@ -328,13 +328,13 @@ def test_rows_of_zeros_travel_only_where_they_matter(
     optimizer = {"kind": kind, "lr": 0.1, "weight_decay": weight_decay}
     tensors = {"table": expected, "rest": np.zeros(64, np.float32)}
     with daemon(job_name, optimizer=optimizer), Client(job_name, tensors=tensors) as client:
-        spared = kind in ("sgd", "adagrad") and not weight_decay
+        skips_zeros = kind in ("sgd", "adagrad") and not weight_decay
         for t in range(3):
             whole = {"table": gradient, "rest": np.zeros(64)}
             client.push(client.model.flatten(whole) if t == 1 else whole)
             frame = client.last_frame
-            assert frame["kind"] == (FrameKind.ROWS if spared else FrameKind.DENSE)
-            assert (frame["payload_bytes"] < 1000) == spared
+            assert frame["kind"] == (FrameKind.ROWS if skips_zeros else FrameKind.DENSE)
+            assert (frame["payload_bytes"] < 1000) == skips_zeros
             reference.step(spec, expected, state, gradient, t + 1, 0.1)
         client.wait_applied()
         np.testing.assert_allclose(client.weights["table"], expected, rtol=1e-5, atol=1e-7)

@@ -29,7 +29,7 @@
 
 #include "input.h"
 #include "ps_layout.h"
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 enum { PARTS = 3, FAKE_FD = 100000, ELEMENTS = 2 * PS_CHUNK + 64, SLOTS = 2, SHARDS = 3, ROW = 3 };
 #define GENERATION 11

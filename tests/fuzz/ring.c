@@ -14,7 +14,7 @@
 
 #include "input.h"
 #include "ps_ring.h"
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 enum { SLOTS = 2, SHARDS = 3, ROW = 5, RINGS = 3, PART = 256, MANY = 300 };
 #define AT(word) ((uint64_t)(uintptr_t)(word))

@@ -64,7 +64,7 @@ class Writer:
         self.ring = place.ring.view(RING)
         self.published = 0
         self._rings = place.ring.address, place.control.address
-        self._head_at = place.ring.address + layout.offset(RING, "head")
+        self._head_at = place.ring.word(RING, "head")
 
     def publish(self, value: float, **wrong: Any) -> None:
         """A frame as it should be, except the fields in `wrong`."""

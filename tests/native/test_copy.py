@@ -193,36 +193,36 @@ HALVES = [WireType.BFLOAT16, WireType.FLOAT16]
 def test_error_feedback_loses_nothing(wire: WireType, length: int) -> None:
     """What has been sent and what is left over add up to all that was given."""
     random = np.random.default_rng(5)
-    left = np.zeros(length, np.float32)
+    residue = np.zeros(length, np.float32)
     given, sent = np.zeros(length), np.zeros(length)
     for _ in range(30):
         gradient = random.standard_normal(length).astype(np.float32) * np.float32(1e-3)
         to = np.zeros(length, STORED[wire])
-        wanted = gradient + left
-        _native.copy(wire, to.ctypes.data, gradient.ctypes.data, length, left.ctypes.data)
+        wanted = gradient + residue
+        _native.copy(wire, to.ctypes.data, gradient.ctypes.data, length, residue.ctypes.data)
         np.testing.assert_array_equal(to, REFERENCE[wire](wanted))
-        np.testing.assert_array_equal(left, wanted - decoded(wire, to).astype(np.float32))
+        np.testing.assert_array_equal(residue, wanted - decoded(wire, to).astype(np.float32))
         given += gradient
         sent += decoded(wire, to)
-    np.testing.assert_allclose(sent + left, given, atol=1e-6)
-    plain = np.abs(left).max()
+    np.testing.assert_allclose(sent + residue, given, atol=1e-6)
+    plain = np.abs(residue).max()
     assert plain < np.abs(given).max() / 100
 
 
 @pytest.mark.parametrize("wire", HALVES)
 def test_what_is_not_finite_leaves_nothing_over(wire: WireType) -> None:
     gradient = np.array([1.0, np.nan, np.inf, -np.inf, 1e38, 1.0] * 3, np.float32)
-    left = np.full(gradient.size, 0.25, np.float32)
+    residue = np.full(gradient.size, 0.25, np.float32)
     to = np.zeros(gradient.size, STORED[wire])
     assert math.isinf(
-        _native.copy(wire, to.ctypes.data, gradient.ctypes.data, gradient.size, left.ctypes.data)
+        _native.copy(wire, to.ctypes.data, gradient.ctypes.data, gradient.size, residue.ctypes.data)
     )
-    assert np.isfinite(left).all()
+    assert np.isfinite(residue).all()
 
 
 def test_float32_leaves_nothing_over() -> None:
-    gradient, left = np.ones(10, np.float32), np.full(10, 0.5, np.float32)
+    gradient, residue = np.ones(10, np.float32), np.full(10, 0.5, np.float32)
     to = np.zeros(10, np.float32)
-    _native.copy(WireType.FLOAT32, to.ctypes.data, gradient.ctypes.data, 10, left.ctypes.data)
+    _native.copy(WireType.FLOAT32, to.ctypes.data, gradient.ctypes.data, 10, residue.ctypes.data)
     np.testing.assert_array_equal(to, 1.0)
-    np.testing.assert_array_equal(left, 0.5)
+    np.testing.assert_array_equal(residue, 0.5)

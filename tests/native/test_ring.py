@@ -13,8 +13,8 @@ import support
 from clients.ring import GENERATION, LONG_NS, Later, Ring, ps_release, ps_shard_sleep
 
 from gadei_ps import _native
-from gadei_ps.memory import layout
-from gadei_ps.memory.layout import AHEAD, CONTROL, FRAME, Phase, Stop, Work
+from gadei_ps.memory import layout, weights
+from gadei_ps.memory.layout import AHEAD, CHUNK, CONTROL, FRAME, Phase, Stop, Work
 
 # -- slots -----------------------------------------------------------------------------------------
 
@@ -260,26 +260,30 @@ def test_a_wait_for_work_ends(how: str) -> None:
     assert waiting.done() == ended.get(how, _native.PS_FINISHED)
 
 
-# -- snapshots -------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_is_refused_while_the_shard_writes() -> None:
-    ring = Ring(2, 1)
-    weights, copy = np.arange(100, dtype=np.float32), np.zeros(100, np.float32)
-
-    def snapshot(shard: int) -> bool:
-        at = (copy.ctypes.data, weights.ctypes.data)
-        return _native.snapshot(ring.control_at, shard, *at, weights.nbytes)
-
+def test_a_copy_waits_while_a_shard_writes() -> None:
+    """Each shard's part is copied between two gradients; one that is whole is not copied again."""
+    ring, model = Ring(2, 1), weights.place([weights.Tensor("w", (2 * CHUNK,))])
+    memory = np.zeros(weights.segment_bytes(model), np.uint8)
+    head = memory[: layout.WEIGHTS.itemsize].view(layout.WEIGHTS)[0]
+    head["elements"], head["data_at"] = model.elements, weights.data_at(1)
+    data = memory[weights.data_at(1) :].view(np.float32)
+    data[:] = 1
+    copy = np.zeros(model.elements, np.float32)
+    learner = _native.Learner(ring.at, ring.control_at, _native.address(memory), 0, 0)
+    learner.copy_begin(_native.address(copy))
     ring.control["shard"][1]["sequence"] = 7
-    assert not snapshot(1)
-    assert not copy.any()
-    assert snapshot(0)
-    np.testing.assert_array_equal(copy, weights)
-    weights += 1
+    assert learner.copy_on(1_000_000) == _native.PS_TIMEOUT
+    assert ring.ring["hold"] == 1, "the shards are asked to hold back gradients"
+    assert copy[:CHUNK].all() and not copy[CHUNK:].any()
+    data += 1
     ring.control["shard"][1]["sequence"] = 8
-    assert snapshot(1)
-    np.testing.assert_array_equal(copy, weights)
+    assert learner.copy_on(1_000_000) == 0
+    np.testing.assert_array_equal(copy, np.repeat(np.float32([1, 2]), CHUNK))
+    learner.copy_end()
+    assert ring.ring["hold"] == 0
 
 
 @pytest.mark.parametrize("job", ["1 1 1 0", "1 2 2 2000", "3 4 3 0", "3 8 8 0 hurry"])

@@ -1,6 +1,6 @@
 /*
  * Litmus tests of the ring's protocol: each pair that docs/memory-order.md argues, cut down to its
- * stores and loads, run many times on two threads with the project's own primitives (ps_sync.h).
+ * stores and loads, run many times on two threads with the project's own primitives (ps_atomic.h).
  * Lists every outcome with its count; a forbidden one is a failure.
  *
  * A run shows what this processor did, not what another may do. On x86 loads are not reordered with
@@ -19,7 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 enum { CELLS = 128, REGISTERS = 4, VALUES = 4, OUTCOMES = VALUES * VALUES * VALUES * VALUES };
 

@@ -5,11 +5,7 @@
  *
  * Checked: every shard sees every frame of every ring once, whole and in order; every batch arrives
  * in order; no snapshot that counts as whole is a mixture; no frame is overwritten before all
- * shards have read it; the sum of all frames is in the weights. And nobody sleeps on: every futex
- * call goes through __wrap_syscall below, where a sleep ends by itself only after PATIENCE. If by
- * then what the sleeper waits for had come, and PATIENCE later still nobody has woken it, the
- * wake-up is lost and the run fails. (In the product a wait ends by itself after 50 or 100 ms, which
- * would hide it.)
+ * shards have read it; the sum of all frames is in the weights; no wake-up is lost (sleeps.h).
  *
  * Link with -Wl,--wrap=syscall.
  *
@@ -26,12 +22,10 @@
 #include <string.h>
 
 #include "ps_ring.h"
-#include "ps_sync.h"
+#include "sleeps.h"
 
 enum { MAX_RINGS = 4, MAX_PARTS = 8, PAYLOAD = 64, PART = 512, ROW = 3, AHEAD_OF_TAIL = 2 };
-#define PATIENCE_NS 2000000000ull
 #define FOREVER_NS 3600000000000ull
-#define AT(word) ((uint64_t)(uintptr_t)(word))
 
 static struct ps_control *control;
 static struct ps_ring *rings[MAX_RINGS];
@@ -41,31 +35,9 @@ static uint64_t weights[MAX_PARTS][PART]; /* under the shards' sequence locks: s
 static uint64_t total[MAX_RINGS];       /* of what each learner has pushed; read after the join */
 static uint64_t stop_learning, producing, consuming, taking;
 static uint64_t taken[MAX_RINGS]; /* by a taker, for the learner's other thread */
-static uint64_t sleeps, wakes, snapshots, retries, frames;
+static uint64_t snapshots, retries, frames;
 
-static void check(int right, const char *what, uint64_t got)
-{
-    if (right)
-        return;
-    fprintf(stderr, "FAILED: %s: %llu\n", what, (unsigned long long)got);
-    fflush(stderr);
-    _Exit(1);
-}
-
-static void count_one(uint64_t *counter)
-{
-    __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); /* relaxed: it orders nothing for the tool */
-}
-
-/* -- sleeping ---------------------------------------------------------------------------------- */
-
-/* What this thread sleeps for: a function that says whether it has come, and its name. */
-struct awaited {
-    const char *what;
-    int (*has_come)(uint64_t who, uint64_t mark);
-    uint64_t who, mark;
-};
-static _Thread_local struct awaited awaited;
+/* -- what is slept for -------------------------------------------------------------------------- */
 
 static uint64_t slowest(uint64_t ring)
 {
@@ -106,56 +78,6 @@ static int grant_due(uint64_t unused, uint64_t unused_too)
         if (ps_load_acquire(&control->roster[ROW + i].grant) != slowest(i) + AHEAD_OF_TAIL)
             return 1;
     return 0;
-}
-
-static void await(const char *what, int (*has_come)(uint64_t, uint64_t), uint64_t who,
-                  uint64_t mark)
-{
-    awaited = (struct awaited){what, has_come, who, mark};
-}
-
-/* Names as the linker's --wrap wants them. */
-long __real_syscall(long number, ...);
-long __wrap_syscall(long number, long a, long b, long c, long d, long e, long f);
-
-long __wrap_syscall(long number, long a, long b, long c, long d, long e, long f)
-{
-    int wait = number == SYS_futex && (b & FUTEX_CMD_MASK) == FUTEX_WAIT;
-    int waitv = number == 449; /* futex_waitv, on every architecture */
-    if (waitv && without_waitv) {
-        struct timespec pause = {0, 1000000}; /* so that the shards find out at the same time */
-        nanosleep(&pause, NULL);
-        errno = ENOSYS;
-        return -1;
-    }
-    if (number == SYS_futex && (b & FUTEX_CMD_MASK) == FUTEX_WAKE)
-        count_one(&wakes);
-    /* Without futex_waitv a shard's time-out is what tells it of frames. */
-    if (!(wait || waitv) || (without_waitv && a == (long)AT(&control->shard_bell)))
-        return __real_syscall(number, a, b, c, d, e, f);
-    check(awaited.has_come != NULL, "a sleep that nobody has announced", (uint64_t)number);
-    for (int overdue = 0;;) {
-        long result;
-        if (wait) {
-            struct timespec limit = {PATIENCE_NS / 1000000000ull, PATIENCE_NS % 1000000000ull};
-            result = __real_syscall(number, a, b, c, AT(&limit), e, f);
-        } else {
-            uint64_t end = ps_now_ns() + PATIENCE_NS;
-            struct timespec limit = {(time_t)(end / 1000000000ull), (long)(end % 1000000000ull)};
-            result = __real_syscall(number, a, b, c, AT(&limit), e, f);
-        }
-        if (result >= 0)
-            count_one(&sleeps);
-        if (result >= 0 || errno != ETIMEDOUT)
-            return result;
-        if (overdue) {
-            fprintf(stderr, "LOST WAKE-UP: %s %llu sleeps at %llu, and it had come\n", awaited.what,
-                    (unsigned long long)awaited.who, (unsigned long long)awaited.mark);
-            fflush(stderr);
-            _Exit(3);
-        }
-        overdue = awaited.has_come(awaited.who, awaited.mark);
-    }
 }
 
 /* -- frames ------------------------------------------------------------------------------------ */
@@ -377,6 +299,7 @@ static void make_job(uint32_t slots, uint64_t spin_ns)
     control->spin_ns = spin_ns;
     control->phase = PS_PHASE_SERVING;
     control->work = PS_WORKING;
+    polled = without_waitv ? &control->shard_bell : NULL;
     for (uint32_t i = 0; i < learners; i++) {
         struct ps_ring *ring = rings[i] = room(sizeof *ring + slots * slot_bytes + 4096);
         control->roster[ROW + i].wanted = ring->header.generation = 10 + i;

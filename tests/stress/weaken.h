@@ -3,7 +3,7 @@
  * that the stress test sees the difference. What to leave out: -DWEAK_RELEASE, -DWEAK_ACQUIRE,
  * -DWEAK_FENCE.
  */
-#include "ps_sync.h"
+#include "ps_atomic.h"
 
 #ifdef WEAK_RELEASE
 #define ps_store_release(word, value) __atomic_store_n((word), (value), __ATOMIC_RELAXED)

@@ -45,18 +45,18 @@ def written(
     room: np.ndarray,
     wire: WireType,
     *,
-    spare: bool,
-    left: np.ndarray | None = None,
+    skip_zeros: bool,
+    residue: np.ndarray | None = None,
 ) -> _native.Learner:
     """Has a learner without a job write a whole frame into `room`. It tells what it has written.
 
-    where: as Client.push_from takes it. spare: whether rows of zeros may be left out. left: what
-    rounding has not sent yet (error feedback).
+    where: as Client.push_from takes it. skip_zeros: whether rows of zeros may be left out. residue:
+    what rounding has not sent yet (error feedback).
     """
     control, table = np.zeros(1, layout.CONTROL), Loose(model)
-    residue = 0 if left is None else left.ctypes.data
-    learner = _native.Learner(0, _native.address(control), table.address, wire, residue)
-    learner.skips_zeros = spare
+    at = 0 if residue is None else residue.ctypes.data
+    learner = _native.Learner(0, _native.address(control), table.address, wire, at)
+    learner.skips_zeros = skip_zeros
     learner.write_frame(room.ctypes.data, where)
     return learner
 
@@ -66,8 +66,8 @@ def payload_of(
     gradients: dict[int, tuple[np.ndarray, np.ndarray] | np.ndarray],
     wire: WireType = WireType.FLOAT32,
     *,
-    spare: bool = False,
-    left: np.ndarray | None = None,
+    skip_zeros: bool = False,
+    residue: np.ndarray | None = None,
 ) -> tuple[np.ndarray, FrameKind, int, float]:
     """What a client writes into a slot, uint8; its kind, blocks and sum of squares."""
     room = np.zeros(payload_bytes(model) + 64, np.uint8)
@@ -86,7 +86,7 @@ def payload_of(
             values = np.ascontiguousarray(given[1], np.float32)
             kept += [indices, values]
             where += rows_at(indices.ctypes.data, values.ctypes.data, indices.size)
-    learner = written(model, where, room, wire, spare=spare, left=left)
+    learner = written(model, where, room, wire, skip_zeros=skip_zeros, residue=residue)
     kind, size = FrameKind(learner.kind), learner.payload_bytes
     return room[:size].copy(), kind, learner.blocks, learner.squares
 

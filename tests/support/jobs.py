@@ -85,7 +85,7 @@ class Pusher:
     @property
     def published(self) -> int:
         """Gradients; also after its death."""
-        return _native.load(self.ring.address + layout.offset(layout.RING, "head"))
+        return _native.load(self.ring.word(layout.RING, "head"))
 
     def kill(self) -> None:
         self.child.kill()

@@ -193,7 +193,7 @@ class Rig:
         }
         for field, value in (good | fields).items():
             frame[0][field] = value
-        head_at = ring.address + layout.offset(layout.RING, "head")
+        head_at = ring.word(layout.RING, "head")
         _native.store(head_at, sequence + 1)
         _native.futex_wake(head_at)
         return sequence

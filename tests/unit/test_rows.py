@@ -97,7 +97,7 @@ def test_rows_of_zeros_need_not_travel(data: st.DataObject, wire: WireType) -> N
         values = draw.integers(-9, 9, shape).astype(np.float32)
         values[draw.random(shape[0]) < zero] = data.draw(st.sampled_from([0.0, -0.0]))
         gradients[number] = values
-    payload, kind, blocks, squares = payload_of(model, gradients, wire, spare=True)
+    payload, kind, blocks, squares = payload_of(model, gradients, wire, skip_zeros=True)
     assert squares == sum(float(np.square(values).sum()) for values in gradients.values())
     assert payload.size <= payload_bytes(model)
     got = decoded_frame(model, payload, kind, blocks, wire)

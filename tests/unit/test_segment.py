@@ -109,9 +109,9 @@ def test_foreign(made: Segment) -> None:
 
 def test_other_build(made: Segment) -> None:
     """Only the control segment tells the build; the others belong to it by the job's id."""
-    ours = _native.load(made.address + layout.offset(layout.CONTROL, "build"))
+    ours = _native.load(made.word(layout.CONTROL, "build"))
     assert ours == _native.BUILD
-    _native.store(made.address + layout.offset(layout.CONTROL, "build"), 0xABC)
+    _native.store(made.word(layout.CONTROL, "build"), 0xABC)
     said = refused(made.name)
     assert f"made by build {0xABC:016x}" in said and f"is build {ours:016x}" in said
 

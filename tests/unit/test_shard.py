@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clients.ring import publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Rig, eventually
@@ -197,7 +198,7 @@ def test_nonfinite_where_the_job_allows_it(job_name: str) -> None:
 def test_a_head_that_is_nonsense(jump: int, job_name: str) -> None:
     """A learner that writes rubbish to its own ring harms nobody else and can be let go."""
     with Rig(job_name, W, learners=2, slots=2) as rig, rig.serving():
-        head = rig.memory.rings[0].address + layout.offset(layout.RING, "head")
+        head = rig.memory.rings[0].word(layout.RING, "head")
         _native.store(head, jump)
         rig.apply(1, rig.ones())
         np.testing.assert_array_equal(rig.weights, -1.0)
@@ -314,7 +315,7 @@ def test_who_publishes_after_leaving_takes_no_batch_along(
             frame[0]["kind"], frame[0]["dtype"] = FrameKind.DENSE, WireType.FLOAT32
             frame[0]["payload_bytes"] = rig.model.elements * 4
             frame[0]["batch"], frame[0]["rate_scale"] = batch, 1.0
-            _native.publish(ring, rig.control_at, _native.address(frame))
+            publish(ring, rig.control_at, frame)
             rig.wait_tail(0, 1)
             rig.bell()
             eventually(lambda: rig.roster[0]["drained"])

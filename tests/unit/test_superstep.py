@@ -116,7 +116,7 @@ def test_supersteps_in_quick_succession(job_name: str) -> None:
     many, rounds = 64, 40
     with Rig(job_name, W, learners=many, slots=2, collect=True, spin_us=1e5) as rig, rig.serving():
         assert rig.memory.state
-        record = rig.memory.state.address + layout.offset(layout.STATE, "record")
+        record = rig.memory.state.word(layout.STATE, "record")
         record += layout.offset(layout.RECORD, "supersteps")
         actions = rig.control["superstep_action"]
         then = np.full(layout.MAX_LEARNERS, Action.SKIP, np.uint32)

@@ -1,13 +1,14 @@
-/* Payloads: all tensors in their places, or blocks one after the other, each of some rows of a
- * tensor or of all of it. Rows may come in any order and repeated, as a mini-batch names them; here
- * they are put in order and added up, and copied and converted on the way into the slot. */
+/* Writes the payload of every frame. A dense payload holds all tensors in their places. A payload of
+ * rows holds blocks one after the other, each with some rows of a tensor or with all of it. Rows may
+ * come in any order and repeated, as a mini-batch names them: they are sorted, repeated ones are
+ * added up, and values are converted while they are copied into the slot. */
 #include "ps_ring.h"
 #include "ps_product.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define FEW 256       /* rows that are sorted without asking for memory */
+#define FEW 256 /* rows that are sorted without allocating memory */
 
 struct row {
     uint64_t number;
@@ -17,7 +18,7 @@ struct row {
 #define rounded ps_rounded
 #define width_of ps_width_of
 
-/* By number; rows of one number keep their order, so that their sum does not depend on chance. */
+/* Sorts by number. Rows of the same number keep their order, so that their sum is reproducible. */
 static void sort_few(struct row *rows, uint64_t count)
 {
     for (uint64_t i = 1; i < count; i++) {
@@ -29,9 +30,10 @@ static void sort_few(struct row *rows, uint64_t count)
     }
 }
 
-/* The same for many, a byte at a time from the lowest on. spare: as long as rows. Returns where the
- * sorted ones are. */
-static struct row *sort_many(struct row *rows, struct row *spare, uint64_t count, uint64_t largest)
+/* Sorts many rows, one byte of the number at a time, the lowest first. scratch: room for as many
+ * rows. Returns the sorted rows, which lie in `rows` or in `scratch`. */
+static struct row *sort_many(struct row *rows, struct row *scratch, uint64_t count,
+                             uint64_t largest)
 {
     for (unsigned shift = 0; shift < 64 && largest >> shift; shift += 8) {
         uint64_t first[257] = {0};
@@ -40,21 +42,21 @@ static struct row *sort_many(struct row *rows, struct row *spare, uint64_t count
         for (unsigned byte = 0; byte < 256; byte++)
             first[byte + 1] += first[byte];
         for (uint64_t i = 0; i < count; i++)
-            spare[first[rows[i].number >> shift & 255]++] = rows[i];
-        struct row *sorted = spare;
-        spare = rows;
+            scratch[first[rows[i].number >> shift & 255]++] = rows[i];
+        struct row *sorted = scratch;
+        scratch = rows;
         rows = sorted;
     }
     return rows;
 }
 
 static void copy(struct ps_payload *payload, uint64_t at, const float *values, uint64_t count,
-                 float *left)
+                 float *residue)
 {
-    payload->squares += ps_copy(payload->dtype, payload->at + at, values, count, left);
+    payload->squares += ps_copy(payload->dtype, payload->at + at, values, count, residue);
 }
 
-/* All of a tensor. */
+/* Writes all of a tensor. */
 static void write_all(struct ps_payload *payload, struct ps_block *block, const float *values,
                       const struct ps_shape *shape)
 {
@@ -62,11 +64,11 @@ static void write_all(struct ps_payload *payload, struct ps_block *block, const 
     block->form = PS_DENSE;
     block->rows = 0;
     block->indices_at = block->values_at = payload->end;
-    copy(payload, payload->end, values, count, shape->left);
+    copy(payload, payload->end, values, count, shape->residue);
     payload->end += rounded(count * width_of(payload->dtype));
 }
 
-/* The values of one row, those of repeated ones added up: in `sum` if there are several. */
+/* Returns the values of one row. If it was given several times, adds them up in `sum`. */
 static const float *add_up(const float *values, uint64_t width, const struct row *rows,
                            uint64_t count, float *sum)
 {
@@ -109,7 +111,7 @@ static void write_sorted(struct ps_payload *payload, struct ps_block *block,
         if (!dense)
             indices[row] = (int64_t)number;
         copy(payload, block->values_at + (dense ? number : row) * size, from, width,
-             shape->left ? shape->left + number * width : NULL);
+             shape->residue ? shape->residue + number * width : NULL);
     }
     payload->end += dense ? whole : listed;
 }
@@ -174,9 +176,10 @@ static int is_zero(const float *values, uint64_t count)
     return !seen;
 }
 
-/* Of a whole tensor the rows that are not zero, if that leaves out a quarter; else returns 0. */
-static int write_spared(struct ps_payload *payload, struct ps_block *block, const float *values,
-                        const struct ps_shape *shape)
+/* Writes the rows of a whole tensor that are not zero, if that leaves out at least a quarter of
+ * them. Otherwise writes nothing and returns 0. */
+static int write_nonzero_rows(struct ps_payload *payload, struct ps_block *block,
+                              const float *values, const struct ps_shape *shape)
 {
     uint64_t rows = shape->rows, width = shape->width, most = rows - rows / 4, kept = 0;
     uint64_t size = width * width_of(payload->dtype);
@@ -197,21 +200,21 @@ static int write_spared(struct ps_payload *payload, struct ps_block *block, cons
     for (uint64_t i = 0; i < kept; i++) {
         uint64_t first = (uint64_t)indices[i] * width;
         copy(payload, block->values_at + i * size, values + first, width,
-             shape->left ? shape->left + first : NULL);
+             shape->residue ? shape->residue + first : NULL);
     }
     payload->end += rounded(kept * 8) + rounded(kept * size);
     return 1;
 }
 
 int ps_write_block(struct ps_payload *payload, struct ps_block *block,
-                   const struct ps_gradient *gradient, const struct ps_shape *shape, int spare,
+                   const struct ps_gradient *gradient, const struct ps_shape *shape, int skip_zeros,
                    uint64_t *bad)
 {
     if (gradient->factors)
-        return ps_write_product(payload, block, gradient, shape, spare);
+        return ps_write_product(payload, block, gradient, shape, skip_zeros);
     if (gradient->indices)
         return write_listed(payload, block, gradient, shape, bad);
-    if (!spare || !write_spared(payload, block, gradient->values, shape))
+    if (!skip_zeros || !write_nonzero_rows(payload, block, gradient->values, shape))
         write_all(payload, block, gradient->values, shape);
     return 0;
 }
@@ -228,10 +231,10 @@ uint64_t ps_first_block(const struct ps_weights *weights)
     return rounded(weights->tensors * sizeof(struct ps_block));
 }
 
-static struct ps_shape shape_of(const struct ps_tensor *tensor, float *left)
+static struct ps_shape shape_of(const struct ps_tensor *tensor, float *residue)
 {
     uint64_t rows = tensor->dims ? tensor->shape[0] : 1;
-    return (struct ps_shape){rows, tensor->count / rows, left ? left + tensor->start : NULL};
+    return (struct ps_shape){rows, tensor->count / rows, residue ? residue + tensor->start : NULL};
 }
 
 /* Whether so many rows begin with a zero that leaving them out may save a quarter of the frame. */
@@ -249,7 +252,7 @@ static int looks_sparse(const struct ps_weights *weights, const struct ps_tensor
     return zeros > weights->elements / 4;
 }
 
-/* What no tensor has is between tensors, and is not to keep what an earlier frame had there. */
+/* Clears padding between tensors, where an earlier frame may have left values. */
 static void clear(struct ps_payload *payload, uint64_t from, uint64_t to)
 {
     uint64_t width = width_of(payload->dtype);
@@ -257,14 +260,14 @@ static void clear(struct ps_payload *payload, uint64_t from, uint64_t to)
 }
 
 void ps_write_dense(const struct ps_weights *weights, struct ps_payload *payload, uint64_t number,
-                    const float *values, float *left)
+                    const float *values, float *residue)
 {
     const struct ps_tensor *tensor = table_of(weights) + number;
     uint64_t end = tensor->start + tensor->count;
     double before = payload->squares;
     if (values)
         copy(payload, tensor->start * width_of(payload->dtype), values, tensor->count,
-             left ? left + tensor->start : NULL);
+             residue ? residue + tensor->start : NULL);
     else
         clear(payload, tensor->start, end);
     clear(payload, end, number + 1 < weights->tensors ? tensor[1].start : weights->elements);
@@ -273,22 +276,22 @@ void ps_write_dense(const struct ps_weights *weights, struct ps_payload *payload
 }
 
 static void write_dense(const struct ps_weights *weights, const struct ps_gradient *gradients,
-                        float *left, struct ps_payload *payload)
+                        float *residue, struct ps_payload *payload)
 {
     for (uint64_t i = 0; i < weights->tensors; i++)
-        ps_write_dense(weights, payload, i, gradients[i].values, left);
+        ps_write_dense(weights, payload, i, gradients[i].values, residue);
     payload->end = weights->elements * width_of(payload->dtype);
 }
 
 int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint32_t blocks,
-              uint64_t number, const struct ps_gradient *gradient, int spare, float *left,
+              uint64_t number, const struct ps_gradient *gradient, int skip_zeros, float *residue,
               uint64_t *bad)
 {
     const struct ps_tensor *tensor = table_of(weights) + number;
-    struct ps_shape shape = shape_of(tensor, left);
+    struct ps_shape shape = shape_of(tensor, residue);
     struct ps_block block = {.tensor = (uint32_t)number};
     double before = payload->squares;
-    int result = ps_write_block(payload, &block, gradient, &shape, spare, bad);
+    int result = ps_write_block(payload, &block, gradient, &shape, skip_zeros, bad);
     if (tensor->role == PS_BUFFER)
         payload->squares = ps_not_counted(before, payload->squares);
     memcpy(payload->at + blocks * sizeof block, &block, sizeof block);
@@ -297,7 +300,8 @@ int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint
 
 static int by_tensor(const void *one, const void *other)
 {
-    uint32_t a = ((const struct ps_block *)one)->tensor, b = ((const struct ps_block *)other)->tensor;
+    uint32_t a = ((const struct ps_block *)one)->tensor;
+    uint32_t b = ((const struct ps_block *)other)->tensor;
     return a < b ? -1 : a > b;
 }
 
@@ -306,7 +310,7 @@ void ps_sort_blocks(char *payload, uint32_t blocks)
     qsort(payload, blocks, sizeof(struct ps_block), by_tensor);
 }
 
-/* A gradient of zero, where momentum or decay moves what has none. */
+/* Writes a gradient of zero, for optimizers whose momentum or decay moves a tensor without one. */
 static void write_zeros(struct ps_payload *payload, const struct ps_tensor *tensor, uint64_t number,
                         uint32_t blocks)
 {
@@ -319,7 +323,7 @@ static void write_zeros(struct ps_payload *payload, const struct ps_tensor *tens
 }
 
 int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
-                   const struct ps_gradient *gradients, int spare, float *left,
+                   const struct ps_gradient *gradients, int skip_zeros, float *residue,
                    struct ps_written *written)
 {
     const struct ps_tensor *table = table_of(weights);
@@ -329,28 +333,28 @@ int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
     for (uint64_t i = 0; i < weights->tensors; i++) {
         products |= gradients[i].factors != NULL;
         rows |= gradients[i].indices != NULL;
-        /* Before anything is written: what rounding has left over is used up then. */
+        /* Checked before anything is written, because writing uses up the residue. */
         written->tensor = i;
         if (gradients[i].indices && !gradients[i].factors &&
             is_bad(&gradients[i], shape_of(&table[i], NULL).rows, &written->bad))
             return PS_BAD_ROW;
     }
-    if (rows || products || (spare && looks_sparse(weights, table, gradients))) {
+    if (rows || products || (skip_zeros && looks_sparse(weights, table, gradients))) {
         written->kind = PS_ROWS;
         payload.end = ps_first_block(weights);
         for (uint64_t i = 0; i < weights->tensors && !result; i++) {
             written->tensor = i;
-            if (!gradients[i].values && (rows || spare))
+            if (!gradients[i].values && (rows || skip_zeros))
                 continue;
             if (!gradients[i].values) {
                 write_zeros(&payload, &table[i], i, written->blocks++);
                 continue;
             }
-            result = ps_append(weights, &payload, written->blocks++, i, &gradients[i], spare, left,
-                               &written->bad);
+            result = ps_append(weights, &payload, written->blocks++, i, &gradients[i], skip_zeros,
+                               residue, &written->bad);
         }
     } else {
-        write_dense(weights, gradients, left, &payload);
+        write_dense(weights, gradients, residue, &payload);
     }
     written->bytes = payload.end;
     written->squares = payload.squares;

@@ -5,8 +5,8 @@
  * only read the word's page, so both work on a read-only mapping. Every wait has a time-out: a
  * process that dies between its store and its wake delays its peer, it does not stop it.
  */
-#ifndef PS_SYNC_H
-#define PS_SYNC_H
+#ifndef PS_ATOMIC_H
+#define PS_ATOMIC_H
 
 #include <errno.h>
 #include <limits.h>
