@@ -1,9 +1,9 @@
 /*
  * gadei.h: learners of gadei-ps in C and C++.
  *
- * A learner attaches to a job that is running on this machine, reads the live weights where they
- * are, and pushes gradients into a ring of its own; the parameter server applies them. Build it with
- * two groups of files of native/ and nothing else (-pthread -lrt: glibc before 2.34 needs them):
+ * A learner attaches to a job that is running on this machine, reads the live weights in place, and
+ * pushes gradients into a ring of its own; the parameter server applies them. Build it with two
+ * groups of files of native/ and nothing else (-pthread -lrt: glibc before 2.34 needs them):
  *
  *     cc -std=gnu11 -O2 -Inative -o learner learner.c native/gadei_*.c native/ps_*.c -pthread -lrt
  *
@@ -23,9 +23,9 @@
  * threads, it changes this thread's affinity for an instant, so that the kernel moves it.
  *
  * A learner belongs to the thread that attached it; a process may have several learners. A child of
- * fork() cannot use its parent's: what waits or publishes is GADEI_ERROR there. No function takes a
- * lock that another process could hold. A learner may be killed at any instruction: the server
- * applies what it has published, drops what it has not, and gives its batches to others.
+ * fork() cannot use its parent's: functions that wait or publish return GADEI_ERROR there. No
+ * function takes a lock that another process could hold. A learner may be killed at any instruction:
+ * the server applies what it has published, drops what it has not, and gives its batches to others.
  *
  * Results: 0, or one of the negative codes below; then gadei_error() says what and where. Every
  * function that may wait has a limit in milliseconds, timeout_ms; a negative one means as long as

@@ -92,7 +92,7 @@ static int open_control(gadei_learner *learner)
     learner->socket = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (learner->socket < 0)
         return ps_fail(learner, GADEI_ERROR, "no socket: %s", strerror(errno));
-    /* For connect(), which waits while the watchdog's backlog is full. */
+    /* Also limits connect(), which waits while the watchdog's backlog is full. */
     setsockopt(learner->socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
     while (connect(learner->socket, (struct sockaddr *)&address, sizeof address)) {
         if (errno == EINTR)
@@ -152,7 +152,7 @@ static int read_reply(gadei_learner *learner, char *text, size_t length, struct 
         {"error", TEXT, error, sizeof error, 0},
         {"kind", TEXT, kind, sizeof kind, 0},
     };
-    /* Read twice: what a refusal says is not mistaken for a member of an answer. */
+    /* Reads the reply twice, so that text of a refusal is not taken for a member of an answer. */
     if (!json_read(text, length, about, 3) || !about[0].found)
         return ps_fail(learner, GADEI_ERROR, "%s: the reply is malformed", learner->path);
     if (!ok) {
@@ -201,7 +201,7 @@ static int request_once(gadei_learner *learner, const char *json, struct json_fi
             free(text);
         }
     }
-    close(learner->socket); /* what comes next on it could be the answer to this one */
+    close(learner->socket); /* a late reply to this request would be taken for the next one's */
     learner->socket = -1;
     return result;
 }

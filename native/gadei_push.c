@@ -68,7 +68,7 @@ int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)
                        "the gradient was not applied");
 }
 
-/* One limit for the turn and the slot. */
+/* Waits for the turn and for a slot, within one limit. */
 static int claim_slot(gadei_learner *learner, int64_t timeout_ms)
 {
     struct ps_limit limit = ps_limit_of(timeout_ms);
@@ -124,7 +124,7 @@ static int check_tensor(gadei_learner *learner, uint32_t index)
     return GADEI_OK;
 }
 
-/* Where a row is named that there is not, or memory is short. */
+/* Reports a row that the tensor lacks, or a lack of memory. */
 static int not_written(gadei_learner *learner, int result, uint64_t index, int64_t row)
 {
     const struct gadei_tensor *tensor = &learner->tensors[index];
@@ -161,7 +161,7 @@ int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
 int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
                      const float *values, uint64_t count)
 {
-    static const int64_t none; /* no rows at all are rows, too */
+    static const int64_t none; /* an empty list of rows still needs an address */
     if (check_tensor(learner, index))
         return GADEI_ERROR;
     if (!is_rows(learner))

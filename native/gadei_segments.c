@@ -69,7 +69,7 @@ static int map_segment(gadei_learner *learner, struct mapping *map, const char *
     return GADEI_OK;
 }
 
-/* Whether `count` things of `size` bytes lie inside the mapping from `at` on. */
+/* Whether `count` items of `size` bytes from `at` on lie inside the mapping. */
 static int inside(const struct mapping *map, uint64_t at, uint64_t count, uint64_t size)
 {
     return at <= map->bytes && count <= (map->bytes - at) / size;

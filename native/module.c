@@ -252,7 +252,7 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *made = PyModule_Create(&module);
     if (!made)
         return NULL;
-    /* For the driver to call, and how much room its argument takes. */
+    /* The address that a device's driver calls, and the size of its argument. */
     PyObject *land = PyLong_FromVoidPtr((void *)(uintptr_t)ps_land);
     int failed = PyModule_AddObjectRef(made, "LAND", land) < 0 ||
                  PyModule_AddIntConstant(made, "LANDING_BYTES", sizeof(struct ps_landing)) < 0;

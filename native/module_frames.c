@@ -52,8 +52,8 @@ METHOD(first_block)
 }
 
 PyMethodDef ps_frame_methods[] = {
-    ENTRY(copy, "copy(dtype, to, from, count, residue) -> sum of squares; infinite if a value is not "
-                "finite"),
+    ENTRY(copy, "copy(dtype, to, from, count, residue) -> sum of squares; infinite if a value is "
+                "not finite"),
     ENTRY(nonzeros, "nonzeros(values, count) -> how many differ from zero"),
     ENTRY(sparse_product, "sparse_product(to, factors, matrix, count, rows, width)"),
     ENTRY(first_block, "first_block(weights) -> where the first block may begin"),

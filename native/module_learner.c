@@ -57,7 +57,7 @@ static int take_facts(PyObject *given, struct ps_facts *facts)
         whole[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, i));
         if (whole[i] == UINT64_MAX && PyErr_Occurred()) {
             if (i == 2 && PyErr_ExceptionMatches(PyExc_OverflowError))
-                whole[i] = UINT64_MAX; /* negative, or far too many: told below */
+                whole[i] = UINT64_MAX; /* negative or far too large: refused below */
             else
                 return -1;
             PyErr_Clear();

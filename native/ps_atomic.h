@@ -2,8 +2,8 @@
  * All atomics and futex calls of the project.
  *
  * Futexes are not private: waiter and waker are different processes. FUTEX_WAIT and FUTEX_WAKE
- * only read the word's page, so both work on a read-only mapping. Every wait has a time-out: a
- * process that dies between its store and its wake delays its peer, it does not stop it.
+ * only read the word's page, so both work on a read-only mapping. Every wait has a time-out, so
+ * that a process that dies between its store and its wake delays its peer but does not block it.
  */
 #ifndef PS_ATOMIC_H
 #define PS_ATOMIC_H
@@ -61,8 +61,8 @@ static inline void ps_relax(void)
 #endif
 }
 
-/* One turn of a server that has spun for so long. A learner may need this very core: after some
- * microseconds each turn offers it, or neither goes on before the other's spinning is over. */
+/* One turn of a server's spinning. A learner may need the same core, so each turn after the first
+ * microseconds yields it; otherwise each would block the other until its spinning ends. */
 #define PS_SPIN_ALONE_NS 8000
 static inline void ps_spin(uint64_t spun_ns)
 {
@@ -72,7 +72,7 @@ static inline void ps_spin(uint64_t spun_ns)
         sched_yield();
 }
 
-/* Sleeps while *word == expected, at most timeout_ns. Spurious returns are normal: look again. */
+/* Sleeps while *word == expected, at most timeout_ns. May return early. */
 static inline void ps_futex_wait(const uint32_t *word, uint32_t expected, uint64_t timeout_ns)
 {
     struct timespec limit = {(time_t)(timeout_ns / 1000000000ull),
@@ -91,7 +91,7 @@ static inline void ps_ring_bell(uint32_t *word)
     ps_futex_wake(word);
 }
 
-/* The low half of a 64-bit word, which is what a futex can compare. */
+/* The low half of a 64-bit word: a futex compares 32 bits. */
 static inline const uint32_t *ps_low_half(const uint64_t *word)
 {
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__

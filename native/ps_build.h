@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x4d74922d88b06175ull
+#define PS_BUILD 0xfe6826ce9a99ef47ull
 
 #endif

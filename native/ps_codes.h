@@ -1,7 +1,7 @@
 /*
- * The numbers of the shared memory that have a meaning: sizes, marks and codes. Each stands here
- * only. gadei_ps/memory/layout.py reads them from gadei_ps._native, and docs/memory-layout.md gets
- * its tables of codes from there.
+ * The numbers of the shared memory that have a meaning: sizes, marks and codes. Each is
+ * defined here only. gadei_ps/memory/layout.py reads them from gadei_ps._native; layout_tables.py
+ * writes them into docs/memory-layout.md.
  */
 #ifndef PS_CODES_H
 #define PS_CODES_H
@@ -23,7 +23,7 @@ typedef double ps_f64;
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
 #define PS_AHEAD 16         /* batches that a learner may hold at once */
-#define PS_REQUEUE 4096     /* batches to hand out again: all that all learners can hold */
+#define PS_REQUEUE 4096     /* batches to hand out again: what all learners together can hold */
 #define PS_FINISHED_WORDS 4 /* a bit for each learner */
 #define PS_HISTOGRAM 32     /* bins of staleness */
 #define PS_CHUNK 64         /* values between two entries of the undo log */
@@ -41,7 +41,7 @@ typedef double ps_f64;
 #define PS_IDLE UINT64_MAX           /* of a record: no gradient is in hand */
 #define PS_ALL_APPLIED (UINT64_MAX - 1)  /* all is in the weights, nothing is counted yet */
 
-/* Those above, for Python. */
+/* The numbers above, for Python. */
 #define PS_NUMBERS(X)                                                                        \
   X(PS_MAGIC) X(PS_LAYOUT_VERSION) X(PS_MAX_LEARNERS) X(PS_MAX_SHARDS) X(PS_AHEAD)           \
   X(PS_REQUEUE) X(PS_FINISHED_WORDS) X(PS_HISTOGRAM) X(PS_CHUNK) X(PS_MAX_STREAMS)           \

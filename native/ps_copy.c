@@ -1,5 +1,5 @@
-/* Copy of a gradient into its slot. Conversion, the sum of the squares, the search for values that
- * are not finite and what rounding leaves over (error feedback) ride along in the same pass. */
+/* Copies a gradient into its slot. The same pass converts, adds up the squares, finds values that
+ * are not finite, and keeps the residue of rounding (error feedback). */
 #include "ps_ring.h"
 
 #include <math.h>
@@ -9,7 +9,7 @@
 #define LANES 16
 #define STRETCH 2048 /* values whose squares are added up as float32, in lanes, before double */
 
-/* Vectors of the compiler, not of one processor: it makes of them what the target has. */
+/* Vectors of the compiler, which maps them to those of the target. */
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
@@ -18,13 +18,13 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 #define MAGNITUDE 0x7fffffffu
 #define INFINITE 0x7f800000u
 
-/* What is gathered on the way over a stretch. */
+/* What a pass over a stretch collects. */
 struct seen {
     words largest; /* magnitude of a value as it is stored */
     floats squares;
 };
 
-/* LANES values: stored, and told as what they are read back, both in place. */
+/* Converts LANES values. stored: their 16-bit codes. back: these codes as float32. */
 INLINE void to_bfloat16(const words *bits, words *stored, words *back)
 {
     /* Round to nearest even. A NaN keeps its sign and gets a bit that rounding cannot carry away. */
@@ -81,13 +81,14 @@ INLINE void some_of(uint32_t dtype, void *to, const float *from, float *residue,
 }
 
 /* One stretch. Returns whether a value is not finite as it is stored; the squares of what was given
- * are added up. residue: what earlier roundings did not store: added to the values, then replaced; or
- * NULL. */
+ * are added up. residue: what earlier roundings did not store, which is added to the values and then
+ * replaced; or NULL. */
 INLINE int stretch(uint32_t dtype, void *to, const float *from, uint64_t count, float *residue,
                    float *squares)
 {
     uint64_t width = dtype == PS_FLOAT32 ? 4 : 2, whole = count - count % LANES;
-    struct seen seen = {}, other = {}; /* two: an addition takes as long as four of the rest */
+    /* Two sums, because an addition has the latency of four other operations. */
+    struct seen seen = {}, other = {};
     uint64_t i = 0;
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
         uint64_t j = i + LANES;
@@ -122,7 +123,7 @@ INLINE int stretch(uint32_t dtype, void *to, const float *from, uint64_t count, 
 #include <cpuid.h>
 #include <immintrin.h>
 
-/* The processor's own conversion is the same but for the payload of a NaN. */
+/* The processor's own conversion differs only in the payload of a NaN. */
 __attribute__((target("avx2,f16c,fma"))) static int
 stretch_f16c(void *to, const float *from, uint64_t count, float *residue, float *squares)
 {
@@ -160,7 +161,7 @@ stretch_f16c(void *to, const float *from, uint64_t count, float *residue, float 
     stretch(PS_FLOAT16, to, from, count, residue, squares)
 #endif
 
-/* The sum of a stretch may be too large for float32 while each value is finite. */
+/* For a stretch whose sum is too large for float32 although each value is finite. */
 static double squares_of(const float *from, uint64_t count)
 {
     double sum = 0.0;
@@ -188,7 +189,7 @@ INLINE double walk_as(uint32_t dtype, void *to, const float *from, uint64_t coun
     return found ? (double)INFINITY : sum;
 }
 
-/* A loop of its own for each format, with and without feedback. */
+/* The compiler makes one loop for each format, with and without feedback. */
 INLINE double walk(uint32_t dtype, void *to, const float *from, uint64_t count, float *residue,
                    int f16c)
 {
@@ -225,7 +226,7 @@ static double walk_avx512(uint32_t dtype, void *to, const float *from, uint64_t 
 
 typedef double walker(uint32_t, void *, const float *, uint64_t, float *);
 
-/* One build serves old and new processors. */
+/* Chooses when the program runs, so that one build serves old and new processors. */
 static walker *walker_here(void)
 {
 #ifdef TUNED

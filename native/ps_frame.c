@@ -4,7 +4,7 @@
 #include "ps_learner.h"
 #include "ps_atomic.h"
 
-/* Of the packed hyper-parameters; gadei_ps/kernels/optimizers.py packs them. */
+/* Indices into the hyper-parameters, and codes, as gadei_ps/kernels/optimizers.py packs them. */
 enum { HYPER_KIND = 0, HYPER_WEIGHT_DECAY = 6 };
 enum { KIND_SGD = 1, KIND_ADAGRAD = 4 };
 

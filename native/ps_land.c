@@ -1,3 +1,4 @@
+/* See ps_land.h. */
 #include "ps_land.h"
 
 #include <string.h>
@@ -12,7 +13,7 @@ static double sum_of(const uint64_t *words, uint64_t count)
     return sum;
 }
 
-/* How many rows a mini-batch names is known only now. */
+/* Completes the blocks: the device counts the rows that a mini-batch names while it writes them. */
 static void tell_rows(char *payload, uint32_t blocks, const uint64_t *rows)
 {
     for (uint32_t i = 0; i < blocks; i++) {

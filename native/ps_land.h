@@ -1,18 +1,18 @@
 /*
- * A frame that a device is still writing: the driver calls ps_land() behind the transfers, in the
- * order of their stream, so that the frame becomes visible when all of it has landed in its slot.
+ * Publishes a frame that a device writes. The device's driver calls ps_land() after the transfers
+ * of the same stream, so that the frame becomes visible when all of it is in its slot.
  */
 #ifndef PS_LAND_H
 #define PS_LAND_H
 
 #include "ps_ring.h"
 
-/* What comes beside the payload, in 64-bit words: */
+/* What the device writes besides the payload, in 64-bit words. */
 enum {
-    PS_SUMS_BAD = 0,   /* 1 + the number of a tensor of which a row was named that there is not */
+    PS_SUMS_BAD = 0,   /* 0, or 1 + the number of a tensor that lacks a row that was named */
     PS_SUMS_LOSS = 1,  /* float, if landing.loss_there */
-    PS_SUMS_ROWS = 2   /* of each tensor the rows listed, then doubles: parts of the sum of squares,
-                          infinite if a value is not finite */
+    PS_SUMS_ROWS = 2   /* for each tensor the number of rows listed; then doubles, the parts of the
+                          sum of squares, infinite if a value is not finite */
 };
 
 struct ps_landing {
@@ -20,10 +20,10 @@ struct ps_landing {
     const struct ps_control *control;
     const uint64_t *sums;
     uint64_t tensors, parts, loss_there;
-    struct ps_frame frame; /* but for what the sums say */
+    struct ps_frame frame; /* except what is read from sums */
 };
 
-/* landing: struct ps_landing. Runs in a thread of the driver, where no CUDA call is allowed. */
+/* landing: struct ps_landing. Called in a thread of the driver, where no CUDA call is allowed. */
 void ps_land(void *landing);
 
 #endif

@@ -1,7 +1,7 @@
 /*
  * A learner's side of its segments: the frame that it writes and publishes, and consistent copies of
- * the weights. The client for C (gadei_*.c) and the one for Python (module_learner.c) both stand on
- * this file, so a frame is made in one place.
+ * the weights. The client for C (gadei_*.c) and the one for Python (module_learner.c) both use
+ * this file.
  *
  *   claim     ps_claim (ps_ring.h), which returns the slot
  *   write     ps_frame_whole, or ps_frame_begin and then ps_frame_dense or ps_frame_append for each
@@ -36,7 +36,7 @@ struct ps_learner {
     struct ps_ring *ring;
     const struct ps_control *control;
     const struct ps_weights *weights;
-    float *residue;       /* of each value, what rounding has not sent yet (error feedback); or NULL */
+    float *residue;       /* for each value what rounding has not sent (error feedback), or NULL */
     uint32_t dtype;       /* of frames: enum ps_wire_type */
     uint32_t skips_zeros; /* 1: rows whose gradient is zero move nothing and need not be sent */
     uint32_t copies;      /* 1: gradients come from a pulled copy; 0: from the live weights */
@@ -56,17 +56,18 @@ struct ps_facts {
     double loss;
 };
 
-/* Begins with the live weights as they are now. */
+/* Makes a learner whose next gradient is computed from the live weights as they are now. */
 void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
                       const struct ps_control *control, const struct ps_weights *weights);
 
-/* Whether the gradient of the iteration in hand may still be applied: not once the synchronization
- * model has gone on without it (cutoff). */
+/* Whether the gradient of the current iteration may still be applied. It may not once the
+ * synchronization model has gone on without it (cutoff). */
 int ps_wanted(const struct ps_learner *learner);
 
 /* -- frames ------------------------------------------------------------------------------------ */
 
-/* A whole payload, at the slot's PS_PAYLOAD_AT; see ps_write_frame for `written` and the result. */
+/* Writes a whole payload, at the slot's PS_PAYLOAD_AT. For `written` and the result see
+ * ps_write_frame. */
 int ps_frame_whole(struct ps_learner *learner, char *payload, const struct ps_gradient *gradients,
                    struct ps_written *written);
 
@@ -78,20 +79,20 @@ void ps_frame_begin(struct ps_learner *learner, char *payload, enum ps_frame_kin
  * in writing.payload.squares, in the order of the table. */
 double ps_frame_dense(struct ps_learner *learner, uint64_t number, const float *values);
 
-/* Rows: appends one tensor, each at most once. *squares: its sum. 0, PS_NO_MEMORY, or PS_BAD_ROW:
- * then indices[*bad] names no row. After an error the frame is as before. */
+/* Rows: appends one tensor, each at most once. *squares receives its sum of squares. Returns 0,
+ * PS_NO_MEMORY, or PS_BAD_ROW if indices[*bad] names no row. An error leaves the frame as before. */
 int ps_frame_append(struct ps_learner *learner, uint64_t number,
                     const struct ps_gradient *gradient, double *squares, uint64_t *bad);
 
-/* No gradient. computed: 1 if the iteration took the time of a whole one. */
+/* Writes a frame without gradient. computed: 1 if the iteration took the time of a whole one. */
 void ps_frame_empty(struct ps_learner *learner, uint32_t computed);
 
 /* Publishes the frame in hand and begins the next iteration. Returns its sequence number. */
 uint64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts);
 
 /* Prepares `landing` for a frame that a device writes, of `bytes` payload; ps_land then publishes
- * it. sums: what the device says beside the payload; parts: numbers in its sum of squares. loss_there:
- * 1 if the loss is among them. */
+ * it. sums: what the device writes besides the payload; parts: numbers in its sum of squares;
+ * loss_there: 1 if the loss is among them. */
 struct ps_landed {
     const uint64_t *sums;
     uint64_t parts, loss_there, bytes;
@@ -100,7 +101,7 @@ struct ps_landed {
 void ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
                    const struct ps_landed *landed, const struct ps_facts *facts);
 
-/* Counts a frame that the device has been given: the next iteration begins. */
+/* Counts a frame that was given to the device, and begins the next iteration. */
 void ps_frame_counted(struct ps_learner *learner);
 
 /* -- pulls ------------------------------------------------------------------------------------- */
@@ -109,14 +110,14 @@ void ps_frame_counted(struct ps_learner *learner);
 void ps_shard_range(uint64_t elements, uint32_t shards, uint32_t index, uint64_t *low,
                     uint64_t *high);
 
-/* Begins a copy of all weights in which each shard's part is one that it had between two gradients. */
+/* Begins a copy of all weights. Each shard's part will be as it was between two gradients. */
 void ps_copy_begin(struct ps_learner *learner, float *to);
 
-/* Goes on with it for at most timeout_ns: 0 when it is whole, or PS_TIMEOUT. The shards hold back
- * gradients for a bounded time after each request, so it asks again when that is over. */
+/* Continues the copy for at most timeout_ns. Returns 0 when it is whole, or PS_TIMEOUT. The shards
+ * hold back gradients for a bounded time after each request; after that it repeats the request. */
 int ps_copy_on(struct ps_learner *learner, uint64_t timeout_ns);
 
-/* Ends it, whole or not: the shards go on. */
+/* Ends the copy, whole or not, so that the shards go on. */
 void ps_copy_end(struct ps_learner *learner);
 
 #endif

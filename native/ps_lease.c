@@ -32,7 +32,7 @@ int ps_lease_take(uint64_t lease, uint64_t timeout_ns)
     pthread_mutex_t *mutex = (pthread_mutex_t *)lease;
     int error = pthread_mutex_trylock(mutex);
     if (error == EBUSY && timeout_ns) {
-        /* The portable call takes a time of day; should the clock be set, the caller asks again. */
+        /* The portable call takes a time of day. If the clock is set, the caller retries. */
         struct timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
         uint64_t ns = (uint64_t)until.tv_nsec + timeout_ns;
@@ -43,7 +43,7 @@ int ps_lease_take(uint64_t lease, uint64_t timeout_ns)
     switch (error) {
     case 0:
         return PS_LEASE_CLEAN;
-    case EOWNERDEAD: /* SYNC POINT: lease. All that the dead thread stored is seen from here on. */
+    case EOWNERDEAD: /* SYNC POINT: lease. The dead thread's stores are visible from here on. */
         pthread_mutex_consistent(mutex);
         return PS_LEASE_DIED;
     case EBUSY:

@@ -1,6 +1,6 @@
-/* Writes the payload of every frame. A dense payload holds all tensors in their places. A payload of
- * rows holds blocks one after the other, each with some rows of a tensor or with all of it. Rows may
- * come in any order and repeated, as a mini-batch names them: they are sorted, repeated ones are
+/* Writes the payload of every frame. A dense payload holds all tensors in their places. A payload
+ * of rows holds blocks one after the other, each with some rows of a tensor or with all of it. Rows
+ * may come in any order and repeated, as a mini-batch names them: they are sorted, repeated ones are
  * added up, and values are converted while they are copied into the slot. */
 #include "ps_ring.h"
 #include "ps_product.h"

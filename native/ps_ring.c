@@ -44,16 +44,15 @@ static int may_go_on(const struct ps_ring *ring, const struct ps_control *contro
     return 0;
 }
 
-/* How long a learner spins: whatever it waits for takes longer then than to be woken. */
+/* How long a learner spins. What has not come by then takes longer than being woken does. */
 static uint64_t alone_ns(const struct ps_control *control)
 {
     return control->spin_ns < PS_SPIN_ALONE_NS ? control->spin_ns : PS_SPIN_ALONE_NS;
 }
 
-/* Where waits are to spin, a learner that has spun for nothing may sit on the very core of a shard,
- * where neither goes on before the other has given up: a round trip of 19 us instead of 5. The
- * scheduler leaves two threads that wake each other together for seconds, though cores be idle.
- * So the learner leaves that core, now and then. */
+/* Moves a learner away from the core of a shard. If waits spin and both are on one core, each
+ * blocks the other until it stops spinning: a round trip takes 19 us instead of 5. The scheduler
+ * keeps two threads that wake each other on one core for seconds, even if other cores are idle. */
 static void step_aside(const struct ps_control *control, uint64_t now)
 {
     static _Thread_local uint64_t last;
@@ -75,12 +74,12 @@ static void step_aside(const struct ps_control *control, uint64_t now)
         syscall(SYS_sched_setaffinity, 0, sizeof allowed, allowed);
 }
 
-/* The one shape of a learner's wait: spin briefly, then sleep on `bell`, at most timeout_ns.
- * `flag`, in the ring, tells the server that a wake is wanted; the fence pairs with the one that
- * the server makes between its store and its look at the flag. */
+/* A learner's wait: spins briefly, then sleeps on `bell`, for at most timeout_ns. `flag`, in the
+ * ring, tells the server that a wake is wanted. The fence pairs with the server's fence between its
+ * store and its load of the flag. */
 #define WAIT_UNTIL(condition, flag, bell)                                                        \
     do {                                                                                         \
-        if (condition) /* most often, and then without a look at the clock */                    \
+        if (condition) /* the usual case, which needs no look at the clock */                    \
             break;                                                                               \
         uint64_t begin = ps_now_ns(), end = begin + timeout_ns, spin = begin + alone_ns(control); \
         for (;;) {                                                                               \
@@ -103,8 +102,8 @@ static void step_aside(const struct ps_control *control, uint64_t now)
             __atomic_store_n((flag), 1, __ATOMIC_RELAXED);                                       \
             ps_fence(); /* SYNC POINT: waits_slot */                                             \
             if (!(condition)) {                                                                  \
-                uint64_t left = end - now;                                                       \
-                ps_futex_wait(word, seen, left < 50000000ull ? left : 50000000ull);              \
+                uint64_t rest = end - now;                                                       \
+                ps_futex_wait(word, seen, rest < 50000000ull ? rest : 50000000ull);              \
             }                                                                                    \
             __atomic_store_n((flag), 0, __ATOMIC_RELAXED);                                       \
         }                                                                                        \
@@ -147,10 +146,10 @@ uint64_t ps_publish_frame(struct ps_ring *ring, const struct ps_control *control
     return sequence;
 }
 
-/* Tells shard 0, which looks at the rings' words whenever it is awake. */
+/* Tells shard 0, which reads this word whenever it is awake, what the learner wants. */
 static void ask(struct ps_ring *ring, const struct ps_control *control, uint32_t what)
 {
-    /* Two threads of a learner may ask, the one that takes batches and the one that pushes. */
+    /* Atomic, because the thread that takes batches and the thread that pushes may both ask. */
     if (__atomic_load_n(&ring->wants, __ATOMIC_RELAXED) & what)
         return;
     __atomic_fetch_or(&ring->wants, what, __ATOMIC_SEQ_CST);
@@ -163,7 +162,7 @@ int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64
                   uint64_t timeout_ns)
 {
     const struct ps_entry *entry = &control->roster[ring->header.index];
-    /* The server wakes after every change of a grant, asked or not: a grant changes once a step. */
+    /* The flag is unused: the server wakes the learner after every change of a grant. */
     uint32_t unused;
     if (clock >= ps_load_acquire(&entry->grant)) /* SYNC POINT: grant */
         ask(ring, control, PS_WANTS_TURN);
@@ -208,7 +207,7 @@ int ps_snapshot(const struct ps_control *control, uint32_t shard, void *to, cons
     if (before & 1)
         return 0;
     memcpy(to, from, bytes);
-    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* the copy's loads stay before the second look */
+    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* keeps the copy's loads before the second load */
     return __atomic_load_n(sequence, __ATOMIC_RELAXED) == before;
 }
 
@@ -254,19 +253,19 @@ void ps_wide_awake(uint64_t control_address, uint64_t shard)
     __atomic_fetch_and(&control->sleepers, ~(1ull << shard), __ATOMIC_SEQ_CST);
 }
 
-/* Sleeps until one of the rings has a head other than seen[i], the shard bell rings, or the time
- * is up. Where the kernel has no futex_waitv (before 5.16), or for more rings than it takes, it
- * sleeps on the bell alone and looks at the rings every 200 us. */
+/* Sleeps until one of the rings has a head other than seen[i], the shard bell rings, or the time is
+ * up. If the kernel has no futex_waitv (before 5.16), or there are more rings than it takes, sleeps
+ * on the bell alone and returns at least every 200 us. */
 void ps_shard_sleep(uint64_t control_address, uint64_t shard, uint64_t rings, uint64_t seen,
                     uint64_t count, uint32_t bell, uint64_t timeout_ns)
 {
-    static int no_waitv; /* set once, to the same value by whoever finds out */
+    static int no_waitv; /* 1 once any thread has found that the kernel lacks it */
     struct ps_control *control = (struct ps_control *)control_address;
     const uint64_t *ring_address = (const uint64_t *)rings, *head_seen = (const uint64_t *)seen;
     struct waitv waits[WAITV_MAX];
     uint32_t entries = 0;
 
-    /* A bit, not a count: whoever takes over from a shard that died asleep can clear it. */
+    /* A bit and not a count, so that the successor of a shard that died asleep can clear it. */
     __atomic_fetch_or(&control->sleepers, 1ull << shard, __ATOMIC_SEQ_CST);
     ps_fence(); /* SYNC POINT: sleepers */
     waits[entries++] = (struct waitv){bell, (uint64_t)&control->shard_bell, WAITV_SIZE_U32, 0};

@@ -10,8 +10,8 @@
  *             release tail + 1, release                                     SYNC POINT: slot
  *   learner   claim   every tail, acquire                                   SYNC POINT: slot
  *
- * A learner that dies before its release store has pushed nothing; one that dies after it has pushed
- * the whole frame. No process waits for a lock. A sleeping process is woken by the other side's
+ * A learner that dies before its release store has pushed nothing; one that dies after it, the whole
+ * frame. No process waits for a lock. A sleeping process is woken by the other side's
  * store, or by its own time-out.
  */
 #ifndef PS_RING_H
@@ -48,14 +48,14 @@ int ps_snapshot(const struct ps_control *control, uint32_t shard, void *to, cons
 double ps_copy(uint32_t dtype, void *to, const float *from, uint64_t count, float *residue);
 
 /* A gradient of one tensor. With indices: of the rows listed, in any order; values of repeated rows
- * are added up. With factors: a product, which is computed while it is written. With neither: of the
- * whole tensor. Without values: none. */
+ * are added up. With factors: a product, which is computed while it is written. With neither: of
+ * the whole tensor. Without values: none. */
 struct ps_gradient {
     const float *values;    /* `count` rows, or the whole tensor */
     const int64_t *indices; /* of the rows */
     uint64_t count;
-    const float *factors;   /* (count, the tensor's rows): row r of the gradient is the sum over i of
-                               factors[i][r] times row i of values */
+    const float *factors;   /* (count, rows of the tensor): row r of the gradient is the sum over i
+                               of factors[i][r] times row i of values */
 };
 
 /* The tensor of a block: its rows, the values of each, and the residue of rounding them. */
@@ -108,8 +108,8 @@ int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint
               uint64_t *bad);
 void ps_sort_blocks(char *payload, uint32_t blocks);
 
-/* Learner: writes one tensor of a dense frame in its place, and zeros up to the next tensor. values:
- * NULL for a gradient of zero. */
+/* Learner: writes one tensor of a dense frame in its place, and zeros up to the next tensor.
+ * values: NULL for a gradient of zero. */
 void ps_write_dense(const struct ps_weights *weights, struct ps_payload *payload, uint64_t number,
                     const float *values, float *residue);
 

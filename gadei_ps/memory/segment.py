@@ -1,7 +1,7 @@
 """POSIX shared-memory segments: create, attach, validate, unlink, and find stale ones.
 
-Made with posix_ipc and not multiprocessing.shared_memory, whose resource tracker unlinks segments
-that other processes still use.
+Uses posix_ipc, because the resource tracker of multiprocessing.shared_memory unlinks segments that
+other processes still use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
 SEGMENT_NAME = re.compile(
     r"gadei-ps\.(?P<uid>\d+)\.(?P<job>[A-Za-z0-9_-]+)\.(?P<part>control|weights|state|ring\.\d+)"
 )
-HALF_MADE_S = 5.0  # a segment without magic or owner for longer than this is nobody's
+HALF_MADE_S = 5.0  # after this time, a segment without magic or owner counts as stale
 
 
 def check_job_name(job: str) -> str:
@@ -50,7 +50,7 @@ def segment_name(job: str, part: str, uid: int | None = None) -> str:
 
 @dataclass(eq=False)
 class Segment:
-    """A mapped segment. The mapping goes when the last NumPy view of it does."""
+    """A mapped segment. It stays mapped until its last NumPy view is deleted."""
 
     name: str
     memory: mmap.mmap
@@ -63,7 +63,7 @@ class Segment:
         return record
 
     def array(self, dtype: object, count: int, at: int) -> np.ndarray:
-        """`count` values that begin `at` bytes from the segment's begin."""
+        """`count` values. at: bytes from the segment's begin to the first one."""
         return np.frombuffer(self.memory, np.dtype(dtype), count, at)  # type: ignore[call-overload]
 
     def word(self, struct: np.dtype[np.void], field: str) -> int:
@@ -75,7 +75,7 @@ class Segment:
         return self.view(layout.HEADER)
 
     def publish(self) -> None:
-        """Creator: stores the magic, after which others may attach."""
+        """Watchdog: stores the magic; from then on other processes may attach."""
         _native.store(self.address, layout.MAGIC)  # SYNC POINT: made whole
 
 
@@ -91,7 +91,7 @@ def create(
 ) -> Segment:
     """Watchdog: makes a segment of `size` bytes and reserves its memory; call publish() at the end.
 
-    Raises NoSharedMemory when /dev/shm is missing, full or too small, FileExistsError when the name
+    Raises NoSharedMemory if /dev/shm is missing, full or too small, and FileExistsError if the name
     is taken.
     """
     name = segment_name(job, part)
@@ -103,14 +103,14 @@ def create(
     except OSError as error:
         raise NoSharedMemory(f"cannot make {name} in {SHM}: {error.strerror}") from None
     try:
-        if size > _free():  # reserving takes real memory, until somebody is killed for it
+        if size > _free():  # otherwise reserving could make the kernel kill a process
             raise _no_space(name, size)
         try:
             os.ftruncate(shared.fd, size)
             memory = _map(shared.fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
-            # Through the mapping, because the file itself would be given small pages only.
+            # Filled through the mapping: posix_fallocate alone would give it small pages only.
             _native.populate(_native.address(memory), size)
-            # Without this a full /dev/shm shows itself as SIGBUS in the middle of training.
+            # Without this, a full /dev/shm would cause SIGBUS in the middle of training.
             os.posix_fallocate(shared.fd, 0, size)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -124,7 +124,7 @@ def create(
         shared.close_fd()
     segment = Segment(name, memory, _native.address(memory), size)
     header = segment.header
-    # Before the pid: an owner without a start time would look dead, and the segment stale.
+    # Start time before pid: an owner without a start time would count as dead.
     header["owner_start"] = process.start_ticks(os.getpid())
     header["owner_pid"] = os.getpid()
     header["layout_version"] = layout.LAYOUT_VERSION
@@ -140,7 +140,7 @@ def create(
 
 
 def _map(fd: int, size: int, protection: int) -> mmap.mmap:
-    """A shared mapping, with large pages where the system gives them to who asks (see doctor)."""
+    """A new shared mapping, with large pages if the system grants them on request (see doctor)."""
     memory = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
     if size >= LARGE_PAGE:
         with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ def _map(fd: int, size: int, protection: int) -> mmap.mmap:
 
 
 def _free() -> int:
-    """Bytes that /dev/shm can still give: it may be larger than the memory behind it."""
+    """Bytes that /dev/shm can still give; it may be larger than the machine's free memory."""
     space = os.statvfs(SHM)
     free = space.f_bavail * space.f_frsize
     with contextlib.suppress(OSError, StopIteration, ValueError), MEMINFO.open() as lines:
@@ -170,8 +170,8 @@ def attach(
 ) -> Segment:
     """Maps an existing segment and validates its header.
 
-    Raises FileNotFoundError, or SegmentError for one that is foreign, truncated, half made or of
-    another layout version, or a control segment of another build.
+    Raises FileNotFoundError, or SegmentError if the segment is foreign, truncated, half made, or of
+    another layout version, or if a control segment is of another build.
     """
     try:
         shared = posix_ipc.SharedMemory(name, read_only=not writable)
@@ -193,7 +193,7 @@ def attach_file(
     writable: bool,
     job_id: bytes | None = None,
 ) -> Segment:
-    """Maps a segment that is open already, as one may be whose name is lost. Raises SegmentError.
+    """Maps a segment that is open already, even if its name is lost. Raises SegmentError.
 
     fd: stays open.
     """
@@ -226,7 +226,7 @@ def attach_file(
 
 
 def unlink(name: str) -> bool:
-    """Removes the name; memory stays until its last mapping goes. False if there was none."""
+    """Removes the name; the memory stays until its last mapping goes. False without such a name."""
     try:
         posix_ipc.unlink_shared_memory(name)
     except (posix_ipc.ExistentialError, FileNotFoundError):
@@ -236,7 +236,7 @@ def unlink(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Found:
-    """A segment of this project seen in /dev/shm."""
+    """A segment of this project, found in /dev/shm."""
 
     name: str
     job: str
@@ -247,12 +247,12 @@ class Found:
     owned: bool
     """Whether its watchdog is alive."""
     stale: bool
-    """Whether nobody is: neither its watchdog nor a server of the job."""
+    """Whether neither its watchdog nor a server of the job is alive."""
     readable: bool
 
 
 def server_pids(job: str, uid: int | None = None) -> list[int]:
-    """Servers of the job that are alive, as its control segment names them."""
+    """Process ids of the job's servers that are alive, as its control segment names them."""
     path = SHM / segment_name(job, "control", uid)[1:]
     try:
         with path.open("rb") as file:
@@ -271,7 +271,7 @@ def server_pids(job: str, uid: int | None = None) -> list[int]:
 
 
 def is_kept(job: str) -> bool:
-    """Whether the next `serve` of this job would go on from what is in memory."""
+    """Whether the next `serve` of this job would continue with what is in memory."""
     try:
         found = attach(segment_name(job, "control"), layout.SegmentKind.CONTROL, writable=False)
     except (FileNotFoundError, SegmentError):

@@ -1,8 +1,8 @@
-"""The model in memory: which tensors there are, where each lies, and views of them.
+"""The model in memory: its tensors, where each lies, and views of them.
 
-Parameters come first, buffers (batch-norm statistics, which no optimizer moves) after them from a
-chunk boundary on, so that no chunk holds both. Each tensor begins at a multiple of 64 bytes. A
-dense gradient has the same layout.
+Parameters come first. Buffers (batch-norm statistics, which no optimizer moves) follow at the next
+chunk boundary, so that no chunk holds both. Each tensor begins at a multiple of 64 bytes. A dense
+gradient has the same layout.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """The placed tensors. `elements` counts padding too; `parameters` ends at a chunk's boundary
-    where there are buffers after it."""
+    """The placed tensors.
+
+    elements: includes padding. parameters: where the buffers begin, at a chunk boundary; without
+    buffers it equals `elements`.
+    """
 
     tensors: tuple[Tensor, ...]
     elements: int
@@ -77,7 +80,7 @@ class Model:
 
 
 def place(tensors: Iterable[Tensor]) -> Model:
-    """Gives each tensor its start. Raises UsageError for names or shapes that cannot be kept."""
+    """Gives each tensor its start. Raises UsageError for a name or shape that is not allowed."""
     given = list(tensors)
     if not given:
         raise UsageError("the model has no tensors")
@@ -113,7 +116,7 @@ def segment_bytes(model: Model) -> int:
 
 
 def data_at(tensors: int) -> int:
-    """Where the values begin, bytes from the segment's begin; a whole page for devices."""
+    """Bytes from the segment's begin to the values; page-aligned, as devices need it."""
     return layout.rounded(layout.WEIGHTS.itemsize + tensors * layout.TENSOR.itemsize, layout.PAGE)
 
 
