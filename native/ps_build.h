@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xfe6826ce9a99ef47ull
+#define PS_BUILD 0x3c0ab30cb72d3163ull
 
 #endif
