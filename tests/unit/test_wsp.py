@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gadei_ps.simulate.run_times import Recorded
+from gadei_ps.simulate.setting import Setting
+from gadei_ps.simulate.simulator import Simulator
 from gadei_ps.sync import SpecError, parse
+from gadei_ps.sync.asp import ASP
 from gadei_ps.sync.wsp import WSP
 
 
@@ -25,6 +30,20 @@ def test_the_papers_example() -> None:
     assert model.mini_batches(1) == 7
     model.push(2, 2.0)
     assert model.mini_batches(1) == 11, "12 needs the updates from 1 to 8"
+
+
+class Waves(ASP):
+    """Another model with waves."""
+
+    @property
+    def wave(self) -> int:
+        return 4
+
+
+def test_any_model_with_waves_is_simulated_by_waves() -> None:
+    setting = Setting(2, Recorded(np.ones((1, 2))), iterations=8, server_s=0.0)
+    found = Simulator(Waves(), setting).run()
+    assert (found.wave, found.pushed, found.seconds) == (4, 4, 8.0)
 
 
 @pytest.mark.parametrize(
