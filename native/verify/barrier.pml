@@ -14,7 +14,7 @@
  * detaches. Gradients are never refused. A death is a rendezvous with the kernel, as in apply.pml;
  * -DSERVER_LIVES and -DLEARNER_LIVES limit who dies; -DWHOLE: the server's threads end together.
  *
- * Wrong on purpose: -DFINISH_AGAIN (recover redoes a superstep that is finished but for the cursor,
+ * Wrong on purpose: -DFINISH_AGAIN (recover redoes a superstep that is finished except the cursor,
  * with what then stands in superstep_action), -DNO_STEPS (nor does it store `steps` of that one),
  * -DNO_WAIT (the new manager does not wait for the open superstep), -DWAIT_FOR_DEAD (the dead are not
  * taken out of the membership), -DCURSOR_FIRST (cursor idle before the superstep counts as done),
@@ -40,7 +40,7 @@ byte applied[6];             /* by shard * L + learner */
 byte finished[S];            /* record.supersteps */
 byte cursor[S];              /* 0: idle, 1: begun, 2: all chunks done */
 byte record[S], record_step[S];
-byte did[6];                 /* frames in the weights, likewise */
+byte did[6];                 /* frames in the weights */
 byte steps[S];
 byte lease[S] = NOBODY;
 byte manager_lease = NOBODY;
