@@ -22,7 +22,7 @@ def test_kill_wants_to_know_whom(cli: Cli, job_name: str) -> None:
     assert "no job" in cli("kill", job_name, "--server").error
     for whom in ([], ["--server", "--watchdog"], ["--learner", 0, "--standby"]):
         result = cli("kill", job_name, *whom)
-        assert (result.code, "give one of" in result.error) == (2, True)
+        assert (result.code, "give exactly one of" in result.error) == (2, True)
     result = cli("kill", job_name, "--server", "--signal", "NOISE")
     assert result.code == 2
     assert result.error.startswith("there is no signal 'NOISE'; use one of ")

@@ -113,7 +113,7 @@ def test_command(tmp_path: Path) -> None:
     assert f"cutoff:file={model}" in shown
     assert RunTimeModel.load(model).learners == 6
     helped = run(cli_runtime_model.app, ["train", "--help"]).stdout
-    assert f"Epochs of {training.BATCHES} mini-batches." in helped
+    assert f"each of {training.BATCHES} mini-batches." in " ".join(helped.replace("│", " ").split())
     assert cli_runtime_model.DEFAULT_EPOCHS == training.EPOCHS
     refused = run(cli_runtime_model.app, ["train", str(tmp_path / "absent")])
     assert isinstance(refused.exception, UsageError)
