@@ -136,7 +136,7 @@ def chaos(
     names = list(dict.fromkeys(one.strip() for one in wanted.split(",")))
     for name in names:
         if name not in list(Role):
-            raise UsageError(f"--targets: there is no {name!r}; name some of {', '.join(Role)}")
+            raise UsageError(f"--targets: {name!r} is not a role; give some of {', '.join(Role)}")
     report = campaign.run(
         job,
         campaign.Options(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gadei_ps.watchdog.supervisor import Options
 
 WATCH_S = 1.0
-MOST_SILENT = 3  # unanswered requests before --watch gives up
+MOST_SILENT = 3  # --watch gives up after more unanswered requests in a row
 
 
 def serve(
@@ -194,8 +194,8 @@ def status(
 
     given = {"--watch": watch, "--svg": svg is not None, "--json": as_json}
     if sum(given.values()) > 1:
-        names = " or ".join(name for name, there in given.items() if there)
-        raise UsageError(f"give {names}, not both")
+        names = ", ".join(name for name, there in given.items() if there)
+        raise UsageError(f"give only one of {names}")
     if watch:
         _watch(job)
     elif svg is not None:
@@ -210,16 +210,16 @@ def status(
 
 
 def _draw(job: str | None, file: Path) -> None:
-    """Writes the picture of a job, or of all jobs, once it is whole."""
+    """Writes the picture of a job, or of all jobs; the file appears only when it is complete."""
     from gadei_ps.commands import jobs
     from gadei_ps.show import picture
     from gadei_ps.show.status import RATE_S, Rates, job_status, statuses
     from gadei_ps.storage import files
 
     if file.suffix != ".svg":
-        raise UsageError(f"--svg {file}: the name of a picture ends in .svg")
+        raise UsageError(f"--svg {file}: give a name that ends in .svg")
     if not file.parent.is_dir():
-        raise UsageError(f"--svg {file}: there is no directory {file.parent}; make it first")
+        raise UsageError(f"--svg {file}: there is no directory {file.parent}; create it first")
     if job is None:
         shown = statuses(jobs.statuses())
     else:
@@ -238,7 +238,7 @@ def _draw(job: str | None, file: Path) -> None:
 
 
 def _watch(job: str | None) -> None:
-    """Until Ctrl-C, or until the one job has ended."""
+    """Shows the status every second until Ctrl-C, or until the given job has ended."""
     from rich.live import Live
 
     from gadei_ps.commands import jobs

@@ -1,4 +1,4 @@
-"""What several commands share: options, arguments, and how a result is told."""
+"""Options and arguments that several commands share, and how they print a result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How a command ends: exit codes, errors in one line, and JSON on stdout.
 
-0: done. 1: failed. 2: asked for in a wrong way. 128 + N: ended by signal N, cleaned up. A traceback
-is shown only where GADEI_PS_TRACEBACK=1 asks for it.
+0: done. 1: failed. 2: wrong usage. 128 + N: ended by signal N, after cleaning up. A traceback is
+shown only if GADEI_PS_TRACEBACK is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
     """Runs a command line; returns its exit code. Call it once, from the main thread."""
     interrupts.install()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed by who started us
+        if stream is not None:  # None if our parent closed it
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     as_json = "--json" in args[: args.index("--") if "--" in args else len(args)]
     try:
@@ -52,7 +52,7 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
 
 
 def _report(error: Exception, as_json: bool) -> int:
-    """Says what went wrong, in one line; returns the exit code."""
+    """Prints the error in one line; returns the exit code."""
     kind, message, code = _told(error)
     line = " ".join(message.split())
     print(f"gadei-ps: {line}", file=sys.stderr)
@@ -69,7 +69,7 @@ def _told(error: Exception) -> tuple[str, str, int]:
     """Kind, message and exit code."""
     if isinstance(error, GadeiError):
         return type(error).__name__, str(error), error.exit_code
-    if hasattr(error, "format_message"):  # the parser's, whose class lies elsewhere in each version
+    if hasattr(error, "format_message"):  # typer's parser, whose class has no stable module
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "gadei-ps"
         what = error.format_message().replace("Value error, ", "").rstrip(".")
@@ -81,14 +81,14 @@ def _told(error: Exception) -> tuple[str, str, int]:
         return "MemoryError", "not enough memory", 1
     return (
         type(error).__name__,
-        f"internal error: {type(error).__name__}: {error} "
-        f"({TRACEBACK_VARIABLE}=1 shows where; please report it)",
+        f"internal error: {type(error).__name__}: {error}; please report it "
+        f"({TRACEBACK_VARIABLE}=1 shows where it happened)",
         1,
     )
 
 
 def _discard_stdout() -> None:
-    """Nobody reads it any more; else the interpreter complains when it flushes at its end."""
+    """For a reader that has gone: the interpreter's flush at its end would report an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

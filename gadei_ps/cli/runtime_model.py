@@ -1,4 +1,4 @@
-"""The command line's part on the model of run times: `gadei-ps runtime-model train`."""
+"""The command `gadei-ps runtime-model train`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ app = typer.Typer(help=HELP)
 
 @app.callback(help=HELP)
 def _group() -> None:
-    """Keeps `train` a word of the command line: typer would leave out a lone command's name."""
+    """Keeps `train` a word of the command line: typer leaves out the name of a single command."""
 
 
 @app.command()
@@ -62,7 +62,7 @@ def train(
         raise UsageError("runtime-model train needs PyTorch: pip install 'gadei-ps[torch]'")
     from gadei_ps.run_times import traces
 
-    # Read first: a mistake in the file is told before PyTorch is imported.
+    # The file is read first, so that a mistake in it is reported before PyTorch is imported.
     read = traces.read(trace)
     from gadei_ps.run_times import training
 
@@ -83,7 +83,7 @@ def train(
 
 
 def _teller() -> Progress:
-    """Says on standard error how far training is, every few seconds."""
+    """Prints the progress of training on standard error, every few seconds."""
     last = time.monotonic()
 
     def tell(epoch: int, epochs: int, held_out: float) -> None:

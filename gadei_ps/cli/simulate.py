@@ -153,12 +153,12 @@ def simulate(
     if learners is None:
         learners = drawn.learners or LEARNERS
     if learners < 2:
-        raise UsageError(f"--learners: from 2 to {MOST_LEARNERS:,}, not {learners}")
+        raise UsageError(f"--learners must be from 2 to {MOST_LEARNERS:,}, not {learners}")
     for name, rate in (("--lr", lr), ("--lr-on-arrival", lr_on_arrival)):
         if rate is not None and not 0 < rate < math.inf:
-            raise UsageError(f"{name}: a learning rate is above 0, not {rate:g}")
+            raise UsageError(f"{name} must be above 0, not {rate:g}")
     if loss is None and (lr is not None or lr_on_arrival is not None):
-        raise UsageError("--lr and --lr-on-arrival go with --loss")
+        raise UsageError("--lr and --lr-on-arrival need --loss")
     if iterations is None and gradients is None and time_ is None:
         iterations = ITERATIONS
     setting = Setting(
@@ -216,7 +216,7 @@ def _give_up(text: str) -> GiveUp:
         except ValueError:
             share = -1.0
         if not 0 <= share <= 1:
-            raise UsageError(f"--give-up-after {text!r}: a share is from 0% to 100%")
+            raise UsageError(f"--give-up-after {text!r}: a share must be from 0% to 100%")
         return GiveUp(0.0, share)
     return GiveUp(quantities.duration(word))
 

@@ -1,4 +1,4 @@
-"""The command line's part on synchronization models: changing a job's, and recording run times."""
+"""Commands that change a job's synchronization model and record its run times."""
 
 from __future__ import annotations
 

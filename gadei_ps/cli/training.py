@@ -156,11 +156,11 @@ def predict(
     if csv is not None and texts:
         raise UsageError("give sentences or --csv, not both")
     if out is not None and csv is None:
-        raise UsageError("--out goes with --csv")
+        raise UsageError("--out needs --csv")
     _need_torch("predict")
     from gadei_ps.classifier import dataset
 
-    # Read first: a mistake in the file is told before the model is loaded.
+    # The file is read first, so that a mistake in it is reported before the model is loaded.
     table = None if csv is None else dataset.read_table(csv, text_column)
     from gadei_ps.classifier.predict import Predictor, sentences, write_csv
 
@@ -198,7 +198,7 @@ def predict(
 
 
 def _print_prediction(one: Prediction) -> None:
-    """Label, probability and sentence, by tabs: for eyes and for cut."""
+    """Prints label, probability and sentence, separated by tabs."""
     print(one.label, f"{one.probability:.4f}", one.text, sep="\t", flush=sys.stdout.isatty())
 
 

@@ -36,13 +36,13 @@ CONFIG_VARIABLE = "GADEI_PS_CONFIG"
 
 
 class Daemon:
-    """A watchdog that lives as long as this process and the block it is used in.
+    """A watchdog that ends with the `with` block in which it is used, or with this process.
 
-    If it is killed, the next use of this object starts another one, which adopts the job. If this
-    process is killed, the watchdog is told by the kernel, ends the servers and removes the job's
-    segments. Use it from a thread that lives as long.
+    If the watchdog is killed, the next use of this object starts another one, which adopts the job.
+    If this process is killed, the kernel signals the watchdog, which ends the servers and removes
+    the job's segments. The kernel also does that when the thread that uses this object ends.
 
-    The job begins anew, unless its configuration says where checkpoints lie.
+    The job starts from zero, unless its configuration names a directory of checkpoints.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Daemon:
         policy: Policy = POLICY,
         start_silent_s: float = START_SILENT_S,
     ) -> None:
-        """silent: not even warnings and errors are logged. policy: how often it may be killed.
+        """silent: logs not even warnings and errors. policy: how often the watchdog may be killed.
 
         start_silent_s: how long the watchdog's start may make no progress.
         """
-        # Should watchdog and launcher be killed together, nobody else would end the servers soon.
+        # If watchdog and launcher are killed together, the servers end by their orphan_s only.
         self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
         self.socket = paths.socket_path(config.name)
         self._command = process.module_command("gadei_ps.commands.daemon")
@@ -107,11 +107,11 @@ class Daemon:
             os.close(read)
 
     def _wait_ready(self, read: int) -> None:
-        """The child writes into the pipe why it could not start; it is ready when it answers."""
+        """Waits until the child answers. If it cannot start, it writes the reason into the pipe."""
         os.set_blocking(read, False)
         said = b""
         assert self._process is not None
-        # A watchdog that waits for its servers uses the processor a little, too.
+        # A watchdog that waits for its servers also uses the processor a little.
         start = Start(self._start_silent_s)
         while not start.hangs(time.monotonic(), [process.cpu_s(self._process.pid)]):
             interrupts.check()
@@ -127,11 +127,16 @@ class Daemon:
         kind, _, message = text.partition(":")
         if message:
             raise _error_class(kind)(message.strip())
-        where = "--verbose shows why" if self._silent else "its messages stand above"
-        raise JobFailed(f"the daemon did not get ready; {where}")
+        raise JobFailed(
+            f"the daemon of job {self.config.name!r} did not become ready; {self._where_why}"
+        )
+
+    @property
+    def _where_why(self) -> str:
+        return "--verbose shows why" if self._silent else "its messages above say why"
 
     def _answers(self) -> bool:
-        """Whether a watchdog answers, and it is ours: another may have taken the name before us."""
+        """Whether our watchdog answers; another one may have taken the name before it."""
         assert self._process is not None
         try:
             answer = control.ask(str(self.socket), Status(), 1.0)
@@ -140,9 +145,10 @@ class Daemon:
             return False
 
     def check(self) -> None:
-        """Starts another watchdog if it was killed; raises if there is no use in that.
+        """Starts another watchdog if this one was killed.
 
-        JobFailed: the job has failed, JobStopped: somebody has stopped it.
+        Raises JobStopped if the job was stopped, JobFailed if it failed or if its watchdogs were
+        killed too often.
         """
         assert self._process is not None
         with interrupts.held():
@@ -152,24 +158,28 @@ class Daemon:
         if code == 0:
             raise JobStopped(f"job {self.config.name!r} has been stopped")
         if code > 0:
-            raise JobFailed(f"the daemon of job {self.config.name!r} has failed")
+            raise JobFailed(f"the daemon of job {self.config.name!r} has failed; {self._where_why}")
         now = time.monotonic()
         died = Exit(now, useful=False)
         self._deaths = restart.remembered((*self._deaths, died), self._policy)
         if restart.delay(self._deaths, now, self._policy) == restart.GIVE_UP:
             how = process.signal_name(-code)
             raise JobFailed(
-                f"the daemon of job {self.config.name!r} was killed by {how} again and again"
+                f"the daemon of job {self.config.name!r} was killed {len(self._deaths)} times, "
+                f"last by {how}; it is not started again"
             )
         self._start(fresh=False)
 
     def request(self, message: Any, timeout_s: float = 10.0) -> dict[str, Any]:
-        """One request to the job, by its next watchdog if need be. Raises as check() does."""
+        """Sends one request to the job; if the watchdog was killed, to the next one.
+
+        Raises as check() does, and ControlError.
+        """
         while True:
             try:
                 return control.ask(str(self.socket), message, timeout_s)
             except (JobNotFound, ControlError):
-                # The socket goes a moment before the process does.
+                # The socket is removed a moment before the process ends.
                 assert self._process is not None
                 before = self._process
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -179,7 +189,7 @@ class Daemon:
                     raise
 
     def end(self) -> None:
-        """Ends the watchdog, which ends the servers and cleans up; if it cannot, so do we."""
+        """Ends the watchdog, which ends the servers and cleans up. If it is killed, we clean up."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -189,7 +199,7 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        # Also one that was ended while it adopted the job leaves it as it was.
+        # A watchdog that is ended while it adopts a job also leaves the job's memory behind.
         if self._process.returncode < 0 or self.config.checkpoint is None:
             jobs.drop(self.config.name)
 
@@ -217,7 +227,7 @@ def _error_class(name: str) -> type[GadeiError]:
 
 
 def main() -> None:
-    """The child. Its last argument is the descriptor on which it says why it could not start."""
+    """The child. Its last argument is the descriptor for the reason why it could not start."""
     from gadei_ps.watchdog.supervisor import Options, serve
 
     say = int(sys.argv[-1])
@@ -239,7 +249,8 @@ def main() -> None:
         os.write(say, f"{type(error).__name__}: {error}".encode())
         code = error.exit_code
     except (OSError, MemoryError) as error:
-        os.write(say, f"JobFailed: the daemon could not start: {error}".encode())
+        said = f"JobFailed: the daemon of job {config.name!r} could not start: {error}"
+        os.write(say, said.encode())
         code = 1
     sys.exit(code)
 

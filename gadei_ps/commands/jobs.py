@@ -1,8 +1,8 @@
-"""Jobs as seen from outside: which there are, how one is stopped, and what dead ones have left.
+"""Jobs as other processes see them: their list and status, their stop, and the rest of dead ones.
 
 A job lives in three places: its socket and its lock file in the runtime directory, and its segments
 in /dev/shm. The watchdog holds the lock from before it makes the first of them until after it has
-removed the last, so whoever holds the lock may remove what is there.
+removed the last, so a process that holds the lock may remove them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Job:
 
     state: running, stopping, starting (or about to be gone), silent (its watchdog does not answer),
     elsewhere (its socket is not in this runtime directory), orphaned (its watchdog was killed and
-    its servers go on: serve it again, or stop it), stale (nobody's: gc removes it).
+    its servers continue: serve it again, or stop it), stale (all its processes are dead: gc removes
+    it).
     """
 
     name: str
@@ -56,7 +57,7 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    """All jobs of this user, by name; one that does not answer costs ANSWER_TIMEOUT_S."""
+    """All jobs of this user, by name. Waits ANSWER_TIMEOUT_S for each that does not answer."""
     return [_look(name) for name in sorted(_names())]
 
 
@@ -68,8 +69,8 @@ def status(job: str) -> dict[str, Any]:
         raise JobNotFound(absence(job) or str(error)) from None
     except NoAnswer as error:
         raise NoAnswer(
-            f"{error}; if it stays so, kill it (gadei-ps kill {Path(job).stem} --watchdog) and "
-            "serve the job again: servers and learners go on meanwhile"
+            f"{error}; if this lasts, kill it (gadei-ps kill {Path(job).stem} --watchdog) and "
+            "serve the job again: servers and learners continue meanwhile"
         ) from None
     except ControlError:
         if _answers(job):
@@ -82,15 +83,15 @@ def absence(job: str) -> str | None:
     if "/" in job:
         return None
     if _locked(paths.lock_path(job)):
-        return f"job {job!r} is starting, or about to be gone: ask again in a moment"
+        return f"job {job!r} is starting or ending: try again in a moment"
     if segment.server_pids(job):
         return (
-            f"job {job!r} goes on without its watchdog: serve it again (gadei-ps serve), or stop "
-            f"it (gadei-ps stop {job})"
+            f"job {job!r} has lost its watchdog and continues without it: serve it again "
+            f"(gadei-ps serve), or stop it (gadei-ps stop {job})"
         )
     if segment.is_kept(job):
         return (
-            f"job {job!r} is still in memory, though its processes are dead: go on with it "
+            f"job {job!r} is still in memory, but its processes are dead: continue it "
             f"(gadei-ps serve), or drop it (gadei-ps gc {job})"
         )
     return None
@@ -169,8 +170,8 @@ def _locked(path: Path) -> bool:
 def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
     """Changes the synchronization model and waits for the barrier at which it takes effect.
 
-    Raises UsageError for what is no model, ControlError where the job refuses it or has not come to
-    a barrier in time; then it will, unless the job ends.
+    Raises UsageError if `spec` is not a model, ControlError if the job refuses it or does not reach
+    a barrier in time. After a time-out the change still takes effect at the next barrier.
     """
     try:
         wanted = str(sync.parse(spec))
@@ -185,7 +186,7 @@ def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
             break
         if time.monotonic() > until:
             raise ControlError(
-                f"job {job!r} has not come to a barrier within {timeout_s:g} s; it will change to "
+                f"job {job!r} has not reached a barrier within {timeout_s:g} s; it will change to "
                 f"{reply['sync']} once every learner has pushed what it is computing"
             )
         time.sleep(CHANGE_POLL_S)
@@ -198,8 +199,8 @@ def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
 def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> dict[str, Any]:
     """Stops the job and waits until it is gone; returns its final report.
 
-    timeout_s: how long learners may take to finish, with `drain`. A job whose watchdog was killed
-    is ended at once; `discard`: also if that loses gradients. Raises GadeiError.
+    timeout_s: with `drain`, how long learners may take to finish. A job whose watchdog was killed
+    is ended at once; `discard` allows that even if gradients are lost. Raises GadeiError.
     """
     try:
         report = status(job)
@@ -208,7 +209,9 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
             raise
         return _stop_orphan(job, discard)
     if discard:
-        raise UsageError(f"--discard: job {job!r} has a watchdog, and need not lose anything")
+        raise UsageError(
+            f"--discard: job {job!r} has a watchdog, so a stop loses nothing; leave out the option"
+        )
     try:
         watchdog = os.pidfd_open(report["watchdog_pid"])
     except ProcessLookupError:  # of another pid namespace, or ending just now
@@ -222,14 +225,14 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
                 control.ask(job, StopJob(drain=drain, timeout_s=timeout_s), timeout_s=wait_s)
             )
         except (JobNotFound, ControlError):
-            # Somebody else may have stopped it between the two requests.
+            # Another process may have stopped it between the two requests.
             if watchdog < 0 or not process.gone(watchdog, 1.0):
                 raise
         # The watchdog answers before it has removed everything.
         if watchdog >= 0 and not process.gone(watchdog, STOP_MARGIN_S):
             raise ControlError(
                 f"job {job!r} has stopped, but its watchdog (pid {report['watchdog_pid']}) "
-                "does not end; kill it, then gadei-ps gc"
+                f"does not end; kill it, then run gadei-ps gc {report['job']}"
             )
     finally:
         if watchdog >= 0:
@@ -242,7 +245,7 @@ def _plain(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
-    """Ends a job without a watchdog. Raises ControlError where that would lose something."""
+    """Ends a job without a watchdog. Raises ControlError if that would lose gradients."""
     control_ = segment.attach(
         segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
     ).view(CONTROL)
@@ -250,8 +253,8 @@ def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
     kept = int(control_["saves"]) or int(control_["checkpoints"])
     if kept and saved != version and not discard:
         raise ControlError(
-            f"job {job!r} has no watchdog, which makes the last checkpoint: serve it again "
-            f"and then stop it; or lose {version - saved} gradients: gadei-ps stop {job} --discard"
+            f"job {job!r} has no watchdog to write its last checkpoint: serve it again and then "
+            f"stop it, or lose {version - saved} gradients (gadei-ps stop {job} --discard)"
         )
     report = drop(job)
     if report is None:
@@ -274,7 +277,7 @@ def drop(job: str) -> dict[str, Any] | None:
 
 
 def _last_report(job: str) -> dict[str, Any]:
-    """What the memory of a job without a watchdog tells; zeros where that is damaged."""
+    """A report from the memory of a job without a watchdog; zeros if the memory is damaged."""
     control_ = np.zeros(1, CONTROL)[0]
     with contextlib.suppress(FileNotFoundError, SegmentError):
         control_ = segment.attach(
@@ -284,7 +287,7 @@ def _last_report(job: str) -> dict[str, Any]:
 
 
 def counts(control_: np.void) -> dict[str, int]:
-    """What has become of the gradients, as the control segment tells."""
+    """Counts of gradients and samples, from the control segment."""
     fields = {f"gradients_{name}": name for name in ("applied", "dropped", "refused")}
     return {
         name: int(control_[f"past_{field}"]) + int(control_["roster"][field].sum())
@@ -300,7 +303,7 @@ def checkpoint(job: str) -> dict[str, Any]:
 
     Raises JobNotFound, CheckpointError, ControlError.
     """
-    status(job)  # else one that does not answer would be waited for as long as for a slow disk
+    status(job)  # a job that does not answer must not take the long time-out of a slow disk
     return _plain(control.ask(job, Checkpoint(), timeout_s=CHECKPOINT_S))
 
 
@@ -309,7 +312,7 @@ def checkpoint(job: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something that nobody owns: kind is segment, socket or lock."""
+    """A thing without an owner; kind: segment, socket or lock."""
 
     kind: str
     job: str
@@ -321,16 +324,16 @@ class Leftover:
 
 
 def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftover]:
-    """Removes what dead jobs have left, or only finds it; living ones stay.
+    """Removes what dead jobs have left; with `dry_run` only lists it. Living jobs stay.
 
-    names: of jobs; none means all of this user but those that serve would go on with. Raises
-    UsageError for one that cannot be a name.
+    names: of jobs. Without names, all jobs of this user except those that `serve` could continue.
+    Raises UsageError for a name that no job can have.
     """
     found: list[Leftover] = []
     given = [segment.check_job_name(one) for one in names]
     for name in given or [one for one in sorted(_names()) if not segment.is_kept(one)]:
         if segment.server_pids(name):
-            continue  # it goes on, until a watchdog adopts it or it is stopped
+            continue  # its servers run until a watchdog adopts them or the job is stopped
         with _nobody(name, dry_run) as lock:
             if lock is not None:
                 found += _leftovers(name, dry_run) + lock
@@ -339,9 +342,10 @@ def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftove
 
 @contextlib.contextmanager
 def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
-    """Holds the job's lock, so that no watchdog of that name starts meanwhile; None if one lives.
+    """Holds the job's lock, so that no watchdog of that name starts meanwhile.
 
-    Gives and in the end removes the lock file, if there was one. A dry run makes none.
+    Yields None if a watchdog lives, otherwise the lock file in a list, if there was one. Removes
+    the lock file at the end; a dry run creates and removes none.
     """
     if _answers(job):
         yield None
@@ -356,8 +360,8 @@ def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A watchdog that ended between open and flock has removed the file: another may
-            # have made a new one, and hold that. A file with content was never a watchdog's.
+            # A watchdog that ended between open and flock has removed the file; another one may
+            # have made a new file, and hold that. A watchdog's lock file is always empty.
             mine = os.path.samestat(os.fstat(fd), path.stat()) and not os.fstat(fd).st_size
         except (BlockingIOError, FileNotFoundError):
             mine = False
@@ -369,7 +373,7 @@ def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
 
 
 def _answers(job: str) -> bool:
-    """Whether anybody listens at the job's socket, be it slow to answer."""
+    """Whether a process listens at the job's socket, even if it is slow to answer."""
     try:
         with Connection(job, ANSWER_TIMEOUT_S):
             return True
@@ -380,7 +384,7 @@ def _answers(job: str) -> bool:
 
 
 def _leftovers(job: str, dry_run: bool) -> list[Leftover]:
-    """Under the job's lock."""
+    """What the job has left. The caller holds the job's lock."""
     found = [
         Leftover("segment", job, one.name[1:], one.size)
         for one in _segments(job)

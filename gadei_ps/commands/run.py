@@ -1,7 +1,7 @@
 """`gadei-ps run` and `attach`: a user's own program as learners of a job.
 
-`run` starts learners as torchrun does and looks after them until they end. Their job runs already,
-or is served for as long as they run.
+`run` starts learners as torchrun does and watches them until they end. If their job is not running
+yet, `run` serves it until then.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ LEAVE_S = 5.0  # until the job has applied what ended learners had published
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `run` is asked for.
+    """Options of `run`.
 
-    overrides: parts of a job's configuration, from flags. device, gpus: what the flags of that name
-    say.
+    overrides: parts of a job's configuration, from flags. device, gpus: as given by the flags of
+    the same name.
     """
 
     learners: int = 1
@@ -54,8 +54,8 @@ class RunOptions:
 def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[str, Any]:
     """Runs the learners to their end; returns the summary that `run --json` prints.
 
-    job: name or socket of a running job, a job file, or the name of a job to be. `exit_code` of the
-    summary is 1 if a learner failed or all were lost. Raises GadeiError.
+    job: name or socket of a running job, a job file, or the name of a new job. `exit_code` of the
+    summary is 1 if a learner failed or all were killed. Raises GadeiError.
     """
     check_command(command)
     if not job.endswith(".toml") and ("/" in job or daemon.running(job)):
@@ -81,7 +81,7 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
 
 
 def _compute(options: RunOptions) -> Compute:
-    """What the learners compute on. Raises UsageError or DeviceError; nothing is started yet."""
+    """Devices of the learners. Raises UsageError or DeviceError before anything is started."""
     compute = Compute.wanted(options.device, options.gpus)
     if compute.why:
         _say(f"warning: {compute.why}; learners are not told which GPU to use")
@@ -118,9 +118,9 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoReturn:
-    """Becomes the command, with the job in its environment; of options device and gpus count.
+    """Replaces this process by the command, with the job in its environment.
 
-    Raises JobNotFound, UsageError, DeviceError.
+    Of the options, only device and gpus are used. Raises JobNotFound, UsageError, DeviceError.
     """
     check_command(command)
     attached = _Attached(job)
@@ -133,14 +133,14 @@ def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoR
 
 
 def attach_and_wait(job: str, command: Sequence[str], options: RunOptions) -> dict[str, Any]:
-    """One more learner as a child; the summary. Raises GadeiError."""
+    """Runs one more learner as a child to its end; returns the summary. Raises GadeiError."""
     check_command(command)
     attached = _Attached(job)
     return _Run(attached, command, options, _one_more(attached, options)).run()
 
 
 def _one_more(attached: _Attached, options: RunOptions) -> Compute:
-    """What learners compute on that join those that the job has."""
+    """Devices of learners that join the job's present learners."""
     return _compute(options).beside(one["pid"] for one in attached.before["learners"])
 
 
@@ -148,9 +148,9 @@ def _one_more(attached: _Attached, options: RunOptions) -> Compute:
 
 
 class _Attached:
-    """A job that somebody else serves; it goes on when the learners have ended.
+    """A job that another process serves; it continues when the learners have ended.
 
-    Servers and learners outlive its watchdog, and another one adopts them.
+    Servers and learners outlive the job's watchdog, and the next watchdog adopts them.
     """
 
     def __init__(self, job: str) -> None:
@@ -200,7 +200,7 @@ class _Attached:
 
 
 class _Served:
-    """A job of our own; it ends with the learners."""
+    """A job that this process serves; it ends with the learners."""
 
     def __init__(self, served: Daemon) -> None:
         self.socket = str(served.socket)
@@ -208,7 +208,7 @@ class _Served:
         self._daemon = served
 
     def report(self) -> dict[str, Any] | None:
-        """The job's status; None once somebody has stopped it. Raises JobFailed."""
+        """The job's status; None after the job was stopped. Raises JobFailed."""
         try:
             return self._daemon.request(Status())
         except JobStopped:
@@ -286,15 +286,15 @@ class _Run:
         if report is None:
             return False
         if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
-            _say("no watchdog answers; the learners go on without one")
+            _say("no watchdog answers; the learners continue, and the next watchdog adopts them")
         self.last = report
         if not self.first_gradient and report["version"] > self.job.before.get("version", 0):
             self.first_gradient = now
         return True
 
     def _say_goodbye(self, learners: Learners) -> None:
-        """The job has been stopped: its learners are told so by their next call."""
-        _say("the job has ended; its learners have time to finish")
+        """Gives the learners time to finish: their next call says that the job was stopped."""
+        _say(f"the job has ended; its learners have {LEAVE_S:g} s to finish")
         until = time.monotonic() + LEAVE_S
         while learners.pids and time.monotonic() < until:
             self._look_at_learners(learners, restarts=0)
@@ -309,7 +309,7 @@ class _Run:
             left = len(learners.pids)
             _say(
                 f"learner {one.index} (pid {one.pid}) {one.how}; "
-                + ("started again" if again else f"{left} go on" if left else "none is left")
+                + ("started again" if again else f"{left} continue" if left else "none is left")
             )
             if again:
                 self.restarts += 1

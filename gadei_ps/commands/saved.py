@@ -1,4 +1,4 @@
-"""Which checkpoint a user means: a directory, a job file or a job's name say where to look."""
+"""Finds the checkpoint that a user names by its path, a directory, a job file or a job's name."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Saved:
     snapshot: Snapshot
     job: JobConfig | None
     problems: tuple[str, ...] = ()
-    """Newer ones that cannot be used, a line each."""
+    """Newer checkpoints that cannot be used, one line each."""
 
     def job_config(self) -> JobConfig:
-        """To serve it with. Raises UsageError for a configuration of another release."""
+        """The configuration to serve it with. Raises UsageError if another release wrote it."""
         if self.job is not None:
             return self.job
         return config.from_mapping(self.snapshot.config, str(self.path))
@@ -54,10 +54,10 @@ def find(source: str, version: int | None = None) -> Saved:
         path = config.state_directory() / segment.check_job_name(source)
     if (path / checkpoint.MANIFEST).exists() or (path / checkpoint.SUMS).exists():
         if version is not None:
-            raise UsageError(f"{path} is one checkpoint; --version goes with a directory of them")
+            raise UsageError(f"{path} is one checkpoint; --version needs a directory of them")
         return Saved(path, checkpoint.read(path), job)
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory; where are the checkpoints?")
+        raise CheckpointError(f"{path}: no such directory; give a directory of checkpoints")
     if version is not None:
         for one in checkpoint.found(path):
             if one.version == version:
@@ -66,13 +66,13 @@ def find(source: str, version: int | None = None) -> Saved:
         raise CheckpointError(f"{path}: no checkpoint of version {version}; there are: {there}")
     snapshot, newest, problems = checkpoint.newest(path)
     if snapshot is None or newest is None:
-        what = problems[0] if problems else f"{path}: no checkpoint there"
+        what = problems[0] if problems else f"{path}: there is no checkpoint in this directory"
         raise CheckpointError(what)
     return Saved(newest, snapshot, job, tuple(problems))
 
 
 def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]:
-    """Writes plain weights of a job in memory, else of a checkpoint; says what was written.
+    """Writes the weights of a job in memory, or else of a checkpoint; returns what was written.
 
     Raises CheckpointError, UsageError.
     """
@@ -87,8 +87,8 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
         snapshot, origin, problems = found.snapshot, str(found.path), found.problems
         if named and version is None and _runs(source):
             problems = (
-                f"job {source!r} runs, but its memory has lost its names (gadei-ps doctor tells): "
-                "these are not its weights, but those of its newest checkpoint",
+                f"job {source!r} is running, but the names of its segments are lost (see gadei-ps "
+                "doctor): these are the weights of its newest checkpoint, not its current ones",
                 *problems,
             )
     write_weights(snapshot, out)
@@ -111,7 +111,7 @@ def _runs(job: str) -> bool:
 
 
 def _in_memory(job: str) -> Snapshot | None:
-    """The weights as they are, without locks, also of a job that is dead; None if there are none.
+    """The current weights, read without locks, also of a dead job; None if none are in memory.
 
     Raises CheckpointError for a job without a model.
     """
@@ -121,7 +121,7 @@ def _in_memory(job: str) -> Snapshot | None:
     try:
         words = segment.attach(names[0], SegmentKind.CONTROL, writable=False).view(CONTROL)
         if not int(words["model_ready"]):
-            raise CheckpointError(f"job {job!r} has no model yet: there is nothing to export")
+            raise CheckpointError(f"job {job!r} has no model yet; attach a learner first")
         mapped = segment.attach(names[1], SegmentKind.WEIGHTS, writable=False)
     except FileNotFoundError:
         return None

@@ -1,7 +1,7 @@
 """The systemd unit of a job's watchdog, and where `gadei-ps install-unit` puts it.
 
 A template: gadei-ps@demo.service serves the job in demo.toml. systemd/gadei-ps@.service in the
-sources is what text() gives for the system; change it here and write that file anew.
+sources is text() for the system; change it here, then write that file again.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from gadei_ps.storage import files
 NAME = "gadei-ps@.service"
 SERVICE_USER = "gadei-ps"
 HIDDEN = ("/tmp", "/var/tmp")
-SYSTEM_PROGRAM = "/usr/local/bin/gadei-ps"  # where pip puts it for the system
+SYSTEM_PROGRAM = "/usr/local/bin/gadei-ps"  # pip's place for all users
 USER_NAME = re.compile(r"[a-z_][a-z0-9_-]{0,30}", re.IGNORECASE)
-# systemd reads quotes, backslashes and dollars in a command line, and has no line breaks in it.
+# systemd interprets quotes, backslashes and dollars in a command line, and allows no line breaks.
 UNFIT = re.compile(r"[\x00-\x1f\x7f\"'\\$]")
 
 
 class Scope(StrEnum):
-    """Whose manager runs the job."""
+    """The service manager that runs the job."""
 
     SYSTEM = "system"
     USER = "user"
 
 
 class Found(StrEnum):
-    """What was at the unit's place."""
+    """The file that install() found at the unit's path."""
 
     NOTHING = "nothing"
     SAME = "the same"
@@ -55,12 +55,12 @@ TEMPLATE = """\
 # Letters, digits, '-' and '_' stand for themselves in an instance's name, so that no job's name
 # needs systemd-escape; %i is used everywhere, because %I would read '-' as '/'.
 #
-# Written by `gadei-ps install-unit --$scope`. Changes belong into a drop-in:
+# Written by `gadei-ps install-unit --$scope`. Put your own changes into a drop-in:
 # `systemctl$flag edit gadei-ps@` for all jobs, `systemctl$flag edit gadei-ps@demo` for one.
 
 [Unit]
 Description=gadei-ps job %i
-# Makes the device files of GPUs, which the processes of this unit may not.
+# Creates the device files of GPUs; the processes of this unit have no right to do that.
 After=nvidia-persistenced.service
 StartLimitIntervalSec=120
 StartLimitBurst=10
@@ -76,21 +76,21 @@ ExecStart=$program serve --json-log %E/gadei-ps/%i.toml
 ExecReload=$program checkpoint %i
 
 # A stop lets learners finish, applies what they have published, and writes a checkpoint. The
-# watchdog bounds each of these itself; this is more than their sum.
+# watchdog limits each of these steps; this time is more than the sum.
 TimeoutStopSec=90
 SuccessExitStatus=143
 Restart=on-failure
 RestartSec=500ms
-# A mistake in the job file: the next start would make it again.
+# Exit code 2 is a mistake in the job file: another start would fail as well.
 RestartPreventExitStatus=2
 
-# Signals go to the watchdog only. It ends the servers and the learners that it has started; if it
-# dies itself they go on, and the next start adopts them with all they have done. systemd then
-# says that it found left-over processes, which is what is wanted here.
+# Signals go to the watchdog only. It ends the servers and the learners that it has started. If it
+# dies itself, they continue, and the next start adopts them with all their work. systemd then
+# reports left-over processes, which is intended.
 KillMode=process
 OOMPolicy=continue
 
-# 256 learners with their threads; files and sockets of as many; segments pinned for GPUs.
+# Enough for the threads, files and sockets of 256 learners, and for segments pinned for GPUs.
 TasksMax=32768
 LimitNOFILE=65536
 LimitMEMLOCK=infinity
@@ -104,8 +104,9 @@ WantedBy=$target
 """
 
 SYSTEM_PLACES = """\
-# Learners must be this user, or root; `sudo -u $user env GADEI_PS_RUNTIME_DIR=/run/gadei-ps
-# gadei-ps status demo` is how to look. logind leaves the shared memory of a system user alone.
+# Learners must run as this user or as root. To see a job's status: `sudo -u $user env
+# GADEI_PS_RUNTIME_DIR=/run/gadei-ps gadei-ps status demo`. logind does not remove the shared
+# memory of a system user.
 User=$user
 UMask=0077
 # All jobs share the directories, so the end of one must not remove them.
@@ -117,20 +118,20 @@ Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps
 StateDirectory=gadei-ps
 StateDirectoryMode=0700
 Environment=GADEI_PS_STATE_DIR=%S/gadei-ps
-# Compiled kernels; gadei-ps is appended to it.
+# Compiled kernels, in the directory gadei-ps below this one.
 CacheDirectory=gadei-ps
 CacheDirectoryMode=0700
 Environment=NUMBA_CACHE_DIR=%C"""
 
 USER_PLACES = """\
-# As in a shell, so that commands find the job without being told where. Checkpoints and compiled
-# kernels are where commands have them too: nothing is said of them here.
+# The same runtime directory as in a shell, so that commands find the job. Checkpoints and compiled
+# kernels need no setting: they lie where commands look for them.
 RuntimeDirectory=gadei-ps
 RuntimeDirectoryMode=0700
 RuntimeDirectoryPreserve=yes
 Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps"""
 
-# What needs no privilege: seccomp and prctl.
+# These settings need no privilege: seccomp and prctl.
 COMMON_HARDENING = """\
 NoNewPrivileges=yes
 LockPersonality=yes
@@ -143,15 +144,15 @@ SystemCallFilter=@system-service
 SystemCallErrorNumber=EPERM"""
 
 SYSTEM_HARDENING = f"""\
-# Learners and servers inherit all of this. What must stay as it is:
+# Learners and servers inherit all of this. Do not change these:
 #   MemoryDenyWriteExecute  Numba compiles the kernels when it loads them.
-#   PrivateDevices, DevicePolicy, DeviceAllow, ProtectClock  would take the GPUs away
+#   PrivateDevices, DevicePolicy, DeviceAllow, ProtectClock  would hide the GPUs
 #                           (ProtectClock because it implies a DeviceAllow).
 #   PrivateIPC, PrivateUsers, ProtectProc, ProcSubset  learners outside of this unit attach:
 #                           they need the segments, and the watchdog needs to see them.
-#   RemoveIPC               would remove the segments from under the servers that go on.
-# /dev/shm stays writable under ProtectSystem. Where a job's learners write elsewhere than in
-# the directories above, a drop-in has to name the place: ReadWritePaths=/srv/models.
+#   RemoveIPC               would remove the segments of servers that still run.
+# /dev/shm stays writable under ProtectSystem. If a job's learners write to other directories than
+# those above, name these in a drop-in: ReadWritePaths=/srv/models.
 RemoveIPC=no
 PrivateIPC=no
 PrivateDevices=no
@@ -168,15 +169,15 @@ AmbientCapabilities=
 {COMMON_HARDENING}"""
 
 USER_HARDENING = f"""\
-# Only what needs no privilege. File system protection would put the job into a user namespace of
-# its own, where it cannot watch learners outside. MemoryDenyWriteExecute must not be set: Numba
-# compiles the kernels when it loads them.
+# Only settings that need no privilege. File system protection would put the job into a user
+# namespace of its own, where it cannot watch learners outside. Do not set MemoryDenyWriteExecute:
+# Numba compiles the kernels when it loads them.
 {COMMON_HARDENING}"""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What install() has found and done."""
+    """What install() found and did. next: commands that start a job with the unit."""
 
     scope: Scope
     path: Path
@@ -197,7 +198,7 @@ class Installed:
 
 
 def program() -> str:
-    """This installation's gadei-ps as the beginning of a command line, quoted for systemd."""
+    """The beginning of a command line that runs this installation, quoted for systemd."""
     found = [Path(sys.argv[0]).absolute(), Path(sysconfig.get_path("scripts")) / "gadei-ps"]
     for path in found:
         if path.name == "gadei-ps" and path.is_file() and os.access(path, os.X_OK):
@@ -206,9 +207,12 @@ def program() -> str:
 
 
 def quoted(path: str) -> str:
-    """One word of a command line. Raises UsageError for a path that systemd cannot be told."""
+    """One word of a command line. Raises UsageError if systemd cannot express the path."""
     if UNFIT.search(path):
-        raise UsageError(f"{path!r}: systemd cannot start a program of such a path")
+        raise UsageError(
+            f"{path!r}: systemd cannot start a program with this path; install gadei-ps under a "
+            "path without quotes, backslashes, dollars and control characters"
+        )
     path = path.replace("%", "%%")
     return f'"{path}"' if re.search(r"\s|^[-@:+!|;]", path) else path
 
@@ -244,14 +248,14 @@ def install(
 ) -> Installed:
     """Writes the unit into `where`, by default directory(scope).
 
-    Raises UsageError, and has then changed nothing, for what cannot work, and for a unit there that
-    is another one, unless forced.
+    Raises UsageError, and changes nothing, if the unit could not work, or if another unit is there
+    and `force` is not given.
     """
     if user is not None and scope == Scope.USER:
-        raise UsageError("--run-as goes with --system: a user's jobs run as that user")
+        raise UsageError("--run-as needs --system: jobs of --user run as yourself")
     user = user or SERVICE_USER
     if not USER_NAME.fullmatch(user):
-        raise UsageError(f"{user!r} is not the name of a user")
+        raise UsageError(f"--run-as: {user!r} is not a valid name of a user")
     if scope == Scope.SYSTEM and not dry_run and where is None and os.geteuid():
         raise UsageError("--system needs root: sudo gadei-ps install-unit --system, or use --user")
     if scope == Scope.SYSTEM and not dry_run:
@@ -261,8 +265,8 @@ def install(
     found = _look(path, unit)
     if found == Found.ANOTHER and not force and not dry_run:
         raise UsageError(
-            f"{path} is there already and differs: --print shows the new one, --force writes it; "
-            "changes of your own belong into a drop-in (systemctl edit gadei-ps@)"
+            f"{path} exists and differs: --print shows the new unit, --force replaces the old one; "
+            "put your own changes into a drop-in (systemctl edit gadei-ps@)"
         )
     write = found != Found.SAME and not dry_run
     if write:
@@ -271,7 +275,7 @@ def install(
 
 
 def _look(path: Path, unit: str) -> Found:
-    if path.is_symlink():  # masked, or linked into place: not ours to follow
+    if path.is_symlink():  # masked, or another file's link, which must not be followed
         return Found.ANOTHER
     try:
         there = path.read_text(errors="replace")
@@ -288,13 +292,13 @@ def _write(path: Path, unit: str) -> None:
 
 
 def places() -> tuple[Path, ...]:
-    """What a start needs: the code, the interpreter, and what a link to that leads to."""
+    """Files that a start needs: the code, the interpreter, and the target if that is a link."""
     interpreter = Path(sys.executable)
     return Path(__file__), interpreter, interpreter.resolve()
 
 
 def check_reach(user: str, needed: Sequence[Path]) -> None:
-    """Raises UsageError where the system's unit could not run this installation."""
+    """Raises UsageError if the system's unit could not run this installation."""
     remedy = "install gadei-ps for all users, for instance in /opt"
     for place in needed:
         if any(place.is_relative_to(hidden) for hidden in HIDDEN):
@@ -309,7 +313,7 @@ def check_reach(user: str, needed: Sequence[Path]) -> None:
 
 
 def _belongs(status: os.stat_result, user: str) -> bool:
-    """Whether a closed folder is open for this user as its owner or through a group."""
+    """Whether the user may enter the folder as its owner or through a group."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError:
@@ -323,14 +327,14 @@ def _belongs(status: os.stat_result, user: str) -> bool:
 
 
 def _next(scope: Scope, user: str) -> Sequence[str]:
-    """Commands that make a job of it."""
+    """Commands that start a job with the unit."""
     if scope == Scope.USER:
         jobs = shlex.quote(str(platformdirs.user_config_path("gadei-ps")))
         return (
             f"mkdir -p {jobs} && touch {jobs}/demo.toml",
             "systemctl --user daemon-reload",
             "systemctl --user enable --now gadei-ps@demo",
-            "loginctl enable-linger  # else the job and its memory end with your last session",
+            "loginctl enable-linger  # or the job and its memory end with your last session",
         )
     commands = [
         "mkdir -p /etc/gadei-ps && touch /etc/gadei-ps/demo.toml",

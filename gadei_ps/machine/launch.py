@@ -43,7 +43,7 @@ class Compute:
         """
         if device == "host":
             if asked is not None:
-                raise UsageError("--gpus goes with --device cuda or auto, not with host")
+                raise UsageError("--gpus needs --device cuda or auto, not host")
             return cls(device)
         if asked is not None:
             return cls(device, gpus.choose(asked, gpus.visible()))._checked()

@@ -135,7 +135,7 @@ def test_chaos_in_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> 
     ("flags", "said"),
     [
         (["--for", "soon"], "duration 'soon'"),
-        (["--targets", "server,cat"], "there is no 'cat'; name some of server, standby, learner"),
+        (["--targets", "server,cat"], "'cat' is not a role; give some of server, standby, learner"),
         (["--signals", "TERM"], "TERM is not KILL or STOP"),
         (["--size", "1K", "--shards", 4], "too few for 4 shards"),
         (["--size", "much"], "size 'much'"),

@@ -46,10 +46,10 @@ def test_a_picture_of_a_running_job(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--svg gone/status.svg", "--svg gone/status.svg: there is no directory gone; make it"),
-        ("--svg status.png", "--svg status.png: the name of a picture ends in .svg"),
-        ("--svg x.svg --json", "give --svg or --json, not both"),
-        ("--svg x.svg --watch", "give --watch or --svg, not both"),
+        ("--svg gone/status.svg", "--svg gone/status.svg: there is no directory gone; create it"),
+        ("--svg status.png", "--svg status.png: give a name that ends in .svg"),
+        ("--svg x.svg --json", "give only one of --svg, --json"),
+        ("--svg x.svg --watch", "give only one of --watch, --svg"),
         ("--svg taken.svg", "--svg taken.svg: cannot be written (Is a directory)"),
     ],
 )

@@ -433,7 +433,7 @@ def test_stopped_learner_holds_a_change_up_until_it_goes_on(job_name: str) -> No
     ):
         _all_granted(team)
         team[0].signal(signal.SIGSTOP)
-        with pytest.raises(ControlError, match=r"has not come to a barrier within 0\.5 s"):
+        with pytest.raises(ControlError, match=r"has not reached a barrier within 0\.5 s"):
             jobs.set_sync(job_name, "bsp", 0.5)
         team[0].signal(signal.SIGCONT)
         eventually(lambda: status(job_name)["sync"] == "bsp")

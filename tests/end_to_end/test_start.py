@@ -85,7 +85,7 @@ def test_a_watchdog_may_take_long_to_start(before: Before, job_name: str) -> Non
 def test_a_watchdog_that_hangs_at_its_start(before: Before, job_name: str) -> None:
     before(DAEMON, HANG)
     with (
-        pytest.raises(JobFailed, match="the daemon did not get ready"),
+        pytest.raises(JobFailed, match="did not become ready"),
         Daemon(config(job_name, standby=False), start_silent_s=SILENT_S),
     ):
         pass

@@ -263,7 +263,7 @@ def test_as_a_process(tmp_path: Path) -> None:
         (["chaos"], {}, "unknown model 'chaos'"),
         (["ssp"], {}, "s is missing"),
         (["cutoff:9"], {"learners": 8}, "c = 9 is above the number of learners, 8"),
-        (["bsp"], {"learners": 1}, "--learners: from 2 to 100,000, not 1"),
+        (["bsp"], {"learners": 1}, "--learners must be from 2 to 100,000, not 1"),
         (["bsp"], {"learners": 10**6}, "learners: from 1 to 100,000"),
         (["bsp"], {"time_": "soon"}, "duration 'soon'"),
         (["bsp"], {"times": "normal:std=-2"}, "std must be at least 0"),
@@ -272,10 +272,10 @@ def test_as_a_process(tmp_path: Path) -> None:
         (["bsp"], {"die": ["x@1"]}, "--die 'x@1'"),
         (["bsp"], {"die": ["30@1"]}, "there is no learner 30 of 8"),
         (["bsp"], {"join": ["3@late"]}, "duration 'late'"),
-        (["bsp"], {"give_up_after": "200%"}, "a share is from 0% to 100%"),
-        (["bsp"], {"give_up_after": "some%"}, "a share is from 0% to 100%"),
+        (["bsp"], {"give_up_after": "200%"}, "a share must be from 0% to 100%"),
+        (["bsp"], {"give_up_after": "some%"}, "a share must be from 0% to 100%"),
         (["bsp"], {"give_up_after": "later"}, "duration 'later'"),
-        (["bsp"], {"lr": 0.1}, "--lr and --lr-on-arrival go with --loss"),
+        (["bsp"], {"lr": 0.1}, "--lr and --lr-on-arrival need --loss"),
     ],
 )
 def test_mistakes_are_told_in_one_line(models: list[str], how: dict[str, Any], said: str) -> None:

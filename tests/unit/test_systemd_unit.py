@@ -160,7 +160,7 @@ def test_install(tmp_path: Path) -> None:
 def test_a_changed_unit_is_not_replaced_unasked(tmp_path: Path) -> None:
     path = systemd.install(Scope.USER, where=tmp_path).path
     path.write_text("# mine\n")
-    with pytest.raises(UsageError, match="is there already and differs"):
+    with pytest.raises(UsageError, match="exists and differs"):
         systemd.install(Scope.USER, where=tmp_path)
     seen = systemd.install(Scope.USER, where=tmp_path, dry_run=True)
     assert (seen.found, seen.written) == (Found.ANOTHER, False)
@@ -179,9 +179,9 @@ def test_a_masked_unit_stays_masked(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="--run-as goes with --system"):
+    with pytest.raises(UsageError, match="--run-as needs --system"):
         systemd.install(Scope.USER, user="root", where=tmp_path)
-    with pytest.raises(UsageError, match="is not the name of a user"):
+    with pytest.raises(UsageError, match="is not a valid name of a user"):
         systemd.install(Scope.SYSTEM, user="a\nExecStart=x", where=tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UsageError, match="needs root"):
