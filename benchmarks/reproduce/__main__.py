@@ -1,10 +1,10 @@
-"""`make reproduce`: what the papers report, measured again, and docs/reproduction.md.
+"""`make reproduce`: repeats what the papers report, and writes docs/reproduction.md.
 
     python -m gadei_ps.benchmarks.reproduce [--quick] [--write] [PART]...
 
-Each part runs in a process of its own and writes a result file; the document is written from all
-result files there are. `--write`: the document only. `--quick`: small sizes, to see that it works;
-nothing is written.
+Each part runs in a process of its own and writes a result file; the document is made from all
+result files. `--write`: only writes the document. `--quick`: small sizes, to see that it works;
+writes nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ PARTS = (
 DOCUMENT = part.ROOT / "docs" / "reproduction.md"
 HEAD = """# Reproduction
 
-What the papers on synchronization models report, measured again. `make reproduce` does it all and
-writes this page; `python -m gadei_ps.benchmarks.reproduce PART` does a part of it. Every figure
-behind a table is in `benchmarks/results/reproduce_PART.json`, with the machine and the command.
+This page repeats what the papers on synchronization models report. `make reproduce` measures all
+parts and writes this page; `python -m gadei_ps.benchmarks.reproduce PART` measures one part. All
+figures behind a table are in `benchmarks/results/reproduce_PART.json`, with the machine and the
+command.
 
 The papers: Zhao et al. 2019, *Elastic Bulk Synchronous Parallel Model for Distributed Deep
 Learning*; Teng and Wood 2018, *High Throughput Synchronous Distributed Stochastic Gradient
@@ -53,7 +54,7 @@ et al. 2016, *GaDei*.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures again what the papers report.")
+    parser = argparse.ArgumentParser(description="Repeats what the papers report.")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="the document only")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -61,7 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.parts:
         if name not in PARTS:
-            parser.error(f"there is no part {name!r}: there are {', '.join(PARTS)}")
+            parser.error(f"there is no part {name!r}; give some of {', '.join(PARTS)}")
     if options.here:
         _run(options.parts[0], options.quick)
         return

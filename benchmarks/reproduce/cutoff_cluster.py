@@ -149,19 +149,19 @@ def run(quick: bool = False) -> Part:
 
 def _text(trained: TrainingResult, hindsight: list[int]) -> str:
     return f"""\
-Figure 2 of Teng and Wood 2018 on a synthetic cluster after their section 4.1, whose recordings are
-not public: {LEARNERS} learners on four nodes, of which one is slow until iteration {SWITCH} and
-then like the others. Two figures are calibrated to theirs, the mean and the deviation of the
-recording's run times; how run times spread within a node is our guess. The model is trained on a
-recording of {RECORDED} iterations (about an hour) with several switches, in {trained.seconds:.0f} s
-on this machine, and tested on {TEST} iterations of other seeds. Every predictor learns only of the
-learners that it has waited for; in the first 20 iterations all are awaited. The share of an
-iteration is its throughput c / x_(c) over that of the oracle, which knows the run times beforehand.
+Figure 2 of Teng and Wood 2018. Their recordings are not public, so the cluster is synthetic and
+follows their section 4.1: {LEARNERS} learners on four nodes. One node is slow until iteration
+{SWITCH} and then like the others. The mean and the deviation of the run times are calibrated to the
+paper's; how run times spread within a node is our guess. The model is trained on a recording of
+{RECORDED} iterations (about an hour) with several switches, which takes {trained.seconds:.0f} s on
+this machine, and tested on {TEST} iterations of other seeds. A predictor sees the run times only of
+the learners that it has waited for; in the first 20 iterations it waits for all. The share of an
+iteration is its throughput c / x_(c) divided by the oracle's, which knows the run times beforehand.
 The best fixed cutoff is chosen with hindsight ({min(hindsight)} to {max(hindsight)}).
 
-The rows on another node are a test in which the third node is slow, which never was in the
-recording. The paper's networks alone do no better there than Elfving's formula; the learner's
-levels, which are ours (see gadei_ps.sync.run_time_model), make up for it.
+In the rows on another node the third node is slow, which is never slow in the recording. There the
+paper's networks alone are no better than Elfving's formula. The learner's levels, an addition of
+ours (see gadei_ps.sync.run_time_model), make up for that.
 """
 
 
@@ -177,7 +177,7 @@ def _rows(
             "Elfving's largest of 158 at the paper's mean and deviation",
             "2.1063 s",
             f"{largest:.4f} s",
-            "the formula as Royston 1982 has it gives this; the paper's last digits are another's",
+            "ours is the formula of Royston 1982; the paper's last digits differ from it",
         ),
     ]
     parts = {

@@ -48,14 +48,15 @@ def run(quick: bool = False) -> Part:
     _draw(runs)
     return Part(
         "Cutoff SGD: validation loss against time",
-        f"Figure 4 of Teng and Wood 2018 in virtual time: real gradients of a network with one "
-        f"hidden layer of 64 units on MNIST, {learners} learners with mini-batches of {BATCH}, "
-        f"plain SGD with a rate of {LR} for the mean of a superstep and {LR}/{learners} for single "
-        f"gradients, as there. Run times are those of the cluster of the section on throughput: a "
-        f"node of 40 is slow until iteration 60. wild: asp; cutoff: by the learned model, which "
-        f"has not seen this run; order: by Elfving's formula; sync: bsp. Each runs for "
-        f"{setting.iterations} iterations of each learner on the average, those that were given "
-        f"up included; stragglers give up at once. Loss is that of the test images.",
+        f"Figure 4 of Teng and Wood 2018 in virtual time, with real gradients of a network with "
+        f"one hidden layer of 64 units on MNIST. {learners} learners have mini-batches of {BATCH}. "
+        f"As in the paper, plain SGD has a rate of {LR} for the mean of a superstep and "
+        f"{LR}/{learners} for single gradients. Run times are those of the cluster in the section "
+        f"on throughput: a node of 40 is slow until iteration 60. wild: asp; cutoff: by the "
+        f"learned model, which has not seen this run; order: by Elfving's formula; sync: bsp. Each "
+        f"contender runs for {setting.iterations} iterations per learner on average, including "
+        f"those that were given up; stragglers give up at once. The loss is that of the test "
+        f"images.",
         _rows(runs),
         plots=["cutoff_loss.svg"],
         data={"oracle": best.as_dict(), "runs": runs},
@@ -78,7 +79,7 @@ def _rows(runs: dict[str, dict[str, Any]]) -> list[Row]:
         "sync": "slowest",
     }
     # How the loss goes on is in the plot: up and down at first, with 157 others between.
-    why = {"wild": "to the same loss here; staleness shows as jolts on the way; "}
+    why = {"wild": "to the same loss here; staleness shows as jumps on the way; "}
     rows = []
     for name, one in runs.items():
         last = one["curve"][-1]

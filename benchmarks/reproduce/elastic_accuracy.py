@@ -102,13 +102,13 @@ def run(quick: bool = False) -> Part:
         )
     return Part(
         "ElasticBSP, Figure 4: accuracy against time, real processes",
-        f"Zhao et al. 2019 train AlexNet and ResNet-50 on CIFAR on 4 machines. Here: a network of "
-        f"{mnist.HIDDEN} hidden units on MNIST, mini-batch {BATCH}, SGD with rate {RATE}, "
-        f"{epochs} epochs, 4 learner processes whose iterations take "
-        f"{', '.join(f'{s * 1e3:.0f}' for s in SECONDS)} ms (5 % deviation; what computing leaves "
-        "of it they sleep). Total time and test accuracy at the end. As in the paper all have the "
-        "same rate, so BSP, which applies the mean of four gradients, moves a quarter as often as "
-        "the others.",
+        f"Zhao et al. 2019 train AlexNet and ResNet-50 on CIFAR on 4 machines. Here 4 learner "
+        f"processes train a network of {mnist.HIDDEN} hidden units on MNIST for {epochs} epochs, "
+        f"by SGD with rate {RATE} and mini-batches of {BATCH}. Their iterations take "
+        f"{', '.join(f'{s * 1e3:.0f}' for s in SECONDS)} ms, with a deviation of 5 %; a learner "
+        "sleeps for the time that computing leaves. The table shows total time and test accuracy "
+        "at the end. As in the paper all models have the same rate. BSP applies the mean of four "
+        "gradients, so it updates the weights a quarter as often as the others.",
         rows,
         ["elastic_accuracy.svg"],
         {"runs": runs, "seconds": SECONDS, "batch": BATCH, "epochs": epochs, "rate": RATE},

@@ -44,14 +44,16 @@ def run(quick: bool = False) -> Part:
     _draw(runs)
     return Part(
         "ElasticBSP: accuracy against time",
-        f"Figure 4 of Zhao et al. 2019 in virtual time: real gradients of a network with one "
-        f"hidden layer of 64 units on MNIST for {epochs:g} epochs; {LEARNERS} learners that do 1, "
-        f"1.3, 1.7 and 2.2 iterations a second, with a deviation of 5 %; mini-batches of {BATCH}, "
-        f"weight decay {DECAY}, plain SGD. A gradient applied on arrival moves by {LR}, BSP's mean "
-        f"of {LEARNERS} by {LR * LEARNERS:g}, so that a gradient counts the same everywhere. The "
-        f"paper trains deep networks on machines alike: the last rows are of learners alike, with "
-        f"a deviation of 10 %. It has other bottlenecks, which are not simulated here: the server, "
-        f"and planning for large R, whose cost is in the section on ZipLine.",
+        f"Figure 4 of Zhao et al. 2019 in virtual time, with real gradients of a network with one "
+        f"hidden layer of 64 units on MNIST for {epochs:g} epochs. {LEARNERS} learners do 1, 1.3, "
+        f"1.7 and 2.2 iterations a second, with a deviation of 5 %; mini-batches of {BATCH}, "
+        f"weight decay {DECAY}, plain SGD. The rate is {LR} for a gradient that is applied on "
+        f"arrival and {LR * LEARNERS:g} for BSP's mean of {LEARNERS}, so that each gradient has "
+        f"the same weight. The paper trains deep networks on equal machines; the last rows are "
+        f"therefore of "
+        f"equal learners, with a deviation of 10 %. The paper's system has bottlenecks that are "
+        f"not simulated here: the server, and planning for large R, whose cost is in the section "
+        f"on ZipLine.",
         [*_rows(runs), *_alike_rows(times)],
         plots=["elastic_loss.svg"],
         data={"oracle": best.as_dict(), "runs": runs, "seconds_alike": times},

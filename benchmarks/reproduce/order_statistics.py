@@ -107,14 +107,15 @@ def _text(measured: list[Measured]) -> str:
         for one in measured
     )
     return f"""\
-Figure 3 of Teng and Wood 2018, on the synthetic cluster of the part before: each iteration's run
-times are predicted from the {training.LAG} before it, all of them known, and compared in
-ascending order with what came. {trained}. The larger cluster stands for the paper's 32 nodes of 68
-cores; there too one node is slow at first.
+Figure 3 of Teng and Wood 2018, on the synthetic cluster of the section on throughput. The run times
+of each iteration are predicted from the {training.LAG} iterations before it, whose run times are
+all known. Predicted and observed run times are compared in ascending order. {trained}. The larger
+cluster stands for the paper's 32 nodes of 68 cores; one of its nodes is also slow at first.
 
-The plot shows the prediction with two deviations to either side and what was observed, and the
-cutoff chosen. The error of an order statistic is |predicted - observed| / observed; the coverage is
-the share of observed ones within two predicted deviations. The paper gives neither as a number.
+The plot shows the prediction with two deviations to either side, the observed run times, and the
+chosen cutoff. The error of an order statistic is |predicted - observed| / observed. The coverage is
+the share of observed order statistics within two predicted deviations. The paper gives no number
+for either.
 """
 
 
@@ -131,7 +132,7 @@ def _rows(one: Measured) -> list[Row]:
             f"coverage of two deviations, learned, {size}",
             "",
             cutting.percent(covered),
-            "95.4 % were right; it is too sure of the level that all learners share",
+            "should be 95.4 %; the model is too sure of the level that all learners share",
         )
     )
     return rows

@@ -47,9 +47,10 @@ def run(quick: bool = False) -> Part:
     return Part(
         title="Cutoff SGD: cost of a prediction",
         text=f"""\
-Milliseconds of a superstep that prediction takes: what came is taken in, {DROPPED:.0%} of the run
-times are imputed, and the next superstep is predicted. Median of {_rounds(quick)}; one thread. The
-learned model has untrained weights of the trained one's sizes, which cost the same.
+Milliseconds that prediction takes in a superstep. The predictor takes in the observed run times,
+imputes {DROPPED:.0%} of them, and predicts the next superstep. Median of {_rounds(quick)}, on one
+thread. The learned model has untrained weights of the same sizes as a trained model, which cost the
+same.
 """,
         rows=rows,
         data={"milliseconds": found},

@@ -124,19 +124,20 @@ def _text(jobs: dict[int, Trace], tests: list[Tested], seconds: list[float]) -> 
     whole = [100 * float(np.mean(one.runs["full"].share[LAG:])) for one in tests]
     dropped = sum(int((one.runs["learned"].cutoffs < one.times.shape[1]).sum()) for one in tests)
     return f"""\
-Not from a paper: the same predictors on the mini-batch times of two production jobs
-(Alibaba, cluster-trace-gpu-v2020; {sizes}). The file has every tenth iteration or second or so,
-which is taken here as if it were every one: neighbours are less alike than a job's own. A model is
-trained on each job's first half ({max(seconds):.0f} s) and tested on its second half and on the
-other job; a missing time is the learner's one before.
+This part is not from a paper. It runs the same predictors on the mini-batch times of two production
+jobs (Alibaba, cluster-trace-gpu-v2020; {sizes}). The file has only about
+every tenth iteration or second. The times are used here as if they were consecutive, so neighbours
+are less alike than in the job itself. A model is trained on each job's first half
+({max(seconds):.0f} s) and tested on its second half and on the other
+job. A missing time is replaced by the learner's previous one.
 
-What comes out: with ten learners dropping one pays only where it is more than a ninth slower than
-the one before it, and that is rare here. Full synchronisation has {min(whole):.1f} to
-{max(whole):.1f} % of the oracle, so a cutoff has next to nothing to gain; what a predictor can show
-is that it does not drop without need. The number of supersteps, of all four tests, in which the
-learned model dropped somebody is {dropped}. Its predicted order statistics are about as good as
-those of the two predictors that need no training, not better: half a job of this length, or another
-job, is little to learn from.
+With ten learners, dropping the slowest pays only if it is more than a ninth slower than the second
+slowest, which is rare here. Full synchronization has {min(whole):.1f} to {max(whole):.1f} % of the
+oracle's throughput, so a cutoff can gain almost nothing; a predictor can only show that it does not
+drop without need. In all four tests together, the number of supersteps in which the learned model
+dropped a learner is {dropped}. Its predicted order statistics are about as good as those of the two
+predictors that need no training, not better: half a job of this length, or another job, is little
+to learn from.
 """
 
 

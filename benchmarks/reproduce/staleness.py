@@ -84,14 +84,15 @@ def run(quick: bool = False) -> Part:
     _draw({**found, **measured}, growth)
     return Part(
         "Staleness under ASP",
-        "GaDei, section 2.1: staleness is by how much the weights' version has moved on while a "
-        "gradient was computed; it must be bounded, and grows with the number of learners (section "
-        "2.3). If nobody waits, each gradient falls into exactly one iteration of every other "
-        "learner: so the mean is n - 1, whatever the speeds. An iteration of b seconds at most "
-        "overlaps floor(b / a) + 1 of a seconds at least, so the maximum is "
-        "(n - 1)(floor(b / a) + 1). The measured delays are of 8 workers and of other systems (a "
-        "shared-memory method, one delay for each update; a master and workers, where the delay of "
-        "a gradient is that at which it came in, and several may come in at one iteration).",
+        "GaDei, section 2.1: the staleness of a gradient is the number of versions by which the "
+        "weights advance while it is computed. It must be bounded, and grows with the number of "
+        "learners (section 2.3). If no learner waits, each gradient falls into exactly one "
+        "iteration of every other learner, so the mean is n - 1 at any speeds. If an iteration "
+        "takes a to b seconds, it overlaps at most floor(b / a) + 1 iterations of another learner, "
+        "so the maximum is (n - 1)(floor(b / a) + 1). The measured delays are of 8 workers and of "
+        "other systems. One is a shared-memory method with one delay for each update. The other "
+        "has a master and workers; the delay of a gradient is counted when it arrives, and several "
+        "may arrive in one iteration.",
         rows,
         plots=["staleness.svg"],
         data={

@@ -72,14 +72,14 @@ def run(quick: bool = False) -> Part:
     data["worst"] = worst
     return Part(
         "The simulator against real runs",
-        f"A real job with 2 to 4 learner processes of unequal speed, each of whose iterations is a "
-        f"sleep of {MEANS_S[0] * 1e3:.0f} to {MEANS_S[-1] * 1e3:.0f} ms in the mean and a push, "
-        f"for {seconds:g} s, {rounds} times, of which the middle one counts. The simulator is "
-        f"given the measured run times; it must find the throughput. Waiting: share of the "
-        f"learners' time, real and simulated. The last figure is what the simulator foretells of a "
-        f"model from run times that were measured under asp, as one would before choosing. A "
-        f"superstep's way through the real server, which is not simulated here, is what a real one "
-        f"takes longer; --server-time would add it.",
+        f"A real job has 2 to 4 learner processes of unequal speed. An iteration is a sleep, with "
+        f"a mean of {MEANS_S[0] * 1e3:.0f} to {MEANS_S[-1] * 1e3:.0f} ms, and a push. A run lasts "
+        f"{seconds:g} s; the middle one of {rounds} runs counts. The simulator gets the measured "
+        f"run times and must find the throughput. Waiting is the share of the learners' time, real "
+        f"and simulated. The last figure is the simulator's prediction for a model from run times "
+        f"that were measured under asp, as before the choice of a model. A real superstep takes "
+        f"longer by its way through the server, which is not simulated here; --server-time would "
+        f"add it.",
         rows,
         data=data,
     )

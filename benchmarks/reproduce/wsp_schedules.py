@@ -64,8 +64,8 @@ def run(quick: bool = False) -> Part:
         "WSP: the promise on the weights of a mini-batch",
         "Park et al. 2020: a mini-batch p > (D + 1)(s_local + 1) + s_local sees all updates of all "
         "other virtual workers up to p - (s_global + 1), where s_global = (D + 1)(s_local + 1) + "
-        "s_local - 1, and local clocks are at most D + 1 apart. Each schedule has 2 to 5 virtual "
-        "workers of very different speeds, with D and s_local from 0 to 4, whose pipelines start "
+        "s_local - 1. Local clocks are at most D + 1 apart. Each schedule has 2 to 5 virtual "
+        "workers of very different speeds, with D and s_local from 0 to 4. Their pipelines start "
         f"and finish mini-batches in a random order of {STEPS} steps.",
         [
             Row("s_global for D = 0, s_local = 3", "6", str(WSP(0, 3).s_global)),

@@ -73,13 +73,13 @@ def run(quick: bool = False) -> Part:
         ]
     return Part(
         "ElasticBSP, Table II: what planning costs",
-        "Zhao et al. 2019 time their three algorithms, mean of 10 trials, in microseconds, on a "
-        "Xeon E5-2620 v3; the language is not named. Here all are compiled by Numba and take turns "
-        "in each trial. `planner` is what the server uses: ZipLine's answer, exactly, with the "
-        "times brought in order by counting instead of comparing, and the set Z kept so that a "
-        "member is replaced without a search. The end times are those of learners up to four times "
-        "apart in speed, each iteration within some 5 % of its learner's mean; the paper does not "
-        "say what its times are.",
+        "Zhao et al. 2019 measure their three algorithms on a Xeon E5-2620 v3: the mean of 10 "
+        "trials, in microseconds; they do not name the language. Here Numba compiles all of them, "
+        "and they take turns in each trial. The server uses `planner`. It gives exactly ZipLine's "
+        "answer, but sorts the times by counting instead of comparing, and keeps the set Z so that "
+        "it replaces a member without a search. The end times are those of learners whose speeds "
+        "differ by up to a factor of four; each iteration is within about 5 % of its learner's "
+        "mean. The paper does not say which times it uses.",
         _rows(data),
         data={"cells": data},
     )
