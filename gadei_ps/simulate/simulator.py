@@ -317,7 +317,7 @@ class Simulator:
         self._movers[k] = None
 
     def _settle(self, now: float) -> None:
-        """Whoever is granted its next iteration begins it."""
+        """Let each learner that is granted its next iteration begin it."""
         if self._server.busy:
             return
         model, clock, waiting = self._model, self._clock, self._waiting
