@@ -34,14 +34,24 @@ class Watch:
 
 LATE_S = 5.0  # of a look at a start: its caller may wait for an answer in between
 MOST_CPU_S = 900.0  # ten times what it takes to compile the kernels
+LEAST_SHARE = 0.005  # of a core
+
+
+def progress(cpu_s: float, silent_s: float, most_cpu_s: float = MOST_CPU_S) -> int:
+    """How many steps a start has got on: processor time that it has used, counted coarsely.
+
+    A step is LEAST_SHARE of a core for silent_s. A process that sleeps in a loop and wakes ten
+    times a second needs less, so it makes no progress. A process that compiles gets more even where
+    a hundred others want the same core. Beyond most_cpu_s computing is no progress either.
+    """
+    return int(min(cpu_s, most_cpu_s) / (LEAST_SHARE * silent_s))
 
 
 @dataclass
 class Start:
     """A start may take long while it computes, as on a busy machine; it hangs once it does not.
 
-    silent_s: how long it may go without progress. most_cpu_s: beyond this much processor time,
-    computing is no progress either.
+    silent_s: how long it may go without progress(), which most_cpu_s limits.
     """
 
     silent_s: float
@@ -54,9 +64,10 @@ class Start:
         self._watch = Watch(self.silent_s, LATE_S)
 
     def hangs(self, now: float, cpu_s: Iterable[float]) -> bool:
-        """cpu_s: processor time of each process that takes part.
+        """cpu_s: processor time that each process which takes part has used for its start.
 
         A process that is started again makes progress only where it gets further than the last.
         """
         self.cpu_s = max(self.cpu_s, *cpu_s, 0.0)
-        return bool(self._watch.look(now, {"start": min(self.cpu_s, self.most_cpu_s)}))
+        got = progress(self.cpu_s, self.silent_s, self.most_cpu_s)
+        return bool(self._watch.look(now, {"start": got}))

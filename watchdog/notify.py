@@ -62,6 +62,9 @@ class Notify:
         """
         self._say(EXTEND_TIMEOUT_USEC=str(round(timeout_s * 1e6)))
 
+    def progress(self) -> None:
+        """The start has begun to wait for servers, or got on. systemd has no word for it."""
+
     def stopping(self, timeout_s: float = 0.0) -> None:
         """The end begins, and takes at most `timeout_s` where that is more than the unit allows."""
         extension = {"EXTEND_TIMEOUT_USEC": str(round(timeout_s * 1e6))} if timeout_s > 0 else {}

@@ -24,12 +24,12 @@ from gadei_ps.machine import process
 from gadei_ps.memory import build, layout
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.watchdog import restart
-from gadei_ps.watchdog.liveness import MOST_CPU_S, Watch
+from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 
 NUMBERS = (0, 1)
-START_LIMIT_S = 300.0  # how long a server may start without using the processor
+START_LIMIT_S = 300.0  # how long a server's start may go without progress
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
 EXIT_S = 5.0
 REFUSED_S = 600.0  # until a build that was refused is tried again though its files are the same
@@ -48,6 +48,9 @@ class Running:
     version: int = 0  # of the job when the server started
     killed: str = ""  # why we killed it
     active: bool = False  # was seen to be the active one
+    beat: int = 0  # that its line showed when we first saw it
+    loaded: bool = False  # its main loop turns
+    loading_s: float = 0.0  # processor time until then
 
     def kill(self, why: str) -> None:
         self.killed = why
@@ -114,9 +117,19 @@ class Servers:
         one = next((one for one in self.running.values() if one.pid == self.active_pid), None)
         return one is not None and int(self._line(one.number)["state"]) == ServerState.READY
 
-    def cpu_s(self) -> list[float]:
-        """Processor time that each server has used, s."""
-        return [process.cpu_s(one.pid) for one in self.running.values()]
+    def loading_s(self) -> list[float]:
+        """Processor time that each server has used to load or compile the kernels, s."""
+        return [self._loading_s(one) for one in self.running.values()]
+
+    def _loading_s(self, one: Running) -> float:
+        """It stands still once the main loop turns, which uses a little for ever.
+
+        So a server that turns without getting ready makes no progress.
+        """
+        if not one.loaded:
+            one.loading_s = process.cpu_s(one.pid)
+            one.loaded = int(self._line(one.number)["beat"]) != one.beat
+        return one.loading_s
 
     # -- starting -------------------------------------------------------------------------------
 
@@ -251,6 +264,7 @@ class Servers:
         self._watch(one)
 
     def _watch(self, one: Running) -> None:
+        one.beat = int(self._line(one.number)["beat"])
         self.running[one.number] = one
         self.selector.register(one.pidfd, selectors.EVENT_READ, lambda _: self._died(one))
 
@@ -306,7 +320,7 @@ class Servers:
             # True until its death, which may become known when the next one is active already.
             one.active = one.active or one.pid == self.active_pid
             if int(line["state"]) != ServerState.READY:
-                starting[one.pid] = min(process.cpu_s(one.pid), MOST_CPU_S)
+                starting[one.pid] = progress(self._loading_s(one), START_LIMIT_S)
             elif not one.active:
                 if self.active_pid not in {other.pid for other in self.running.values()}:
                     # The kernel should have given it the leases at once. It is killed for new ones.

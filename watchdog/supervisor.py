@@ -46,6 +46,7 @@ FILES = 4096
 SLOW_TICK_S = 1.0  # for what may be seen a second late
 START_SILENT_S = 180.0  # how long a start may go without progress
 TELL_S = 15.0  # between two lines on a start that takes long
+SAY_S = 0.5  # between two notes that the start makes progress
 LEAVE_TIMEOUT_S = 10.0
 
 
@@ -214,6 +215,7 @@ class Supervisor:
 
     def _wait_until_serving(self) -> None:
         start = Start(self.options.start_silent_s)
+        say_at, said_s = 0.0, -1.0
         tell_at = time.monotonic() + TELL_S
         while not self._servers.serving or not int(self._control["lease_state"]):
             now = time.monotonic()
@@ -223,11 +225,14 @@ class Supervisor:
                 raise JobFailed(self._failed)
             if self._signalled:
                 raise JobStopped("stopped before the job was ready")
-            if start.hangs(now, self._servers.cpu_s()):
+            if start.hangs(now, self._servers.loading_s()):
                 raise JobFailed(
                     "the parameter server did not get ready: it made no progress for "
                     f"{start.silent_s:g} s; see its messages above"
                 )
+            if start.cpu_s > said_s and now >= say_at:
+                say_at, said_s = now + SAY_S, start.cpu_s
+                self._notify.progress()
             if now >= tell_at:
                 tell_at = now + TELL_S
                 # A warning, so that commands that log no more than that show it.

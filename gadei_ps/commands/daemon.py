@@ -24,7 +24,8 @@ from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts, log, process
 from gadei_ps.watchdog import restart
-from gadei_ps.watchdog.liveness import Start
+from gadei_ps.watchdog.liveness import LATE_S, Watch, progress
+from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.restart import Exit, Policy
 
 START_SILENT_S = 200.0  # longer than the watchdog lets its servers be silent
@@ -107,13 +108,20 @@ class Daemon:
             os.close(read)
 
     def _wait_ready(self, read: int) -> None:
-        """Waits until the child answers. If it cannot start, it writes the reason into the pipe."""
+        """Waits until the child answers. If it cannot start, it writes the reason into the pipe.
+
+        Until it writes that the servers start, its own processor time is its progress. From then on
+        only more of these notes are: the loop in which it waits for them uses the processor, too.
+        """
         os.set_blocking(read, False)
         said = b""
         assert self._process is not None
-        # A watchdog that waits for its servers also uses the processor a little.
-        start = Start(self._start_silent_s)
-        while not start.hangs(time.monotonic(), [process.cpu_s(self._process.pid)]):
+        watch = Watch(self._start_silent_s, LATE_S)
+        while True:
+            used_s = process.cpu_s(self._process.pid)
+            sign = (len(said), 0 if said else progress(used_s, self._start_silent_s))
+            if watch.look(time.monotonic(), {"start": sign}):
+                break
             interrupts.check()
             with contextlib.suppress(BlockingIOError):
                 part = os.read(read, 4096)
@@ -212,6 +220,18 @@ class Daemon:
         self.end()
 
 
+class NotifyLauncher(Notify):
+    """Writes a line end into the pipe to the launcher whenever the servers' start has got on."""
+
+    def __init__(self, say: int) -> None:
+        super().__init__()
+        self._say_to = say
+
+    def progress(self) -> None:
+        with contextlib.suppress(OSError):  # nobody waits any more
+            os.write(self._say_to, b"\n")
+
+
 def running(job: str) -> bool:
     """Whether a watchdog answers at the job's socket."""
     try:
@@ -244,7 +264,7 @@ def main() -> None:
             verbose=verbose,
             quiet=not verbose,
         )
-        code = serve(config, options)
+        code = serve(config, options, NotifyLauncher(say))
     except GadeiError as error:
         os.write(say, f"{type(error).__name__}: {error}".encode())
         code = error.exit_code

@@ -20,6 +20,12 @@ SILENT_S = 3.0
 COMPILED_S = 500.0  # the kernels, if no test has needed them before
 COMPUTE = "while time.monotonic() < begin + 2 * {silent}: sum(range(1000))"
 HANG = "time.sleep(1000)"
+IDLE = "while True: time.sleep(0.1)"
+# The server's main loop turns ten times a second, and it never gets its leases.
+NEVER_READY = """
+    from gadei_ps import _native
+    _native.lease_take = lambda *given: _native.PS_TIMEOUT
+"""
 # Python runs a module of this name at its start.
 HOOK = """
 import sys, time
@@ -66,10 +72,14 @@ def test_a_server_may_take_long_to_start(before: Before, job_name: str) -> None:
         watchdog.join()
 
 
-def test_a_server_that_hangs_at_its_start(before: Before, job_name: str) -> None:
-    before(SERVER, HANG)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", [HANG, IDLE, NEVER_READY], ids=["sleeps", "idles", "never-ready"])
+def test_a_server_that_hangs_at_its_start(before: Before, job_name: str, what: str) -> None:
+    """A loop that sleeps uses the processor, but is no progress."""
+    before(SERVER, what)
     watchdog = Child(_serve, job_name)
     try:
+        eventually(lambda: watchdog.has_sent, COMPILED_S)
         assert f"it made no progress for {SILENT_S:g} s" in watchdog.receive()
     finally:
         watchdog.signal(signal.SIGTERM)
@@ -82,8 +92,17 @@ def test_a_watchdog_may_take_long_to_start(before: Before, job_name: str) -> Non
         assert is_running(job_name)
 
 
-def test_a_watchdog_that_hangs_at_its_start(before: Before, job_name: str) -> None:
-    before(DAEMON, HANG)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [(DAEMON, HANG), (DAEMON, IDLE), (SERVER, NEVER_READY)],
+    ids=["sleeps", "idles", "server-never-ready"],
+)
+def test_a_watchdog_that_hangs_at_its_start(
+    before: Before, job_name: str, module: str, what: str
+) -> None:
+    """The watchdog's own loop, in which it waits for servers, is no progress of them."""
+    before(module, what)
     with (
         pytest.raises(JobFailed, match="did not become ready"),
         Daemon(config(job_name, standby=False), start_silent_s=SILENT_S),

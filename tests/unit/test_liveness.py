@@ -120,6 +120,14 @@ def test_a_start_that_computes_may_take_long() -> None:
     assert hangs(start, begin, begin + LIMIT_S, 999 * STEP_S / 10)
 
 
+def test_a_start_that_only_wakes_and_sleeps_hangs() -> None:
+    start = Start(LIMIT_S)
+    looks = 0
+    while not start.hangs(looks * STEP_S, [looks * STEP_S / 1000]):
+        looks += 1
+    assert looks * STEP_S <= 2 * LIMIT_S
+
+
 def test_a_start_without_a_process_hangs() -> None:
     start = Start(LIMIT_S)
     assert not hangs(start, 0, LIMIT_S)
