@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from gadei_ps.kernels import cache
+from gadei_ps.memory import build
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "gadei_ps"
@@ -369,6 +370,16 @@ def test_a_new_source_of_compiled_code_is_found() -> None:
     assert compiled_sources(graph) == compiled_sources(IMPORTS) | {f"{PACKAGE}.errors"}
     graph = IMPORTS | {f"{PACKAGE}.memory.layout": {f"{PACKAGE}.memory.weights"}}
     assert f"{PACKAGE}.memory.weights" in compiled_sources(graph) - compiled_sources(IMPORTS)
+
+
+def test_the_build_of_a_server_covers_all_that_a_server_runs() -> None:
+    """Except gadei_ps.errors: names of errors and their texts do not touch a job's records."""
+    server = f"{PACKAGE}.server.manager"
+    run = {server} | {way[-1] for way in ways(IMPORTS, server)}
+    assert f"{PACKAGE}.job.modes" in run
+    known = {path.resolve() for path in build._sources()}
+    missing = {module for module in run - {CEXT} if MODULES[module].resolve() not in known}
+    assert missing == {f"{PACKAGE}.errors"}
 
 
 def test_benchmarks_keep_no_compiled_code() -> None:
