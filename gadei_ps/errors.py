@@ -32,7 +32,16 @@ class SegmentError(GadeiError):
 
 
 class OtherVersion(SegmentError):
-    """It is of another layout version, or of another build of gadei-ps."""
+    """It is of another layout version, or of another build of gadei-ps; `what` tells which."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(where, what)
+        self.where = where
+        self.what = what
+
+    def __str__(self) -> str:
+        advice = "use the same gadei-ps for the daemon and the learners"
+        return f"{self.where}: {self.what}: {advice}"
 
 
 class ControlError(GadeiError):

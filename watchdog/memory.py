@@ -40,6 +40,7 @@ from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
 
 KILL_S = 10.0
+OWN_BUILD = "serve it with its own gadei-ps, or drop it with serve --fresh"
 # Fields of the job file that must stay the same while its memory is used.
 ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
 RING_SLOTS_AT = layout.rounded(layout.RING.itemsize, layout.PAGE)
@@ -155,8 +156,7 @@ class JobMemory:
             )
         except OtherVersion as error:
             raise JobInUse(
-                f"job {self.config.name!r} is still in memory: {error}; serve it with that one, "
-                "or drop it with serve --fresh"
+                f"job {self.config.name!r} is still in memory, {error.what}: {OWN_BUILD}"
             ) from None
         except (FileNotFoundError, SegmentError):
             return False  # half made, or damaged
@@ -168,12 +168,9 @@ class JobMemory:
             )
         if int(control["phase"]) >= Phase.STOPPED or not int(control["model_ready"]):
             return False
-        theirs, ours = int(control["server_build"]), build.of_server()
-        if theirs != ours:
-            raise JobInUse(
-                f"job {self.config.name!r} is still in memory, {build.difference(theirs, ours)}; "
-                "serve it with that one, or drop it with serve --fresh"
-            )
+        other = build.server_difference(int(control["server_build"]))
+        if other is not None:
+            raise JobInUse(f"job {self.config.name!r} is still in memory, {other}: {OWN_BUILD}")
         had = dict(zip(ADOPTED, control["config"].tolist(), strict=False))
         changed = [name for name, digest in self._digests().items() if had[name] != digest]
         if changed:

@@ -51,6 +51,7 @@ class Running:
     beat: int = 0  # that its line showed when we first saw it
     loaded: bool = False  # its main loop turns
     loading_s: float = 0.0  # processor time until then
+    files: frozenset[tuple[str, int, int]] = frozenset()  # of the build, just before it started
 
     def kill(self, why: str) -> None:
         self.killed = why
@@ -207,6 +208,7 @@ class Servers:
         if now < self._refused_at + REFUSED_S and build.files() == self._refused:
             return True
         self._refused = None
+        self._said_refused = False
         return False
 
     def _say_refused(self) -> None:
@@ -253,6 +255,7 @@ class Servers:
         # The log goes to stderr: stdout belongs to the command's result.
         # NumPy's own threads would have to end before the kernel hands the leases over.
         env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        files = build.files()
         child = process.spawn(command, env=env, stdout=2, how=None)
         line = self._line(number)
         line["start"] = process.start_ticks(child.pid)
@@ -261,6 +264,7 @@ class Servers:
         self._control["server_starts"] += 1
         one = Running(number, child.pid, os.pidfd_open(child.pid), time.monotonic(), child)
         one.version = int(self._control["version"])
+        one.files = files
         self._watch(one)
 
     def _watch(self, one: Running) -> None:
@@ -276,7 +280,7 @@ class Servers:
         del self.running[one.number]
         code = None if one.child is None else one.child.wait()
         if code == build.REFUSED:  # it has said why
-            self._refused = build.files()
+            self._refused = one.files
             self._refused_at = self._looked_at = self._last_exit = time.monotonic()
             self._clear(one.number)
             return

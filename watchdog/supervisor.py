@@ -223,6 +223,11 @@ class Supervisor:
             self._poll(0.01)
             if self._failed:
                 raise JobFailed(self._failed)
+            if self._servers.why_alone and not self._servers.running:
+                raise JobFailed(
+                    "no server can start: gadei-ps has been replaced since this start began; "
+                    "serve the job again"
+                )
             if self._signalled:
                 raise JobStopped("stopped before the job was ready")
             if start.hangs(now, self._servers.loading_s()):

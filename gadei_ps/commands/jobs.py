@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import sync
-from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, SegmentError, UsageError
+from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import control, paths
 from gadei_ps.job.control import Checkpoint, Connection, SetSync, Status, StopJob
 from gadei_ps.machine import process
@@ -84,17 +84,24 @@ def absence(job: str) -> str | None:
         return None
     if _locked(paths.lock_path(job)):
         return f"job {job!r} is starting or ending: try again in a moment"
+    other = segment.other_build(job)
     if segment.server_pids(job):
+        stop_ = f"gadei-ps stop {job}" + (" --discard" if other else "")
         return (
             f"job {job!r} has lost its watchdog and continues without it: serve it again "
-            f"(gadei-ps serve), or stop it (gadei-ps stop {job})"
+            f"{_how(other)}, or stop it ({stop_})"
         )
     if segment.is_kept(job):
         return (
             f"job {job!r} is still in memory, but its processes are dead: continue it "
-            f"(gadei-ps serve), or drop it (gadei-ps gc {job})"
+            f"{_how(other)}, or drop it (gadei-ps gc {job})"
         )
     return None
+
+
+def _how(other: str | None) -> str:
+    """How a job is served again. other: how its build differs from this program's."""
+    return "(gadei-ps serve)" if other is None else f"with its own gadei-ps (it was {other})"
 
 
 def statuses() -> list[dict[str, Any]]:
@@ -246,20 +253,34 @@ def _plain(reply: dict[str, Any]) -> dict[str, Any]:
 
 def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
     """Ends a job without a watchdog. Raises ControlError if that would lose gradients."""
-    control_ = segment.attach(
-        segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
-    ).view(CONTROL)
-    version, saved = int(control_["version"]), int(control_["checkpoint_version"])
-    kept = int(control_["saves"]) or int(control_["checkpoints"])
-    if kept and saved != version and not discard:
-        raise ControlError(
-            f"job {job!r} has no watchdog to write its last checkpoint: serve it again and then "
-            f"stop it, or lose {version - saved} gradients (gadei-ps stop {job} --discard)"
-        )
+    if not discard:
+        _check_saved(job)
     report = drop(job)
     if report is None:
         raise ControlError(f"job {job!r} has a watchdog again: run gadei-ps stop once more")
     return report
+
+
+def _check_saved(job: str) -> None:
+    """Raises ControlError unless the end of this job without a watchdog loses no gradients."""
+    problem = f"job {job!r} has no watchdog to write its last checkpoint: serve it again"
+    command = f"(gadei-ps stop {job} --discard)"
+    try:
+        control_ = segment.attach(
+            segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
+        ).view(CONTROL)
+    except OtherVersion as error:
+        raise ControlError(
+            f"{problem} {_how(error.what)} and then stop it, or lose what no checkpoint has "
+            f"{command}"
+        ) from None
+    version, saved = int(control_["version"]), int(control_["checkpoint_version"])
+    kept = int(control_["saves"]) or int(control_["checkpoints"])
+    if kept and saved != version:
+        raise ControlError(
+            f"{problem} {_how(segment.other_build(job))} and then stop it, or lose "
+            f"{version - saved} gradients {command}"
+        )
 
 
 def drop(job: str) -> dict[str, Any] | None:
@@ -277,12 +298,10 @@ def drop(job: str) -> dict[str, Any] | None:
 
 
 def _last_report(job: str) -> dict[str, Any]:
-    """A report from the memory of a job without a watchdog; zeros if the memory is damaged."""
-    control_ = np.zeros(1, CONTROL)[0]
-    with contextlib.suppress(FileNotFoundError, SegmentError):
-        control_ = segment.attach(
-            segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
-        ).view(CONTROL)
+    """A report from the memory of a job without a watchdog; zeros if it cannot be read."""
+    control_ = segment.peek(job)
+    if control_ is None:
+        control_ = np.zeros(1, CONTROL)[0]
     return {"job": job, "phase": "stopped", **counts(control_)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.errors import CheckpointError, ControlError, JobNotFound, UsageError
+from gadei_ps.errors import CheckpointError, ControlError, JobNotFound, OtherVersion, UsageError
 from gadei_ps.job import config, control
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Status
@@ -113,7 +113,7 @@ def _runs(job: str) -> bool:
 def _in_memory(job: str) -> Snapshot | None:
     """The current weights, read without locks, also of a dead job; None if none are in memory.
 
-    Raises CheckpointError for a job without a model.
+    Raises CheckpointError for a job without a model, or of another build of gadei-ps.
     """
     if not (segment.server_pids(job) or segment.is_kept(job)):
         return None
@@ -125,6 +125,11 @@ def _in_memory(job: str) -> Snapshot | None:
         mapped = segment.attach(names[1], SegmentKind.WEIGHTS, writable=False)
     except FileNotFoundError:
         return None
+    except OtherVersion as error:
+        raise CheckpointError(
+            f"job {job!r} is in memory, {error.what}: export it with its own gadei-ps, or give a "
+            "checkpoint of it"
+        ) from None
     return Snapshot(
         job=job,
         config={},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,10 @@ _ROOMS = ("job", "kernels", "machine", "memory", "server", "sync")
 
 
 def _sources() -> Iterator[Path]:
-    for room in _ROOMS:
-        yield from sorted((_PACKAGE / room).rglob("*.py"))
+    for room in _ROOMS:  # os.walk passes over a folder that an upgrade removes, rglob raises
+        folders = os.walk(_PACKAGE / room)
+        paths = (Path(folder, name) for folder, _, names in folders for name in names)
+        yield from sorted(path for path in paths if path.suffix == ".py")
 
 
 @functools.cache
@@ -50,8 +53,15 @@ def files() -> frozenset[tuple[str, int, int]]:
 
 
 def difference(theirs: int, ours: int) -> str:
-    """What a process says that finds another build's job."""
+    """How the C sources of a job and of this program differ."""
+    return f"made by build {theirs:016x} of gadei-ps, this program is build {ours:016x}"
+
+
+def server_difference(theirs: int) -> str | None:
+    """How the servers of a job and of this program differ; None if they are the same."""
+    if theirs == of_server():
+        return None
     return (
-        f"made by build {theirs:016x} of gadei-ps, this program is build {ours:016x}: "
-        "use the same gadei-ps for the daemon and the learners"
+        f"made for servers of build {theirs:016x} of gadei-ps, "
+        f"those of this program are build {of_server():016x}"
     )

@@ -209,8 +209,7 @@ def attach_file(
     version = int(header["layout_version"])
     if version != layout.LAYOUT_VERSION:
         raise OtherVersion(
-            f"{name}: layout version {version}, this program speaks {layout.LAYOUT_VERSION}: "
-            "use the same gadei-ps for the daemon and the learners"
+            name, f"made with layout version {version}, this program speaks {layout.LAYOUT_VERSION}"
         )
     if int(header["kind"]) != kind:
         raise SegmentError(f"{name}: is of kind {int(header['kind'])}, not {kind.name.lower()}")
@@ -219,7 +218,7 @@ def attach_file(
     if kind == layout.SegmentKind.CONTROL:
         theirs = _native.load(segment.word(layout.CONTROL, "build"))
         if theirs != _native.BUILD:
-            raise OtherVersion(f"{name}: {build.difference(theirs, _native.BUILD)}")
+            raise OtherVersion(name, build.difference(theirs, _native.BUILD))
     if job_id is not None and header["job_id"].tobytes() != job_id:
         raise SegmentError(f"{name}: belongs to another incarnation of the job")
     return segment
@@ -251,34 +250,62 @@ class Found:
     readable: bool
 
 
-def server_pids(job: str, uid: int | None = None) -> list[int]:
-    """Process ids of the job's servers that are alive, as its control segment names them."""
+def peek(job: str, uid: int | None = None) -> np.void | None:
+    """A copy of the job's control record, also if another build made it.
+
+    None if there is none, or if it is half made or of another layout version.
+    """
     path = SHM / segment_name(job, "control", uid)[1:]
     try:
         with path.open("rb") as file:
             raw = file.read(layout.CONTROL.itemsize)
     except OSError:
-        return []
+        return None
     if len(raw) < layout.CONTROL.itemsize:
-        return []
-    control = np.frombuffer(raw, layout.CONTROL, 1)[0]
+        return None
+    control: np.void = np.frombuffer(raw, layout.CONTROL, 1)[0]
     header = control["header"]
     known = int(header["magic"]), int(header["layout_version"])
-    if known != (layout.MAGIC, layout.LAYOUT_VERSION):
+    return control if known == (layout.MAGIC, layout.LAYOUT_VERSION) else None
+
+
+def server_pids(job: str, uid: int | None = None) -> list[int]:
+    """Process ids of the job's servers that are alive, as its control segment names them."""
+    control = peek(job, uid)
+    if control is None:
         return []
     lines = [(int(line["pid"]), int(line["start"])) for line in control["server"]]
     return [pid for pid, start in lines if process.alive(pid, start)]
 
 
 def is_kept(job: str) -> bool:
-    """Whether the next `serve` of this job would continue with what is in memory."""
+    """Whether the next `serve` of this job, by its own build, would continue with its memory.
+
+    Memory of another layout version cannot be read, and counts as kept.
+    """
+    control: np.void | None
     try:
         found = attach(segment_name(job, "control"), layout.SegmentKind.CONTROL, writable=False)
+        control = found.view(layout.CONTROL)
+    except OtherVersion:
+        control = peek(job)
+        if control is None:
+            return True
     except (FileNotFoundError, SegmentError):
         return False
-    control = found.view(layout.CONTROL)
     running = int(control["phase"]) < layout.Phase.STOPPED
     return running and bool(int(control["model_ready"])) and not int(control["temporary"])
+
+
+def other_build(job: str) -> str | None:
+    """How the job's build differs from this program's; None if it does not, or without a job."""
+    try:
+        found = attach(segment_name(job, "control"), layout.SegmentKind.CONTROL, writable=False)
+    except OtherVersion as error:
+        return error.what
+    except (FileNotFoundError, SegmentError):
+        return None
+    return build.server_difference(int(found.view(layout.CONTROL)["server_build"]))
 
 
 def find(job: str | None = None) -> list[Found]:

@@ -55,9 +55,9 @@ class Server:
             segment_name(job, "control"), SegmentKind.CONTROL, writable=True
         )
         self.control = self.control_segment.view(CONTROL)
-        theirs, ours = int(self.control["server_build"]), build.of_server()
-        if theirs != ours:
-            raise OtherVersion(f"job {job!r}: {build.difference(theirs, ours)}")
+        other = build.server_difference(int(self.control["server_build"]))
+        if other is not None:
+            raise OtherVersion(f"job {job!r}", other)
         self.roster = self.control["roster"]
         self.job_id = self.control["header"]["job_id"].tobytes()
         self.shards: Shards | None = None  # once there is a model

@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from shell import Cli
-from support import eventually, gone, live_weights, segments, status
+from support import eventually, gone, kill_all, live_weights, segments, status
 
 from gadei_ps import _native
 from gadei_ps.learners.client import Client
@@ -138,14 +138,81 @@ def test_an_upgrade_under_a_running_job(
     learner.detach()
     assert live_weights(job_name)[0] == -200
     assert int(control["server_starts"]) == 3 and not status(job_name)["standby_pid"]
-    refusals = [line for line in daemon.err.splitlines() if "this program is build" in line]
+    refusals = [
+        line for line in daemon.err.splitlines() if "those of this program are build" in line
+    ]
     assert len(refusals) == 1, daemon.err
-    assert f"made by build {build.of_server():016x}" in refusals[0]
+    assert f"made for servers of build {build.of_server():016x}" in refusals[0]
 
     # The next watchdog is also of the new build.
     os.kill(status(job_name)["watchdog_pid"], signal.SIGKILL)
     eventually(lambda: gone(int(control["watchdog_pid"])))
     said = cli("serve", f"{job_name}.toml")
-    assert said.code != 0 and "is still in memory, made by build" in said.err, said
+    assert said.code != 0 and "is still in memory, made for servers of build" in said.err, said
     assert len(said.err.strip().splitlines()) == 1
     assert segments(job_name), "its memory stays"
+
+
+def of_another_build(job: str) -> None:
+    """Makes this job's memory that of another build."""
+    name = segment.segment_name(job, "control")
+    control = segment.attach(name, layout.SegmentKind.CONTROL, writable=True)
+    _native.store(control.word(layout.CONTROL, "build"), 0xABC)
+
+
+def test_memory_of_another_build_stays(cli: Cli, job_name: str) -> None:
+    """Its own build can continue with it: nothing removes it unasked, or passes it over."""
+    cli.serve(job_name, f"checkpoint = {{directory = '{cli.directory}'}}\n" + TOML)
+    with Client(job_name) as learner:
+        assert cli("checkpoint", job_name).code == 0
+        learner.push({"w": np.ones(8, np.float32)})
+        learner.wait_applied()
+    kill_all(job_name)
+    of_another_build(job_name)
+    before = segments(job_name)
+    assert not [one for one in cli("gc", "--json").json["removed"] if one["job"] == job_name]
+    assert segments(job_name) == before
+    difference = f"made by build {0xABC:016x} of gadei-ps, this program is build"
+    assert difference in cli("export", job_name, "out.npz").error
+    assert not (cli.directory / "out.npz").exists()
+    advice = cli("status", job_name).error
+    assert "continue it with its own gadei-ps (it was " + difference in advice
+    assert f"drop it (gadei-ps gc {job_name})" in advice
+    assert cli("gc", job_name).code == 0
+    assert not segments(job_name)
+
+
+def test_an_orphan_of_another_build_is_stopped(cli: Cli, job_name: str) -> None:
+    daemon = cli.serve(job_name, TOML)
+    with Client(job_name) as learner:  # its servers do not end while it is there
+        learner.push({"w": np.ones(8, np.float32)})
+        learner.wait_applied()
+        servers = segment.server_pids(job_name)
+        daemon.signal(signal.SIGKILL)
+        of_another_build(job_name)
+        difference = f"made by build {0xABC:016x} of gadei-ps, this program is build"
+        discard = f"gadei-ps stop {job_name} --discard"
+        for command in ("status", "stop"):
+            said = cli(command, job_name).error
+            assert difference in said and "with its own gadei-ps" in said and discard in said
+        said = cli("serve", f"{job_name}.toml").err
+        assert difference in said and "serve it with its own gadei-ps, or drop it" in said
+        assert servers and not any(gone(pid) for pid in servers)
+        stopped = cli("stop", job_name, "--discard", "--json").json
+        assert stopped["gradients_applied"] == 1
+        assert all(gone(pid) for pid in servers) and not segments(job_name)
+
+
+def test_a_start_whose_servers_are_refused_ends(job_name: str) -> None:
+    """The files were replaced after the watchdog had begun."""
+    code = (
+        "from gadei_ps.job.config import JobConfig\n"
+        "from gadei_ps.memory import build\n"
+        "from gadei_ps.watchdog import supervisor\n"
+        "build.of_server = lambda: 1\n"
+        f"supervisor.serve(JobConfig(name={job_name!r}))\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "JobFailed: no server can start: gadei-ps has been replaced" in done.stderr, done
+    assert not segments(job_name)

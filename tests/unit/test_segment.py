@@ -21,7 +21,7 @@ from gadei_ps import _native
 from gadei_ps.errors import JobInUse, NoSharedMemory, SegmentError, UsageError
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
-from gadei_ps.memory import layout, segment
+from gadei_ps.memory import build, layout, segment
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.segment import SHM, Segment, segment_name
 from gadei_ps.memory.weights import Tensor, place
@@ -37,6 +37,16 @@ def made(job_name: str) -> Segment:
     one = segment.create(
         job_name, "control", SegmentKind.CONTROL, 10_000, job_id=JOB_ID, generation=3, index=7
     )
+    one.publish()
+    yield one
+    segment.unlink(one.name)
+
+
+@pytest.fixture
+def whole(job_name: str) -> Segment:
+    """A control segment of its full size, removed with the test."""
+    size = layout.CONTROL.itemsize
+    one = segment.create(job_name, "control", SegmentKind.CONTROL, size, job_id=JOB_ID)
     one.publish()
     yield one
     segment.unlink(one.name)
@@ -121,6 +131,41 @@ def test_other_layout_version(made: Segment) -> None:
     said = refused(made.name)
     assert f"version {layout.LAYOUT_VERSION + 1}" in said
     assert "use the same gadei-ps" in said
+
+
+def test_memory_of_another_build_is_kept(whole: Segment, job_name: str) -> None:
+    control = whole.view(layout.CONTROL)
+    at = whole.word(layout.CONTROL, "build")
+    for theirs in (_native.BUILD, 0xABC):
+        _native.store(at, theirs)
+        control["phase"] = layout.Phase.SERVING
+        control["model_ready"] = 0
+        assert not segment.is_kept(job_name)
+        control["model_ready"] = 1
+        assert segment.is_kept(job_name)
+        control["temporary"] = 1
+        assert not segment.is_kept(job_name)
+        control["temporary"] = 0
+        control["phase"] = layout.Phase.STOPPED
+        assert not segment.is_kept(job_name)
+    whole.header["layout_version"] += 1
+    assert segment.is_kept(job_name), "nobody can tell"
+    whole.header["magic"] = 0
+    assert not segment.is_kept(job_name)
+
+
+def test_the_difference_of_builds(whole: Segment, job_name: str) -> None:
+    control = whole.view(layout.CONTROL)
+    control["server_build"] = build.of_server()
+    assert segment.other_build(job_name) is None
+    control["server_build"] = 0xABC
+    assert f"servers of build {0xABC:016x}" in (segment.other_build(job_name) or "")
+    _native.store(whole.word(layout.CONTROL, "build"), 0xDEF)
+    assert f"by build {0xDEF:016x}" in (segment.other_build(job_name) or "")
+    whole.header["layout_version"] += 1
+    assert "layout version" in (segment.other_build(job_name) or "")
+    segment.unlink(whole.name)
+    assert segment.other_build(job_name) is None
 
 
 def test_other_kind(made: Segment) -> None:
