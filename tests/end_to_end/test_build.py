@@ -183,7 +183,7 @@ def test_memory_of_another_build_stays(cli: Cli, job_name: str) -> None:
 
 
 def test_an_orphan_of_another_build_is_stopped(cli: Cli, job_name: str) -> None:
-    daemon = cli.serve(job_name, TOML)
+    daemon = cli.serve(job_name, TOML.replace("true", "false"))
     with Client(job_name) as learner:  # its servers do not end while it is there
         learner.push({"w": np.ones(8, np.float32)})
         learner.wait_applied()
