@@ -3,6 +3,8 @@
 Here, because setuptools calls extension modules in pyproject.toml experimental and warns of them.
 """
 
+import runpy
+import sys
 import warnings
 from pathlib import Path
 
@@ -36,6 +38,13 @@ FLAGS = (
     "-fno-math-errno",
     "-pthread",
 )
+
+# A source distribution lacks this script, and its header is right.
+if Path("native/build_identity.py").is_file():
+    try:
+        runpy.run_path("native/build_identity.py")["main"]()
+    except OSError as error:
+        sys.exit(f"native/ps_build.h is stale and cannot be renewed: {error}")
 
 setup(
     ext_modules=[

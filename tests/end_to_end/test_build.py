@@ -78,6 +78,34 @@ def test_the_identity_is_that_of_the_sources(tmp_path: Path) -> None:
     assert (changed_native(tmp_path) / "ps_build.h").read_text() != made
 
 
+def set_up(directory: Path, before: str = "pass") -> subprocess.CompletedProcess[str]:
+    script = f"import pathlib, runpy, sys; {before}; sys.argv = ['setup.py', '--name']; "
+    script += "runpy.run_path('setup.py', run_name='__main__')"
+    command = [sys.executable, "-P", "-c", script]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
+
+
+def test_an_installation_renews_the_identity(tmp_path: Path) -> None:
+    """Also one by pip alone; where the header cannot be written, it says so in one line."""
+    native = changed_native(tmp_path)
+    header = native / "ps_build.h"
+    with (native / "ps_ring.c").open("a") as source:
+        source.write("/* and changed again */\n")
+    stale = header.read_text()
+    protect = (
+        "exec('def no(*given): raise PermissionError(given[0])'); pathlib.Path.write_text = no"
+    )
+    refused = set_up(tmp_path, before=protect)
+    assert refused.returncode != 0 and len(refused.stderr.splitlines()) == 1, refused
+    assert "native/ps_build.h is stale" in refused.stderr
+    assert header.read_text() == stale
+    assert set_up(tmp_path).returncode == 0
+    assert header.read_text() == script(native / "build_identity.py").header() != stale
+    assert set_up(tmp_path, before=protect).returncode == 0, "it is right already"
+    (native / "build_identity.py").unlink()  # as in a source distribution
+    assert set_up(tmp_path).returncode == 0
+
+
 def test_learners_of_another_build_are_refused(cli: Cli, job_name: str, tmp_path: Path) -> None:
     """In C and in Python, and the job goes on."""
     cli.serve(job_name, TOML.replace("true", "false"))
