@@ -240,7 +240,7 @@ def job_config(name: str, directory: Path, learners: int, seconds: float) -> con
                 "directory": directory,
             },
             "learners": {
-                "command": [sys.executable, str(Path(__file__).resolve()), "--learner", name],
+                "command": [sys.executable, "-P", str(Path(__file__).resolve()), "--learner", name],
                 "count": learners,
             },
         },

@@ -158,15 +158,14 @@ class Client(Frames, Work):
         self.weights: dict[str, FloatArray] = self.model.views(self.flat)
         """The same by name. Reading them is a pull that copies nothing."""
         self.error_feedback = error_feedback
-        self.residue: FloatArray = np.zeros(
+        self._residue: FloatArray = np.zeros(
             self.model.elements if error_feedback else 0, np.float32
         )
-        """With error feedback, what rounding has not sent yet of each value."""
         self._learner = _native.Learner(
             *self._rings,
             place.weights.address,
             int(self.wire),
-            _native.address(self.residue) if error_feedback else 0,
+            _native.address(self._residue) if error_feedback else 0,
         )
         self._taken = Taken()
         self._gone_since: float | None = None  # over all waits: each may be short
@@ -176,6 +175,11 @@ class Client(Frames, Work):
         )
         # Before weakref's own hook, which runs after threads and modules may be gone.
         atexit.register(self._finalizer)
+
+    @property
+    def residue(self) -> FloatArray:
+        """With error feedback, what rounding has not sent yet of each value; pushes write it."""
+        return self._residue
 
     # -- pull -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ frames, for this client and for the one for C.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,13 +173,13 @@ class Frames:
         except IndexError as error:
             raise self._wrong(error) from None
 
-    def append(self, payload: int, number: int, where: Where) -> None:
+    def append(self, payload: int, number: int, where: Sequence[int]) -> None:
         """Writes one tensor into a claimed slot: any of them, in any order, once.
 
         number: in the model. where: four numbers as push_from() takes them. Tensors that are
         not appended are left as they are. Raises ModelMismatch for a row outside the tensor.
         """
-        if where == NONE:
+        if tuple(where) == NONE:
             return
         if not self._learner.kind:
             self._learner.begin(payload)
@@ -217,6 +217,27 @@ class Frames:
         self._counted(batch)
         return sequence
 
+    def check_facts(
+        self,
+        *,
+        version: int,
+        loss: float | None = None,
+        samples: int = 0,
+        rate_scale: float = 1.0,
+        batch: int | None = None,
+    ) -> _native.Facts:
+        """What publish_landed() says of a gradient, for use before anything of it is on its way.
+
+        Raises UsageError for facts that no frame may say.
+        """
+        batch = self._taken.answered(batch)
+        facts = version, batch, samples, rate_scale, 0.0 if loss is None else loss
+        try:
+            self._learner.check(facts)
+        except ValueError as error:
+            raise self._wrong(error) from None
+        return facts
+
     def publish_landed(
         self,
         landing: int,
@@ -224,30 +245,22 @@ class Frames:
         parts: int,
         frame: tuple[int, int, int],
         launch: Callable[[], None],
+        facts: _native.Facts,
         *,
-        version: int,
-        loss: float | None = None,
-        samples: int = 0,
-        rate_scale: float = 1.0,
-        batch: int | None = None,
+        loss_there: bool,
     ) -> None:
         """Lets a device's driver publish the claimed slot, once transfers into it are through.
 
         Prepares `landing`, _native.LANDING_BYTES of memory. launch: has the driver call
         _native.LAND with it; the gradient counts as published from then on. sums: address of what
         is transferred beside the payload (native/ps_land.h), parts: of the sum of squares in it.
-        frame: kind, blocks, bytes of the payload. loss: None if it is among the sums.
+        frame: kind, blocks, bytes of the payload. facts: of check_facts(). loss_there: whether the
+        loss is among the sums.
         """
-        batch = self._taken.answered(batch)
-        landed = sums, parts, int(loss is None), *frame
-        facts = version, batch, samples, rate_scale, 0.0 if loss is None else loss
-        try:
-            self._learner.land(landing, landed, facts)
-        except ValueError as error:
-            raise self._wrong(error) from None
+        self._learner.land(landing, (sums, parts, int(loss_there), *frame), facts)
         launch()
         self._learner.counted()
-        self._counted(batch)
+        self._counted(facts[1])
 
     @property
     def wanted(self) -> bool:

@@ -146,15 +146,17 @@ int gadei_claim_rows(gadei_learner *learner, int64_t timeout_ms);
  * rows, in any order, and for each of them a row of values. The values of a repeated index are added
  * up. A row is what a tensor holds under one index of its first dimension. GADEI_NONFINITE as in
  * gadei_write.
- * GADEI_ERROR: no such slot, tensor or row, or the tensor is written already. */
+ * GADEI_ERROR: no such slot, tensor or row; the tensor is written already; indices or values are
+ * NULL where `count` is not 0. */
 int gadei_write_rows(gadei_learner *learner, uint32_t tensor, const int64_t *indices,
                      const float *values, uint64_t count);
 
 /* Writes one tensor's gradient, `values` of its count, into the claimed slot: one pass that copies,
  * converts and looks for values that are not finite. In a slot of gadei_claim, a tensor that is not
- * written counts as zero.
+ * written, or whose `values` are NULL, counts as zero.
  * GADEI_NONFINITE if there was one: the job refuses the gradient, unless it says
- * nonfinite = "allow". GADEI_ERROR: no slot is claimed, no such tensor. */
+ * nonfinite = "allow". GADEI_ERROR: no slot is claimed, no such tensor; or, in a slot of
+ * gadei_claim_rows, `values` are NULL. */
 int gadei_write(gadei_learner *learner, uint32_t tensor, const float *values);
 
 /* Publishes the claimed slot. It answers the oldest batch that is taken and not answered, if there is

@@ -152,7 +152,9 @@ int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
     if (check_tensor(learner, index))
         return GADEI_ERROR;
     if (is_rows(learner))
-        return append(learner, index, &(struct ps_gradient){.values = values});
+        return values ? append(learner, index, &(struct ps_gradient){.values = values})
+                      : ps_fail(learner, GADEI_ERROR, "'%s' is given without values",
+                                learner->tensors[index].name);
     learner->squares[index] = ps_frame_dense(&learner->common, index, values);
     learner->written[index] = 1;
     return isfinite(learner->squares[index]) ? GADEI_OK : GADEI_NONFINITE;
@@ -166,6 +168,9 @@ int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indi
         return GADEI_ERROR;
     if (!is_rows(learner))
         return ps_fail(learner, GADEI_ERROR, "rows go into a slot of gadei_claim_rows");
+    if (count && !(indices && values))
+        return ps_fail(learner, GADEI_ERROR, "rows of '%s' are given without indices or values",
+                       learner->tensors[index].name);
     struct ps_gradient gradient = {values, count ? indices : &none, count, NULL};
     return append(learner, index, &gradient);
 }

@@ -205,6 +205,11 @@ METHOD(shard_range)
     UNUSED;
     TAKES(3)
     uint64_t low, high;
+    if (arg[1] < 1 || arg[1] > PS_MAX_SHARDS || arg[2] >= arg[1]) {
+        PyErr_Format(PyExc_ValueError, "no shard %llu of %llu", (unsigned long long)arg[2],
+                     (unsigned long long)arg[1]);
+        return NULL;
+    }
     ps_shard_range(arg[0], (uint32_t)arg[1], (uint32_t)arg[2], &low, &high);
     return Py_BuildValue("(KK)", (unsigned long long)low, (unsigned long long)high);
 }

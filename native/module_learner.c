@@ -23,18 +23,22 @@ struct object {
 
 #define LEARNER (&((struct object *)self)->learner)
 
-static int init(PyObject *self, PyObject *args, PyObject *names)
+/* All in tp_new: no object is without its segments, and none changes them. */
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names)
 {
     unsigned long long ring, control, weights, residue;
     unsigned int dtype;
-    if (!PyArg_ParseTuple(args, "KKKIK", &ring, &control, &weights, &dtype, &residue))
-        return -1;
     (void)names;
+    if (!PyArg_ParseTuple(args, "KKKIK:Learner", &ring, &control, &weights, &dtype, &residue))
+        return NULL;
+    PyObject *self = type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
     ps_learner_begin(LEARNER, (struct ps_ring *)ring, (const struct ps_control *)control,
                      (const struct ps_weights *)weights);
     LEARNER->dtype = dtype;
     LEARNER->residue = (float *)residue;
-    return 0;
+    return self;
 }
 
 static int takes(Py_ssize_t given, Py_ssize_t wanted)
@@ -123,21 +127,19 @@ static int take_gradients(const struct ps_weights *weights, PyObject *where,
     return 0;
 }
 
-/* A frame's payload, from a list or tuple; -1 with an exception set. */
-static int write_whole(struct ps_learner *learner, char *payload, PyObject *where)
+/* A frame's payload, from any sequence of addresses; -1 with an exception set. */
+static int write_whole(struct ps_learner *learner, char *payload, PyObject *given)
 {
     const struct ps_weights *weights = learner->weights;
     struct ps_gradient few[FEW_TENSORS], *gradients = few;
     struct ps_written written;
-    if (!PyList_Check(where) && !PyTuple_Check(where)) {
-        PyErr_SetString(PyExc_TypeError, "takes a list of addresses");
-        return -1;
-    }
     if (weights->tensors > FEW_TENSORS && !(gradients = malloc(weights->tensors * sizeof *few))) {
         PyErr_NoMemory();
         return -1;
     }
-    int result = 0, taken = take_gradients(weights, where, gradients);
+    PyObject *where = PySequence_Fast(given, "takes a sequence of addresses");
+    int result = 0, taken = where ? take_gradients(weights, where, gradients) : -1;
+    Py_XDECREF(where);
     uint64_t work = weights->elements;
     for (uint64_t i = 0; i < weights->tensors && !taken; i++)
         work += gradients[i].count * (gradients[i].factors ? weights->elements : 1);
@@ -195,15 +197,18 @@ METHOD(append)
     struct ps_gradient gradient;
     uint64_t number, bad = 0;
     double squares;
-    int result;
+    int result, taken = -1;
     if (takes(count, 2) < 0 || numbers(args, 1, 1, &number) < 0)
         return NULL;
-    if (number >= learner->weights->tensors || !PyTuple_Check(args[1]) ||
-        PyTuple_GET_SIZE(args[1]) != 4) {
-        PyErr_SetString(PyExc_TypeError, "takes a tensor of the model and four numbers");
+    PyObject *where = PySequence_Fast(args[1], "takes a sequence of four numbers");
+    if (!where)
         return NULL;
-    }
-    if (take_gradient(((PyTupleObject *)args[1])->ob_item, &gradient) < 0)
+    if (number >= learner->weights->tensors || PySequence_Fast_GET_SIZE(where) != 4)
+        PyErr_SetString(PyExc_TypeError, "takes a tensor of the model and four numbers");
+    else
+        taken = take_gradient(PySequence_Fast_ITEMS(where), &gradient);
+    Py_DECREF(where);
+    if (taken < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     result = ps_frame_append(learner, number, &gradient, &squares, &bad);
@@ -231,6 +236,15 @@ METHOD(forget)
     if (takes(count, 0) < 0)
         return NULL;
     LEARNER->writing.kind = 0;
+    Py_RETURN_NONE;
+}
+
+METHOD(check)
+{
+    UNUSED;
+    struct ps_facts facts;
+    if (takes(count, 1) < 0 || take_facts(args[0], &facts) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -318,6 +332,7 @@ static PyMethodDef methods[] = {
     ENTRY(append, "append(tensor, (values, indices, count, factors))"),
     ENTRY(empty, "empty(computed): a frame without a gradient"),
     ENTRY(forget, "forget(): nothing is written into the claimed slot"),
+    ENTRY(check, "check(facts): raises what publish() and land() would raise for them"),
     ENTRY(publish, "publish(facts) -> sequence number of the frame that is written"),
     ENTRY(land, "land(landing, (sums, parts, loss_there, kind, blocks, bytes), facts)"),
     ENTRY(counted, "counted(): LAND will publish the frame that was prepared"),
@@ -351,8 +366,7 @@ PyTypeObject ps_learner_type = {
     .tp_basicsize = sizeof(struct object),
     .tp_doc = "Learner(ring, control, weights, dtype, residue): addresses, and a number format.",
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = init,
+    .tp_new = make,
     .tp_methods = methods,
     .tp_members = members,
 };

@@ -37,7 +37,7 @@ int ps_copy_on(struct ps_learner *learner, uint64_t timeout_ns)
     struct ps_copying *copying = &learner->copying;
     const struct ps_weights *weights = learner->weights;
     const float *from = (const float *)((const char *)weights + weights->data_at);
-    const uint32_t shards = learner->ring->shards;
+    const uint32_t shards = learner->control->shards;
     const uint64_t end = ps_now_ns() + timeout_ns;
     const struct timespec pause = {0, PAUSE_NS};
     while (copying->copied < shards) {

@@ -94,9 +94,7 @@ def directory() -> Path:
 
     Its time of modification is that of the last call.
     """
-    # Offsets and sizes in shared memory come from the C extension.
-    layout = (_native.layout(), _native.numbers(), _native.codes())
-    digest = hashlib.sha256(repr(layout).encode())
+    digest = hashlib.sha256(repr(_of_the_extension()).encode())
     for path in SOURCES:
         digest.update(path.read_bytes())
     here = base() / digest.hexdigest()[:16]
@@ -107,6 +105,22 @@ def directory() -> Path:
             here.mkdir(mode=0o700)
             _prune(here)
     return here
+
+
+def _of_the_extension() -> object:
+    """What compiled code has from the C extension: offsets, sizes, types and values.
+
+    What fields and codes mean, in words, is not compiled.
+    """
+    structs = {
+        name: (size, {field: told[:4] for field, told in fields.items()})
+        for name, (size, fields) in _native.layout().items()
+    }
+    codes = {
+        name: {code: value for code, (value, _) in told.items()}
+        for name, told in _native.codes().items()
+    }
+    return structs, _native.numbers(), codes
 
 
 def _prune(here: Path) -> None:

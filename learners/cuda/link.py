@@ -217,6 +217,13 @@ class CudaLink:
         if not client.wanted:
             client.publish_nothing(batch, computed=True)
             return
+        facts = client.check_facts(
+            version=version,
+            loss=None if loss_at else loss,
+            samples=samples,
+            rate_scale=rate_scale,
+            batch=batch,
+        )
         with self._guard:
             stream, outgoing = self._compute(), staging.next
             frame = staging.stage(where, stream)
@@ -234,11 +241,8 @@ class CudaLink:
                 functools.partial(
                     launch_host_function, self._push.ptr, _native.LAND, outgoing.landing
                 ),
-                version=version,
-                loss=None if loss_at else loss,
-                samples=samples,
-                rate_scale=rate_scale,
-                batch=batch,
+                facts,
+                loss_there=bool(loss_at),
             )
             runtime.eventRecord(self._published.ptr, self._push.ptr)
             self._kept = kept or []

@@ -218,6 +218,8 @@ static void do_command(char *line)
         write_one((unsigned)a, &value, 0, 1);
     } else if (!strcmp(word, "write_pattern")) {
         write_one((unsigned)a, NULL, (unsigned)b, 0);
+    } else if (!strcmp(word, "write_none")) {
+        answer(gadei_write(learner, (unsigned)a, NULL));
     } else if (!strcmp(word, "write_rows")) {
         sscanf(rest, "%*d %*d %n", &used);
         write_rows((unsigned)a, (unsigned)b, rest + used);

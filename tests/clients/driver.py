@@ -13,7 +13,7 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.errors import Evicted, GadeiError, JobFailed, JobStopped, PushTimeout
 from gadei_ps.learners import client
-from gadei_ps.learners.client import Client, rows_at, whole_at
+from gadei_ps.learners.client import NONE, Client, rows_at, whole_at
 from gadei_ps.memory import layout
 
 CODES = {PushTimeout: -1, JobStopped: -2, Evicted: -3, JobFailed: -5}
@@ -116,6 +116,15 @@ class Driver:
 
     def write_pattern(self, index: str, seed: str) -> object:
         return self.put(index, lambda count: pattern(int(seed), count))
+
+    def write_none(self, index: str) -> object:
+        """A tensor without values."""
+        tensor = self.mine.model.tensors[int(index)]
+        if self.rows:
+            self.mine.append(self.slot, int(index), NONE)
+        else:
+            self.written[tensor.name] = None
+        return 0
 
     def write_rows(self, index: str, seed: str, *rows: str) -> object:
         tensor = self.mine.model.tensors[int(index)]

@@ -117,6 +117,12 @@ FRAMES: dict[str, list[list[object]]] = {
         ["publish", 0.25, 7, 0.5],
     ],
     "some tensors": [["claim", 10_000], ["write_pattern", 1, 6], ["publish", 0.25, 7, 1]],
+    "a tensor without values": [
+        ["claim", 10_000],
+        ["write_pattern", 0, 6],
+        ["write_none", 1],
+        ["publish", 0.25, 7, 1],
+    ],
     "no tensor": [["claim", 10_000], ["publish", "nan", 0, 1]],
     "rows": [
         ["claim_rows", 10_000],
@@ -211,6 +217,25 @@ def test_what_is_wrong_changes_nothing(both: dict[str, Makers], small: Job) -> N
     assert asked[0][4] == (ERROR, "'w' has no row 3 of 3")
     assert asked[0][-1] == (0, "")
     np.testing.assert_array_equal(small.weights(), before)
+
+
+def test_rows_without_values_are_left_out(both: dict[str, Makers], gaps: Job) -> None:
+    """In C the caller is told: a pointer that should have been set is a likely reason."""
+    told, seen = {}, []
+    for name, make in both.items():
+        mine = make.plain()
+        mine.do("attach", gaps.socket)
+        mine.do("claim_rows", 10_000)
+        told[name] = mine.ask("write_none", 1)
+        mine.do("write_pattern", 0, 8)
+        mine.do("publish", 1, 1, 1)
+        words, payload = frame(gaps, mine, 0)
+        seen.append((words["kind"], words["blocks"], words["squares"], payload))
+        mine.do("applied", 10_000)
+        mine.do("detach")
+    assert told == {"c": (ERROR, "'table' is given without values"), "python": (0, "")}
+    assert seen[0] == seen[1]
+    gaps.gone()
 
 
 def test_what_is_not_finite_is_told_and_refused(client: Makers, small: Job) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import re
 import signal
+from array import array
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -388,8 +389,8 @@ def test_a_slot_is_filled_piece_by_piece(job_name: str) -> None:
             with pytest.raises(UsageError, match="nothing is written"):
                 client.publish()
             client.append(payload, 1, where["b"])  # not in the model's order
-            client.append(payload, 0, NONE)
-            client.append(payload, 0, where["a"])
+            client.append(payload, 0, list(NONE))
+            client.append(payload, 0, array("Q", where["a"]))
             for number in (0, 1):
                 with pytest.raises(UsageError, match="is written already"):
                     client.append(payload, number, where["a"])
@@ -404,6 +405,9 @@ def test_a_slot_is_filled_piece_by_piece(job_name: str) -> None:
             client.publish()
             client.wait_applied()
             np.testing.assert_array_equal(client.weights["b"], -2.0)
+            client.push_from(array("Q", [*where["a"], *where["b"]]))
+            client.wait_applied()
+            np.testing.assert_array_equal(client.weights["b"], -3.0)
         assert status(job_name)["gradients_refused"] == 0
 
 
@@ -420,3 +424,5 @@ def test_a_push_that_fails_keeps_what_is_left_over(job_name: str) -> None:
         with pytest.raises(ModelMismatch, match="no row 9 of 9"):
             client.push({"a": np.full(40, 1.001, np.float32), "t": bad})
         np.testing.assert_array_equal(client.residue, left)
+        with pytest.raises(AttributeError):  # pushes write into this very memory
+            client.residue = left  # type: ignore[misc]

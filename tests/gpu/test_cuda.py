@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import os
@@ -26,6 +27,7 @@ from gadei_ps.learners.client import Client, Rows
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.machine.cuda import missing as cuda_missing
+from gadei_ps.memory import layout
 
 VALUES = 20_000
 NOT_WAITING_S = 10.0  # after so long a stream is found not to wait
@@ -287,6 +289,36 @@ def test_nothing_is_claimed_while_a_push_is_on_its_way(
         np.testing.assert_array_equal(client.weights["w"], -11_111)
         told = status(job_name)
         assert (told["gradients_applied"], told["gradients_dropped"]) == (5, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"rate_scale": -1.0}, {"samples": -1}])
+def test_facts_are_refused_before_anything_moves(
+    device: emulator.Device, job_name: str, wrong: dict[str, Any]
+) -> None:
+    """The slot stays as it is, and so does what rounding has left over."""
+    from cupy.cuda import runtime
+
+    with (
+        daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}, slots=1),
+        Client(job_name, tensors=tensors(), wire="bfloat16", error_feedback=True) as client,
+    ):
+        link = devices.choose("cuda").link(client)
+        third = {"w": on_device(np.full(VALUES, 1 / 3, np.float32))}
+        link.push(third, 0)
+        link.flush()
+        client.wait_applied()
+        slot = client.claim()
+        before = ctypes.string_at(slot + layout.PAYLOAD_AT, 2 * VALUES)
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            link.push({"w": on_device(np.full(VALUES, 1000.3, np.float32))}, 0, **wrong)
+        runtime.deviceSynchronize()
+        assert ctypes.string_at(slot + layout.PAYLOAD_AT, 2 * VALUES) == before
+        for _ in range(2):
+            link.push(third, 0)
+        link.flush()
+        client.wait_applied()
+        np.testing.assert_allclose(client.weights["w"], -1, atol=2**-9)
+        assert client.current_version == 3
 
 
 def test_a_gpu_that_fails_ends_waits(device: emulator.Device, job_name: str) -> None:

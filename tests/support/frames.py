@@ -24,19 +24,19 @@ class Loose:
 
     def __init__(self, model: Model) -> None:
         size = layout.WEIGHTS.itemsize + len(model.tensors) * layout.TENSOR.itemsize
-        self._bytes = np.zeros(size, np.uint8)
+        self.bytes = np.zeros(size, np.uint8)
         write_table(self, model)  # type: ignore[arg-type]
 
     @property
     def address(self) -> int:
-        return self._bytes.ctypes.data
+        return self.bytes.ctypes.data
 
     def view(self, dtype: np.dtype[np.void]) -> np.void:
-        one: np.void = self._bytes[: dtype.itemsize].view(dtype)[0]
+        one: np.void = self.bytes[: dtype.itemsize].view(dtype)[0]
         return one
 
     def array(self, dtype: np.dtype[np.void], count: int, at: int) -> np.ndarray:
-        return self._bytes[at : at + count * dtype.itemsize].view(dtype)
+        return self.bytes[at : at + count * dtype.itemsize].view(dtype)
 
 
 def written(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,38 @@ def test_what_is_used_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         os.utime(path, times=(0, old.index(path)))
     cache.directory()
     assert set(here.parent.iterdir()) == {here, *old[-cache.KEPT :]}
+
+
+def test_what_fields_and_codes_mean_is_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reworded meaning keeps the code, a field that has moved or a code's value does not."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    here = cache.directory()
+    layout, codes = cache._native.layout(), cache._native.codes()
+    size, fields = layout["ps_ring"]
+    *compiled, writer, meaning = fields["head"]
+    code, text = codes["ps_kind"]["PS_RING"]
+
+    def with_field(*field: object) -> dict[str, Any]:
+        return layout | {"ps_ring": (size, fields | {"head": field})}
+
+    def with_code(*told: object) -> dict[str, Any]:
+        return codes | {"ps_kind": codes["ps_kind"] | {"PS_RING": told}}
+
+    def directory(what: str, told: dict[str, Any]) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(cache._native, what, lambda: told)
+            return cache.directory()
+
+    assert directory("layout", with_field(*compiled, writer, meaning + ", reworded")) == here
+    assert directory("codes", with_code(code, text + ", reworded")) == here
+    offset, *rest = compiled
+    seen = {
+        here,
+        directory("layout", with_field(offset + 8, *rest, writer, meaning)),
+        directory("layout", layout | {"ps_ring": (size + 64, fields)}),
+        directory("codes", with_code(code + 1, text)),
+        directory("numbers", cache._native.numbers() | {"PS_CHUNK": 1}),
+    }
+    assert len(seen) == 5
