@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x3c0ab30cb72d3163ull
+#define PS_BUILD 0x9a9f2f4e66cecec7ull
 
 #endif
