@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x9a9f2f4e66cecec7ull
+#define PS_BUILD 0x6dd5a6177ded61d9ull
 
 #endif

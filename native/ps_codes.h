@@ -29,7 +29,7 @@ typedef double ps_f64;
 #define PS_CHUNK 64         /* values between two entries of the undo log */
 #define PS_MAX_STREAMS 3    /* weights and at most two optimizer slots */
 #define PS_UNDO_HALVES 2    /* chunks with even and with odd numbers are logged in turn */
-#define PS_HYPER_ROOM 32    /* float64; kernels/optimizers.py uses the first HYPER of them */
+#define PS_HYPER_ROOM 32    /* float64; kernels/optimizers.py uses the first PACKED of them */
 #define PS_JOURNAL 248      /* words of the journal; a transaction takes at most some 110 */
 #define PS_MAX_DIMS 8
 #define PS_RUNS 128         /* iterations of each learner whose times are kept */
