@@ -28,6 +28,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / room).mkdir()
         (tmp_path / room / "module.py").write_text("one = 1\n")
     monkeypatch.setattr(build, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(build, "of_server", lambda: 1)  # which would be cached for all tests
     return tmp_path
 
 
