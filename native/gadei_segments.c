@@ -126,9 +126,11 @@ static uint64_t payload_bytes(const gadei_learner *learner)
 static int check_ring(gadei_learner *learner)
 {
     const struct ps_ring *ring = learner->ring_map.at;
+    const struct ps_control *control = learner->control_map.at;
     if (ring->header.index != learner->row || ring->header.generation != learner->generation ||
         learner->row >= PS_MAX_LEARNERS || ring->slots < 1 || ring->shards < 1 ||
-        ring->shards > PS_MAX_SHARDS || ring->capacity / sizeof(float) < learner->elements ||
+        ring->shards > PS_MAX_SHARDS || ring->shards != control->shards ||
+        ring->capacity / sizeof(float) < learner->elements ||
         ring->capacity < payload_bytes(learner) ||
         ring->slot_bytes < PS_PAYLOAD_AT || ring->slot_bytes - PS_PAYLOAD_AT < ring->capacity ||
         ring->slots_at < sizeof *ring || ring->slots_at % 64 || ring->slot_bytes % 64 ||
