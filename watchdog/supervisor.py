@@ -242,8 +242,8 @@ class Supervisor:
                 tell_at = now + TELL_S
                 # A warning, so that commands that log no more than that show it.
                 self._log.warning(
-                    "still starting: the first start on a machine compiles the kernels, which "
-                    "takes a minute of processor time or two",
+                    "still starting: the first start of an installation compiles the kernels, "
+                    "which takes a minute of processor time or two",
                     processor_s=round(start.cpu_s),
                 )
                 self._notify.starting(start.silent_s + TELL_S)

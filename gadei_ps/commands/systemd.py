@@ -66,8 +66,8 @@ StartLimitIntervalSec=120
 StartLimitBurst=10
 
 [Service]
-# Ready when learners can attach. The first start on a machine compiles for a minute or longer;
-# while it makes progress, it asks systemd for more time than this.
+# Ready when learners can attach. The first start of an installation compiles for a minute or
+# longer; while it makes progress, it asks systemd for more time than this.
 Type=notify
 NotifyAccess=main
 TimeoutStartSec=210
