@@ -211,7 +211,7 @@ def test_export_tells_where_from(cli: Cli, job_name: str) -> None:
     shown = cli("export", job_name, "lost.npz")
     (path,) = there(job_name, cli)
     assert f"of version 3 written: lost.npz (from {path})" in shown.out
-    assert "not its weights, but those of its newest checkpoint" in shown.err
+    assert "the weights of its newest checkpoint, not its current ones" in shown.err
 
 
 SUFFIXES = (".safetensors", ".npz", ".pt")

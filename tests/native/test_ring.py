@@ -274,6 +274,7 @@ def test_a_copy_waits_while_a_shard_writes() -> None:
     copy = np.zeros(model.elements, np.float32)
     learner = _native.Learner(ring.at, ring.control_at, _native.address(memory), 0, 0)
     learner.copy_begin(_native.address(copy))
+    ring.control["shards"] = 2
     ring.control["shard"][1]["sequence"] = 7
     assert learner.copy_on(1_000_000) == _native.PS_TIMEOUT
     assert ring.ring["hold"] == 1, "the shards are asked to hold back gradients"
