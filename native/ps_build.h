@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x6dd5a6177ded61d9ull
+#define PS_BUILD 0xf6cc0357cd30d295ull
 
 #endif

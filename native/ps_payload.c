@@ -184,7 +184,7 @@ static int write_nonzero_rows(struct ps_payload *payload, struct ps_block *block
     uint64_t rows = shape->rows, width = shape->width, most = rows - rows / 4, kept = 0;
     uint64_t size = width * width_of(payload->dtype);
     int64_t *indices = (int64_t *)(void *)(payload->at + payload->end);
-    if (rows < 4 || width < PS_LEAST_WIDTH)
+    if (rows < 4 || size < PS_LEAST_ROW)
         return 0;
     for (uint64_t i = 0; i < rows; i++) {
         if (is_zero(values + i * width, width))
@@ -239,12 +239,13 @@ static struct ps_shape shape_of(const struct ps_tensor *tensor, float *residue)
 
 /* Whether so many rows begin with a zero that leaving them out may save a quarter of the frame. */
 static int looks_sparse(const struct ps_weights *weights, const struct ps_tensor *table,
-                        const struct ps_gradient *gradients)
+                        uint32_t dtype, const struct ps_gradient *gradients)
 {
     uint64_t zeros = 0;
     for (uint64_t i = 0; i < weights->tensors; i++) {
         struct ps_shape shape = shape_of(&table[i], NULL);
-        if (!gradients[i].values || shape.rows < 4 || shape.width < PS_LEAST_WIDTH)
+        uint64_t size = shape.width * width_of(dtype);
+        if (!gradients[i].values || shape.rows < 4 || size < PS_LEAST_ROW)
             continue;
         for (uint64_t row = 0; row < shape.rows; row++)
             zeros += gradients[i].values[row * shape.width] == 0.0f ? shape.width : 0;
@@ -339,7 +340,7 @@ int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
             is_bad(&gradients[i], shape_of(&table[i], NULL).rows, &written->bad))
             return PS_BAD_ROW;
     }
-    if (rows || products || (skip_zeros && looks_sparse(weights, table, gradients))) {
+    if (rows || products || (skip_zeros && looks_sparse(weights, table, dtype, gradients))) {
         written->kind = PS_ROWS;
         payload.end = ps_first_block(weights);
         for (uint64_t i = 0; i < weights->tensors && !result; i++) {

@@ -99,7 +99,7 @@ static int write_rows(struct ps_payload *payload, struct ps_block *block,
     uint64_t size = width * ps_width_of(payload->dtype);
     for (uint64_t r = 0; r < rows; r++)
         named += terms->starts[r] != terms->starts[r + 1];
-    int listed = skip_zeros && width >= PS_LEAST_WIDTH && named <= rows - rows / 4;
+    int listed = skip_zeros && size >= PS_LEAST_ROW && named <= rows - rows / 4;
     block->form = listed ? PS_ROWS : PS_DENSE;
     block->rows = listed ? named : 0;
     block->indices_at = payload->end;

@@ -5,7 +5,8 @@
 
 #include "ps_ring.h"
 
-#define PS_LEAST_WIDTH 8 /* values; narrower rows are always sent */
+/* Bytes on the wire; shorter rows are always sent, because their numbers take as much as they save. */
+#define PS_LEAST_ROW 32
 
 /* Learner: appends a block with the product. Factors of zero cost no time; after a maximum over
  * positions or a ReLU most factors are zero. skip_zeros: whether rows whose factors are all zero

@@ -13,7 +13,7 @@ from support import decoded_frame
 
 from gadei_ps.learners.client import product_at
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import FrameKind, WireType
+from gadei_ps.memory.layout import WIRE_BYTES, FrameKind, WireType
 from gadei_ps.memory.weights import Tensor, payload_bytes, place
 
 
@@ -57,7 +57,7 @@ def test_as_numpy(
     named = int(factors.any(axis=0).sum())
     assert form == (
         FrameKind.ROWS
-        if skip_zeros and width >= 8 and named <= rows - rows // 4
+        if skip_zeros and width * WIRE_BYTES[wire] >= 32 and named <= rows - rows // 4
         else FrameKind.DENSE
     )
 
