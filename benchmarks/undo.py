@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.kernels import cpu, optimizers
-from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind, OptimizerSpec
 from gadei_ps.memory import layout
-from gadei_ps.server.chunks import Walk, move_of
+from gadei_ps.server.chunks import COEFFICIENTS_AT, Walk, prepare
 from gadei_ps.server.context import Shard, shard_of
 from gadei_ps.server.dense import apply_dense
 from gadei_ps.server.record import lock, unlock
 from gadei_ps.server.structs import BOARD, PART
-from gadei_ps.server.symbols import floats
+from gadei_ps.server.symbols import doubles, floats
 
 # Chunks of the loop without the log: the length that it was fastest with.
 CHUNK = 1024
@@ -50,9 +50,9 @@ def with_log(part: Part, payload: int, times: int) -> None:
     s.hands[0].dtype = FLOAT32
     s.hands[0].scale = 1.0
     for _ in range(times):
-        move = move_of(s)
+        prepare(s)
         lock(s)
-        apply_dense(s, move, Walk(1, 0, False))
+        apply_dense(s, Walk(1, 0, False))
         unlock(s)
 
 
@@ -83,7 +83,8 @@ def without_log(part: Part, payload: int, times: int) -> None:
     """Do the same without the log: each optimizer has a loop of its own there too."""
     s = shard_of(part)
     for _ in range(times):
-        coef = move_of(s).coef
+        prepare(s)
+        coef = cpu.scalars(doubles(s.here + COEFFICIENTS_AT, COEFFICIENTS))
         if s.kind == cpu.SGD:
             _chunks(cpu.SGD, 0, s, coef, payload)
         elif s.kind == cpu.MOMENTUM_SGD:

@@ -243,7 +243,7 @@ class Supervisor:
                 # A warning, so that commands that log no more than that show it.
                 self._log.warning(
                     "still starting: the first start of an installation compiles the kernels, "
-                    "which takes a minute of processor time or two",
+                    "which takes half a minute of processor time",
                     processor_s=round(start.cpu_s),
                 )
                 self._notify.starting(start.silent_s + TELL_S)

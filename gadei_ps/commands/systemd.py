@@ -66,7 +66,7 @@ StartLimitIntervalSec=120
 StartLimitBurst=10
 
 [Service]
-# Ready when learners can attach. The first start of an installation compiles for a minute or
+# Ready when learners can attach. The first start of an installation compiles for half a minute or
 # longer; while it makes progress, it asks systemd for more time than this.
 Type=notify
 NotifyAccess=main

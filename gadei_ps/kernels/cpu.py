@@ -173,7 +173,7 @@ def scalars(coef: Doubles) -> Scalars:
 
 
 @_kernel
-def _sgd(coef: Scalars, w: Floats, g: Gradient) -> None:
+def sgd(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
     """Update weights without a slot."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
@@ -186,8 +186,8 @@ def _sgd(coef: Scalars, w: Floats, g: Gradient) -> None:
 
 
 @_kernel
-def _momentum(coef: Scalars, w: Floats, momentum: Floats, g: Gradient) -> None:
-    """Update weights along the momentum."""
+def momentum(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
+    """Update weights along the momentum, s0."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
     mass = np.float32(coef[MASS])
@@ -196,14 +196,14 @@ def _momentum(coef: Scalars, w: Floats, momentum: Floats, g: Gradient) -> None:
         gradient = wide(g[i])
         if decay != np.float32(0):
             gradient += decay * weight
-        moving = mass * momentum[i] + gradient
-        momentum[i] = moving
+        moving = mass * s0[i] + gradient
+        s0[i] = moving
         w[i] = weight - rate * moving
 
 
 @_kernel
-def _nesterov(coef: Scalars, w: Floats, momentum: Floats, g: Gradient) -> None:
-    """Update weights along the gradient and the momentum that follows from it."""
+def nesterov(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
+    """Update weights along the gradient and the momentum, s0, that follows from it."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
     mass = np.float32(coef[MASS])
@@ -212,14 +212,14 @@ def _nesterov(coef: Scalars, w: Floats, momentum: Floats, g: Gradient) -> None:
         gradient = wide(g[i])
         if decay != np.float32(0):
             gradient += decay * weight
-        moving = mass * momentum[i] + gradient
-        momentum[i] = moving
+        moving = mass * s0[i] + gradient
+        s0[i] = moving
         w[i] = weight - rate * (gradient + mass * moving)
 
 
 @_kernel
-def _adagrad(coef: Scalars, w: Floats, squares: Floats, g: Gradient) -> None:
-    """Update weights by the gradient over the root of the sum of its squares."""
+def adagrad(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
+    """Update weights by the gradient over the root of the sum of its squares, s0."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
     eps = np.float32(coef[FLOOR])
@@ -228,14 +228,14 @@ def _adagrad(coef: Scalars, w: Floats, squares: Floats, g: Gradient) -> None:
         gradient = wide(g[i])
         if decay != np.float32(0):
             gradient += decay * weight
-        total = squares[i] + gradient * gradient
-        squares[i] = total
+        total = s0[i] + gradient * gradient
+        s0[i] = total
         w[i] = weight - rate * (gradient / (math.sqrt(total) + eps))
 
 
 @_kernel
-def _adam(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Gradient) -> None:
-    """Update weights by the two moments, with coupled weight decay."""
+def adam(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
+    """Update weights by the two moments, s0 and s1, with coupled weight decay."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
     eps = np.float32(coef[FLOOR])
@@ -248,16 +248,16 @@ def _adam(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Gradient) -
         gradient = wide(g[i])
         if decay != np.float32(0):
             gradient += decay * weight
-        first = mean[i] + mean_new * (gradient - mean[i])
-        second = square_old * square[i] + square_new * (gradient * gradient)
-        mean[i] = first
-        square[i] = second
+        first = s0[i] + mean_new * (gradient - s0[i])
+        second = square_old * s1[i] + square_new * (gradient * gradient)
+        s0[i] = first
+        s1[i] = second
         w[i] = weight - rate * (first / (math.sqrt(second) * unbias + eps))
 
 
 @_kernel
-def _adamw(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Gradient) -> None:
-    """Update weights by the two moments, with decoupled weight decay."""
+def adamw(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
+    """Update weights by the two moments, s0 and s1, with decoupled weight decay."""
     rate = np.float32(coef[RATE])
     keep = np.float32(coef[DECAY])
     eps = np.float32(coef[FLOOR])
@@ -267,10 +267,10 @@ def _adamw(coef: Scalars, w: Floats, mean: Floats, square: Floats, g: Gradient) 
     unbias = np.float32(coef[UNBIAS])
     for i in range(w.size):
         gradient = wide(g[i])
-        first = mean[i] + mean_new * (gradient - mean[i])
-        second = square_old * square[i] + square_new * (gradient * gradient)
-        mean[i] = first
-        square[i] = second
+        first = s0[i] + mean_new * (gradient - s0[i])
+        second = square_old * s1[i] + square_new * (gradient * gradient)
+        s0[i] = first
+        s1[i] = second
         w[i] = keep * w[i] - rate * (first / (math.sqrt(second) * unbias + eps))
 
 
@@ -290,17 +290,17 @@ def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradien
     """Do what `update` does, with the `scalars` of its coefficients."""
     w, s0, s1, g = borrow(w), borrow(s0), borrow(s1), borrow(g)
     if kind == SGD:
-        _sgd(coef, w, g)
+        sgd(coef, w, s0, s1, g)
     elif kind == MOMENTUM_SGD:
-        _momentum(coef, w, s0, g)
+        momentum(coef, w, s0, s1, g)
     elif kind == NESTEROV:
-        _nesterov(coef, w, s0, g)
+        nesterov(coef, w, s0, s1, g)
     elif kind == ADAGRAD:
-        _adagrad(coef, w, s0, g)
+        adagrad(coef, w, s0, s1, g)
     elif kind == ADAM:
-        _adam(coef, w, s0, s1, g)
+        adam(coef, w, s0, s1, g)
     elif kind == ADAMW:
-        _adamw(coef, w, s0, s1, g)
+        adamw(coef, w, s0, s1, g)
 
 
 @_kernel

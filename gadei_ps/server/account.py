@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RECORD, RING, STATE
 from gadei_ps.server import ledger
@@ -73,13 +73,13 @@ class Outcome(NamedTuple):
     """That the frame answers; NO_BATCH."""
 
 
-@compiled
+@inner
 def books(s: Shard) -> Books:
     """Where the words of the books are."""
     return Books(s.control, s.part[0].state)
 
 
-@compiled
+@inner
 def _open_books(s: Shard, row: int) -> Books:
     """Begins a transaction on a learner's entry and the ledger; forget() ends it."""
     b = books(s)
@@ -91,7 +91,7 @@ def _open_books(s: Shard, row: int) -> Books:
 # -- booking --------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def _book(c: np.ndarray, outcome: Outcome, slot: np.uint64, version: np.uint64) -> None:
     """Enters a frame into the statistics and the ledger.
 
@@ -109,7 +109,7 @@ def _book(c: np.ndarray, outcome: Outcome, slot: np.uint64, version: np.uint64) 
         ledger.answer(c, row, outcome.batch)
 
 
-@compiled
+@inner
 def book_arrival(s: Shard, row: int, slot: np.uint64, version: np.uint64, more: bool) -> None:
     """Books the gradient in hand; hands out the next batches if `more`."""
     b = _open_books(s, row)
@@ -121,7 +121,7 @@ def book_arrival(s: Shard, row: int, slot: np.uint64, version: np.uint64, more: 
     forget(b)
 
 
-@compiled
+@inner
 def book_refusal(
     s: Shard, row: int, reason: int, batch: np.uint64, upto: np.uint64, more: bool
 ) -> None:
@@ -136,7 +136,7 @@ def book_refusal(
     forget(b)
 
 
-@compiled
+@inner
 def book_superstep(s: Shard, version: np.uint64) -> None:
     """Books for each row what the superstep in hand has done with its oldest frame."""
     record = s.state[0].record[0]
@@ -160,7 +160,7 @@ def book_superstep(s: Shard, version: np.uint64) -> None:
 # -- work -----------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def takes_work(c: np.ndarray, row: int, ring: np.uint64, generation: np.uint64) -> bool:
     """Whether there is work, and the learner is there and asks for it."""
     return bool(
@@ -170,7 +170,7 @@ def takes_work(c: np.ndarray, row: int, ring: np.uint64, generation: np.uint64) 
     )
 
 
-@compiled
+@inner
 def show_work(c: np.ndarray, row: int, ring: np.uint64, shown: np.uint64) -> None:
     """Copies batches from number `shown` on from the learner's entry into its ring."""
     e = c[0].roster[row]
@@ -179,7 +179,7 @@ def show_work(c: np.ndarray, row: int, ring: np.uint64, shown: np.uint64) -> Non
         shown += ONE
 
 
-@compiled
+@inner
 def show_all_work(c: np.ndarray, row: int, ring: np.uint64) -> None:
     """Makes the ring's copy equal to the entry, whatever a dead server has done of that."""
     e = c[0].roster[row]
@@ -191,7 +191,7 @@ def show_all_work(c: np.ndarray, row: int, ring: np.uint64) -> None:
     wake(ring + WORK_HEAD)
 
 
-@compiled
+@inner
 def top_up_all(s: Shard) -> None:
     """Closes epochs and hands out what can be handed out, to every learner that is there."""
     c = s.c
@@ -219,7 +219,7 @@ def top_up_all(s: Shard) -> None:
 # -- departure ------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def depart(s: Shard, row: int) -> None:
     """A learner is gone and its ring is empty; its unanswered batches go to others."""
     b = _open_books(s, row)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import functools
 
-import numba
 from numba import types
 
-from gadei_ps.kernels.compiled import compiled
-from gadei_ps.server.chunks import Walk, move_of
+from gadei_ps.kernels.compiled import address_of, inner
+from gadei_ps.server.chunks import Walk, prepare
 from gadei_ps.server.constants import ROWS
-from gadei_ps.server.context import Shard, shard_of
+from gadei_ps.server.context import Shard, integer, shard_of
 from gadei_ps.server.dense import apply_dense
 from gadei_ps.server.record import lock, unlock
 from gadei_ps.server.rows import apply_rows
 from gadei_ps.server.structs import PART
-from gadei_ps.server.symbols import call_apply, structs
+from gadei_ps.server.symbols import call, structs
 
 _part_at = structs(PART)
 
@@ -31,28 +30,22 @@ def _apply(part: int, members: int, first: int, reopen: int) -> None:
     has_rows = False
     for m in range(members):
         has_rows = has_rows or s.hands[m].kind == ROWS
-    move = move_of(s)
+    prepare(s)
     lock(s)
     if has_rows:
-        apply_rows(s, move, walk)
+        apply_rows(s, walk)
     else:
-        apply_dense(s, move, walk)
+        apply_dense(s, walk)
     unlock(s)
 
 
 @functools.cache
 def applier() -> int:
-    """Returns the address of _apply, for PART; compiles it if need be.
-
-    Numba compiles a function's callees again as a part of it, and so on for each of its callers.
-    Behind an address, the loops that apply are compiled once.
-    """
-    signature = types.void(types.uint64, types.int64, types.int64, types.int64)
-    made = numba.cfunc(signature, cache=True, error_model="numpy")(_apply)
-    return int(made.address)
+    """Address of _apply, for PART; it is compiled if need be."""
+    return address_of(types.void(types.uint64, types.int64, types.int64, types.int64), _apply)
 
 
-@compiled
+@inner
 def apply_frames(s: Shard, walk: Walk) -> None:
     """Applies the frames in hand. The sequence lock of the shard is odd meanwhile."""
-    call_apply(s.part[0].apply, s.here, walk.members, walk.first, walk.reopen)
+    call(s.part[0].apply, s.here, walk.members, walk.first, integer(walk.reopen))

@@ -7,12 +7,13 @@ A bad frame is refused instead: booked and released. Compiled; runs in the threa
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import numpy as np
+from numba import types
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import address_of, inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.server.account import book_arrival, book_refusal, show_work, takes_work
@@ -29,19 +30,23 @@ from gadei_ps.server.constants import (
     REFUSE,
     ZERO,
 )
-from gadei_ps.server.context import Shard, consumed_at, frame_at, integer, take
+from gadei_ps.server.context import Shard, consumed_at, frame_at, integer, shard_of, take
 from gadei_ps.server.frames import check_frame
 from gadei_ps.server.known import HEAD, consume, is_nonsense, oldest_slot
 from gadei_ps.server.record import VERSION, Entry, begin, finish
 from gadei_ps.server.statistics import note_run
-from gadei_ps.server.symbols import get, get32
+from gadei_ps.server.structs import PART
+from gadei_ps.server.symbols import call, get, get32, structs
 
 MODE = np.uint64(layout.offset(CONTROL, "mode"))
 
+_part_at = structs(PART)
 
-@compiled
-def on_arrival(s: Shard, ring: Any) -> None:
-    """Applies, or refuses, the oldest frame of a ring."""
+
+def _arrive(part: int, line: int) -> None:
+    """Does what on_arrival() does, as a C function. part: address."""
+    s = shard_of(_part_at(part))
+    ring = s.known[line]
     row, tail = ring.row, ring.tail
     head = get(ring.address + HEAD)
     more = s.number == 0 and takes_work(s.c, row, ring.address, ring.generation)
@@ -75,7 +80,19 @@ def on_arrival(s: Shard, ring: Any) -> None:
     consume(s, ring, tail + ONE)
 
 
-@compiled
+@functools.cache
+def arriver() -> int:
+    """Address of _arrive, for PART; it is compiled if need be."""
+    return address_of(types.void(types.uint64, types.int64), _arrive)
+
+
+@inner
+def on_arrival(s: Shard, line: int) -> None:
+    """Applies, or refuses, the oldest frame of a ring. line: of the ring, in `known`."""
+    call(s.part[0].arrive, s.here, line)
+
+
+@inner
 def _refuse(s: Shard, row: int, reason: int, batch: np.uint64, upto: np.uint64, more: bool) -> None:
     """Frames below `upto` of this row count as consumed."""
     if s.number == 0:
@@ -84,7 +101,7 @@ def _refuse(s: Shard, row: int, reason: int, batch: np.uint64, upto: np.uint64, 
         s.state[0].applied[s.number, row] = upto
 
 
-@compiled
+@inner
 def _most_consumed(s: Shard, row: int) -> np.uint64:
     """Frames of this row that the shard has consumed which is furthest."""
     most = ZERO
@@ -93,7 +110,7 @@ def _most_consumed(s: Shard, row: int) -> np.uint64:
     return most
 
 
-@compiled
+@inner
 def catch_up(s: Shard, count: int, mode: np.uint32) -> bool:
     """While the shards stand still: consumes what another one has consumed already.
 
@@ -113,6 +130,6 @@ def catch_up(s: Shard, count: int, mode: np.uint32) -> bool:
             _refuse(s, ring.row, BAD_SEQUENCE, NO_BATCH, most, False)
             consume(s, ring, most)
         else:
-            on_arrival(s, ring)
+            on_arrival(s, i)
         found = True
     return found

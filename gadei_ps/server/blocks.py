@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.server.constants import BAD_ROWS, BAD_SIZE, DENSE, OK, ROWS
 from gadei_ps.server.context import PAYLOAD_AT, integer
@@ -35,20 +35,20 @@ class Block(NamedTuple):
     values_at: np.uint64
 
 
-@compiled
+@inner
 def tensor_of(part: np.ndarray, number: int) -> np.ndarray:
     """The model's number-th tensor, TENSOR of shape (1,)."""
     tensor: np.ndarray = _tensor_at(part[0].tensors_at + np.uint64(number) * TENSOR_BYTES)
     return tensor
 
 
-@compiled
+@inner
 def rows_of(tensor: np.ndarray) -> int:
     """How many rows a tensor has; its first dimension."""
     return integer(tensor[0].shape[0]) if tensor[0].dims > 0 else 1
 
 
-@compiled
+@inner
 def read_block(slot: np.uint64, number: int) -> Block:
     """Reads the number-th block of the frame in this slot."""
     at = slot + PAYLOAD_AT + np.uint64(number * BLOCK_BYTES)
@@ -64,7 +64,7 @@ def read_block(slot: np.uint64, number: int) -> Block:
     )
 
 
-@compiled
+@inner
 def fits(block: Block, tensor: np.ndarray, size: int, payload_bytes: int) -> bool:
     """Whether what a block describes lies within the payload. size: bytes of a value."""
     room = np.uint64(payload_bytes)
@@ -84,20 +84,20 @@ def fits(block: Block, tensor: np.ndarray, size: int, payload_bytes: int) -> boo
     )
 
 
-@compiled
+@inner
 def payload_bytes_of(slot: np.uint64, part: np.ndarray) -> int:
     """Bytes of the payload in this slot; -1 if a slot has less room."""
     size = get(slot + PAYLOAD_BYTES)
     return integer(size) if size <= part[0].capacity else -1
 
 
-@compiled
+@inner
 def count_blocks(slot: np.uint64) -> int:
     """How many blocks the frame in this slot has, as its learner says."""
     return integer(get32(slot + BLOCKS))
 
 
-@compiled
+@inner
 def check_rows(slot: np.uint64, size: int, part: np.ndarray) -> int:
     """Why the frame of rows in this slot must not be applied; OK if it may.
 

@@ -7,25 +7,32 @@ Compiled; the only writer of the shard's weights and slots.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import compiled, inlined
-from gadei_ps.kernels.optimizers import COEFFICIENTS
+from gadei_ps.kernels.borrow import borrow
+from gadei_ps.kernels.compiled import address_of, inlined, inner
+from gadei_ps.kernels.cpu import ADAGRAD, ADAM, ADAMW, MOMENTUM_SGD, NESTEROV, SGD
+from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind
 from gadei_ps.memory import layout
 from gadei_ps.server.constants import CHUNK, ONE
-from gadei_ps.server.context import Shard, Streams, integer
-from gadei_ps.server.payload import Values, bytes_of, values_of
+from gadei_ps.server.context import CURSOR, RECORD_BYTES, RECORDS, Shard, Streams, integer
+from gadei_ps.server.payload import FORMS, Values, bytes_of, values_of
 from gadei_ps.server.structs import PART
-from gadei_ps.server.symbols import doubles, floats, mark
+from gadei_ps.server.symbols import call, doubles, floats, mark, structs
 from gadei_ps.server.undo import save, save_line
 
 VECTOR = 16  # values that a loop of vectors takes at once
 COEFFICIENTS_AT = np.uint64(layout.offset(PART, "coefficients"))
 # What moves a buffer, beside the kinds of optimizer that move a parameter.
 BUFFER = 0
+
+_part_at = structs(PART)
 
 
 class Walk(NamedTuple):
@@ -39,15 +46,6 @@ class Walk(NamedTuple):
     """Whether a dead server has left that piece open, its old values in the undo log."""
 
 
-class Move(NamedTuple):
-    """How the gradient in hand changes values: the same for all of its pieces."""
-
-    coef: cpu.Scalars
-    at: Streams
-    cursor: np.uint64
-    """Address."""
-
-
 class Span(NamedTuple):
     """Values start to end, all of one role; the first is the first of the piece-th piece."""
 
@@ -56,45 +54,82 @@ class Span(NamedTuple):
     end: int
 
 
-@compiled
-def move_of(s: Shard) -> Move:
-    """Works out the optimizer's scalars for the gradient of the shard's record."""
+class _Move(NamedTuple):
+    """How the gradient in hand changes values: the same for all of its pieces."""
+
+    coef: cpu.Scalars
+    at: Streams
+    cursor: np.uint64
+    """Address."""
+
+
+@inner
+def prepare(s: Shard) -> None:
+    """Works out the optimizer's coefficients for the gradient of the shard's record."""
     record = s.state[0].record[s.number]
     coef = doubles(s.here + COEFFICIENTS_AT, COEFFICIENTS)
     cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, coef)
-    return Move(cpu.scalars(coef), s.at, s.cursor)
+
+
+@inner
+def move_span(s: Shard, is_parameter: bool, form: int, gradient: np.uint64, span: Span) -> None:
+    """Changes the values of a span by their gradient.
+
+    form: FLOAT32_FORM or BFLOAT16_FORM. gradient: address of that of the span's first value.
+    """
+    code = s.part[0].move[integer(is_parameter), form]
+    call(code, s.here, gradient, span.piece, span.start, span.end)
 
 
 @inlined
-def _update(kind: int, kept: int, m: Move, g: Values, start: int, count: int) -> None:
+def _move_of(part: np.uint64) -> _Move:
+    """What `prepare` has worked out. part: address."""
+    p = _part_at(part)[0]
+    coef = cpu.scalars(doubles(part + COEFFICIENTS_AT, COEFFICIENTS))
+    at = Streams(p.weights, p.slot0, p.slot1, p.undo)
+    return _Move(coef, at, p.state + RECORDS + np.uint64(p.index) * RECORD_BYTES + CURSOR)
+
+
+@inlined
+def _add(coef: cpu.Scalars, w: cpu.Floats, s0: cpu.Floats, s1: cpu.Floats, g: cpu.Gradient) -> None:
+    """What moves a buffer."""
+    cpu.add(w, g)
+
+
+@inlined
+def _update(kernel: Any, kept: int, m: _Move, g: Values, start: int, count: int) -> None:
     """Changes `count` values from `start` on by the kernel. g: their gradient."""
     here = np.uint64(start * 4)
     w = floats(m.at.weights + here, count)
-    gradient = values_of(g.form, g.at, count)
-    if kind == BUFFER:
-        cpu.add(w, gradient)
-    else:
-        s0 = floats(m.at.slot0 + here, count if kept > 0 else 0)
-        s1 = floats(m.at.slot1 + here, count if kept > 1 else 0)
-        cpu.move(kind, m.coef, w, s0, s1, gradient)
+    s0 = floats(m.at.slot0 + here, count if kept > 0 else 0)
+    s1 = floats(m.at.slot1 + here, count if kept > 1 else 0)
+    w, s0, s1, gradient = borrow(w), borrow(s0), borrow(s1), borrow(values_of(g.form, g.at, count))
+    kernel(m.coef, w, s0, s1, gradient)
 
 
 @inlined
-def _change_chunk(
-    kind: int, kept: int, m: Move, g: Values, piece: np.uint64, start: int, count: int
-) -> None:
-    """Changes the values of one piece. g: their gradient."""
-    save(m.at, kept, piece, start, count)
-    mark(m.cursor, (piece << ONE) | ONE)
-    _update(kind, kept, m, g, start, count)
+def _change_whole(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> None:
+    """Changes a span of whole chunks.
+
+    kept is a constant where this is called, and the length of a chunk is one here: a chunk is too
+    short to pay for a choice, or for the rest that a loop of vectors would leave.
+    """
+    piece = np.uint64(span.piece)
+    address = g.at
+    for start in range(span.start, span.end, CHUNK):
+        save(m.at, kept, piece, start, CHUNK)
+        mark(m.cursor, (piece << ONE) | ONE)
+        _update(kernel, kept, m, Values(address, g.form), start, CHUNK)
+        piece += ONE
+        address += np.uint64(CHUNK) * bytes_of(g.form)
 
 
-@compiled
-def _change_rest(kind: int, kept: int, m: Move, g: Values, span: Span) -> None:
+@inlined
+def _change_rest(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> None:
     """Changes a piece that is shorter than a chunk: mostly the end of a row.
 
-    Compiled once for all kinds, and by vectors of a fixed length: a loop over a length that is not
-    known to the compiler would take most of so few values one by one.
+    By vectors of a fixed length: a loop over a length that is not known to the compiler would take
+    most of so few values one by one.
     """
     start, count, piece = span.start, span.end - span.start, np.uint64(span.piece)
     whole = count - count % VECTOR
@@ -106,48 +141,63 @@ def _change_rest(kind: int, kept: int, m: Move, g: Values, span: Span) -> None:
     size = bytes_of(g.form)
     for low in range(0, whole, VECTOR):
         here = Values(g.at + np.uint64(low) * size, g.form)
-        _update(kind, kept, m, here, start + low, VECTOR)
+        _update(kernel, kept, m, here, start + low, VECTOR)
     if whole < count:
         here = Values(g.at + np.uint64(whole) * size, g.form)
-        _update(kind, kept, m, here, start + whole, count - whole)
+        _update(kernel, kept, m, here, start + whole, count - whole)
 
 
 @inlined
-def _change(kind: int, kept: int, m: Move, g: Values, span: Span) -> None:
-    """Changes a span of whole chunks.
-
-    kind and kept are constants where this is called, and the length of a chunk is one here: a chunk
-    is too short to pay for a choice, or for the rest that a loop of vectors would leave.
-    """
-    piece = np.uint64(span.piece)
-    address = g.at
-    for low in range(span.start, span.end, CHUNK):
-        _change_chunk(kind, kept, m, Values(address, g.form), piece, low, CHUNK)
-        piece += ONE
-        address += np.uint64(CHUNK) * bytes_of(g.form)
-
-
-@compiled
-def move_span(kind: int, kept: int, m: Move, g: Values, span: Span) -> None:
-    """Changes the values of a span by their gradient g."""
-    rest = (span.end - span.start) % CHUNK
-    end = span.end - rest
-    whole = Span(span.piece, span.start, end)
-    if kind == BUFFER:
-        _change(BUFFER, 0, m, g, whole)
-    elif kind == cpu.SGD:
-        _change(cpu.SGD, 0, m, g, whole)
-    elif kind == cpu.MOMENTUM_SGD:
-        _change(cpu.MOMENTUM_SGD, 1, m, g, whole)
-    elif kind == cpu.NESTEROV:
-        _change(cpu.NESTEROV, 1, m, g, whole)
-    elif kind == cpu.ADAGRAD:
-        _change(cpu.ADAGRAD, 1, m, g, whole)
-    elif kind == cpu.ADAM:
-        _change(cpu.ADAM, 2, m, g, whole)
-    elif kind == cpu.ADAMW:
-        _change(cpu.ADAMW, 2, m, g, whole)
-    if rest > 0:
+def _change(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> None:
+    """Changes a span by one of the kernels of `cpu`."""
+    end = span.end - (span.end - span.start) % CHUNK
+    _change_whole(kernel, kept, m, g, Span(span.piece, span.start, end))
+    if end < span.end:
         done = end - span.start
-        g = Values(g.at + np.uint64(done) * bytes_of(g.form), g.form)
-        _change_rest(kind, kept, m, g, Span(span.piece + done // CHUNK, end, span.end))
+        rest = Values(g.at + np.uint64(done) * bytes_of(g.form), g.form)
+        _change_rest(kernel, kept, m, rest, Span(span.piece + done // CHUNK, end, span.end))
+
+
+def _loop(kind: int, form: Any) -> Callable[..., None]:
+    """The loop that changes a span, for one kind of optimizer and one form of gradient.
+
+    Both are constants of the loop. Numba then leaves out all branches but one; it would not if the
+    names of the kinds were attributes of a module.
+    """
+
+    def move(part: np.uint64, gradient: np.uint64, piece: int, start: int, end: int) -> None:
+        m = _move_of(part)
+        g = Values(gradient, form)
+        span = Span(piece, start, end)
+        if kind == BUFFER:
+            _change(_add, 0, m, g, span)
+        elif kind == SGD:
+            _change(cpu.sgd, 0, m, g, span)
+        elif kind == MOMENTUM_SGD:
+            _change(cpu.momentum, 1, m, g, span)
+        elif kind == NESTEROV:
+            _change(cpu.nesterov, 1, m, g, span)
+        elif kind == ADAGRAD:
+            _change(cpu.adagrad, 1, m, g, span)
+        elif kind == ADAM:
+            _change(cpu.adam, 2, m, g, span)
+        elif kind == ADAMW:
+            _change(cpu.adamw, 2, m, g, span)
+
+    of = "buffer" if kind == BUFFER else Kind(kind).name.lower()
+    # Numba keeps a function's code under this name: two processes that compile two of the loops at
+    # the same time must not write over one file.
+    move.__qualname__ = f"move_{of}_{np.dtype(type(form)).name}"
+    return move
+
+
+LOOP = types.void(types.uint64, types.uint64, types.int64, types.int64, types.int64)
+
+
+@functools.cache
+def loops(kind: int) -> list[list[int]]:
+    """Addresses of the loops for PART's `move`, compiled if need be: of buffers, of parameters.
+
+    kind: the optimizer's.
+    """
+    return [[address_of(LOOP, _loop(one, form)) for form in FORMS] for one in (BUFFER, kind)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, FRAME, RECORD, SHARD, STATE
 from gadei_ps.server.constants import MAX_LEARNERS, ZERO
@@ -77,13 +77,13 @@ class Shard(NamedTuple):
     at: Streams
 
 
-@compiled
+@inner
 def integer(value: Any) -> int:
     """As a signed word: Numba makes a float of a signed and an unsigned word."""
     return np.int64(value)  # type: ignore[return-value]
 
 
-@compiled
+@inner
 def shard_of(part: np.ndarray) -> Shard:
     """The shard of a part. part: PART, shape (1,)."""
     p = part[0]
@@ -115,21 +115,21 @@ def shard_of(part: np.ndarray) -> Shard:
     )
 
 
-@compiled
+@inner
 def consumed_at(s: Shard, shard: int, row: int) -> np.uint64:
     """Address of the count of a row's frames that a shard has consumed (`applied` in state)."""
     state: np.uint64 = s.part[0].state
     return state + CONSUMED + np.uint64(shard * MAX_LEARNERS + row) * np.uint64(8)
 
 
-@compiled
+@inner
 def shown_address(s: Shard, row: int) -> np.uint64:
     """Address of the row's ring in the table of rings; 0 if the row is not served."""
     address: np.uint64 = get(s.part[0].board + LINES + np.uint64(row) * LINE_BYTES)
     return address
 
 
-@compiled
+@inner
 def slot_of(c: np.ndarray, ring: Any, sequence: np.uint64) -> np.uint64:
     """Address of the slot that holds the frame of this number. ring: RING_LINE or KNOWN_RING."""
     first: np.uint64 = ring.address + ring.slots_at
@@ -137,7 +137,7 @@ def slot_of(c: np.ndarray, ring: Any, sequence: np.uint64) -> np.uint64:
     return first + (sequence % np.uint64(c[0].slots)) * size
 
 
-@compiled
+@inner
 def take(s: Shard, member: int, slot: np.uint64) -> None:
     """The frame in this slot is the member-th of those in hand."""
     hand = s.hands[member]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import compiled
-from gadei_ps.server.chunks import BUFFER, Move, Span, Walk, move_span
+from gadei_ps.kernels.compiled import inner
+from gadei_ps.server.chunks import Span, Walk, move_span
 from gadei_ps.server.constants import BFLOAT16, CHUNK, FLOAT16
 from gadei_ps.server.context import Shard, integer
 from gadei_ps.server.payload import (
-    AS_BFLOAT16,
-    AS_FLOAT32,
+    BFLOAT16_FORM,
+    FLOAT32_FORM,
     MEAN,
     SCRATCH,
-    Values,
     as_float32,
     mean_at,
     scale_of,
@@ -24,8 +23,8 @@ from gadei_ps.server.symbols import floats
 from gadei_ps.server.undo import restore
 
 
-@compiled
-def apply_dense(s: Shard, m: Move, walk: Walk) -> None:
+@inner
+def apply_dense(s: Shard, walk: Walk) -> None:
     """Applies the frames in hand, all of which are dense.
 
     The optimizer moves parameters, plain addition moves buffers. The pieces are the shard's chunks.
@@ -44,11 +43,10 @@ def apply_dense(s: Shard, m: Move, walk: Walk) -> None:
         if mixed or dtype == FLOAT16:
             end = min(end, start + WINDOW)
         count = end - start
-        kind, kept = (s.kind, s.kept) if is_parameter else (BUFFER, 0)
         span = Span((start - s.low) // CHUNK, start, end)
         if not mixed and dtype == BFLOAT16:
             g = payload + np.uint64(start * 2)
-            move_span(kind, kept, m, Values(g, AS_BFLOAT16), span)
+            move_span(s, is_parameter, BFLOAT16_FORM, g, span)
         else:
             if mixed:
                 mean = mean_at(s.here + MEAN, count)
@@ -60,5 +58,5 @@ def apply_dense(s: Shard, m: Move, walk: Walk) -> None:
                 g = s.here + MEAN
             else:
                 g = as_float32(payload, dtype, start, count, s.here + SCRATCH)
-            move_span(kind, kept, m, Values(g, AS_FLOAT32), span)
+            move_span(s, is_parameter, FLOAT32_FORM, g, span)
         start = end

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import JOURNAL_LOG, STATE
 from gadei_ps.server.constants import ZERO
@@ -35,7 +35,7 @@ class Books(NamedTuple):
     state: np.uint64
 
 
-@compiled
+@inner
 def remember(b: Books, in_state: bool, offset: np.uint64, count: int) -> None:
     """Saves `count` words, which begin `offset` bytes into control (or state), before a change."""
     log = b.state + LOG
@@ -51,13 +51,13 @@ def remember(b: Books, in_state: bool, offset: np.uint64, count: int) -> None:
     put(log, np.uint64(used + count + 1))  # the old words are there before a new one is
 
 
-@compiled
+@inner
 def forget(b: Books) -> None:
     """The transaction is done: its words stay as they are."""
     put(b.state + LOG, ZERO)
 
 
-@compiled
+@inner
 def roll_back(b: Books) -> bool:
     """Undoes the transaction in which a server died; True if there was one. Twice is once."""
     log = b.state + LOG

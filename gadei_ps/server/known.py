@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RING
 from gadei_ps.server.account import show_all_work
@@ -30,13 +30,13 @@ HOLD_S = 0.02  # how long a consistent pull may keep a shard from beginning the 
 HOLD_POLL_NS = np.uint64(50_000)
 
 
-@compiled
+@inner
 def entry_at(s: Shard, row: int) -> np.uint64:
     """Address of a row of the roster."""
     return s.control + ROSTER + np.uint64(row) * ENTRY_BYTES
 
 
-@compiled
+@inner
 def look_up(s: Shard) -> int:
     """Copies the table of rings to the shard's own memory; returns how many rings there are.
 
@@ -76,13 +76,13 @@ def look_up(s: Shard) -> int:
     return count
 
 
-@compiled
+@inner
 def oldest_slot(s: Shard, ring: Any) -> np.uint64:
     """Address of the oldest frame of a ring. Not from the table, which may be newer."""
     return slot_of(s.c, ring, ring.tail)
 
 
-@compiled
+@inner
 def has_news(s: Shard, ring: Any) -> bool:
     """Whether the learner has published since the shard looked last; counts it as looked at."""
     head = get(ring.address + HEAD)  # SYNC POINT: frame
@@ -91,7 +91,7 @@ def has_news(s: Shard, ring: Any) -> bool:
     return bool(news)
 
 
-@compiled
+@inner
 def consume(s: Shard, ring: Any, tail: np.uint64) -> None:
     """Frames below `tail` are done with: the learner may fill their slots."""
     ring.tail = tail
@@ -99,13 +99,13 @@ def consume(s: Shard, ring: Any, tail: np.uint64) -> None:
     release(ring.address, np.uint64(s.number), tail)
 
 
-@compiled
+@inner
 def is_nonsense(s: Shard, head: np.uint64, tail: np.uint64) -> bool:
     """Whether a ring's head cannot be: it holds at most its slots. Its learner wrote over it."""
     return bool(head - tail > np.uint64(s.c[0].slots))
 
 
-@compiled
+@inner
 def sleep(s: Shard, watched: int, bell_seen: np.uint32, timeout_ns: np.uint64) -> None:
     """Sleeps until a head of the first `watched` rings moves, the bell rings or the time is up."""
     shard_sleep(
@@ -119,7 +119,7 @@ def sleep(s: Shard, watched: int, bell_seen: np.uint32, timeout_ns: np.uint64) -
     )
 
 
-@compiled
+@inner
 def wait_for_pulls(s: Shard, count: int, bell_seen: np.uint32) -> None:
     """Lets each learner that asks for a consistent pull finish it, for a bounded time."""
     for i in range(count):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.server.constants import AHEAD, DONE, MAX_LEARNERS, NO_BATCH, ONE, WORKING
 from gadei_ps.server.context import integer
 
@@ -43,7 +43,7 @@ def settle(c: np.ndarray, row: int, batch: np.uint64) -> bool:
     return False
 
 
-@compiled
+@inner
 def answer(c: np.ndarray, row: int, batch: np.uint64) -> None:
     """Settles the batch that a frame names, if it names one; counts one that was not handed out."""
     if batch != NO_BATCH and not settle(c, row, batch):
@@ -74,7 +74,7 @@ def requeue_all(c: np.ndarray, row: int) -> None:
             requeue(c, row, batch)
 
 
-@compiled
+@inner
 def pending(c: np.ndarray, epoch: np.uint64) -> bool:
     """Whether a batch of this epoch is handed out or to be handed out again."""
     for i in range(c[0].requeued):
@@ -106,7 +106,7 @@ def close_epochs(c: np.ndarray) -> bool:
     return changed
 
 
-@compiled
+@inner
 def has_more(c: np.ndarray) -> bool:
     """Whether there is a batch to hand out now."""
     if c[0].work != WORKING:
@@ -143,7 +143,7 @@ def assign(c: np.ndarray, row: int) -> np.uint64:
     return batch
 
 
-@compiled
+@inner
 def hand_out_more(c: np.ndarray, row: int) -> None:
     """Puts batches into the learner's entry until it holds as many as it may."""
     missing = integer(c[0].ahead) - held(c, row)

@@ -97,7 +97,7 @@ class Server:
     def startup(self) -> None:
         """Loads or compiles the kernels."""
         begin = time.monotonic()
-        shard.load()
+        shard.load([int(self.control["optimizer"])])
         zipline.load()
         self.log.debug("kernels loaded", seconds=round(time.monotonic() - begin, 2))
 

@@ -12,7 +12,7 @@ import numba.extending
 import numpy as np
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import compiled, inlined
+from gadei_ps.kernels.compiled import inlined, inner
 from gadei_ps.memory import layout
 from gadei_ps.server.constants import BFLOAT16, FLOAT32
 from gadei_ps.server.context import Shard
@@ -21,6 +21,10 @@ from gadei_ps.server.symbols import floats, halves
 
 AS_FLOAT32 = np.float32(0)
 AS_BFLOAT16 = np.uint16(0)
+# Loops are compiled for each of these; a form's number is its place here.
+FORMS = (AS_FLOAT32, AS_BFLOAT16)
+FLOAT32_FORM = 0
+BFLOAT16_FORM = 1
 SCRATCH = np.uint64(layout.offset(PART, "scratch"))
 MEAN = np.uint64(layout.offset(PART, "mean"))
 
@@ -64,7 +68,7 @@ def size_of(dtype: int) -> int:
     return 4 if dtype == FLOAT32 else 2
 
 
-@compiled
+@inner
 def _decode(payload: np.uint64, dtype: int, start: int, count: int, out: np.uint64) -> None:
     source = halves(payload + np.uint64(start * 2), count)
     if dtype == BFLOAT16:
@@ -87,13 +91,13 @@ def as_float32(
     return scratch
 
 
-@compiled
+@inner
 def scale_of(s: Shard, member: int, is_parameter: bool) -> float:
     """What to multiply a frame in hand by. Clipping leaves buffers alone."""
     return s.hands[member].scale if is_parameter else 1.0
 
 
-@compiled
+@inner
 def mean_at(address: np.uint64, count: int) -> np.ndarray:
     """Memory for the mean of `count` values, all zero."""
     mean: np.ndarray = floats(address, count)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, SHARD
 from gadei_ps.server.constants import ALL_APPLIED, IDLE, MAX_LEARNERS, ONE, SKIP, ZERO
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
     """How many frames of it are applied."""
 
 
-@compiled
+@inner
 def begin(s: Shard, entry: Entry) -> None:
     """Writes down what is about to be applied."""
     record = s.state[0].record[s.number]
@@ -61,7 +61,7 @@ def begin(s: Shard, entry: Entry) -> None:
     put(s.cursor, ZERO)
 
 
-@compiled
+@inner
 def lock(s: Shard) -> None:
     """Makes the sequence lock odd: weights are about to change."""
     word = s.me + SEQUENCE
@@ -69,7 +69,7 @@ def lock(s: Shard) -> None:
     fence()  # no weight is written before the lock is seen to be odd
 
 
-@compiled
+@inner
 def unlock(s: Shard) -> None:
     """All of the gradient is in the weights."""
     mark(s.cursor, ALL_APPLIED)
@@ -77,7 +77,7 @@ def unlock(s: Shard) -> None:
     put(word, (get(word) | ONE) + ONE)  # SYNC POINT: chunk of weights
 
 
-@compiled
+@inner
 def finish(s: Shard) -> None:
     """Makes the applied gradient count: stores absolute values only, so that twice is once."""
     record = s.state[0].record[s.number]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.server.account import book_arrival, book_superstep, books
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
@@ -20,14 +20,14 @@ from gadei_ps.server.record import SEQUENCE, finish
 from gadei_ps.server.symbols import get, put
 
 
-@compiled
+@inner
 def _is_finished(s: Shard) -> bool:
     """Whether the superstep in hand counts already; then its actions may be the next one's."""
     record = s.state[0].record[s.number]
     return bool(record.ring == np.uint64(MAX_LEARNERS) and record.supersteps == record.sequence)
 
 
-@compiled
+@inner
 def _needs_no_ring(s: Shard) -> bool:
     """Whether all of the gradient in hand is applied and booked: its ring may be gone already."""
     record = s.state[0].record[s.number]
@@ -57,7 +57,7 @@ def can_recover(part: np.ndarray) -> int:
     return 1
 
 
-@compiled
+@inner
 def _finish_gradient(s: Shard) -> None:
     """Applies the rest of the gradient or superstep in hand, and books it."""
     record = s.state[0].record[s.number]

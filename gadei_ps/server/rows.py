@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.server.blocks import (
     BLOCK_BYTES,
     count_blocks,
@@ -27,15 +27,14 @@ from gadei_ps.server.blocks import (
     rows_of,
     tensor_of,
 )
-from gadei_ps.server.chunks import BUFFER, Move, Span, Walk, move_span
+from gadei_ps.server.chunks import Span, Walk, move_span
 from gadei_ps.server.constants import BFLOAT16, CHUNK, DENSE, FLOAT16, ROWS
 from gadei_ps.server.context import PAYLOAD_AT, Shard, integer
 from gadei_ps.server.payload import (
-    AS_BFLOAT16,
-    AS_FLOAT32,
+    BFLOAT16_FORM,
+    FLOAT32_FORM,
     MEAN,
     SCRATCH,
-    Values,
     as_float32,
     mean_at,
     scale_of,
@@ -61,7 +60,7 @@ class Stretch(NamedTuple):
     high: int
 
 
-@compiled
+@inner
 def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
     """Goes on to the next tensor in each frame: DENSE if one gives all of it, ROWS, or ABSENT."""
     met = ABSENT
@@ -98,7 +97,7 @@ def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
     return met
 
 
-@compiled
+@inner
 def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
     """Goes on to the next row that a frame lists."""
     hand = s.hands[m]
@@ -110,7 +109,7 @@ def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
             hand.row = integer(row)
 
 
-@compiled
+@inner
 def _next_gap(s: Shard, tensor: np.ndarray) -> int:
     """Goes on past the rows that follow the one at hand without a gap; the one after them."""
     after: int = s.hands[0].row + 1
@@ -121,7 +120,7 @@ def _next_gap(s: Shard, tensor: np.ndarray) -> int:
     return after
 
 
-@compiled
+@inner
 def _add_row(s: Shard, m: int, mean: np.ndarray, tensor: np.ndarray, start: int, end: int) -> None:
     """Adds the part of a frame's row at hand that lies in values start to end of the weights."""
     hand = s.hands[m]
@@ -136,7 +135,7 @@ def _add_row(s: Shard, m: int, mean: np.ndarray, tensor: np.ndarray, start: int,
     cpu.accumulate(mean[low - start : high - start], floats(g, high - low), scale)
 
 
-@compiled
+@inner
 def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end: int) -> np.uint64:
     """Address of the mean gradient of values start to end. row: at hand; WHOLE."""
     mean = mean_at(s.here + MEAN, end - start)
@@ -161,10 +160,8 @@ def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end:
     return s.here + MEAN
 
 
-@compiled
-def _move_stretch(
-    s: Shard, m: Move, walk: Walk, tensor: np.ndarray, stretch: Stretch, piece: int
-) -> int:
+@inner
+def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, piece: int) -> int:
     """Changes the values of a stretch, the piece-th piece and on; the next piece's number.
 
     Pieces before walk.first are done already.
@@ -174,12 +171,12 @@ def _move_stretch(
     if piece + pieces <= walk.first:
         return piece + pieces
     is_parameter = stretch.low < integer(s.part[0].parameters)
-    kind, kept = (s.kind, s.kept) if is_parameter else (BUFFER, 0)
     at = stretch.low
     if piece < walk.first:
         at += (walk.first - piece) * CHUNK
         piece = walk.first
     if walk.reopen and piece == walk.first:
+        kept = s.kept if is_parameter else 0
         restore(s.at, kept, np.uint64(piece), at, min(CHUNK, high - at))
     start = integer(tensor[0].start)
     single = walk.members == 1
@@ -192,7 +189,7 @@ def _move_stretch(
         span = Span(piece, at, end)
         if in_place and dtype == BFLOAT16:
             g = values + np.uint64(skip * 2)
-            move_span(kind, kept, m, Values(g, AS_BFLOAT16), span)
+            move_span(s, is_parameter, BFLOAT16_FORM, g, span)
         else:
             if single:
                 g = as_float32(values, dtype, skip, end - at, s.here + SCRATCH)
@@ -201,13 +198,13 @@ def _move_stretch(
             if single and scale != 1.0:
                 cpu.accumulate(mean_at(s.here + MEAN, end - at), floats(g, end - at), scale)
                 g = s.here + MEAN
-            move_span(kind, kept, m, Values(g, AS_FLOAT32), span)
+            move_span(s, is_parameter, FLOAT32_FORM, g, span)
         piece += -(-(end - at) // CHUNK)
         at = end
     return piece
 
 
-@compiled
+@inner
 def _least_row(s: Shard, members: int) -> int:
     """The first row at hand in any frame; NO_ROW after the last."""
     row = NO_ROW
@@ -217,8 +214,8 @@ def _least_row(s: Shard, members: int) -> int:
     return row
 
 
-@compiled
-def apply_rows(s: Shard, m: Move, walk: Walk) -> None:
+@inner
+def apply_rows(s: Shard, walk: Walk) -> None:
     """Applies the frames in hand, at least one of which is of rows."""
     piece = 0
     single = walk.members == 1  # and nothing else: recovery must cut the same pieces
@@ -243,7 +240,7 @@ def apply_rows(s: Shard, m: Move, walk: Walk) -> None:
                 low, high = start + row * width, start + after * width
             low, high = max(low, s.low), min(high, s.high)
             if low < high:
-                piece = _move_stretch(s, m, walk, tensor, Stretch(row, shift, low, high), piece)
+                piece = _move_stretch(s, walk, tensor, Stretch(row, shift, low, high), piece)
             if row == WHOLE:
                 break
             for member in range(0 if single else walk.members):

@@ -12,6 +12,7 @@ of what it is doing (record.py). The thread of shard 0 also keeps the statistics
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numba
@@ -19,12 +20,14 @@ import numpy as np
 from numba import types
 
 from gadei_ps import _native
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import compiled, inner
+from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RING, SHARD
 from gadei_ps.server.account import depart, top_up_all
 from gadei_ps.server.apply import applier
-from gadei_ps.server.arrival import MODE, catch_up, on_arrival
+from gadei_ps.server.arrival import MODE, arriver, catch_up, on_arrival
+from gadei_ps.server.chunks import loops
 from gadei_ps.server.constants import COLLECT, HOLD, IDLE, ON_ARRIVAL, ONE, ZERO
 from gadei_ps.server.context import Shard, integer, shard_of
 from gadei_ps.server.known import (
@@ -86,7 +89,7 @@ PROGRESS = 1  # frames were consumed
 HEARD = 2  # something that the manager must know
 
 
-@compiled
+@inner
 def _empty(s: Shard, row: int, head: np.uint64) -> bool:
     """Whether every shard has consumed all that was published."""
     for shard in range(s.c[0].shards):  # noqa: SIM110 (compiled: no generators)
@@ -95,7 +98,7 @@ def _empty(s: Shard, row: int, head: np.uint64) -> bool:
     return True
 
 
-@compiled
+@inner
 def _keep_books(s: Shard, count: int) -> bool:
     """Shard 0: books out learners that are gone, and hands out work. True: a gone one remains."""
     again = False
@@ -119,7 +122,7 @@ def _keep_books(s: Shard, count: int) -> bool:
     return again
 
 
-@compiled
+@inner
 def _hears_wishes(s: Shard, count: int) -> bool:
     """Whether a learner asks for something new since this shard looked last."""
     heard = False
@@ -132,7 +135,7 @@ def _hears_wishes(s: Shard, count: int) -> bool:
     return heard
 
 
-@compiled
+@inner
 def _stands_still(
     s: Shard, count: int, superstep: np.uint64, mode: np.uint32, bell_seen: np.uint32
 ) -> bool:
@@ -154,7 +157,7 @@ def _stands_still(
     return False
 
 
-@compiled
+@inner
 def _pass_held(s: Shard, count: int, superstep: np.uint64, mode: np.uint32) -> int:
     """Frames lie until the manager publishes a superstep, or another mode."""
     found = 0
@@ -175,7 +178,7 @@ def _pass_held(s: Shard, count: int, superstep: np.uint64, mode: np.uint32) -> i
     return found
 
 
-@compiled
+@inner
 def _pass_on_arrival(s: Shard, count: int, mode: np.uint32) -> int:
     """Each frame is applied as it comes: at most one of each ring, so that all have their turn."""
     found = 0
@@ -184,7 +187,7 @@ def _pass_on_arrival(s: Shard, count: int, mode: np.uint32) -> int:
     for i in range(count):
         ring = s.known[i]
         if get(ring.address + HEAD) != ring.tail:  # SYNC POINT: frame
-            on_arrival(s, ring)
+            on_arrival(s, i)
             found = PROGRESS
     return found
 
@@ -308,9 +311,15 @@ ENTRIES = (can_recover, recover, serve, stand_by)
 SIGNATURE = types.int64(types.Array(numba.from_dtype(PART), 1, "C"))
 
 
-def load() -> None:
-    """Loads the code of the shards from Numba's cache, or compiles it once (about a minute)."""
+def load(kinds: Iterable[int] = tuple(Kind)) -> None:
+    """Loads the code of the shards from Numba's cache, or compiles it once.
+
+    kinds: optimizers for which to do so.
+    """
     applier()
+    arriver()
+    for kind in kinds:
+        loops(kind)
     for function in ENTRIES:
         function.compile(SIGNATURE)  # type: ignore[attr-defined]
 

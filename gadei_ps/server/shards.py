@@ -12,7 +12,7 @@ from gadei_ps.machine import log, placement
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import CONTROL, STATE
 from gadei_ps.memory.segment import Segment
-from gadei_ps.server import apply, shard
+from gadei_ps.server import apply, arrival, chunks, shard
 from gadei_ps.server.structs import BOARD, NOT_READING, PART
 
 EXIT_S = 2.0
@@ -62,6 +62,8 @@ class Shards:
         one["undo"] = self.state.address + int(state["undo_at"]) + index * layout.UNDO_BYTES
         one["board"] = self.board.ctypes.data
         one["apply"] = apply.applier()
+        one["arrive"] = arrival.arriver()
+        one["move"] = chunks.loops(int(self.control.view(CONTROL)["optimizer"]))
         one["tensors_at"] = self.weights.address + int(head["table_at"])
         for field in ("tensors", "elements", "parameters"):
             one[field] = head[field]

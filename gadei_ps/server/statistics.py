@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.memory import layout
 from gadei_ps.server.constants import EMPTY, ONE, ZERO
 from gadei_ps.server.context import Shard, integer
@@ -33,7 +33,7 @@ def staleness_bin(staleness: np.uint64) -> int:
     return bin_
 
 
-@compiled
+@inner
 def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64) -> None:
     """Counts a gradient that is applied. version: of the weights, before it."""
     e = c[0].roster[row]
@@ -52,20 +52,20 @@ def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64
     c[0].roster[row].histogram[staleness_bin(staleness)] += ONE
 
 
-@compiled
+@inner
 def count_dropped(c: np.ndarray, row: int) -> None:
     """Counts a gradient that the synchronization model drops, or its learner has given up."""
     c[0].roster[row].dropped += ONE
 
 
-@compiled
+@inner
 def count_refused(c: np.ndarray, row: int, reason: int) -> None:
     """Counts a bad frame and keeps its reason."""
     c[0].roster[row].refused += ONE
     c[0].roster[row].reason = np.uint32(reason)
 
 
-@compiled
+@inner
 def count_past(c: np.ndarray, row: int) -> None:
     """Adds a learner's counts to those of all learners that are gone, and clears them."""
     e = c[0].roster[row]
@@ -79,7 +79,7 @@ def count_past(c: np.ndarray, row: int) -> None:
     e.samples = ZERO
 
 
-@compiled
+@inner
 def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action: int) -> None:
     """Keeps the times of an iteration for `gadei-ps trace`.
 

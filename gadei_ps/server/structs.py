@@ -92,7 +92,10 @@ PART: Final = np.dtype(
         ("slot1", u64),
         ("undo", u64),  # address of this shard's undo log
         ("board", u64),  # address of the process' BOARD
-        ("apply", u64),  # address of the compiled code that applies gradients (apply.applier)
+        # Addresses of compiled code (kernels.compiled.address_of).
+        ("apply", u64),  # apply.applier
+        ("arrive", u64),  # arrival.arriver
+        ("move", u64, (2, 2)),  # chunks.loops: of buffers or parameters, by form of the gradient
         ("tensors_at", u64),  # address of the model's table
         ("tensors", u64),
         ("elements", u64),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.server.account import book_superstep
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
@@ -21,7 +21,7 @@ from gadei_ps.server.record import VERSION, Entry, begin, finish
 from gadei_ps.server.symbols import get
 
 
-@compiled
+@inner
 def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
     """Applies the mean of the gradients that the sync model has chosen; consumes the others."""
     members = 0
@@ -52,7 +52,7 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
             consume(s, ring, tail)
 
 
-@compiled
+@inner
 def all_known(s: Shard, count: int) -> bool:
     """Whether the rings of the published superstep are mapped.
 

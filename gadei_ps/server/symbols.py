@@ -74,17 +74,17 @@ def mark(context: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
-def call_apply(
-    context: Any, function: Any, part: Any, members: Any, first: Any, reopen: Any
-) -> Any:
-    """Calls apply._apply at its address, which differs from process to process."""
+def call(context: Any, function: Any, *args: Any) -> Any:
+    """Calls compiled code at its address, which differs from process to process."""
+    given = types.StarArgTuple(args)
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        words = cgutils.unpack_tuple(builder, args[1])
+        kind = ir.FunctionType(ir.VoidType(), [word.type for word in words])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), words)
         return context.get_dummy_value()
 
-    return types.void(*[_u64] * 5), build
+    return types.void(types.uint64, given), build
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -54,7 +54,7 @@ class Turns:
         """Returns when the server's code is in Numba's cache.
 
         The first caller has it compiled, in a process of its own; the others wait for that. This
-        takes 90 s of a core if the cache is empty, which no test's time-out should have to allow.
+        takes 50 s of a core if the cache is empty, which no test's time-out should have to allow.
         """
         with _locked(self.directory / "compiling", fcntl.LOCK_EX):
             done = self.directory / "compiled"

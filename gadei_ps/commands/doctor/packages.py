@@ -42,12 +42,12 @@ def numba() -> Found:
     if not os.access(where, os.W_OK | os.X_OK):
         return (
             Level.WARNING,
-            f"{where} cannot be written: every start compiles for about a minute",
+            f"{where} cannot be written: every start compiles for about half a minute",
             "set NUMBA_CACHE_DIR to a directory you may write",
         )
     if shard.is_kept():
         return Level.OK, f"{where}, filled", ""
-    return Level.OK, f"{where}, not filled: the next start compiles for about a minute", ""
+    return Level.OK, f"{where}, not filled: the next start compiles for about half a minute", ""
 
 
 def torch() -> Found:
