@@ -25,7 +25,7 @@ from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.kernels import cpu, optimizers
 from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind, OptimizerSpec
 from gadei_ps.memory import layout
-from gadei_ps.server.chunks import COEFFICIENTS_AT, Walk, prepare
+from gadei_ps.server.chunks import COEFFICIENTS_AT, Walk, loops, prepare
 from gadei_ps.server.context import Shard, shard_of
 from gadei_ps.server.dense import apply_dense
 from gadei_ps.server.record import lock, unlock
@@ -132,6 +132,7 @@ class Work:
         # Nothing is looked up on it; the shard's view of it needs an address.
         self.board = np.zeros(1, BOARD)
         part["board"] = self.board.ctypes.data
+        part["move"] = loops(int(kind))
         self.gradient = at[6]
 
     def fill(self) -> None:
