@@ -1,7 +1,7 @@
-"""`gadei-ps chaos`: kills and stops processes of a job at random, and looks what becomes of it.
+"""`gadei-ps chaos`: kills and stops processes of a job at random, and reports the consequences.
 
-With a job of its own it also counts, in the weights, how often each published gradient has been
-applied. Of somebody else's job it only tells times and counters.
+In a job of its own it also counts, in the weights, how often each published gradient was applied.
+For a given job it reports only times and counters.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from gadei_ps.watchdog.restart import Policy
 POLL_S = 0.002
 REPORT_S = 5.0
 LEAST_STOP_S, MOST_STOP_S = 0.1, 2.5
-LIVES_S = 2.0  # a watchdog gets so long to have servers started before it is hit again
-ROUND_S = 10.0  # how long the first round waits for a process that cannot be hit
+LIVES_S = 2.0  # a new watchdog is not hit for this time, so that it can start servers
+ROUND_S = 10.0  # the first round waits at most this long for processes to hit
 NUMBERS = (signal.SIGKILL, signal.SIGSTOP)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for.
+    """Options of a campaign.
 
-    own: the job to make where none is given. impatient: the active server is also killed while none
-    stands by. say: hears a line now and then.
+    own: the job to make if no job is given. impatient: kill the active server also while no standby
+    is ready. say: called with a line of progress now and then.
     """
 
     seconds: float = 60.0
@@ -55,7 +55,7 @@ class Options:
 
 
 def run(job: str | None, options: Options) -> dict[str, Any]:
-    """The whole of it; what `gadei-ps chaos --json` prints. Raises GadeiError."""
+    """Runs a campaign. Returns what `gadei-ps chaos --json` prints. Raises GadeiError."""
     odd = [one.name for one in options.signals if one not in NUMBERS]
     if odd:
         raise UsageError(f"--signals: {odd[0]} is not KILL or STOP; gadei-ps kill sends any")
@@ -68,8 +68,8 @@ def run(job: str | None, options: Options) -> dict[str, Any]:
         Daemon(
             own.config(),
             verbose=own.verbose,
-            silent=not own.verbose,  # it would tell of each death
-            policy=Policy(limit=sys.maxsize),  # it is killed on purpose
+            silent=not own.verbose,  # it would report each death
+            policy=Policy(limit=sys.maxsize),  # chaos kills it on purpose
         ) as daemon,
         Own(daemon, own) as victims,
     ):
@@ -140,10 +140,10 @@ class _Chaos:
         return f"{seconds:.0f} s: hit {', '.join(done)}; {version:,} gradients applied"
 
     def _strike(self, now: float) -> bool:
-        """Hits one of those that can be hit just now; False if there is none."""
+        """Hits one of the processes that can be hit now; False if there is none."""
         missed = self._missed() if now < self._round_until else []
         first = self._found([role for role in missed if role is not Role.WATCHDOG] or missed, now)
-        # Meanwhile learners: any other hit would only keep servers from getting ready to be hit.
+        # While roles are missed, other hits go to learners: any other would delay the missed roles.
         others = [role for role in self.options.targets if not missed or role is Role.LEARNER]
         found = first or self._found(others, now)
         if not found:
@@ -159,14 +159,14 @@ class _Chaos:
         return True
 
     def _missed(self) -> list[Role]:
-        """Those whom the first round has not hit: it kills, if anything does."""
+        """Roles not hit yet in the first round, which kills if the options contain KILL."""
         return [role for role in self.options.targets if not self.hits[role, self._round_number]]
 
     def _found(self, roles: Sequence[Role], now: float) -> list[Target]:
         return [one for role in roles if (one := self._target(role, now))]
 
     def _announce(self, target: Target, number: signal.Signals) -> None:
-        """Tells the observer what is about to happen."""
+        """Tells the observer of the hit that follows."""
         pushing = [one for one in self.job.learners() if one.alive and self._free(one)]
         match target.role:
             case Role.SERVER if number == signal.SIGKILL:
@@ -184,7 +184,7 @@ class _Chaos:
                 self._observer.other_hit()
 
     def _target(self, role: Role, now: float) -> Target | None:
-        """Processes that could be hit; None if that would only repeat a fault that still lasts."""
+        """A process of this role to hit; None while an earlier fault of the role lasts."""
         match role:
             case Role.LEARNER:
                 free = [one for one in self.job.learners() if one.alive and self._free(one)]
@@ -205,11 +205,11 @@ class _Chaos:
         return found if self._free(found) else None
 
     def _free(self, target: Target | None) -> bool:
-        """Whether there is one, and it has not been stopped by us."""
+        """Whether the process exists and chaos has not stopped it."""
         return target is not None and target not in [stopped for _, stopped in self._stopped]
 
     def _go_on(self, now: float, *, everyone: bool = False) -> None:
-        """Continues those that have been stopped long enough, and forgets the dead."""
+        """Continues processes that were stopped long enough, and forgets dead ones."""
         for entry in list(self._stopped):
             until, target = entry
             if everyone or now >= until or not target.alive:
@@ -220,7 +220,7 @@ class _Chaos:
     # -- telling ------------------------------------------------------------------------------
 
     def _counters(self) -> Counter[str]:
-        """The job's own."""
+        """The counters of the job."""
         control = self._processes.control
         names = ("server_deaths", "learner_deaths", "watchdog_starts")
         return Counter(jobs.counts(control) | {name: int(control[name]) for name in names})

@@ -3,15 +3,15 @@
     buffer `ledger`     LANES lanes | body
     parameter `w`       every value gets the same gradient
 
-Buffers are moved by plain addition, so the ledger is exact whatever the optimizer does. Each
-gradient adds 1 to the lane of the learner's generation, and +1 or -1 to every value of the body.
-The sign changes from one generation to the next, so that the sums stay where float32 is exact.
-`w` gets the same sign under SGD; any other optimizer gives the same result in every shard only if
-the order of the gradients does not matter, so then they are all alike.
+Gradients are added to buffers without the optimizer, so the ledger is exact under any optimizer.
+Each gradient adds 1 to the lane of the learner's generation, and +1 or -1 to every value of the
+body. The sign changes from one generation to the next, so that float32 represents the sums exactly.
+Under SGD, `w` gets the same sign. Another optimizer gives the same result in every shard only if
+all gradients are equal, because shards may apply them in different orders. So then all are equal.
 
-`python -m gadei_ps.chaos.learner OPTIMIZER`: says its row and generation in one line, and
-begins when it is told to by a line on standard input: by then its parent has mapped its ring, where
-it counts the gradients.
+`python -m gadei_ps.chaos.learner OPTIMIZER` prints its row and generation in one line. It begins
+when it reads a line on standard input. By then its parent has mapped its ring, where the parent
+counts the gradients.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import numpy.typing as npt
 from gadei_ps.errors import ControlError, GadeiError, JobNotFound
 from gadei_ps.learners.client import Client
 
-EXACT = "sgd"  # the optimizer under which whole numbers stay whole
-LANES = 4096  # an even number, so that a lane has one sign
+EXACT = "sgd"  # the optimizer under which whole numbers stay exact
+LANES = 4096  # even, so that all generations of a lane have one sign
 BODY = 16384
 LEDGER = LANES + BODY
-MOST = 2**21  # gradients of one generation
-PATIENCE_S = 30.0  # until there is another watchdog
+MOST = 2**21  # gradients of one generation, at most
+PATIENCE_S = 30.0  # wait for the next watchdog
 
 
 def sign(generation: int) -> int:
-    """Of what a learner of this generation adds to the body."""
+    """The sign of what a learner of this generation adds to the body."""
     return -1 if generation % 2 else 1
 
 
 def gradient(generation: int, values: int, optimizer: str) -> dict[str, npt.NDArray[np.float32]]:
-    """What each push of this generation brings; `values`: of `w`."""
+    """The gradient of each push of this generation. values: number of values of `w`."""
     same = sign(generation) if optimizer == EXACT else 1
     ledger = np.zeros(LEDGER, np.float32)
     ledger[LANES:] = sign(generation)
@@ -59,7 +59,7 @@ def _connect() -> Client:
 
 
 def push(optimizer: str) -> None:
-    """Pushes until it is killed, or has pushed MOST. Raises GadeiError."""
+    """Pushes until it is killed or has pushed MOST gradients. Raises GadeiError."""
     client = _connect()
     print(client.row, client.generation, flush=True)
     if not sys.stdin.readline():

@@ -1,7 +1,7 @@
-"""When things happen after a fault: seen in the job's memory, by a thread that mostly sleeps.
+"""Measures times after faults: a thread that reads the job's memory and mostly sleeps.
 
-Times are those of time.monotonic(). A look costs some microseconds and comes every SLEEP_S while
-something is awaited, so that the servers keep the cores.
+Times are those of time.monotonic(). While it waits for an event, the thread looks every SLEEP_S. A
+look takes some microseconds, so that the servers keep the cores.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from gadei_ps.memory.segment import segment_name
 
 SLEEP_S = 50e-6
 REST_S = 0.1
-GIVE_UP_S = 60.0  # of waiting for what another fault has perhaps made impossible
+GIVE_UP_S = 60.0  # another fault may have made the awaited event impossible
 
 
 @dataclass(eq=False)
 class _TakeOver:
-    """After the death of an active server."""
+    """The measurement after the death of an active server."""
 
     at: float
     generation: int
     tids: np.ndarray
     replaced: bool
     starved: bool
-    """No learner was left to push the next gradient: the time tells nothing of servers."""
+    """True: no learner was left to push, so the time says nothing about servers."""
     base: np.ndarray | None = None
-    """Gradients consumed by row when a thread of the next server was first seen."""
+    """Gradients consumed, by row, when the first thread of the next server was seen."""
 
 
 @dataclass
 class Times:
-    """In seconds. disturbed: reclaims during which servers or watchdog were hit too.
+    """Times in seconds.
 
-    fail_over, restart: from the kill of the active server to the next applied gradient, where
-    another server stood by and where none did. take_over: to the next active server, where another
-    server stood by.
+    fail_over, restart: from the kill of the active server to the next applied gradient, with and
+    without a standby. take_over: from the kill to the next active server, with a standby.
+    disturbed: number of reclaims during which servers or watchdog were hit too.
     """
 
     fail_over: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Times:
 
 
 class Observer(threading.Thread):
-    """Of one job with a model. Raises FileNotFoundError where there is none yet."""
+    """Observes one job. Raises FileNotFoundError if the job has no model yet."""
 
     def __init__(self, processes: Processes) -> None:
         super().__init__(name="observer", daemon=True)
@@ -78,13 +78,13 @@ class Observer(threading.Thread):
 
     @property
     def waits_for_server(self) -> bool:
-        """Whether no gradient has been applied yet since the active server was killed."""
+        """True from the kill of the active server until the next gradient is applied."""
         return bool(self._fail_overs or self._take_overs)
 
     def server_dies(self, *, replaced: bool, starved: bool) -> None:
-        """Call it just before the active server is killed.
+        """Call this just before the active server is killed.
 
-        replaced: another one stands by. starved: no learner pushes just now.
+        replaced: a standby is ready. starved: no learner pushes now.
         """
         generation = int(self._control["lease_generation"])
         one = _TakeOver(time.monotonic(), generation, self._tids.copy(), replaced, starved)
@@ -94,26 +94,26 @@ class Observer(threading.Thread):
             self._take_overs.append(one)
 
     def learner_dies(self, learner: Target, *, disturbed: bool, last: bool) -> None:
-        """Call it just before this learner is killed.
+        """Call this just before this learner is killed.
 
-        disturbed: servers or watchdog are not up. last: no other learner pushes just now.
+        disturbed: servers or watchdog are not up. last: no other learner pushes now.
         """
         self.learner_stops(last=last)
         self._await(self._reclaims, (learner, time.monotonic(), disturbed))
 
     def learner_stops(self, *, last: bool) -> None:
-        """Call it just before a learner is stopped. last: no other one pushes just now."""
+        """Call this just before a learner is stopped. last: no other learner pushes now."""
         if last:
             with self._lock:
                 for one in self._fail_overs:
                     one.starved = True
 
     def other_hit(self) -> None:
-        """The watchdog or a standby is hit: learners are perhaps let go later than they could."""
+        """The watchdog or a standby is hit, so rings of dead learners may be reclaimed later."""
         self._hit_at = time.monotonic()
 
     def _await(self, where: list[Any], one: Any) -> None:
-        """Returns when the thread is looking, so that its start takes no part of the time."""
+        """Returns when the thread looks for it, so that waking the thread takes no part of the time."""
         self._awake.clear()
         with self._lock:
             where.append(one)
@@ -136,15 +136,15 @@ class Observer(threading.Thread):
             time.sleep(SLEEP_S)
 
     def _look(self) -> None:
-        """All that is awaited and has happened by now."""
-        consumed = self._applied.min(axis=0)  # before the leases: what is there was done before
+        """Records the awaited events that have happened by now."""
+        consumed = self._applied.min(axis=0)  # before the leases: so consumed before
         now = time.monotonic()
         for one in list(self._fail_overs):
             if one.base is None:
                 if (self._tids != one.tids).any():
                     one.base = consumed
                 continue
-            np.minimum(one.base, consumed, out=one.base)  # a row begins anew with its learner
+            np.minimum(one.base, consumed, out=one.base)  # restarts with a row's learner
             if (consumed > one.base).any():
                 if not one.starved:
                     times = self.times.fail_over if one.replaced else self.times.restart
@@ -170,7 +170,7 @@ class Observer(threading.Thread):
 
 
 def spread(seconds: list[float]) -> dict[str, float | int | None]:
-    """Percentiles in milliseconds; None where nothing was measured."""
+    """Percentiles in milliseconds; None if nothing was measured."""
     told: dict[str, float | int | None] = {"p50": None, "p99": None, "max": None}
     if seconds:
         ms = np.array(seconds) * 1e3

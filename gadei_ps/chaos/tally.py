@@ -1,7 +1,7 @@
-"""How often each gradient of `gadei-ps chaos` is in the weights: read there, not from counters.
+"""Counts how often each gradient of `gadei-ps chaos` is in the weights, without any counter.
 
-What was published is read from the heads of the rings, which their learners alone write. What was
-applied is read from the ledger tensor (gadei_ps/chaos/learner.py).
+The number of published gradients is the head of a ring, which only its learner writes. The number
+of applied gradients is in the ledger tensor (gadei_ps/chaos/learner.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gadei_ps.memory.segment import Segment, segment_name
 
 @dataclass(frozen=True)
 class Count:
-    """torn: values of weights, optimizer state or ledger that differ from what they must be."""
+    """torn: number of values of weights, optimizer state or ledger that are wrong."""
 
     published: int
     applied: int
@@ -35,10 +35,10 @@ class Count:
 
 
 class Ring:
-    """A learner's ring, read-only: it is read when the learner is dead and the name gone."""
+    """A learner's ring, mapped read-only. It can be read after its name is removed."""
 
     def __init__(self, job: str, row: int, generation: int) -> None:
-        """Raises FileNotFoundError or SegmentError, also if the row is another learner's."""
+        """Raises FileNotFoundError, or SegmentError, also if the row has another learner by now."""
         name = segment_name(job, f"ring.{row}")
         self._segment = segment.attach(name, SegmentKind.RING, writable=False)
         if int(self._segment.header["generation"]) != generation:
@@ -51,7 +51,7 @@ class Ring:
 
 @dataclass
 class Tally:
-    """Of one job, whose weights and state stay mapped. exact: `w` is moved by plain addition."""
+    """The count of one job. Keeps weights and state mapped. exact: the optimizer is EXACT."""
 
     job: str
     exact: bool
@@ -69,11 +69,11 @@ class Tally:
         self._w, self._ledger = views["w"], views["ledger"]
 
     def add(self, generation: int, published: int) -> None:
-        """A learner of this generation is dead; its ring's head said so many."""
+        """Adds what a dead learner of this generation has published."""
         self._published[generation % LANES] += published
 
     def count(self, dropped: int) -> Count:
-        """When nothing is in a ring any more. dropped: gradients that were meant not to count."""
+        """The count, when all rings are empty. dropped: gradients that the sync model dropped."""
         published = np.zeros(LANES)
         for lane, number in self._published.items():
             published[lane] = number
@@ -89,14 +89,14 @@ class Tally:
         )
 
     def _torn(self, total: float) -> int:
-        """Chunks that took part in fewer or more gradients than others, as values that differ."""
+        """Number of values in chunks that got more or fewer gradients than the others."""
         body = self._ledger[LANES:]
         assert body.size == BODY
         torn = int((body != np.float32(total)).sum())
         if self.exact:
             return torn + int((self._w != np.float32(-total)).sum())
-        # All values of `w` get the same gradients, all alike, so they and their state stay the same
-        # to the last bit; the last shard, which holds the body, has some of them too.
+        # All values of `w` get the same, equal gradients, so they and their state stay equal to the
+        # last bit. The last shard, which holds the body, also has values of `w`.
         return torn + sum(_odd_ones(values) for values in (self._w, *self._slots()))
 
     def _slots(self) -> list[np.ndarray]:
@@ -110,6 +110,6 @@ class Tally:
 
 
 def _odd_ones(values: np.ndarray) -> int:
-    """How many differ, to the bit, from the last one."""
+    """Number of values whose bits differ from those of the last value."""
     bits: Any = values.view(np.uint32)
     return int((bits != bits[-1]).sum())

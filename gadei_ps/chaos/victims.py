@@ -1,7 +1,7 @@
-"""Whose processes `gadei-ps chaos` hits: those of a job of its own, or of somebody else's.
+"""The job whose processes `gadei-ps chaos` hits: its own, or a given one.
 
-In a job of its own the learners can be counted (tally.py). They are started again when they die,
-and so is the watchdog; servers are the watchdog's business.
+In its own job, chaos counts gradients (tally.py), and restarts learners and the watchdog when they
+die. The watchdog restarts servers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gadei_ps.memory.layout import Phase
 
 POLL_S = 0.002
 DRAIN_S = 60.0
-HANG_S = 1.0  # some stops are longer, so that the watchdog has hung servers to kill
-MAX_FAILURES = 20  # of our learners in a row, by themselves
+HANG_S = 1.0  # some stops last longer, so that the watchdog has to kill hung servers
+MAX_FAILURES = 20  # failures in a row of learners that were not hit
 ADAPTIVE_LR = 1e-3
 
 
 @dataclass(frozen=True)
 class OwnJob:
-    """What is asked of it. size: bytes of its weights. verbose: its processes may be heard."""
+    """Options of chaos's own job. size: bytes of weights. verbose: show its processes' output."""
 
     learners: int = 2
     optimizer: str = EXACT
@@ -43,7 +43,7 @@ class OwnJob:
     def config(self) -> JobConfig:
         """Raises UsageError."""
         values = max(1, self.size // 4 // layout.CHUNK) * layout.CHUNK
-        # A rate of 1 keeps what SGD makes of whole numbers exact.
+        # With a rate of 1, the results of SGD are whole numbers, and exact.
         rate = 1.0 if self.optimizer == EXACT else ADAPTIVE_LR
         wanted = from_mapping(
             {
@@ -68,7 +68,7 @@ class OwnJob:
 
 
 class Given:
-    """Somebody else's job: nothing in it is started again by us."""
+    """A given job. Chaos starts nothing in it."""
 
     def __init__(self, job: str) -> None:
         self.processes = Processes(job)
@@ -88,7 +88,7 @@ class Given:
 
 @dataclass(eq=False)
 class _Learner:
-    """A learner of ours: its process, and its ring once it is attached."""
+    """A learner of chaos's own job: its process, and its ring after it attached."""
 
     child: subprocess.Popen[bytes]
     said: bytes = b""
@@ -97,7 +97,7 @@ class _Learner:
 
 
 class Own:
-    """A job of our own, with learners that can be counted."""
+    """Chaos's own job, whose gradients it can count."""
 
     def __init__(self, daemon: Daemon, wanted: OwnJob) -> None:
         self._daemon = daemon
@@ -116,7 +116,7 @@ class Own:
             one.child.wait()
 
     def look_after(self) -> None:
-        """Starts again what is dead; lets learners push whose rings are mapped."""
+        """Restarts dead processes. Lets learners push when their rings are mapped."""
         self._daemon.check()
         while len(self._learners) < self._wanted.learners:
             self._learners.append(self._start())
@@ -148,7 +148,7 @@ class Own:
         if not one.said.endswith(b"\n"):
             return
         row, generation = map(int, one.said.split())
-        # Its name may be gone already: then the learner is dying, and has pushed nothing.
+        # If the ring's name is gone already, the learner is dying and has pushed nothing.
         with contextlib.suppress(FileNotFoundError, SegmentError, BrokenPipeError):
             one.ring = Ring(self.processes.job, row, generation)
             start = process.start_ticks(one.child.pid)
@@ -167,10 +167,10 @@ class Own:
                 pipe.close()
         self._failures = self._failures + 1 if one.child.returncode > 0 else 0
         if self._failures >= MAX_FAILURES:
-            raise JobFailed("learners fail by themselves again and again; --verbose shows why")
+            raise JobFailed("learners fail again and again without being hit; --verbose shows why")
 
     def count(self) -> Count | None:
-        """Kills the learners and waits until all that they have published is consumed."""
+        """Kills the learners, waits until their published gradients are consumed, and counts."""
         for one in list(self._learners):
             one.child.kill()
             one.child.wait()

@@ -1,6 +1,6 @@
-"""The networks of sync/run_time_model.py in PyTorch, and what their training maximises.
+"""The networks of sync/run_time_model.py in PyTorch, and the bound that their training maximises.
 
-The architecture is described there; parameters have the names that they have in the file.
+sync/run_time_model.py describes the architecture. Parameters have the same names as in the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gadei_ps.sync.run_time_model import MIN_STD
 
 @dataclass
 class Batch:
-    """Scaled run times (windows, LAG, learners); which are known; which are lower bounds."""
+    """Scaled run times (windows, LAG, learners), which of them are known, which lower bounds."""
 
     times: Tensor
     known: Tensor | None
@@ -26,7 +26,7 @@ class Batch:
 
 
 class _Recurrence(nn.Module):
-    """A tanh RNN that begins at zero."""
+    """A tanh RNN whose first state is zero."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class DeepMarkovModel(nn.Module):
     """The networks of run_time_model.py, with the same names, for training."""
 
     def __init__(self, sizes: Sizes, times: Tensor) -> None:
-        """times: scaled run times, (iterations, learners), that training is to begin with."""
+        """times: scaled run times, (iterations, learners), from which training begins."""
         super().__init__()
         z, r, h, n = sizes.latent, sizes.recurrent, sizes.hidden, sizes.learners
         self.sizes = sizes
@@ -71,11 +71,11 @@ class DeepMarkovModel(nn.Module):
 
     @torch.no_grad()
     def _begin(self, times: Tensor) -> None:
-        """The first guess is each learner's own mean and deviation: what is left is learned soon.
+        """Initial parameters. The first prediction is each learner's own mean and deviation.
 
-        The state stays where it is (W = 1, b = 0 in the transition), as with Krishnan et al. What
-        the RNNs take in varies by 1: else what a few of thousands of learners do together is lost
-        in the noise of all the others, and the state is never used.
+        The transition keeps the state (W = 1, b = 0), as in Krishnan et al. The input of the RNNs
+        has deviation 1. Otherwise the noise of thousands of learners hides what a few of them have
+        in common, and training never uses the state.
         """
         nn.init.eye_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
@@ -83,7 +83,7 @@ class DeepMarkovModel(nn.Module):
         self.run_time.weight.mul_(0.3)
         self.run_time.bias.copy_(mean)
         self.run_time_std.weight.mul_(0.1)
-        self.run_time_std.bias.copy_(std + torch.log(-torch.expm1(-std)))  # softplus's inverse
+        self.run_time_std.bias.copy_(std + torch.log(-torch.expm1(-std)))  # inverse of softplus
         for side in (self.left, self.right):
             taken = (times - mean) @ side.input.weight.T
             side.input.weight.div_(taken.std(0)[:, None] + 1e-3)
@@ -102,9 +102,9 @@ class DeepMarkovModel(nn.Module):
         return self.run_time(hidden), _std(self.run_time_std(hidden))
 
     def infer(self, windows: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws of the states given whole windows, their means and deviations.
+        """Draws of the states, given whole windows, and the states' means and deviations.
 
-        windows: (m, lag, learners). noise: (lag, m, latent). Returns (m, lag, latent) thrice.
+        windows: (m, lag, learners). noise: (lag, m, latent). Returns (m, lag, latent) three times.
         """
         left, right = self.left(windows), self.right(windows.flip(1))[::-1]
         state = self.start.expand(len(windows), -1)
@@ -118,7 +118,7 @@ class DeepMarkovModel(nn.Module):
         return states, means, stds
 
     def forward(self, windows: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of the superstep after each window: (m, learners); as Network.predict.
+        """Mean and deviation of the superstep after each window, (m, learners), as Network.predict.
 
         noise: (lag + 1, m, latent).
         """
@@ -127,10 +127,10 @@ class DeepMarkovModel(nn.Module):
         return self.emit(mean + std * noise[-1])
 
     def elbo(self, batch: Batch, noise: Tensor) -> Tensor:
-        """The evidence lower bound for each run time, nats; a mean over the batch.
+        """The evidence lower bound for each run time in nats, a mean over the batch.
 
-        The expectation over states takes one draw; the divergence from the transition's normal
-        distribution to the inference network's is exact, given the state before.
+        The expectation over states uses one draw. Given the previous state, the divergence of the
+        inference network's normal distribution from the transition's is exact.
         """
         states, means, stds = self.infer(batch.times, noise)
         start = self.start.expand(len(states), 1, -1)
@@ -150,7 +150,7 @@ class DeepMarkovModel(nn.Module):
         return (likelihood.sum() - divergence) / batch.times.numel()
 
     def noise(self, windows: int, generator: torch.Generator | None = None) -> Tensor:
-        """Standard normal, for as many windows."""
+        """Standard normal noise for this number of windows."""
         return torch.randn(self.sizes.lag, windows, self.sizes.latent, generator=generator)
 
 

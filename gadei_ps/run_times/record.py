@@ -1,7 +1,7 @@
-"""Records the run times of a running job's learners: read from its memory, nothing is asked of it.
+"""Records the run times of a running job's learners. Reads its shared memory and asks it nothing.
 
 The thread of shard 0 keeps the times of each learner's last RUNS iterations (ps_run in the layout).
-They are read often enough that none is written over unseen; what was is counted as missed.
+The recorder reads often enough that usually none is overwritten before. It counts those that are.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ POLL_S: Final = 0.01
 
 @dataclass
 class _Learner:
-    """A row's learner: what has been read of it."""
+    """The learner in a row, and how far the recorder has read."""
 
     generation: int
     next: int
-    """Sequence number to read next."""
+    """The next sequence number to read."""
     ahead: int
-    """By how much its iterations' numbers in the trace are above its sequence numbers."""
+    """Number of an iteration in the trace minus its sequence number."""
 
 
 class Recorder:
-    """One job. Raises JobNotFound where it is not running or has no model yet."""
+    """Records one job. Raises JobNotFound if the job is not running or has no model yet."""
 
     def __init__(self, job: str) -> None:
         segment.check_job_name(job)
@@ -56,7 +56,7 @@ class Recorder:
         self._applied = self._state.view(STATE)["applied"][0]
         self._runs = self._state.view(STATE)["runs"]
         self._learners: dict[int, _Learner] = {}
-        self._last = -1  # greatest number of an iteration so far
+        self._last = -1  # highest number of an iteration so far
         self.rows = 0
         self.missed = 0
         self.seen: set[int] = set()
@@ -67,7 +67,7 @@ class Recorder:
         return int(self._view["phase"]) >= Phase.STOPPED
 
     def read(self) -> list[str]:
-        """Lines of the trace for what has come since the last call, learner by learner."""
+        """Lines of the trace for the run times since the last call, learner by learner."""
         roster = self._view["roster"]
         lines: list[str] = []
         begin = self._last + 1
@@ -79,7 +79,7 @@ class Recorder:
                 continue
             one = self._learners.get(row)
             if one is None or one.generation != generation:
-                # Learners that come later are counted on from where the others are.
+                # The first iteration of a late learner has the next number of the trace.
                 first = int(self._applied[row])
                 one = self._learners[row] = _Learner(generation, first, begin - first)
             lines += self._read(row, one)
@@ -95,7 +95,7 @@ class Recorder:
             given_up = bool(run["censored"])
             if sequence != one.next + 1 or int(run["sequence"]) != sequence:
                 if sequence <= one.next and one.next + 1 == upto:
-                    break  # counted, and its times are just being written
+                    break  # applied is counted, but its times are not written yet
                 self.missed += 1
             elif int(run["action"]) != Action.REFUSE and 0 <= finished - started < math.inf:
                 iteration = one.next + one.ahead
@@ -108,9 +108,10 @@ class Recorder:
 
 
 def record(job: str, out: Path, seconds: float | None) -> dict[str, Any]:
-    """Writes OUT until the time is up, the job ends, or the user interrupts; what it holds.
+    """Records into the file `out` until `seconds` are over, the job ends, or SIGINT arrives.
 
-    Raises JobNotFound, and UsageError for a file that cannot be written.
+    Returns what `gadei-ps trace --json` prints. Raises JobNotFound, and UsageError if the file
+    cannot be written.
     """
     recorder = Recorder(job)
     begin = time.monotonic()

@@ -5,9 +5,9 @@ Two forms, told apart by the header:
     iteration,learner,started,seconds,censored      our own
     ,worker,gpu,time,batch_time_norm                Alibaba's cluster-trace-gpu-v2020, a job's file
 
-In ours, `started` is a time of a monotonic clock in seconds, which reading ignores and which may be
-empty; `seconds` is the run time; `censored` is 1 where the learner was dropped after so long, so
-that its run time is longer than that, else 0.
+In our own form, `started` is the time of a monotonic clock in seconds. It may be empty, and readers
+ignore it. `seconds` is the run time. If `censored` is 1, the learner was dropped after `seconds`,
+so its run time is longer. Otherwise `censored` is 0.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ BoolArray = npt.NDArray[np.bool_]
 class Trace:
     """Run times, iterations by learners.
 
-    times: float64 (iterations, learners), in the file's unit (seconds in our own), NaN where there
-    is none. censored: bool of that shape; where set, the time is a lower bound. learners: a name
-    for each column. Raises ValueError for other shapes.
+    times: float64 (iterations, learners), in the file's unit (seconds in our own form), NaN if
+    missing. censored: bool of that shape; True: the time is a lower bound. learners: a name for
+    each column. Raises ValueError for other shapes.
     """
 
     times: FloatArray
@@ -57,13 +57,13 @@ class Trace:
 
     @property
     def missing(self) -> int:
-        """How many run times there are not: what `filled` makes up."""
+        """Number of missing run times, which `filled` makes up."""
         return int(np.isnan(self.times).sum())
 
     def filled(self) -> Trace:
-        """A copy without gaps: a missing run time is the learner's last one, else its next one.
+        """A copy without gaps. A missing run time is the learner's previous one, else its next one.
 
-        A lower bound that is repeated remains one. Raises UsageError for a learner without any.
+        A repeated lower bound remains one. Raises UsageError if a learner has no run time.
         """
         known = ~np.isnan(self.times)
         for name, column in zip(self.learners, known.T, strict=True):
@@ -71,7 +71,7 @@ class Trace:
                 raise UsageError(f"learner {name!r} has no run time in the trace; leave it out")
         if not known.size:
             return Trace(self.times.copy(), self.censored.copy(), self.learners)
-        # For each cell the row of the newest known time, else of the first.
+        # For each cell: the row of the last known time, else of the first known time.
         rows = np.where(known, np.arange(len(known))[:, None], -1)
         source = np.maximum.accumulate(rows, axis=0)
         source = np.where(source < 0, known.argmax(axis=0)[None, :], source)
@@ -82,7 +82,7 @@ class Trace:
         )
 
     def part(self, begin: int, end: int) -> Trace:
-        """The iterations from `begin` up to `end`, by their place in the trace."""
+        """Iterations `begin` to `end` - 1, counted from the start of the trace."""
         return Trace(self.times[begin:end], self.censored[begin:end], self.learners)
 
 
@@ -92,9 +92,9 @@ class Trace:
 def read(path: str | os.PathLike[str]) -> Trace:
     """The trace in a CSV file of either form.
 
-    Iterations are in ascending order; numbers that do not occur are left out. Learners are in
-    numerical order if all are numbers, else in the order in which they first occur. Raises
-    UsageError, one line with the file and the line number, for whatever cannot be read.
+    Iterations are in ascending order. Numbers that do not occur are left out. Learners are in
+    numerical order if all names are numbers, else in the order in which they first occur. If the
+    file cannot be read, raises UsageError: one line with the file and the line number.
     """
     shown = _shown(path)
     rows = csv.reader(io.StringIO(_text(path, shown), newline=""), strict=True)
@@ -122,7 +122,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 
 class _Cells:
-    """The rows of a file, as columns of numbers: a file may have millions."""
+    """The rows of a file as columns of numbers, because a file may have millions of rows."""
 
     def __init__(self) -> None:
         self.lines = array("q")
@@ -249,24 +249,24 @@ def _shown(path: str | os.PathLike[str]) -> str:
 def line(
     iteration: int, learner: str | int, started: float | None, seconds: float, censored: bool
 ) -> str:
-    """One row of a file in our form, with its end of line; for a recorder that writes row by row.
+    """One row of a file in our form, with its end of line, for a recorder.
 
-    started: seconds of a monotonic clock, None where unknown.
+    started: seconds of a monotonic clock, None if unknown.
     """
     name = str(learner)
     if any(sign in name for sign in ',"\r\n'):
         name = '"' + name.replace('"', '""') + '"'
-    # repr of a float is the shortest text that reads back as the same float.
+    # repr of a float is the shortest text from which the same float can be read.
     begun = "" if started is None else repr(float(started))
     return f"{iteration},{name},{begun},{float(seconds)!r},{int(censored)}\n"
 
 
 def write(path: str | os.PathLike[str], trace: Trace, *, started: FloatArray | None = None) -> None:
-    """Writes a trace in our form, whole or not at all; iterations are numbered from 0.
+    """Writes a trace in our form, whole or not at all. Iterations are numbered from 0.
 
-    started: float64 of the shape of `trace.times`, seconds of a monotonic clock, NaN where unknown.
-    Missing run times have no row. Raises ValueError for another shape of `started`, UsageError if
-    the file cannot be written.
+    started: float64 of the shape of `trace.times`, seconds of a monotonic clock, NaN if unknown.
+    Missing run times have no row. Raises ValueError for another shape of `started`, and UsageError
+    if the file cannot be written.
     """
     if started is not None and started.shape != trace.times.shape:
         raise ValueError(f"started {started.shape} is not times {trace.times.shape}")

@@ -1,18 +1,19 @@
-"""Training of the model of run times (sync/run_time_model.py) with PyTorch, from a trace.
+"""Trains the model of run times (sync/run_time_model.py) with PyTorch, from a trace.
 
-Teng and Wood 2018 (Cutoff SGD), section 3.1.3: stochastic gradient descent on the evidence lower
+Teng and Wood 2018 (Cutoff SGD), section 3.1.3: stochastic gradient ascent on the evidence lower
 bound (ELBO) of windows of `LAG` supersteps, for the generative and the inference networks at once,
-with Adam and gradient clipping. A trace of a few hundred iterations will do.
+with Adam and gradient clipping. A trace of a few hundred iterations is enough.
 
-What the paper does not say, and what is done here:
+The paper leaves these points open:
 
-- Each window is scaled as if the run had begun at a random place of the trace (divided by twice
-  the mean of the `LAG` supersteps there), times a little noise: so the networks cannot rely on the
-  level that a run happens to begin at.
-- Run times that are missing count nothing; a lower bound counts by the probability of what is above
-  it. The inference network sees the learner's last one, and the bound.
-- The weights kept are those with the best ELBO on the trace's end, which is held out.
-- KL annealing, as Krishnan et al. 2017 have it, made no difference and is left out.
+- Each window is scaled as if the run had begun at a random place of the trace: it is divided by
+  twice the mean of the `LAG` supersteps there, and multiplied by a little noise. So the networks
+  cannot rely on the level at which a run begins.
+- A missing run time does not count. A lower bound counts with the probability above it. In place of
+  a missing run time, the inference network sees the learner's previous one; of a lower bound, the
+  bound itself.
+- The end of the trace is held out. The weights with the best ELBO on it are kept.
+- KL annealing, as in Krishnan et al. 2017, made no difference and is left out.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ HIDDEN: Final = 64
 
 EPOCHS: Final = 30
 BATCHES: Final = 40
-"""Mini-batches of an epoch, whatever the trace's length."""
+"""Number of mini-batches of an epoch, for a trace of any length."""
 BATCH: Final = 32
 LEARNING_RATE: Final = 2e-3
 PENALTY: Final = 1e-4
-"""On the squares of all weights, against the ELBO for each run time."""
+"""Factor of the sum of squares of all weights, beside the ELBO for each run time."""
 JITTER: Final = 0.1
-"""Deviation of the logarithm of the noise on a window's scale."""
+"""Deviation of the logarithm of the noise by which a window is multiplied."""
 CLIP: Final = 1.0
 HELD_OUT: Final = 0.15
 TESTED: Final = 64
-"""Held-out windows that are looked at, at most: it bounds the time and the memory."""
+"""The most held-out windows that are used. It bounds time and memory."""
 
 SHORTEST: Final = 4 * LAG
-"""Iterations; of fewer, nothing is left to learn from once some are held out."""
+"""The fewest iterations of a trace. With fewer, none is left to train on after the hold-out."""
 
 Progress = Callable[[int, int, float], None]
 """Called after each epoch with its number from 1, the number of epochs, and the held-out ELBO."""
@@ -65,9 +66,9 @@ Progress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A trained model and what is known of it. ELBOs are nats for each run time, of seconds scaled.
+    """A trained model and its figures. ELBOs are nats for each scaled run time.
 
-    missing, censored: how many of the trace's run times were so. seconds: of training.
+    missing, censored: number of such run times in the trace. seconds: duration of the training.
     """
 
     out: str
@@ -94,17 +95,17 @@ def train(
 ) -> TrainingResult:
     """Trains a model on the trace and writes it to `out`, whole or not at all.
 
-    The same seed gives the same model on the same machine with as many threads. Raises UsageError
-    for a trace that is too short, has fewer than 2 learners or no spread, and for a file that
-    cannot be written.
+    The same seed gives the same model on the same machine with the same number of threads. Raises
+    UsageError if the trace is too short, has fewer than 2 learners or only equal run times, and if
+    the file cannot be written.
     """
     begin = time.monotonic()
     if epochs < 1:
-        raise UsageError(f"{epochs} epochs of training; ask for 1 at least")
+        raise UsageError(f"the number of epochs is {epochs}; it must be at least 1")
     _check(trace)
     target = Path(out)
-    if not target.parent.is_dir():  # better told before the work than after it
-        raise UsageError(f"{target}: there is no directory {target.parent}; make it")
+    if not target.parent.is_dir():  # told before the work, not after it
+        raise UsageError(f"{target}: there is no directory {target.parent}; create it")
     held_out = max(LAG + 5, round(HELD_OUT * len(trace.times)))
     training = _Windows(trace.part(0, len(trace.times) - held_out))
     testing = _Windows(trace.part(len(trace.times) - held_out, len(trace.times)))
@@ -141,24 +142,24 @@ def _check(trace: Trace) -> None:
     iterations, learners = trace.times.shape
     if iterations < SHORTEST:
         raise UsageError(
-            f"the trace has {iterations} iterations; record {SHORTEST} at least, better hundreds"
+            f"the trace has {iterations} iterations; record at least {SHORTEST}, better hundreds"
         )
     if learners < 2:
-        raise UsageError("the trace has fewer than 2 learners; there is no straggler among them")
+        raise UsageError("the trace has fewer than 2 learners; record a job with more")
     if np.isinf(trace.times).any() or (trace.times < 0).any():
         raise UsageError("the trace has run times that are negative or infinite; correct them")
     known = trace.times[~np.isnan(trace.times)]
     if not len(known) or np.ptp(known) <= 1e-6 * known.max():
-        raise UsageError("the trace's run times are all equal; there is nothing to learn")
+        raise UsageError("the trace's run times are all equal; the model needs times that vary")
 
 
 class _Windows:
-    """Windows of `LAG` supersteps of a trace: (windows, LAG, learners), scaled when taken."""
+    """Windows of `LAG` supersteps of a trace. A batch is (windows, LAG, learners), scaled."""
 
     def __init__(self, trace: Trace) -> None:
         filled = trace.filled().times
         self.count = len(filled) - LAG + 1
-        # Twice the mean of the window that begins at each place.
+        # For each place, twice the mean of the window that begins there.
         means = np.lib.stride_tricks.sliding_window_view(filled.mean(axis=1), LAG).mean(axis=1)
         self._scales = torch.from_numpy(np.maximum(2 * means, 1e-9).astype(np.float32))
         self._times = torch.from_numpy(filled.astype(np.float32))
@@ -166,19 +167,19 @@ class _Windows:
         self._censored = torch.from_numpy(trace.censored) if trace.censored.any() else None
 
     def sample(self, count: int) -> Batch:
-        """Windows from anywhere, each scaled as if the run had begun anywhere else."""
+        """Random windows, each scaled as if the run had begun at another random place."""
         scales = self._scales[torch.randint(self.count, (count,))]
         return self._batch(
             torch.randint(self.count, (count,)), scales * torch.exp(JITTER * torch.randn(count))
         )
 
     def spread(self, count: int) -> Batch:
-        """At most so many windows, evenly, scaled as a run that begins with the first one does."""
+        """At most `count` windows, evenly spaced, scaled as in a run that begins with the first."""
         begins = torch.linspace(0, self.count - 1, min(count, self.count)).round().long()
         return self._batch(begins, self._scales[:1].expand(len(begins)))
 
     def typical(self) -> Tensor:
-        """Run times at the usual scale: (iterations, learners)."""
+        """All run times at the usual scale: (iterations, learners)."""
         return self._times / self._scales.mean()
 
     def _batch(self, begins: Tensor, scales: Tensor) -> Batch:
@@ -205,7 +206,7 @@ def _fit(
     epochs: int,
     progress: Progress | None,
 ) -> _Best:
-    """Trains, and returns the weights of the epoch that did best on `testing`."""
+    """Trains, and returns the weights of the epoch that was best on `testing`."""
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
         optimizer, epochs * BATCHES, LEARNING_RATE / 100
@@ -225,7 +226,7 @@ def _fit(
             schedule.step()
             elbos.append(elbo.item())
         with torch.no_grad():
-            # The same noise each time, so that epochs differ by their weights alone.
+            # Always the same noise, so that epochs differ only by their weights.
             noise = model.noise(len(held_out.times), torch.Generator().manual_seed(0))
             found = model.elbo(held_out, noise).item()
         if found > best.held_out_elbo:
@@ -236,7 +237,7 @@ def _fit(
         if progress is not None:
             progress(epoch, epochs, found)
     if not best.weights:
-        raise UsageError("training did not come to finite numbers; look at the trace's run times")
+        raise UsageError("training gave numbers that are not finite; look at the trace's run times")
     return best
 
 

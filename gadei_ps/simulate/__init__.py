@@ -1,1 +1,1 @@
-"""Synchronization models in virtual time: the objects that the server drives, with any learners."""
+"""Simulates synchronization models, the same objects that the server drives, in virtual time."""

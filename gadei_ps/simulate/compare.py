@@ -1,4 +1,4 @@
-"""Several models on the same run times, one after the other, beside the oracle."""
+"""Compares several models and the oracle on the same run times, one after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gadei_ps.sync import SpecError, SyncModel, parse
 
 @dataclass(frozen=True)
 class Learning:
-    """What is learnt meanwhile. Rates of None: the problem's own; that over the learners."""
+    """Trains weights in the run. lr None: the problem's; lr_on_arrival None: lr / learners."""
 
     problem: Problem
     batch: int = 32
@@ -29,7 +29,7 @@ class Learning:
     decay: float = 0.0
 
     def descent(self, setting: Setting, model: SyncModel) -> Descent:
-        """New weights for one model's run."""
+        """The training for one model's run, with new weights."""
         lr = self.problem.lr if self.lr is None else self.lr
         on_arrival = lr / setting.learners if self.lr_on_arrival is None else self.lr_on_arrival
         return Descent(
@@ -47,12 +47,12 @@ class Learning:
 def problem(name: str, seed: int) -> Problem:
     """One of PROBLEMS by its name. Raises UsageError."""
     if name not in PROBLEMS:
-        raise UsageError(f"no problem {name!r}: there are {', '.join(PROBLEMS)}")
+        raise UsageError(f"no problem {name!r}; the problems are {', '.join(PROBLEMS)}")
     return PROBLEMS[name](seed)
 
 
 def model(spec: str, learners: int) -> SyncModel:
-    """A new model, ready to run with so many learners. Raises UsageError."""
+    """A new model, checked for this number of learners. Raises UsageError."""
     try:
         made = parse(spec)
         made.check(learners)
@@ -62,7 +62,7 @@ def model(spec: str, learners: int) -> SyncModel:
 
 
 def run(made: SyncModel, setting: Setting, learning: Learning | None = None) -> Outcome:
-    """Simulates one model, which must be new."""
+    """Simulates one model. `made` must be new."""
     descent = None if learning is None else learning.descent(setting, made)
     found = Simulator(made, setting, descent).run()
     if descent is not None:
@@ -76,10 +76,10 @@ def compare(
     learning: Learning | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """What `gadei-ps simulate --json` prints, except the words of the setting itself.
+    """The results that `gadei-ps simulate --json` prints, without the setting.
 
-    Deterministic, except the keys `wall_s`. say: told of each model that is done. Raises UsageError
-    for an unknown model, before anything is simulated.
+    Deterministic, except the keys `wall_s`. say: called with a line after each model. Raises
+    UsageError for an unknown model before it simulates any.
     """
     began = time.perf_counter()
     models = [model(spec, setting.learners) for spec in specs]

@@ -1,9 +1,9 @@
 """Random numbers by place: the number at (seed, stream, learner, iteration), in any order.
 
-SplitMix64 (Steele, Lea and Flood 2014, 'Fast splittable pseudorandom number generators'): a counter
-that steps by an odd constant, and a bijection that mixes it. Each (seed, stream, learner) starts
-its counter elsewhere and the iteration is the step, so that a number depends on its place alone,
-never on what was drawn before it. That is what gives every model the same run times.
+SplitMix64 (Steele, Lea and Flood 2014, 'Fast splittable pseudorandom number generators') is a
+counter that steps by an odd constant, and a bijection that mixes it. Each (seed, stream, learner)
+starts its counter elsewhere, and the iteration is the step. So a number depends on its place alone,
+never on earlier draws, and every model gets the same run times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 class Stream(IntEnum):
-    """What a number is for: streams are independent of each other."""
+    """The purpose of a number. Streams are independent of each other."""
 
     RADIUS = 0
     ANGLE = 1
@@ -36,7 +36,7 @@ class Stream(IntEnum):
 
 
 def words(seed: int, stream: Stream, learners: IntArray, iterations: IntArray) -> WordArray:
-    """64 random bits for each pair of learner and iteration; the arrays broadcast."""
+    """64 random bits for each pair of learner and iteration. The arrays broadcast."""
     key = _mixed(np.array([seed % 2**64], np.uint64) + np.uint64((stream + 1) * int(_STEP) % 2**64))
     start = _mixed(key + _STEP * (learners.astype(np.uint64) + np.uint64(1)))
     return _mixed(start + _STEP * (iterations.astype(np.uint64) + np.uint64(1)))

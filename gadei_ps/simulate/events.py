@@ -1,8 +1,8 @@
-"""What happens next: events in the order of their times, many of which come in sorted batches.
+"""A queue of events in the order of their times. Many events come in batches.
 
-When a barrier lets all learners go on at once, their ends are one batch, sorted by NumPy; only the
-batch's next event stands in the heap. It is taken event by event without touching the heap while
-nothing else comes before, so that a barrier model costs no heap operation for each iteration.
+When a barrier releases all learners at once, the ends of their iterations are one batch, which
+NumPy sorts. Only the batch's next event is in the heap. While no other event comes first, the batch
+is consumed without the heap. So a barrier model needs no heap operation for each iteration.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _NOTHING: Iterator[tuple[float, int]] = iter(())
 
 
 class Events:
-    """A queue of (time, key), ordered by both; iterating takes them out.
+    """A queue of (time, key), ordered by both. Iteration removes the events.
 
-    While it is iterated, events may be added whose time is not before that of the last one taken.
+    During iteration, events may be added if their time is not before the last one taken.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Iterator[tuple[float, int]]]] = []
-        self._serial = 0  # so that batches themselves are never compared
+        self._serial = 0  # unique, so that the heap never compares batches
 
     def add(self, time: float, key: int) -> None:
         """One event."""
@@ -33,7 +33,7 @@ class Events:
         heapq.heappush(self._heap, (time, key, self._serial, _NOTHING))
 
     def add_all(self, times: FloatArray, keys: IntArray) -> None:
-        """Many events, in any order; both of shape (events,)."""
+        """Adds events in any order. Both arrays have shape (events,)."""
         if not len(keys):
             return
         order = np.lexsort((keys, times))

@@ -1,4 +1,4 @@
-"""Counts of whole numbers in bounded memory: how stale gradients were."""
+"""Counts whole numbers in bounded memory, for the staleness of gradients."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import numpy as np
 from gadei_ps.simulate.draws import IntArray
 
 EXACT = 4096
-"""Numbers below have a bin each; above, a bin is at most 1/64 as wide as what it counts."""
-_STEPS = 6  # bits of a number above EXACT that are kept below its highest one
+"""A smaller number has its own bin. For others, a bin is at most 1/64 of its numbers wide."""
+_STEPS = 6  # for a number from EXACT on: bits that are kept after its highest one
 
 
 class Histogram:
-    """Counts of numbers from 0: the mean and the maximum are exact, quantiles up to 1/64."""
+    """Counts of numbers from 0. Mean and maximum are exact; quantiles are within 1/64."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -21,7 +21,7 @@ class Histogram:
         self._bins: dict[int, int] = {}
 
     def add(self, value: int, times: int = 1) -> None:
-        """Counts one number, so often."""
+        """Counts `value` as often as `times` says."""
         self.count += times
         self.total += value * times
         if value > self.max:
@@ -36,11 +36,11 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """0 without any number."""
+        """The mean; 0 if there is no number."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, part: float) -> int:
-        """The least number that at least this part of all does not exceed; 0 without any."""
+        """The least number that at least this share of all does not exceed; 0 if there is none."""
         wanted = part * self.count
         seen = 0
         for low in sorted(self._bins):
@@ -50,11 +50,11 @@ class Histogram:
         return self.max
 
     def bins(self) -> dict[int, int]:
-        """How often each number, or the least one of its bin, was counted."""
+        """Counts by number. In a wide bin, all count as its least number."""
         return dict(self._bins)
 
     def rows(self) -> list[tuple[int, int, int]]:
-        """(lowest, highest, count) of 0 to 15 each, then by powers of two, up to the maximum."""
+        """(lowest, highest, count): one row each for 0 to 15, then one for each power of two."""
         found: dict[int, int] = {}
         for low, times in self._bins.items():
             found[_row(low)] = found.get(_row(low), 0) + times
@@ -65,7 +65,7 @@ class Histogram:
 
 
 def _low(value: int) -> int:
-    """The least number that shares the bin of one that is EXACT or above."""
+    """The least number in the bin of `value`, which is EXACT or above."""
     shift = value.bit_length() - 1 - _STEPS
     return value >> shift << shift
 

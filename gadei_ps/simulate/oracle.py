@@ -1,17 +1,20 @@
-"""The oracle: the best cutoff of every superstep, with the run times known beforehand.
+"""The oracle: it knows all run times in advance and chooses the best cutoff of every superstep.
 
-Teng and Wood 2018 (Cutoff SGD), section 3, whose figure 2 has it as 'ground truth maximum
-achievable'. All n learners begin superstep i together, with the run times of their i-th iterations;
-in ascending order these are x_(1) to x_(n). The superstep ends after x_(c) seconds with the c
-gradients that have arrived, c being the number that makes c / x_(c) largest (the largest of
-several), and all begin the next one. If the server needs s seconds a gradient, the superstep takes
-x_(c) + c s; the same c is the best one then. The oracle's throughput is all its gradients over all
-its time, in as many supersteps as the run asks for: its iterations, or until its gradients or its
-time are reached. Learners do not die under the oracle.
+Teng and Wood 2018 (Cutoff SGD), section 3; their figure 2 calls it 'ground truth maximum
+achievable'. All n learners begin superstep i together, with the run times of their i-th iterations.
+In ascending order these are x_(1) to x_(n). The superstep ends after x_(c) seconds with the c
+gradients that have arrived. c is the number for which c / x_(c) is largest, and the largest such
+number if there are several. Then all learners begin the next superstep. If the server needs s
+seconds for a gradient, the superstep takes x_(c) + c s, and the same c is the best.
 
-It chooses for each superstep alone. That bounds no sum of gradients over a sum of times, so another
-sequence of cutoffs may be a little better; and models without barriers do not begin together, so
-they may be much better. Their share of the oracle says what barriers cost, above 1 where that much.
+The oracle's throughput is the sum of its gradients over the sum of its times. It runs as many
+supersteps as the setting has iterations, or until it reaches the setting's gradients or time.
+Learners do not die under the oracle.
+
+The oracle chooses for each superstep alone. This does not maximise the ratio of the sums, so
+another sequence of cutoffs may be a little better. Models without barriers may be much better,
+because their learners do not begin together. If their throughput is above the oracle's, the ratio
+tells the cost of barriers.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from gadei_ps.sync.order_statistics import best_cutoff
 
 @dataclass(frozen=True)
 class Oracle:
-    """What it came to."""
+    """The result of the oracle's run."""
 
     supersteps: int
     gradients: int
@@ -34,7 +37,7 @@ class Oracle:
 
     @property
     def throughput(self) -> float:
-        """Gradients per second."""
+        """Gradients a second."""
         return self.gradients / self.seconds
 
     def as_dict(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a simulated run has come to."""
+"""The outcome of a simulated run."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from gadei_ps.simulate.histogram import Histogram
 class Outcome:
     """Counts and times of one model's run.
 
-    Every `wave` iterations are one push: of a gradient, or of an empty frame where it was given up.
-    pushed = applied + dropped + in_flight, counted in pushes, and given_up is part of dropped.
+    Every `wave` iterations are one push: of a gradient, or of an empty frame if the learner gave it
+    up. pushed = applied + dropped + in_flight, counted in pushes. given_up is part of dropped.
     """
 
     model: str
     wave: int = 1
-    """Iterations whose gradients are pushed at once, as one: the model's `wave`."""
+    """Number of iterations whose gradients are pushed as one: the model's `wave`."""
     seconds: float = 0.0
     """Virtual time from the start to the end."""
     ended: str = "done"
-    """Or why it ended before its time."""
+    """Otherwise, why the run ended early."""
     pushed: int = 0
     applied: int = 0
     dropped: int = 0
     given_up: int = 0
     in_flight: int = 0
-    """Published, and neither applied nor dropped at the end."""
+    """Published, but neither applied nor dropped when the run ended."""
     updates: int = 0
-    """How often the weights moved: once a commit, or once for each gradient applied on arrival."""
+    """Number of changes of the weights: one for each commit, or for each gradient on arrival."""
     member_s: float = 0.0
-    """Sum of the times that learners were members."""
+    """Sum of the times for which learners were members."""
     waiting_s: float = 0.0
-    """Sum of the times that they waited, for a grant or for a free slot."""
+    """Sum of the times for which learners waited, for a grant or for a free slot."""
     lost_s: float = 0.0
-    """Computing time that came to nothing: dropped, given up, or lost by a death."""
+    """Computing time of iterations that were dropped, given up, or lost by a death."""
     deaths: int = 0
     joins: int = 0
     lost_iterations: int = 0
-    """Begun by learners that died in them."""
+    """Iterations during which the learner died."""
     staleness: Histogram = field(default_factory=Histogram)
-    """Of applied gradients: version when applied less version pulled, both in gradients."""
+    """Of applied gradients: version when applied minus version pulled, both in gradients."""
     curve: list[dict[str, float]] = field(default_factory=list)
-    """Loss against time, where weights were trained."""
+    """Loss against time, if weights were trained."""
     wall_s: float = 0.0
-    """What the simulation itself took."""
+    """Real time that the simulation took."""
 
     @property
     def throughput(self) -> float:
-        """Iterations per second whose gradients were applied."""
+        """Iterations a second whose gradients were applied."""
         return self.applied * self.wave / self.seconds if self.seconds else 0.0
 
     @property
     def waiting_share(self) -> float:
-        """Mean share of a learner's time that it spends waiting."""
+        """Mean share of a learner's time that it waits."""
         return self.waiting_s / self.member_s if self.member_s else 0.0
 
     def as_dict(self, oracle: float) -> dict[str, Any]:
-        """For JSON. oracle: gradients per second of the one that knows all run times."""
+        """For JSON. oracle: throughput of the oracle, gradients a second."""
         stale = self.staleness
         return {
             "model": self.model,

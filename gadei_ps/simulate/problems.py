@@ -1,6 +1,6 @@
-"""Small problems of learning, whose real gradients are computed while time is virtual.
+"""Small learning problems. Their gradients are really computed, in virtual time.
 
-Weights are one flat array of floats. NumPy only: a run of some thousand gradients takes seconds.
+Weights are one flat array of floats. NumPy alone: a run of some thousand gradients takes seconds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gadei_ps.simulate.draws import FloatArray
 
 Rows = npt.NDArray[np.int64]
 Weights = npt.NDArray[Any]
-"""Of shape (weights,); float64 here, while other problems may do with less."""
+"""Of shape (weights,). float64 here; other problems may use another type."""
 
 
 class Problem(Protocol):
-    """Weights, the gradient of a mini-batch of samples, and the loss on held-out ones."""
+    """Weights, the gradient of a mini-batch of samples, and the loss on held-out samples."""
 
     @property
     def name(self) -> str:
@@ -27,7 +27,7 @@ class Problem(Protocol):
 
     @property
     def samples(self) -> int:
-        """How many there are to learn from."""
+        """Number of training samples."""
 
     @property
     def lr(self) -> float:
@@ -37,10 +37,10 @@ class Problem(Protocol):
         """The weights to begin with, shape (weights,)."""
 
     def gradient(self, weights: Weights, rows: Rows) -> Weights:
-        """Of the mean loss of these samples, shape (weights,)."""
+        """The gradient of the mean loss of these samples, shape (weights,)."""
 
     def loss(self, weights: Weights) -> dict[str, float]:
-        """Mean loss on held-out samples, as `loss`, and what else is worth a curve."""
+        """Values by name on held-out samples: `loss`, the mean loss, and perhaps others to plot."""
 
 
 class Logistic:
@@ -85,8 +85,8 @@ class Logistic:
 class Network:
     """One hidden layer of tanh units and a softmax, not convex; any labelled samples.
 
-    inputs: float (samples, features); labels: int (samples,), from 0. Weights are those of the
-    hidden layer with its biases, then those of the output with its.
+    inputs: float (samples, features). labels: int (samples,), from 0. The weights are those of the
+    hidden layer with its biases, then those of the output layer with its biases.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Network:
         self._shapes = ((inputs.shape[1] + 1, hidden), (hidden + 1, classes))
 
     def initial(self) -> FloatArray:
-        """Normal, with a deviation of one over the root of a unit's inputs; biases zero."""
+        """Normal, with deviation 1 / sqrt(inputs of the unit). Biases are zero."""
         chance = np.random.default_rng([self._seed, 2])
         parts = []
         for rows, columns in self._shapes:
@@ -152,7 +152,7 @@ class Network:
 
 
 def clusters(seed: int, samples: int = 4096, classes: int = 5, features: int = 10) -> Network:
-    """A network that tells classes apart which consist of three clusters each."""
+    """A network and samples whose classes consist of three clusters each."""
     chance = np.random.default_rng([seed, 3])
     centres = chance.normal(size=(3 * classes, features)) * 1.2
     which = chance.integers(len(centres), size=samples + samples // 4)
@@ -166,7 +166,7 @@ PROBLEMS: Mapping[str, Callable[[int], Problem]] = {"convex": Logistic, "network
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:
-    # By tanh, which does not overflow.
+    # tanh does not overflow.
     return 0.5 * (1 + np.tanh(0.5 * x))
 
 

@@ -1,4 +1,4 @@
-"""What `gadei-ps simulate` shows: a table, and a plot."""
+"""The table and the plot of `gadei-ps simulate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = Mapping[str, Any]
 
 
 def shown(result: Result) -> RenderableType:
-    """The result of compare.compare() for people, with what was asked for."""
+    """The result of compare.compare(), with its setting, for people."""
     best = result["oracle"]
     rows = {
         "learners": f"{result['learners']:,}",
@@ -88,7 +88,7 @@ def _losses(result: Result) -> RenderableType:
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError for a file that plot() could not write; to be told before simulating."""
+    """Raises UsageError if plot() could not write this file. Call it before the simulation."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:
@@ -102,9 +102,9 @@ def check_plot(path: Path) -> None:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draws the result into a file: loss against time if there is one, else speed and staleness.
+    """Draws loss against time, if weights were trained, else speed and staleness.
 
-    The file's name says its format, such as .svg. Raises UsageError.
+    The ending of the file's name gives the format, such as .svg. Raises UsageError.
     """
     try:
         import matplotlib

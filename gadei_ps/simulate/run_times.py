@@ -1,8 +1,8 @@
-"""How long a learner computes on an iteration, drawn from a distribution or read from a trace.
+"""Run times of learners' iterations, drawn from a distribution or read from a trace.
 
-The run time of learner k's i-th iteration depends on the seed, k and i, and on nothing else: not on
-the model under test, nor on when the number is asked for. So all models are compared on the same
-run times.
+The run time of learner k's i-th iteration depends only on the seed, k and i. It does not depend on
+the model under test, nor on the order of the draws. So all models are compared on the same run
+times.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from gadei_ps.errors import UsageError
 from gadei_ps.simulate.draws import FloatArray, IntArray, Stream, normal, uniform
 
 LEAST = 0.01
-"""No run time is below this share of the mean: a normal distribution has negative numbers too."""
-GOLDEN = 0.6180339887498949  # shifts by this share of the trace meet no earlier one
+"""The least run time, as a share of the mean. A normal distribution has negative numbers too."""
+GOLDEN = 0.6180339887498949  # multiples of this share of the trace never repeat a shift
 
 
 class RunTimes(ABC):
     """A source of run times."""
 
     form: ClassVar[str]
-    """An example of what `parse` reads."""
+    """An example that `parse` reads."""
 
     learners: int | None = None
-    """How many there are run times of; None: of any number."""
+    """Number of learners that have run times. None: any number."""
 
     @abstractmethod
     def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        """Seconds above 0 of each learner's iteration of that number; the arrays broadcast."""
+        """Seconds, above 0, for each pair of learner and iteration. The arrays broadcast."""
 
 
 class Normal(RunTimes):
@@ -53,12 +53,12 @@ class Normal(RunTimes):
         return base * self._factor(learners, iterations)
 
     def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        """By how much each is slowed down."""
+        """The factor by which each iteration is slower."""
         return np.ones(np.broadcast_shapes(learners.shape, iterations.shape))
 
 
 class LogNormal(RunTimes):
-    """The logarithm is normal with deviation `sigma`; `mean` is that of the run times, seconds."""
+    """The logarithm is normal with deviation `sigma`. `mean` is the mean run time in seconds."""
 
     form = "lognormal:mean=1,sigma=0.5"
 
@@ -73,7 +73,7 @@ class LogNormal(RunTimes):
 
 
 class Heavy(RunTimes):
-    """Pareto distributed: P(longer than t) falls as t to the power -`alpha`; `mean` in seconds."""
+    """Pareto distributed: P(longer than t) falls as t to the power -`alpha`. mean: in seconds."""
 
     form = "heavy:mean=1,alpha=2.5"
 
@@ -88,10 +88,10 @@ class Heavy(RunTimes):
 
 
 class Groups(Normal):
-    """Nodes of `size` learners whose slow-downs by `factor` come and go together.
+    """Nodes of `size` learners. All learners of a node are slower by `factor` at the same time.
 
-    Each node is slow for a `share` of the time, in spells of whole multiples of `length`
-    iterations; which, is drawn for each spell anew, and nodes do not begin theirs together.
+    Time is divided into spells of `length` iterations, which begin at a random place for each node.
+    A node is slow in a spell with the probability `share`.
     """
 
     form = "groups:size=10,factor=3,share=0.1,length=20,mean=1,std=0.1"
@@ -124,7 +124,7 @@ class Switch(Normal):
     """Learners 0 to `slow` - 1 are slower by `factor` in their iterations below `until`.
 
     As in figure 2 of the paper on cutoffs (Teng and Wood 2018): 40 of 158 learners share a slow
-    machine, from which the load is taken at iteration 61.
+    machine, which becomes fast at iteration 61.
     """
 
     form = "switch:slow=40,until=61,factor=2,mean=1,std=0.1"
@@ -150,7 +150,7 @@ class Switch(Normal):
 class Speeds(Normal):
     """Learners of unequal speed: learner k does its k-th number of iterations in `mean` seconds.
 
-    Where there are more learners than numbers, these begin anew.
+    If there are more learners than numbers, the numbers are used again in the same order.
     """
 
     form = "speeds:1,1.5,2,4,mean=1,std=0.05"
@@ -158,7 +158,7 @@ class Speeds(Normal):
     def __init__(self, seed: int, *speeds: float, mean: float = 1.0, std: float = 0.05) -> None:
         super().__init__(seed, mean, std)
         if not speeds:
-            raise ValueError("give the speeds")
+            raise ValueError("the speeds are missing")
         self._speeds = np.array([_above("a speed", speed, 0) for speed in speeds])
 
     def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
@@ -169,10 +169,10 @@ class Speeds(Normal):
 class Recorded(RunTimes):
     """Run times as they were measured, float64 of shape (iterations, learners), without gaps.
 
-    A learner takes a column, and begins it anew at its end. Where there are more learners than
-    columns, the next ones take the columns again, shifted in time, so that no two are the same.
-    Times of zero, which a clock may have shown, count as a millionth of the mean. Raises
-    ValueError for times that are negative or not finite, or all zero.
+    A learner uses a column, and starts it again after its end. If there are more learners than
+    columns, the others use the same columns shifted in time, so that no two learners are the same.
+    A time of zero, which a coarse clock may give, counts as a millionth of the mean. Raises
+    ValueError if a time is negative or not finite, or if all are zero.
     """
 
     form = "FILE.csv"
@@ -205,9 +205,9 @@ FORMS = tuple(one.form for one in (Normal, LogNormal, Heavy, Groups, Switch, Spe
 
 
 def parse(spec: str, seed: int) -> RunTimes:
-    """Run times as a command line names them: `KIND:key=value,...`, or a trace file's path.
+    """Run times from a command line: `KIND:key=value,...`, or the path of a trace file.
 
-    Raises UsageError, one line, for what cannot be read.
+    Raises UsageError, one line, if they cannot be read.
     """
     name, _, rest = spec.strip().partition(":")
     if not name:

@@ -1,8 +1,8 @@
-"""The parameter server in virtual time: carries out what the model says, as driver.py does.
+"""The parameter server in virtual time. It obeys the model, as server/driver.py does.
 
-With a cost of zero every gradient is applied the moment it is due. With a cost, gradients that are
-applied on arrival queue for the one server, and the model hears of each once it is applied; commits
-are carried out one after the other, and grants wait until all of them are (`sync/base.py`).
+If the cost is zero, every gradient is applied at once. If not, gradients on arrival queue for the
+server, and the model hears of each after it was applied. Commits are carried out one after the
+other, and grants wait until all are carried out (`sync/base.py`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from gadei_ps.sync import Commit, SyncModel
 
 
 class Training(Protocol):
-    """Moves weights in virtual time; it is told all that becomes of gradients."""
+    """Moves weights in virtual time. It learns the fate of every gradient."""
 
     def begin(self, learners: Sequence[int], iterations: Sequence[int]) -> None:
-        """These learners pull, and begin gradients with their iterations of these numbers."""
+        """These learners pull, and begin gradients with the iterations of these numbers."""
 
     def publish(self, learner: int) -> None:
-        """The gradient that the learner began last is computed, or given up."""
+        """The learner has computed, or given up, the gradient that it began last."""
 
     def apply(self, learners: Sequence[int], *, on_arrival: bool) -> None:
-        """The mean of these learners' oldest gradients is applied."""
+        """The server applies the mean of these learners' oldest gradients."""
 
     def drop(self, learners: Sequence[int]) -> None:
-        """These learners' oldest gradients are consumed."""
+        """The server drops these learners' oldest gradients."""
 
     def look(self, now: float, progress: float, applied: int) -> None:
-        """Time to see where the run stands. progress: share of the run that is done."""
+        """Called now and then. progress: share of the run that is done."""
 
 
 class Server:
@@ -49,7 +49,7 @@ class Server:
         schedule: Callable[[float, int], None],
         training: Training | None = None,
     ) -> None:
-        """schedule: takes a time and a learner, -1 for a commit; then `finish` is to be called."""
+        """schedule(time, learner): asks for a call of `finish` at that time; -1 for a commit."""
         self.version = 0
         self._model = model
         self._outcome = outcome
@@ -59,9 +59,8 @@ class Server:
         self._on_arrival = model.on_arrival
         self._at_once = model.on_arrival and not cost_s
         self._hears = model.uses_pushes
-        # By learner: gradients neither applied nor dropped, and of the oldest one the version
-        # pulled, beginning and end of the iteration. Hardly anybody has a second one: those wait in
-        # `_later`.
+        # By learner: number of gradients neither applied nor dropped. For the oldest one: version
+        # pulled, start and end of the iteration. `_later` has the others, which are few.
         self.held, self._held = wholes(capacity)
         self._pulled, self._versions = wholes(capacity)
         self._started, _ = reals(capacity)
@@ -73,13 +72,13 @@ class Server:
 
     @property
     def busy(self) -> bool:
-        """Whether a commit is to be finished before any grant is seen."""
+        """True while a commit is under way. No grant is published until it is finished."""
         return self._working
 
     def publish(
         self, learner: int, now: float, pulled: int, started: float, refused: bool = False
     ) -> None:
-        """A learner's gradient, or the empty frame of an iteration that it gave up."""
+        """Takes a learner's gradient, or the empty frame of an iteration that it gave up."""
         outcome = self._outcome
         outcome.pushed += 1
         if self._training is not None:
@@ -110,7 +109,7 @@ class Server:
             self._schedule(self._free_at, learner)
 
     def finish(self, learner: int, now: float) -> None:
-        """Something that took time is done: a gradient is applied, or (-1) the oldest commit."""
+        """Finishes what took time: the learner's oldest gradient, or for -1 the oldest commit."""
         if learner >= 0:
             self._apply((learner,))
             if self._hears:
@@ -121,11 +120,11 @@ class Server:
         self._go_on(now)
 
     def join(self, learner: int, now: float) -> int:
-        """Makes the learner a member; returns the clock it starts at."""
+        """Makes the learner a member. Returns the clock at which it starts."""
         return self._model.join(learner, now)
 
     def leave(self, learner: int, now: float) -> None:
-        """Ends a membership; on arrival, once `held` is 0."""
+        """Ends a membership. Under an on-arrival model, the learner's `held` must be 0."""
         self._take(self._model.leave(learner, now), now)
 
     def _take(self, commits: Sequence[Commit], now: float) -> None:
@@ -134,7 +133,7 @@ class Server:
             self._go_on(now)
 
     def _go_on(self, now: float) -> None:
-        """Carries out commits until there is none or one takes time."""
+        """Carries out commits until none is left or one takes time."""
         while self._commits and not self._working:
             if self._cost_s and self._commits[0].apply:
                 self._working = True
@@ -178,7 +177,7 @@ class Server:
             self._next(learner)
 
     def _next(self, learner: int) -> None:
-        """The oldest one is gone; the second one takes its place."""
+        """Replaces the oldest gradient, which was consumed, by the second one."""
         later = self._later[learner]
         self._pulled[learner], self._started[learner], self._ended[learner] = later.popleft()
         if not later:

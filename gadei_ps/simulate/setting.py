@@ -1,4 +1,4 @@
-"""What is simulated: number of learners, duration, deaths and returns, cost of the server."""
+"""The setting of a simulation: learners, duration, deaths and returns, cost of the server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MOST_LEARNERS = 100_000
 
 @dataclass(frozen=True)
 class GiveUp:
-    """When a straggler gives up an iteration whose gradient is not wanted any more.
+    """When a straggler gives up an iteration whose gradient is no longer wanted.
 
-    So many seconds after it was told, and so large a share of the iteration's run time. seconds:
-    None if it never does: then it finishes, and its gradient is dropped.
+    It gives up `seconds` plus `share` of the iteration's run time after the server has told it. If
+    `seconds` is None, it finishes the iteration, and its gradient is dropped.
     """
 
     seconds: float | None = 0.0
@@ -27,10 +27,10 @@ class GiveUp:
 class Faults:
     """Deaths and joins. Times are seconds of virtual time.
 
-    deaths: chance that an iteration ends by its learner's death, at any moment of it. die and join:
-    (learner, time) of single ones; a learner that joins is a new one or takes a dead one's place.
-    To die while dead and to join while alive are no events. return_s: after how long a dead
-    learner's place is taken again, None if never.
+    deaths: probability that the learner dies during an iteration, at a random moment. die, join:
+    (learner, time) of single deaths and joins. A learner that joins is new or replaces a dead one.
+    A death of a dead learner and a join of a living one have no effect. return_s: time from a death
+    until another learner takes the place; None: never.
     """
 
     deaths: float = 0.0
@@ -41,12 +41,13 @@ class Faults:
 
 @dataclass(frozen=True)
 class Setting:
-    """One experiment; the same for every model. Raises UsageError.
+    """One experiment, the same for every model. Raises UsageError.
 
-    It ends with the first of: iterations times learners iterations ended, given-up ones included;
-    so many gradients applied; so many seconds passed. server_s: what the server needs to apply one
-    gradient; it applies one after the other. slots: finished gradients that a learner may have
-    with the server while it computes; it waits for a slot when they are taken.
+    The run ends at the first of these events: `iterations` times `learners` iterations have ended,
+    including given-up ones; `gradients` gradients are applied; `seconds` seconds have passed.
+    server_s: seconds that the server needs to apply one gradient. It applies one after the other.
+    slots: number of finished gradients of a learner that may wait at the server while the learner
+    computes. When all slots are taken, the learner waits.
     """
 
     learners: int
@@ -63,15 +64,18 @@ class Setting:
     def __post_init__(self) -> None:
         limits = (self.iterations, self.gradients, self.seconds)
         given = [one for one in limits if one is not None]
-        _check(1 <= self.learners <= MOST_LEARNERS, f"learners: from 1 to {MOST_LEARNERS:,}")
-        _check(bool(given), "how long? give iterations, gradients or a time")
-        _check(all(one > 0 for one in given), "iterations, gradients and time: above 0")
-        _check(0 <= self.server_s < math.inf, "server time: at least 0 seconds")
-        _check(self.slots >= 1, "slots: at least 1")
-        _check(0 <= self.faults.deaths <= 1, "deaths: a probability from 0 to 1")
-        _check(self.capacity <= MOST_LEARNERS, f"learners: numbers below {MOST_LEARNERS:,}")
+        _check(1 <= self.learners <= MOST_LEARNERS, f"learners must be from 1 to {MOST_LEARNERS:,}")
+        _check(bool(given), "its length is missing: give iterations, gradients or a time")
+        _check(all(one > 0 for one in given), "iterations, gradients and time must be above 0")
+        _check(0 <= self.server_s < math.inf, "the server's time must be at least 0 seconds")
+        _check(self.slots >= 1, "slots must be at least 1")
+        _check(0 <= self.faults.deaths <= 1, "deaths must be a probability from 0 to 1")
+        _check(self.capacity <= MOST_LEARNERS, f"learners' numbers must be below {MOST_LEARNERS:,}")
         for learner, time in self.faults.die + self.faults.join:
-            _check(learner >= 0 and 0 <= time < math.inf, "die and join: learner and time from 0")
+            _check(
+                learner >= 0 and 0 <= time < math.inf,
+                "die and join: learner and time must be at least 0",
+            )
         joiners = {learner for learner, _ in self.faults.join}
         for learner, _ in self.faults.die:
             known = learner < self.learners or learner in joiners
@@ -79,7 +83,7 @@ class Setting:
 
     @property
     def capacity(self) -> int:
-        """Learner numbers that may occur are below this."""
+        """All learner numbers that may occur are below this."""
         return max(self.learners, *(learner + 1 for learner, _ in self.faults.join), 1)
 
 

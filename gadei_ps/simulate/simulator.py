@@ -1,8 +1,8 @@
-"""A discrete-event simulation: learners in virtual time, under the very models that servers drive.
+"""A discrete-event simulation: learners in virtual time, under the same models that servers drive.
 
-A learner starts an iteration when its clock is below its grant; it pulls then, computes for the run
-time that is drawn for it, and pushes. Nothing grows with the number of iterations: a learner has
-one event to come, and what is kept of gradients are counts.
+A learner starts an iteration when its clock is below its grant. It pulls, computes for the run time
+that is drawn for it, and pushes. Memory does not grow with the number of iterations: each learner
+has one future event, and gradients are only counted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gadei_ps.simulate.setting import Setting
 from gadei_ps.sync import SyncModel
 
 NEVER = -1.0  # no event has this time
-MANY = 32  # from so many on, one batch is cheaper than single events
-TILE = 64  # run times that a single learner draws ahead
-TILES = 2**21  # of all learners together
+MANY = 32  # from this number on, one batch is cheaper than single events
+TILE = 64  # number of run times that are drawn ahead for a learner
+TILES = 2**21  # the same for all learners together, at most
 
 
 class Kind(IntEnum):
-    """Of events; at the same time, in this order."""
+    """Kinds of events. Events at the same time happen in this order."""
 
     END = 0
     APPLIED = 1
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 
 class Simulator:
-    """One run of one model, which must be new. `run` once."""
+    """One run of one model, which must be new. Call `run` once."""
 
     def __init__(
         self, model: SyncModel, setting: Setting, training: Training | None = None
@@ -55,16 +55,16 @@ class Simulator:
             model, self._outcome, size, setting.server_s, self._schedule, training
         )
         self._tells = type(model).wanted is not SyncModel.wanted
-        # Learners push once a wave, and may run ahead in the next one.
+        # Learners push once a wave, and may start mini-batches of the next wave.
         self._wave = model.wave
         self._limit = model.mini_batches if self._wave > 1 else model.grant
         self._outcome.wave = self._wave
-        self._unpushed: dict[int, float] = {}  # seconds computed on a wave that is not complete
+        self._unpushed: dict[int, float] = {}  # seconds computed on an incomplete wave
         self._releases = model.releases
-        # By learner. Iterations ever begun, which number the run times; iterations ended since it
-        # joined, after those of the clock it joined at; when the one in hand began and will end;
-        # the version pulled; the iteration, counted as begun, that it was told to give up; when it
-        # joined.
+        # Columns by learner. begun: iterations ever begun, the index of the next run time. clock:
+        # the clock at which it joined, plus the iterations ended since. started, due: start and end
+        # of the current iteration. pulled: the version pulled. told: `begun` of the iteration that
+        # it was told to give up. joined: when it joined.
         self._begun, self._begins = wholes(size)
         self._clock, _ = wholes(size)
         self._started, self._starts = reals(size)
@@ -72,19 +72,19 @@ class Simulator:
         self._pulled, self._pulls = wholes(size)
         self._told, _ = wholes(size)
         self._joined, self._joins = reals(size, NEVER)
-        self._idle, self._idles = reals(size)  # since when it waits for a grant, if it does
+        self._idle, self._idles = reals(size)  # start of its wait for a grant, if it waits
         self._waiting: dict[int, None] = {}
-        self._blocked: dict[int, float] = {}  # for a free slot, since when
-        self._doomed: set[int] = set()  # die at the end of what they compute
-        self._leaving: set[int] = set()  # dead, with gradients yet to be applied on arrival
-        self._returning: set[int] = set()  # of these, who joins again as soon as they are
-        self._movers: dict[int, None] = {}  # who may have a new grant that nobody else has
+        self._blocked: dict[int, float] = {}  # waits for a free slot: since when
+        self._doomed: set[int] = set()  # will die at the end of the current event
+        self._leaving: set[int] = set()  # dead, but has gradients to be applied on arrival
+        self._returning: set[int] = set()  # of these: joins again when they are applied
+        self._movers: dict[int, None] = {}  # may have a new grant although `releases` is the same
         self._tile = max(4, min(TILE, TILES // size))
         self._tiles: list[list[float]] = [[] for _ in range(size)]
         self._tile_at, _ = wholes(size)
 
     def run(self) -> Outcome:
-        """Simulates to the end that the setting says."""
+        """Simulates until the end that the setting gives."""
         began = time.perf_counter()
         setting, outcome = self._setting, self._outcome
         self._open()
@@ -102,7 +102,7 @@ class Simulator:
                 now = most_s
                 break
             if key < size and due[key] != moment:
-                continue  # it gave up, or died
+                continue  # the learner gave the iteration up, or died
             now = moment
             if key >= size:
                 self._happen(Kind(key // size), key % size, now)
@@ -143,12 +143,12 @@ class Simulator:
         outcome.in_flight = sum(self._server.held)
 
     def _schedule(self, moment: float, learner: int) -> None:
-        """For the server."""
+        """Asks for a call of the server's `finish`."""
         kind = Kind.APPLIED if learner >= 0 else Kind.COMMITTED
         self._events.add(moment, kind * self._size + max(0, learner))
 
     def _happen(self, kind: Kind, k: int, now: float) -> None:
-        """Any event but an iteration's end."""
+        """Handles any event except the end of an iteration."""
         if kind == Kind.APPLIED:
             self._applied(k, now)
         elif kind == Kind.COMMITTED:
@@ -174,17 +174,17 @@ class Simulator:
         self._wait(k, now)
 
     def _wait(self, k: int, now: float) -> None:
-        """For a grant, if only until it is looked at."""
+        """The learner waits for a grant; `_settle` looks whether it has one already."""
         self._waiting[k] = None
         self._idle[k] = now
         self._movers[k] = None
 
     def _waited(self, learners: Sequence[int], now: float) -> float:
-        """Seconds, of all these together."""
+        """Sum of the seconds that these learners have waited."""
         return float((now - self._idles[np.array(learners, np.int64)]).sum())
 
     def _begin(self, learners: Sequence[int], now: float) -> None:
-        """They compute; who begins a new gradient pulls first."""
+        """Starts iterations. A learner that begins a new gradient pulls first."""
         if len(learners) < MANY or self._wave > 1:
             for k in learners:
                 self._begin_one(k, now)
@@ -211,7 +211,7 @@ class Simulator:
         self._begun[k] += 1
 
     def _next(self, k: int) -> float:
-        """The learner's next run time, of those drawn ahead."""
+        """The learner's next run time. Draws more of them if needed."""
         at = self._begun[k] - self._tile_at[k]
         if at >= len(self._tiles[k]):
             at, self._tile_at[k] = 0, self._begun[k]
@@ -223,7 +223,7 @@ class Simulator:
         return abs(took)
 
     def _draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        """Run times; where the learner dies in the iteration, minus the time until then."""
+        """Run times. If the learner dies in the iteration: minus the time until its death."""
         times = self._setting.times.draw(learners, iterations)
         deaths, seed = self._setting.faults.deaths, self._setting.seed
         if deaths:
@@ -233,7 +233,7 @@ class Simulator:
         return times
 
     def _end_at_once(self, k: int, now: float) -> None:
-        """What `_end` does for the many: the server takes no time, and each iteration is pushed."""
+        """A fast `_end`, for a server that takes no time and waves of one iteration."""
         self._due[k] = NEVER
         self._clock[k] += 1
         self._server.publish(k, now, self._pulled[k], self._started[k])
@@ -248,7 +248,7 @@ class Simulator:
             self._idle[k] = now
 
     def _end(self, k: int, now: float) -> None:
-        """The end of an iteration."""
+        """Handles the end of an iteration."""
         self._due[k] = NEVER
         if (self._clock[k] + 1) % self._wave:
             self._unpushed[k] = self._unpushed.get(k, 0.0) + now - self._started[k]
@@ -262,21 +262,21 @@ class Simulator:
         self._settle(now)
 
     def _push(self, k: int, now: float, *, refused: bool = False) -> None:
-        """What it has computed is published; then it waits for its next grant, if only now."""
+        """Publishes the learner's gradient. The learner then waits for its next grant."""
         self._clock[k] += 1
         self._unpushed.pop(k, None)
         self._wait(k, now)
         self._server.publish(k, now, self._pulled[k], self._started[k], refused)
 
     def _give_up(self, k: int, now: float) -> None:
-        """It pushes an empty frame."""
+        """The learner gives up its iteration and pushes an empty frame."""
         self._doomed.discard(k)
         self._due[k] = NEVER
         self._outcome.given_up += 1
         self._push(k, now, refused=True)
 
     def _die(self, k: int, now: float) -> None:
-        """What it computes is lost; what it has pushed is not."""
+        """The learner dies. Its current iteration is lost; its pushed gradients are not."""
         outcome = self._outcome
         outcome.deaths += 1
         self._doomed.discard(k)
@@ -302,7 +302,7 @@ class Simulator:
     # -- the server's answers -----------------------------------------------------------------
 
     def _applied(self, k: int, now: float) -> None:
-        """A gradient that had queued for the server."""
+        """Applies the learner's oldest gradient, which had queued for the server."""
         self._server.finish(k, now)
         if k in self._blocked:
             self._outcome.waiting_s += now - self._blocked.pop(k)
@@ -317,7 +317,7 @@ class Simulator:
         self._movers[k] = None
 
     def _settle(self, now: float) -> None:
-        """Let each learner that is granted its next iteration begin it."""
+        """Starts the next iteration of each waiting learner that has a grant for it."""
         if self._server.busy:
             return
         model, clock, waiting = self._model, self._clock, self._waiting
@@ -326,7 +326,7 @@ class Simulator:
             self._releases = model.releases
             if self._tells:
                 self._tell(now)
-            # Sorted, since that is the order in which all that is known of them lies in memory.
+            # Sorted, because the columns lie in memory in this order.
             ready = [k for k in sorted(waiting) if clock[k] < grant(k)]
         else:
             ready = [k for k in self._movers if k in waiting and clock[k] < grant(k)]
@@ -341,7 +341,7 @@ class Simulator:
             self._begin(ready, now)
 
     def _tell(self, now: float) -> None:
-        """Stragglers hear that their gradients are not wanted any more."""
+        """Tells stragglers that their gradients are no longer wanted."""
         how = self._setting.give_up
         if how.seconds is None:
             return

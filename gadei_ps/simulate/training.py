@@ -1,9 +1,9 @@
 """Stochastic gradient descent in virtual time: loss against time, not only gradients against time.
 
-Each gradient is that of the weights as they were pulled when its iteration began. It is computed
-when it is applied, so that dropped ones cost nothing. A learner's i-th iteration draws the same
-mini-batch under every model. Weights are never changed in place: learners share the versions that
-they pulled, so memory is bounded by the learners, not by the run.
+A gradient uses the weights that the learner pulled when its iteration began. It is computed when it
+is applied, so dropped gradients cost nothing. A learner's i-th iteration draws the same mini-batch
+under every model. Weights are never changed in place: learners share the versions that they have
+pulled, so the number of learners bounds the memory, not the length of the run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class _Begun(NamedTuple):
 
 
 class Descent:
-    """The weights of one run.
+    """Trains the weights of one run.
 
-    batch: samples of a mini-batch, drawn with replacement. lr: of the mean of a superstep's
-    gradients. lr_on_arrival: of each gradient that is applied alone; the paper on cutoffs (Teng and
-    Wood 2018, figure 4) has lr / learners there, so that n gradients move as far as one mean of n.
-    wave: mini-batches of one push, whose updates are added up (WSP). points: of the curve, at most.
-    decay: L2 penalty, of which the half of the square is added to the loss.
+    batch: number of samples of a mini-batch, drawn with replacement. lr: rate for the mean of a
+    superstep's gradients. lr_on_arrival: rate for a gradient that is applied alone. The paper on
+    cutoffs (Teng and Wood 2018, figure 4) uses lr / learners there, so that n gradients move the
+    weights as far as one mean of n. wave: number of mini-batches of one push, whose updates are
+    added (WSP). points: the most points of the curve. decay: L2 penalty; decay times the
+    weights is added to each gradient.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Descent:
 
     def apply(self, learners: Sequence[int], *, on_arrival: bool) -> None:
         """See server.Training."""
-        # Of learners that pulled the same weights the mean is that of one large mini-batch.
+        # Learners that pulled the same weights count as one large mini-batch.
         alike: dict[int, tuple[Weights, list[Rows]]] = {}
         for learner in learners:
             begun = self._taken(learner)
@@ -89,15 +90,15 @@ class Descent:
         self.weights = self.weights - rate * total
 
     def look(self, now: float, progress: float, applied: int) -> None:
-        """Adds a point to the curve where one is due."""
+        """Adds a point to the curve if one is due."""
         if progress >= self._next_point / self._points:
-            # What is a rounding error below a point has reached it.
+            # The small number makes up for rounding errors.
             self._next_point = int(progress * self._points + 1e-6) + 1
             told = self._problem.loss(self.weights)
             self.curve.append({"seconds": now, "gradients": applied * self._wave, **told})
 
     def _taken(self, learner: int) -> _Begun:
-        """The learner's oldest one."""
+        """Removes and returns the learner's oldest gradient."""
         waiting = self._published[learner]
         begun = waiting.popleft()
         if not waiting:

@@ -1,4 +1,4 @@
-"""Synchronization models by name: when a learner may go on, and what becomes of its gradients.
+"""Synchronization models by name: when a learner may continue, and what becomes of its gradients.
 
 This package takes and gives numbers only. It knows nothing of shared memory, clocks or threads, so
 the server and the simulator drive the same objects.
@@ -59,7 +59,7 @@ def parse(spec: str | Mapping[str, object]) -> SyncModel:
 
 
 def relative_to(directory: Path, spec: str | Mapping[str, object]) -> str | Mapping[str, object]:
-    """The same where paths in it, if not absolute, begin at this directory. Raises SpecError."""
+    """The same model, with relative paths resolved against `directory`. Raises SpecError."""
     model, given = _read(spec)
     for key, value in given.items():
         parameter = model.parameters.get(key)
@@ -69,7 +69,7 @@ def relative_to(directory: Path, spec: str | Mapping[str, object]) -> str | Mapp
 
 
 def _read(spec: str | Mapping[str, object]) -> tuple[type[SyncModel], dict[str, object]]:
-    """The model that is named, and its parameters as they are given."""
+    """The class of the model, and its parameters as given, not yet converted."""
     if isinstance(spec, str):
         name, colon, rest = spec.strip().partition(":")
         model = _named(name)
@@ -90,7 +90,7 @@ def _named(name: object) -> type[SyncModel]:
 
 
 def _split(model: type[SyncModel], rest: str) -> dict[str, object]:
-    """The parameters of `key=value,key=value`; a first value without a key is the first one's."""
+    """The parameters in `key=value,key=value`. The first value may stand without its key."""
     given: dict[str, object] = {}
     for place, item in enumerate(rest.split(",")):
         key, equals, value = (part.strip() for part in item.partition("="))

@@ -1,4 +1,4 @@
-"""Asynchronous parallel (ASP): nobody ever waits for anybody."""
+"""Asynchronous parallel (ASP): no learner ever waits for another."""
 
 from __future__ import annotations
 

@@ -1,34 +1,35 @@
 """The interface that every synchronization model has, for the server and for the simulator.
 
-A model is a state machine without clocks, threads or output. Its only input is a file that its
-parameters may name. Its driver reports which learner joined, left or pushed, and at what time; the
-model answers with two words.
+A model is a state machine without clocks or threads. It reads nothing except a file that its
+parameters may name, and writes nothing. Its driver reports which learner joined, left or pushed,
+and at what time. The model answers with grants and commits.
 
 - **grant**: a learner may start its iteration of number `clock` iff `clock < grant`.
 - **commit**: which collected gradients are reduced and applied now, and which are dropped.
 
 What the driver owes the model
 ------------------------------
-1. Every granted iteration ends in one push, or in the learner's leaving. A learner that gives an
-   iteration up, as it may where `wanted` is above it, publishes an empty frame, which is reported
-   as `refused`.
-2. A learner's gradients are reported in the order of its ring, and only while its clock is below
-   its grant; whatever it published beyond that stays in its ring, unreported, until granted.
-3. An on-arrival model is told of a push once the gradient has been applied (or refused). A
-   collecting model's commits are carried out, in the order of the list, before the grants that
-   hold after the call are published. So a learner that sees a grant and then pulls has every
-   gradient that the grant stands on. The bounds of SSP and WSP on the version pulled rest on this.
-4. Before `leave`, what the learner had published and been granted is reported. Its ring is kept
-   until commits have named every gradient in it: see `leave`.
+1. Every granted iteration ends with one push, or the learner leaves. A learner may give up an
+   iteration whose number is below `wanted`. It then publishes an empty frame, which the driver
+   reports as `refused`.
+2. The driver reports a learner's gradients in the order of its ring, and only while the learner's
+   clock is below its grant. Gradients beyond the grant stay in the ring, unreported, until granted.
+3. The driver reports a push to an on-arrival model after the gradient was applied or refused. It
+   carries out a collecting model's commits, in the order of the list, before it publishes the
+   grants that hold after the call. So a learner that sees a grant and then pulls has every gradient
+   on which the grant depends. The bounds of SSP and WSP on the version pulled depend on this.
+4. Before `leave`, the driver reports what the learner has published and been granted. It keeps the
+   ring until commits have named every gradient in it: see `leave`.
 5. `now` and `started` are seconds of one monotonic clock; `now` never decreases.
 
-Take-over: models are not persisted. The next server makes a new one; all former members join it.
-An on-arrival model is told of as many pushes as each was ahead of the slowest; a collecting one is
-told again of what lies unconsumed in the rings. Then the dead leave. Clocks start anew, so a driver
-publishes a grant as 'so many iterations more than the clock'.
+Take-over: models are not persisted. The next server makes a new model, and all former members join
+it. To an on-arrival model the driver reports, for each member, as many pushes as the member was
+ahead of the slowest. To a collecting model it reports again what lies unconsumed in the rings. Then
+the dead learners leave. Clocks start at 0 again, so the driver publishes a grant as a number of
+iterations beyond the clock.
 
-Cost: every call is O(1) or O(log n) amortized over n members. A driver that waits for grants
-needs no scan per event either: it looks at its waiting learners again when `releases` changed.
+Cost: every call takes O(1) or O(log n), amortized over n members. A driver that waits for grants
+need not scan after each event: it looks at its waiting learners again when `releases` has changed.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from typing import ClassVar, Final
 from gadei_ps.sync.parameters import Parameter
 
 UNBOUNDED: Final = 2**62
-"""The grant of a learner that never waits; no clock gets there, and it fits a signed word."""
+"""The grant of a learner that never waits. No clock reaches it, and it fits a signed word."""
 
 
 class LearnerError(KeyError):
-    """A driver named a learner that the model cannot accept; the model is unchanged."""
+    """The driver named a learner that the model cannot accept. The model is unchanged."""
 
     def __init__(self, learner: int, why: str) -> None:
         super().__init__(learner, why)
@@ -66,17 +67,17 @@ class AlreadyJoined(LearnerError):
 
 
 class NotGranted(LearnerError):
-    """A push was reported of a learner whose clock had reached its grant."""
+    """The driver reported a push of a learner whose clock had reached its grant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
     """What the server does with collected gradients.
 
-    The gradients of `apply` are reduced by their mean and applied once, as one superstep; those
-    of `drop` are consumed without being applied. Each id stands for that learner's oldest
-    unconsumed gradient and occurs once in a commit, in either tuple. With an empty `apply`
-    nothing is applied and no superstep is counted.
+    The mean of the gradients in `apply` is applied once, as one superstep. The gradients in `drop`
+    are consumed without being applied. Each id means that learner's oldest unconsumed gradient, and
+    occurs once in a commit, in one of the tuples. If `apply` is empty, nothing is applied and no
+    superstep is counted.
     """
 
     apply: tuple[int, ...]
@@ -84,47 +85,47 @@ class Commit:
 
 
 class SyncModel(ABC):
-    """A synchronization model; members and their clocks are kept here, the rules in subclasses.
+    """A synchronization model. This class keeps members and clocks; subclasses have the rules.
 
-    Every method that takes a learner raises `UnknownLearner` if it is not a member (`join`:
-    `AlreadyJoined` if it is). Not safe for threads: one thread drives a model.
+    Every method that takes a learner raises `UnknownLearner` if it is not a member; `join` raises
+    `AlreadyJoined` if it is one. Not safe for threads: one thread drives a model.
     """
 
     name: ClassVar[str]
-    """The word that `parse` knows it by."""
+    """The word by which `parse` finds the model."""
 
     forms: ClassVar[tuple[str, ...]]
     """Examples of what `parse` accepts, for its error messages."""
 
     parameters: ClassVar[Mapping[str, Parameter]] = MappingProxyType({})
-    """The constructor's keyword arguments, each also an attribute; `name:value` means the first."""
+    """The constructor's keyword arguments, each also an attribute. `name:value` sets the first."""
 
     on_arrival: ClassVar[bool]
     """True: the server consumes every gradient as it arrives, and no commit is ever returned.
     False: gradients are held until a commit names them."""
 
     uses_pushes: ClassVar[bool] = True
-    """False: the server need not report pushes at all; `clock` then counts only reported ones."""
+    """False: the server need not report pushes. `clock` counts reported pushes only."""
 
     def __init__(self) -> None:
         self._clocks: dict[int, int] = {}
         self._releases = 0
 
     def __str__(self) -> str:
-        """The text that `parse` makes an equal model of."""
+        """The text from which `parse` makes an equal model."""
         given = [(key, getattr(self, key)) for key in self.parameters]
         listed = ",".join(f"{key}={value}" for key, value in given if value is not None)
         return f"{self.name}:{listed}" if listed else self.name
 
     @property
     def wave(self) -> int:
-        """Mini-batches that a learner aggregates and pushes as one gradient."""
+        """Number of mini-batches that a learner aggregates and pushes as one gradient."""
         return 1
 
     def check(self, learners: int | None) -> None:  # noqa: B027 (most models fit any number)
-        """Checks that the model can be used, by this number of learners if it is known.
+        """Checks that the model fits `learners`, if given, and that files it names are usable.
 
-        Also looks at files that the parameters name. Raises SpecError, in one line.
+        Raises SpecError, in one line.
         """
 
     @property
@@ -134,14 +135,14 @@ class SyncModel(ABC):
 
     @property
     def releases(self) -> int:
-        """How often grants were raised for others than the learner of the call.
+        """Number of calls that raised grants of learners other than the one the call named.
 
-        While it stays the same, no other member's `grant` or `wanted` has changed.
+        While this number stays the same, no other member's `grant` or `wanted` changes.
         """
         return self._releases
 
     def join(self, learner: int, now: float) -> int:
-        """Makes `learner` a member and returns the clock it starts at.
+        """Makes `learner` a member and returns the clock at which it starts.
 
         An id may join again as soon as it has left, even while its gradients are still held.
         """
@@ -152,10 +153,10 @@ class SyncModel(ABC):
         return clock
 
     def leave(self, learner: int, now: float) -> list[Commit]:
-        """Ends a membership, by death, detaching or having nothing left to do.
+        """Ends a membership: the learner died, detached, or has nothing left to do.
 
-        Nobody waits for the learner any more, so a barrier may complete. What it had pushed stays
-        where it is and is named by the commit of its superstep, in this call or a later one.
+        No member waits for the learner any more, so a barrier may complete. Gradients that it had
+        pushed stay in its ring. The commit of their superstep names them, in this call or later.
         """
         clock = self._clocks.pop(learner, None)
         if clock is None:
@@ -167,9 +168,9 @@ class SyncModel(ABC):
     ) -> list[Commit]:
         """Counts the learner's next gradient, which raises its clock by one.
 
-        `started` is when it began that iteration, None where unknown. A `refused` gradient (a bad
-        or an empty frame) counts as arrived and is never named in `apply`: a collecting model
-        names it in `drop`. Raises `NotGranted` where the clock had reached the grant.
+        `started` is the time when it began that iteration, None if unknown. A `refused` gradient (a
+        bad or an empty frame) counts as arrived. A collecting model names it in `drop`, never in
+        `apply`. Raises `NotGranted` if the clock had reached the grant.
         """
         clock = self.clock(learner)
         if clock >= self._grant(learner, clock):
@@ -178,46 +179,46 @@ class SyncModel(ABC):
         return self._pushed(learner, clock, now, started, refused)
 
     def grant(self, learner: int) -> int:
-        """The clock up to which the learner may go on; never decreases during a membership."""
+        """The clock up to which the learner may continue. Never decreases during a membership."""
         return self._grant(learner, self.clock(learner))
 
     def mini_batches(self, learner: int) -> int:
-        """How many mini-batches, of all its waves, a learner that runs a pipeline may start.
+        """Number of mini-batches, over all its waves, that a learner with a pipeline may start.
 
-        These are the mini-batches of the waves that are granted, and all but the last one of the
-        next wave. With waves of one mini-batch it is the grant.
+        These are the mini-batches of the granted waves, and all except the last one of the next
+        wave. If a wave has one mini-batch, this is the grant.
         """
         return self.grant(learner) * self.wave + self.wave - 1
 
     def clock(self, learner: int) -> int:
-        """The learner's finished iterations, counted from the clock that it joined at."""
+        """The clock at which the learner joined, plus the iterations that it has finished since."""
         try:
             return self._clocks[learner]
         except KeyError:
             raise UnknownLearner(learner, "is not a member") from None
 
     def wanted(self, learner: int) -> int:
-        """The learner's gradients of iterations below this number will be dropped.
+        """The number below which the learner's iterations are no longer wanted.
 
-        A learner at such an iteration may give it up. Never decreases during a membership, and
-        is never above the grant.
+        Gradients of such iterations will be dropped, so the learner may give them up. Never
+        decreases during a membership, and is never above the grant.
         """
         self.clock(learner)
         return 0
 
     @abstractmethod
     def _joined(self, learner: int, now: float) -> int:
-        """Takes a newcomer in, before it is a member, and returns the clock it starts at."""
+        """Admits a newcomer, which is not a member yet. Returns the clock at which it starts."""
 
     @abstractmethod
     def _left(self, learner: int, clock: int, now: float) -> list[Commit]:
-        """Lets go of a learner that was at `clock` and is no longer a member."""
+        """Forgets a learner that was at `clock` and is no longer a member."""
 
     @abstractmethod
     def _pushed(
         self, learner: int, clock: int, now: float, started: float | None, refused: bool
     ) -> list[Commit]:
-        """Takes the gradient of iteration `clock`; the learner's own clock has gone on by one."""
+        """Takes the gradient of iteration `clock`. The learner's clock is already `clock + 1`."""
 
     @abstractmethod
     def _grant(self, learner: int, clock: int) -> int:

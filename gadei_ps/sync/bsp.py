@@ -14,13 +14,14 @@ class BSP(SyncModel):
     the last learner of a superstep has pushed, one commit applies the mean of all its gradients.
     It names them in ascending order, so the sum does not depend on the order of arrival.
 
-    The first arrival closes a superstep. A learner that joins before it takes part at the clock
-    `superstep`; one that joins after it waits for the next at `superstep + 1`, as if it had pushed.
-    So a stream of newcomers puts off no barrier, and a returning learner has one gradient at most.
+    The first arrival closes a superstep. A learner that joins before the first arrival takes part,
+    at the clock `superstep`. A learner that joins later waits for the next superstep, at
+    `superstep + 1`, as if it had pushed. So newcomers cannot delay a barrier without end, and a
+    returning learner has at most one gradient in a superstep.
 
-    A learner that leaves before its push is no longer waited for; the gradient of one that leaves
-    after it stays part of the superstep's mean. A refused gradient is dropped at once and counts
-    as arrived; a superstep of refused gradients only ends without a commit that applies.
+    If a learner leaves before its push, the barrier no longer waits for it. If it leaves after its
+    push, its gradient stays part of the mean. A refused gradient is dropped at once and counts as
+    arrived. If all gradients of a superstep are refused, the superstep ends without applying any.
     """
 
     name: ClassVar[str] = "bsp"
@@ -59,7 +60,7 @@ class BSP(SyncModel):
         return self._superstep + 1
 
     def _barrier(self) -> list[Commit]:
-        """Ends the superstep if it has begun and nobody is computing it any more."""
+        """Ends the superstep if it has begun and no learner is computing it any more."""
         if self._computing or not self._closed:
             return []
         self._superstep += 1

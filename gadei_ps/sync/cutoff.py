@@ -1,4 +1,4 @@
-"""Cutoff SGD: a superstep ends with its c-th gradient; what comes later is dropped."""
+"""Cutoff SGD: a superstep ends with its c-th gradient; later gradients are dropped."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ _count = whole(1, 2**31 - 1)
 class Cutoff(SyncModel):
     """Collects; the push of number c applies the mean of c gradients (Teng and Wood 2018).
 
-    Algorithm 1. The cutoff c is chosen for each superstep before it begins, one of:
+    Algorithm 1. The cutoff c of a superstep is chosen before the superstep begins, in one of these
+    ways:
 
-    - `c`: fixed, the backup workers of Chen et al. 2016.
-    - `by=order`: c that maximises c / x_(c), where x_(c) is the c-th of the ordered run times as
-      Elfving's formula has it, of independent normal times alike for all (section 3.1.1).
-    - `by=sampled`: the same from each learner's own recent times, by Monte Carlo.
+    - `c`: fixed, as in the backup workers of Chen et al. 2016.
+    - `by=order`: the c that maximises c / x_(c). x_(c) is the c-th of the ordered run times by
+      Elfving's formula, for independent normal run times, alike for all (section 3.1.1).
+    - `by=sampled`: the same from each learner's own recent run times, by Monte Carlo.
     - `file`: the same from the learned run-time model (sections 3.1.2 and 3.1.3).
 
-    Learners that are not among the first c are stragglers. Their iteration is `wanted` no more:
-    they may give it up at once, and begin one of the superstep that runs then. A late or empty
-    gradient is dropped on arrival, whatever superstep runs.
+    Learners that are not among the first c are stragglers. Their iteration is no longer `wanted`:
+    they may give it up at once, and begin one of the current superstep. A late or empty gradient is
+    dropped on arrival.
 
-    A run time is from the grant of an iteration to its push. That of a straggler is censored, known
-    only to be longer than until the cutoff (section 4.2). While a prediction knows too little, all
-    are awaited. A learner that leaves is not waited for; c is at most the number of those there
-    are.
+    A run time lasts from the grant of an iteration to its push. The run time of a straggler is
+    censored: known only to be longer than the time until the cutoff (section 4.2). While the
+    predictor knows too little, the superstep waits for all learners. It never waits for a learner
+    that has left: c is at most the number of members.
 
-    A newcomer takes part at once; where all are awaited, the first arrival closes the superstep to
-    it, as in BSP. A refused gradient is dropped, its learner waits for the next superstep, and it
-    does not count among the c.
+    A newcomer takes part at once. But if the superstep waits for all learners, the first arrival
+    closes it to newcomers, as in BSP. A refused gradient is dropped and does not count among the c.
+    Its learner waits for the next superstep.
     """
 
     name: ClassVar[str] = "cutoff"
@@ -64,7 +65,7 @@ class Cutoff(SyncModel):
     def __init__(
         self, c: int | None = None, by: str | None = None, file: str | None = None
     ) -> None:
-        """Raises ValueError unless one, and only one, of the three is given."""
+        """Raises ValueError unless exactly one of the three is given."""
         super().__init__()
         if sum(given is not None for given in (c, by, file)) != 1:
             raise ValueError("give one of c, by and file")
@@ -75,18 +76,18 @@ class Cutoff(SyncModel):
         self._made_for: int | None = None  # learners; None: any number
         self._superstep = 0
         self._closed = False
-        self._cutoff = self.c  # of the superstep that runs; None: all
-        self._since: dict[int, int] = {}  # the superstep in which a computing learner began
-        self._waiting: dict[int, None] = {}  # for the next superstep, in the order they came
+        self._cutoff = self.c  # of the current superstep; None: all learners
+        self._since: dict[int, int] = {}  # by computing learner: the superstep in which it began
+        self._waiting: dict[int, None] = {}  # for the next superstep, in order of arrival
         self._held: dict[int, None] = {}
-        # By learner: a learner's number is its slot in the predictor, and so the column of its row
-        # in a trace is its column in a model. began: of the iteration in hand, NaN for none.
+        # A learner's number is its slot in the predictor. So a learner's column in a trace is its
+        # column in a model. began, by learner: start of its current iteration; NaN: none.
         self._began = np.full(0, np.nan)
         self._times = np.full(0, np.nan)
 
     @classmethod
     def predicted_by(cls, predictor: Predictor) -> Self:
-        """One whose cutoffs come from this predictor; it has no text that `parse` could read."""
+        """A model that takes its cutoffs from `predictor`. `parse` cannot read its text."""
         made = cls(by="order")
         made.by = None
         made._predictor = predictor
@@ -94,11 +95,11 @@ class Cutoff(SyncModel):
 
     @property
     def cutoff(self) -> int | None:
-        """Of the superstep that runs; None where all are awaited."""
+        """The cutoff of the current superstep; None if it waits for all learners."""
         return self._cutoff
 
     def check(self, learners: int | None) -> None:
-        """Whether c or the file fits so many learners."""
+        """Raises SpecError if c or the file does not fit this number of learners."""
         if self.c is not None and learners is not None and self.c > learners:
             raise SpecError(f"cutoff: c = {self.c} is above the number of learners, {learners}")
         if self.file is not None:
@@ -110,7 +111,7 @@ class Cutoff(SyncModel):
                 )
 
     def _load(self) -> None:
-        """Makes the predictor. Raises SpecError for a file that is none."""
+        """Makes the predictor. Raises SpecError if the file cannot be used."""
         if self._predictor is not None or self.c is not None:
             return
         if self.file is not None:
@@ -174,7 +175,7 @@ class Cutoff(SyncModel):
         self._began[learner] = now
 
     def _cut(self, now: float) -> list[Commit]:
-        """Ends the superstep once c gradients are there, or no learner is left that could push."""
+        """Ends the superstep if c gradients have arrived or no learner is left that could push."""
         enough = self._cutoff is not None and len(self._held) >= self._cutoff
         if not self._closed or (self._since and not enough):
             return []
@@ -189,7 +190,7 @@ class Cutoff(SyncModel):
         return [Commit(tuple(sorted(held)))] if held else []
 
     def _foresee(self, now: float) -> None:
-        """Tells the predictor of the superstep that ends, and chooses the cutoff of the next."""
+        """Gives the run times of this superstep to the predictor, and chooses the next cutoff."""
         if self.c is not None:
             return
         with contextlib.suppress(SpecError):  # `check` raises it

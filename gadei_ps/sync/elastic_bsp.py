@@ -1,4 +1,4 @@
-"""ElasticBSP: barriers at the times that cost the least waiting, planned a superstep ahead."""
+"""ElasticBSP: plans each barrier, a superstep ahead, for the time that costs the least waiting."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ from gadei_ps.sync.parameters import Parameter, whole
 _ahead = whole(1, 4096)
 
 RECENT: Final = 5
-"""Intervals of a learner that its next ones are predicted from, by their median: the paper's 'most
-recent intervals', so that one hiccup moves nothing."""
+"""The median of so many last intervals of a learner predicts its next ones: the paper's 'most
+recent intervals'. With a median, one outlier changes nothing."""
 
 SHORTEST: Final = 1e-9
-"""Seconds of an interval: of none at all, any number of iterations would end at one time."""
+"""Shortest interval, in seconds. With 0, any number of iterations would end at the same time."""
 
 
 @dataclass(slots=True)
 class _Member:
     grant: int
     began: float
-    """When the iteration in hand began: at the barrier, or with the push before."""
+    """When the current iteration began: at the barrier, or with the previous push."""
     is_new: bool
-    """Of the superstep that runs: nothing was planned for it."""
+    """True: the learner joined in this superstep, so no length was planned for it."""
     left: int = 0
-    """Iterations that may yet be added to a newcomer's grant."""
+    """Number of iterations that may still be added to a newcomer's grant."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
 
 class ElasticBSP(SyncModel):
-    """Gradients are applied on arrival; a grant is the clock at the barrier + a length of its own.
+    """Gradients are applied on arrival; grant = clock at the barrier + the learner's length.
 
-    Zhao et al. 2019, sections II to IV. At a barrier the next R end times of each learner are
-    predicted from its recent intervals, and ZipLine chooses one for each, such that they lie
-    closest together: so many iterations, 1 to R, has the learner in this superstep, and the last of
-    the chosen times is when the next barrier is due.
+    Zhao et al. 2019, sections II to IV. At a barrier, the next R end times of each learner are
+    predicted from its recent intervals. ZipLine chooses one end time for each learner, such that
+    the chosen times lie closest together. The place of the chosen time, 1 to R, is the learner's
+    length: its number of iterations in this superstep. The next barrier is due at the last of the
+    chosen times.
 
-    What the paper leaves open:
+    The paper leaves these cases open:
 
-    - Nothing is known of a learner at first: it has one iteration. A newcomer takes part at once
-      unless somebody waits at the barrier already, and goes on, one by one, until the barrier is
-      due.
-    - Where a prediction fails, early ones wait. A late one has arrived with its first push after
-      the barrier was due, whatever is left of its length: that stays granted and counts in its next
-      superstep. So nobody waits longer than for one iteration of the late.
-    - A learner that leaves is waited for no more; the others' lengths stay.
+    - At first nothing is known of a learner; its length is one. A newcomer takes part at once,
+      unless a learner already waits at the barrier. It gets one iteration after the other until the
+      barrier is due.
+    - If a prediction fails, early learners wait. A late learner arrives with its first push after
+      the barrier was due. The rest of its length stays granted and counts in its next superstep. So
+      no learner waits longer than one iteration of a late one.
+    - The barrier does not wait for a learner that has left. The others' lengths stay.
 
-    Between two barriers a learner has 1 to R iterations, so clocks move apart by at most R - 1 in a
+    Between two barriers a learner has 1 to R iterations. So clocks move apart by at most R - 1 in a
     superstep (section II, where R bounds the difference in a period).
     """
 
@@ -71,7 +72,7 @@ class ElasticBSP(SyncModel):
         self.R = _ahead(R)
         self._members: dict[int, _Member] = {}
         self._arrived: set[int] = set()
-        self._due = math.nan  # when the barrier was planned for; before the first plan, never
+        self._due = math.nan  # planned time of the barrier; NaN before the first plan
 
     def _joined(self, learner: int, now: float) -> int:
         waits = bool(self._arrived)
@@ -96,7 +97,7 @@ class ElasticBSP(SyncModel):
         member.recent.append(interval)
         member.began = now
         if learner in self._arrived:
-            return []  # what was left of its length
+            return []  # it still has the rest of its length
         at_end = clock + 1 == member.grant
         if at_end and member.is_new and member.left and now + interval <= self._due:
             member.grant += 1
@@ -110,7 +111,7 @@ class ElasticBSP(SyncModel):
         return self._members[learner].grant
 
     def _try_barrier(self, now: float) -> None:
-        """Begins the next superstep once everybody has arrived."""
+        """Begins the next superstep if all learners have arrived."""
         if not self._arrived or len(self._arrived) < len(self._members):
             return
         self._arrived.clear()
@@ -129,14 +130,14 @@ class ElasticBSP(SyncModel):
             self._plan(known, now)
 
     def _plan(self, known: list[int], now: float) -> None:
-        """Sets the lengths of the superstep, for the learners that something is known of."""
-        from gadei_ps.sync import zipline  # Numba: not for the processes that only read a name
+        """Sets the lengths of the superstep for `known`: learners that have recent intervals."""
+        from gadei_ps.sync import zipline  # imports Numba, which `parse` does not need
 
         members = [self._members[learner] for learner in known]
         began = np.array([member.began for member in members])
         intervals = np.array([max(_median(member.recent), SHORTEST) for member in members])
         ends = began[:, None] + intervals[:, None] * np.arange(1.0, self.R + 1.0)
-        # One that is in the middle of an iteration may have been expected to end it earlier.
+        # A learner in the middle of an iteration may be later than predicted.
         ends += np.maximum(now - ends[:, :1], 0.0)
         chosen, _ = zipline.plan(ends)
         self._due = float(ends[np.arange(len(known)), chosen].max())

@@ -1,8 +1,8 @@
-"""Expected order statistics of run times, the cutoff they ask for, and two simple predictors.
+"""Expected order statistics of run times, the best cutoff for them, and two simple predictors.
 
-After Teng and Wood 2018 (Cutoff SGD), section 3. With x_(1) <= ... <= x_(n) the run times of a
-superstep in ascending order, waiting for the first c gradients gives a throughput of c / x_(c)
-gradients a second; the cutoff is the c that makes it largest.
+After Teng and Wood 2018 (Cutoff SGD), section 3. Let x_(1) <= ... <= x_(n) be the run times of a
+superstep in ascending order. A superstep that waits for the first c gradients has a throughput of
+c / x_(c) gradients a second. The cutoff is the c for which that is largest.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from gadei_ps.sync.prediction import (
 )
 
 WINDOW: Final = 20
-"""Supersteps that the predictors here look back, as many as the paper's lag."""
+"""Number of past supersteps that the predictors here use: the paper's lag."""
 
 BEYOND: Final = 1.1
-"""How far above its bound a dropped learner's run time is put if no better guess is known."""
+"""Factor: a dropped learner's run time is its bound times this, if no better guess is known."""
 
 
 def elfving(n: int, mean: float, std: float) -> FloatArray:
     """Expected order statistics of `n` independent normal run times: float64 (n,), ascending.
 
-    Elfving 1947 as Royston 1982 gives it (the paper's equation 3, whose symbols its text has lost):
-    mean + std * Phi^-1((i - pi/8) / (n - pi/4 + 1)) for i = 1 ... n. The largest of 158 with mean
-    1.057 and deviation 0.393 comes out at 2.1047; the paper has 2.1063.
+    Elfving 1947, in the form of Royston 1982 (the paper's equation 3, whose symbols are missing in
+    its text): mean + std * Phi^-1((i - pi/8) / (n - pi/4 + 1)) for i = 1 ... n. For the largest of
+    158 run times with mean 1.057 and deviation 0.393 it gives 2.1047; the paper has 2.1063.
     """
     if n < 1:
         raise ValueError(f"order statistics of {n} run times; there must be one at least")
@@ -58,7 +58,7 @@ def sorted_mean(draws: FloatArray) -> FloatArray:
     ascending.
     """
     mean: FloatArray = np.sort(draws, axis=1).mean(axis=0)
-    # Rounding may put neighbours that are equal in every draw the wrong way round.
+    # Rounding may swap neighbours that are equal in every draw.
     np.maximum.accumulate(mean, out=mean)
     return mean
 
@@ -74,7 +74,7 @@ def throughput(expected: FloatArray) -> FloatArray:
 
 
 def best_cutoff(expected: FloatArray) -> int:
-    """The c, from 1, that maximises c / x_(c); of equal ones the largest, which drops least.
+    """The c, from 1, that maximises c / x_(c). Of equal ones the largest, which drops the fewest.
 
     expected: ascending run times (n,), seconds. Raises ValueError if there are none.
     """
@@ -86,10 +86,10 @@ def best_cutoff(expected: FloatArray) -> int:
 class NormalPredictor:
     """Run times are independent and normal, the same for all learners (the paper's 'order').
 
-    Mean and deviation are those of the last `window` supersteps; a superstep has the expected order
-    statistics of Elfving's formula, but none below the shortest run time of the window, because a
-    normal variable may be negative. A censored run time is replaced by a draw from the right tail
-    of the normal distribution that was believed in before.
+    Mean and deviation are taken from the last `window` supersteps. The expected order statistics
+    follow Elfving's formula. None is below the shortest run time of the window, because a normal
+    variable may be negative. A censored run time is replaced by a draw from the right tail of the
+    normal distribution that was estimated before.
     """
 
     def __init__(self, *, window: int = WINDOW, seed: int = 0) -> None:
@@ -100,7 +100,7 @@ class NormalPredictor:
         """As in Predictor."""
         row, bound = checked(times, censored)
         if bound.any():
-            # Before the first superstep, what arrived in this one must do.
+            # In the first superstep, only its own arrivals are known.
             mean, std = self._moments() or _moments(row[~bound]) or (0.0, 0.0)
             count = int(bound.sum())
             row[bound] = right_tail(
@@ -121,7 +121,7 @@ class NormalPredictor:
 
 
 def _moments(times: FloatArray) -> tuple[float, float] | None:
-    """Mean and deviation of what is known; None if nothing is."""
+    """Mean and deviation of the times that are not NaN; None if there is none."""
     known = times[~np.isnan(times)]
     return (float(known.mean()), float(known.std())) if len(known) else None
 
@@ -129,13 +129,13 @@ def _moments(times: FloatArray) -> tuple[float, float] | None:
 class SampledPredictor:
     """The next superstep is one of the last `window`, each as likely: no model, no training.
 
-    Learners are drawn jointly, so what slows several of them at once is kept, as is which of them
-    are slow. With so few rows the expectation is taken over all of them, exactly, instead of over
-    samples. What a row lacks (a learner that joined later) is drawn from the learner's other rows,
-    else from the row's other learners.
+    Learners are drawn jointly. This keeps slow-downs that several learners share, and which
+    learners are slow. There are few rows, so the expectation is taken exactly, over all of them,
+    and not over samples. If a row lacks a learner (one that joined later), its value is drawn from
+    the learner's other rows, else from the row's other learners.
 
-    A censored run time is replaced by one drawn from the learner's own in the window that are above
-    the bound; if there is none, by the bound times BEYOND.
+    A censored run time is replaced by a draw from those of the learner's own run times in the
+    window that are above the bound. If there is none, it is replaced by the bound times BEYOND.
     """
 
     def __init__(self, *, window: int = WINDOW, seed: int = 0) -> None:
@@ -163,7 +163,7 @@ class SampledPredictor:
         return sorted_mean(rows) if len(rows) else None
 
     def _without_gaps(self, rows: FloatArray) -> FloatArray:
-        """Fills (supersteps, m), of which no row is empty."""
+        """Fills the gaps of rows (supersteps, m). Each row has at least one value."""
         pick = self._generator.choice
         known = ~np.isnan(rows)
         filled = rows.copy()

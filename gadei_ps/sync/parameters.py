@@ -1,4 +1,4 @@
-"""What a synchronization model may be given, and how a value is read from text or a mapping."""
+"""Parameters of synchronization models, and how their values are read from text or a mapping."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SpecError(ValueError):
 class Parameter:
     """One parameter of a model.
 
-    `convert` returns its value or raises ValueError with a text such as 'must be ...'. One that
-    is not `required` and not given is left to the constructor's default.
+    `convert` returns the value, or raises ValueError with a text such as 'must be ...'. If a
+    parameter is not `required` and not given, the constructor's default holds.
     """
 
     convert: Callable[[object], Any]
@@ -38,7 +38,7 @@ def whole(low: int, high: int) -> Callable[[object], int]:
         if isinstance(value, int) and not isinstance(value, bool):
             number = value
         elif isinstance(value, str) and value.isascii() and value.isdigit():
-            # The length is looked at first: int() of a very long text is slow.
+            # The length is checked first: int() of a very long text is slow.
             number = int(value) if len(value.lstrip("0")) <= len(str(high)) else None
         if number is None or not low <= number <= high:
             raise ValueError(f"must be a whole number from {low} to {high}, not {shown(value)}")
@@ -48,7 +48,7 @@ def whole(low: int, high: int) -> Callable[[object], int]:
 
 
 def choice(*words: str) -> Callable[[object], str]:
-    """A converter for one of some words."""
+    """A converter that accepts one of `words`."""
 
     def convert(value: object) -> str:
         if not isinstance(value, str) or value not in words:
@@ -59,7 +59,7 @@ def choice(*words: str) -> Callable[[object], str]:
 
 
 def path(value: object) -> str:
-    """A converter for the path of a file: made absolute, since a server may run elsewhere."""
+    """A converter for the path of a file. Makes it absolute, because a server may run elsewhere."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"must be the path of a file, not {shown(value)}")
     absolute = str(Path(value).expanduser().absolute())

@@ -1,7 +1,7 @@
-"""What Cutoff asks of a prediction of run times, and what several predictors need.
+"""The interface of a predictor of run times for Cutoff, and functions that several predictors use.
 
-A superstep: every learner computes one gradient; the first c of them to arrive are applied. To
-choose c, Cutoff wants the run times of the next superstep in ascending order, of any learners.
+In a superstep every learner computes one gradient, and the first c that arrive are applied. To
+choose c, Cutoff needs the run times of the next superstep in ascending order, for given learners.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 
-# Past so many deviations the normal's tail underflows on its way through probabilities.
+# Beyond this number of deviations the tail probability of the normal distribution underflows.
 _FAR: Final = 36.0
-_FLAT: Final = 1e-9  # deviation over mean; what is below is rounding
+_FLAT: Final = 1e-9  # deviation over mean; anything smaller is rounding
 
 
 class Predictor(Protocol):
     """Learns from each superstep, and predicts the next one.
 
-    Slots are small integers which the caller gives to learners; as many may come and go as like.
-    `observe` is called once a superstep, and `expected` at most once between two calls of it.
+    Slots are small integers that the caller assigns to learners. Learners may come and go at any
+    time. The caller calls `observe` once a superstep, and `expected` at most once in between.
     """
 
     def observe(self, times: FloatArray, censored: BoolArray) -> None:
         """Run times of one superstep, seconds, float64 (slots,).
 
-        NaN: no learner has that slot, or nothing is known. Where `censored`, bool (slots,), the
-        time is a lower bound: the learner was dropped then.
+        NaN: no learner has that slot, or its time is unknown. If `censored`, bool (slots,), is set,
+        the time is a lower bound: the learner was dropped then.
         """
         ...
 
     def expected(self, slots: IntArray) -> FloatArray | None:
         """Expected order statistics of the next superstep for the learners in these slots.
 
-        slots: int64 (m,), m > 0. Returns float64 (m,), ascending, seconds; None while too little
-        is known, and then all learners are to be awaited.
+        slots: int64 (m,), m > 0. Returns float64 (m,), ascending, seconds. Returns None while too
+        little is known; the caller then waits for all learners.
         """
         ...
 
@@ -49,7 +49,7 @@ class Predictor(Protocol):
 class History:
     """The last supersteps as rows, float64 (supersteps, slots), oldest first, NaN where unknown.
 
-    Columns are added as slots appear.
+    A new slot adds columns.
     """
 
     def __init__(self, window: int) -> None:
@@ -60,14 +60,14 @@ class History:
         return len(self.rows)
 
     def append(self, row: FloatArray) -> None:
-        """Adds a superstep, and forgets one when there are more than `window`."""
+        """Adds a superstep. Forgets the oldest if there are more than `window`."""
         rows = self.widened(len(row))
         padded = np.full(rows.shape[1], np.nan)
         padded[: len(row)] = row
         self.rows = np.vstack((rows[-self.window + 1 :] if self.window > 1 else rows[:0], padded))
 
     def widened(self, slots: int) -> FloatArray:
-        """The rows with at least so many columns."""
+        """The rows, with at least `slots` columns."""
         missing = slots - self.rows.shape[1]
         if missing > 0:
             self.rows = np.pad(self.rows, ((0, 0), (0, missing)), constant_values=np.nan)
@@ -75,10 +75,9 @@ class History:
 
 
 def checked(times: FloatArray, censored: BoolArray) -> tuple[FloatArray, BoolArray]:
-    """What `observe` was given, as arrays of its own. Raises ValueError for other shapes.
+    """Copies of the arguments of `observe`. Raises ValueError for other shapes.
 
-    What is not a time (negative, infinite) is taken as unknown: one broken clock must not end a
-    job.
+    A value that is no time (negative or infinite) becomes NaN: one broken clock must not end a job.
     """
     known = np.array(times, dtype=np.float64)
     bound = np.array(censored, dtype=np.bool_)
@@ -89,7 +88,7 @@ def checked(times: FloatArray, censored: BoolArray) -> tuple[FloatArray, BoolArr
 
 
 def inverse_normal(probabilities: FloatArray) -> FloatArray:
-    """The standard normal's quantiles, of any shape; each probability in (0, 1)."""
+    """Quantiles of the standard normal, of any shape. Each probability must be in (0, 1)."""
     quantile = NormalDist().inv_cdf
     flat = [quantile(p) for p in probabilities.ravel().tolist()]
     return np.array(flat, np.float64).reshape(probabilities.shape)
@@ -105,10 +104,10 @@ def survival(deviations: FloatArray) -> FloatArray:
 def right_tail(
     generator: np.random.Generator, mean: FloatArray, std: FloatArray, bound: FloatArray
 ) -> FloatArray:
-    """One draw each of normal variables (m,) given that they are above `bound`.
+    """One draw from each of m normal variables, given that it is above `bound`. All shapes (m,).
 
-    Cutoff, section 4.2: how the run time of a learner that was dropped is imputed. Without a
-    deviation worth the name it is the larger of mean and bound.
+    Cutoff, section 4.2, imputes the run time of a dropped learner in this way. If the deviation is
+    negligible, the result is the larger of mean and bound.
     """
     spreads = std > _FLAT * (np.abs(mean) + np.abs(bound))
     spread = np.where(spreads, std, 1.0)
@@ -118,7 +117,7 @@ def right_tail(
     far = low > _FAR
     probability = np.where(far, 0.5, share * survival(np.minimum(low, _FAR)))
     drawn = -inverse_normal(np.clip(probability, 5e-324, 1 - 2**-53))
-    # So far out the tail is an exponential one of that rate.
+    # This far out, the tail is nearly exponential, with this rate.
     drawn = np.where(far, low - np.log(share) / np.maximum(low, 1.0), drawn)
     found = np.where(spreads, mean + spread * drawn, mean)
     imputed: FloatArray = np.maximum(found, bound)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 FORMAT: Final = "gadei-ps runtime model"
 VERSION: Final = 1
 _ENTRY: Final = "model"
-_MOST_BYTES: Final = 1 << 26  # a server reads it between two passes
+_MOST_BYTES: Final = 1 << 26  # bounds the time of a server's pass that reads it
 
 Floats = npt.NDArray[np.float32]
 
@@ -34,14 +34,14 @@ class Sizes:
     hidden: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is out of range."""
+        """Raises ValueError if a size is out of range."""
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, not within {low} and {high}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the file by name. A weight (out, in) stands before its bias (out,)."""
+        """The shape of every tensor by name. A weight (out, in) comes before its bias (out,)."""
         z, r, h, n = self.latent, self.recurrent, self.hidden, self.learners
         layers = {
             "gate.0": (h, z),
@@ -78,20 +78,20 @@ _RANGES: Final = {
 
 
 def contents(sizes: Sizes, weights: Mapping[str, Floats], told: Mapping[str, object]) -> bytes:
-    """A model as a safetensors file. told: what else its metadata is to say."""
+    """A model as the bytes of a safetensors file. told: more entries of its metadata."""
     from safetensors.numpy import save
 
-    # One entry: the library writes several in a random order.
+    # One entry, because the library writes several in a random order.
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(sizes), **told})
     data: bytes = save(dict(weights), {_ENTRY: text})
     return data
 
 
 def read(path: str | Path) -> tuple[Sizes, dict[str, Floats]]:
-    """What `contents` made, from a file. Raises ModelFileError."""
+    """Reads a file that `contents` made. Raises ModelFileError."""
     source = Path(path)
     try:
-        if source.exists() and not source.is_file():  # a pipe would never end
+        if source.exists() and not source.is_file():  # reading a pipe might never end
             raise ValueError("not a file")
         if source.stat().st_size > _MOST_BYTES:
             raise ValueError("too large for a model of run times")
@@ -106,7 +106,7 @@ def read(path: str | Path) -> tuple[Sizes, dict[str, Floats]]:
 
 
 def metadata(data: bytes) -> dict[str, object]:
-    """What a model's file tells of itself. Raises ValueError for another kind of file."""
+    """The metadata of a model's file. Raises ValueError for another kind of file."""
     size = int.from_bytes(data[:8], "little")
     header = _object(data[8 : 8 + size]) if 8 + size <= len(data) else None
     if header is None:

@@ -1,9 +1,9 @@
 """The learned prediction of run times: a deep Markov model, evaluated with NumPy alone.
 
-After Teng and Wood 2018 (Cutoff SGD), sections 3.1.2, 3.1.3 and 4.2. Their text has lost its
-formulas; they are put together again from the work that they build on, Krishnan, Shalit and Sontag
-2017 (structured inference networks). x_t are the run times of superstep t, z_t the cluster's hidden
-state; training is in gadei_ps.run_times.training.
+After Teng and Wood 2018 (Cutoff SGD), sections 3.1.2, 3.1.3 and 4.2. The formulas are missing in
+the text of the paper. They are reconstructed from its source, Krishnan, Shalit and Sontag 2017
+(structured inference networks). x_t are the run times of superstep t, z_t is the cluster's hidden
+state. gadei_ps.run_times.training trains the model.
 
     transition   g = sigmoid(MLP(z)); h = MLP(z)
                  z_t ~ N((1 - g) * (W z + b) + g * h, softplus(W relu(h) + b)), z = z_(t-1)
@@ -12,14 +12,14 @@ state; training is in gadei_ps.run_times.training.
                  h_t = (tanh(W z_(t-1) + b) + l_t + r_t) / 3
                  z_t ~ N(W h_t + b, softplus(W h_t + b))
 
-A prediction draws the last state from the inference network over the last `lag` supersteps, goes
-one transition further, draws the run times, sorts each draw, and averages (equation 5).
+A prediction draws the last state from the inference network over the last `lag` supersteps, makes
+one transition, draws the run times, sorts each draw, and averages (equation 5).
 
-Not in the paper: each learner's run times are multiplied by its level, the median over the last
-`lag` supersteps of what came over what the networks had predicted. It is 1 where they know the
-cluster. Where another node is slow than in the trace that they learned from, they alone choose
-cutoffs no better than Elfving's formula does (60 to 69 % of the best throughput on the synthetic
-cluster of the benchmarks), and with levels nearly the best ones (98 %).
+Levels are not in the paper. The predicted run times of each learner are multiplied by its level:
+the median, over the last `lag` supersteps, of the observed over the predicted run time. The level
+is 1 if the networks know the cluster. If another node is slow than in the training trace, the
+networks alone choose cutoffs no better than Elfving's formula (60 to 69 % of the best throughput on
+the synthetic cluster of the benchmarks). With levels they reach 98 %.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from gadei_ps.sync.run_time_file import Floats, Sizes, read
 
 SMALLEST: Final = 0.02
 LARGEST: Final = 5.0
-"""Normalised run times, whose mean is about 1/2, are kept within these: one learner that was
-stopped for an hour must not fill the networks with its number."""
+"""Normalised run times, whose mean is about 1/2, are clipped to this range. A learner that was
+stopped for an hour must not dominate the networks' input."""
 MIN_STD: Final = 1e-3
-"""No deviation is smaller, so that no single run time can outweigh all others in training."""
+"""The smallest deviation. It prevents that one run time outweighs all others in training."""
 
 
 class Network:
-    """The trained networks as a function: a window of run times and noise to the next superstep.
+    """The trained networks: a function from a window of run times and noise to the next superstep.
 
     weights: float32 by the names of Sizes.shapes().
     """
@@ -95,7 +95,7 @@ class Network:
         return states
 
     def _next_states(self, states: Floats, noise: Floats) -> Floats:
-        """A step of the gated transition."""
+        """One step of the gated transition."""
         gate = _sigmoid(self._layer("gate.1", _relu(self._layer("gate.0", states))))
         proposal = self._layer("proposal.1", _relu(self._layer("proposal.0", states)))
         mean = (np.float32(1) - gate) * self._layer("linear", states) + gate * proposal
@@ -118,28 +118,28 @@ def _sigmoid(values: Floats) -> Floats:
 
 
 def _std(values: Floats) -> Floats:
-    """softplus, stable on both sides, and never quite 0."""
+    """softplus + MIN_STD, without overflow."""
     softplus: Floats = _relu(values) + np.log1p(np.exp(-np.abs(values)))
     return softplus + np.float32(MIN_STD)
 
 
 class RunTimeModel:
-    """A Predictor that has learned how the run times of these learners go on.
+    """A Predictor that uses the learned model.
 
-    Until `lag` supersteps have been seen whole it predicts nothing. It divides all run times by
-    twice the mean of those first ones, as in training, so that one model serves for mini-batches
-    of any cost (end of section 3.1.3). A censored run time is replaced by a draw from what had been
-    predicted for that learner and superstep, given that it is above the bound (section 4.2); an
-    unknown one by a draw from the whole prediction.
+    It predicts nothing until it has seen `lag` supersteps. It divides all run times by twice the
+    mean of those first ones, as in training, so that one model serves for mini-batches of any cost
+    (end of section 3.1.3). A censored run time is replaced by a draw from the prediction for that
+    learner and superstep, given that it is above the bound (section 4.2). An unknown run time is
+    replaced by a draw from the whole prediction.
 
-    Slots from `learners` on were not in the trace that the model was trained with. They are
-    predicted as a learner drawn at random, and what they do is not looked at.
+    Slots from `learners` on were not in the trace that trained the model. Each is predicted as a
+    learner drawn at random, and its run times are ignored.
     """
 
     def __init__(
         self, sizes: Sizes, weights: Mapping[str, Floats], *, draws: int = 64, seed: int = 0
     ) -> None:
-        """draws: how many joint samples of a superstep a prediction averages over."""
+        """draws: number of joint samples of a superstep that a prediction averages."""
         self.learners = sizes.learners
         self.lag = sizes.lag
         self._network = Network(sizes, weights)
@@ -148,7 +148,7 @@ class RunTimeModel:
         self._generator = np.random.default_rng(seed)
         self._history = History(sizes.lag)
         self.scale = 0.0
-        """Seconds that a normalised run time of 1 stands for; 0 until `lag` supersteps are seen."""
+        """Seconds in a normalised run time of 1. 0 until `lag` supersteps are seen."""
         self._prediction: tuple[Floats, Floats] | None = None
         self._levels = History(sizes.lag)  # observed over predicted
         self._typical: Floats = np.empty(0, np.float32)  # the networks' own median prediction
@@ -180,7 +180,7 @@ class RunTimeModel:
     def expected(self, slots: IntArray) -> FloatArray | None:
         """As in Predictor; None until `lag` supersteps have been seen."""
         draws = self.sampled(slots)
-        if draws is None or not np.isfinite(draws).all():  # weights of a file may be anything
+        if draws is None or not np.isfinite(draws).all():  # a file may have any weights
             return None
         return sorted_mean(draws)
 
@@ -206,7 +206,7 @@ class RunTimeModel:
         return self._history.rows * (self.scale or 1.0)
 
     def _predicted(self) -> tuple[Floats, Floats]:
-        """Means and deviations of the next superstep, (draws, learners), made once for each."""
+        """Means and deviations of the next superstep, (draws, learners), computed once each."""
         if self._prediction is None:
             shape = self.lag + 1, self._draws, self._latent
             noise = self._generator.standard_normal(shape, np.float32)
@@ -225,7 +225,7 @@ class RunTimeModel:
         if len(guessed):
             mean, std = (part[:, guessed].astype(np.float64) for part in self._predicted())
             bound = np.where(dropped[guessed], row[guessed], SMALLEST)
-            # Given the bound, a draw's normal distribution counts by what it has above it.
+            # Each draw's normal distribution is weighted by its probability above the bound.
             weight = np.cumsum(survival((bound - mean) / std) + 1e-300, axis=0)
             place = self._generator.random(len(guessed)) * weight[-1]
             chosen = (weight < place).sum(axis=0), np.arange(len(guessed))
@@ -233,9 +233,9 @@ class RunTimeModel:
         return np.clip(row, SMALLEST, LARGEST)
 
     def _guessed(self, row: FloatArray) -> FloatArray:
-        """A superstep before anything can be predicted: own last run time, else the others' mean.
+        """Fills the gaps of an early superstep: the learner's last run time, else the others' mean.
 
-        A lower bound stays as it is, because nobody is dropped on account of a prediction yet.
+        A lower bound stays as it is, because no prediction has dropped a learner yet.
         """
         if len(self._history):
             row = np.where(np.isnan(row), self._history.rows[-1], row)

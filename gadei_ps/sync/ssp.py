@@ -17,9 +17,9 @@ class SSP(SyncModel):
     """Gradients are applied on arrival; grant = slowest clock + s + 1.
 
     Zhao et al. 2019, section I, where s is the 'threshold' beta; after Ho et al. 2013. An
-    iteration starts only if its number is at most s above the slowest clock, so clocks, which
-    count finished iterations, spread over at most s + 1. A newcomer starts at the slowest clock,
-    so it takes back no grant; an empty job keeps the clock of the last learner that left.
+    iteration starts only if its number is at most s above the slowest clock. Clocks count finished
+    iterations, so they differ by at most s + 1. A newcomer starts at the slowest clock, so no grant
+    decreases. An empty job keeps the clock of the last learner that left.
     """
 
     name: ClassVar[str] = "ssp"
@@ -32,7 +32,7 @@ class SSP(SyncModel):
         super().__init__()
         self.s = _staleness(s)
         self._slowest = 0
-        # Members at each clock: the slowest clock is found without looking at the members.
+        # Number of members at each clock, to find the slowest clock without a scan.
         self._members_at: dict[int, int] = {}
 
     def _joined(self, learner: int, now: float) -> int:
@@ -46,7 +46,7 @@ class SSP(SyncModel):
     def _pushed(
         self, learner: int, clock: int, now: float, started: float | None, refused: bool
     ) -> list[Commit]:
-        # Entered before it departs, so that there is a slowest clock to rise to.
+        # Entered first, so that a slowest clock exists.
         self._enter(clock + 1)
         self._depart(clock)
         return []
@@ -64,7 +64,7 @@ class SSP(SyncModel):
             return
         del self._members_at[clock]
         if clock == self._slowest and self._members_at:
-            # Each step up was paid for by a push of every member that is left.
+            # Amortized: every remaining member has pushed once for each step.
             while self._slowest not in self._members_at:
                 self._slowest += 1
             self._releases += 1

@@ -18,12 +18,14 @@ class WSP(SSP):
 
     From the thesis's chapter 'Data parallelism with multiple VWs'. A wave is s_local + 1
     mini-batches whose updates a learner aggregates and pushes as one gradient. So the clocks of SSP
-    count waves here: `clock` is the learner's local clock, the slowest one the global clock. A wave
-    c >= D + 1 starts once every learner has pushed wave c - D - 1, and as grants are published
-    after what they stand on has been applied, the weights pulled for it hold all of these.
+    count waves here: `clock` is the learner's local clock, and the slowest clock is the global
+    clock. A wave c >= D + 1 starts after every learner has pushed wave c - D - 1. A grant is
+    published after the gradients on which it depends were applied, so the weights pulled for wave c
+    contain all of these.
 
-    A virtual worker that runs its mini-batches in a pipeline may start s_local of the next wave
-    before its grant: see `mini_batches`. A learner that accumulates a wave serves as well.
+    A virtual worker that runs its mini-batches in a pipeline may start s_local mini-batches of the
+    next wave before its grant: see `mini_batches`. A learner without a pipeline, which accumulates
+    the updates of a wave, may use this model too.
     """
 
     name: ClassVar[str] = "wsp"
@@ -35,7 +37,7 @@ class WSP(SSP):
     def __init__(self, D: int, s_local: int = 0) -> None:
         """D: clock distance, in waves, 0 to 2**31 - 1. s_local: 0 to 65,535 mini-batches.
 
-        Raises ValueError for others.
+        Raises ValueError if a value is out of range.
         """
         super().__init__(_distance(D))
         self.D = self.s
@@ -48,5 +50,5 @@ class WSP(SSP):
 
     @property
     def s_global(self) -> int:
-        """Most updates of others, in mini-batches, that the weights of a mini-batch may miss."""
+        """The most mini-batches of others whose updates the weights of a mini-batch may lack."""
         return (self.D + 1) * self.wave + self.s_local - 1

@@ -1,9 +1,9 @@
-"""When the next barrier is to be: ElasticBSP's search over predicted end times (Zhao et al. 2019).
+"""Finds the time of the next barrier: ElasticBSP's search over end times (Zhao et al. 2019).
 
-Given are the end times of the next R iterations of each of n learners. Sought is one time of each
-learner, such that they lie closest together. The learner that ends first waits for the last one, so
-the window, from the first to the last of the chosen times, is the cost of waiting. Of equal windows
-the first is taken.
+The input is the end times of the next R iterations of each of n learners. The search chooses one
+time of each learner, such that the chosen times lie closest together. The learner that ends first
+waits for the last one, so the window, from the first to the last chosen time, is the cost of
+waiting. Of equal windows the search takes the first.
 
 `plan` gives the answer of the paper's ZipLine, which costs O(Rn^2), in O(Rn log n). The paper's own
 algorithms are in `benchmarks/reproduce/searches.py`.
@@ -23,7 +23,7 @@ EndTimes = npt.NDArray[np.float64]
 Plan = tuple[npt.NDArray[np.int64], float]
 
 CROWDED = 16
-"""Mean number of times that share a part of the timeline, above which merging is faster."""
+"""If more times than this share a part of the timeline on average, merging is faster."""
 
 
 def plan(end_times: EndTimes) -> Plan:
@@ -33,15 +33,15 @@ def plan(end_times: EndTimes) -> Plan:
     Returns the chosen index of each learner, int64 of shape (learners,), and the window in the same
     unit. Raises ValueError for other times.
 
-    The times are brought in order, as in ZipLine, in O(Rn log n) at most. The place of each
-    learner's time in the set Z is known, so an older time is replaced in O(1). The place of the
-    earliest time in Z only moves forward, so it is found in O(1) amortized.
+    The times are sorted, as in ZipLine, in O(Rn log n) at most. The place of each learner's time in
+    the set Z is known, so an older time is replaced in O(1). The place of the earliest time in Z
+    only moves forward, so it is found in O(1) amortized.
     """
     return checked(_plan, end_times)
 
 
 def checked(search: Callable[[EndTimes], Any], end_times: EndTimes) -> Plan:
-    """What `search` finds in these times, see `plan`. Raises ValueError for times of wrong form."""
+    """The result of `search`, as `plan` says. Raises ValueError for times of the wrong form."""
     times = np.ascontiguousarray(end_times, np.float64)
     if times.ndim != 2 or not times.size:
         raise ValueError(
@@ -81,8 +81,8 @@ def _wrong(times: EndTimes) -> int:
 def merged(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]:
     """Merge all times in ascending order; return them and their learners.
 
-    Of equal times the lower learner's comes first. Neighbouring rows, which are in order already,
-    are merged in pairs until one is left, in O(Rn log n).
+    Of equal times, that of the lower learner comes first. Each row is sorted; neighbouring rows are
+    merged in pairs until one is left, in O(Rn log n).
     """
     learners, ahead = times.shape
     total = learners * ahead
@@ -99,7 +99,7 @@ def merged(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int
             high = min(low + 2 * width, total)
             i, k, at = low, middle, low
             while i < middle and k < high:
-                # Without a branch, which a processor could not predict.
+                # No branch, because a processor could not predict it.
                 right = keys[k] < keys[i]
                 source = k if right else i
                 other_keys[at] = keys[source]
@@ -120,9 +120,9 @@ def merged(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int
 def in_order(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]:
     """Do the same as `merged`, in O(Rn) if the times spread over the timeline.
 
-    Counting puts each time into one of Rn equal parts of the timeline; insertion brings the times
-    of a part in order. If many times share few parts, as those of learners of exactly equal speed
-    do, all are merged instead.
+    Counting puts each time into one of Rn equal parts of the timeline; insertion sorts the times of
+    a part. If many times share few parts, as with learners of exactly equal speed, all are merged
+    instead.
     """
     learners, ahead = times.shape
     total = learners * ahead
@@ -188,7 +188,7 @@ def _plan(times: EndTimes) -> tuple[npt.NDArray[np.int64], float]:
         if keys[at - 1] - keys[first] < best:
             best = keys[at - 1] - keys[first]
             best_at = at - 1
-        # Until the earliest member is replaced, the window only grows.
+        # The window only grows until the earliest member is replaced.
         earliest = owners[first]
         while at < keys.size and owners[at] != earliest:
             latest[owners[at]] = at

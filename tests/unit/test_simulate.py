@@ -418,11 +418,11 @@ def test_events_come_in_order(batches: list[list[int]], data: st.DataObject) -> 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({}, "how long?"),
+        ({}, "its length is missing"),
         ({"iterations": 0}, "above 0"),
         ({"seconds": -1.0}, "above 0"),
-        ({"iterations": 1, "learners": 100_001}, "learners: from 1 to 100,000"),
-        ({"iterations": 1, "server_s": -0.1}, "server time"),
+        ({"iterations": 1, "learners": 100_001}, "learners must be from 1 to 100,000"),
+        ({"iterations": 1, "server_s": -0.1}, "the server's time"),
         ({"iterations": 1, "slots": 0}, "slots"),
         ({"iterations": 1, "faults": Faults(deaths=1.5)}, "deaths"),
         ({"iterations": 1, "faults": Faults(die=((5, 1.0),))}, "there is no learner 5 of 2"),

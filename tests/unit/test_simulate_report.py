@@ -264,7 +264,7 @@ def test_as_a_process(tmp_path: Path) -> None:
         (["ssp"], {}, "s is missing"),
         (["cutoff:9"], {"learners": 8}, "c = 9 is above the number of learners, 8"),
         (["bsp"], {"learners": 1}, "--learners must be from 2 to 100,000, not 1"),
-        (["bsp"], {"learners": 10**6}, "learners: from 1 to 100,000"),
+        (["bsp"], {"learners": 10**6}, "learners must be from 1 to 100,000"),
         (["bsp"], {"time_": "soon"}, "duration 'soon'"),
         (["bsp"], {"times": "normal:std=-2"}, "std must be at least 0"),
         (["bsp"], {"deaths": -0.1}, "a probability from 0 to 1"),

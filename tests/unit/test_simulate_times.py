@@ -170,7 +170,7 @@ def test_run_times_that_are_none(times: np.ndarray) -> None:
         ("heavy:alpha=1", "alpha must be above 1"),
         ("groups:size=1.5", "size must be a whole number from 1, not 1.5"),
         ("switch:until=-1", "until must be a whole number"),
-        ("speeds", "give the speeds"),
+        ("speeds", "the speeds are missing"),
         ("speeds:1,0", "a speed must be above 0"),
         ("speeds:1,,2", "a speed must be a number"),
         ("gone.csv", "gone.csv: cannot be read"),
