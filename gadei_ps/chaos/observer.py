@@ -113,7 +113,7 @@ class Observer(threading.Thread):
         self._hit_at = time.monotonic()
 
     def _await(self, where: list[Any], one: Any) -> None:
-        """Returns when the thread looks for it, so that waking the thread takes no part of the time."""
+        """Returns when the thread is awake, so that measured times do not include waking it."""
         self._awake.clear()
         with self._lock:
             where.append(one)

@@ -1,12 +1,12 @@
-"""Labelled sentences: reading, holding out, tokenising, numbering.
+"""Reads labelled sentences, holds some out, splits them into words, and numbers the words.
 
     CSV file --read_training--> Dataset --split--> Dataset, Dataset
     Dataset.texts --tokenize--> words --Vocabulary.build--> Vocabulary
     texts, Vocabulary --encode--> Encoded: one padded row of word numbers a sentence
 
-NumPy and the standard library only, so that a process that never computes a gradient can use it.
-Every mistake in a file is a `DatasetError` of one line: where (`file:line`), what, what to do.
-The defaults are those of the paper's Table 3, the tokeniser is that of Kim (2014), "Convolutional
+Imports only NumPy and the standard library, so that processes that compute no gradients can use it.
+Every mistake in a file raises `DatasetError` with one line: where (`file:line`), what, what to do.
+The defaults are those of the paper's Table 3. The tokeniser is that of Kim (2014), "Convolutional
 neural networks for sentence classification", whose network the paper trains (Figure 2).
 """
 
@@ -33,14 +33,14 @@ from gadei_ps.errors import UsageError
 PADDING = 0
 UNKNOWN = 1
 UNSEEN_LABEL = -1
-"""Label number of a test row whose label is not among the training labels: never predicted."""
+"""Label number of a test row whose label the training data lack. It is never predicted."""
 
 MIN_LENGTH = 5
-"""Tokens: an encoded sentence is never narrower than the widest filter."""
+"""Tokens. An encoded sentence is at least as wide as the widest filter."""
 MAX_LENGTH = 256
-"""Tokens: what follows is cut off, which bounds the memory of one long text among short ones."""
+"""Tokens. Longer sentences are cut, so that one long text does not need much memory."""
 MIN_ROWS = 10
-"""A training file needs one row for every tenth, because a tenth is held out."""
+"""The fewest rows of a training file. A tenth of it is held out, which must be one row."""
 
 
 class DatasetError(UsageError):
@@ -48,7 +48,7 @@ class DatasetError(UsageError):
 
 
 class TrainDefaults(NamedTuple):
-    """Hyper-parameters fixed by the size of the training set alone (paper, Table 3)."""
+    """Hyper-parameters that depend only on the size of the training set (paper, Table 3)."""
 
     batch_size: int
     learning_rate: float
@@ -100,10 +100,10 @@ def read_training(
 ) -> Dataset:
     """Read the CSV file to train from: a header line, then one labelled sentence a row.
 
-    UTF-8, with or without a byte-order mark; commas; any quoting; other columns are ignored and
-    white space around texts and labels is dropped. Raises DatasetError for a file that cannot be
-    read or parsed, for a row without text or label, for fewer than two labels, and for fewer than
-    MIN_ROWS rows.
+    The file is UTF-8, with or without a byte-order mark. Commas separate columns; any quoting is
+    accepted. Other columns are ignored. White space around texts and labels is dropped. Raises
+    DatasetError if the file cannot be read or parsed, if a row lacks text or label, or if the file
+    has fewer than two labels or fewer than MIN_ROWS rows.
     """
     rows = list(_rows(path, text_column, label_column))
     names = tuple(sorted({row.label for row in rows}))
@@ -118,7 +118,7 @@ def read_training(
         raise _error(
             path,
             None,
-            f"{len(rows)} rows are too few to hold a tenth out",
+            f"{len(rows)} rows are too few: a tenth is held out",
             f"give at least {MIN_ROWS} rows",
         )
     return _dataset(rows, names, ())
@@ -130,10 +130,11 @@ def read_test(
     text_column: str = "text",
     label_column: str = "label",
 ) -> Dataset:
-    """Read a CSV file to measure a model on whose labels are `label_names`.
+    """Read a CSV file on which a model is measured. `label_names` are the labels of the model.
 
-    A row with another label gets UNSEEN_LABEL, so that it counts as wrong, and `warnings` says how
-    many there are. Raises DatasetError as `read_training` does, but one row or label is enough.
+    A row with another label gets UNSEEN_LABEL, so that it counts as wrong. `warnings` says how many
+    such rows there are. Raises DatasetError as `read_training` does, but one row and one label are
+    enough.
     """
     rows = list(_rows(path, text_column, label_column))
     known = set(label_names)
@@ -148,7 +149,7 @@ def read_test(
 
 
 class Table(NamedTuple):
-    """A CSV file's header and rows, all of the header's width, and the texts among them."""
+    """A CSV file's header, its rows, all as wide as the header, and its texts."""
 
     header: tuple[str, ...]
     rows: list[list[str]]
@@ -156,9 +157,9 @@ class Table(NamedTuple):
 
 
 def read_table(path: str | PathLike[str], text_column: str = "text") -> Table:
-    """Read a CSV file of sentences without labels; an empty text is a sentence of no words.
+    """Read a CSV file of sentences without labels. An empty text is a sentence without words.
 
-    Raises DatasetError as `read_training` does for a file that cannot be read or parsed.
+    Raises DatasetError if the file cannot be read or parsed.
     """
     (header_line, header), *lines = _rows_of(path)
     text_at = _column(path, header_line, header, text_column)
@@ -187,7 +188,7 @@ def _rows(path: str | PathLike[str], text_column: str, label_column: str) -> Ite
 
 
 def _rows_of(path: str | PathLike[str]) -> Iterator[tuple[int, list[str]]]:
-    """The header, then every row filled up to its width, each with its line; at least one row."""
+    """The header, then at least one row, padded to the header's width, each with its line."""
     records = _records(path)
     header_line, header = next(records, (0, []))
     if not header:
@@ -217,13 +218,13 @@ def _column(path: str | PathLike[str], line: int, names: list[str], wanted: str)
         path,
         line,
         f"{what} named {wanted!r}; the columns are {_shown(names)}",
-        "separate columns by commas and name one of them so, or give the name that the file uses",
+        "give the name that the file uses; commas must separate the columns",
     )
 
 
 def _records(path: str | PathLike[str]) -> Iterator[tuple[int, list[str]]]:
     """Each non-blank record with the number of the line on which it begins, from 1."""
-    # Strict, because the lenient parser silently swallows the rows after a lone quote.
+    # Strict, because the lenient parser silently drops the rows after a single quote.
     reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
     while True:
         line = reader.line_num + 1
@@ -257,7 +258,7 @@ def _text(path: str | PathLike[str]) -> str:
     except UnicodeDecodeError as error:
         bad, what = error.start, f"byte 0x{body[error.start]:02x} is not UTF-8"
     if bad >= 0:
-        # The appended byte makes an offset at the start of a line belong to that line.
+        # With the appended byte, an offset at the start of a line counts in that line.
         line = len((body[:bad] + b".").splitlines())
         raise _error(path, line, f"{what} at offset {bad + skipped}", "save the file as UTF-8 text")
     return text
@@ -269,13 +270,13 @@ def _error(path: str | PathLike[str], line: int | None, what: str, remedy: str) 
 
 def _place(path: str | PathLike[str], line: int | None) -> str:
     shown = fspath(path)
-    if not shown.isprintable():  # a line break in a path would break the promise of one line
+    if not shown.isprintable():  # the path may contain a line break
         shown = repr(shown)
     return shown if line is None else f"{shown}:{line}"
 
 
 def _shown(names: Sequence[str], most: int = 8) -> str:
-    """Names for a message: quoted, each at most 40 characters, at most `most` of them."""
+    """At most `most` names for a message, quoted, each with at most 40 characters."""
     shown = [repr(name if len(name) <= 40 else name[:37] + "...") for name in names[:most]]
     return ", ".join(shown + (["..."] if len(names) > most else []))
 
@@ -287,20 +288,20 @@ def split(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Datase
     """Split into (the rest, the held-out `fraction`), both in the order of the file.
 
     The same arguments give the same split. Each label is held out in proportion and keeps at least
-    one row in the rest; if labels are so many that this leaves too few rows, fewer are held out.
-    Only if no label has a second row is the draw blind to labels. At least one row is held out.
-    Raises ValueError unless 0 < fraction < 1 and there are two rows.
+    one row in the rest. If there are so many labels that too few rows can be held out in this way,
+    fewer are held out. If no label has a second row, the draw ignores labels. At least one row is
+    held out. Raises ValueError unless 0 < fraction < 1 and there are at least two rows.
     """
     if not 0 < fraction < 1 or len(dataset) < 2:
         raise ValueError(f"cannot hold {fraction} of {len(dataset)} rows out")
     shuffled = np.random.default_rng(seed).permutation(len(dataset))
     grouped = shuffled[np.argsort(dataset.labels[shuffled], kind="stable")]
     labels = dataset.labels[grouped]
-    spare = grouped[1:][labels[1:] == labels[:-1]]  # all but the first row of each label
+    spare = grouped[1:][labels[1:] == labels[:-1]]  # all except the first row of each label
     if not len(spare):
         spare = shuffled[1:]
     count = min(max(1, round(fraction * len(dataset))), len(spare))
-    # Evenly spaced picks from rows grouped by label take each label's share to within one row.
+    # Evenly spaced picks from rows grouped by label: each label's share is right within one row.
     picks = spare[((np.arange(count) + 0.5) * len(spare) / count).astype(np.int64)]
     held = np.zeros(len(dataset), np.bool_)
     held[picks] = True
@@ -323,11 +324,11 @@ _DROPPED_ASCII = re.compile(r"[^a-z0-9(),!?'`]")
 def tokenize(text: str) -> list[str]:
     """Lower-case words of a sentence, as Kim (2014) splits them.
 
-    `, ! ? ( )` and the endings `n't 's 've 're 'd 'll` become words; every other character that is
-    not a letter, a digit, an apostrophe or a backtick separates words. Unlike Kim's, which knows
-    ASCII only, letters and digits of every script are kept (in normal form C, with their combining
-    marks), a typographic apostrophe is an apostrophe, and case is dropped first, so that "IT'S" is
-    split too. Scripts without spaces are not split into words.
+    `, ! ? ( )` and the endings `n't 's 've 're 'd 'll` become words. Letters, digits, apostrophes
+    and backticks belong to words; every other character separates them. Kim's code knows ASCII
+    only. This function keeps letters and digits of every script (in normal form C, with their
+    combining marks), and treats a typographic apostrophe as an apostrophe. It lowers the case
+    first, so that "IT'S" is split too. It does not split scripts without spaces.
     """
     text = text.lower()
     if text.isascii():
@@ -344,7 +345,7 @@ def _is_kept(char: str) -> bool:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The words a model knows. `words[i]` has the number i + 2: 0 is padding, 1 any other word."""
+    """The words a model knows. `words[i]` has the number i + 2. 0 is padding, 1 any other word."""
 
     words: tuple[str, ...]
 
@@ -356,7 +357,7 @@ class Vocabulary:
         return cls(tuple(sorted(kept, key=lambda word: (-counts[word], word))))
 
     def __len__(self) -> int:
-        """Rows of the embedding: the words, padding and the unknown word."""
+        """Number of rows of the embedding: the words, padding and the unknown word."""
         return len(self.words) + 2
 
     @cached_property
@@ -370,7 +371,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Vocabulary:
-        """Read what `save` wrote. Raises DatasetError for a missing or damaged file."""
+        """Read what `save` wrote. Raises DatasetError if the file is missing or damaged."""
         text = _text(path)
         try:
             return cls.from_json(text)
@@ -398,23 +399,23 @@ class Vocabulary:
 class Encoded(NamedTuple):
     """Sentences as word numbers.
 
-    tokens: int32, shape (n, width), each row a sentence followed by PADDING; width is the longest
-    sentence's length, at least MIN_LENGTH. lengths: int32, shape (n,), in tokens, at least 1.
+    tokens: int32, shape (n, width). Each row is a sentence followed by PADDING. width is the length
+    of the longest sentence, at least MIN_LENGTH. lengths: int32, shape (n,), in tokens, at least 1.
     """
 
     tokens: NDArray[np.int32]
     lengths: NDArray[np.int32]
 
     def batch(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Copy the given rows, no wider than their longest needs: int32, (len(rows), width)."""
+        """Copy these rows, as wide as their longest sentence: int32, (len(rows), width)."""
         width = max(MIN_LENGTH, int(self.lengths[rows].max(initial=0)))
         return self.tokens[rows, :width]
 
 
 def encode(texts: Sequence[str], vocabulary: Vocabulary, max_length: int = MAX_LENGTH) -> Encoded:
-    """Number the words of `texts`; tokens after the first `max_length` are dropped.
+    """Number the words of `texts`. Tokens after the first `max_length` are dropped.
 
-    A text without any word (punctuation only, say) becomes one UNKNOWN.
+    A text without any word, such as punctuation only, becomes one UNKNOWN.
     """
     numbers = vocabulary.numbers
     rows = [

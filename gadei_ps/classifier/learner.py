@@ -1,10 +1,10 @@
-"""A learner process of `gadei-ps train`: takes batches of sentences, pushes gradients.
+"""A learner process of `gadei-ps train`: takes batches of sentences and pushes gradients.
 
     python -m gadei_ps.classifier.learner DATA.npz
 
-The job stands in the environment. DATA.npz, written by the launcher, holds tokens (int32, (n, L)),
-lengths (int32, (n,)), labels (int64, (n,)) and `settings`, a JSON text. A learner keeps nothing:
-killed at any time, its batches go to others and a new one can take its place.
+The environment names the job. The launcher writes DATA.npz with tokens (int32, (n, L)), lengths
+(int32, (n,)), labels (int64, (n,)) and `settings`, a JSON text. A learner has no state to lose: if
+it is killed, its batches go to other learners, and a new one can replace it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gadei_ps.learners.torch import Optimizer, embedding, linear
 
 
 def learn(path: str) -> None:
-    """Until the server has no more batches. Raises what the client raises."""
+    """Learns until the server has no more batches. Raises what the client raises."""
     with np.load(path) as data:
         sentences = Encoded(data["tokens"], data["lengths"])
         settings = json.loads(str(data["settings"]))
@@ -35,12 +35,12 @@ def learn(path: str) -> None:
         settings["classes"],
         dropout=settings["dropout"],
         seed=settings["seed"],
-        sparse=True,  # pushes the words of a batch, not the vocabulary
-        linear=linear,  # and of the filters' gradient what the batch moves
-        lookup=embedding,  # and a GPU reads no other words
+        sparse=True,  # pushes only the words of a batch, not the vocabulary
+        linear=linear,  # pushes only the rows of the filters that the batch changes
+        lookup=embedding,  # a GPU reads only the words of a batch
     ).to(device)
     optimizer = Optimizer(model, wire=settings["wire"], error_feedback=settings["error_feedback"])
-    # Two learners must not drop the same units in the same order.
+    # So that two learners do not drop the same units in the same order.
     torch.manual_seed(settings["seed"] * 1_000_003 + optimizer.client.generation)
     model.train()
     for batch in optimizer.batches(
@@ -57,7 +57,7 @@ def learn(path: str) -> None:
 
 
 def _brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; nobody waits until it is there."""
+    """A copy on the device. Does not wait until the copy is complete."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

@@ -1,10 +1,10 @@
-"""The sentence classifier that the paper trains (Figure 2), and the directory it is kept in.
+"""The sentence classifier that the paper trains (Figure 2), and its model directory.
 
     word numbers (B, L) -> embedding (B, L, 300) -> filters of width 3, 4, 5, 100 of each
     -> maximum over positions (B, 300) -> ReLU -> dropout 1/2 -> linear -> logits (B, classes)
 
 This is the CNN-rand of Kim (2014), "Convolutional neural networks for sentence classification".
-Nothing here knows of the parameter server, and importing this module starts nothing.
+The module does not use the parameter server.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Lookup = Callable[..., torch.Tensor]
 EMBEDDING_RANGE = 0.05
 """Embeddings start uniform within this distance of zero.
 
-From 0.05, Adagrad at the paper's learning rate of 0.01 reaches a higher validation accuracy on
-TREC-6 than from Kim's 0.25, in 4 epochs instead of 7 (one run each), and about the same on MR: it
-moves a word by about 0.01 at a time. Plain SGD moves words much less and needs the 0.25.
+Adagrad moves a word by about 0.01 at a time, at the paper's learning rate of 0.01. With 0.05 it
+reaches a higher validation accuracy on TREC-6 than with Kim's 0.25, in 4 epochs instead of 7 (one
+run each), and about the same on MR. Plain SGD moves words much less and needs 0.25.
 """
 
 
@@ -53,10 +53,10 @@ class SentenceClassifier(torch.nn.Module):
     output_weight  (classes, maps * len(widths))
     output_bias    (classes,)
 
-    The initial weights depend on the arguments and `seed` only, not on the global generator (which
-    does draw the dropout). With `sparse`, the gradient of `embedding` is a sparse tensor. linear,
-    lookup: what multiplies by the filters and what looks words up, in place of torch's own.
-    Raises ValueError for sizes that are not positive.
+    The initial weights depend only on the arguments and `seed`, not on the global generator, which
+    draws the dropout. With `sparse`, the gradient of `embedding` is a sparse tensor. `linear` and
+    `lookup` replace torch's functions that multiply by the filters and look words up. Raises
+    ValueError for sizes that are not positive.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class SentenceClassifier(torch.nn.Module):
         self.embedding = uniform((vocabulary_size, embedding), embedding_range)
         with torch.no_grad():
             self.embedding[PADDING] = 0
-        # One over the root of the number of inputs, the bound of torch's own layers. A row's
-        # filter has `width` taps; rows are in the order that `forward` explains.
+        # The bound of torch's own layers: 1 / sqrt(number of inputs). A row's filter has `width`
+        # taps. `forward` explains the order of the rows.
         filters = uniform((sum(self.tap_features), embedding), 1.0)
         scale = torch.tensor(
             [(embedding * width) ** -0.5 for width in self.sizes["widths"] for _ in range(maps)]
@@ -121,20 +121,23 @@ class SentenceClassifier(torch.nn.Module):
         self.output_bias = torch.nn.Parameter(torch.zeros(classes))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 (B, classes), of word numbers (B, L), int32 or int64; L is at least 1.
+        """Logits, float32 (B, classes), of word numbers (B, L), int32 or int64. L is at least 1.
 
-        Each sentence counts as surrounded by endless padding, so its logits do not depend on how
-        far its row happens to be padded. This equals one convolution a width, zero-padded by
+        Each sentence is treated as surrounded by endless padding, so its logits do not depend on
+        the padding of its row. The result equals one convolution for each width, zero-padded by
         width - 1 on both sides, the maximum over positions and 0, then bias and ReLU.
 
-        It is computed as one product of the embedded words with all taps of all filters, whose
-        blocks of columns are then added, tap k shifted by k positions. A tap's block has the
-        features of the filters wide enough to have it; the widest come first in every block. A
-        feature is a row of the filters: those that a small mini-batch does not move (their peak is
-        below zero, or dropped out: half of them at mini-batch 1) need not travel. At
-        mini-batch 2, forward and backward of this take half the time of a `conv1d` for each width
-        for sentences of 12 words, three quarters for 25 (one thread); windows gathered for a matrix
-        product lie between. At mini-batch 32 it takes a fifth more than `conv1d`.
+        It is computed as one product of the embedded words with all taps of all filters. The blocks
+        of columns of the product are then added, tap k shifted by k positions. A tap's block has
+        the features of all filters that have this tap, the widest filters first.
+
+        A feature is a row of the filters. A small mini-batch does not change all rows: at
+        mini-batch 1, half of the peaks are below zero or dropped out. Such rows need not be pushed.
+
+        At mini-batch 2 with one thread, forward and backward take half the time of a `conv1d` for
+        each width for sentences of 12 words, and three quarters for 25 words. Windows that are
+        gathered for a matrix product lie between. At mini-batch 32 this takes a fifth more time
+        than `conv1d`.
         """
         batch, length = tokens.shape
         embedded = self.lookup(tokens, self.embedding, PADDING, sparse=self.sparse)
@@ -148,7 +151,7 @@ class SentenceClassifier(torch.nn.Module):
             )
             windows = shifted if windows is None else windows + shifted
         assert windows is not None
-        # ReLU and bias commute with the maximum; a window of padding only is 0 before its bias.
+        # ReLU and bias commute with the maximum. A window of padding only is 0 without its bias.
         peaks = windows.amax(dim=1).clamp(min=0)
         hidden = functional.dropout(
             functional.relu(peaks + self.filter_bias), self.dropout, self.training
@@ -164,8 +167,8 @@ def evaluate(
 ) -> tuple[float, float]:
     """Accuracy (0 to 1) and mean cross-entropy (nats) without dropout.
 
-    tokens: (n, width), trailing PADDING. labels: (n,). A sentence labelled UNSEEN_LABEL is wrong
-    and has no loss; if all are so, the loss is NaN. Raises ValueError if there is no sentence.
+    tokens: (n, width), with trailing PADDING. labels: (n,). A sentence with UNSEEN_LABEL is wrong
+    and has no loss. If all have it, the loss is NaN. Raises ValueError if there is no sentence.
     """
     if not len(tokens) or len(tokens) != len(labels):
         raise ValueError(f"cannot evaluate {len(tokens)} sentences with {len(labels)} labels")
@@ -194,7 +197,7 @@ def predict(
 def _logits(
     model: SentenceClassifier, tokens: NDArray[np.int32], batch_size: int
 ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-    """Row numbers and their logits on the CPU, shortest sentences first to waste no padding."""
+    """Row numbers and their logits on the CPU, shortest sentences first, for less padding."""
     lengths = (tokens != PADDING).sum(axis=1)
     order = np.argsort(lengths, kind="stable")
     training = model.training
@@ -223,7 +226,7 @@ _WEIGHTS, _VOCABULARY, _LABELS, _CONFIG, _METRICS = RESULT_FILES = (
 
 
 class ModelDirectoryError(GadeiError):
-    """A result directory cannot be written or read. The message is one line, with the remedy."""
+    """A result directory cannot be written or read. The message is one line with the remedy."""
 
 
 class Result(NamedTuple):
@@ -239,7 +242,7 @@ class Result(NamedTuple):
 def check_result_directory(directory: str | os.PathLike[str]) -> None:
     """Raise ModelDirectoryError if `save_result` would refuse `directory`.
 
-    It may be missing, empty, or an earlier result. Meant to be called before hours of training.
+    The directory may be missing, empty, or an earlier result. Call this before a long training.
     """
     path = _resolved(directory)
     try:
@@ -248,7 +251,7 @@ def check_result_directory(directory: str | os.PathLike[str]) -> None:
         parent = next(p for p in path.parents if p.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
             raise _error(path, f"{parent} is not a writable directory", _ELSEWHERE) from None
-        try:  # what access() says of root is not the whole truth
+        try:  # for root, access() is not reliable
             Path(tempfile.mkdtemp(prefix=".gadei-ps-", dir=parent)).rmdir()
         except OSError as error:
             raise _error(path, f"cannot be made ({error.strerror})", _ELSEWHERE) from None
@@ -271,11 +274,11 @@ def save_result(
 ) -> None:
     """Write the result directory whole or not at all, replacing an earlier result.
 
-    config: the training settings, under "training" in config.json; metrics: any JSON values, NaN
-    and infinities written as null. The files are written and flushed beside `directory` and then
-    renamed. An earlier result is renamed aside first and deleted last; a kill between those two
-    renames leaves it whole, as `.<name>.<hex>.old`. Raises ModelDirectoryError for whatever
-    `check_result_directory` refuses and for a failed write, after which nothing has changed.
+    config: the training settings, written as "training" in config.json. metrics: any JSON values;
+    NaN and infinities are written as null. The files are written and flushed beside `directory`,
+    and then renamed. An earlier result is first renamed to `.<name>.<hex>.old`, and deleted last. A
+    kill between the two renames leaves it whole under that name. Raises ModelDirectoryError if
+    `check_result_directory` does or if a write fails; then nothing has changed.
     """
     check_result_directory(directory)
     path = _resolved(directory)
@@ -335,13 +338,14 @@ def load_result(directory: str | os.PathLike[str]) -> Result:
     sizes = config.get("model")
     if not isinstance(sizes, dict):
         raise _damaged(path / _CONFIG, "the sizes of the model are missing")
-    # Compared before the model is built, so that a damaged size cannot ask for all the memory.
+    # Compared before the model is built, because a damaged size could need all the memory.
     for name, file, count in (
         ("vocabulary_size", _VOCABULARY, len(vocabulary)),
         ("classes", _LABELS, len(labels)),
     ):
         if sizes.get(name) != count:
-            raise _damaged(path / file, f"it has {count} entries, config.json {sizes.get(name)!r}")
+            what = f"it has {count} entries, but config.json says {sizes.get(name)!r}"
+            raise _damaged(path / file, what)
     model = _load_model(path, sizes)
     return Result(model, vocabulary, tuple(labels), config, metrics)
 

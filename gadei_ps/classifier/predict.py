@@ -1,4 +1,4 @@
-"""`gadei-ps predict`: labels for sentences, from nothing but a model directory."""
+"""`gadei-ps predict`: labels for sentences. Needs only a model directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gadei_ps.classifier import dataset, network
 from gadei_ps.classifier.dataset import Table
 from gadei_ps.errors import UsageError
 
-CHUNK = 1024  # sentences read from a pipe before their labels are shown
+CHUNK = 1024  # number of sentences of a pipe that are labelled at once
 
 
 class Prediction(NamedTuple):
@@ -28,7 +28,7 @@ class Prediction(NamedTuple):
 
 
 class Predictor:
-    """A trained model. Raises ModelDirectoryError for a directory that holds none."""
+    """A trained model. Raises ModelDirectoryError if the directory has none."""
 
     def __init__(self, directory: Path) -> None:
         self._result = network.load_result(directory)
@@ -48,14 +48,14 @@ class Predictor:
         ]
 
     def stream(self, lines: Iterable[str], chunk: int = CHUNK) -> Iterator[Prediction]:
-        """Predictions in the order of the lines; `chunk` lines are read before the first."""
+        """Predictions in the order of the lines. Reads `chunk` lines before the first."""
         rest = iter(lines)
         while texts := list(islice(rest, chunk)):
             yield from self.predict(texts)
 
 
 def sentences(stream: IO[bytes]) -> Iterator[str]:
-    """The lines that are not blank. Raises UsageError for one that is not UTF-8."""
+    """The lines that are not blank. Raises UsageError if a line is not UTF-8."""
     for number, raw in enumerate(iter(stream.readline, b""), start=1):
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
@@ -71,8 +71,8 @@ def sentences(stream: IO[bytes]) -> Iterator[str]:
 def write_csv(table: Table, predictions: Sequence[Prediction], out: Path | None) -> None:
     """Writes the rows with their label and probability to `out`, or to standard output.
 
-    The columns are called label and probability, or predicted_label and predicted_probability
-    where the table has one of those. `out` is replaced whole or not at all. Raises OSError.
+    The new columns are label and probability, or predicted_label and predicted_probability if the
+    table has a column with one of those names. Replaces `out` whole or not at all. Raises OSError.
     """
     added = ["label", "probability"]
     if set(added) & set(table.header):
@@ -85,11 +85,11 @@ def write_csv(table: Table, predictions: Sequence[Prediction], out: Path | None)
     if out is None:
         csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
         return
-    if out.exists() and not out.is_file():  # a pipe or a device is written to, not replaced
+    if out.exists() and not out.is_file():  # a pipe or a device cannot be replaced
         with open(out, "w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)
         return
-    out = out.resolve()  # through a link
+    out = out.resolve()  # so that a link is kept
     fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
     try:
         with open(fresh, "w", encoding="utf-8", newline="") as file:

@@ -1,8 +1,8 @@
 """`gadei-ps train`: training as a service (GaDei, section 2.2). A CSV file in, a model out.
 
-The launcher reads the data, starts a job and its learners, measures the held-out tenth after each
-epoch from the shared weights while training goes on, keeps the best, and stops when it no longer
-gets better. It computes no gradients; learners may die and are replaced.
+The launcher reads the data and starts a job and its learners. After each epoch it measures the
+shared weights on the held-out tenth, while training continues. It keeps the best weights, and stops
+when they no longer improve. It computes no gradients. It replaces learners that die.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from gadei_ps.show.display import Display
 
 HOLD_OUT = 0.1
 RARE_FROM = 1000
-"""Sentences from which on a word must occur twice to be known: half as many words on such sets, as
-accurate, and the unknown word gets trained. Smaller sets have little but such words."""
+"""With this number of sentences or more, the vocabulary has only words that occur twice. It then has
+half as many words, the accuracy is the same, and the unknown word is trained. In smaller sets most
+words occur once."""
 POLL_S = 0.1
 STALLED_S = 120.0
 MAX_REFUSED = 20
@@ -42,7 +43,7 @@ MAX_REFUSED = 20
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may say; None is the default by the size of the set (Table 3)."""
+    """The options of `train`. None: the default for the size of the set (Table 3)."""
 
     train_file: Path
     test_file: Path | None = None
@@ -67,7 +68,7 @@ class Settings:
     verbose: bool = False
 
     def check(self) -> None:
-        """Raises UsageError for a value that makes no sense."""
+        """Raises UsageError if a value is out of range."""
         for name in ("learners", "epochs", "batch_size", "patience"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -90,7 +91,7 @@ class Best:
     flat: FloatArray | None = None
 
     def offer(self, accuracy: float, loss: float, epoch: int, flat: FloatArray) -> bool:
-        """Keeps them if they are better: by accuracy, then by loss."""
+        """Keeps these weights if they are better: by accuracy, then by loss."""
         if not math.isfinite(loss) or (accuracy, -loss) <= (self.accuracy, -self.loss):
             return False
         self.accuracy, self.loss, self.epoch, self.flat = accuracy, loss, epoch, flat
@@ -99,7 +100,7 @@ class Best:
 
 @dataclass
 class Corpus:
-    """The data as the learners and the launcher need it."""
+    """The data of a training: sentences, labels and vocabulary."""
 
     train: Dataset
     held_out: Dataset
@@ -123,7 +124,7 @@ class Corpus:
 def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     """Runs the whole training; returns the summary that `train --json` prints.
 
-    Raises GadeiError; then no model directory has been written or changed.
+    Raises GadeiError. In that case no model directory was written or changed.
     """
     settings.check()
     begin = time.monotonic()
@@ -144,7 +145,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         "train",
     )
     check_sync(config, settings.learners, f"train --learners {settings.learners}")
-    # PyTorch takes seconds to load: a mistake in the data is told before.
+    # Imported late: PyTorch takes seconds to load, and mistakes in the data are found before.
     from gadei_ps.classifier import network
 
     network.check_result_directory(settings.out)
@@ -172,7 +173,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         "device": compute.device,
     }
     with (
-        # A file in memory: it cannot be left behind, and only its owner can open it.
+        # A file in memory: it disappears with its processes, and only its owner can open it.
         os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
         Daemon(config, verbose=settings.verbose) as daemon,
         display,
@@ -191,8 +192,8 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
 
 
 def _compute(settings: Settings) -> Compute:
-    """What the learners compute on. Raises UsageError or DeviceError."""
-    # GPUs that the user names must be used.
+    """The device on which learners compute. Raises UsageError or DeviceError."""
+    # If the user names GPUs, they must be used.
     device = "cuda" if settings.gpus is not None and settings.device == "auto" else settings.device
     compute = Compute.wanted(device, settings.gpus).settled()
     if compute.device == "cuda" and (why := _torch_lacks()):
@@ -203,7 +204,7 @@ def _compute(settings: Settings) -> Compute:
 
 
 def _torch_lacks() -> str:
-    """Why PyTorch cannot use a GPU that CuPy can use; empty if it can."""
+    """Why PyTorch cannot use a GPU that CuPy can use. Empty if it can."""
     import torch
 
     if torch.version.cuda:
@@ -220,7 +221,7 @@ def _where(compute: Compute, learners: int) -> str:
 
 
 class _Run:
-    """One training while it goes on."""
+    """One running training."""
 
     def __init__(
         self,
@@ -254,8 +255,8 @@ class _Run:
         self._flat: FloatArray | None = None
 
     def run(self, data: Path) -> None:
-        """Trains until the epochs are done or the held-out tenth gets no better."""
-        # Under WSP a batch that is handed out is a wave.
+        """Trains until the epochs are done or the held-out accuracy no longer improves."""
+        # Under WSP, the server hands out waves as batches.
         wave = sync.parse(self.settings.sync).wave
         batches = -(-len(self.corpus.train) // (self.batch_size * wave))
         self.daemon.request(SetWork(batches=batches, epochs=self.epochs, seed=self.settings.seed))
@@ -303,7 +304,7 @@ class _Run:
             time.sleep(POLL_S)
 
     def _check_refused(self) -> None:
-        """Raises JobFailed once most gradients are refused: the training has diverged."""
+        """Raises JobFailed if most gradients are refused: the training has diverged."""
         refused, applied = self.status["gradients_refused"], self.status["gradients_applied"]
         if refused > MAX_REFUSED and refused > applied:
             reasons = {one["refused_because"] for one in self.status["learners"]} - {""}
@@ -325,14 +326,14 @@ class _Run:
             self.deaths += 1
             self.display.event(f"learner {one.index} (pid {one.pid}) {one.how}")
             if learners.hopeless:
-                raise JobFailed("learners die right after their start; their messages stand above")
+                raise JobFailed("learners die right after their start; read their messages above")
             if self.settings.replace:
                 learners.start(one.index)
             elif not learners.pids:
                 raise JobFailed("no learner is left")
 
     def _weights(self) -> FloatArray:
-        """A copy of the weights as they are now. Gradients are applied meanwhile (Hogwild)."""
+        """A copy of the current weights. Gradients may be applied during the copy (Hogwild)."""
         if self._flat is None:
             mapped = segment.attach(
                 segment.segment_name(self.daemon.config.name, "weights"),
@@ -344,7 +345,7 @@ class _Run:
         return self._flat.copy()
 
     def _evaluate(self, epoch: int) -> bool:
-        """Measures the held-out tenth; True if it has not got better for `patience` epochs."""
+        """Measures the held-out tenth. True if it has not improved for `patience` epochs."""
         from gadei_ps.classifier import network
 
         flat = self._weights()

@@ -1,9 +1,9 @@
-"""Drives the job's synchronization model: tells it of pushes, publishes grants and supersteps.
+"""Drives the job's synchronization model: reports pushes to it, publishes grants and supersteps.
 
-The manager of the active server calls this. The model itself exists in this process only. The next
-server makes an equal one from the roster (`member`, `base`) and from control, where the watchdog
-has written the model's text under a number. When another number is wanted, the model is changed at
-a barrier (change.py).
+The manager of the active server calls this module. The model exists in this process only. The next
+server makes an equal model from the roster (`member`, `base`) and from the control segment, where
+the watchdog has written the model's text under a number. When control asks for another number, the
+driver changes the model at a barrier (change.py).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Member:
 
 
 class Driver:
-    """One active server's."""
+    """The driver of one active server."""
 
     def __init__(self, control: Segment, state: Segment, part: np.ndarray) -> None:
-        """part: PART of any shard, for the sizes that frames must have."""
+        """part: PART of any shard; it has the sizes that frames must have."""
         self.number = modes.done(control)
         self.sync = modes.model(control, self.number)
         self.members: dict[int, Member] = {}
@@ -62,17 +62,17 @@ class Driver:
         self._commits: collections.deque[sync.Commit] = collections.deque()
         self._refusals: dict[tuple[int, int], int] = {}  # (row, sequence) -> reason
         self._resumed = False
-        self._offset = 0  # of the model's clocks to those written down, which outlive a server
+        self._offset = 0  # clocks in the roster, which outlive servers, minus clocks of the model
         self._change: Change | None = None
 
     def follow(self) -> None:
-        """While another server is active: makes the model that is in force there."""
+        """While another server is active: makes the model that the active server uses."""
         if modes.done(self._segment) != self.number:
             self.number = modes.done(self._segment)
             self.sync = modes.model(self._segment, self.number)
 
     def run(self, serving: bool) -> None:
-        """One pass, after anything may have happened. serving: whether all shards do."""
+        """One pass over all members. serving: True if all shards serve."""
         if not self._resumed:
             self._resumed = self._take_over()
             if not self._resumed:
@@ -101,7 +101,7 @@ class Driver:
         return self._change is not None and self._change.at_barrier
 
     def _come_to_a_barrier(self, change: Change) -> None:
-        """Lets everybody finish the iteration in hand, and gives no grant for another one."""
+        """Lets each learner finish its current iteration, and grants no other."""
         all_wait = True
         for member in self.members.values():
             if member.leaving:
@@ -112,15 +112,15 @@ class Driver:
             if last != granted:
                 self.publish_grant(member.row, last)
             if self._has_work(member):
-                self._roster[member.row]["member"] = True  # one that hangs now holds others up
-                # What a collecting model still holds is left to the next one.
+                self._roster[member.row]["member"] = True  # it holds others up if it hangs
+                # The next model gets what a collecting model still holds.
                 done = self._applied(member) if self.sync.on_arrival else head
                 all_wait = all_wait and head >= last <= done
         if all_wait and not self._commits and self._supersteps_done():
             change.at_barrier = True
 
     def _switch(self, change: Change) -> None:
-        """From the barrier on: the other model, once the shards stand still."""
+        """At the barrier: changes to the other model as soon as the shards stand still."""
         used = np.flatnonzero(self._roster["generation"] != self._roster["retired"])
         if not change.shards_hold():
             return
@@ -144,26 +144,26 @@ class Driver:
 
     @property
     def changing(self) -> bool:
-        """Whether the model is about to be changed."""
+        """True while a change of the model is under way."""
         return self._change is not None
 
     def done_with(self, member: Member) -> bool:
-        """Whether nothing in the model refers to a learner that is gone."""
+        """True if the model no longer refers to this learner, which is gone."""
         if member.joined:
             return False
         if not self.sync.uses_pushes:
             return True
-        # A commit may still name it.
+        # Until its reported frames are consumed, a commit may name it.
         return self._resumed and (self.sync.on_arrival or self._applied(member) >= member.reported)
 
     # -- take-over ------------------------------------------------------------------------------
 
     def _take_over(self) -> bool:
-        """The first pass; False while shards are finishing what the server before had published.
+        """The first pass. False while shards still finish what the previous server published.
 
-        Of a change that was under way nothing is left to wait for: it is made at once.
+        A change of the model that was under way is made at once, without waiting for learners.
         """
-        self.follow()  # the server before may have made a change as its last deed
+        self.follow()  # the previous server may have changed the model just before it died
         if self._is_to_change():
             if not self._supersteps_done():
                 return False
@@ -178,9 +178,9 @@ class Driver:
         return True
 
     def _resume(self) -> None:
-        """Makes the model equal to that of the server before: members, and distances of clocks.
+        """Makes the model equal to the previous server's: same members, same distances of clocks.
 
-        For models that hold gradients, what lies unconsumed in the rings is reported again.
+        If the model holds gradients, the next passes report again what is unconsumed in the rings.
         """
         now = time.monotonic()
         found = [one for one in self.members.values() if int(self._roster[one.row]["member"])]
@@ -201,15 +201,15 @@ class Driver:
                 for _ in range(clocks[member.row] - first):
                     try:
                         self.sync.push(member.row, now)
-                    except NotGranted:  # it had published more than was granted
+                    except NotGranted:  # it had published more than it was granted
                         break
-        # Says what is written there already, but of one that had published what was not granted:
-        # a server that dies halfway leaves the next one the same clocks.
+        # Writes what the roster already has, except for members that had published without a grant.
+        # So if this server dies halfway, the next one finds the same clocks.
         for member in found:
             self._note_clock(member)
 
     def _waiting(self) -> list[Member]:
-        """Former members with a gradient that still waits for its superstep."""
+        """Former members with a gradient that waits for its superstep."""
         if self.sync.on_arrival:
             return []
         return [
@@ -219,7 +219,7 @@ class Driver:
         ]
 
     def _note_clock(self, member: Member) -> None:
-        """Writes down where the learner stands, for the next server."""
+        """Writes the learner's clock and membership into the roster, for the next server."""
         entry = self._roster[member.row]
         if member.joined:
             clock = self.sync.clock(member.row) + self._offset
@@ -229,24 +229,25 @@ class Driver:
     # -- pushes ---------------------------------------------------------------------------------
 
     def _published(self, member: Member) -> int:
-        """Frames that the model may hear of: published for a collecting model, else applied."""
+        """Number of frames to report: published ones for a collecting model, else applied ones."""
         applied = self._applied(member)
         if self.sync.on_arrival:
             if applied > max(member.granted, member.reported) + self._slots:
-                member.reported = applied  # it wrote over its head; those were no iterations
+                member.reported = applied  # it overwrote its head; these were no iterations
             return applied
         head = member.mapped.head
-        # Of one that wrote over its head nothing more can be told.
+        # If the learner overwrote its head, nothing more is known.
         return head if 0 <= head - applied <= self._slots else member.reported
 
     def _applied(self, member: Member) -> int:
-        """Frames that every shard has consumed."""
+        """Number of frames that every shard has consumed."""
         return int(self._state["applied"][: self._shards, member.row].min())
 
     def _has_work(self, member: Member) -> bool:
-        """Whether barriers are to wait for this learner.
+        """True if barriers must wait for this learner.
 
-        Not for one that only reads, nor while the work ledger has nothing for one that takes work.
+        They do not wait for a learner that only reads, nor for one that takes work from the server
+        while it has no batch.
         """
         wants = member.mapped.wants
         if wants & layout.WANTS_WORK and int(self._control["work"]) != Work.NONE:
@@ -261,7 +262,7 @@ class Driver:
                 self._join(member, now)
             held = self._report_member(member, now)
             if held and member.leaving and self.sync.on_arrival:
-                # Applied without a grant; the clock of a learner that is gone no longer matters.
+                # Applied without a grant. The clock of a learner that is gone no longer matters.
                 member.reported = self._published(member)
             behind = member.reported < self._published(member)
             if member.joined and not behind and (member.leaving or not self._has_work(member)):
@@ -275,14 +276,14 @@ class Driver:
         self._note_clock(member)
 
     def _report_member(self, member: Member, now: float) -> bool:
-        """Tells the model of what is new. True if some of that has not been granted yet."""
+        """Reports new pushes to the model. True if some of them have no grant yet."""
         published = self._published(member)
         while member.reported < published:
             if not member.joined and self._change is not None:
                 return True  # for the next model
             if not member.joined:
-                # Frames of a learner that is out of the membership: it published what it was not
-                # granted, or left its last batch unnamed. They count as one more iteration.
+                # The learner left the model, but has frames: it published without a grant, or did
+                # not name its last batch. It joins again, so that they count as iterations.
                 self._join(member, now)
             if self.sync.clock(member.row) >= self.sync.grant(member.row):
                 return True
@@ -313,7 +314,7 @@ class Driver:
     # -- supersteps and grants --------------------------------------------------------------------
 
     def _carry_out(self) -> None:
-        """Publishes the next superstep once every shard is done with the one before."""
+        """Publishes the next superstep if every shard is done with the previous one."""
         if not self._commits or not self._supersteps_done() or self._paused():
             return
         commit = self._commits.popleft()
@@ -334,7 +335,7 @@ class Driver:
         _native.bell(self._segment.word(CONTROL, "shard_bell"))
 
     def _paused(self) -> bool:
-        """Whether a checkpoint is being taken; the next superstep waits until it is."""
+        """True while a checkpoint is taken. The next superstep waits for its end."""
         return _native.load(self._segment.word(CONTROL, "pause")) > time.monotonic_ns()
 
     def _supersteps_done(self) -> bool:
@@ -345,11 +346,11 @@ class Driver:
         return finished
 
     def _publish_grants(self) -> None:
-        """In a learner's own clock: iterations begun since it attached."""
+        """Publishes grants in the learner's own clock: iterations begun since it attached."""
         if self._commits or not self._supersteps_done():
-            return  # a grant tells that all it stands on is in the weights
+            return  # a grant promises that all gradients on which it depends are applied
         members = [one for one in self.members.values() if one.joined]
-        # First: a learner that sees the others go on also sees that it may give up.
+        # First, so that a learner that sees others continue also sees that it may give up.
         for member in members:
             behind = self.sync.wanted(member.row) - self.sync.clock(member.row)
             if behind > 0:
@@ -362,13 +363,13 @@ class Driver:
                 self.publish_grant(member.row, grant)
 
     def publish_obsolete(self, member: Member, below: int) -> None:
-        """Gradients of the learner's iterations below this number will be dropped."""
+        """Tells the learner that gradients of its iterations below `below` will be dropped."""
         at = self._segment.word(CONTROL, "roster") + member.row * ENTRY.itemsize
         at += layout.offset(ENTRY, "obsolete")
         _native.store(at, below)
 
     def publish_grant(self, row: int, grant: int) -> None:
-        """The learner of this row may begin iterations below `grant`."""
+        """Allows the learner in this row to begin iterations below `grant`."""
         at = self._segment.word(CONTROL, "roster") + row * ENTRY.itemsize
         _native.store(at + layout.offset(ENTRY, "grant"), grant)  # SYNC POINT: grant
         _native.bell(at + layout.offset(ENTRY, "grant_seq"))
