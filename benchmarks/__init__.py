@@ -1,1 +1,1 @@
-"""The benchmark suite: this project beside its peers, `gadei-ps bench NAME` and `make bench`."""
+"""The benchmark suite, `gadei-ps bench NAME` and `make bench`: compares gadei-ps with its peers."""

@@ -1,8 +1,8 @@
-"""`make bench`: all benchmarks, their results into the checkout and their plots into docs/.
+"""`make bench`: runs all benchmarks, writes results into the checkout and plots into docs/.
 
     python -m gadei_ps.benchmarks [--quick] [NAME]...
 
-Each runs in a process of its own, so that none inherits another's threads and memory.
+Each benchmark runs in its own process, so that none inherits threads and memory of another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     suite.check(options.names)
     for name in options.names or suite.BENCHMARKS:
         command = process.module_command("gadei_ps", "bench", name)
-        # Quick figures mean little, and are not to replace the others.
+        # Quick figures mean little, so they do not replace the others.
         command += ["--quick"] if options.quick else ["--out", str(suite.RESULTS)]
         subprocess.run(command, check=True)
     if not options.quick:

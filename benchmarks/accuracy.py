@@ -2,8 +2,8 @@
 
     python -m gadei_ps.benchmarks.accuracy [--data DIR] [--sets trec6 mr] [--kill-every 10]
 
-DIR holds trec6/{train,test}.csv and mr/all.csv (a tenth of it becomes the test file here).
-Writes results/accuracy.json. Takes minutes to hours: it runs the command's defaults.
+DIR contains trec6/{train,test}.csv and mr/all.csv. A tenth of mr becomes its test file. Writes
+results/accuracy.json. Takes minutes to hours, because it uses the defaults of `gadei-ps train`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REACH = {"trec6": 0.88, "mr": 0.74}
 
 
 def files(data: Path, name: str, scratch: Path) -> tuple[Path, Path]:
-    """The set's training and test file; for a set without a test file a tenth is held out."""
+    """The training and the test file of a data set. Without a test file, a tenth is held out."""
     if (data / name / "test.csv").exists():
         return data / name / "train.csv", data / name / "test.csv"
     whole = dataset.read_training(data / name / "all.csv")
@@ -88,7 +88,7 @@ def train(
     out: Path,
     more: Sequence[str],
 ) -> dict[str, Any]:
-    """One run of the command with its defaults; its summary and the number of kills."""
+    """Runs the command once with its defaults. Returns its summary and the number of kills."""
     job = f"accuracy-{os.getpid()}"
     command = process.module_command("gadei_ps", "train", str(train_file), "--json")
     command += ["--test", str(test_file), "--learners", str(learners), "--seed", str(seed)]
@@ -100,7 +100,7 @@ def train(
 
 
 def keep(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> Path:
-    """Writes what there is so far."""
+    """Writes the rows and ratios so far."""
     report = Report([], rows=rows, ratios=ratios)
     return suite.write(
         suite.result_of("accuracy", report, suite.command("accuracy")), suite.RESULTS
@@ -113,8 +113,8 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=["trec6", "mr"])
     parser.add_argument("--kill-every", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--cases", nargs="+", default=[], help="of them, by name")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
+    parser.add_argument("--cases", nargs="+", default=[], help="run only these cases")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the existing file")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if options.resume and (suite.RESULTS / "accuracy.json").exists():

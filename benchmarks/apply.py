@@ -1,23 +1,23 @@
 """Applying a gradient: our kernels against C with OpenMP, torch's fused optimizers, and memory.
 
-All contenders work on the same arrays with the same number of threads, one a core. A round lets
-each make so many passes over the weights that it takes about as long; its figure is the time of one
-pass. How each one's threads live:
+All contenders work on the same arrays with the same number of threads, one for each core. In a
+round each contender makes several passes over the weights, so that all take about the same time.
+The figure is the time of one pass. Contenders use threads as follows:
 
-- gadei-ps: a thread per shard makes all passes over its shard without meeting the others, as in
-  the server, where no gradient waits for another shard. Starting the threads is paid in the time.
-- C: `apply_peer.c`, `cc -O3 -march=native -ffast-math`; a `parallel for` and its barrier each
-  pass, as a server that forks and joins for each gradient. OpenMP keeps its threads.
-- torch: the fused operation itself, without `Optimizer.step`'s own work in Python; a call a pass.
-  It takes float32 only, so a 16-bit gradient is first copied to float32, as its user would.
-- limit: the bytes that an optimizer must read and write, at the rate at which `a[i] += b[i]` in C
-  moves as much memory.
+- gadei-ps: one thread for each shard makes all passes over its shard. It does not wait for other
+  shards, as in the server. The time includes the start of the threads.
+- C: `apply_peer.c`, `cc -O3 -march=native -ffast-math`. Each pass is a `parallel for` with a
+  barrier, as in a server that forks and joins for each gradient. OpenMP keeps its threads.
+- torch: one call of the fused operation for each pass, without the Python code of `Optimizer.step`.
+  It accepts float32 only, so a 16-bit gradient is first copied to float32, as a user would do.
+- limit: the time to read and write the bytes that the optimizer needs, at the rate at which
+  `a[i] += b[i]` in C moves the same amount of memory.
 
-All without the undo log; the benchmark `undo` tells what that adds. `mean of 4` is a superstep:
-four gradients reduced and applied in one pass of the server, against four passes.
+All run without the undo log; the benchmark `undo` measures it. `mean of 4` is a superstep: the
+server reduces and applies four gradients in one pass. It is compared with four passes.
 
-ratio: theirs over ours, above 1 where gadei-ps is faster. For the contender `float32`, a 16-bit
-gradient against one of 32 bits.
+ratio: their time over ours. Above 1, gadei-ps is faster. The contender `float32` compares a 16-bit
+gradient with a 32-bit one.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ IN_CACHE = 2 * MB
 Floats = NDArray[np.float32]
 Run = Callable[[int], None]
 SETTLE_S = 0.02
-"""The OpenMP threads of the contender before go on spinning for some milliseconds, on a core that
-this one needs; then they sleep."""
+"""The OpenMP threads of the previous contender spin for some milliseconds, on cores that this one
+needs. Then they sleep."""
 LR = 1e-9
-"""So small that weights stay in the range where they began, however many passes are made."""
+"""So small that the weights hardly change over all passes."""
 FEW_ROUNDS = 8
-"""Where a pass takes tens of milliseconds."""
+"""For sizes at which a pass takes tens of milliseconds."""
 
 
 @numba.njit(nogil=True)
@@ -96,7 +96,7 @@ def apply_float16(
 
 
 class Work:
-    """Weights, slots and one gradient of each wire type, on cache lines; and their scalars."""
+    """Weights, slots, scalars, and one gradient of each wire type. Arrays begin on cache lines."""
 
     def __init__(self, kind: Kind, size: int) -> None:
         """Make arrays of size values each."""
@@ -121,11 +121,11 @@ class Work:
         self.s1 = self.slots[1] if count > 1 else nothing
 
     def payload(self, wire: WireType) -> NDArray[Any]:
-        """Return the gradient as it comes; 16-bit values as uint16."""
+        """Return the gradient in this wire type. 16-bit values are uint16."""
         return self.g if wire is WireType.FLOAT32 else self.halves[wire]
 
     def bytes_moved(self, wire: WireType) -> int:
-        """Return what one pass must read and write."""
+        """Return the number of bytes that one pass must read and write."""
         gradient = 4 if wire is WireType.FLOAT32 else 2
         return self.w.size * (gradient + 8 * (1 + len(self.slots)))
 
@@ -138,7 +138,7 @@ def _aligned(size: int) -> Floats:
 
 
 def ours(work: Work, wire: WireType, threads: int) -> Run:
-    """Return a function that makes that many passes, each thread over its shard."""
+    """Return a function that makes passes, each thread over its shard."""
     chunks = -(-work.w.size // CHUNK)
     edges = [min(work.w.size, chunks * i // threads * CHUNK) for i in range(threads + 1)]
     kind = int(work.kind)
@@ -161,7 +161,7 @@ def ours(work: Work, wire: WireType, threads: int) -> Run:
 
 
 def in_c(library: ctypes.CDLL, work: Work, wire: WireType, threads: int) -> Run:
-    """Return a function that makes that many passes in C."""
+    """Return a function that makes passes in C."""
     arrays: list[NDArray[Any]] = [work.coef, work.w, work.s0, work.s1, work.payload(wire)]
     pointers = [_pointer(array) for array in arrays]
     size = ctypes.c_size_t(work.w.size)
@@ -173,10 +173,10 @@ def in_c(library: ctypes.CDLL, work: Work, wire: WireType, threads: int) -> Run:
 
 
 def memory(library: ctypes.CDLL, work: Work, threads: int) -> tuple[Run, int]:
-    """Return a function that moves as much memory as the optimizer keeps, and its bytes a pass."""
+    """Return a function that moves as much memory as the optimizer uses, and its bytes a pass."""
     half = work.w.size * (2 + len(work.slots)) // 2
     a, b = _aligned(half), _aligned(half)
-    a[:], b[:] = 1.0, LR  # memory that nobody has written is one page of zeros, always in the cache
+    a[:], b[:] = 1.0, LR  # unwritten memory is one page of zeros, always cached
     arrays = _pointer(a), _pointer(b)
 
     def run(passes: int) -> None:
@@ -199,7 +199,7 @@ def build_peer(folder: Path) -> ctypes.CDLL:
 
 
 def in_torch(work: Work, wire: WireType) -> Run:
-    """Return a function that makes that many calls of torch's fused operation."""
+    """Return a function that calls torch's fused operation several times."""
     w, g = [torch.from_numpy(work.w)], [torch.from_numpy(work.g)]
     source = g[0]
     if wire is not WireType.FLOAT32:
@@ -219,7 +219,7 @@ def in_torch(work: Work, wire: WireType) -> Run:
 
 def _fused(work: Work, w: list[torch.Tensor], g: list[torch.Tensor]) -> Callable[[], None]:
     slots = [[torch.from_numpy(slot)] for slot in work.slots]
-    # Raised by the operation itself to the step that it then corrects the bias for.
+    # The operation increases the step, then corrects the bias for it.
     steps = [torch.tensor(1000.0)]
     spec = work.spec
     assert spec.eps is not None
@@ -251,7 +251,7 @@ def timed(run: Run, passes: int) -> Callable[[], float]:
 
 
 def passes_for(run: Run, call_s: float) -> int:
-    """Return how many passes take about call_s seconds."""
+    """Return the number of passes that take about call_s seconds."""
     run(1)
     passes = 1
     while True:
@@ -262,7 +262,7 @@ def passes_for(run: Run, call_s: float) -> int:
 
 
 def measure(quick: bool) -> Report:
-    """Each optimizer and wire type at each size."""
+    """Measure each optimizer and wire type at each size."""
     size = sizes("apply", quick)
     threads = cores()
     torch.set_num_threads(threads)
@@ -321,7 +321,7 @@ def _measure_kind(
 
 
 def _reach(who: str, kind: Kind, wire: WireType, count: int) -> float | None:
-    """Return the ratio that is wanted."""
+    """Return the ratio that the design asks for, None if it asks for none."""
     if who == "C":
         return 0.95
     if who == "torch":

@@ -1,8 +1,8 @@
-"""What all benchmarks share: the machine's description, fair rounds, and what they report.
+"""Shared by all benchmarks: the machine's description, fair rounds, and reports.
 
 Each benchmark is a module with a function `measure(quick) -> Report`. A row is one contender with
-its parameters, and the median and the spread of its figure. A ratio says how much better gadei-ps
-is than a contender, above 1 where it is.
+its parameters, and the median and the spread of its figure. A ratio compares gadei-ps with a
+contender. Above 1, gadei-ps is better.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Read when the benchmark begins, before its own threads count: what else the machine was doing.
+# The load by other programs: read at the start, before the benchmark's own threads count.
 _LOAD = os.getloadavg()[0]
 _PACKAGES = (
     "numpy", "numba", "llvmlite", "torch", "mpi4py", "mpich", "ray", "pyzmq", "iceoryx2",
@@ -25,18 +25,18 @@ _PACKAGES = (
 
 @dataclass
 class Report:
-    """What a benchmark has found. header and lines: its table for people."""
+    """The results of a benchmark. header and lines: its table for people."""
 
     header: Sequence[str]
     lines: list[list[str]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     ratios: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """One line each: what was left out, and what a reader must know."""
+    """One line each: what was left out, and what readers must know."""
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on: processor, usable cores, memory, kernel and versions."""
+    """Return processor, usable cores, memory, kernel and versions: figures depend on them."""
     versions: dict[str, str | None] = {}
     for name in _PACKAGES:
         try:
@@ -55,12 +55,12 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Return how many cores this process may run on."""
+    """Return the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0))
 
 
 def _processor() -> str:
-    """Return the processor's name with its family and model: the name alone may say little."""
+    """Return the processor's name, family and model, because the name alone may say little."""
     told: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -72,8 +72,8 @@ def _processor() -> str:
 def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Let each contender measure itself once a round and return its figures, round by round.
 
-    The order turns by one each round, so that none always runs after the same other; one round
-    before the first is thrown away.
+    The order rotates by one each round, so that no contender always runs after the same other. One
+    round before the first is discarded.
     """
     names = list(contenders)
     figures: dict[str, list[float]] = {name: [] for name in names}
@@ -89,8 +89,8 @@ def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dic
 def summary(figures: Sequence[float], unit: str = "s", *, larger: bool = False) -> dict[str, Any]:
     """Return the median, the best and the spread of one row's figures.
 
-    spread: half the distance between the quartiles over the median, a part of 1. larger: whether a
-    larger figure is the better one.
+    spread: half the distance between the quartiles, as a share of the median. larger: True if a
+    larger figure is better.
     """
     middle = statistics.median(figures)
     low = high = middle
@@ -108,11 +108,11 @@ def summary(figures: Sequence[float], unit: str = "s", *, larger: bool = False) 
 def ratios_of(
     ours: Sequence[float], theirs: Sequence[float], *, larger: bool = False
 ) -> dict[str, float]:
-    """Return how much better ours is than theirs, above 1 where it is, in two ways.
+    """Return two ratios of ours to theirs. Above 1, ours is better.
 
-    ratio: the median over the rounds. The pair of one round shares what else the machine was doing,
-    which the medians of each side do not. best_ratio: between the best rounds of each, which on a
-    busy machine are those that nothing disturbed.
+    ratio: the median of the rounds' ratios. Both figures of a round are under the same load of the
+    machine; the medians of each side are not. best_ratio: between the best rounds of each. On a
+    busy machine, these are the least disturbed rounds.
     """
     if larger:
         ours, theirs = theirs, ours
@@ -124,7 +124,7 @@ def ratios_of(
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of cells as text in columns, the first to the left, the others to the right."""
+    """Return cells as text in columns: the first left-aligned, the others right-aligned."""
     rows = [list(header), *[list(line) for line in lines]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     return "\n".join(

@@ -1,6 +1,6 @@
-"""Processes of a benchmark that are told what to do by lines of JSON and answer with one each.
+"""Processes of a benchmark. Each gets orders as lines of JSON, and answers each with one line.
 
-The other end is in `peers.orders`. They end with this process, however it ends.
+`peers.orders` is the other end. The processes end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from gadei_ps.machine import process
 
 START_S = 30.0
 ANSWER_S = 60.0
-END_S = 10.0  # a round that goes on may take seconds on a busy machine
+END_S = 10.0  # a round may take seconds on a busy machine
 
 
 class Failed(Exception):
-    """A process of a gang has ended or does not answer; the message says how."""
+    """A process of a gang has ended or does not answer. The message says why."""
 
 
 class Gang:
-    """Some processes, each with its pipes.
+    """Some processes with their pipes.
 
-    commands: arguments of `python`, by process. how: the signal by which they end with this
-    process. Raises Failed if one of them does not get ready within start_s.
+    commands: arguments of `python`, by process. how: the signal that ends them when this process
+    dies. Raises Failed if one of them does not become ready within start_s.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Gang:
     def ask(
         self, order: Mapping[str, Any], first: int | None = None, timeout_s: float = ANSWER_S
     ) -> list[dict[str, Any]]:
-        """Tells the first of them, by default all; returns their answers. Raises Failed."""
+        """Sends an order to the first processes, or to all; returns the answers. Raises Failed."""
         count = len(self._processes) if first is None else first
         line = json.dumps(order).encode() + b"\n"
         for child in self._processes[:count]:
@@ -85,7 +85,7 @@ class Gang:
     def seconds(
         self, order: Mapping[str, Any], first: int | None = None, timeout_s: float = ANSWER_S
     ) -> float:
-        """The same for an order that is timed: from the first one's begin to the last one's end."""
+        """Sends a timed order. Returns the seconds from the first start to the last end."""
         spans = [answer for answer in self.ask(order, first, timeout_s) if "begin" in answer]
         began: float = min(span["begin"] for span in spans)
         ended: float = max(span["end"] for span in spans)
@@ -110,14 +110,14 @@ class Gang:
         return line
 
     def _why(self, what: str) -> str:
-        """The last line that one of them has written to standard error, if any."""
+        """A message with the last line that one of them has written to standard error."""
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").split("\n")
         told = [line.strip() for line in lines if line.strip()]
         return told[-1][:200] if told else what
 
     def close(self) -> None:
-        """Ends them: the end of their input first, so that they clean up after themselves."""
+        """Ends the processes. Closes their input first, so that they can clean up."""
         for child in self._processes:
             assert child.stdin is not None
             with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ class Gang:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(END_S)
             if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # with what it has started
+                os.killpg(child.pid, signal.SIGKILL)  # and its children
                 child.wait()
             assert child.stdout is not None
             child.stdout.close()
@@ -146,13 +146,13 @@ class Gang:
 
 
 def mpi_gang(module: str, ranks: int, *arguments: str) -> Gang:
-    """One program of so many ranks; rank 0 takes the orders. Raises Failed without an mpiexec."""
+    """An MPI program. Rank 0 gets the orders. Raises Failed if there is no mpiexec."""
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         raise Failed("no mpiexec: pip install mpich")
-    # mpi4py's runner ends all ranks upon an exception of one. mpiexec ends the ranks, which are in
-    # groups of their own, when it gets SIGTERM.
+    # mpi4py's runner ends all ranks after an exception in one. The ranks are in process groups of
+    # their own; mpiexec ends them when it gets SIGTERM.
     return Gang(
         [["-m", "mpi4py", "-m", module, *arguments]],
         launcher=[mpiexec, "-n", str(ranks)],

@@ -1,16 +1,16 @@
-"""How many bytes of gradients a second are taken in and applied.
+"""Bytes of gradients a second that the server receives and applies.
 
 Each learner is a process that pushes a prepared float32 gradient and pulls the weights into memory
-of its own, as fast as it can; the server applies plain SGD. The figure counts the bytes of all
-learners' gradients from the first one's begin to the last one's end. `gadei-ps, weights in place`
-pulls without a copy, as its learners may.
+of its own, as fast as it can. The server applies plain SGD. The figure counts the bytes of all
+learners' gradients, from the start of the first learner to the end of the last one. `gadei-ps,
+weights in place` pulls without a copy.
 
-The limit is what this machine's memory lets through: threads, as many as could be busy, move the
-same bytes between arrays of the same sizes and wait for nobody. Each gradient is copied into a
-slot (2 of its size are moved), applied (3) and the weights are copied (2).
+The limit is the bandwidth of this machine's memory. As many threads as could be busy move the same
+bytes between arrays of the same sizes, without waiting for each other. Each gradient is copied into
+a slot (which moves 2 times its size) and applied (3), and the weights are copied (2).
 
-Peers are told to start at once as well, after an unmeasured iteration. Each lets a learner go on
-while the server works, as far as its way of communication can.
+All contenders start at once, after an unmeasured iteration. A peer's learner continues while the
+server works, as far as its way of communication allows.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ MOVED = 7  # sizes of a gradient, from the learner and back
 LEAST_TIMES = 2
 
 Seconds = Callable[[int], float]
-"""Seconds that so many iterations of each learner take."""
+"""Takes a number of iterations of each learner. Returns the seconds that they take."""
 
 
 class Limit:
-    """The arrays of a job with so many learners, and threads that share them."""
+    """The arrays of a job with this number of learners, and threads that share them."""
 
     def __init__(self, size: int, learners: int, threads: int) -> None:
         """size: bytes of the model."""
@@ -61,7 +61,7 @@ class Limit:
         ]
 
     def _move(self, start: int, end: int, times: int) -> None:
-        """What one thread moves. The factor that an update has as well moves nothing."""
+        """Moves the part of one thread. Omits the factor of the update, which moves no memory."""
         weights = self.weights[start:end]
         cut = [[array[start:end] for array in arrays] for arrays in self.learners]
         for number in range(times):
@@ -72,7 +72,7 @@ class Limit:
                 np.copyto(copy, weights)
 
     def seconds(self, times: int) -> float:
-        """Of so many gradients of each learner."""
+        """The seconds for this number of gradients of each learner."""
         threads = [threading.Thread(target=self._move, args=(*p, times)) for p in self.parts]
         begin = time.perf_counter()
         for thread in threads:
@@ -83,9 +83,9 @@ class Limit:
 
 
 class Gangs:
-    """The processes of all contenders for a number of learners, while this is entered.
+    """A context with the processes of all contenders, for one number of learners.
 
-    What cannot run here is left out and noted.
+    A contender that cannot run on this machine is left out, and a note says so.
     """
 
     def __init__(self, learners: int, notes: list[str], *, with_ray: bool) -> None:
@@ -125,12 +125,12 @@ class Gangs:
         if self.with_ray:
             starts[RAY] = lambda: Gang(
                 [["-m", f"{PACKAGE}.peers_ray", str(scratch)]],
-                how=signal.SIGTERM,  # its driver then ends its daemons
+                how=signal.SIGTERM,  # its driver ends its daemons
             )
         return starts
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note that a peer does not take part, once."""
+        """Note once that a peer does not take part."""
         self.peers.pop(name, None)
         note = f"{name} is left out: {why}"
         if note not in self.notes:
@@ -141,7 +141,7 @@ class Gangs:
 
 
 def job(name: str, size: int) -> JobConfig:
-    """A job with a model of so many bytes."""
+    """The configuration of a job with a model of `size` bytes."""
     tensors = [{"name": "w", "shape": [size // 4]}]
     return from_mapping(
         {"name": name, "optimizer": {"kind": "sgd", "lr": 1e-6}, "tensors": tensors}, "ingest"
@@ -149,7 +149,7 @@ def job(name: str, size: int) -> JobConfig:
 
 
 def contenders(gangs: Gangs, size: int, ray_bytes: int, threads: int) -> dict[str, Seconds]:
-    """All of them, for a model of so many bytes; the learners of ours are attached."""
+    """All contenders, for a model of `size` bytes. Attaches our learners to a job."""
 
     def ours(copy: bool) -> Seconds:
         return lambda times: gangs.ours.seconds({"times": times, "copy": copy})
@@ -169,7 +169,7 @@ def contenders(gangs: Gangs, size: int, ray_bytes: int, threads: int) -> dict[st
 def rates(
     seconds: Mapping[str, Seconds], gangs: Gangs, size: int, call_s: float
 ) -> dict[str, Callable[[], float]]:
-    """Bytes a second of each, in rounds of about call_s, without those that fail a short one."""
+    """Bytes a second by contender, in rounds of about call_s. Omits those that fail first."""
     found: dict[str, Callable[[], float]] = {}
     for name, measure in seconds.items():
         try:
@@ -214,7 +214,7 @@ def compare(report: Report, figures: Mapping[str, list[float]], told: Mapping[st
 
 
 def measure(quick: bool) -> Report:
-    """Each number of learners at each size."""
+    """Measure each number of learners at each size."""
     size = sizes("ingest", quick)
     header = ["GB/s", OURS, "in place", LIMIT, *PEERS, RAY, "/limit", "/best", "/Ray"]
     report = Report(header)
@@ -228,7 +228,7 @@ def measure(quick: bool) -> Report:
 
 
 def _at(report: Report, gangs: Gangs, model: int, size: Mapping[str, Any]) -> None:
-    """One size of the model."""
+    """Measure one size of the model."""
     config = job(f"ingest-{os.getpid()}", model)
     threads = min(cores(), gangs.learners + config.resolved_shards(model // 4))
     with Daemon(config, silent=True):

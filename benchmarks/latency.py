@@ -1,9 +1,9 @@
-"""How long a push of 4 KB takes until it is applied and the learner knows.
+"""The time of a push of 4 KB until it is applied and the learner knows it.
 
-spinning: pushes follow each other. Where a contender can spin, both sides look for the other's word
-in a loop. asleep: the learner pauses before each push, and both sides sleep while they wait. Peers
-apply in numpy and answer with a byte; gadei-ps' learner sees the weights themselves. MPI always
-spins and so has no figure for asleep.
+spinning: pushes follow each other. If a contender can spin, both sides wait in a loop. asleep: the
+learner pauses before each push, and both sides sleep while they wait. Peers apply in numpy and
+answer with a byte; a gadei-ps learner reads the weights. MPI always spins, so it has no figure for
+asleep.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST_S = 10.0
 
 
 class Gangs:
-    """A learner of each contender in one mode, while this is entered."""
+    """A context with a learner of each contender in one mode."""
 
     def __init__(self, mode: str, notes: list[str]) -> None:
         self.mode = mode
@@ -68,20 +68,20 @@ class Gangs:
         return Gang([["-m", f"{PACKAGE}.peers_latency", kind, self.mode, where]])
 
     def _add(self, stack: ExitStack, who: str, start: Callable[[], Gang]) -> None:
-        """Start a peer that answers a first order, or note why it does not."""
+        """Start a peer and give it a first order. If it fails, note why."""
         try:
             gang = stack.enter_context(start())
             gang.ask({"times": 1, "pause_s": 0}, timeout_s=FIRST_S)
             self.members[who] = gang
         except Failed as error:
-            self.notes.append(f"{who} is left out where it is {self.mode}: {error}")
+            self.notes.append(f"{who} is left out of {self.mode}: {error}")
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
 
 def remove_shared(prefix: str) -> None:
-    """Remove what iceoryx2 leaves in shared memory when one of its processes is ended."""
+    """Remove what iceoryx2 leaves in shared memory when one of its processes is killed."""
     for path in SHARED.glob(f"{prefix}_*"):
         path.unlink(missing_ok=True)
 
@@ -97,7 +97,7 @@ def rounds_of(gangs: Gangs, times: int, rounds: int) -> dict[str, dict[str, list
         return float(told["p50"])
 
     found = alternate({who: partial(one, who) for who in gangs.members}, rounds)
-    # The round before the first is thrown away there, and here as well.
+    # `alternate` discards the first round; this list must do so too.
     return {who: {"p50": found[who], "p99": highs[who][1:]} for who in found}
 
 
@@ -124,11 +124,11 @@ def compare(report: Report, mode: str, found: Mapping[str, Mapping[str, list[flo
 
 
 def measure(quick: bool) -> Report:
-    """Each mode by itself; all its contenders are there, asleep when it is not their turn."""
+    """Measure each mode. All its contenders exist; those whose turn it is not sleep."""
     size = sizes("latency", quick)
     report = Report(["4 KB push", "p50 us", "/ours", "p99 us", "/ours"])
     if cores() < 2:
-        report.notes.append("one core: nobody can spin while the other works")
+        report.notes.append("with one core, no contender can spin while the other side works")
     for mode in PAUSE_S:
         with Gangs(mode, report.notes) as gangs:
             compare(report, mode, rounds_of(gangs, size[mode], size["rounds"]))

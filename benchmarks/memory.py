@@ -1,14 +1,14 @@
-"""What a job costs in memory: each of its processes, its shared segments, and all of it over time.
+"""The memory of a job: its processes, its shared segments, and their growth over time.
 
-Two parts. The sentence classifier is trained on mr by gadei-ps with one learner and with two, by
-Hogwild and by DistributedDataParallel, each process started on its own; then each process tells its
-resident memory (pages that several map count in each) and its proportional share (they count in
-parts, so that shares add up to what the contender takes). The second part pushes dense gradients to
-a job and looks how large its segments are beside the model, and whether the server's private
-memory grows.
+The first part trains the sentence classifier on mr with gadei-ps, with one and with two learners,
+with Hogwild and with DistributedDataParallel. Each process is started on its own. For each process
+it records the resident memory, in which shared pages count in full, and the proportional share, in
+which they count in parts. The shares add up to the memory of the contender. The second part pushes
+dense gradients to a job. It compares the sizes of the segments with the model, and looks whether
+the server's private memory grows.
 
-ratio: what the contender takes over what gadei-ps takes, with as many learners; in the second part
-as `of` and `to` say.
+ratio: memory of the contender over memory of gadei-ps, with the same number of learners. In the
+second part, `of` and `to` name both sides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gadei_ps.memory import segment
 
 SAMPLES = 10
 GROWTH = 1.05
-"""Of the server's private memory from the first tenth of the gradients to the last, at most."""
+"""The most growth of the server's private memory, from the first to the last tenth of gradients."""
 MB = 1e6
 SEGMENTS = str(segment.SHM / "gadei-ps.")
 
@@ -47,7 +47,7 @@ def measure(quick: bool) -> Report:
     texts = nlc_texts.whole(name, data)
     shares = {}
     for kind, learners in size["contenders"]:
-        # One after the other: a page of a library would be shared with the other contenders too.
+        # One after the other, so that contenders do not share pages of libraries.
         team = Team(kind, learners, texts, method="spawn")
         with started([team]):
             team.train(1, size["run_s"], 0.1)
@@ -74,7 +74,7 @@ def _add(
 
 
 def _processes(report: Report, team: Team) -> dict[str, float]:
-    """Add a row for each process and segment; return what all take and what the mean learner."""
+    """Add a row for each process and segment. Return the sum, and the mean of the learners."""
     processes = {f"learner {i + 1}": psutil.Process(pid) for i, pid in enumerate(team.pids)}
     if team.daemon is not None:
         watchdog = psutil.Process(team.daemon.request(Status())["watchdog_pid"])
@@ -90,7 +90,7 @@ def _processes(report: Report, team: Team) -> dict[str, float]:
         shares[of] = float(memory.pss)
         more = {"resident_bytes": memory.rss, "private_bytes": memory.uss}
         _add(report, team.kind, team.count, of, memory.pss, **more)
-    # A segment's memory is reserved, also what of it nobody has touched yet.
+    # A segment's memory counts in full, because it is reserved before it is touched.
     parts = sizes_of(team.daemon.config.name) if team.daemon is not None else {}
     whole = sum(shares.values()) - mapped + sum(parts.values())
     _add(report, team.kind, team.count, "all together", whole)
@@ -106,7 +106,7 @@ def sizes_of(job: str) -> dict[str, int]:
 
 
 def _over_time(report: Report, values: int, gradients: int) -> None:
-    """Push dense gradients of that many float32 values."""
+    """Push dense gradients of this number of float32 values."""
     name = f"memory-{os.getpid()}"
     config = from_mapping({"name": name, "optimizer": {"kind": "adam"}, "slots": 2}, "memory")
     tensors = {"w": np.zeros(values, np.float32)}
@@ -133,7 +133,7 @@ def _over_time(report: Report, values: int, gradients: int) -> None:
 
 
 def _tell_segments(report: Report, parts: Mapping[str, int], model: int) -> None:
-    """Set the segments beside the least there could be: weights, two slots of Adam, a ring of 2."""
+    """Compare the segments with the least possible: weights, two slots of Adam, a ring of 2."""
     least: dict[str, Any] = {"weights": model, "state": 2 * model, "ring.0": 2 * model}
     for part, size in parts.items():
         _add(report, "dense pushes", 1, f"segment {part}", size, limit_bytes=least.get(part))

@@ -1,13 +1,12 @@
-"""Samples per second of the sentence classifier, beside torch's own ways to train it.
+"""Samples per second of the sentence classifier, compared with torch's own ways to train it.
 
 Every contender trains the same network (vocabulary x 300 embeddings, 3 x 100 filters) with plain
-SGD on the same mini-batches, in processes of its own with the same share of the cores. One learner
-is compared with one process of torch, two with Hogwild and DistributedDataParallel. The limit is
-forward and backward alone, in as many processes, with neither update nor sharing.
+SGD on the same mini-batches, in its own processes with the same share of the cores. One learner is
+compared with one process of torch, two learners with Hogwild and DistributedDataParallel. The limit
+is forward and backward alone, in the same number of processes, without update and sharing.
 
-All processes of a data set live at once; only the contender whose turn it is does not sleep. A
-figure is that of one window after a warm-up. ratio: gadei-ps over the contender, above 1 where it
-is faster.
+All processes of a data set exist at once. Contenders sleep except in their turn. A figure is that
+of one window after a warm-up. ratio: gadei-ps over the contender. Above 1, gadei-ps is faster.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from gadei_ps.benchmarks.sizes import sizes
 PEERS = {1: [SINGLE, SINGLE_SPARSE], 2: [HOGWILD, HOGWILD_SPARSE, DDP]}
 ORDER = [OURS, LIMIT, *PEERS[1], *PEERS[2]]
 REACH = {DDP: 15.0, HOGWILD: 5.0, HOGWILD_SPARSE: 1.1, LIMIT: 0.9}
-"""On mr with two learners at mini-batch 1. Elsewhere no peer is to be faster."""
+"""On mr with two learners at mini-batch 1. For other cases: no peer is faster."""
 WARM_UP = 0.15
-"""Of a window, before it."""
+"""Seconds of the warm-up before a window."""
 
 
 def measure(quick: bool) -> Report:
@@ -76,7 +75,7 @@ def _measure_batch(
 
 
 def window(team: Team, batch: int, seconds: float) -> Callable[[], float]:
-    """Return what measures samples per second in one window."""
+    """Return a function that measures samples per second in one window."""
     return lambda: rate(team.train(batch, seconds, max(0.1, WARM_UP * seconds)))
 
 
@@ -92,7 +91,7 @@ def _ratio(
 
 
 def _cells(mine: Mapping[str, Sequence[float]]) -> list[str]:
-    """Tell samples per second, and in how many of them gadei-ps goes into each contender's."""
+    """Return samples per second as text, for others with the ratio of gadei-ps to them."""
     cells = []
     for kind in ORDER:
         if kind not in mine:

@@ -1,14 +1,14 @@
-"""One process of a contender: trains the sentence classifier when it is told to, else sleeps.
+"""One process of a contender. It trains the sentence classifier on request, and sleeps otherwise.
 
-All contenders compute the same gradient of the same network on the same batches, and differ in
-what becomes of it. A member answers each request on its pipe and lives until the pipe is closed.
+All contenders compute the same gradient of the same network on the same batches. They differ in how
+they use the gradient. A member answers each request on its pipe, and ends when the pipe is closed.
 
-Hogwild is written as PyTorch's examples/mnist_hogwild: the model's memory is shared by the process
-that spawns the members, and each steps an optimizer of its own over it. Adagrad's sums are shared
-too, with the method that torch has for it. DistributedDataParallel has dense gradients: it knows
-sparse ones of torch.nn.Embedding only. Other sizes of its buckets made no difference to it.
+Hogwild follows PyTorch's examples/mnist_hogwild: the process that spawns the members shares the
+model's memory, and each member uses its own optimizer on it. Adagrad's sums are shared too, with
+torch's method for that. DistributedDataParallel gets dense gradients, because it supports sparse
+ones of torch.nn.Embedding only. Other sizes of its buckets made no difference.
 
-A plan may name a GPU and another network: `gadei_ps.benchmarks.gpu` has the same contenders there.
+A plan may name a GPU and another network, for the same contenders in `gadei_ps.benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ LIMIT = "limit"
 SHARED = (HOGWILD, HOGWILD_SPARSE)
 REDUCED = (DDP, DDP_NCCL)
 SPARSE = (OURS, SINGLE_SPARSE, HOGWILD_SPARSE, LIMIT)
-"""Whose gradient of the embedding has the rows that a batch names, and not all."""
+"""Contenders whose gradient of the embedding has only the rows that a batch names."""
 FOR_EVER = 2**31 - 1
 
 Network = Callable[[str, Texts], torch.nn.Module]
-"""Makes what a contender of this kind trains on these texts, on the CPU; a module's function."""
+"""Makes the network of a contender for these texts, on the CPU. Must be a module's function."""
 
 
 class SharedTexts:
-    """A data set in memory that a process to be started can map.
+    """A data set in memory that a new process can map.
 
-    Written into its start-up pipe, it would not fit, and the writer would wait for its imports.
+    It does not fit into the process's start-up pipe, where the writer would wait for its imports.
     """
 
     def __init__(self, texts: Texts) -> None:
-        """Copy it there."""
+        """Copy the texts into shared memory."""
         arrays = (texts.encoded.tokens, texts.encoded.lengths, texts.labels)
         self._tensors = [torch.from_numpy(array).clone() for array in arrays]
         for tensor in self._tensors:
@@ -70,14 +70,14 @@ class SharedTexts:
         self._rest = texts.name, texts.vocabulary_size, texts.classes
 
     def texts(self) -> Texts:
-        """Return it as views of that memory."""
+        """Return the texts as views of the shared memory."""
         tokens, lengths, labels = (tensor.numpy() for tensor in self._tensors)
         name, *sizes = self._rest
         return Texts(name, Encoded(tokens, lengths), labels, *sizes)
 
 
 def fresh(kind: str, texts: Texts) -> SentenceClassifier:
-    """Return a new network, always of the same weights."""
+    """Return a new network, always with the same weights."""
     sizes = texts.vocabulary_size, texts.classes
     if kind == OURS:  # as `gadei-ps train` does
         network = SentenceClassifier(
@@ -89,9 +89,9 @@ def fresh(kind: str, texts: Texts) -> SentenceClassifier:
 
 @dataclass
 class Plan:
-    """What a member is.
+    """The plan of a member.
 
-    model and optimizer: those of the team, where their memory is shared. device: in words of torch.
+    model, optimizer: those of the team, if their memory is shared. device: as torch names it.
     """
 
     kind: str
@@ -110,7 +110,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """Train on mini-batches of `size` for so many seconds, or so many steps if that is not 0."""
+    """Train on mini-batches of `size` for `seconds`, or for `steps` steps if that is not 0."""
 
     size: int
     seconds: float
@@ -126,13 +126,13 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Done:
-    """What a run came to."""
+    """The result of a run."""
 
     steps: int
     samples: int
     seconds: float
     payload_bytes: int = field(default=0)
-    """Of the gradients pushed, of gadei-ps only."""
+    """Bytes of the gradients pushed; gadei-ps only."""
 
 
 def optimizer_of(model: torch.nn.Module, update: str, lr: float) -> torch.optim.Optimizer:
@@ -147,7 +147,7 @@ class Peer:
     """Trains with torch alone."""
 
     def __init__(self, plan: Plan, texts: Texts) -> None:
-        """Join the others, where there is something to join."""
+        """Join the other members, if the kind has a group."""
         model = plan.model
         if model is None:
             model = plan.network(plan.kind, texts).to(plan.device)
@@ -164,7 +164,7 @@ class Peer:
                 rank=plan.rank,
                 world_size=plan.count,
             )
-            # Gradients stay where they were reduced: a copy of the embedding less.
+            # Gradients stay in the buckets: this saves a copy of the embedding.
             self._network = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         if self._optimizer is None and plan.kind != LIMIT:
             self._optimizer = optimizer_of(self.model, plan.update, plan.lr)
@@ -184,12 +184,12 @@ class Peer:
         return 0
 
     def finish(self) -> None:
-        """Wait for the device; on the CPU each step leaves the weights moved."""
+        """Wait for the device. On the CPU, a step returns after the weights have changed."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the group."""
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
@@ -197,8 +197,8 @@ class Peer:
 class Learner:
     """Trains as a learner of `gadei-ps train` does, on batches that the server hands out.
 
-    The server numbers the batches of an epoch and knows nothing of their size. So that the size
-    can change, there is a number for each sentence, and what is in a batch is told from it here.
+    The server numbers the batches of an epoch, and does not know their size. To allow any size, it
+    hands out one number for each sentence, and this class chooses the sentences of the batch.
     """
 
     def __init__(self, plan: Plan, texts: Texts) -> None:
@@ -209,7 +209,7 @@ class Learner:
         self._batches: Iterator[Any] = self._optimizer.batches(len(texts), 1, FOR_EVER, SEED)
 
     def step(self, size: int) -> int:
-        """Train on one mini-batch. Returns the bytes of the gradient; 0 where they come later."""
+        """Train on one mini-batch. Returns the bytes of the gradient, 0 if known later."""
         batch = next(self._batches)
         rows = self._texts.rows(batch.epoch * len(self._texts) + batch.index, size)
         self._optimizer.zero_grad()
@@ -222,7 +222,7 @@ class Learner:
         return int(self._optimizer.client.last_frame["payload_bytes"][0])
 
     def finish(self) -> None:
-        """Wait until all that was pushed is in the weights."""
+        """Wait until all pushed gradients are applied."""
         self._optimizer.client.wait_applied(timeout_s=60.0)
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class Learner:
 def loss_of(
     network: torch.nn.Module, texts: Texts, rows: Any, device: torch.device
 ) -> torch.Tensor:
-    """Return the loss of one mini-batch, its sentences padded to their longest."""
+    """Return the loss of one mini-batch, padded to its longest sentence."""
     logits = network(torch.from_numpy(texts.encoded.batch(rows)).to(device))
     return functional.cross_entropy(logits, torch.from_numpy(texts.labels[rows]).to(device))
 
@@ -253,12 +253,12 @@ def run(trainer: Peer | Learner, what: Run) -> Done:
 
 
 def answer(trainer: Peer | Learner, request: Run | Evaluate) -> Done | float:
-    """Do as asked."""
+    """Carry out a request."""
     if isinstance(request, Run):
         return run(trainer, request)
     assert isinstance(trainer.model, SentenceClassifier)
     threads = torch.get_num_threads()
-    torch.set_num_threads(cores())  # the others sleep
+    torch.set_num_threads(cores())  # the other members sleep
     try:
         return evaluate(trainer.model, request.texts.encoded.tokens, request.texts.labels)[0]
     finally:
@@ -266,16 +266,16 @@ def answer(trainer: Peer | Learner, request: Run | Evaluate) -> Done | float:
 
 
 def main(plan: Plan, pipe: Connection) -> None:
-    """Be a member until the pipe is closed."""
-    # Should the other end die in the middle of a run, what has started this process dies with it.
+    """Run a member until the pipe is closed."""
+    # If the other end dies during a run, the process that started this one dies too.
     _native.die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(max(1, cores() // plan.count))
-    # Torch warns of Adagrad's own sparse tensors unless it is told so.
+    # Without this, torch warns of Adagrad's own sparse tensors.
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
     if (device := torch.device(plan.device)).type == "cuda":
         torch.cuda.set_device(device)
-    torch.manual_seed(SEED * 1_000_003 + plan.rank)  # units are not dropped in the same order
+    torch.manual_seed(SEED * 1_000_003 + plan.rank)  # members drop different units
     texts = plan.data.texts()
     trainer = Learner(plan, texts) if plan.kind in (OURS, OURS_DENSE) else Peer(plan, texts)
     with suppress(EOFError, ConnectionError):

@@ -1,4 +1,4 @@
-"""A contender's processes, kept alive and asleep while others are measured."""
+"""The processes of a contender. They stay alive and sleep while others are measured."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from gadei_ps.machine import interrupts
 
 READY_S = 240.0
 ANSWER_S = 120.0
-"""More than a request is to take."""
+"""Seconds added to a request's own time before it counts as failed."""
 END_S = 5.0
 LR = 0.01
 PRELOAD = ["gadei_ps.benchmarks.nlc_member", "torch._dynamo"]
-"""What takes seconds to import, the second with the first step of any optimizer of torch."""
+"""Modules that take seconds to import. The first step of a torch optimizer imports the second."""
 
 
 class Team:
-    """A contender with so many learners, on one data set.
+    """A contender with `count` learners, on one data set.
 
-    In a with-block it is started; ready() waits until all its processes are. Use it from a thread
-    that lives as long.
+    A with-block starts it; ready() waits until all its processes are ready. Use it from a thread
+    that lives as long as the team.
 
-    Members are forked off one process that has imported torch, so that many start within seconds;
-    nothing of it but the program is shared. With `method` "spawn" they share not even that, which
-    matters to what is counted as theirs.
+    Members are forked from one process that has imported torch, so that many start within seconds.
+    They share only the program with it. With `method` "spawn" they do not share that either, which
+    matters when their memory is measured.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Team:
         devices: Sequence[str] = ("cpu",),
         network: nlc_member.Network = nlc_member.fresh,
     ) -> None:
-        """update: the optimizer, as jobs name it. devices: of the members in turn, as torch has it.
+        """update: the optimizer, as jobs name it. devices: torch's names, for the members in turn.
 
-        A member on a GPU must be spawned: CUDA does not outlive a fork.
+        A member on a GPU must be spawned, because CUDA does not work after a fork.
         """
         self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
@@ -81,7 +81,7 @@ class Team:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        """End all of it, at once where something has gone wrong."""
+        """End all processes. After an error, end them at once."""
         self._end(END_S if kind is None else 0.0)
 
     def _start(self) -> None:
@@ -96,7 +96,7 @@ class Team:
             job = str(self.daemon.socket)
         optimizer = None
         if self.kind in nlc_member.SHARED:
-            # Kept: memory of a GPU is that of the process which made it.
+            # Kept, because the memory of a GPU belongs to the process that made it.
             self._shared = self._network(self.kind, self.texts).to(self._devices[0])
             self._shared.share_memory()
             if self._update == "adagrad":
@@ -122,7 +122,7 @@ class Team:
             )
 
     def _spawn(self, plan: Plan) -> None:
-        """Start a member. A signal in the middle of it could leave one that nobody knows."""
+        """Start a member, with signals held: a signal here could leave an unknown process."""
         with interrupts.held():
             ours, theirs = self._context.Pipe()
             self._pipes.append(ours)
@@ -132,21 +132,21 @@ class Team:
             theirs.close()
 
     def ready(self) -> None:
-        """Wait until each member could begin to train."""
+        """Wait until each member is ready to train."""
         for rank in range(self.count):
             self._receive(rank, READY_S)
 
     def run(self, size: int, seconds: float, steps: int = 0) -> list[Done]:
-        """Let all members train; seconds is a guess only where steps are given."""
+        """Let all members train. If steps are given, `seconds` is only an estimate."""
         for pipe in self._pipes:
             pipe.send(Run(size, seconds, steps))
         return [self._receive(rank, seconds + ANSWER_S) for rank in range(self.count)]
 
     def go_on(self, size: int, seconds: float) -> list[Done]:
-        """Let all members train about so long.
+        """Let all members train for about `seconds`.
 
-        Those of DistributedDataParallel must agree on when to end, so they are told a number of
-        steps, by the pace of the last time; the first time they make a few only.
+        Members of DistributedDataParallel must end together, so they get a number of steps, which
+        follows from their last pace. The first time, they make only a few steps.
         """
         if self.kind not in nlc_member.REDUCED:
             return self.run(size, seconds)
@@ -156,7 +156,7 @@ class Team:
         return done
 
     def train(self, size: int, seconds: float, warm_up_s: float) -> list[Done]:
-        """Do that after a warm-up that does not count."""
+        """Let all members train for about `seconds`, after an unmeasured warm-up."""
         if self.kind in nlc_member.REDUCED:
             self.run(size, warm_up_s, 2)
             self._pace.pop(size, None)
@@ -164,14 +164,14 @@ class Team:
         return self.go_on(size, seconds)
 
     def accuracy(self, held_out: Texts) -> float:
-        """Return the first member's on these sentences."""
+        """Return the accuracy of the first member on these sentences."""
         self._pipes[0].send(Evaluate(held_out))
         accuracy: float = self._receive(0, ANSWER_S)
         return accuracy
 
     @property
     def pids(self) -> list[int]:
-        """Return the members'."""
+        """Return the pids of the members."""
         return [member.pid for member in self._members if member.pid is not None]
 
     def _receive(self, rank: int, timeout_s: float) -> Any:
@@ -182,7 +182,7 @@ class Team:
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
-            raise RuntimeError(f"{who} has ended; its messages stand above") from None
+            raise RuntimeError(f"{who} has ended; read its messages above") from None
 
     def dismiss(self) -> None:
         """Tell the members to end, without waiting for it."""
@@ -212,7 +212,7 @@ def rate(done: Iterable[Done]) -> float:
 
 @contextmanager
 def started(teams: Iterable[Team]) -> Iterator[None]:
-    """Start the teams all at once, for most of it is importing torch; end them all."""
+    """Start all teams at once, because most of the time is the import of torch. End all teams."""
     with ExitStack() as stack:
         stack.callback(_stop_fork_server)
         entered = [stack.enter_context(team) for team in teams]
@@ -226,6 +226,6 @@ def started(teams: Iterable[Team]) -> Iterator[None]:
 
 
 def _stop_fork_server() -> None:
-    """End the process that the members came from. It would stay until this one ends."""
+    """End the process from which members are forked. It would stay until this process ends."""
     with interrupts.held(), suppress(AttributeError):
         forkserver._forkserver._stop()  # type: ignore[attr-defined]

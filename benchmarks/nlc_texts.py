@@ -1,8 +1,8 @@
-"""The labelled sentences of the benchmarks: whole files, numbered once, the same for everybody.
+"""The labelled sentences of the benchmarks: whole files, numbered once, the same for all.
 
-The data sets lie in $GADEI_PS_BENCH_DATA, else in shared/data beside the checkout: mr/all.csv,
-trec6/train.csv, banking77/train.csv. Where there is none of them, the checkout's
-examples/intents.csv takes their place.
+The data sets are mr/all.csv, trec6/train.csv and banking77/train.csv in $GADEI_PS_BENCH_DATA, else
+in shared/data beside the checkout. If none of them exists, the benchmarks use the checkout's
+examples/intents.csv.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEED = 0
 
 @dataclass
 class Texts:
-    """A data set as a learner needs it. Every word that occurs is in the vocabulary."""
+    """A data set for a learner. The vocabulary has every word that occurs."""
 
     name: str
     encoded: Encoded
@@ -42,32 +42,32 @@ class Texts:
         self._order = np.empty(0, np.int64)
 
     def __len__(self) -> int:
-        """Count the sentences."""
+        """Return the number of sentences."""
         return len(self.labels)
 
     def rows(self, number: int, size: int) -> NDArray[np.int64]:
         """Return the sentences of mini-batch `number`, counted through all epochs.
 
-        Each epoch has an order of its own; what is left of it for less than a batch is left out.
+        Each epoch has its own order. A rest that is smaller than a batch is left out.
         """
         size = min(size, len(self))
         epoch, at = divmod(number, len(self) // size)
         if epoch != self._epoch:
-            # As gadei_ps.learners.client.epoch_order, which this process need not import.
+            # The same as gadei_ps.learners.client.epoch_order, which this process does not import.
             self._order = np.random.default_rng([SEED, epoch]).permutation(len(self))
             self._epoch = epoch
         return self._order[at * size : (at + 1) * size]
 
 
 def data_directory() -> Path:
-    """$GADEI_PS_BENCH_DATA, else shared/data beside the checkout; it need not exist."""
+    """$GADEI_PS_BENCH_DATA, else shared/data beside the checkout. It may be missing."""
     return Path(os.environ.get(VARIABLE, CHECKOUT.parent / "shared" / "data"))
 
 
 def read(names: Sequence[str]) -> tuple[dict[str, Dataset], list[str]]:
-    """Return those of the data sets that there are, and a note on those that there are not.
+    """Return the data sets that exist, and notes on those that do not.
 
-    Raises UsageError if there is nothing to measure with.
+    Raises UsageError if there is no data set at all.
     """
     directory = data_directory()
     paths = {name: directory / FILES[name] for name in names}
@@ -75,7 +75,7 @@ def read(names: Sequence[str]) -> tuple[dict[str, Dataset], list[str]]:
     missing = ", ".join(FILES[name] for name in names if name not in found)
     if not missing:
         return found, []
-    note = f"not measured, because not in {directory} (${VARIABLE}): {missing}"
+    note = f"not measured, because missing in {directory} (${VARIABLE}): {missing}"
     if not found:
         example = CHECKOUT / "examples" / "intents.csv"
         if not example.exists():
@@ -86,12 +86,12 @@ def read(names: Sequence[str]) -> tuple[dict[str, Dataset], list[str]]:
 
 
 def whole(name: str, data: Dataset) -> Texts:
-    """Return all sentences of a data set to train on."""
+    """Return all sentences of a data set, for training."""
     return _numbered(name, data, Vocabulary.build(data.texts))
 
 
 def parts(name: str, data: Dataset) -> tuple[Texts, Texts]:
-    """Return nine tenths to train on and the tenth to measure accuracy on, always the same."""
+    """Return nine tenths for training and one for accuracy, always the same."""
     training, held_out = dataset.split(data, 0.1, SEED)
     vocabulary = Vocabulary.build(training.texts)
     return _numbered(name, training, vocabulary), _numbered(name, held_out, vocabulary)

@@ -1,4 +1,4 @@
-"""What the processes that a benchmark starts have in common: orders, a gradient, its update."""
+"""Shared by the processes that a benchmark starts: orders, a gradient, its update."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gadei_ps.machine import process
 
 Floats = NDArray[np.float32]
 
-# So small that weights stay in the range where they began, however many gradients are applied.
+# So small that the weights hardly change over all gradients.
 LR = 1e-6
-# Values that an update in numpy takes at a time: its scratch stays in the core's own cache.
+# Values that an update in numpy processes at a time, so that its scratch stays in the core's cache.
 CHUNK = 65536
 
 
 def orders() -> Iterator[dict[str, Any]]:
-    """Says that this process is ready, then yields what it is told until its input ends."""
+    """Reports that this process is ready, then yields orders until its input ends."""
     answer({"ready": True})
     for line in sys.stdin:
         yield json.loads(line)
@@ -34,12 +34,12 @@ def answer(what: Mapping[str, Any]) -> None:
 
 
 def gradient(count: int) -> Floats:
-    """A gradient of that many values, its pages in memory."""
+    """A gradient of `count` values, with its pages in memory."""
     return np.full(count, 1e-3, np.float32)
 
 
 class Numpy:
-    """The update of a server in numpy, in place and without a temporary array of the model."""
+    """The update of a server in numpy, in place, without a temporary array of the model's size."""
 
     def __init__(self) -> None:
         self._scratch = np.empty(CHUNK, np.float32)
@@ -55,5 +55,5 @@ class Numpy:
 
 
 def die_with(parent: int) -> None:
-    """Called by a child of such a process: it ends with the parent."""
+    """Makes the calling child process end with its parent."""
     process.dies_with_parent(parent)()

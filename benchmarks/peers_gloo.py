@@ -1,8 +1,8 @@
 """A parameter server by torch.distributed's gloo: rank 0 serves, the others learn.
 
-python -m gadei_ps.benchmarks.peers_gloo RANK LEARNERS FILE, where FILE is for them to meet.
+python -m gadei_ps.benchmarks.peers_gloo RANK LEARNERS FILE. The ranks find each other by FILE.
 
-The server posts a receive for each learner, so that gradients arrive while another is applied, and
+The server posts a receive for each learner, so that gradients arrive while it applies another. It
 sends the weights without waiting for their arrival.
 """
 
@@ -20,14 +20,14 @@ from gadei_ps.benchmarks.peers import LR, answer, orders
 
 
 class Server:
-    """Weights, and for each learner a buffer for its gradients."""
+    """The server: weights, and for each learner a buffer for its gradients."""
 
     def __init__(self, count: int, learners: int) -> None:
         self.weights = torch.zeros(count)
         self.buffers = [torch.zeros(count) for _ in range(learners)]
 
     def run(self, times: int) -> None:
-        """Serves that many gradients of each learner, in turn: all learners are alike."""
+        """Serves `times` gradients of each learner, in turn, because all learners are alike."""
         learners = len(self.buffers)
         arriving: list[Any] = [dist.irecv(b, src=i + 1) for i, b in enumerate(self.buffers)]
         leaving: list[Any] = [None] * learners
@@ -45,14 +45,14 @@ class Server:
 
 
 class Learner:
-    """A gradient, and a copy of the weights."""
+    """A learner: a gradient, and a copy of the weights."""
 
     def __init__(self, count: int, learners: int) -> None:
         self.gradient = torch.full((count,), 1e-3)
         self.copy = torch.zeros(count)
 
     def run(self, times: int) -> None:
-        """Sends it and receives the weights, that many times."""
+        """Sends the gradient and receives the weights, `times` times."""
         for _ in range(times):
             pull: Any = dist.irecv(self.copy, src=0)
             dist.send(self.gradient, dst=0)
@@ -60,7 +60,7 @@ class Learner:
 
 
 def main() -> None:
-    """Orders: {"bytes", "times"}: push and pull so often."""
+    """Order {"bytes", "times"}: push and pull `times` times."""
     rank, learners = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(max(1, cores() - learners) if rank == 0 else 1)
     dist.init_process_group(

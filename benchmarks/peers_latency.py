@@ -1,10 +1,10 @@
-"""A learner that pushes 4 KB and waits until they are applied, with its server as a child.
+"""A learner that pushes 4 KB and waits until they are applied. Its server is a child process.
 
 python -m gadei_ps.benchmarks.peers_latency pipe|queue|zmq|iceoryx2 spinning|asleep SCRATCH
-python -m gadei_ps.benchmarks.peers_latency gadei-ps MODE JOB, whose server is the job's
+python -m gadei_ps.benchmarks.peers_latency gadei-ps MODE JOB, with the server of the job
 
-Servers apply in numpy and answer with one byte. Where a way has means of its own to spin, it spins
-when that is asked for; the others block in the kernel.
+Servers apply in numpy and answer with one byte. In the mode spinning, contenders that can spin do
+so. The others block in the kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gadei_ps.benchmarks.peers import Floats, Numpy, answer, die_with, gradient,
 
 BYTES = 4096
 WARM_UP = 20
-# A server that spins gives the core back so long after the last push: other contenders' turn.
+# This long after the last push, a spinning server releases its core for other contenders.
 SPIN_S = 1e-3
 DOZE_S = 1e-3
 READY_S = 10.0
@@ -34,13 +34,13 @@ Push = Callable[[], None]
 
 
 class Pipe:
-    """multiprocessing.Pipe, one for each direction: those are pipes, which are faster."""
+    """multiprocessing.Pipe, one for each direction: one-way pipes are faster."""
 
     def __init__(self, spin: bool, scratch: str) -> None:
         self.to, self.by = mp.Pipe(duplex=False), mp.Pipe(duplex=False)
 
     def gradients(self) -> Iterator[Floats]:
-        """Server: gradients as they come; each is answered when the next is wanted."""
+        """Server: yields gradients as they arrive. Answers one when the next is requested."""
         buffer = np.empty(BYTES // 4, np.float32)
         while True:
             self.to[0].recv_bytes_into(buffer)
@@ -48,7 +48,7 @@ class Pipe:
             self.by[1].send_bytes(DONE)
 
     def learner(self) -> Push:
-        """A push and its answer."""
+        """Learner: a function that pushes and waits for the answer."""
         pushed = gradient(BYTES // 4).tobytes()
 
         def push() -> None:
@@ -114,20 +114,20 @@ class ZeroMQ:
 
 
 class Iceoryx2:
-    """Publish-subscribe both ways: with busy loops, or with events to wake up the other side."""
+    """Publish-subscribe in both directions, with busy loops or with events that wake."""
 
     def __init__(self, spin: bool, scratch: str) -> None:
         import iceoryx2
 
         self.iox: Any = iceoryx2
         self.spin, self.scratch = spin, scratch
-        self.ready = mp.Event()  # what is published before has no subscriber
+        self.ready = mp.Event()  # earlier publications have no subscriber
         iceoryx2.set_log_level(iceoryx2.LogLevel.Fatal)
 
     def _open(self) -> None:
-        """The services; each process has its own node."""
+        """Opens the services. Each process has its own node."""
         config = self.iox.config.default()
-        # Names and files of its own, which can be removed however this ends.
+        # Own names and files, which can be removed after any end of this process.
         config.global_cfg.prefix = self.iox.FileName.new(Path(self.scratch).name + "_")
         config.global_cfg.root_path = self.iox.Path.new(self.scratch)
         self.node = self.iox.NodeBuilder.new().config(config).create(self.iox.ServiceType.Ipc)
@@ -196,7 +196,7 @@ WAYS: dict[str, type[Pipe | Queue | ZeroMQ | Iceoryx2]] = {
 
 
 def served_by_child(way: Pipe | Queue | ZeroMQ | Iceoryx2) -> Push:
-    """Starts the server; returns the learner's push."""
+    """Starts the server. Returns the learner's push."""
     parent = os.getpid()
 
     def serve() -> None:
@@ -204,7 +204,7 @@ def served_by_child(way: Pipe | Queue | ZeroMQ | Iceoryx2) -> Push:
         update, weights = Numpy(), np.zeros(BYTES // 4, np.float32)
         for pushed in way.gradients():
             update(weights, pushed)
-            del pushed  # it may lie in memory that is given back now
+            del pushed  # it may lie in memory that is released now
 
     child = mp.get_context("fork").Process(target=serve, daemon=True)
     child.start()
@@ -212,7 +212,7 @@ def served_by_child(way: Pipe | Queue | ZeroMQ | Iceoryx2) -> Push:
 
 
 def by_gadei_ps(job: str) -> Push:
-    """The push of a learner of the job."""
+    """The push of a learner of `job`."""
     from gadei_ps.learners.client import Client
 
     client = Client(job)
@@ -239,12 +239,12 @@ def timed(push: Push, times: int, pause_s: float) -> list[float]:
 
 
 def quantiles(taken: list[float]) -> dict[str, float]:
-    """The answer: of sorted seconds, the median and what 99 of 100 are below."""
+    """The answer: the median and the 99th percentile of sorted seconds."""
     return {"p50": taken[len(taken) // 2], "p99": taken[len(taken) * 99 // 100]}
 
 
 def main() -> None:
-    """Orders: {"times", "pause_s"}."""
+    """Order {"times", "pause_s"}: push `times` times, with a pause before each push."""
     kind, mode, where = sys.argv[1:]
     if kind == "gadei-ps":
         push = by_gadei_ps(where)

@@ -1,4 +1,4 @@
-"""The same as peers_latency by MPI messages: mpiexec -n 2 python -m …, rank 0 is the learner."""
+"""peers_latency with MPI messages: mpiexec -n 2 python -m …. Rank 0 is the learner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gadei_ps.benchmarks.peers_mpi import STOP, told, world
 
 
 def serve(times: int) -> None:
-    """Applies so many gradients and answers each."""
+    """Applies `times` gradients and answers each."""
     update, weights = Numpy(), np.zeros(BYTES // 4, np.float32)
     buffer, done = np.empty(BYTES // 4, np.float32), np.ones(1, np.uint8)
     for _ in range(times):
@@ -20,7 +20,7 @@ def serve(times: int) -> None:
 
 
 def main() -> None:
-    """Orders, of rank 0: {"times", "pause_s"}."""
+    """Order to rank 0, {"times", "pause_s"}: push `times` times, with a pause before each push."""
     pushed, done = gradient(BYTES // 4), np.empty(1, np.uint8)
 
     def push() -> None:

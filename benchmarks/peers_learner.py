@@ -1,4 +1,4 @@
-"""A learner of gadei-ps that pushes as fast as it can: the project's own side of benchmarks."""
+"""A learner of gadei-ps that pushes as fast as it can, for benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gadei_ps.learners.client import Client
 
 
 def main() -> None:
-    """Orders: {"job"}: attach to it; {"times", "copy"}: push so often, pull by a copy or not."""
+    """Order {"job"}: attach to it. {"times", "copy"}: push `times` times; copy: pull by a copy."""
     client: Client | None = None
     for order in orders():
         if "job" in order:

@@ -2,11 +2,11 @@
 
 mpiexec -n RANKS python -m gadei_ps.benchmarks.peers_mpi two-sided | one-sided
 
-two-sided: learners send gradients and receive weights; the server posts a receive for each of them,
-so that gradients arrive while another is applied.
+two-sided: learners send gradients and receive weights. The server posts a receive for each learner,
+so that gradients arrive while it applies another.
 
-one-sided: a learner puts its gradient into one of its two places in the server's window, tells so
-by an empty message, and gets the weights; an empty message back says that the place is free.
+one-sided: a learner puts its gradient into one of its two places in the server's window, sends an
+empty message, and gets the weights. The server sends an empty message when the place is free.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ world: Any = MPI.COMM_WORLD
 
 
 class TwoSided:
-    """Messages there and back."""
+    """Gradients and weights as messages."""
 
     def __init__(self, count: int) -> None:
         self.update = Numpy()
-        self.weights = np.zeros(count, np.float32)  # a learner's: its copy
+        self.weights = np.zeros(count, np.float32)  # on a learner: its copy
         learners = 0 if world.rank else world.size - 1
         self.buffers = [np.zeros(count, np.float32) for _ in range(learners)]
         self.gradient = gradient(count)
 
     def serve(self, times: int) -> None:
-        """Serves that many gradients of each learner, as they come."""
+        """Serves `times` gradients of each learner, in order of arrival."""
         arriving = [world.Irecv(b, source=i + 1) for i, b in enumerate(self.buffers)]
         leaving = [MPI.REQUEST_NULL] * len(self.buffers)
         left = [times] * len(self.buffers)
@@ -54,7 +54,7 @@ class TwoSided:
         MPI.Request.Waitall(leaving)
 
     def learn(self, times: int) -> None:
-        """Sends its gradient and receives the weights, that many times."""
+        """Sends its gradient and receives the weights, `times` times."""
         for _ in range(times):
             pull = world.Irecv(self.weights, source=0)
             world.Send(self.gradient, dest=0)
@@ -65,7 +65,7 @@ class TwoSided:
 
 
 class OneSided:
-    """A window of the server: the weights, then each learner's places."""
+    """A window of the server with the weights, then each learner's two places."""
 
     def __init__(self, count: int) -> None:
         self.update = Numpy()
@@ -83,7 +83,7 @@ class OneSided:
         self.copy = np.zeros(count, np.float32)
 
     def serve(self, times: int) -> None:
-        """Applies that many gradients of each learner, as they come."""
+        """Applies `times` gradients of each learner, in order of arrival."""
         status = MPI.Status()
         for _ in range(times * (world.size - 1)):
             world.Recv(EMPTY, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG, status=status)
@@ -94,7 +94,7 @@ class OneSided:
             world.Send(EMPTY, dest=learner, tag=slot)
 
     def learn(self, times: int) -> None:
-        """Puts its gradient and gets the weights, that many times, and waits for the server."""
+        """Puts its gradient and gets the weights, `times` times. Waits for the server."""
         for number in range(times):
             slot = number % SLOTS
             if number >= SLOTS:
@@ -109,7 +109,7 @@ class OneSided:
             world.Recv(EMPTY, source=0)
 
     def free(self) -> None:
-        """Gives the window back, all ranks together."""
+        """Frees the window. All ranks must call it."""
         self.parts.clear()
         self.window.Unlock_all()
         self.window.Free()
@@ -120,7 +120,7 @@ class OneSided:
 
 
 def told(order: tuple[int, int]) -> tuple[int, int]:
-    """Rank 0's order, at all ranks. They sleep until it comes: a rank that waits in MPI spins."""
+    """Broadcasts rank 0's order. Ranks sleep until it comes, because waiting in MPI spins."""
     numbers = np.array(order, np.int64)
     request = world.Ibcast(numbers, root=0)
     while not request.Test():
@@ -129,7 +129,7 @@ def told(order: tuple[int, int]) -> tuple[int, int]:
 
 
 class Rank:
-    """What one rank does for an order."""
+    """One rank, which carries out orders."""
 
     def __init__(self, kind: str) -> None:
         self.kind = TwoSided if kind == "two-sided" else OneSided
@@ -137,7 +137,7 @@ class Rank:
         self.side: TwoSided | OneSided | None = None
 
     def run(self, size: int, times: int) -> tuple[float, float]:
-        """Begin and end of so many iterations, from the first learner's to the last one's."""
+        """Runs `times` iterations. Returns the first learner's start and the last one's end."""
         if size != self.size or self.side is None:
             self.close()
             self.size, self.side = size, self.kind(size // 4)
@@ -151,14 +151,14 @@ class Rank:
         return (min(s[0] for s in spans), max(s[1] for s in spans)) if spans else (0.0, 0.0)
 
     def close(self) -> None:
-        """Gives back what it has."""
+        """Frees the resources of the last order."""
         if self.side is not None:
             self.side.free()
         self.side = None
 
 
 def main() -> None:
-    """Orders, of rank 0: {"bytes", "times"}: push and pull so often."""
+    """Order to rank 0, {"bytes", "times"}: push and pull `times` times."""
     rank = Rank(sys.argv[1])
     if world.rank == 0:
         for order in orders():

@@ -1,8 +1,8 @@
 """A parameter server by Ray actors, as in Ray's own example of an asynchronous one.
 
-A learner's answer, its gradient, goes to the server as a reference; the server applies it and
-returns the weights, whose reference goes to that learner. Its gradient is prepared, as it is for
-the others, and the server updates in place, which the example does not.
+A learner returns its gradient, whose reference goes to the server. The server applies it and
+returns the weights, whose reference goes to the learner. As for other contenders, the gradient is
+prepared in advance. Other than in the example, the server updates in place.
 
     python -m gadei_ps.benchmarks.peers_ray DIRECTORY
 """
@@ -30,7 +30,7 @@ class ParameterServer:
         self.update = Numpy()
 
     def apply_gradients(self, *gradients: Floats) -> Floats:
-        """Applies them and returns the weights."""
+        """Applies the gradients and returns the weights."""
         for given in gradients:
             self.update(self.weights, given)
         return self.weights
@@ -52,7 +52,7 @@ class DataWorker:
 
 
 def run(server: Any, workers: list[Any], times: int) -> None:
-    """So many gradients of each worker, as they come."""
+    """Applies `times` gradients of each worker, in order of arrival."""
     weights = server.get_weights.remote()
     computed = {worker.compute_gradients.remote(weights): worker for worker in workers}
     for number in range(times * len(workers)):
@@ -65,15 +65,15 @@ def run(server: Any, workers: list[Any], times: int) -> None:
 
 
 def main() -> None:
-    """Orders: {"bytes", "learners", "times"}: push and pull so often, each of so many learners."""
+    """Order {"bytes", "learners", "times"}: each learner pushes and pulls `times` times."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
-        num_cpus=16,  # a word of the scheduler, not of the machine: all actors shall run
+        num_cpus=16,  # only for the scheduler, so that all actors run
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
         object_store_memory=STORE_BYTES,
-        _temp_dir=sys.argv[1],  # sockets and logs, which it would leave in /tmp/ray
+        _temp_dir=sys.argv[1],  # for sockets and logs, which would stay in /tmp/ray
     )
     server: Any = ray.remote(ParameterServer)
     worker: Any = ray.remote(DataWorker)

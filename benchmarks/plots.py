@@ -1,4 +1,4 @@
-"""The plots of docs/: drawn from the result files, so that they show what those say."""
+"""Draws the plots of docs/ from the result files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLOURS = {OURS: "tab:red", "limit": "black"}
 
 
 def _drawn(name: str) -> Callable[[Drawing], Drawing]:
-    """The function draws the plot of this result file."""
+    """Marks the function that draws the plot of this result file."""
 
     def keep(function: Drawing) -> Drawing:
         DRAWN[name] = function
@@ -35,7 +35,7 @@ def _drawn(name: str) -> Callable[[Drawing], Drawing]:
 def _lines(
     axes: Any, rows: Iterable[Row], by: str, where: Mapping[str, Any], *, scale: float = 1.0
 ) -> None:
-    """A line for each contender: its median over a parameter, at these others."""
+    """Draws a line for each contender: its median over `by`, with other parameters fixed."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if by in row and all(row.get(key) == value for key, value in where.items()):
@@ -172,7 +172,7 @@ def _gpu_timeline(result: Result, figure: Any) -> None:
 
 
 def draw(results: Path, directory: Path, names: Iterable[str] | None = None) -> Iterator[Path]:
-    """Draws every plot whose result file is there, or those of these names; yields the files."""
+    """Draws the plots of all result files that exist, or of `names`. Yields the files."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, function in DRAWN.items():
         source = results / f"{name}.json"
@@ -180,7 +180,7 @@ def draw(results: Path, directory: Path, names: Iterable[str] | None = None) -> 
             figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
             function(json.loads(source.read_text()), figure)
             path = directory / f"{name}.svg"
-            # The same figures give the same file.
+            # With this salt, the same figures give the same file.
             with matplotlib.rc_context({"svg.hashsalt": name}):
                 figure.savefig(path, metadata={"Date": None})
             pyplot.close(figure)

@@ -1,9 +1,9 @@
-"""What a gradient costs by the model's size, the number of learners and the number of shards.
+"""The cost of a gradient by the size of the model, the number of learners and of shards.
 
-Learners push a prepared float32 gradient as fast as they can and read the weights in place; the
-server applies plain SGD. The figure is the time from the first learner's begin to the last one's
-end over all their gradients. A series changes one of the three. Its ratios are against linear: the
-cost of a byte against the first row's, above 1 where it is lower.
+Learners push a prepared float32 gradient as fast as they can, and read the weights in place. The
+server applies plain SGD. The figure is the time from the first learner's start to the last one's
+end, divided by the number of gradients. A series changes one of the three parameters. Its ratios
+compare the cost of a byte with that in the first row. Above 1, a byte costs less.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BY_LEARNERS_BYTES = 1 * MB
 BY_SHARDS_BYTES = 16 * MB
 LEAST_TIMES = 3
 SLOTS = 2
-# Of what is free in shared memory: other programs want some too.
+# Share of the free shared memory that is used. Other programs need some too.
 SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Point:
-    """One job. shards 0: as many as the job takes by itself."""
+    """One job. shards 0: the job's default."""
 
     series: str
     bytes: int
@@ -40,7 +40,7 @@ class Point:
 
     @property
     def memory_bytes(self) -> int:
-        """About what it takes: weights, each learner's slots, and its own gradient and copy."""
+        """Approximate memory: weights, and for each learner slots, gradient and copy."""
         return self.bytes * (1 + self.learners * (SLOTS + 2))
 
 
@@ -54,7 +54,7 @@ def points(size: Mapping[str, Sequence[int]]) -> list[list[Point]]:
 
 
 def free_bytes() -> int:
-    """What shared memory, which is memory, has left."""
+    """Free bytes of shared memory, and at most those of memory."""
     shared = os.statvfs("/dev/shm")
     left = shared.f_bavail * shared.f_frsize
     with open("/proc/meminfo", encoding="ascii") as file:
@@ -65,10 +65,10 @@ def free_bytes() -> int:
 
 
 class Running:
-    """The job of a point and its learners, while this is entered; they sleep between rounds."""
+    """A context with the job of a point and its learners, which sleep between rounds."""
 
     def __init__(self, point: Point, number: int, call_s: float) -> None:
-        """number: of this point among those that run at once."""
+        """number: index of this point among those that exist at once."""
         name = f"scale-{os.getpid()}-{number}"
         self.point = point
         self.call_s = call_s
@@ -95,12 +95,12 @@ class Running:
         return self
 
     def _run(self, times: int) -> float:
-        """Seconds of one gradient when each learner pushes so many."""
+        """Seconds of one gradient if each learner pushes `times` gradients."""
         taken = self.learners.seconds({"times": times, "copy": False})
         return taken / (times * self.point.learners)
 
     def seconds(self) -> float:
-        """The same in a round."""
+        """Seconds of one gradient in a round."""
         return self._run(self.times)
 
     def __exit__(self, *exc: object) -> None:
@@ -108,7 +108,7 @@ class Running:
 
 
 def fitting(series: list[Point], notes: list[str]) -> list[Point]:
-    """Those that memory has room for at once, from the first on."""
+    """The points, from the first on, whose jobs fit into memory at once."""
     room = SHARE * free_bytes()
     found = []
     for point in series:
@@ -123,7 +123,7 @@ def fitting(series: list[Point], notes: list[str]) -> list[Point]:
 def compare(
     report: Report, point: Point, shards: int, taken: list[float], first: tuple[Point, list[float]]
 ) -> None:
-    """Add one row, and how its byte compares with the first one's of its series."""
+    """Add one row, and compare its cost of a byte with that of the first row of the series."""
     told: dict[str, Any] = {**asdict(point), "shards": shards}
     row = {"contender": "gadei-ps", **told, **summary(taken)}
     row["seconds_per_byte"] = row["median"] / point.bytes
@@ -147,7 +147,7 @@ def compare(
 
 
 def measure(quick: bool) -> Report:
-    """The points of a series take turns, each with a job and learners of its own."""
+    """Measure the points of each series in turn. Each has its own job and learners."""
     size = sizes("scale", quick)
     report = Report(["series", "learners", "shards", "us", "ns/byte", "GB/s", "linear/ours"])
     for series in points(size):
@@ -161,5 +161,5 @@ def measure(quick: bool) -> Report:
         for one, seconds in zip(running, taken, strict=True):
             compare(report, one.point, one.shards, seconds, (running[0].point, taken[0]))
     if max(size["learners"]) + 1 > cores():
-        report.notes.append(f"learners and shards share {cores()} cores where there are more")
+        report.notes.append(f"learners and shards share {cores()} cores if they are more")
     return report

@@ -1,4 +1,4 @@
-"""Sizes and rounds of all benchmarks: the full ones, and the quick ones that only try them out."""
+"""Sizes and rounds of all benchmarks: full ones, and quick ones for a trial."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ QUICK: dict[str, dict[str, Any]] = {
 
 
 def sizes(name: str, quick: bool) -> dict[str, Any]:
-    """Those of one benchmark."""
+    """The sizes of one benchmark."""
     return (QUICK if quick else FULL)[name]

@@ -1,13 +1,13 @@
-"""Whether anything grows in a job that is never left alone: `make soak`, half an hour by default.
+"""`make soak`: finds out whether anything grows in a job under kills. Half an hour by default.
 
     python -m gadei_ps.benchmarks.soak [--for 30m] [--learners 3] [--every 3s]
 
-A job with checkpoints and with learners that the job starts itself. In the first half, the storm, a
-process of any role is killed every few seconds, so that what grows from one process to the next
-shows. In the second half, the calm, only learners are killed, and never the eldest: then what grows
-within a server, a watchdog or a learner shows. A quantity has grown if its median over the last
-quarter of a half is above that of the first quarter by more than what it is allowed. Then the exit
-code is 1. Writes results/soak.json.
+The job has checkpoints and starts its own learners. In the first half, the storm, a process of any
+role is killed every few seconds. This shows growth from one process to the next. In the second
+half, the calm, only learners are killed, and never the oldest. This shows growth within a server, a
+watchdog or a learner. A quantity has grown if its median over the last quarter of a half is above
+the median over the first quarter by more than ALLOWED. In that case the exit code is 1. Writes
+results/soak.json.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from gadei_ps.watchdog.restart import Policy
 
 VALUES = 250_000  # of the model: 1 MB
 BATCHES = 10_000  # of an epoch
-PAUSE_S = 0.002  # of a learner after each gradient: the others need the cores
+PAUSE_S = 0.002  # of a learner after each gradient, because other processes need the cores
 POLL_S = 0.02
 SAMPLES = 60  # of a whole run, at least LEAST_S apart
 LEAST_S = 1.0
-SETTLED_S = 2.0  # a younger process is still loading and is not looked at
-MATURE_S = USEFUL_S + 1.0  # a younger learner is not hit: the job would give it up in the end
+SETTLED_S = 2.0  # age from which a process is measured; a younger one is still loading
+MATURE_S = USEFUL_S + 1.0  # age from which a learner is hit; a job gives up after early deaths
 KEEP = 3  # checkpoints
-WARM_UP_S = 300.0  # at most, until all are there and so many checkpoints; kernels are compiled too
+WARM_UP_S = 300.0  # at most, until all processes and checkpoints exist; includes compiling
 UNITS = {"rss": "bytes", "private": "bytes", "bytes": "bytes", "checkpoint bytes": "bytes"}
-# What a quantity may grow by: a part of what it was, and so much.
+# Growth that is allowed: a share of the first value, plus an amount.
 ALLOWED = {"bytes": (0.05, 4 << 20), "count": (0.0, 1)}
 Key = tuple[str, str]
-"""Who, and which quantity."""
+"""The process or job, and the quantity."""
 
 
 def learn(job: str) -> None:
-    """A learner: answers batches until the job ends."""
+    """Runs a learner, which answers batches until the job ends."""
     with Client(job) as client:
         gradient = np.full(client.model.elements, 1e-3, np.float32)
         for _ in client.batches(samples=BATCHES, batch_size=1, epochs=10**6):
@@ -70,7 +70,7 @@ def learn(job: str) -> None:
 
 
 def look_at(pid: int) -> dict[str, int]:
-    """One process: its memory in bytes, and how many threads, descriptors and segments it has."""
+    """The memory of a process in bytes, and its numbers of threads, descriptors and segments."""
     status = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -81,14 +81,14 @@ def look_at(pid: int) -> dict[str, int]:
         "private": int(status["RssAnon"][0]) * 1024,
         "threads": int(status["Threads"][0]),
         "descriptors": sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()),
-        # Also those whose names are gone: rings that should have been let go.
+        # Counts also segments without a name: rings that should be unmapped by now.
         "segments mapped": maps.count("/dev/shm/gadei-ps."),
     }
 
 
 @dataclass
 class Half:
-    """A half of the run: what was seen in it, in order."""
+    """A half of the run, and its measurements in order."""
 
     name: str
     roles: tuple[Role, ...]
@@ -134,7 +134,7 @@ class Soak:
         return int(self.processes.control["version"])
 
     def warm_up(self) -> None:
-        """Waits until all processes are there that ever will be, and all checkpoints."""
+        """Waits until all processes and checkpoints of the job exist."""
         until = time.monotonic() + WARM_UP_S
         assert self.daemon.config.learners is not None
         while time.monotonic() < until:
@@ -145,7 +145,7 @@ class Soak:
             if complete and len(self._checkpoints()) >= KEEP:
                 return
             time.sleep(POLL_S)
-        raise JobFailed("the job has not become complete; its messages stand above")
+        raise JobFailed("the job has not become complete; read its messages above")
 
     def _checkpoints(self) -> list[Path]:
         return list(self.directory.glob("checkpoint-*"))
@@ -172,7 +172,7 @@ class Soak:
         return found | {Role.LEARNER: self.processes.learners()}
 
     def _strike(self, roles: tuple[Role, ...]) -> bool:
-        """Kills one; False if there is nobody of the role whose turn it is."""
+        """Kills a process of a random role. False if there is none to kill."""
         role = self.chance.choice(roles)
         found = self._found()[role]
         if role is Role.LEARNER:
@@ -191,13 +191,13 @@ class Soak:
                 if older(one, SETTLED_S):
                     try:
                         seen.append(look_at(one.pid))
-                    except (OSError, KeyError):  # it has just died
+                    except (OSError, KeyError):  # the process has just died
                         continue
             if seen:
                 for what in seen[0]:
                     half.series[role, what].append(max(each[what] for each in seen))
         segments = segment.find(self.daemon.config.name)
-        # What another process removes while we look counts for nothing.
+        # A file that another process removes meanwhile does not count.
         sizes = [size for path in self.directory.rglob("*") if (size := size_of(path))]
         for what, number in {
             "processes": sum(self.daemon.config.name in line for line in command_lines()),
@@ -210,13 +210,13 @@ class Soak:
 
 
 def older(target: Target, seconds: float) -> bool:
-    """Whether a process has lived so long."""
+    """Whether a process is older than `seconds`."""
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return up_s - target.start / os.sysconf("SC_CLK_TCK") > seconds
 
 
 def size_of(path: Path) -> int:
-    """Of a file, in bytes; 0 if it is none or has gone."""
+    """Size of a file in bytes. 0 if the path is no file or has been removed."""
     try:
         return path.stat().st_size if path.is_file() else 0
     except OSError:
@@ -224,7 +224,7 @@ def size_of(path: Path) -> int:
 
 
 def command_lines() -> list[list[str]]:
-    """Of all processes; servers and learners have the job's name in theirs."""
+    """Command lines of all processes. Those of servers and learners contain the job's name."""
     return [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
 
 
@@ -268,7 +268,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         wanted = job_config(f"soak-{os.getpid()}", directory, options.learners, seconds)
-        # However often it is killed.
+        # The watchdog is restarted after any number of kills.
         with Daemon(wanted, policy=Policy(limit=sys.maxsize)) as daemon:
             soak = Soak(daemon, directory, quantities.duration(options.every), options.seed)
             soak.warm_up()

@@ -1,9 +1,8 @@
-"""How long a daemon takes to be ready, a learner to attach, and a push to be applied.
+"""Times until a daemon is ready, until a learner is attached, and until a push is applied.
 
-Ready: from the start of `gadei-ps serve` to its socket's first answer, with warm caches. Attach:
-Client(...) in a process that has imported it, beside the same with a new model. Round trip: a 4 KB
-push until it is applied, seen from the learner, spinning and asleep alike as the job's default has
-it.
+Ready: from the start of `gadei-ps serve` to the first answer of its socket, with warm caches.
+Attach: Client(...) in a process that has imported it. Round trip: a 4 KB push until it is applied,
+seen from the learner, with the job's default for spinning.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from gadei_ps.machine import process
 
 
 def start(job_file: Path) -> tuple[subprocess.Popen[bytes], float]:
-    """A daemon in the foreground of a child, and the seconds until it answered."""
+    """Starts a daemon as a child. Returns it and the seconds until it answered."""
     begin = time.perf_counter()
     child = subprocess.Popen(
         process.module_command("gadei_ps", "serve", str(job_file)), stderr=subprocess.DEVNULL
     )
     while not running(job_file.stem):
         if child.poll() is not None:
-            raise SystemExit("the daemon has ended; run gadei-ps serve by hand to see why")
+            raise SystemExit("the daemon has ended; run gadei-ps serve yourself to see why")
         time.sleep(0.001)
     return child, time.perf_counter() - begin
 
 
 def measure(quick: bool) -> Report:
-    """Each round starts a daemon of its own."""
+    """Measure rounds. Each round starts its own daemon."""
     rounds = sizes("start", quick)["rounds"]
     seconds: dict[str, list[float]] = {"daemon ready": [], "attach": [], "4 KB push applied": []}
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""Which benchmarks there are, how one is run, and the file it leaves."""
+"""The list of benchmarks, how to run one, and the file that it writes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 BENCHMARKS = {
     "apply": "the update kernels against C with OpenMP, torch and the memory's bandwidth",
-    "undo": "what the undo log adds to them",
+    "undo": "what the undo log adds to the time of the update kernels",
     "ingest": "gradients through the rings against MPI, gloo and a Ray actor",
     "latency": "a 4 KB push until it is applied, against other ways between processes",
     "nlc": "samples per second of the sentence classifier against torch's ways to train it",
     "table8": "the smallest mini-batch at which two learners beat one",
-    "time_to_accuracy": "how long training takes to a given accuracy",
+    "time_to_accuracy": "how long training takes to reach a given accuracy",
     "table7": "bytes per second through the server",
     "scale": "the cost of a gradient by model size, learners and shards",
     "memory": "resident and shared memory of a job and of each learner",
@@ -33,7 +33,7 @@ BENCHMARKS = {
 
 
 def listed() -> str:
-    """A line for each of them."""
+    """The list of benchmarks, one line each."""
     width = max(map(len, BENCHMARKS))
     return "\n".join(f"{name:{width}}  {what}" for name, what in BENCHMARKS.items())
 
@@ -42,14 +42,14 @@ def check(names: Iterable[str]) -> None:
     """Raises UsageError for an unknown name."""
     for name in names:
         if name not in BENCHMARKS:
-            raise UsageError(f"no benchmark {name!r}: there are {', '.join(BENCHMARKS)}")
+            raise UsageError(f"no benchmark {name!r}; the benchmarks are {', '.join(BENCHMARKS)}")
 
 
 def run(name: str, *, quick: bool) -> tuple[dict[str, Any], str]:
-    """Runs a benchmark; returns its result as written to files, and its table.
+    """Runs a benchmark. Returns its result, as `write` writes it, and its table.
 
-    quick: small sizes and few rounds, to see that it works; its figures mean little. Raises
-    UsageError for an unknown name or a missing package.
+    quick: small sizes and few rounds, for a trial; the figures mean little. Raises UsageError for
+    an unknown name or a missing package.
     """
     check([name])
     try:
@@ -67,7 +67,7 @@ def run(name: str, *, quick: bool) -> tuple[dict[str, Any], str]:
 
 
 def result_of(name: str, report: Report, command: str) -> dict[str, Any]:
-    """What is written to the file."""
+    """The contents of the result file."""
     return {
         "benchmark": name,
         "machine": machine(),
@@ -80,23 +80,23 @@ def result_of(name: str, report: Report, command: str) -> dict[str, Any]:
 
 
 def shown(report: Report) -> str:
-    """The report for people."""
+    """The report as text for people."""
     return "\n".join([table(report.header, report.lines), *report.notes])
 
 
 def command(name: str) -> str:
-    """How a benchmark with options of its own was started."""
+    """The command that started a benchmark with its own options."""
     return " ".join(["python -m", f"gadei_ps.benchmarks.{name}", *sys.argv[1:]])
 
 
 def prepare(directory: Path) -> None:
-    """Makes the directory of results, before hours of measuring. Raises UsageError."""
+    """Makes the directory of results. Call it before a long measurement. Raises UsageError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{directory}: {error.strerror}") from None
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise UsageError(f"{directory}: not writable for you")
+        raise UsageError(f"{directory}: you cannot write there")
 
 
 def write(result: dict[str, Any], directory: Path) -> Path:
@@ -110,7 +110,7 @@ def write(result: dict[str, Any], directory: Path) -> Path:
 
 
 def commit() -> str | None:
-    """Of the checkout that this is, if it is one."""
+    """The commit of this checkout. None if it is not a checkout."""
     where = Path(__file__).resolve().parent
     try:
         told = subprocess.run(
@@ -119,6 +119,6 @@ def commit() -> str | None:
             text=True,
             check=False,
         )
-    except OSError:  # no git
+    except OSError:  # git is not installed
         return None
     return told.stdout.strip() or None

@@ -1,10 +1,10 @@
 """Bytes per second of gradients through the server (paper, Table 7), beside the memory's bandwidth.
 
-Learners train the sentence classifier at mini-batch 1 and push; what is counted is the payload of
-the gradients that were applied: the rows of the embedding that a batch touched and the other
-tensors whole, or with dense frames all of every tensor. Each byte is written once by a learner and
-read once by the server, as in a copy, beside which it is set; moving the weights and computing the
-gradient come on top of it.
+Learners train the sentence classifier at mini-batch 1. The figure counts the payload of all applied
+gradients: the rows of the embedding that a batch names, and the other tensors whole. With dense
+frames it is all of every tensor. A learner writes each byte once, and the server reads it once, as
+in a copy of memory. So the figure is compared with a copy. The time also contains the update of the
+weights and the computation of the gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FRAMES = {OURS: "rows", OURS_DENSE: "dense"}
 
 
 def measure(quick: bool) -> Report:
-    """Measure each data set with both kinds of frames."""
+    """Measure each data set with rows and with dense frames."""
     size = sizes("table7", quick)
     found, notes = nlc_texts.read(size["sets"])
     report = Report(
@@ -79,12 +79,12 @@ def _measure_set(
 
 
 class Payload:
-    """Measures bytes per second, all of which are applied when the window ends."""
+    """Measures bytes per second. All of them are applied when the window ends."""
 
     def __init__(self, team: Team, window_s: float) -> None:
-        """Take a team that is started."""
+        """team: must be started."""
         self.bytes_each = 0.0
-        """Of a gradient, in the last window."""
+        """Mean bytes of a gradient in the last window."""
         self._team, self._window_s = team, window_s
 
     def __call__(self) -> float:
@@ -95,7 +95,7 @@ class Payload:
 
 
 def copies(size: int) -> Callable[[], float]:
-    """Return what measures the bytes per second that one thread copies."""
+    """Return a function that measures the bytes per second that one thread copies."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
 
     def measure() -> float:

@@ -1,8 +1,8 @@
 """The smallest mini-batch at which two learners train faster than one (paper, Table 8).
 
-For each contender its own two processes against its own one, with mini-batches from 1 upwards until
-two are faster in the median round. Two learners have half the cores each, one has them all, so what
-is compared is the same machine. The ratio is that of gadei-ps at mini-batch 1: two over one.
+Each contender runs with two processes and with one, for mini-batches from 1 upwards, until two are
+faster in the median round. One learner has all cores, two learners have half of them each. The
+ratio is that of gadei-ps at mini-batch 1: two learners over one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gadei_ps.benchmarks.sizes import sizes
 CONTENDERS = [OURS, HOGWILD, HOGWILD_SPARSE, DDP]
 LEARNERS = (1, 2)
 Gains = dict[int, dict[str, float]]
-"""Two over one by mini-batch."""
+"""Speed of two learners over one, by mini-batch."""
 
 
 def measure(quick: bool) -> Report:
-    """Measure all contenders at a mini-batch, then at the next those whose two were not faster."""
+    """Measure contenders at each mini-batch until their two processes are faster than one."""
     size = sizes("table8", quick)
     found, notes = nlc_texts.read(size["sets"])
     report = Report(["set", "contender", "smallest", "two over one, from 1 on"], notes=notes)
@@ -48,7 +48,7 @@ def measure(quick: bool) -> Report:
 def _rates(
     teams: Mapping[tuple[str, int], Team], left: Sequence[str], batch: int, size: Mapping[str, Any]
 ) -> dict[tuple[str, int], list[float]]:
-    """Samples per second of the contenders that are left, with one learner and with two."""
+    """Samples per second of the remaining contenders, with one learner and with two."""
     keys = [(who, n) for who in left for n in LEARNERS]
     if not keys:
         return {}
@@ -68,7 +68,7 @@ def _rows(
 
 
 def _tell(report: Report, name: str, who: str, gains: Gains) -> None:
-    """Add the smallest mini-batch at which two were faster; None where there was none."""
+    """Add the smallest mini-batch at which two were faster; None if there was none."""
     smallest = next((batch for batch, gain in gains.items() if gain["ratio"] > 1), None)
     report.rows.append(
         {

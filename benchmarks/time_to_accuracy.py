@@ -1,9 +1,10 @@
-"""How long training takes until a tenth of the sentences that nobody trained on is told this well.
+"""The time of training until the accuracy on a held-out tenth of the sentences reaches a target.
 
 All contenders train the same network from the same weights with Adagrad on the same nine tenths.
-Their processes pause at fixed intervals for the measurement, which is charged to nobody. One run
-each: where a curve is flat, the time at which it first crosses a line is chance. `ratio`: their
-time over that of gadei-ps; a contender that did not get there within the cap counts as the cap.
+Their processes pause at fixed intervals for the measurement, whose time does not count. Each
+contender runs once: if a curve is flat, the time at which it first reaches the target depends on
+chance. `ratio`: their time over that of gadei-ps. A contender that does not reach the target within
+the time limit counts with the limit.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ CONTENDERS = [(OURS, 2), (HOGWILD_SPARSE, 2), (HOGWILD, 2), (DDP, 2), (SINGLE_SP
 LR = 0.01
 FALLBACK_ACCURACY = 0.8
 REACH = 1.0
-"""No peer is to be faster."""
+"""The ratio that the design asks for: no peer is faster."""
 
 
 def measure(quick: bool) -> Report:
-    """Run each contender once on each data set."""
+    """Measure each contender once on each data set."""
     size = sizes("time_to_accuracy", quick)
     found, notes = nlc_texts.read(list(size["accuracy"]))
     header = ["set", "accuracy", "contender", "learners", "seconds", "epochs", "best accuracy"]
@@ -49,7 +50,7 @@ def measure(quick: bool) -> Report:
 def _curve(
     team: Team, held_out: Texts, batch: int, wanted: float, size: Mapping[str, Any]
 ) -> list[dict[str, float]]:
-    """Train until the accuracy is there or the cap; return points of the curve."""
+    """Train until the target or the time limit is reached. Return the points of the curve."""
     curve: list[dict[str, float]] = []
     samples = seconds = best = 0.0
     while best < wanted and seconds < size["cap_s"]:
@@ -63,12 +64,12 @@ def _curve(
 
 
 def _tell(report: Report, told: dict[str, Any], runs: Mapping[str, list[dict[str, float]]]) -> None:
-    """Add the curve of one contender, its time, and how it stands to ours."""
+    """Add the curve of one contender, its time, and the ratio to ours."""
     curve = runs[told["contender"]]
     best = max(point["validation_accuracy"] for point in curve)
     there = best >= told["accuracy"]
     seconds = curve[-1]["seconds"]
-    # One run: it has no spread, and no time where the accuracy was not reached.
+    # One run has no spread. It has no time if it does not reach the target.
     figures = {"median": seconds if there else None, "spread": None, "unit": "s", "rounds": 1}
     report.rows.append(told | figures | {"curve": curve})
     report.lines.append(

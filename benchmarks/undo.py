@@ -1,13 +1,13 @@
-"""What the undo log costs: applying a gradient with it against the same loop without it.
+"""The cost of the undo log: the server's loop compared with the same loop without the log.
 
-One thread applies one dense float32 gradient over and over to the same memory, which is shared as
-that of a job is. `with` is the server's own `apply_dense`; `without` computes the same, chunk by
-chunk, and neither saves old values nor moves the cursor. Once a size both are checked to leave the
-same bits.
+One thread applies one dense float32 gradient again and again to the same memory, which is shared,
+as in a job. `with` is the server's own `apply_dense`. `without` computes the same, chunk by chunk,
+but saves no old values and does not move the cursor. For each size the benchmark checks that both
+give the same bits.
 
-Times of one gradient are medians with half the distance between the quartiles. The ratio is with
-over without, so 1.05 says that the log costs 5 %: the median over the rounds, then the fastest
-round over the fastest.
+Times of one gradient are medians with half the distance between the quartiles. The table shows the
+time with over the time without the log, so 1.05 means that the log costs 5 %. The first number is
+the median over the rounds, the second compares the fastest rounds.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from gadei_ps.server.record import lock, unlock
 from gadei_ps.server.structs import BOARD, PART
 from gadei_ps.server.symbols import doubles, floats
 
-# Chunks of the loop without the log: the length that it was fastest with.
+# Chunks of the loop without the log: the fastest length.
 CHUNK = 1024
 FLOAT32 = int(layout.WireType.FLOAT32)
 Floats = NDArray[np.float32]
 Part = NDArray[np.void]
 
-# So small that weights stay in the range where they began, however many gradients are applied.
+# So small that the weights hardly change over all gradients.
 LR = 1e-9
 
 
 @numba.njit(nogil=True)
 def with_log(part: Part, payload: int, times: int) -> None:
-    """Apply the gradient at an address that many times, as the server does."""
+    """Apply the gradient at the address `payload` `times` times, as the server does."""
     s = shard_of(part)
     s.hands[0].payload = payload
     s.hands[0].dtype = FLOAT32
@@ -70,7 +70,7 @@ def _chunk(
 
 @numba.njit(nogil=True, forceinline=True, error_model="numpy")
 def _chunks(kind: int, kept: int, s: Shard, coef: cpu.Scalars, payload: int) -> None:
-    """Pass over the weights once; kind and kept are constants where this is called."""
+    """Pass over the weights once. kind and kept are constants at each call."""
     rest = s.high % CHUNK
     for start in range(0, s.high - rest, CHUNK):
         _chunk(kind, kept, s, coef, payload, start, CHUNK)
@@ -80,7 +80,7 @@ def _chunks(kind: int, kept: int, s: Shard, coef: cpu.Scalars, payload: int) -> 
 
 @numba.njit(nogil=True, error_model="numpy")
 def without_log(part: Part, payload: int, times: int) -> None:
-    """Do the same without the log: each optimizer has a loop of its own there too."""
+    """Do the same without the log. Each optimizer has its own loop here too."""
     s = shard_of(part)
     for _ in range(times):
         prepare(s)
@@ -110,7 +110,7 @@ class Work:
         state = layout.rounded(layout.STATE.itemsize, layout.PAGE)
         control = layout.rounded(layout.CONTROL.itemsize, layout.PAGE)
         sizes = [control, state, undo, *[stream] * 4]
-        memory = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)  # shared: pages as of a segment
+        memory = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)  # shared, as a segment is
         ends = np.cumsum(sizes)
         parts = [memory[end - some : end] for end, some in zip(ends, sizes, strict=True)]
         at = [part.ctypes.data for part in parts]
@@ -129,20 +129,20 @@ class Work:
         part["control"], part["state"], part["undo"], part["weights"] = at[:4]
         part["slot0"] = at[4] if kept > 0 else 0
         part["slot1"] = at[5] if kept > 1 else 0
-        # Nothing is looked up on it; the shard's view of it needs an address.
+        # Not read; but the shard's view needs its address.
         self.board = np.zeros(1, BOARD)
         part["board"] = self.board.ctypes.data
         part["move"] = loops(int(kind))
         self.gradient = at[6]
 
     def fill(self) -> None:
-        """Write the same values as ever."""
+        """Write the initial values."""
         random = np.random.default_rng(0)
         for values in self.streams:
             values[:] = random.random(self.size, np.float32)
 
     def bits(self, run: Callable[..., None]) -> list[bytes]:
-        """Return what three gradients make of them."""
+        """Return the bytes of the weights and slots after three gradients."""
         self.fill()
         run(self.part, self.gradient, 3)
         return [values.tobytes() for values in self.streams]
@@ -161,7 +161,7 @@ def timed(run: Callable[..., None], work: Work, times: int) -> Callable[[], floa
 
 
 def measure(quick: bool) -> Report:
-    """Each optimizer at each size. ratio: without over with, so 0.95 says the log costs 5 %."""
+    """Measure each optimizer at each size. ratio: time without over time with the log."""
     size = sizes("undo", quick)
     contenders: dict[str, Callable[..., None]] = {"without": without_log, "gadei-ps": with_log}
     report = Report(["optimizer", "weights", "without us", "with us", "with/without"])

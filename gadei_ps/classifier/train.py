@@ -33,8 +33,8 @@ from gadei_ps.show.display import Display
 
 HOLD_OUT = 0.1
 RARE_FROM = 1000
-"""With this number of sentences or more, the vocabulary has only words that occur twice. It then has
-half as many words, the accuracy is the same, and the unknown word is trained. In smaller sets most
+"""From this number of sentences, the vocabulary has only words that occur twice. It then has half
+as many words, the accuracy is the same, and the unknown word is trained. In smaller sets most
 words occur once."""
 POLL_S = 0.1
 STALLED_S = 120.0

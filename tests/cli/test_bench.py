@@ -29,7 +29,7 @@ def test_they_are_listed(cli: Cli) -> None:
 def test_a_name_that_there_is_not(cli: Cli) -> None:
     shown = cli("bench", "nonsense", "--quick")
     assert shown.code == 2
-    assert "no benchmark 'nonsense': there are apply, undo" in shown.err
+    assert "no benchmark 'nonsense'; the benchmarks are apply, undo" in shown.err
     assert len(shown.err.splitlines()) == 1
 
 
