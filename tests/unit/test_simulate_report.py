@@ -253,7 +253,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert "10 pushes" in done.stderr
     failed = subprocess.run([*line, "--iterations=0"], capture_output=True, text=True, check=False)
     assert failed.returncode == 2
-    assert failed.stderr == "gadei-ps: simulation: iterations, gradients and time: above 0\n"
+    assert failed.stderr == "gadei-ps: simulation: iterations, gradients and time must be above 0\n"
     assert json.loads(failed.stdout)["kind"] == "UsageError"
 
 
