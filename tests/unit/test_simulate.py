@@ -427,7 +427,10 @@ def test_events_come_in_order(batches: list[list[int]], data: st.DataObject) -> 
         ({"iterations": 1, "faults": Faults(deaths=1.5)}, "deaths"),
         ({"iterations": 1, "faults": Faults(die=((5, 1.0),))}, "there is no learner 5 of 2"),
         ({"iterations": 1, "faults": Faults(join=((-1, 1.0),))}, "die and join"),
-        ({"iterations": 1, "faults": Faults(join=((10**6, 1.0),))}, "numbers must be below 100,000"),
+        (
+            {"iterations": 1, "faults": Faults(join=((10**6, 1.0),))},
+            "must be below 100,000",
+        ),
     ],
 )
 def test_bad_settings_are_told_in_one_line(how: dict[str, Any], said: str) -> None:
