@@ -339,7 +339,7 @@ def test_deaths_during_recovery(kind: str, job_name: str) -> None:
         noise = payload(rig.model.elements, 0)
         while second < 2 * HITS:
             gradients += 1
-            assert gradients < 200, "gradients are over before they can be hit"
+            assert gradients < 50 * HITS, "gradients are over before they can be hit"
             child = Child(_serve, rig)
             child.receive()
             with apart(child.pid):
