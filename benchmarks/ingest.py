@@ -34,6 +34,7 @@ from gadei_ps.benchmarks.gang import Failed, Gang, mpi_gang
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import JobConfig, from_mapping
+from gadei_ps.show.counts import counted
 
 PACKAGE = "gadei_ps.benchmarks"
 OURS, IN_PLACE, LIMIT, RAY = "gadei-ps", "gadei-ps, weights in place", "limit", "Ray actor"
@@ -187,7 +188,7 @@ def rates(
 
 def compare(report: Report, figures: Mapping[str, list[float]], told: Mapping[str, Any]) -> None:
     """Add the rows and ratios of one model and number of learners."""
-    line = [f"{told['bytes'] / 1e6:g} MB, {told['learners']} learners"]
+    line = [f"{told['bytes'] / 1e6:g} MB, {counted(told['learners'], 'learner')}"]
     for name in (OURS, IN_PLACE, LIMIT, *PEERS, RAY):
         if name not in figures:
             line.append("-")

@@ -12,6 +12,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from gadei_ps.show.counts import counted
+
 Row = dict[str, Any]
 Result = dict[str, Any]
 Drawing = Callable[[Result, Any], None]
@@ -56,7 +58,7 @@ def _nlc(result: Result, figure: Any) -> None:
         for k, name in enumerate(sets):
             where = {"set": name, "learners": count}
             _lines(axes[i][k], result["rows"], "mini_batch", where)
-            axes[i][k].set_title(f"{name}, {count} learner{'s' * (count > 1)}", fontsize=9)
+            axes[i][k].set_title(f"{name}, {counted(count, 'learner')}", fontsize=9)
             axes[i][k].set_yscale("log")
             axes[i][k].set_ylabel("samples/s")
     for axis in axes[-1]:
@@ -92,7 +94,7 @@ def _ingest(result: Result, figure: Any) -> None:
     axes = figure.subplots(1, len(learners), sharey=True, squeeze=False)[0]
     for axis, count in zip(axes, learners, strict=True):
         _lines(axis, result["rows"], "bytes", {"learners": count}, scale=1e-9)
-        axis.set_title(f"{count} learner{'s' * (count > 1)}", fontsize=9)
+        axis.set_title(counted(count, "learner"), fontsize=9)
         axis.set_xlabel("bytes of the model")
     axes[0].set_ylabel("GB/s of gradients applied")
     axes[0].legend(fontsize=6)

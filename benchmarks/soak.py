@@ -37,6 +37,7 @@ from gadei_ps.job import config, processes
 from gadei_ps.job.processes import Processes, Role, Target
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import segment
+from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.learners import USEFUL_S
 from gadei_ps.watchdog.restart import Policy
 
@@ -275,7 +276,9 @@ def main() -> int:
             for half in halves:
                 soak.go_through(half, seconds / len(halves), sample_s)
                 kills = ", ".join(f"{soak.kills[role]} {role}" for role in Role)
-                print(f"{half.name}: killed {kills}; {soak.version:,} gradients", flush=True)
+                print(
+                    f"{half.name}: killed {kills}; {counted(soak.version, 'gradient')}", flush=True
+                )
             control = soak.processes.control
             counts = {
                 "gradients": soak.version,

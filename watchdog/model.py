@@ -14,6 +14,7 @@ from gadei_ps.job.config import JobConfig
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.weights import Model, Tensor
+from gadei_ps.show.counts import counted
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.watchdog.memory import JobMemory
@@ -63,8 +64,8 @@ def _newest(config: JobConfig, log: Any) -> Snapshot | None:
         log.error("a checkpoint cannot be used", problem=problem)
     if problems and snapshot is None:
         raise CheckpointError(
-            f"{directory}: none of {len(problems)} checkpoints can be used; begin anew with "
-            "serve --fresh, or put a whole one there"
+            f"{directory}: none of {counted(len(problems), 'checkpoint')} can be used; begin anew "
+            "with serve --fresh, or put a whole one there"
         )
     if path is not None:
         log.warning("going on from a checkpoint", path=str(path))

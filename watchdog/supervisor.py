@@ -28,6 +28,7 @@ from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import log
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
+from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import model
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.learners import JobLearners
@@ -311,10 +312,8 @@ class Supervisor:
         since, before = self._rate
         self._rate = (now, version)
         rate = (version - before) / (now - since) if since else 0.0
-        count = len(self._roster.rows)
-        self._notify.status(
-            f"{count} learner{'' if count == 1 else 's'}, version {version}, {rate:.0f}/s"
-        )
+        learners = counted(len(self._roster.rows), "learner")
+        self._notify.status(f"{learners}, version {version}, {rate:.0f}/s")
 
     def _fail(self, why: str) -> None:
         self._failed = why

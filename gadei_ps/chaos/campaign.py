@@ -26,6 +26,7 @@ from gadei_ps.errors import ControlError, GadeiError, UsageError
 from gadei_ps.job import processes
 from gadei_ps.job.processes import Role, Target
 from gadei_ps.machine import interrupts
+from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.restart import Policy
 
 POLL_S = 0.002
@@ -137,7 +138,7 @@ class _Chaos:
             for role in self.options.targets
         ]
         version = int(self._processes.control["version"])
-        return f"{seconds:.0f} s: hit {', '.join(done)}; {version:,} gradients applied"
+        return f"{seconds:.0f} s: hit {', '.join(done)}; {counted(version, 'gradient')} applied"
 
     def _strike(self, now: float) -> bool:
         """Hits one of the processes that can be hit now; False if there is none."""

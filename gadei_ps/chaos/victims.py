@@ -22,6 +22,7 @@ from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.launch import JOB_VARIABLE
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase
+from gadei_ps.show.counts import counted
 
 POLL_S = 0.002
 DRAIN_S = 60.0
@@ -61,7 +62,7 @@ class OwnJob:
         shards = wanted.resolved_shards(values + LEDGER)
         if layout.shard_range(values + LEDGER, shards, shards - 1)[0] >= values:
             raise UsageError(
-                f"--size: {self.size} bytes are too few for {shards} shards; "
+                f"--size: {self.size} bytes are too few for {counted(shards, 'shard')}; "
                 f"use at least {LEDGER * 4 * shards}"
             )
         return wanted

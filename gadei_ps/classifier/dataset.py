@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gadei_ps.errors import UsageError
+from gadei_ps.show.counts import counted
 
 PADDING = 0
 UNKNOWN = 1
@@ -118,7 +119,7 @@ def read_training(
         raise _error(
             path,
             None,
-            f"{len(rows)} rows are too few: a tenth is held out",
+            f"the file has only {counted(len(rows), 'row')}, but a tenth is held out",
             f"give at least {MIN_ROWS} rows",
         )
     return _dataset(rows, names, ())
@@ -142,8 +143,10 @@ def read_test(
     warnings: tuple[str, ...] = ()
     if unseen:
         names = sorted({row.label for row in unseen})
-        count = f"{len(unseen)} of {len(rows)} rows have"
-        what = f"{count} a label that the training data lack ({_shown(names)}); they count as wrong"
+        share = f"{len(unseen)} of {counted(len(rows), 'row')}"
+        what = (
+            f"labels that the training data lack ({_shown(names)}) in {share}: they count as wrong"
+        )
         warnings = (f"{_place(path, unseen[0].line)}: {what}",)
     return _dataset(rows, tuple(label_names), warnings)
 

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from gadei_ps.classifier.dataset import PADDING, UNSEEN_LABEL, Vocabulary
 from gadei_ps.errors import GadeiError
+from gadei_ps.show.counts import counted
 from gadei_ps.show.strict_json import finite
 from gadei_ps.storage import files
 
@@ -339,12 +340,14 @@ def load_result(directory: str | os.PathLike[str]) -> Result:
     if not isinstance(sizes, dict):
         raise _damaged(path / _CONFIG, "the sizes of the model are missing")
     # Compared before the model is built, because a damaged size could need all the memory.
-    for name, file, count in (
+    for name, file, number in (
         ("vocabulary_size", _VOCABULARY, len(vocabulary)),
         ("classes", _LABELS, len(labels)),
     ):
-        if sizes.get(name) != count:
-            what = f"it has {count} entries, but config.json says {sizes.get(name)!r}"
+        if sizes.get(name) != number:
+            what = (
+                f"{counted(number, 'entry', 'entries')}, but config.json says {sizes.get(name)!r}"
+            )
             raise _damaged(path / file, what)
     model = _load_model(path, sizes)
     return Result(model, vocabulary, tuple(labels), config, metrics)

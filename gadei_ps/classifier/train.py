@@ -29,6 +29,7 @@ from gadei_ps.machine.launch import Compute, Learners
 from gadei_ps.memory import segment, weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.weights import FloatArray
+from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 
 HOLD_OUT = 0.1
@@ -153,10 +154,11 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     for warning in corpus.test.warnings if corpus.test else ():
         display.event(f"warning: {warning}")
     display.event(
-        f"{len(corpus.train):,} sentences to train on, {len(corpus.held_out):,} held out, "
-        f"{len(corpus.train.label_names)} labels, {len(corpus.vocabulary.words):,} words; "
+        f"{counted(len(corpus.train), 'sentence')} to train on, {len(corpus.held_out):,} held out, "
+        f"{counted(len(corpus.train.label_names), 'label')}, "
+        f"{counted(len(corpus.vocabulary.words), 'word')}; "
         f"mini-batch {batch_size}, learning rate {config.optimizer.lr}, {settings.optimizer}, "
-        f"{settings.sync}, {settings.learners} learners"
+        f"{settings.sync}, {counted(settings.learners, 'learner')}"
     )
     display.event(_where(compute, settings.learners))
     threads = max(1, process.cores() // settings.learners)

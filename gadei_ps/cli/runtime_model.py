@@ -97,11 +97,12 @@ def _teller() -> Progress:
 
 
 def _shown(result: TrainingResult) -> Table:
+    from gadei_ps.show.counts import counted
     from gadei_ps.show.tables import duration, facts
 
-    trace = f"{result.iterations:,} iterations of {result.learners:,} learners"
+    trace = f"{counted(result.iterations, 'iteration')} of {counted(result.learners, 'learner')}"
     if result.missing:
-        trace += f", {result.missing:,} run times missing"
+        trace += f", {counted(result.missing, 'run time')} missing"
     if result.censored:
         trace += f", {result.censored:,} known as lower bounds"
     return facts(

@@ -77,6 +77,7 @@ def trace(
     """
     from gadei_ps.commands import quantities
     from gadei_ps.run_times import record
+    from gadei_ps.show.counts import counted
 
     seconds = None if time_ is None else quantities.duration(time_)
     result = record.record(job, out or Path(f"{job}-trace.csv"), seconds)
@@ -85,7 +86,8 @@ def trace(
         return 0
     missed = f", {result['missed']:,} missed" if result["missed"] else ""
     print(
-        f"{result['file']}: {result['run_times']:,} run times of {result['learners']} learners "
+        f"{result['file']}: {counted(result['run_times'], 'run time')} of "
+        f"{counted(result['learners'], 'learner')} "
         f"in {result['seconds']:.1f} s{missed}"
     )
     return 0

@@ -159,6 +159,7 @@ def predict(
         raise UsageError("--out needs --csv")
     _need_torch("predict")
     from gadei_ps.classifier import dataset
+    from gadei_ps.show.counts import counted
 
     # The file is read first, so that a mistake in it is reported before the model is loaded.
     table = None if csv is None else dataset.read_table(csv, text_column)
@@ -170,7 +171,7 @@ def predict(
         if out is not None or not as_json:
             write_csv(table, found, out)
         if out is not None and not as_json:
-            print(f"{len(found):,} sentences labelled: {out}")
+            print(f"{counted(len(found), 'sentence')} labelled: {out}")
     elif texts:
         found = predictor.predict(texts)
     else:

@@ -23,6 +23,7 @@ from gadei_ps.job import control, paths
 from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts, log, process
+from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.liveness import LATE_S, Watch, progress
 from gadei_ps.watchdog.notify import Notify
@@ -173,8 +174,8 @@ class Daemon:
         if restart.delay(self._deaths, now, self._policy) == restart.GIVE_UP:
             how = process.signal_name(-code)
             raise JobFailed(
-                f"the daemon of job {self.config.name!r} was killed {len(self._deaths)} times, "
-                f"last by {how}; it is not started again"
+                f"the daemon of job {self.config.name!r} was killed "
+                f"{counted(len(self._deaths), 'time')}, last by {how}; it is not started again"
             )
         self._start(fresh=False)
 

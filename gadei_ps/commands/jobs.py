@@ -26,6 +26,7 @@ from gadei_ps.job.control import Checkpoint, Connection, SetSync, Status, StopJo
 from gadei_ps.machine import process
 from gadei_ps.memory import segment
 from gadei_ps.memory.layout import CONTROL, SegmentKind
+from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.memory import clear_dead
 
 ANSWER_TIMEOUT_S = 3.0
@@ -279,7 +280,7 @@ def _check_saved(job: str) -> None:
     if kept and saved != version:
         raise ControlError(
             f"{problem} {_how(segment.other_build(job))} and then stop it, or lose "
-            f"{version - saved} gradients {command}"
+            f"{counted(version - saved, 'gradient')} {command}"
         )
 
 

@@ -309,7 +309,7 @@ class _Run:
             left = len(learners.pids)
             _say(
                 f"learner {one.index} (pid {one.pid}) {one.how}; "
-                + ("started again" if again else f"{left} continue" if left else "none is left")
+                + ("started again" if again else f"{left} left" if left else "none is left")
             )
             if again:
                 self.restarts += 1

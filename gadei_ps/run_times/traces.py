@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps.errors import UsageError
+from gadei_ps.show.counts import counted
 from gadei_ps.storage import files
 
 HEADER: Final = ("iteration", "learner", "started", "seconds", "censored")
@@ -110,7 +111,8 @@ def read(path: str | os.PathLike[str]) -> Trace:
                 continue
             try:
                 if len(row) != len(header):
-                    raise ValueError(f"{len(row)} fields where the header has {len(header)}")
+                    given = counted(len(row), "field")
+                    raise ValueError(f"{given} where the header has {len(header)}")
                 add(row, rows.line_num)
             except ValueError as error:
                 raise UsageError(f"{shown}:{rows.line_num}: {error}; correct the row") from None

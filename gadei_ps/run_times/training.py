@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from gadei_ps.errors import UsageError
 from gadei_ps.run_times.network import Batch, DeepMarkovModel
 from gadei_ps.run_times.traces import Trace
+from gadei_ps.show.counts import counted
 from gadei_ps.storage import files
 from gadei_ps.sync import run_time_file
 from gadei_ps.sync.run_time_file import Floats, Sizes
@@ -142,7 +143,8 @@ def _check(trace: Trace) -> None:
     iterations, learners = trace.times.shape
     if iterations < SHORTEST:
         raise UsageError(
-            f"the trace has {iterations} iterations; record at least {SHORTEST}, better hundreds"
+            f"the trace has {counted(iterations, 'iteration')}; "
+            f"record at least {SHORTEST}, better hundreds"
         )
     if learners < 2:
         raise UsageError("the trace has fewer than 2 learners; record a job with more")

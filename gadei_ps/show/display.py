@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
+from gadei_ps.show.counts import counted
 from gadei_ps.show.status import Rates, learner_table
 from gadei_ps.show.tables import duration
 
@@ -86,7 +87,7 @@ class Display:
         queue = sum(one["queue"] for one in status["learners"])
         print(
             f"epoch {done:.2f} of at most {self._epochs}, {sum(rates.values()):,.0f} samples/s, "
-            f"{len(status['learners'])} learners, queue {queue}, "
+            f"{counted(len(status['learners']), 'learner')}, queue {queue}, "
             f"staleness {sum(staleness) / len(staleness) if staleness else 0:.1f}, "
             f"at most {duration(left_s)} left",
             file=sys.stderr,

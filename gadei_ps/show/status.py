@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gadei_ps.show.tables import count, facts, size, table
+from gadei_ps.show.counts import counted
+from gadei_ps.show.tables import facts, size, table
 
 RATE_S = 1.0  # window over which samples/s are taken
 PHASE_STYLE = {"serving": "bold green", "draining": "bold yellow", "failed": "bold red"}
@@ -67,10 +68,11 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
     rows: dict[str, str | Text] = {
         "job": Text.assemble((status["job"], "bold"), ", ", phase),
         "configuration": (
-            f"{status['sync']}{changing}, {status['optimizer']}, {count(status['shards'], 'shard')}"
+            f"{status['sync']}{changing}, {status['optimizer']}, "
+            f"{counted(status['shards'], 'shard')}"
         ),
         "model": (
-            f"{count(model['values'], 'value')} in {count(model['tensors'], 'tensor')}, "
+            f"{counted(model['values'], 'value')} in {counted(model['tensors'], 'tensor')}, "
             f"{size(model['bytes'])}"
             if model
             else "none yet: the first learner brings it"
@@ -85,7 +87,8 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
     if work["state"] != "none":
         rows["work"] = (
             f"epoch {min(work['epochs_done'] + 1, work['epochs'])} of {work['epochs']}, "
-            f"{work['batches']:,} batches each, {status['batches_requeued']:,} handed out again"
+            f"{counted(work['batches'], 'batch', 'batches')} each, "
+            f"{status['batches_requeued']:,} handed out again"
         )
     standby = status["standby_pid"] or status.get("standby_missing") or "none at the moment"
     rows["processes"] = (
@@ -94,9 +97,9 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
     if status["server_deaths"] or status["learner_deaths"] or status["watchdog_starts"] > 1:
         rows["deaths"] = ", ".join(
             (
-                count(status["server_deaths"], "server"),
-                count(status["learner_deaths"], "learner"),
-                count(status["watchdog_starts"] - 1, "watchdog"),
+                counted(status["server_deaths"], "server"),
+                counted(status["learner_deaths"], "learner"),
+                counted(status["watchdog_starts"] - 1, "watchdog"),
             )
         )
     if status["checkpoints"] or status["checkpoint_failures"]:

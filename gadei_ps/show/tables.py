@@ -53,11 +53,6 @@ def size(count: int | None) -> str:
     return f"{count / 1024:.1f} KiB" if count else "0 KiB"
 
 
-def count(number: int, what: str) -> str:
-    """`1 shard`, `2,000 shards`."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
 def duration(seconds: float | None) -> str:
     """`3 s`, `4 min 5 s` or `1 h 2 min`; `?` for None."""
     if seconds is None:

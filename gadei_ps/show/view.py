@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gadei_ps.show.counts import counted
 from gadei_ps.show.tables import duration, facts, size, table
 
 STATE_STYLE = {"running": "green", "stale": "yellow", "silent": "red"}
@@ -86,8 +87,9 @@ def trained(summary: Mapping[str, Any], test_file: str | None) -> Table:
     rows = {
         "accuracy": f"{accuracy} (epoch {summary['best_epoch']} of {summary['epochs']})",
         "speed": (
-            f"{summary['samples_per_s']:,.0f} samples/s with {summary['learners']} learners; "
-            f"{summary['gradients_applied']:,} gradients applied, "
+            f"{summary['samples_per_s']:,.0f} samples/s with "
+            f"{counted(summary['learners'], 'learner')}; "
+            f"{counted(summary['gradients_applied'], 'gradient')} applied, "
             f"{summary['gradients_dropped']:,} dropped"
         ),
         "time": (
@@ -104,7 +106,7 @@ def trained(summary: Mapping[str, Any], test_file: str | None) -> Table:
 
 def ran(summary: Mapping[str, Any]) -> str:
     """The end of `run`, in one line."""
-    parts = [f"{summary['gradients_applied']:,} gradients applied"]
+    parts = [f"{counted(summary['gradients_applied'], 'gradient')} applied"]
     parts += [
         f"{summary[f'gradients_{what}']:,} {what}"
         for what in ("dropped", "refused")
@@ -115,16 +117,17 @@ def ran(summary: Mapping[str, Any]) -> str:
     elif summary["gradients_per_s"]:
         parts.append(f"{summary['gradients_per_s']:,.0f} gradients/s")
     if summary["restarts"]:
-        parts.append(f"{summary['restarts']} learners started again")
+        parts.append(f"{counted(summary['restarts'], 'learner')} started again")
     return f"job {summary['job']}: {', '.join(parts)}, {summary['seconds']:.1f} s"
 
 
 def stopped(report: Mapping[str, Any]) -> str:
     """The end of `stop`, in one line."""
     return (
-        f"job {report['job']} has stopped: {report['gradients_applied']:,} gradients applied, "
+        f"job {report['job']} has stopped: "
+        f"{counted(report['gradients_applied'], 'gradient')} applied, "
         f"{report['gradients_dropped']:,} dropped, {report['gradients_refused']:,} refused, "
-        f"{report['samples']:,} samples"
+        f"{counted(report['samples'], 'sample')}"
     )
 
 
@@ -139,7 +142,8 @@ def checkpointed(outcome: Mapping[str, Any]) -> str:
 def exported(result: Mapping[str, Any]) -> str:
     """What export says."""
     return (
-        f"{result['tensors']} tensors of version {result['version']} written: {result['out']} "
+        f"{counted(result['tensors'], 'tensor')} of version {result['version']} written: "
+        f"{result['out']} "
         f"(from {result['from']})"
     )
 
@@ -154,10 +158,10 @@ def killed(sent: Mapping[str, Any]) -> str:
 def raged(report: Mapping[str, Any]) -> Table:
     """The end of `chaos`."""
     hits = [
-        f"{count:,} {role}{what}"
+        f"{number:,} {role}{what}"
         for kind, what in (("kills", ""), ("stops", " stopped"))
-        for role, count in report[kind].items()
-        if count or kind == "kills"
+        for role, number in report[kind].items()
+        if number or kind == "kills"
     ]
     rows = {"killed": f"{', '.join(hits)} in {duration(report['seconds'])} (seed {report['seed']})"}
     if report["missed"]:
@@ -170,14 +174,16 @@ def raged(report: Mapping[str, Any]) -> Table:
         "take-over": _spread(report["takeover_ms"], "kill to the next active server"),
         "ring reclaimed": _spread(report["reclaim_ms"], "after a learner's death"),
     }
-    counted = f"{report['applied']:,} applied, {report['dropped']:,} dropped"
+    consumed = f"{report['applied']:,} applied, {report['dropped']:,} dropped"
     if report["own_job"]:
-        rows["gradients"] = f"{report['published']:,} published, {counted}"
+        rows["gradients"] = f"{report['published']:,} published, {consumed}"
         rows["lost"] = f"{report['lost']:,}"
         rows["applied twice"] = f"{report['applied_twice']:,}"
-        rows["torn"] = f"{report['torn_values']:,} values, counted in the weights themselves"
+        rows["torn"] = (
+            f"{counted(report['torn_values'], 'value')}, counted in the weights themselves"
+        )
     else:
-        rows["gradients"] = f"{counted}, by the job's counters"
+        rows["gradients"] = f"{consumed}, by the job's counters"
         rows["lost"] = report["ledger"]
     return facts(rows)
 
@@ -186,4 +192,4 @@ def _spread(times: Mapping[str, Any], what: str) -> str:
     if not times["samples"]:
         return "not measured"
     numbers = ", ".join(f"{name} {times[name]:.1f}" for name in ("p50", "p99", "max"))
-    return f"{numbers} ms {what} ({times['samples']:,} times)"
+    return f"{numbers} ms {what} ({counted(times['samples'], 'time')})"

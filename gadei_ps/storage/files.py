@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from gadei_ps.errors import CheckpointError
+from gadei_ps.show.counts import counted
 
 _BLOCK: Final = 4 << 20  # bytes hashed and written at once
 _MOST_TEXT: Final = 100 << 20  # bytes of a manifest or a header; the library's own limit
@@ -139,7 +140,7 @@ class File:
     def need(self, size: int) -> None:
         """To be called before memory is taken for what is to be read."""
         if size > self.left:
-            raise ValueError(f"it has {self.left} bytes where {size} are needed")
+            raise ValueError(f"it has {counted(self.left, 'byte')} where {size} are needed")
 
     def digest(self) -> str:
         """SHA-256 of the whole file."""
@@ -180,7 +181,7 @@ class File:
             if values.nbytes:
                 self.fill(values.data.cast("B"))
         if self.left:
-            raise ValueError(f"it has {self.left} bytes behind the last tensor")
+            raise ValueError(f"it has {counted(self.left, 'byte')} behind the last tensor")
 
 
 def parse_object(text: bytes) -> dict[str, Any]:

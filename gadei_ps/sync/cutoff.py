@@ -106,8 +106,8 @@ class Cutoff(SyncModel):
             self._load()
             if learners is not None and self._made_for not in (None, learners):
                 raise SpecError(
-                    f"cutoff: {self.file} predicts {self._made_for} learners, not {learners}: "
-                    "train one with gadei-ps runtime-model train"
+                    f"cutoff: the number of learners is {learners}, but {self.file} is for "
+                    f"{self._made_for}: train one with gadei-ps runtime-model train"
                 )
 
     def _load(self) -> None:

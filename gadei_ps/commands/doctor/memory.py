@@ -125,6 +125,6 @@ def litter() -> Found:
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (
         Level.WARNING,
-        f"{len(left)} segments, sockets and locks ({size / 2**20:,.1f} MiB) of dead jobs: {shown}",
+        f"segments, sockets and locks of dead jobs: {len(left)} ({size / 2**20:,.1f} MiB): {shown}",
         "gadei-ps gc",
     )
