@@ -54,6 +54,8 @@ def faults(command: Any, screen: str) -> list[str]:
         default = default_of(parameter)
         if default is not None and not re.search(rf"\[default: \(?{re.escape(default)}\)?\]", said):
             found.append(f"{name}: its default {default} is not shown")
+    if "<bool>" in screen:
+        found.append("a switch shows the type of a value, which it does not take")
     found += [f"the word {one.group()!r}" for one in FORBIDDEN.finditer(said)]
     return found
 
@@ -81,9 +83,16 @@ def test_faults_are_found() -> None:
         swallowed: str = typer.Option(None, help="A number. [default: 200] It counts."),
         vague: str = typer.Option(None, help="Likewise."),
         hidden: int = typer.Option(3, help="A number of things.", show_default=False),
+        switch: bool = typer.Option(False, "--switch", help="Switches something on."),
     ) -> None: ...
 
     screen = CliRunner().invoke(wrong, ["--help"], env=WIDE, terminal_width=600).output
     found = "\n".join(faults(typer.main.get_command(wrong), screen))
-    for part in ("--silent: ''", "not all of 'A number", "'Likewise'", "--hidden: its default"):
+    for part in (
+        "--silent: ''",
+        "not all of 'A number",
+        "'Likewise'",
+        "--hidden: its default",
+        "a switch shows",
+    ):
         assert part in found
