@@ -116,6 +116,7 @@ class Daemon:
         """
         os.set_blocking(read, False)
         said = b""
+        part = b"-"  # empty once the child has closed its end
         assert self._process is not None
         watch = Watch(self._start_silent_s, LATE_S)
         while True:
@@ -136,9 +137,12 @@ class Daemon:
         kind, _, message = text.partition(":")
         if message:
             raise _error_class(kind)(message.strip())
-        raise JobFailed(
-            f"the daemon of job {self.config.name!r} did not become ready; {self._where_why}"
-        )
+        what = f"did not become ready; {self._where_why}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(0.0 if part else GONE_S)
+            if code < 0:
+                what = f"was ended by {process.signal_name(-code)} before it was ready; try again"
+        raise JobFailed(f"the daemon of job {self.config.name!r} {what}")
 
     @property
     def _where_why(self) -> str:

@@ -108,3 +108,13 @@ def test_a_watchdog_that_hangs_at_its_start(
         Daemon(config(job_name, standby=False), start_silent_s=SILENT_S),
     ):
         pass
+
+
+def test_a_watchdog_that_is_killed_at_its_start(before: Before, job_name: str) -> None:
+    """It can say nothing itself."""
+    before(DAEMON, "import os; os.kill(os.getpid(), 9)")
+    with (
+        pytest.raises(JobFailed, match=r"was ended by SIGKILL before it was ready; try again"),
+        Daemon(config(job_name, standby=False), start_silent_s=SILENT_S),
+    ):
+        pass
