@@ -118,7 +118,8 @@ class Work(Told):
         self._check_process()
         if len(self._taken) >= int(self._control["ahead"]):
             raise UsageError(
-                f"{len(self._taken)} batches wait for their gradients: push once for each batch"
+                f"batches that wait for their gradients: {len(self._taken)}; "
+                "push once for each batch"
             )
         try:
             what = "no batch was handed out"

@@ -27,7 +27,9 @@
  * function takes a lock that another process could hold. A learner may be killed at any instruction:
  * the server applies what it has published, drops what it has not, and gives its batches to others.
  *
- * Results: 0, or one of the negative codes below; then gadei_error() says what and where. Every
+ * Results: 0, or one of the negative codes below; then gadei_error() says what and where. A learner
+ * or an array that is NULL is GADEI_ERROR, unless a function says otherwise; functions that have no
+ * such result return 0 or NULL (gadei_stopping and gadei_wave: 1) or do nothing. Every
  * function that may wait has a limit in milliseconds, timeout_ms; a negative one means as long as
  * the job lives. A wait ends early when the job stops or fails, and after some ten seconds without a
  * parameter server and without a watchdog. A learner does not notice that another server takes over.
@@ -87,8 +89,8 @@ int gadei_attach(const char *job_or_socket, const char *name, gadei_learner **le
  * batches not answered go to others. Waits at most 10 s. In a child of fork() it only frees. */
 void gadei_detach(gadei_learner *learner);
 
-/* The last error of this learner, or, for NULL, of this thread's last gadei_attach; one line, valid
- * until the next call. "" if there was none. */
+/* The last error of this learner, or, for NULL, of this thread's last gadei_attach or call without a
+ * learner. One line, valid until the next call. "" if there was none. */
 const char *gadei_error(const gadei_learner *learner);
 
 /* -- the model --------------------------------------------------------------------------------- */

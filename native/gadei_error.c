@@ -4,23 +4,23 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-static _Thread_local char attach_error[ERROR_BYTES];
+static _Thread_local char thread_error[ERROR_BYTES];
 
 int ps_fail(gadei_learner *learner, int code, const char *format, ...)
 {
     va_list list;
     va_start(list, format);
-    vsnprintf(learner->error, sizeof learner->error, format, list);
+    vsnprintf(learner ? learner->error : thread_error, ERROR_BYTES, format, list);
     va_end(list);
     return code;
 }
 
 void ps_attach_failed(const char *error)
 {
-    snprintf(attach_error, sizeof attach_error, "%s", error);
+    snprintf(thread_error, sizeof thread_error, "%s", error);
 }
 
 const char *gadei_error(const gadei_learner *learner)
 {
-    return learner ? learner->error : attach_error;
+    return learner ? learner->error : thread_error;
 }

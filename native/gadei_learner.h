@@ -64,7 +64,7 @@ struct gadei_learner {
 
 /* -- gadei_error.c ----------------------------------------------------------------------------- */
 
-/* Writes the learner's error and returns `code`. */
+/* Writes the error of the learner, or of the thread if `learner` is NULL. Returns `code`. */
 __attribute__((format(printf, 3, 4)))
 int ps_fail(gadei_learner *learner, int code, const char *format, ...);
 
@@ -97,7 +97,7 @@ void ps_unmap_segments(gadei_learner *learner);
 
 /* -- gadei_wait.c ------------------------------------------------------------------------------ */
 
-/* GADEI_ERROR in a child process of the one that attached. */
+/* GADEI_ERROR if `learner` is NULL or another process has attached it. */
 int ps_check_process(gadei_learner *learner);
 
 /* A wait's limit: when it is over, and what the caller said. */

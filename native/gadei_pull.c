@@ -8,28 +8,38 @@
 const struct gadei_tensor *gadei_tensors(const gadei_learner *learner, uint32_t *count)
 {
     if (count)
-        *count = learner->tensor_count;
-    return learner->tensors;
+        *count = learner ? learner->tensor_count : 0;
+    return learner ? learner->tensors : NULL;
 }
 
 int gadei_find(gadei_learner *learner, const char *name)
 {
+    if (!learner)
+        return ps_check_process(learner);
+    if (!name)
+        return ps_fail(learner, GADEI_ERROR, "the tensor's name is NULL");
     for (uint32_t i = 0; i < learner->tensor_count; i++)
         if (!strcmp(learner->tensors[i].name, name))
             return (int)i;
     return ps_fail(learner, GADEI_ERROR, "the job's model has no tensor '%.120s'", name);
 }
 
-uint64_t gadei_elements(const gadei_learner *learner) { return learner->elements; }
-const float *gadei_weights(const gadei_learner *learner) { return learner->weights; }
+uint64_t gadei_elements(const gadei_learner *learner) { return learner ? learner->elements : 0; }
+
+const float *gadei_weights(const gadei_learner *learner)
+{
+    return learner ? learner->weights : NULL;
+}
 
 uint64_t gadei_version(const gadei_learner *learner)
 {
-    return ps_load_acquire(&learner->common.control->version);
+    return learner ? ps_load_acquire(&learner->common.control->version) : 0;
 }
 
 void gadei_pull(gadei_learner *learner, float *weights)
 {
+    if (!learner || !weights)
+        return;
     learner->common.version = gadei_version(learner);
     learner->common.copies = 1;
     memcpy(weights, learner->weights, learner->elements * sizeof(float));
@@ -45,6 +55,8 @@ int gadei_pull_consistent(gadei_learner *learner, float *weights, int64_t timeou
     uint64_t version = gadei_version(learner);
     if (ps_check_process(learner))
         return GADEI_ERROR;
+    if (!weights)
+        return ps_fail(learner, GADEI_ERROR, "the place for the weights is NULL");
     ps_copy_begin(&learner->common, weights);
     int result = ps_wait_for(learner, try_copy, ps_limit_of(timeout_ms), "no consistent copy");
     ps_copy_end(&learner->common);

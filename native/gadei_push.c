@@ -12,11 +12,13 @@ static_assert((int)GADEI_FLOAT32 == PS_FLOAT32 && (int)GADEI_BFLOAT16 == PS_BFLO
 #define WAITS_TURN "no grant to go on"
 #define WAITS_SLOT "no slot came free: does the server apply gradients?"
 
-uint64_t gadei_published(const gadei_learner *learner) { return learner->common.published; }
-int gadei_wanted(const gadei_learner *learner) { return ps_wanted(&learner->common); }
+uint64_t gadei_published(const gadei_learner *learner) { return learner ? learner->common.published : 0; }
+int gadei_wanted(const gadei_learner *learner) { return learner && ps_wanted(&learner->common); }
 
 int gadei_set_wire(gadei_learner *learner, uint32_t dtype)
 {
+    if (!learner)
+        return ps_check_process(learner);
     if (dtype != GADEI_FLOAT32 && dtype != GADEI_BFLOAT16 && dtype != GADEI_FLOAT16)
         return ps_fail(learner, GADEI_ERROR, "unknown number format %u", dtype);
     if (learner->claimed_once)
@@ -72,10 +74,11 @@ int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)
 static int claim_slot(gadei_learner *learner, int64_t timeout_ms)
 {
     struct ps_limit limit = ps_limit_of(timeout_ms);
-    learner->slot = NULL;
     int result = ps_check_process(learner);
-    if (!result)
-        result = ps_wait_for(learner, try_turn, limit, WAITS_TURN);
+    if (result)
+        return result;
+    learner->slot = NULL;
+    result = ps_wait_for(learner, try_turn, limit, WAITS_TURN);
     if (!result)
         result = ps_wait_for(learner, try_slot, limit, WAITS_SLOT);
     learner->claimed_once |= !result;
@@ -113,6 +116,8 @@ static int is_rows(const gadei_learner *learner) { return learner->common.writin
 
 static int check_tensor(gadei_learner *learner, uint32_t index)
 {
+    if (!learner)
+        return ps_check_process(learner);
     if (!learner->slot)
         return ps_fail(learner, GADEI_ERROR, "no slot is claimed");
     if (index >= learner->tensor_count)
@@ -204,10 +209,10 @@ static void finish_dense(gadei_learner *learner)
 
 int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
 {
-    if (!learner->slot)
-        return ps_fail(learner, GADEI_ERROR, "no slot is claimed");
     if (ps_check_process(learner))
         return GADEI_ERROR;
+    if (!learner->slot)
+        return ps_fail(learner, GADEI_ERROR, "no slot is claimed");
     if (!(rate_scale >= 0.0f && isfinite(rate_scale)))
         return ps_fail(learner, GADEI_ERROR, "rate_scale is negative or not finite");
     if (!is_rows(learner))
@@ -236,6 +241,10 @@ int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint3
                int64_t timeout_ms)
 {
     struct ps_written written;
+    if (ps_check_process(learner))
+        return GADEI_ERROR;
+    if (!gradient)
+        return ps_fail(learner, GADEI_ERROR, "the gradient is NULL");
     if (!gadei_wanted(learner))
         return publish_nothing(learner, 1, timeout_ms);
     int result = claim_slot(learner, timeout_ms);

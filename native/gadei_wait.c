@@ -18,6 +18,8 @@ static_assert((int)GADEI_TIMEOUT == PS_TIMEOUT && (int)GADEI_STOPPED == PS_STOPP
 
 int ps_check_process(gadei_learner *learner)
 {
+    if (!learner)
+        return ps_fail(NULL, GADEI_ERROR, "the learner is NULL");
     if (learner->pid == getpid())
         return GADEI_OK;
     return ps_fail(learner, GADEI_ERROR,

@@ -7,12 +7,12 @@
 
 int gadei_stopping(const gadei_learner *learner)
 {
-    return ps_load_acquire32(&learner->common.control->stop) != PS_GO;
+    return !learner || ps_load_acquire32(&learner->common.control->stop) != PS_GO;
 }
 
 uint32_t gadei_wave(const gadei_learner *learner)
 {
-    uint64_t wave = ps_load_acquire(&learner->common.control->wave);
+    uint64_t wave = learner ? ps_load_acquire(&learner->common.control->wave) : 1;
     return wave ? (uint32_t)wave : 1;
 }
 
@@ -36,12 +36,14 @@ static int try_work(gadei_learner *learner, uint64_t ns)
 
 int gadei_take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, int64_t timeout_ms)
 {
-    uint32_t most = learner->common.control->ahead;
     if (ps_check_process(learner))
         return GADEI_ERROR;
+    if (!epoch || !index)
+        return ps_fail(learner, GADEI_ERROR, "the place for the batch's epoch or index is NULL");
+    uint32_t most = learner->common.control->ahead;
     if (learner->taken_count >= (most < PS_AHEAD ? most : PS_AHEAD))
         return ps_fail(learner, GADEI_ERROR,
-                       "%u batches wait for their gradients: push once for each batch",
+                       "batches that wait for their gradients: %u; push once for each batch",
                        learner->taken_count);
     int result = ps_wait_for(learner, try_work, ps_limit_of(timeout_ms), "no batch was handed out");
     if (result == GADEI_FINISHED || result == GADEI_STOPPED) {

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xf6cc0357cd30d295ull
+#define PS_BUILD 0xea08cf20e46e9b37ull
 
 #endif

@@ -22,10 +22,11 @@ struct waitv {
 #define CPUS 1024 /* of a mask of affinity */
 #define ASIDE_NS 1000000ull
 
-static uint64_t slowest_tail(const struct ps_ring *ring)
+/* The number of shards is read where the learner cannot have overwritten it. */
+static uint64_t slowest_tail(const struct ps_ring *ring, const struct ps_control *control)
 {
     uint64_t slowest = UINT64_MAX;
-    for (uint32_t shard = 0; shard < ring->shards; shard++) {
+    for (uint32_t shard = 0; shard < control->shards; shard++) {
         uint64_t tail = ps_load_acquire(&ring->tail[shard].value); /* SYNC POINT: slot */
         if (tail < slowest)
             slowest = tail;
@@ -111,7 +112,8 @@ static void step_aside(const struct ps_control *control, uint64_t now)
 
 static int wait_slot(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns)
 {
-    WAIT_UNTIL(ring->head - slowest_tail(ring) < ring->slots, &ring->waits_slot, &ring->released);
+    WAIT_UNTIL(ring->head - slowest_tail(ring, control) < ring->slots, &ring->waits_slot,
+               &ring->released);
     return may_go_on(ring, control);
 }
 
@@ -174,7 +176,7 @@ int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64
 int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint64_t sequence,
                     uint64_t timeout_ns)
 {
-    WAIT_UNTIL(slowest_tail(ring) > sequence, &ring->waits_slot, &ring->released);
+    WAIT_UNTIL(slowest_tail(ring, control) > sequence, &ring->waits_slot, &ring->released);
     return 0;
 }
 

@@ -171,6 +171,60 @@ static void forked(char *rest)
     waitpid(child, NULL, 0);
 }
 
+/* Every function without a learner, and with arrays that are NULL. Answers with the calls whose
+ * result is not as it must be. */
+static void nulls(void)
+{
+    uint32_t count = 7, batch;
+    int64_t row = 0;
+    float value = 0.0f;
+#define EXPECT(call, wanted)              \
+    do {                                  \
+        if ((call) != (wanted))           \
+            printf("%s; ", #call);        \
+    } while (0)
+#define REFUSED(call, one)                               \
+    do {                                                 \
+        EXPECT(call, GADEI_ERROR);                       \
+        if (!strstr(gadei_error(one), "NULL"))           \
+            printf("%s says %s; ", #call, gadei_error(one)); \
+    } while (0)
+    gadei_pull(NULL, &value);
+    gadei_pull(learner, NULL);
+    EXPECT(gadei_tensors(NULL, &count), NULL);
+    EXPECT(count, 0);
+    EXPECT(gadei_tensors(NULL, NULL), NULL);
+    EXPECT(gadei_elements(NULL), 0);
+    EXPECT(gadei_weights(NULL), NULL);
+    EXPECT(gadei_version(NULL), 0);
+    EXPECT(gadei_published(NULL), 0);
+    EXPECT(gadei_wanted(NULL), 0);
+    EXPECT(gadei_stopping(NULL), 1);
+    EXPECT(gadei_wave(NULL), 1);
+    EXPECT(gadei_attach("x", NULL, NULL), GADEI_ERROR);
+    REFUSED(gadei_find(NULL, "w"), NULL);
+    REFUSED(gadei_find(learner, NULL), learner);
+    REFUSED(gadei_pull_consistent(NULL, &value, 0), NULL);
+    REFUSED(gadei_pull_consistent(learner, NULL, 0), learner);
+    REFUSED(gadei_set_wire(NULL, GADEI_FLOAT32), NULL);
+    REFUSED(gadei_wait_turn(NULL, 0), NULL);
+    REFUSED(gadei_claim(NULL, 0), NULL);
+    REFUSED(gadei_claim_rows(NULL, 0), NULL);
+    REFUSED(gadei_write_rows(NULL, 0, &row, &value, 1), NULL);
+    REFUSED(gadei_write(NULL, 0, &value), NULL);
+    REFUSED(gadei_publish(NULL, 0.0, 0, 1.0f), NULL);
+    REFUSED(gadei_push(NULL, &value, 0.0, 0, 0), NULL);
+    REFUSED(gadei_push(learner, NULL, 0.0, 0, 0), learner);
+    REFUSED(gadei_give_up(NULL, 0), NULL);
+    REFUSED(gadei_wait_applied(NULL, 0), NULL);
+    REFUSED(gadei_set_work(NULL, 1, 1, 0), NULL);
+    REFUSED(gadei_take_batch(NULL, &batch, &batch, 0), NULL);
+    REFUSED(gadei_take_batch(learner, NULL, &batch, 0), learner);
+    REFUSED(gadei_take_batch(learner, &batch, NULL, 0), learner);
+    gadei_detach(NULL);
+    printf("done\n");
+}
+
 static void do_command(char *line)
 {
     char word[32] = "", name[256] = "";
@@ -267,6 +321,8 @@ static void do_command(char *line)
             answer(result);
         else
             printf("0 %u %u\n", epoch, index);
+    } else if (!strcmp(word, "nulls")) {
+        nulls();
     } else if (!strcmp(word, "forked")) {
         forked(rest);
     } else if (!strcmp(word, "poke")) {

@@ -57,6 +57,7 @@ class Ring:
         self.control = self._control_memory[0]
         self.ring = self._ring_memory[: RING.itemsize].view(RING)[0]
         self.entry = self.control["roster"][ROW]
+        self.control["shards"] = shards
         self.control["spin_ns"] = spin_ns
         self.control["phase"] = Phase.SERVING
         self.entry["wanted"] = GENERATION

@@ -149,7 +149,7 @@ def test_batches_that_are_refused(both: dict[str, Makers], job: Callable[..., Jo
         running.gone()
     assert said[0] == said[1]
     assert {code for code, _ in said[0]} == {ERROR}
-    assert said[0][-1][1] == "2 batches wait for their gradients: push once for each batch"
+    assert said[0][-1][1] == "batches that wait for their gradients: 2; push once for each batch"
 
 
 # -- the end ---------------------------------------------------------------------------------------

@@ -95,6 +95,16 @@ def test_wrong_use_changes_nothing(small: Any, learner: Callable[[], Any]) -> No
     np.testing.assert_array_equal(running.weights(), before)
 
 
+def test_what_is_null_is_an_error(small: Any, learner: Callable[[], Any]) -> None:
+    """A handle or an array, in each function of gadei.h; the learner can go on after each."""
+    running, mine = small, learner()
+    mine.do("attach", running.socket)
+    mine.begin("nulls")
+    assert mine.line() == "done"
+    mine.do("push", 0, 1000)
+    mine.do("applied", 10_000)
+
+
 @pytest.mark.parametrize("wire", [1, 2, 3])
 def test_wires(wide: Any, learner: Callable[[], Any], wire: int) -> None:
     running, mine = wide, learner()

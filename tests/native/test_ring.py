@@ -34,6 +34,19 @@ def test_a_slot_is_free_when_every_shard_has_passed_it(shards: int, slots: int) 
     assert ring.claim(1_000_000) == _native.PS_TIMEOUT
 
 
+@pytest.mark.parametrize("wild", [0, 3, 2**32 - 1])
+def test_the_number_of_shards_is_not_read_from_the_ring(wild: int) -> None:
+    """A learner can overwrite its ring; the waits of that learner read no tail beyond it."""
+    ring = Ring(2, 1)
+    ring.ring["shards"] = wild
+    assert ring.claim() == ring.slot(0)
+    ring.publish()
+    assert ring.claim() == ring.wait_applied(0) == _native.PS_TIMEOUT
+    for shard in range(2):
+        ring.release(shard)
+    assert ring.claim() == ring.slot(1) and ring.wait_applied(0) == 0
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_past_the_low_half_of_head(shards: int, slots: int) -> None:

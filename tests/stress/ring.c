@@ -296,6 +296,7 @@ static void make_job(uint32_t slots, uint64_t spin_ns)
 {
     const uint64_t slot_bytes = PS_PAYLOAD_AT + sizeof(uint64_t) * PAYLOAD;
     control = room(sizeof *control);
+    control->shards = shards;
     control->spin_ns = spin_ns;
     control->phase = PS_PHASE_SERVING;
     control->work = PS_WORKING;
