@@ -1,4 +1,8 @@
-"""Log lines on stderr: readable ones, or JSON for the journal."""
+"""Log lines on stderr: readable ones, or JSON for the journal.
+
+structlog is imported when a process logs. It takes as long as NumPy to import, which commands that
+only ask a job are spared.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,6 @@ import contextlib
 import logging
 import sys
 from typing import Any, TextIO, cast
-
-import structlog
 
 
 class _Patient:
@@ -25,6 +27,8 @@ class _Patient:
 
 def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False) -> None:
     """Once, at the start of a process. `quiet`: warnings and errors only."""
+    import structlog
+
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -46,4 +50,6 @@ def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False)
 
 def get(**context: Any) -> Any:
     """A logger with these fields on every line."""
+    import structlog
+
     return structlog.get_logger(**context)
