@@ -69,7 +69,20 @@ def clear_dead(job: str) -> list[str]:
                 process.gone(pidfd, KILL_S)
             finally:
                 os.close(pidfd)
+    _tell_learners(job)
     return [one.name for one in found if segment.unlink(one.name)]
+
+
+def _tell_learners(job: str) -> None:
+    """Learners that are still attached fail at once; otherwise they would wait for a watchdog."""
+    name = segment.segment_name(job, "control")
+    with contextlib.suppress(FileNotFoundError, SegmentError):  # half made, or of another build
+        control = segment.attach(name, SegmentKind.CONTROL, writable=True)
+        whole = control.size >= layout.CONTROL.itemsize
+        if whole and int(control.view(layout.CONTROL)["phase"]) < Phase.KEPT:
+            # In this order: a learner that sees the stop also sees the reason.
+            control.view(layout.CONTROL)["phase"] = Phase.FAILED
+            _native.store32(control.word(layout.CONTROL, "stop"), Stop.NOW)
 
 
 @dataclass(eq=False)
