@@ -67,9 +67,30 @@ def needs_compiled(item: pytest.Item) -> bool:
     return asks or item.path.parent.name not in ("unit", "cli", "docs")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests that need nothing compiled come first: the compiler runs beside them."""
-    items.sort(key=needs_compiled)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests that need nothing compiled come first: the compiler runs beside them.
+
+    So for each worker: pytest-xdist gives each of them a piece of the list. Of the others, those
+    that may take long come first, so that no worker is left with one of them at the end.
+    """
+    workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
+    plain = [one for one in items if not needs_compiled(one)]
+    others = sorted(filter(needs_compiled, items), key=limit_s, reverse=True)
+    items[:] = [
+        one
+        for worker in range(workers)
+        for part in (plain, others)
+        for one in part[len(part) * worker // workers : len(part) * (worker + 1) // workers]
+    ]
+    # Threads that PyTorch has started here would be missing in forks, which would wait for them.
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+def limit_s(item: pytest.Item) -> float:
+    """The test's own time-out; 0 if it has none."""
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0]) if mark else 0.0
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -80,6 +101,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
         turns.compile()
     with turns.turn(alone=item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+@pytest.fixture(scope="session")
+def turns(request: pytest.FixtureRequest) -> Turns:
+    """What the workers of this run share."""
+    return request.config.stash[TURNS]
 
 
 @pytest.fixture(scope="session")
@@ -108,9 +135,15 @@ def job_name(runtime_dir: Path) -> str:
 
 
 @pytest.fixture
-def cli(runtime_dir: Path, tmp_path: Path) -> Iterator[Cli]:
+def interpreters() -> None:
+    """For tests that run gadei-ps as users do: each process is a new interpreter, not a fork."""
+
+
+@pytest.fixture
+def cli(request: pytest.FixtureRequest, runtime_dir: Path, tmp_path: Path) -> Iterator[Cli]:
     """Runs gadei-ps; what it has started is ended after the test."""
-    made = Cli(tmp_path)
+    plain = "interpreters" in request.fixturenames
+    made = Cli(tmp_path, interpreters=plain, servers=needs_compiled(request.node))
     yield made
     made.close()
 

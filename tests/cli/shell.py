@@ -6,18 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import support
+from support import quick
 
 from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError
 
 FOREVER = "1000000"  # epochs
+# What a new interpreter would look at; a fork has done so before the test.
+AT_START = ("NUMBA_CACHE_DIR", "PYTHONPATH")
+BEFORE = {name: os.environ.get(name, "") for name in AT_START}
 
 
 @dataclass(frozen=True)
@@ -48,18 +54,12 @@ class Result:
 class Running:
     """A command that has not ended yet; what it writes goes to files."""
 
-    def __init__(self, arguments: tuple[str, ...], directory: Path, **env: str) -> None:
+    def __init__(self, start: Callable[..., Any], directory: Path) -> None:
+        """start: as Cli._started, without the command's words and the environment."""
         number = len(list(directory.glob("*.out")))
         self._paths = [directory / f"{number}.{kind}" for kind in ("out", "err")]
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "gadei_ps", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=os.environ | env,
-                cwd=directory,
-            )
+            self.process = start(subprocess.DEVNULL, out, err)
 
     @property
     def pid(self) -> int:
@@ -93,12 +93,40 @@ def program(path: Path, text: str) -> Path:
 
 
 class Cli:
-    """Runs gadei-ps in the test's directory."""
+    """Runs gadei-ps in the test's directory.
 
-    def __init__(self, directory: Path) -> None:
+    Each command is a process, and so is what it starts. interpreters: each of them a new
+    interpreter, as users have it; otherwise forks of this process, which start quickly (see
+    support.quick). servers: whether servers may be started, which need compiled code.
+    """
+
+    def __init__(
+        self, directory: Path, *, interpreters: bool = False, servers: bool = True
+    ) -> None:
         self.directory = directory
+        self.interpreters = interpreters
+        self._servers = servers
         self._running: list[Running] = []
         self._served: list[str] = []
+
+    def _started(
+        self,
+        arguments: tuple[str, ...],
+        env: dict[str, str],
+        stdin: int | IO[bytes],
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+    ) -> subprocess.Popen[bytes] | quick.Forked:
+        command = [sys.executable, "-m", "gadei_ps", *arguments]
+        told = os.environ | env
+        other = any(told.get(name, "") != BEFORE[name] for name in AT_START)
+        how: dict[str, Any] = {"env": told, "cwd": self.directory}
+        how |= {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        if self.interpreters or other:
+            return subprocess.Popen(command, **how)
+        quick.load_commands()
+        with quick.fork_quickly() if self._servers else nullcontext():
+            return quick.Forked(command, **how)
 
     def __call__(
         self,
@@ -108,20 +136,30 @@ class Cli:
         **env: str,
     ) -> Result:
         """To its end."""
-        done = subprocess.run(
-            [sys.executable, "-m", "gadei_ps", *map(str, arguments)],
-            input=stdin,
-            capture_output=True,
-            env=os.environ | env,
-            cwd=self.directory,
-            timeout=patience_s,
-            check=False,
-        )
-        return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
+        with (
+            tempfile.TemporaryFile() as given,
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as err,
+        ):
+            given.write(stdin)
+            given.seek(0)
+            process = self._started(tuple(map(str, arguments)), env, given, out, err)
+            try:
+                code = process.wait(patience_s)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+            said = []
+            for stream in (out, err):
+                stream.seek(0)
+                said.append(stream.read().decode())
+        return Result(code, *said)
 
     def start(self, *arguments: object, **env: str) -> Running:
         """In the background; ended at the test's end if it still runs."""
-        one = Running(tuple(map(str, arguments)), self.directory, **env)
+        words = tuple(map(str, arguments))
+        one = Running(lambda *streams: self._started(words, env, *streams), self.directory)
         self._running.append(one)
         return one
 

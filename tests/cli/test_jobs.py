@@ -9,13 +9,15 @@ import pytest
 import support
 from shell import FOREVER, Cli, is_running, learning
 
+from gadei_ps.commands import jobs
+
 pytestmark = pytest.mark.usefixtures("compiled")
 
 MODEL = "[[tensors]]\nname = 'w'\nshape = [100]\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_ends_cleanly(cli: Cli, job_name: str, number: int) -> None:
+def test_serve_ends_cleanly(cli: Cli, job_name: str, number: int, interpreters: None) -> None:
     daemon = cli.serve(job_name, MODEL)
     assert "ready" in daemon.err
     assert support.segments(job_name)
@@ -111,8 +113,8 @@ def test_gc(cli: Cli, job_name: str, learner: list[str]) -> None:
     attached = cli.start("attach", dead, "--", *learner, FOREVER)
     support.eventually(learning(dead, attached, 1))
     segments = {name for name in support.segments(dead) if f".{living}." not in name}
+    support.kill_all(dead)  # first the watchdog: it would remove a dead learner's ring
     os.kill(attached.pid, signal.SIGKILL)
-    support.kill_all(dead)
     assert watchdog.wait().code == attached.wait().code == -signal.SIGKILL
     states = {one["name"]: one["state"] for one in cli("ls", "--json").json["jobs"]}
     assert (states[living], states[dead]) == ("running", "stale")
@@ -172,10 +174,12 @@ def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
     stopped = cli("stop", job_name, "--discard", "--json").json
     assert stopped["gradients_applied"] >= report["version"]
     assert attached.wait().code != 0
+    assert "has failed" in attached.err, "it is told, and does not wait for another watchdog"
     assert not support.segments(job_name)
 
 
-def test_silent_watchdog(cli: Cli, job_name: str) -> None:
+def test_silent_watchdog(cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "ANSWER_TIMEOUT_S", 0.5)  # also in the commands, which are forks
     daemon = cli.serve(job_name)
     os.kill(daemon.pid, signal.SIGSTOP)
     try:

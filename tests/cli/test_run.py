@@ -11,10 +11,14 @@ import pytest
 import support
 from shell import FOREVER, Cli, is_running, learning
 
+from gadei_ps.commands import jobs
+
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
-def test_job_for_as_long_as_its_learners(cli: Cli, job_name: str, learner: list[str]) -> None:
+def test_job_for_as_long_as_its_learners(
+    cli: Cli, job_name: str, learner: list[str], interpreters: None
+) -> None:
     flags = "--learners 2 --lr 0.5 --optimizer momentum --sync ssp:2 --json"
     result = cli("run", job_name, *flags.split(), "--", *learner, 5)
     assert result.code == 0, result
@@ -138,8 +142,11 @@ def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str)
     assert running.wait().code == 0
 
 
-def test_watchdog_of_anothers_job(cli: Cli, job_name: str, learner: list[str]) -> None:
+def test_watchdog_of_anothers_job(
+    cli: Cli, job_name: str, learner: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Learners that `run` has started in a job of somebody else outlive its watchdog."""
+    monkeypatch.setattr(jobs, "ANSWER_TIMEOUT_S", 1.0)  # also in the commands, which are forks
     daemon = cli.serve(job_name)
     running = cli.start("run", job_name, "--json", "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 1))

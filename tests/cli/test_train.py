@@ -43,7 +43,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, compiled: None) -> tuple[P
     with pytest.MonkeyPatch.context() as patch:
         (directory / "rt").mkdir(mode=0o700)
         patch.setenv("GADEI_PS_RUNTIME_DIR", str(directory / "rt"))
-        result = Cli(directory)(*ARGUMENTS.split(), "--job", f"trained-{directory.name}", "--json")
+        cli = Cli(directory, interpreters=True)
+        result = cli(*ARGUMENTS.split(), "--job", f"trained-{directory.name}", "--json")
     assert not list((directory / "rt").iterdir())
     return directory, result
 
@@ -77,7 +78,7 @@ def test_plain_lines_and_summary(cli: Cli, job_name: str) -> None:
     assert "holds other files than an earlier result" in refused.error
 
 
-def test_predict(cli: Cli, trained: tuple[Path, Result]) -> None:
+def test_predict(cli: Cli, trained: tuple[Path, Result], interpreters: None) -> None:
     model = trained[0] / "model"
     texts = ["a new invoice", "the accident"]
     lines = [line.split("\t") for line in cli("predict", model, *texts).out.splitlines()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
 import shutil
@@ -16,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+from support import quick
+from support.turns import Turns
 
 from gadei_ps import _native
 from gadei_ps.commands.daemon import Daemon
@@ -25,7 +29,7 @@ from gadei_ps.memory.layout import CONTROL, ENTRY, FRAME, RING, SegmentKind
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "native"
-PYTHON = [sys.executable, "-P", str(HERE / "driver.py")]
+PYTHON = [sys.executable, "-m", "clients.driver"]
 # What the functions of gadei.h return.
 NONFINITE = 1
 TIMEOUT, STOPPED, EVICTED, FINISHED, FAILED, ERROR = -1, -2, -3, -4, -5, -6
@@ -35,11 +39,12 @@ LIBRARY = sorted([*NATIVE.glob("gadei_*.c"), *NATIVE.glob("ps_*.c")])
 
 
 class Programs:
-    """C programs, each compiled once."""
+    """C programs, each compiled once for all workers."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._objects: list[Path] = []
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._directory = turns.directory / "programs"
+        self._directory.mkdir(exist_ok=True)
 
     def run(self, command: list[Any]) -> None:
         done = subprocess.run(
@@ -49,17 +54,15 @@ class Programs:
 
     def objects(self) -> list[Path]:
         """The files a learner in C is linked with."""
-        if not self._objects:
-            self.run([*CC, "-c", *LIBRARY])
-            self._objects = [self._directory / f"{source.stem}.o" for source in LIBRARY]
-        return self._objects
+        self._turns.once("objects", lambda: self.run([*CC, "-c", *LIBRARY]))
+        return [self._directory / f"{source.stem}.o" for source in LIBRARY]
 
     def build(
         self, source: Path, *more: Any, compiler: list[Any] | None = None, name: str = ""
     ) -> Path:
         program = self._directory / (name or source.stem)
-        if not program.exists():
-            self.run([*(compiler or CC), "-o", program, source, *(more or self.objects()), "-lrt"])
+        command = [*(compiler or CC), "-o", program, source, *(more or self.objects()), "-lrt"]
+        self._turns.once(f"program-{program.name}", lambda: self.run(command))
         return program
 
 
@@ -67,31 +70,28 @@ class Learner:
     """The learner of driver.c or driver.py; each command is answered by one line."""
 
     def __init__(self, *command: object) -> None:
-        self.process = subprocess.Popen(
-            [str(part) for part in command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+        """The learner in Python is a fork of this process, which starts quickly."""
+        words = [str(part) for part in command]
+        start = quick.Forked if quick.can_fork(words) else subprocess.Popen
+        self.process = start(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._commands = io.TextIOWrapper(self.process.stdin)
+        self._answers = io.TextIOWrapper(self.process.stdout)
 
     def begin(self, *command: object) -> None:
         """Sends a command; the answer comes with `end`."""
-        assert self.process.stdin is not None
-        print(*command, file=self.process.stdin, flush=True)
+        print(*command, file=self._commands, flush=True)
 
     def end(self) -> tuple[int, str]:
         """The answer's number and the text after it."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._answers.readline()
         assert line, f"the learner has ended: {self.process.wait()}"
         number, _, text = line.rstrip("\n").partition(" ")
         return int(number), text
 
     def line(self) -> str:
         """An answer as it is."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().rstrip("\n")
+        return self._answers.readline().rstrip("\n")
 
     def ask(self, *command: object) -> tuple[int, str]:
         self.begin(*command)
@@ -111,14 +111,14 @@ class Learner:
         self.process.wait()
 
     def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._commands.close()
         try:
             self.process.wait(support.PATIENCE_S)
         finally:
             self.process.kill()
             self.process.wait()
-            self.process.stdout.close()
+            self._answers.close()
 
 
 def starter(stack: ExitStack, *command: object) -> Callable[[], Learner]:

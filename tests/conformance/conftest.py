@@ -9,17 +9,19 @@ from contextlib import ExitStack
 import pytest
 from clients.both import Makers
 from clients.drivers import CC, HERE, LIBRARY, PYTHON, SMALL, Job, Programs, running, starter
+from support.turns import Turns
 
 
 @pytest.fixture(scope="session")
-def c_programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+def c_programs(turns: Turns) -> Programs:
     if not shutil.which("cc"):
         pytest.skip("needs a C compiler")
-    return Programs(tmp_path_factory.mktemp("programs"))
+    return Programs(turns)
 
 
 @pytest.fixture
-def both(c_programs: Programs) -> Iterator[dict[str, Makers]]:
+def both(c_programs: Programs, job: Callable[..., Job]) -> Iterator[dict[str, Makers]]:
+    """Its learners end before the test's jobs, which would wait for them."""
     with ExitStack() as stack:
         hurried = c_programs.build(
             HERE / "driver.c",

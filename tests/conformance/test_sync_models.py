@@ -416,7 +416,7 @@ def work_per_event(case: Case, learners: int, monkeypatch: pytest.MonkeyPatch) -
 def test_work_per_event_grows_at_most_with_the_logarithm(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, many = 250, 4000
+    few, many = 125, 1000
     growth = work_per_event(case, many, monkeypatch) / work_per_event(case, few, monkeypatch)
     assert growth < 1.2 * math.log(many) / math.log(few)
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from support import (
     PATIENCE_S,
+    QuickDaemon,
     config,
     daemon,
     eventually,
@@ -26,7 +27,6 @@ from support import (
     status,
 )
 
-from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed, JobInUse, JobNotFound
 from gadei_ps.job import paths
 from gadei_ps.job.control import Connection as Control
@@ -122,12 +122,14 @@ def test_servers_that_die_at_once_are_given_up(
 def _launch(pipe: Connection, job: str) -> None:
     """A command such as `run`: a daemon and learners that live as long as it does."""
     script = (
+        "import time\n"
         "from gadei_ps.learners.client import Client\n"
         "client = Client()\n"
         "while True:\n"
         "    client.push({})\n"
+        "    time.sleep(0.0005)\n"  # what starts meanwhile needs the cores
     )
-    with Daemon(config(job, tensors=TENSORS)) as job_daemon:
+    with QuickDaemon(config(job, tensors=TENSORS)) as job_daemon:
         learners = Learners([sys.executable, "-c", script], 2, str(job_daemon.socket))
         eventually(lambda: len(status(job)["learners"]) == 2)
         now = status(job)
@@ -163,7 +165,7 @@ def test_a_clean_stop_leaves_nothing(job_name: str) -> None:
 def _start(pipe: Connection, job: str) -> None:
     pipe.recv()
     try:
-        with Daemon(config(job, tensors=TENSORS)):
+        with QuickDaemon(config(job, tensors=TENSORS)):
             pipe.send("won")
             pipe.recv()
     except JobInUse as error:

@@ -1,7 +1,8 @@
 """Every command line in the documents works: those of gadei-ps are run, the others are looked up.
 
-A line is run as it is written, with names, durations and sizes replaced by small ones. A line that
-no stage below takes fails the test.
+A line is run as it is written, with names, durations and sizes replaced by small ones. The first
+line of each command is run by a new interpreter, as users run it. A line that no stage below takes
+fails the test.
 """
 
 from __future__ import annotations
@@ -196,6 +197,7 @@ class Bench:
 
     def __init__(self, cli: Cli, job: str) -> None:
         self.cli, self.job = cli, job
+        self._seen: set[str] = set()
         self.env = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "XDG_CONFIG_HOME": str(cli.directory / "config"),
@@ -209,7 +211,13 @@ class Bench:
         (cli.directory / f"{job}.toml").write_text("")
         cli.made(job)
 
+    def _see(self, command: str) -> None:
+        """Before a line of this command."""
+        self.cli.interpreters = command not in self._seen
+        self._seen.add(command)
+
     def run(self, *words: str) -> Result:
+        self._see(words[0])
         done = self.cli(*words, patience_s=PATIENCE_S, **self.env)
         assert done.code == 0, f"gadei-ps {shlex.join(words)}: {done.err or done.out}"
         return done
@@ -220,6 +228,7 @@ class Bench:
 
     def serve(self, *words: str) -> Any:
         """Serves or restores the job until somebody stops it."""
+        self._see(words[0])
         daemon = self.cli.start(*words, **self.env)
         support.eventually(
             lambda: is_running(self.job) or daemon.process.poll() is not None,

@@ -16,7 +16,7 @@ from gadei_ps.errors import JobFailed
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.watchdog import supervisor
 
-SILENT_S = 3.0
+SILENT_S = 1.5
 COMPILED_S = 500.0  # the kernels, if no test has needed them before
 COMPUTE = "while time.monotonic() < begin + 2 * {silent}: sum(range(1000))"
 HANG = "time.sleep(1000)"

@@ -116,7 +116,9 @@ def test_pings(cli: Cli, manager: Systemd, job_name: str) -> None:
     assert gaps.min() > WATCHDOG_S / 4, gaps
 
 
-def test_nobody_else_speaks_in_its_name(cli: Cli, manager: Systemd, job_name: str) -> None:
+def test_nobody_else_speaks_in_its_name(
+    cli: Cli, manager: Systemd, job_name: str, interpreters: None
+) -> None:
     """Servers and learners do not inherit the socket: systemd would take them for the service."""
     script = """
         from gadei_ps.learners.client import Client

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from clients.drivers import CC, HERE, LIBRARY, SMALL, WIDE, Job, Learner, Programs, running, starter
+from support.turns import Turns
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+def programs(turns: Turns) -> Programs:
     if not shutil.which("cc"):
         pytest.skip("needs a C compiler")
-    return Programs(tmp_path_factory.mktemp("programs"))
+    return Programs(turns)
 
 
 @pytest.fixture

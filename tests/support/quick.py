@@ -1,9 +1,19 @@
-"""Watchdogs and servers that start quickly, as forks of the tests' process."""
+"""Processes of gadei-ps that start quickly, as forks of the tests' process.
+
+A new interpreter spends most of a second of a core on imports; a fork has made them already. These
+start as users start them: the first line of each command in docs/test_command_lines.py; what
+test_build.py, test_installed.py and test_start.py in end_to_end/ are about; the first test of
+crash/test_deaths.py; and each test that asks for `interpreters`.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
+import faulthandler
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -11,30 +21,85 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, NoReturn, Self
 from unittest import mock
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.machine import process
 
+# Programs by the names that they are started by, and the modules whose main() they run.
+PROGRAMS = {
+    "clients.driver": "clients.driver",
+    "gadei_ps": "gadei_ps.cli.app",
+    "gadei_ps.chaos.learner": "gadei_ps.chaos.learner",
+    "gadei_ps.commands.daemon": "gadei_ps.commands.daemon",
+    "gadei_ps.server.manager": "gadei_ps.server.manager",
+    "gadei_ps.watchdog.saver": "gadei_ps.watchdog.saver",
+}
+# What commands import when they run.
+COMMANDS = (
+    *("chaos.campaign", "commands.doctor", "commands.run", "commands.saved", "commands.systemd"),
+    *("run_times.record", "show.display", "show.picture", "show.status", "simulate.compare"),
+    *("simulate.report", "storage.export", "watchdog.supervisor"),
+)
+PR_SET_NAME = 15
+Stream = int | IO[bytes] | None
+
 
 class Forked:
-    """A fork of this process that runs the main() of a loaded module; in place of spawn()'s child.
+    """A fork of this process that runs a program of PROGRAMS, with the part of Popen that is used.
 
-    It has the part of Popen's interface that the product uses. A watchdog and a server take a
-    second of a core to start, most of which are imports; a fork has made them already. Tests of the
-    command line and crash/test_deaths.py start both as users do.
+    /proc/PID/comm names the program, as a fork has its parent's command line. /proc/PID/environ is
+    its parent's too.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None, **how: Any) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: Stream = None,
+        stdout: Stream = None,
+        stderr: Stream = None,
+        pass_fds: Sequence[int] = (),
+        process_group: int | None = None,
+        how: int | None = None,
+    ) -> None:
+        """As Popen and process.spawn; how: signal that it gets when this thread ends."""
         self.returncode: int | None = None
         self._reaping = threading.Lock()
-        parent = os.getpid()
-        self.pid = os.fork()
-        if not self.pid:
-            self._run(command, env, parent, **how)
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
+        self.stderr: IO[bytes] | None = None
+        with contextlib.ExitStack() as ours:
+            streams = [
+                self._stream(number, given, ours)
+                for number, given in enumerate((stdin, stdout, stderr))
+            ]
+            parent = os.getpid()
+            self.pid = os.fork()
+            if not self.pid:
+                arranged = process_group, how, parent
+                self._run(list(command), env, cwd, streams, pass_fds, arranged)
+
+    def _stream(self, number: int, given: Stream, ours: contextlib.ExitStack) -> int:
+        """The descriptor that the child gets as `number`; `ours` closes what only it uses."""
+        if given is None:
+            return number
+        if given == subprocess.PIPE:
+            read, write = os.pipe()
+            mine, theirs = (write, read) if number == 0 else (read, write)
+            pipe = os.fdopen(mine, "rb" if number else "wb")
+            setattr(self, ("stdin", "stdout", "stderr")[number], pipe)
+        elif given == subprocess.DEVNULL:
+            theirs = os.open(os.devnull, os.O_RDWR)
+        else:
+            return given if isinstance(given, int) else given.fileno()
+        ours.callback(os.close, theirs)
+        return theirs
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while the child runs."""
@@ -69,59 +134,117 @@ class Forked:
 
     def _run(
         self,
-        command: Sequence[str],
+        command: list[str],
         env: Mapping[str, str] | None,
-        parent: int,
-        stdout: int | None = None,
-        pass_fds: Sequence[int] = (),
-        how: int | None = signal.SIGKILL,
-    ) -> None:
+        cwd: Path | None,
+        streams: Sequence[int],
+        pass_fds: Sequence[int],
+        arranged: tuple[int | None, int | None, int],
+    ) -> NoReturn:
+        """The child."""
         code = 1
         try:
-            gc.freeze()  # no finalizer of the parent's objects may close a descriptor of the child
-            os.setpgid(0, 0)
-            if how is not None:
-                process.dies_with_parent(parent, how)()
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
-            keep = {0, 1, 2, *pass_fds}
-            for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-                if fd not in keep:
-                    with contextlib.suppress(OSError):
-                        os.close(fd)
-            if stdout is not None:
-                os.dup2(stdout, 1)
-            sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
+            _become_plain(*arranged)
+            _keep_only(streams, pass_fds)
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)
+            if cwd is not None:
+                os.chdir(cwd)
             at = command.index("-m") + 1
-            sys.argv = list(command[at:])
-            sys.modules[command[at]].main()
-            code = 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            sys.argv = command[at:]
+            shown = command[at].rpartition(".")[2]
+            ctypes.CDLL(None).prctl(PR_SET_NAME, shown.encode(), 0, 0, 0)
+            code = _main(PROGRAMS[command[at]])
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
 
 
-def fork_quickly() -> contextlib.AbstractContextManager[Any]:
-    """In this block watchdogs are forks of this process, and servers forks of their watchdog."""
-    from gadei_ps.server import manager as server
+def _become_plain(process_group: int | None, how: int | None, parent: int) -> None:
+    """Nothing of the tests is left that a new interpreter would not have."""
+    gc.freeze()  # no finalizer of the parent's objects may close a descriptor of the child
+    atexit._clear()
+    faulthandler.disable()
+    if process_group is not None:
+        os.setpgid(0, process_group)
+    if how is not None:
+        process.dies_with_parent(parent, how)()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+
+
+def _keep_only(streams: Sequence[int], pass_fds: Sequence[int]) -> None:
+    """Standard input, output and error from these descriptors, and no others but pass_fds."""
+    for number, fd in enumerate([os.dup(fd) for fd in streams]):
+        os.dup2(fd, number)
+    keep = {0, 1, 2, *pass_fds}
+    for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    for fd in pass_fds:
+        os.set_inheritable(fd, True)
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+
+
+def _main(module: str) -> int:
+    """Runs the program to its end, as an interpreter does; returns its exit code."""
+    code = 0
+    try:
+        importlib.import_module(module).main()
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        code = 120
+    return code
+
+
+def can_fork(command: Sequence[str]) -> bool:
+    """Whether a command runs a program of PROGRAMS in this interpreter."""
+    words = [word for word in command[:4] if word != "-P"]
+    return words[:2] == [sys.executable, "-m"] and words[2] in PROGRAMS
+
+
+def load_commands() -> None:
+    """Imports what the commands do not import at their start."""
+    for name in COMMANDS:
+        importlib.import_module(f"gadei_ps.{name}")
+
+
+@contextlib.contextmanager
+def fork_quickly() -> Iterator[None]:
+    """In this block the product's processes are forks of the process that starts them."""
     from gadei_ps.server import shard
 
     shard.load()
-    loaded = (server.__name__, Daemon.__module__)
+    for module in PROGRAMS.values():
+        importlib.import_module(module)
     spawn = process.spawn
 
     def forked(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes] | Forked:
-        ours = any(module in command for module in loaded)
-        return Forked(command, **how) if ours else spawn(command, **how)
+        if not can_fork(command):
+            return spawn(command, **how)
+        defaults = {"stdin": subprocess.DEVNULL, "how": signal.SIGKILL, "process_group": 0}
+        return Forked(command, **(defaults | how))
 
-    return mock.patch.object(process, "spawn", forked)
+    with mock.patch.object(process, "spawn", forked):
+        yield
 
 
 class QuickDaemon(Daemon):

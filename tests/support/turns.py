@@ -11,7 +11,7 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 COMPILE = "from gadei_ps.server import shard; shard.load()"
@@ -50,14 +50,19 @@ class Turns:
                     kept.push(gate.pop_all())
             yield
 
+    def once(self, name: str, do: Callable[[], object]) -> None:
+        """Does it in the first worker that asks; the others wait until it is done."""
+        with _locked(self.directory / f"{name}.lock", fcntl.LOCK_EX):
+            done = self.directory / f"{name}.done"
+            if not done.exists():
+                do()
+                done.touch()
+
     def compile(self) -> None:
         """Returns when the server's code is in Numba's cache.
 
-        The first caller has it compiled, in a process of its own; the others wait for that. This
-        takes 50 s of a core if the cache is empty, which no test's time-out should have to allow.
+        It is compiled in a process of its own. This takes 50 s of a core if the cache is empty,
+        which no test's time-out should have to allow.
         """
-        with _locked(self.directory / "compiling", fcntl.LOCK_EX):
-            done = self.directory / "compiled"
-            if not done.exists():
-                subprocess.run([sys.executable, "-P", "-c", COMPILE], check=True)
-                done.touch()
+        command = [sys.executable, "-P", "-c", COMPILE]
+        self.once("compiled", lambda: subprocess.run(command, check=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 
@@ -18,22 +19,27 @@ ALL = (plan, zipline_literal, grid_scan, full_grid_scan)
 Times = npt.NDArray[np.float64]
 
 
+@functools.cache
+def choices(learners: int, ahead: int) -> npt.NDArray[np.int64]:
+    """All there are, shape (ahead**learners, learners)."""
+    return np.array(list(itertools.product(range(ahead), repeat=learners)))
+
+
 def brute_force(times: Times) -> tuple[list[int], float]:
     """Of all choices the smallest window, the one that ends first, with the latest times in it.
 
     Of equal times the lower learner's, then the earlier one of a learner, comes first.
     """
-    learners, ahead = times.shape
-    order = sorted((times[k, i], k, i) for k in range(learners) for i in range(ahead))
-    place = {(k, i): at for at, (_, k, i) in enumerate(order)}
-
-    def rank(choice: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
-        values = [times[k, i] for k, i in enumerate(choice)]
-        last = max(place[k, i] for k, i in enumerate(choice))
-        return max(values) - min(values), last, tuple(-i for i in choice)
-
-    best = min(itertools.product(range(ahead), repeat=learners), key=rank)
-    return list(best), rank(best)[0]
+    place = np.empty(times.size, np.int64)
+    place[times.ravel().argsort(kind="stable")] = range(times.size)
+    chosen = choices(*times.shape)
+    learners = np.arange(len(times))
+    values = times[learners, chosen]
+    window = values.max(1) - values.min(1)
+    last = place.reshape(times.shape)[learners, chosen].max(1)
+    # The most important key is the last one.
+    best = np.lexsort((*-chosen.T[::-1], last, window))[0]
+    return chosen[best].tolist(), window[best]
 
 
 def small_case(chance: random.Random) -> Times:
