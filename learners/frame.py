@@ -7,6 +7,7 @@ frames, for this client and for the one for C.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -138,7 +139,7 @@ def _source(tensor: Tensor, gradient: npt.NDArray[Any]) -> FloatArray:
     return np.ascontiguousarray(gradient, np.float32)
 
 
-class Frames:
+class Frames(ABC):
     """The part of a client that fills slots and publishes them."""
 
     model: Model
@@ -148,12 +149,13 @@ class Frames:
     _by_pieces: set[int] | None = None
     """Tensors that append() has written into the claimed slot; None if it holds none of them."""
 
+    @abstractmethod
     def _check_process(self) -> None:
-        raise NotImplementedError
+        """Raises UsageError in a child process of the one that attached."""
 
+    @abstractmethod
     def _counted(self, batch: int) -> None:
-        """A gradient is published."""
-        raise NotImplementedError
+        """Notes that a gradient is published, which answers `batch`."""
 
     def _wrong(self, error: Exception) -> GadeiError:
         """An error of the native half as the user reads it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -54,19 +55,22 @@ class Taken:
             self._ids.remove(batch)
 
 
-class Work(Told):
+class Work(Told, ABC):
     """The part of a client that takes batches."""
 
     _connection: Lasting
     _rings: tuple[int, int]
     _taken: Taken
 
+    @abstractmethod
     def _check_process(self) -> None:
-        raise NotImplementedError
+        """Raises UsageError in a child process of the one that attached."""
 
+    @abstractmethod
     def _ended(self) -> GadeiError:
-        raise NotImplementedError
+        """The error that says how the job has ended."""
 
+    @abstractmethod
     def _wait(
         self,
         wait: Callable[..., int],
@@ -74,10 +78,11 @@ class Work(Told):
         timeout_s: float | None,
         what: str,
     ) -> int:
-        raise NotImplementedError
+        """Repeats a native wait until it ends or its time limit is over. Returns its result."""
 
+    @abstractmethod
     def wait_turn(self, timeout_s: float | None = None) -> None:
-        raise NotImplementedError
+        """Waits until the synchronization model lets this learner begin its next iteration."""
 
     def set_work(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> None:
         """Tells the server what to hand out; every learner may tell it, and all must say the same.
