@@ -4,7 +4,8 @@ The thread of shard 0 is the only writer of both. What belongs together is chang
 transaction (journal.py), so that each frame is counted, and the batch that it answers settled,
 exactly once whichever process is killed. Compiled; `c` is CONTROL, shape (1,).
 
-    booking      what became of a frame: _book, the only place where a frame enters the books
+    booking      what became of a frame: _book, the only place where a frame enters the books. Its
+                 times are noted beside that, by the same functions but outside the transaction
     work         batches handed out: into the learner's entry within a transaction, into its ring
                  after that
     departure    a learner is gone
@@ -26,6 +27,7 @@ from gadei_ps.server.constants import (
     DROP,
     GIVEN_UP,
     MAX_LEARNERS,
+    NO_BATCH,
     NO_WORK,
     ONE,
     REFUSE,
@@ -110,25 +112,41 @@ def _book(c: np.ndarray, outcome: Outcome, slot: np.uint64, version: np.uint64) 
 
 
 @inner
-def book_arrival(s: Shard, row: int, slot: np.uint64, version: np.uint64, more: bool) -> None:
-    """Books the gradient in hand; hands out the next batches if `more`."""
+def book_arrival(
+    s: Shard, row: int, sequence: np.uint64, slot: np.uint64, version: np.uint64, more: bool
+) -> None:
+    """Books the gradient in hand; hands out the next batches if `more`.
+
+    Its times come after the transaction: should the server die in between, the next one finds the
+    gradient booked and does not note them.
+    """
+    frame = frame_at(slot)
     b = _open_books(s, row)
     remember(b, True, BOOKED, 1)
-    _book(s.c, Outcome(row, APPLY, 0, frame_at(slot)[0].batch), slot, version)
+    _book(s.c, Outcome(row, APPLY, 0, frame[0].batch), slot, version)
     if more:
         ledger.hand_out_more(s.c, row)
     s.state[0].record[0].booked = ONE
     forget(b)
+    note_run(s, row, sequence, frame, APPLY)
 
 
 @inner
 def book_refusal(
-    s: Shard, row: int, reason: int, batch: np.uint64, upto: np.uint64, more: bool
+    s: Shard, row: int, reason: int, slot: np.uint64, upto: np.uint64, more: bool
 ) -> None:
-    """Books a frame that is consumed without being applied. Frames below `upto` are consumed."""
+    """Books a frame that is consumed without being applied. Frames below `upto` are consumed.
+
+    slot: its address; 0 if there is no frame. Its times come first, because after the transaction
+    it counts as consumed.
+    """
+    action = DROP if reason == GIVEN_UP else REFUSE
+    batch = NO_BATCH
+    if slot != ZERO:
+        batch = frame_at(slot)[0].batch
+        note_run(s, row, upto - ONE, frame_at(slot), action)
     b = _open_books(s, row)
     remember(b, True, CONSUMED + np.uint64(8 * row), 1)
-    action = DROP if reason == GIVEN_UP else REFUSE
     _book(s.c, Outcome(row, action, reason, batch), ZERO, ZERO)
     if more:
         ledger.hand_out_more(s.c, row)

@@ -19,22 +19,11 @@ from gadei_ps.memory.layout import CONTROL
 from gadei_ps.server.account import book_arrival, book_refusal, show_work, takes_work
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
-from gadei_ps.server.constants import (
-    APPLY,
-    BAD_SEQUENCE,
-    DROP,
-    GIVEN_UP,
-    NO_BATCH,
-    OK,
-    ONE,
-    REFUSE,
-    ZERO,
-)
+from gadei_ps.server.constants import BAD_SEQUENCE, OK, ONE, ZERO
 from gadei_ps.server.context import Shard, consumed_at, frame_at, integer, shard_of, take
 from gadei_ps.server.frames import check_frame
 from gadei_ps.server.known import HEAD, consume, is_nonsense, oldest_slot
 from gadei_ps.server.record import VERSION, Entry, begin, finish
-from gadei_ps.server.statistics import note_run
 from gadei_ps.server.structs import PART
 from gadei_ps.server.symbols import call, get, get32, structs
 
@@ -52,7 +41,7 @@ def _arrive(part: int, line: int) -> None:
     more = s.number == 0 and takes_work(s.c, row, ring.address, ring.generation)
     shown = s.c[0].roster[row].handed
     if is_nonsense(s, head, tail):
-        _refuse(s, row, BAD_SEQUENCE, NO_BATCH, head, False)
+        _refuse(s, row, BAD_SEQUENCE, ZERO, head, False)
         consume(s, ring, head)
         return
     slot = oldest_slot(s, ring)
@@ -68,13 +57,10 @@ def _arrive(part: int, line: int) -> None:
         take(s, 0, slot)
         apply_frames(s, Walk(1, 0, False))
         if s.number == 0:
-            book_arrival(s, row, slot, version, more)
-            note_run(s, row, tail, frame, APPLY)
+            book_arrival(s, row, tail, slot, version, more)
         finish(s)
     else:
-        if s.number == 0:  # before it counts as consumed
-            note_run(s, row, tail, frame, DROP if reason == GIVEN_UP else REFUSE)
-        _refuse(s, row, reason, frame[0].batch, tail + ONE, more)
+        _refuse(s, row, reason, slot, tail + ONE, more)
     if more:
         show_work(s.c, row, ring.address, shown)
     consume(s, ring, tail + ONE)
@@ -93,10 +79,10 @@ def on_arrival(s: Shard, line: int) -> None:
 
 
 @inner
-def _refuse(s: Shard, row: int, reason: int, batch: np.uint64, upto: np.uint64, more: bool) -> None:
-    """Frames below `upto` of this row count as consumed."""
+def _refuse(s: Shard, row: int, reason: int, slot: np.uint64, upto: np.uint64, more: bool) -> None:
+    """Consumes the frames of this row below `upto`. slot: address of the last one; 0: of none."""
     if s.number == 0:
-        book_refusal(s, row, reason, batch, upto, more)
+        book_refusal(s, row, reason, slot, upto, more)
     else:
         s.state[0].applied[s.number, row] = upto
 
@@ -127,7 +113,7 @@ def catch_up(s: Shard, count: int, mode: np.uint32) -> bool:
             return True
         if is_nonsense(s, most, ring.tail):
             # The learner wrote over the head, and another shard has taken it for consumed.
-            _refuse(s, ring.row, BAD_SEQUENCE, NO_BATCH, most, False)
+            _refuse(s, ring.row, BAD_SEQUENCE, ZERO, most, False)
             consume(s, ring, most)
         else:
             on_arrival(s, i)

@@ -80,7 +80,7 @@ def _finish_gradient(s: Shard) -> None:
         elif record.booked == ZERO:
             row = integer(record.ring)
             slot = slot_of(s.c, s.board[0].ring[row], record.sequence)
-            book_arrival(s, row, slot, record.version, False)
+            book_arrival(s, row, record.sequence, slot, record.version, False)
 
 
 @compiled
