@@ -1,4 +1,4 @@
-"""Fixtures of the command line's tests."""
+"""Fixtures for tests of the command line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEARNER = """
 
 @pytest.fixture
 def learner(cli: Cli) -> list[str]:
-    """A command: python learner.py, to be followed by epochs and the indices of those to die.
+    """A command, python learner.py. Append the epochs and the indices of learners to kill.
 
     Learners of `run` wait for each other before they begin, so that each of them gets work.
     """

@@ -1,6 +1,6 @@
-"""Jobs with checkpoints: made, ended as by a power failure, and served again.
+"""Makes jobs with checkpoints, ends them as a power failure does, and serves them again.
 
-Integer gradients under SGD with a rate of 1 can be counted in the weights.
+With SGD and a rate of 1, the weights count integer gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
 
 VALUES = 1000
-ALONE = "standby = false\n"  # a second server would only make the start longer
+ALONE = "standby = false\n"  # a standby would only make the start longer
 SGD = "[optimizer]\nkind = 'sgd'\nlr = 1.0\n"
 ADAM = "[optimizer]\nkind = 'adam'\nlr = 0.1\n"
 MODEL = f"[[tensors]]\nname = 'w'\nshape = [{VALUES}]\n"
@@ -29,7 +29,7 @@ COUNTED = ALONE + "shards = 3\n" + SGD + MODEL
 
 
 def count(client: Client, gradients: int) -> None:
-    """So much less in every weight."""
+    """Pushes gradients, each of which subtracts 1 from every weight."""
     for _ in range(gradients):
         client.push({"w": np.ones(VALUES, np.float32)}, samples=1)
     client.wait_applied()
@@ -40,19 +40,19 @@ def weights(job: str) -> np.ndarray:
 
 
 def there(job: str, cli: Cli) -> list[Path]:
-    """Its checkpoints, newest first."""
+    """The checkpoints of a job, newest first."""
     return [one.path for one in checkpoint.found(cli.directory / "state" / job)]
 
 
 def die(job: str) -> None:
-    """As the machine does when its power fails: no process and no memory is left."""
+    """Ends a job as a power failure does: no process and no memory is left."""
     support.kill_all(job)
     for name in support.segments(job):
         segment.unlink(name)
 
 
 def again(cli: Cli, job: str, *options: str) -> Running:
-    """Serves the job file once more."""
+    """Serves the job file again."""
     daemon = cli.start("serve", f"{job}.toml", *options)
     support.eventually(
         lambda: is_running(job) or daemon.process.poll() is not None, what=lambda: daemon.err
@@ -62,7 +62,7 @@ def again(cli: Cli, job: str, *options: str) -> Running:
 
 
 def refused(cli: Cli, job: str) -> str:
-    """Why the job file cannot be served now; nothing of the job is left."""
+    """The error of serving the job file. Checks that nothing of the job is left."""
     done = cli("serve", f"{job}.toml")
     assert done.code == 1, done
     assert not support.segments(job)
@@ -72,7 +72,7 @@ def refused(cli: Cli, job: str) -> str:
 
 
 def take(job: str) -> dict[str, Any]:
-    """As the command `checkpoint` asks for it."""
+    """Makes a checkpoint as the command `checkpoint` does."""
     return jobs.checkpoint(job)
 
 
@@ -87,7 +87,7 @@ def truncate(path: Path) -> None:
 
 
 def write(cli: Cli, job: str, text: str, versions: range, slots: int = 0) -> None:
-    """A job that is no more: its file and its checkpoints."""
+    """Writes the job file and the checkpoints of a job that has ended."""
     file = cli.directory / f"{job}.toml"
     file.write_text(text)
     cli.made(job)

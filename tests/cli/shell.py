@@ -1,4 +1,4 @@
-"""The command line as its users have it: processes, their output and their exit codes."""
+"""The command line as users see it: processes, their output and their exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BEFORE = {name: os.environ.get(name, "") for name in AT_START}
 
 @dataclass(frozen=True)
 class Result:
-    """What a command has left: `code` is negative for a signal."""
+    """The result of a command. `code` is negative for a signal."""
 
     code: int
     out: str
@@ -36,7 +36,7 @@ class Result:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The one object on stdout, in strict JSON."""
+        """The only object on stdout, in strict JSON."""
         assert self.out.count("\n") == 1, self
         value = json.loads(self.out, parse_constant=pytest.fail)
         assert isinstance(value, dict)
@@ -44,7 +44,7 @@ class Result:
 
     @property
     def error(self) -> str:
-        """The one line of a failure, without its prefix."""
+        """The only line of a failure, without its prefix."""
         assert self.code, self
         assert self.err.count("\n") == 1, self
         assert self.err.startswith("gadei-ps: "), self
@@ -52,7 +52,7 @@ class Result:
 
 
 class Running:
-    """A command that has not ended yet; what it writes goes to files."""
+    """A running command. Its output goes to files."""
 
     def __init__(self, start: Callable[..., Any], directory: Path) -> None:
         """start: as Cli._started, without the command's words and the environment."""
@@ -76,7 +76,7 @@ class Running:
         return self._paths[0].read_text()
 
     def signal(self, number: int) -> Result:
-        """Sends a signal and waits for the end."""
+        """Sends a signal and waits until the command has ended."""
         self.process.send_signal(number)
         return self.wait()
 
@@ -85,7 +85,7 @@ class Running:
 
 
 def program(path: Path, text: str) -> Path:
-    """An executable program in Python, such as an nvidia-smi that says what a test wants."""
+    """Writes an executable Python program, such as a fake nvidia-smi."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!{sys.executable}\n{text}\n")
     path.chmod(0o755)
@@ -135,7 +135,7 @@ class Cli:
         patience_s: float = support.PATIENCE_S,
         **env: str,
     ) -> Result:
-        """To its end."""
+        """Runs a command until it ends."""
         with (
             tempfile.TemporaryFile() as given,
             tempfile.TemporaryFile() as out,
@@ -157,14 +157,14 @@ class Cli:
         return Result(code, *said)
 
     def start(self, *arguments: object, **env: str) -> Running:
-        """In the background; ended at the test's end if it still runs."""
+        """Starts a command in the background. It is ended when the test ends."""
         words = tuple(map(str, arguments))
         one = Running(lambda *streams: self._started(words, env, *streams), self.directory)
         self._running.append(one)
         return one
 
     def serve(self, job: str, text: str = "") -> Running:
-        """A job's daemon, ready; with one server, which starts quicker, unless `text` says so."""
+        """Starts a job's daemon, by default without a standby. Waits until it is ready."""
         file = self.directory / f"{job}.toml"
         file.write_text(text if "standby" in text else f"standby = false\n{text}")
         self.made(job)
@@ -176,11 +176,11 @@ class Cli:
         return daemon
 
     def made(self, job: str) -> None:
-        """There is such a job from now on."""
+        """Notes a job that close() must remove."""
         self._served.append(job)
 
     def close(self) -> None:
-        """Ends what runs, and removes what jobs have left that the test has killed."""
+        """Ends all commands, and removes what killed jobs have left."""
         for one in self._running:
             one.process.terminate()
         for one in self._running:
@@ -198,7 +198,7 @@ def is_running(job: str) -> bool:
 
 
 def learning(job: str, command: Running, learners: int) -> Callable[[], bool]:
-    """A condition: so many learners are attached and gradients are being applied."""
+    """A condition: this number of learners is attached, and gradients are applied."""
 
     def condition() -> bool:
         assert command.process.poll() is None, command.err

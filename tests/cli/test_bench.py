@@ -1,4 +1,4 @@
-"""`bench` runs, and says what it has found. How fast is not for tests to say."""
+"""`bench` runs and reports results. Tests do not judge the figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shell import Cli
 from gadei_ps.benchmarks import suite
 from gadei_ps.memory import segment
 
-# One of each kind, for time's sake: the others run the same processes and loops as these.
+# One benchmark of each kind, to save time. The others use the same processes and loops.
 RUN = ["apply", "latency", "nlc", "start"]
 RATIO = {"contender", "ratio"}
 ROW = {"contender", "unit"}
@@ -53,12 +53,12 @@ def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
     assert all(row.keys() >= ROW for row in result["rows"])
     assert all(ratio.keys() >= RATIO for ratio in result["ratios"])
     assert any("gadei-ps" in row["contender"] for row in result["rows"]) or name in ("start",)
-    # Its jobs are named after its process.
+    # Its jobs have the process's pid in their names.
     assert not [one.name for one in segment.find() if f"-{bench.pid}" in one.name]
 
 
 def test_a_directory_that_cannot_be(cli: Cli) -> None:
-    """Before anything is measured."""
+    """The error comes before any measurement."""
     shown = cli("bench", "nlc", "--out", "/proc/nothing/results")
     assert shown.code == 2
     assert shown.error == "/proc/nothing/results: No such file or directory"

@@ -1,4 +1,4 @@
-"""`python -m gadei_ps.benchmarks.gpu` on the host: all of it but CUDA, and what it counts."""
+"""`python -m gadei_ps.benchmarks.gpu` on the host: everything except CUDA."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_ratios_of_learners() -> None:
 
 
 class Runtime:
-    """Writes down what is called."""
+    """Records calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -177,7 +177,7 @@ def test_copies_of_a_link_are_timed() -> None:
     timed = bandwidth.Timed(runtime, Event)
     timed.streams, timed.least = {8}, 100
     timed.memcpyAsync(1, 2, 100, 2, 8)
-    timed.memcpyAsync(1, 2, 99, 2, 8)  # what comes beside a gradient
+    timed.memcpyAsync(1, 2, 99, 2, 8)  # not a gradient
     timed.memcpyAsync(1, 2, 100, 2, 9)  # on another stream
     copy = ("copy", 1, 2, 100, 2, 8)
     others = [("copy", 1, 2, 99, 2, 8), ("copy", 1, 2, 100, 2, 9)]

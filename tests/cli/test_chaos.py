@@ -57,7 +57,7 @@ def test_kill(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert attached.wait().code == -signal.SIGKILL
     assert cli("kill", job_name, "--watchdog").code == 0
     assert daemon.wait().code == -signal.SIGKILL
-    # It is named in the job's memory, so the dead can be told from the living.
+    # The job's memory names it, so a dead watchdog is recognized.
     assert "no watchdog just now" in cli("kill", job_name, "--watchdog").error
     support.eventually(lambda: _with_server(cli, job_name), what="a server outlives its watchdog")
     support.eventually(lambda: _without_servers(cli, job_name))
@@ -73,7 +73,7 @@ def _with_server(cli: Cli, job: str) -> bool:
 
 
 def _without_servers(cli: Cli, job: str) -> bool:
-    """Kills one after the other: the next one may be taking over, or starting."""
+    """Kills servers one after the other, because the next one may be taking over or starting."""
     cli("kill", job, "--server")
     return not segment.server_pids(job)
 
@@ -87,7 +87,7 @@ def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:
     assert sum(report["kills"].values()) > 3
     assert report["kills"].keys() == {"server", "standby", "learner", "watchdog"}
     assert report["missed"] == [who for who, count in report["kills"].items() if not count]
-    assert not result.err, "deaths are what it is about"
+    assert not result.err, "chaos reports deaths that it causes only in its result"
     assert 0 < report["published"] == report["applied"] == report["counters"]["gradients_applied"]
     assert report["lost"] == report["applied_twice"] == report["torn_values"] == 0
     for name in ("failover_ms", "takeover_ms", "reclaim_ms", "restart_ms"):

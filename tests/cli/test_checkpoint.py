@@ -1,4 +1,4 @@
-"""Checkpoints: when they are made, and what a job continues from after everything has died."""
+"""Checkpoints: when they are made, and how a job continues from one after all processes died."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_by_themselves(when: str, cli: Cli, job_name: str) -> None:
 
 
 def test_on_stop(cli: Cli, job_name: str) -> None:
-    """Also of what was pushed a moment before; the next start goes on from there."""
+    """The checkpoint includes gradients pushed just before. The next start continues from it."""
     text = COUNTED + "[checkpoint]\nevery_s = 0\ndirectory = 'here'\n"
     daemon = cli.serve(job_name, text)
     with Client(job_name) as client:
@@ -102,7 +102,7 @@ def test_on_stop(cli: Cli, job_name: str) -> None:
 
 
 def test_as_if_nothing_had_happened(cli: Cli, job_name: str) -> None:
-    """Adam's moments and step count come back: bit for bit what an undisturbed job computes."""
+    """Adam's moments and step count come back, bit for bit as in an undisturbed job."""
     text = ALONE + "shards = 2\n" + ADAM + MODEL
     random = np.random.default_rng(3)
     gradients = random.standard_normal((12, VALUES)).astype(np.float32)
@@ -136,7 +136,7 @@ SAMPLES, EPOCHS = 40, 3
 
 
 def answer(client: Client, most: int | None = None) -> int:
-    """Answers batches: each has a weight of its own, which it makes 1 more. How many it did."""
+    """Answers batches, each of which adds 1 to its own weight. Returns their number."""
     done = 0
     for batch in client.batches(samples=SAMPLES, batch_size=1, epochs=EPOCHS, seed=5):
         gradient = np.zeros(SAMPLES * EPOCHS, np.float32)
@@ -150,7 +150,7 @@ def answer(client: Client, most: int | None = None) -> int:
 
 
 def test_the_work_ledger_goes_on(cli: Cli, job_name: str) -> None:
-    """In the middle of an epoch, with batches in hand and handed back."""
+    """The ledger continues in the middle of an epoch, with batches handed out and requeued."""
     cli.serve(job_name, COUNTED.replace(f"[{VALUES}]", f"[{SAMPLES * EPOCHS}]"))
     idle, client = Client(job_name), Client(job_name)
     idle.set_work(SAMPLES, 1, EPOCHS, 5)
@@ -172,7 +172,7 @@ def test_the_work_ledger_goes_on(cli: Cli, job_name: str) -> None:
     now = support.status(job_name)
     assert (now["work"]["state"], now["work"]["epochs_done"]) == ("done", EPOCHS)
     assert now["gradients_applied"] == now["samples"] == SAMPLES * EPOCHS
-    # What is done stays done.
+    # Finished work stays finished.
     take(job_name)
     die(job_name)
     again(cli, job_name)
@@ -180,14 +180,14 @@ def test_the_work_ledger_goes_on(cli: Cli, job_name: str) -> None:
         assert answer(client) == 0
 
 
-# -- a disk that does not want ----------------------------------------------------------------
+# -- a full disk ------------------------------------------------------------------------------
 
 
 def test_a_full_disk_does_not_stop_training(cli: Cli, job_name: str) -> None:
     daemon = cli.serve(job_name, COUNTED + "[checkpoint]\nevery_gradients = 5\n")
     with Client(job_name) as client:
         limit = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
-        # Checkpoint writers inherit it; it allows the manifest but not the weights.
+        # Savers inherit this limit, which allows the manifest but not the weights.
         resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (3000, limit[1]))
         count(client, 6)
         support.eventually(lambda: support.status(job_name)["checkpoint_failures"] == 1)
@@ -225,7 +225,7 @@ def push_for_ever(pipe: Connection, job: str) -> None:
 
 @pytest.mark.parametrize(("sync", "times"), [("asp", 12), ("ssp:1", 4), ("bsp", 4)])
 def test_each_is_of_one_moment(sync: str, times: int, cli: Cli, job_name: str) -> None:
-    """Whatever the shards were doing: no gradient is in some weights and missing in others."""
+    """No checkpoint has a gradient in some weights that it lacks in others."""
     text = f"sync = '{sync}'\n{COUNTED}[checkpoint]\nevery_s = 0\nkeep = {times}\non_stop = false\n"
     cli.serve(job_name, text.replace(f"[{VALUES}]", f"[{LOAD}]"))
     with support.fork(3, push_for_ever, job_name) as team:

@@ -121,7 +121,7 @@ NOBODYS_UID = 54321
 
 
 def test_logind(tmp_path: Path) -> None:
-    """Warns a user that is no system user and does not linger, if logind removes memory."""
+    """If logind removes memory, warns users that are no system users and do not linger."""
     assert memory.logind(tmp_path, NOBODYS_UID)[:2] == (doctor.Level.OK, "no logind here")
     for name in ("system", "seats"):
         (tmp_path / "run/systemd" / name).mkdir(parents=True)
@@ -164,7 +164,7 @@ def test_a_dead_threads_mutex_is_told() -> None:
     assert doctor.CHECKS["robust mutexes"]() == (doctor.Level.OK, "work", "")
 
 
-# -- GPUs: what stands for nvidia-smi and for the probe says what a test wants ---------------------
+# -- GPUs, with a fake nvidia-smi and a fake probe -------------------------------------------------
 
 NVIDIA_SMI = """import sys
 if "-L" in sys.argv:

@@ -1,4 +1,4 @@
-"""What goes wrong is said in one line, with an exit code, and leaves nothing behind."""
+"""Errors are one line with an exit code, and leave nothing behind."""
 
 from __future__ import annotations
 

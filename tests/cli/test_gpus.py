@@ -1,4 +1,4 @@
-"""`--device` and `--gpus`: what learners find in their environment; no GPU is needed."""
+"""`--device` and `--gpus`: the environment of learners. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gadei_ps.machine import gpus
 pytestmark = pytest.mark.usefixtures("compiled", "two_gpus")
 
 NAMES = ("GADEI_PS_LEARNER", "GADEI_PS_DEVICE", gpus.VISIBLE, gpus.ORDER)
-# At once: what learners print would mix.
+# One write, so that the output of learners does not mix.
 SHOW = (
     f"import json, os; found = [os.environ.get(name) for name in {NAMES}]; "
     "os.write(1, json.dumps(found).encode() + bytes([10]))"
@@ -28,7 +28,7 @@ BUS = "PCI_BUS_ID"
 
 @pytest.fixture
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nvidia-smi has it, whatever the machine has."""
+    """Two GPUs, by a fake nvidia-smi."""
     for name in NAMES[1:]:
         monkeypatch.delenv(name, raising=False)
     tool = program(tmp_path / "bin/nvidia-smi", f"print({LISTED!r})")
@@ -36,7 +36,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(out: str) -> list[list[str | None]]:
-    """What learners have printed, in their order."""
+    """The output of learners, in their order."""
     return sorted(json.loads(line) for line in out.splitlines() if line.startswith("["))
 
 
@@ -106,7 +106,7 @@ def test_broken_driver(cli: Cli, job_name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["run {} --json -- true", "train none.csv --json --job {}"])
 @pytest.mark.parametrize("flags", ["--device cuda", "--device cuda --gpus 1"])
 def test_cuda_that_cannot_be_used(cli: Cli, job_name: str, command: str, flags: str) -> None:
-    """It is told before anything is started, and before the data is read."""
+    """The error comes before any process starts and before the data is read."""
     (cli.directory / "cupy").mkdir()
     (cli.directory / "cupy/__init__.py").write_text("raise ImportError('libcudart is gone')")
     first, *rest = command.format(job_name).split()

@@ -1,4 +1,4 @@
-"""Every command, argument and option explains itself, and no word of it is lost on the screen."""
+"""Every command, argument and option explains itself, and the screen shows all of its text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORBIDDEN = re.compile(
 
 
 def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command of the tree, with the words that lead to it."""
+    """Every command of the tree, with the words of its path."""
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from walk(inner, (*path, name))
@@ -31,7 +31,7 @@ COMMANDS = dict(walk(typer.main.get_command(app)))
 
 
 def default_of(parameter: Any) -> str | None:
-    """The default that the help has to show; None where there is nothing to show."""
+    """The default that the help must show; None if there is none."""
     if isinstance(parameter.show_default, str):
         return parameter.show_default
     if parameter.default is None or getattr(parameter, "is_flag", False):
@@ -40,7 +40,7 @@ def default_of(parameter: Any) -> str | None:
 
 
 def faults(command: Any, screen: str) -> list[str]:
-    """What is wrong with the help of a command. screen: what --help prints."""
+    """The faults in the help of a command. screen: the output of --help."""
     found = [] if (command.help or "").strip() else ["the command has no help"]
     said = " ".join(screen.split())
     for parameter in command.params:

@@ -147,7 +147,7 @@ def test_dead_job_starts_again(cli: Cli, job_name: str) -> None:
 
 
 def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
-    """Without its watchdog a job goes on; it can be adopted, or stopped."""
+    """A job continues without its watchdog. It can be adopted or stopped."""
     daemon = cli.serve(job_name)
     attached = cli.start("attach", job_name, "--", *learner, FOREVER)
     support.eventually(learning(job_name, attached, 1))

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, chosen by their version, restored and exported."""
+"""Damaged checkpoints, restoring a version, and exporting."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_another_optimizer(before: str, cli: Cli, job_name: str) -> None:
     said = refused(cli, job_name)
     assert f"the checkpoint is of optimizer {before}, the job of {after}: " in said
     assert "--fresh" in said
-    # Only its numbers may change.
+    # Only the numbers of an optimizer may change.
     file.write_text(texts[before].replace("lr = ", "weight_decay = 0.1\nlr = 1"))
     again(cli, job_name)
     assert support.status(job_name)["version"] == 1
@@ -107,7 +107,7 @@ def test_another_model(dead: str, cli: Cli) -> None:
 
 
 def restored(cli: Cli, job: str, *arguments: object) -> int:
-    """The version that a job comes back with; it is stopped again."""
+    """Restores, serves and stops a job. Returns the version that it had."""
     daemon = cli.start("restore", *arguments)
     support.eventually(
         lambda: is_running(job) or daemon.process.poll() is not None, what=lambda: daemon.err
@@ -131,7 +131,7 @@ def test_restore(dead: str, cli: Cli) -> None:
 
 
 def test_restore_goes_back(dead: str, cli: Cli) -> None:
-    """The future that was given up is not taken for the newest after the next checkpoint."""
+    """After the next checkpoint, an abandoned later version is not taken for the newest."""
     cli.start("restore", dead, "--version", 1)
     support.eventually(lambda: is_running(dead))
     assert "running already" in cli("restore", dead).error
@@ -158,7 +158,7 @@ def test_what_cannot_be_restored(dead: str, cli: Cli) -> None:
 
 
 def test_export(cli: Cli, job_name: str) -> None:
-    """Plain weights, the same in every format, of a live job and of a checkpoint."""
+    """The weights of a live job and of a checkpoint are the same in every format."""
     import torch
 
     text = ALONE + SGD + MODEL + "[[tensors]]\nname = 'm.b'\nshape = [2, 3]\nrole = 'buffer'\n"

@@ -1,4 +1,4 @@
-"""`run` and `attach`: learners of a user's own."""
+"""`run` and `attach`: learners that the user writes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_others_go_on(cli: Cli, job_name: str, learner: list[str]) -> None:
     result = cli("run", job_name, "--learners", 2, "--json", "--", *learner, 30, "1")
     assert result.code == 0, result
     assert "learner 1" in result.err
-    # On a busy machine the other one may be done by the time that this is seen.
+    # On a busy machine the other learner may be done by then.
     assert re.search("was killed by SIGKILL; (1 left|none is left)", result.err)
     assert result.json["samples"] == 1200, "every sample of every epoch"
     assert [one["exit_code"] for one in result.json["ended"]] == [0, -signal.SIGKILL]
@@ -104,7 +104,7 @@ def test_interrupted(cli: Cli, job_name: str, learner: list[str], number: int) -
 
 
 def test_launcher_killed(cli: Cli, job_name: str, learner: list[str]) -> None:
-    """The kernel tells its children; `nothing_left` checks that they go and clean up."""
+    """The kernel signals its children. `nothing_left` checks that they end and clean up."""
     running = cli.start("run", job_name, "--learners", 2, "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 2))
     assert running.signal(signal.SIGKILL).code == -signal.SIGKILL
@@ -122,7 +122,7 @@ def test_job_stopped_meanwhile(cli: Cli, job_name: str, learner: list[str]) -> N
 
 @pytest.mark.parametrize("who", ["server_pid", "watchdog_pid"])
 def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str) -> None:
-    """Server or watchdog: the learners go on, and every gradient of theirs is applied."""
+    """After the death of server or watchdog, learners continue, and all gradients are applied."""
     running = cli.start("run", job_name, "--learners", 2, "--json", "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 2))
     support.eventually(lambda: support.status(job_name)["standby_pid"])
@@ -145,7 +145,7 @@ def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str)
 def test_watchdog_of_anothers_job(
     cli: Cli, job_name: str, learner: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Learners that `run` has started in a job of somebody else outlive its watchdog."""
+    """Learners that `run` starts in a running job outlive the watchdog of the job."""
     monkeypatch.setattr(jobs, "ANSWER_TIMEOUT_S", 1.0)  # also in the commands, which are forks
     daemon = cli.serve(job_name)
     running = cli.start("run", job_name, "--json", "--", *learner, FOREVER)

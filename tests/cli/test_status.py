@@ -1,4 +1,4 @@
-"""`gadei-ps status`: what people read, and the picture of it."""
+"""`gadei-ps status`: the text and the picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawn(file: Path) -> str:
-    """The text of a picture; it is well-formed and loads nothing from elsewhere."""
+    """The text of a picture. Checks that the picture is well-formed and loads nothing."""
     root = ElementTree.fromstring(file.read_text())
     assert root.tag == f"{SVG}svg"
     assert "http" not in file.read_text().replace("http://www.w3.org", "").replace(
@@ -68,7 +68,7 @@ def test_equal_tables_are_equal_pictures() -> None:
 
 
 def test_histogram_of_staleness() -> None:
-    """Short: single bins up to 3, then powers of two, and no line after the last gradient."""
+    """Single bins up to 3, then powers of two, and no line after the last gradient."""
     counts = [0] * 32
     counts[0], counts[5], counts[7], counts[17] = 60, 10, 20, 10
     columns = [list(one.cells) for one in status.histogram(counts).columns]

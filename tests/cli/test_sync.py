@@ -1,4 +1,4 @@
-"""Changing a job's synchronization model, recording run times, and what is refused."""
+"""Changing a job's synchronization model, recording run times, and refused models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_set_and_adopt(cli: Cli, job_name: str, learner: list[str]) -> None:
         assert result.code == 2
         assert result.error.startswith(why)
     assert support.status(job_name)["sync"] == "bsp"
-    # What was set outlives the watchdog; the job file says asp.
+    # The model that was set outlives the watchdog, although the job file says asp.
     daemon.process.kill()
     daemon.wait()
     again = cli.serve(job_name)

@@ -36,7 +36,7 @@ def write_csv(path: Path, rows: list[tuple[str, str]]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, compiled: None) -> tuple[Path, Result]:
-    """A directory with a model, and what its training said."""
+    """A directory with a model, and the result of its training."""
     directory = tmp_path_factory.mktemp("trained")
     write_csv(directory / "train.csv", ROWS)
     write_csv(directory / "test.csv", [*ROWS[:5], ("invoice", "unheard of")])
@@ -126,7 +126,7 @@ def test_model_in_numbers(trained: tuple[Path, Result]) -> None:
 
 
 def test_launcher_killed(cli: Cli, job_name: str) -> None:
-    """`nothing_left` checks that daemon and learners go and clean up."""
+    """`nothing_left` checks that daemon and learners end and clean up."""
     write_csv(cli.directory / "data.csv", ROWS)
     temporary = cli.directory / "tmp"
     temporary.mkdir()

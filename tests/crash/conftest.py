@@ -1,4 +1,4 @@
-"""What the crash tests share: `import team`, how long they go on, and what they say at the end."""
+"""Shared by the crash tests: `import team`, and the lines that they print at the end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ import team  # noqa: E402
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many deaths there were: a long run is made for this number."""
+    """Prints the numbers of deaths, for which long runs are made."""
     for line in team.TOLD:
         terminalreporter.write_line(line)

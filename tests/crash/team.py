@@ -30,10 +30,10 @@ from gadei_ps.learners.client import Client
 ROUNDS = int(
     os.environ.get("CRASH_ROUNDS", "0")
 )  # of each long test; 0: as short as in `make test`
-TOLD: list[str] = []  # lines for the end of the run
+TOLD: list[str] = []  # lines that are printed at the end of the run
 
 
-PAUSE_S = 0.0005  # between two gradients: what starts meanwhile needs the cores
+PAUSE_S = 0.0005  # between two gradients, because starting processes need the cores
 
 
 def push_ones(client: Client) -> None:
@@ -42,10 +42,10 @@ def push_ones(client: Client) -> None:
 
 
 class Team:
-    """A job under SGD with a rate of 1: each gradient takes 1 from every weight.
+    """A job under SGD with a rate of 1: each gradient subtracts 1 from every weight.
 
-    Its daemon is started by `with`, adopts what is in memory if there is something, and is not
-    looked after: that is what watch() is for.
+    `with` starts its daemon, which adopts a job that is in memory. If the watchdog dies, only
+    watch() starts another one.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Team:
         **how: Any,
     ) -> None:
         tensors = [{"name": "w", "shape": [values]}]
-        # A job that names a directory goes on from what is in memory when it is served again.
+        # With a checkpoint directory, a job that is served again continues from memory.
         how = {"shards": 2, "checkpoint": {"every_s": 0, "directory": str(directory)}} | how
         self.config = config(name, tensors=tensors, **how)
         self.name = name
         self.daemon = start(self.config)
         self.learners: list[Pusher] = []
         self._count = learners
-        self._buried = 0
+        self.buried = 0
 
     def __enter__(self) -> Self:
         self.daemon.__enter__()
@@ -88,14 +88,14 @@ class Team:
         self.daemon.__exit__(kind, error, trace)
 
     def look(self) -> None:
-        """Maps the job's memory, for good."""
+        """Maps the job's memory."""
         self.processes = Processes(self.name)
         self.control = self.processes.control
         self.weights = live_weights(self.name)
 
     @staticmethod
     def rounds(few: int) -> int:
-        """How often a test repeats what it does; a long run does it more often."""
+        """The number of repetitions of a test: `few`, or more in a long run."""
         return max(few, ROUNDS // 10)
 
     def hire(self) -> None:
@@ -103,10 +103,10 @@ class Team:
             self.learners.append(Pusher(self.name, push_ones))
 
     def fire(self) -> None:
-        """Kills the learners; what they have published counts."""
+        """Kills the learners. Their published gradients count."""
         for one in self.learners:
             one.kill()
-            self._buried += one.published
+            self.buried += one.published
         self.learners.clear()
 
     @property
@@ -114,7 +114,7 @@ class Team:
         return int(self.control["version"])
 
     def find(self, role: Role) -> Target:
-        """Waits until there is one; a server is not replaced before another stands by."""
+        """Waits for a process of this role; for a server, also until a standby is ready."""
         if role is Role.SERVER:
             self.find(Role.STANDBY)
         found: Target = eventually(lambda: self._found(role), what=f"a {role}")
@@ -130,29 +130,29 @@ class Team:
                 return self.processes.watchdog()
 
     def goes_on(self, gradients: int = 20) -> None:
-        """More of them are applied."""
+        """Waits until this many more gradients are applied."""
         wanted = self.version + gradients
         eventually(lambda: self.version >= wanted, what=lambda: f"stands still at {self.version}")
 
     def watch(self) -> None:
-        """Another watchdog if there is none."""
+        """Starts another watchdog if there is none."""
         self.daemon.check()
 
     def serve_again(self) -> None:
-        """After the death of the watchdog and both servers."""
+        """Serves the job again, after the death of the watchdog and both servers."""
         self.watch()
         self.look()
 
     def settle(self, before: int = 0) -> None:
-        """Every published gradient is in the weights exactly once, and in the counters.
+        """Checks that each published gradient is in weights and counters exactly once.
 
-        before: version of a checkpoint that the job has gone on from.
+        before: version of the checkpoint from which the job has continued.
         """
         self.watch()
         self.fire()
         roster = self.control["roster"]
         eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all are let go")
-        expected = before + self._buried
+        expected = before + self.buried
         np.testing.assert_array_equal(self.weights, -expected)
         now = status(self.name)
         assert now["version"] == now["gradients_applied"] == now["samples"] == expected
@@ -160,12 +160,12 @@ class Team:
         assert expected < 2**24, "whole numbers that float32 holds"
 
     def forget(self) -> None:
-        """What was pushed so far is lost, or in a checkpoint."""
-        self._buried = 0
+        """Gradients pushed so far no longer count: they are lost, or in a checkpoint."""
+        self.buried = 0
 
 
 def send(target: Target, number: signal.Signals = signal.SIGKILL) -> None:
-    """To a process that is alive; waits for the end of one that is killed."""
+    """Signals a living process. After SIGKILL, waits for its end."""
     sent = processes.send(target, number, PATIENCE_S)
     assert sent, f"{target} is gone"
     assert sent.ended or number != signal.SIGKILL
@@ -173,7 +173,7 @@ def send(target: Target, number: signal.Signals = signal.SIGKILL) -> None:
 
 @contextlib.contextmanager
 def stopped(target: Target) -> Iterator[None]:
-    """It stands still meanwhile, or dies."""
+    """The process is stopped during the block, or dies."""
     send(target, signal.SIGSTOP)
     try:
         yield
@@ -183,10 +183,10 @@ def stopped(target: Target) -> Iterator[None]:
 
 @contextlib.contextmanager
 def apart(pid: int) -> Iterator[None]:
-    """This process on one core, that one's threads on the others.
+    """Runs this process on one core and the threads of `pid` on the others.
 
-    On a shared core, a process that looks without a pause is preempted by what it waits for, and
-    never sees it.
+    On a shared core, the observed process preempts one that polls without a pause, which then never
+    sees what it waits for.
     """
     cores = os.sched_getaffinity(0)
     mine = {min(cores)}
@@ -201,7 +201,7 @@ def apart(pid: int) -> Iterator[None]:
 
 
 def seen(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:
-    """Looks without a pause; False if it does not come true."""
+    """Polls without a pause. False if the condition does not become true."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:

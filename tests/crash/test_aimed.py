@@ -1,8 +1,8 @@
-"""The server dies at a chosen point of a gradient; the next one finishes it exactly once.
+"""The server dies at a chosen point of a gradient; the next server finishes it exactly once.
 
-Where it can be seen there it is stopped at random until it is, and killed: what is tested is what
-was seen. Points that take some nanoseconds are reached by a page that it must not write: it dies of
-SIGSEGV at its first store there.
+If a point lasts long enough to be observed, the test stops the server at random until it is there,
+and kills it. Points that last some nanoseconds are reached with a page that is made read-only: the
+server dies of SIGSEGV at its first store there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, IDLE, RING, STATE, Action, Role
 from gadei_ps.memory.weights import Tensor, place
 
-# Some pages of weights, and slots for much work in a row.
+# Some pages of weights.
 TENSORS = [Tensor("w", (4000,)), Tensor("b", (700,), Role.BUFFER)]
 KINDS = 3
 HITS = max(4, team.ROUNDS // 10)  # of each point
@@ -42,13 +42,13 @@ def _entry(row: int, field: str) -> int:
     return layout.offset(CONTROL, "roster") + row * ENTRY.itemsize + layout.offset(ENTRY, field)
 
 
-# The row whose counts lie on two pages: a server can die when some of them are changed.
+# The row whose counts lie on two pages, so that a server can die with only some of them changed.
 ROW = next(
     row
     for row in range(layout.MAX_LEARNERS)
     if _entry(row, "applied") // layout.PAGE != _entry(row, "histogram") // layout.PAGE
 )
-STRETCH_S = 150e-6  # what a server runs at most between two stops
+STRETCH_S = 150e-6  # the longest that a server runs between two stops
 Where = Callable[[Rig, int], bool]
 
 
@@ -78,7 +78,7 @@ def payload(elements: int, number: int) -> np.ndarray:
 
 
 def _serve(pipe: Connection, rig: Rig) -> None:
-    """A server: recovers what the one before it left, then serves until it is killed."""
+    """A server: recovers what the previous one left, then serves until it is killed."""
     faulthandler.disable()
     pipe.send(rig.recover())
     with rig.serving():
@@ -90,7 +90,7 @@ def _serve(pipe: Connection, rig: Rig) -> None:
 
 
 class Servers:
-    """One after another, over the same memory."""
+    """One server after another, over the same memory."""
 
     def __init__(self, rig: Rig, publish: Callable[[], None]) -> None:
         self.rig = rig
@@ -112,12 +112,12 @@ class Servers:
         return [_cursor(self.rig, shard) for shard in range(SHARDS)]
 
     def _rests(self) -> bool:
-        """Whether it has nothing to do."""
+        """Whether the server has nothing to do."""
         rings = [self.rig.ring(row) for row in self.rig.memory.rings]
         return all((ring["tail"]["value"][:SHARDS] == ring["head"]).all() for ring in rings)
 
     def die(self, where: Where) -> None:
-        """Ends the server where the condition holds for a shard; starts the next one."""
+        """Kills the server when `where` holds for a shard. Starts the next one."""
         with apart(self.child.pid):
             for _ in range(TRIES):
                 self.child.signal(signal.SIGSTOP)
@@ -127,16 +127,16 @@ class Servers:
                 self.publish()
                 before = self._progress()
                 self.child.signal(signal.SIGCONT)
-                # On a busy machine it may be a while until it runs.
+                # On a busy machine it may take a while until the server runs.
                 seen(lambda before=before: self._progress() != before, 0.1)
                 spin(self.chance, STRETCH_S)
             else:
-                raise AssertionError("it was never seen there")
+                raise AssertionError("the server was never seen at this point")
         self.child.kill()
         self._start()
 
     def fault(self, address: int, left: Callable[[], bool]) -> None:
-        """Ends the server at its next store to this page; `left`: what it must have left behind."""
+        """Ends the server at its next store to this page. left: must hold then."""
         eventually(self._rests)
         self.child.send(address)
         self.child.receive()
@@ -152,7 +152,7 @@ def payloads() -> list[np.ndarray]:
 
 
 class OneRow:
-    """A job with one learner, disturbed; then the same again, undisturbed."""
+    """A job with one learner, disturbed, and the same job again, undisturbed."""
 
     def __init__(self, name: str, kind: str, payloads: list[np.ndarray]) -> None:
         self.name = name
@@ -170,7 +170,7 @@ class OneRow:
         self.published += 1
 
     def fill(self, rig: Rig) -> None:
-        """Publishes as many as the ring holds."""
+        """Publishes as many gradients as the ring holds."""
         tails = rig.ring(ROW)["tail"]["value"]
         while self.published - int(tails[: rig.shards].min()) < SLOTS:
             self._publish(rig)
@@ -180,7 +180,7 @@ class OneRow:
             with Servers(rig, lambda: self.fill(rig)) as servers:
                 disturb(rig, servers)
                 rig.wait_tail(ROW, self.published)
-            # The tails move last of all, so now nothing is in hand.
+            # Tails move last, so now no gradient is in hand.
             entry = rig.roster[ROW]
             assert int(rig.control["version"]) == int(entry["applied"]) == self.published
             assert int(entry["samples"]) == 3 * self.published
@@ -218,24 +218,24 @@ def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.
         tail = rig.ring(ROW)["tail"]["value"]
 
         def begun() -> bool:
-            """What is to be done is written down, and nothing is done."""
+            """The record is written, and nothing is applied."""
             return any(_cursor(rig, shard) == 0 for shard in range(SHARDS))
 
         def changing() -> bool:
-            """Within a chunk, others of this gradient are done."""
+            """Within a chunk; others of this gradient are done."""
             return any(_in_chunk(rig, shard) and _cursor(rig, shard) > 1 for shard in range(SHARDS))
 
         def counted() -> bool:
-            """In the journal's transaction, half of it done."""
+            """In the middle of the journal's transaction."""
             begun = int(rig.roster[ROW]["applied"]) > int(rig.roster[ROW]["histogram"].sum())
             return bool(rig.state["journal"]["used"]) and begun
 
         def applied() -> bool:
-            """All chunks are changed, `applied` is not."""
+            """All chunks are changed; `applied` is not."""
             return any(_cursor(rig, shard) != IDLE for shard in range(SHARDS))
 
         def released() -> bool:
-            """`applied` is, the tail is not."""
+            """`applied` is changed; the tail is not."""
             row = rig.state["applied"][:SHARDS, ROW]
             return bool((row > tail[:SHARDS]).any())
 
@@ -307,7 +307,7 @@ def _recover(pipe: Connection, rig: Rig) -> None:
 
 
 def _deaths(rig: Rig, chance: random.Random) -> int:
-    """Servers that die while they recover, until one has the time to; returns how many died."""
+    """Starts servers and kills them in recovery, until one completes it. Returns the deaths."""
     for died in itertools.count():
         child = Child(_recover, rig)
         child.receive()
@@ -339,7 +339,7 @@ def test_deaths_during_recovery(kind: str, job_name: str) -> None:
         noise = payload(rig.model.elements, 0)
         while second < 2 * HITS:
             gradients += 1
-            assert gradients < 50 * HITS, "gradients are over before they can be hit"
+            assert gradients < 50 * HITS, "gradients end before a server can be killed in one"
             child = Child(_serve, rig)
             child.receive()
             with apart(child.pid):

@@ -1,4 +1,4 @@
-"""Each process of a job dies or stands still, alone and together, at the worst moment."""
+"""Each process of a job dies or is stopped, alone and with others, at the worst moment."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def test_deaths_alone_and_together(job_name: str, tmp_path: Path) -> None:
             for target in _known(team, roles):
                 send(target)
             if Role.STANDBY not in roles:
-                team.goes_on()  # the other server needs nobody's help
+                team.goes_on()  # the other server takes over without the watchdog
             team.watch()
             team.goes_on()
         team.find(Role.STANDBY)
         team.settle()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGRTMIN + 6])  # which has no name
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGRTMIN + 6])  # the second has no name
 @pytest.mark.parametrize("role", SERVERS)
 def test_server_that_ends_by_itself(role: Role, number: int, job_name: str, tmp_path: Path) -> None:
-    """Told to end, or after an error of its own: its leases go with it, as with one killed."""
+    """After SIGTERM or an error of its own: its leases are released, as after SIGKILL."""
     with Team(job_name, tmp_path) as team:
         team.find(Role.STANDBY)
         ended = team.find(role)
@@ -177,12 +177,12 @@ def _saver(team: Team) -> Target:
 
 @pytest.mark.parametrize("victim", ["saver", Role.SERVER, Role.WATCHDOG])
 def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> None:
-    """Training goes on; what a checkpoint says it holds, it holds."""
+    """Training continues, and each checkpoint has the contents that its manifest states."""
     with Team(job_name, tmp_path, values=VALUES) as team:
         hits = tries = 0
         while hits < team.rounds(1):
             tries += 1
-            assert tries < 20 * team.rounds(1), "the pause is over before it is seen"
+            assert tries < 20 * team.rounds(1), "the pause ends before the test sees it"
             target = None if victim == "saver" else team.find(Role(victim))
             asker = Child(_ask, job_name)
             target = target or _saver(team)
@@ -203,7 +203,7 @@ def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> N
 
 
 def test_a_checkpoint_taken_under_fire(job_name: str, tmp_path: Path) -> None:
-    """Whatever dies meanwhile, each checkpoint is the job between two gradients."""
+    """Each checkpoint is the job between two gradients, whichever process dies meanwhile."""
     chance = random.Random(1)
     with Team(job_name, tmp_path, values=500_000) as team:
         whole = 0
@@ -226,7 +226,7 @@ def test_a_checkpoint_taken_under_fire(job_name: str, tmp_path: Path) -> None:
 
 
 def test_learners_outlive_the_signals(job_name: str, tmp_path: Path) -> None:
-    """A learner that the watchdog takes for dead is dead."""
+    """The watchdog takes only dead learners for dead."""
     with Team(job_name, tmp_path, learners=3) as team:
         team.goes_on()
         victim = team.learners[1]

@@ -1,7 +1,7 @@
-"""Servers and learners killed at random instants: the weights are those of a run without kills.
+"""Servers and learners are killed at random instants: weights equal those of a run without kills.
 
-Bit for bit, optimizer state included. One learner at a time pushes a fixed sequence of gradients,
-so that there is one order in which they can be applied.
+They are equal bit for bit, and so is the optimizer state. One learner at a time pushes a fixed
+sequence of gradients, so that only one order of applying them is possible.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import STATE, Role, SegmentKind
 from gadei_ps.memory.weights import Model, Tensor, place
 
-# So large that one gradient takes longer than it takes to kill a process.
+# So large that applying one gradient takes longer than killing a process.
 TENSORS = [
     Tensor("w", (400_000,)),
     Tensor("table", (4000, 100)),
     Tensor("b", (50_000,), Role.BUFFER),
 ]
 ELEMENTS = place(TENSORS).elements
-KINDS = 4  # the last is of rows
-# For each of two jobs; test_recover.py and test_aimed.py kill more servers, and faster ones, and
-# test_exactly_once.py more learners.
+KINDS = 4  # the last one consists of rows
+# For each of two jobs. test_recover.py and test_aimed.py kill more servers, and faster ones;
+# test_exactly_once.py kills more learners.
 ROUNDS = team.ROUNDS or 25
 SLOTS = 3
 SHARDS = 2
@@ -62,7 +62,7 @@ def gradient(elements: int, kind: int) -> np.ndarray:
 
 @functools.cache
 def rows() -> Rows:
-    """Of `table`: most of them, in disorder and some twice."""
+    """Most rows of `table`, in random order, some of them twice."""
     draw = np.random.default_rng(99)
     indices = draw.integers(0, 4000, 6000)
     return Rows(indices, draw.standard_normal((6000, 100)).astype(np.float32))
@@ -70,7 +70,7 @@ def rows() -> Rows:
 
 @functools.cache
 def squares(model: Model, kind: int) -> float:
-    """What a client's frame says, to the last bit."""
+    """The sum of squares that a client's frame has, to the last bit."""
     if kind == KINDS - 1:
         return payload_of(model, {1: tuple(rows()), 2: gradient(50_000, 0)})[3]
     flat = model.views(gradient(model.elements, kind))
@@ -78,7 +78,7 @@ def squares(model: Model, kind: int) -> float:
 
 
 def until(condition: Callable[[], Any], what: str) -> Steps:
-    """A step of a job that waits while the other job goes on."""
+    """A step of a job: waits for the condition while the other job continues."""
     end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, what
@@ -86,7 +86,7 @@ def until(condition: Callable[[], Any], what: str) -> Steps:
 
 
 class Job:
-    """A job under fire."""
+    """A job whose processes are killed."""
 
     def __init__(self, name: str, kind: str, rounds: int) -> None:
         self.name = name
@@ -99,7 +99,7 @@ class Job:
             for one in TENSORS
         ]
         self.daemon = QuickDaemon(config(name, tensors=tensors, **self.how))
-        self.total = 0  # gradients published by learners that are dead
+        self.total = 0  # gradients published by dead learners
         self.learner: Pusher | None = None
 
     def __enter__(self) -> Job:
@@ -125,7 +125,7 @@ class Job:
             yield from self._round(self.learner)
 
     def _push(self, client: Client) -> None:
-        """The next gradient of the sequence, where those of dead learners have ended."""
+        """Pushes the next gradient of the sequence, which dead learners have begun."""
         number = self.total + client.published
         if number % KINDS == KINDS - 1:
             client.push({"table": rows(), "b": gradient(50_000, 0)}, samples=1)
@@ -133,7 +133,7 @@ class Job:
             client.push(gradient(client.model.elements, number % KINDS), samples=1)
 
     def _round(self, learner: Pusher) -> Steps:
-        """The learner pushes; then the server dies, and the learner a moment before or after."""
+        """The learner pushes. The server is killed, and the learner just before or after it."""
         yield from until(lambda: learner.published > self.chance.randrange(5), "a gradient")
         if self.chance.random() < 0.3:
             spin(self.chance, 0.001)
@@ -150,7 +150,7 @@ class Job:
         yield from until(lambda: entry["retired"] == entry["generation"], "its ring is let go")
 
     def _kill_server(self) -> None:
-        """Mostly at some point of a gradient."""
+        """Kills the server, mostly in the middle of a gradient."""
         server = self.processes.server()
         assert server
         pidfd = os.pidfd_open(server.pid)
@@ -177,7 +177,7 @@ class Job:
 
 
 def _undisturbed(job: Job) -> list[np.ndarray]:
-    """What weights and slots are after the same gradients without a kill."""
+    """Weights and slots after the same gradients without a kill."""
     with Rig(job.name, TENSORS, **job.how) as rig, rig.serving():
         for number in range(job.total):
             if number % KINDS == KINDS - 1:
@@ -192,10 +192,10 @@ def _undisturbed(job: Job) -> list[np.ndarray]:
 
 @pytest.mark.timeout(120 + 5 * ROUNDS)
 def test_killed_at_random_instants(job_name: str) -> None:
-    """Two jobs at a time: while one waits for its next server, the other one is hit."""
+    """With two jobs: while one waits for its next server, processes of the other are killed."""
     kinds = ("sgd", "adam")
     for number in range(KINDS):
-        gradient(ELEMENTS, number)  # made once, here: the learners are forks
+        gradient(ELEMENTS, number)  # made once, before the learners are forked
     rows()
     jobs = [Job(f"{job_name}-{kind}", kind, ROUNDS) for kind in kinds]
     found = []

@@ -1,4 +1,4 @@
-"""After any death nothing stays behind, and memory is what the configuration says."""
+"""After any death nothing stays behind, and memory use is what the configuration says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TENSORS = [{"name": "w", "shape": [1000]}]
 
 
 def _push_until_told(pipe: Connection, job: str) -> None:
-    """Pushes until an error says that there is no use in it, and tells its name."""
+    """Pushes until an error. Sends the name of the error."""
     client = Client(job)
     client.push({})
     client.wait_applied()
@@ -59,8 +59,8 @@ def open_files(pid: int) -> int:
 
 
 def test_everything_dies_but_the_learners(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait for a new watchdog for a while, then say what has happened."""
-    monkeypatch.setattr(client, "GONE_S", 1.0)  # also in the fork
+    """Learners wait some time for a new watchdog, then say what has happened."""
+    monkeypatch.setattr(client, "GONE_S", 1.0)  # the fork inherits it
     with daemon(job_name, tensors=TENSORS), fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
         kill_all(job_name)
@@ -71,7 +71,7 @@ def test_everything_dies_but_the_learners(job_name: str, monkeypatch: pytest.Mon
 
 
 def test_everything_dies(job_name: str) -> None:
-    """The next start of that name, told to begin anew, reclaims what lies about."""
+    """The next start of that name with `fresh` removes what the dead job left."""
     with fork(1, _launch, job_name) as (launcher,):
         launcher.receive()
         now = status(job_name)
@@ -91,14 +91,14 @@ def test_everything_dies(job_name: str) -> None:
 def test_servers_that_die_at_once_are_given_up(
     job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each start is in vain: the job fails, says so, and leaves nothing."""
+    """If each start of a server fails, the job fails, says so, and leaves nothing."""
     delay = restart.delay
 
     def hurried(*history: Any) -> float:
-        """The waits are tested in unit/test_restart.py."""
+        """Waits less; unit/test_restart.py tests the delays."""
         return delay(*history) / 20
 
-    monkeypatch.setattr(restart, "delay", hurried)  # also in the watchdog, which is a fork
+    monkeypatch.setattr(restart, "delay", hurried)  # the watchdog, a fork, inherits it
     with daemon(job_name, tensors=TENSORS) as job, fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
         pid = status(job_name)["watchdog_pid"]
@@ -120,7 +120,7 @@ def test_servers_that_die_at_once_are_given_up(
 
 
 def _launch(pipe: Connection, job: str) -> None:
-    """A command such as `run`: a daemon and learners that live as long as it does."""
+    """A launcher such as `run`: a daemon and learners that end with it."""
     script = (
         "import time\n"
         "from gadei_ps.learners.client import Client\n"
@@ -264,7 +264,7 @@ def test_a_learner_costs_its_ring(job_name: str) -> None:
 
 
 def test_learners_come_and_go(job_name: str) -> None:
-    """A thousand of them, from one process: rows, rings and descriptors are given back."""
+    """A thousand learners in one process: rows, rings and descriptors are given back."""
     with daemon(job_name, tensors=TENSORS) as job, Control(job_name) as _:
         pid = status(job_name)["watchdog_pid"]
         server = status(job_name)["server_pid"]

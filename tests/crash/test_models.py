@@ -1,4 +1,4 @@
-"""Servers and learners die under every synchronization model, also while it is being changed."""
+"""Servers and learners die under every synchronization model, also while the model changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gadei_ps.job.processes import Role
 def _kill_one_learner(team: Team, chance: random.Random) -> None:
     one = chance.choice(team.learners)
     one.kill()
-    team._buried += one.published
+    team.buried += one.published
     team.learners.remove(one)
     team.hire()
 
@@ -41,7 +41,7 @@ def test_on_arrival(model: str, job_name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["cutoff:c=2", "cutoff:by=sampled"])
 def test_cutoff(model: str, job_name: str, tmp_path: Path) -> None:
-    """Any mean of ones is one, so the weights count supersteps, to the last bit."""
+    """The mean of ones is one, so the weights count supersteps exactly."""
     chance = random.Random(model)
     with Team(job_name, tmp_path, learners=3, sync=model) as team:
         _kill_servers_and_learners(team, chance)
@@ -49,7 +49,7 @@ def test_cutoff(model: str, job_name: str, tmp_path: Path) -> None:
 
 
 def test_changes(job_name: str, tmp_path: Path) -> None:
-    """What a change and a death make of it together: each gradient applied or dropped once."""
+    """Deaths during changes: each gradient is applied or dropped exactly once."""
     chance = random.Random(7)
     models = ["asp", "bsp", "ssp:s=1", "cutoff:c=1", "elastic-bsp:R=3"]
     with Team(job_name, tmp_path, learners=3, sync=models[0]) as team:
@@ -68,19 +68,19 @@ def test_changes(job_name: str, tmp_path: Path) -> None:
 
 
 def _settle(team: Team, *, means: bool = True) -> None:
-    """Everything published is consumed. means: the weights tell how many supersteps there were."""
+    """Waits until all published gradients are consumed. means: weights count supersteps."""
     team.watch()
     team.fire()
     roster = team.control["roster"]
     eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all are let go")
     now = status(team.name)
-    assert now["gradients_applied"] + now["gradients_dropped"] == team._buried
+    assert now["gradients_applied"] + now["gradients_dropped"] == team.buried
     assert now["gradients_refused"] == 0
     assert now["version"] == now["gradients_applied"] == now["samples"]
     assert np.ptp(team.weights) == 0
     if means:
         supersteps = -float(team.weights[0])
-        # Those that only drop count too, and do not move the weights.
+        # Supersteps that only drop count too, but do not move the weights.
         dropping = now["supersteps"] - supersteps
         assert 0 <= dropping <= now["gradients_dropped"]
         assert now["gradients_applied"] >= supersteps > 0

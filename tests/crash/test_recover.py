@@ -17,7 +17,7 @@ from gadei_ps.kernels.optimizers import WireType
 from gadei_ps.memory.layout import IDLE, Action, FrameKind, Role
 from gadei_ps.memory.weights import Model, Tensor
 
-# So large that one gradient takes longer than it takes to kill a process.
+# So large that applying one gradient takes longer than killing a process.
 TENSORS = [
     Tensor("w", (500_000,)),
     Tensor("table", (5000, 100)),
@@ -31,7 +31,7 @@ WIRES = list(WireType)
 
 @functools.cache
 def payload(model: Model, number: int, row: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """A few of each kind, which the runs use in the same order, and what their frames say."""
+    """A few payloads of each kind, which all runs use in the same order, and their frames."""
     draw = np.random.default_rng([number, row])
     wire = WIRES[number % len(WIRES)]
     if number < len(WIRES):
@@ -44,7 +44,7 @@ def payload(model: Model, number: int, row: int) -> tuple[np.ndarray, dict[str, 
 
 
 def _serve(pipe: Connection, rig: Rig) -> None:
-    """A server: recovers what the one before it left, then serves until it is killed."""
+    """A server: recovers what the previous one left, then serves until it is killed."""
     pipe.send(rig.recover())
     with rig.serving():
         pipe.recv()
@@ -70,7 +70,7 @@ class Servers:
         self.child.kill()
 
     def maybe_kill(self) -> None:
-        """Mostly at some point of a gradient; then the next one starts."""
+        """Perhaps kills the server, mostly in the middle of a gradient, and starts the next one."""
         if self.chance.random() < 0.3:
             return
         cursors = self.rig.state["record"]["cursor"]
@@ -86,7 +86,7 @@ class Servers:
 
 
 def _runs(name: str, actions: dict[int, Action] | None, seed: int, **how: Any) -> None:
-    """Disturbed until enough servers have died in the middle of a gradient, then undisturbed."""
+    """A run in which ENOUGH servers die in the middle of a gradient, and the same undisturbed."""
     rows = list(actions or [0])
 
     def step(rig: Rig, number: int) -> None:
@@ -111,7 +111,7 @@ def _runs(name: str, actions: dict[int, Action] | None, seed: int, **how: Any) -
                 done(rig, steps)
             steps += 1
         done(rig, steps - 1)
-        # The tails move last of all, so now nothing is in hand.
+        # Tails move last, so now no gradient is in hand.
         applied = (len(rows) - sum(act != Action.APPLY for act in (actions or {}).values())) * steps
         assert int(rig.control["version"]) == applied
         assert (rig.state["record"]["steps"][: rig.shards] == steps).all()
@@ -141,7 +141,7 @@ def test_killed_in_supersteps(job_name: str) -> None:
 
 
 def test_integers_from_several_learners(job_name: str) -> None:
-    """Each gradient counts once, in whatever order the shards take them."""
+    """Each gradient counts once, in any order in which shards apply them."""
     learners, rounds = 3, 40
     how: dict[str, Any] = {"learners": learners, "shards": 2, "slots": 4}
     with Rig(job_name, [Tensor("w", (30_000,))], **how) as rig:

@@ -1,4 +1,4 @@
-"""Gradients of some rows: written by learners, refused where they are bad, applied by shards."""
+"""Gradients of some rows: learners write them, shards refuse bad ones and apply the others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rows_are_put_in_order_and_added_up(
     model = place([Tensor("t", (rows, width))])
     draw = np.random.default_rng(seed)
     indices = draw.integers(0, max(1, int(rows * span)), count)
-    values = draw.integers(-9, 9, (count, width)).astype(np.float32)  # their sums are exact
+    values = draw.integers(-9, 9, (count, width)).astype(np.float32)  # sums are exact
     payload, _ = rows_payload(model, {0: (indices, values)})
     block, listed = read_block(payload)
     wanted = np.zeros((rows, width), np.float32)
@@ -79,7 +79,7 @@ def test_values_that_are_not_finite_are_found() -> None:
     model = place([Tensor("t", (9000, 1))])
     for values, wanted in [([1.0, 2.0], False), ([1.0, np.inf], True), ([3e38, 3e38], True)]:
         given_ = np.array([[value] for value in values], np.float32)
-        indices = np.zeros(2, np.int64)  # one row: the sum counts
+        indices = np.zeros(2, np.int64)  # the same row twice: its sum counts
         squares = payload_of(model, {0: (indices, given_)})[3]
         assert math.isinf(squares) is wanted
 
@@ -87,7 +87,7 @@ def test_values_that_are_not_finite_are_found() -> None:
 @given(data=st.data(), wire=st.sampled_from(list(WireType)))
 @settings(max_examples=100, deadline=None)
 def test_rows_of_zeros_need_not_travel(data: st.DataObject, wire: WireType) -> None:
-    """What is left out is zero; what is not is as without leaving out."""
+    """Rows that are left out are zero; the others are unchanged."""
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1))
     model = place([Tensor(f"t{i}", shape) for i, shape in enumerate(shapes)])
     gradients = {}
@@ -114,7 +114,7 @@ def test_rows_of_zeros_need_not_travel(data: st.DataObject, wire: WireType) -> N
 
 @st.composite
 def frames(draw: st.DrawFn, model: Model) -> dict[int, Any] | None:
-    """By tensor's number the rows or all; None: a dense frame."""
+    """By number of the tensor: its rows, or all of it. None: a dense frame."""
     if draw(st.integers(0, 4)) == 0:
         return None
     made: dict[int, Any] = {}
@@ -133,7 +133,7 @@ def frames(draw: st.DrawFn, model: Model) -> dict[int, Any] | None:
 
 
 def gradients(model: Model, frame: dict[int, Any], seed: int) -> dict[int, Any]:
-    """Values for what a frame names."""
+    """Values for the rows and tensors that a frame names."""
     made = {}
     for number, rows in frame.items():
         shape = model.tensors[number].shape
@@ -145,7 +145,7 @@ def gradients(model: Model, frame: dict[int, Any], seed: int) -> dict[int, Any]:
 
 
 def touched(model: Model, named: dict[int, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The gradient of all values, and which of them a frame names."""
+    """The gradient of all values, and a mask of those that the frame names."""
     flat, mask = np.zeros(model.elements, np.float32), np.zeros(model.elements, bool)
     values, masks = model.views(flat), model.views(mask)
     for number, given_ in named.items():
@@ -231,7 +231,7 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
                 for slot, part in zip(state, mine, strict=True):
                     slot[at] = part
                 expected[named & ~moves] += total[named & ~moves]
-            # What lies between tensors belongs to none.
+            # Values between tensors belong to no tensor.
             _, inside = touched(model, gradients(model, dict.fromkeys(range(len(tensors))), 0))
             close = {"rtol": 2e-5, "atol": 2e-6}
             np.testing.assert_allclose(rig.weights[inside], expected[inside], **close)
@@ -274,8 +274,8 @@ BAD: list[tuple[str, Any, Reason]] = [
 
 @pytest.mark.parametrize("collect", [False, True], ids=["arrival", "superstep"])
 def test_a_bad_frame_moves_nothing(collect: bool, job_name: str) -> None:
-    """Refused, counted and named. In a superstep the manager has refused it; what it missed, or
-    what a learner has written over since, is walked without harm."""
+    """It is refused, counted and named. In a superstep the manager refuses it. If the manager
+    missed it, or the learner has overwritten it since, shards pass over it without harm."""
     with Rig(job_name, [TABLE, Tensor("b", (5,))], shards=2, collect=collect) as rig, rig.serving():
         for number, (field, value, reason) in enumerate(BAD):
             given_ = {0: (np.array([4, 9, 40]), noise(1, 3, 7)), 1: noise(2, 5)}

@@ -1,4 +1,4 @@
-"""One shard or several on a job's real segments: what is applied, refused, counted, recovered."""
+"""Shards on a job's real segments: applying, refusing, counting, leaving."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_nonfinite_where_the_job_allows_it(job_name: str) -> None:
 
 @pytest.mark.parametrize("jump", [3, 2**40, 2**64 - 1])
 def test_a_head_that_is_nonsense(jump: int, job_name: str) -> None:
-    """A learner that writes rubbish to its own ring harms nobody else and can be let go."""
+    """A learner that overwrites its own ring harms no other learner and can leave."""
     with Rig(job_name, W, learners=2, slots=2) as rig, rig.serving():
         head = rig.memory.rings[0].word(layout.RING, "head")
         _native.store(head, jump)
@@ -259,7 +259,7 @@ def _set_work(rig: Rig, batches: int, epochs: int) -> None:
 
 
 def _handed(rig: Rig, row: int) -> list[int]:
-    """Batches that the row has to answer."""
+    """The batches that the row must answer."""
     kept = rig.roster[row]["outstanding"]
     return sorted(kept[kept != NO_BATCH].tolist())
 
@@ -347,7 +347,7 @@ def test_a_pull_that_never_ends_holds_nobody_up_for_ever(job_name: str) -> None:
 
 
 def test_rows_are_taken_again(job_name: str) -> None:
-    """A new generation in a row begins with frame 0, and the old one's words do not matter."""
+    """A new generation in a row begins with frame 0, whatever the old one has left in its words."""
     with Rig(job_name, W) as rig, rig.serving():
         for generation in (2, 3, 4):
             rig.apply(0, rig.ones())
