@@ -31,6 +31,10 @@ class SegmentError(GadeiError):
     """A segment is foreign, truncated or half made."""
 
 
+class NotOurs(SegmentError):
+    """What has the name of a segment or lock is no file that this user alone can open."""
+
+
 class OtherVersion(SegmentError):
     """It is of another layout version, or of another build of gadei-ps; `what` tells which."""
 

@@ -114,24 +114,27 @@ def offer(connection: Lasting, tensors: Arrays, buffers: Arrays) -> None:
 def attach(connection: Lasting, name: str) -> Place:
     """Gets a place for this process. A place whose memory cannot be mapped is given back."""
     reply = connection.request(Attach(name=name[:31]))
+    owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
         return Place(
             reply["job"],
             reply["row"],
             reply["generation"],
-            _map(reply, "control", SegmentKind.CONTROL, writable=False),
-            _map(reply, "weights", SegmentKind.WEIGHTS, writable=False),
-            _map(reply, "ring", SegmentKind.RING, writable=True),
+            _map(reply, owner, "control", SegmentKind.CONTROL, writable=False),
+            _map(reply, owner, "weights", SegmentKind.WEIGHTS, writable=False),
+            _map(reply, owner, "ring", SegmentKind.RING, writable=True),
         )
     except BaseException:
         detach(connection, reply["row"], reply["generation"], os.getpid())
         raise
 
 
-def _map(reply: dict[str, Any], part: str, kind: SegmentKind, *, writable: bool) -> Segment:
+def _map(
+    reply: dict[str, Any], owner: int, part: str, kind: SegmentKind, *, writable: bool
+) -> Segment:
     job_id = bytes.fromhex(reply["job_id"])
     try:
-        return segment.attach(reply[part], kind, writable=writable, job_id=job_id)
+        return segment.attach(reply[part], kind, writable=writable, job_id=job_id, owner=owner)
     except FileNotFoundError:
         raise JobFailed(
             f"segment {reply[part][1:]} is gone; is /dev/shm shared with the daemon, and "

@@ -103,6 +103,15 @@ static int open_control(gadei_learner *learner)
                            "there are", learner->target, learner->path);
         return ps_fail(learner, GADEI_ERROR, "%s: %s", learner->path, strerror(errno));
     }
+    /* struct ucred, which the headers show only to _GNU_SOURCE */
+    struct {
+        pid_t pid;
+        uid_t uid;
+        gid_t gid;
+    } peer = {0, geteuid(), 0};
+    socklen_t bytes = sizeof peer;
+    getsockopt(learner->socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes);
+    learner->owner = peer.uid;
     return GADEI_OK;
 }
 

@@ -15,24 +15,43 @@
 #include "ps_build.h"
 #include "ps_atomic.h"
 
-/* Maps a segment and validates its header, which `least` bytes must hold. */
-static int map_segment(gadei_learner *learner, struct mapping *map, const char *name,
-                       enum ps_kind kind, int writable, size_t least, const uint8_t job_id[16])
+/* Opens a segment's file: a regular file of the job's user, which no other user may open. Every user
+ * can make files in /dev/shm, so the name proves nothing. Fills in `status`; the descriptor or a
+ * result. gadei_ps/memory/shm.py does the same. */
+static int open_segment(gadei_learner *learner, const char *name, int writable,
+                        struct stat *status)
 {
-    struct stat status;
     if (name[0] != '/' || strchr(name + 1, '/'))
         return ps_fail(learner, GADEI_ERROR, "%s: not a segment's name", name);
-    int fd = shm_open(name, writable ? O_RDWR : O_RDONLY, 0);
+    int how = (writable ? O_RDWR : O_RDONLY) | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+    int fd = shm_open(name, how, 0);
     if (fd < 0 && errno == ENOENT)
         return ps_fail(learner, GADEI_FAILED,
                        "segment %s is gone; is /dev/shm shared with the daemon, and did logind "
                        "remove it (RemoveIPC)? gadei-ps doctor tells", name + 1);
-    if (fd < 0 || fstat(fd, &status)) {
+    if (fd < 0 || fstat(fd, status)) {
         int why = errno;
         if (fd >= 0)
             close(fd);
         return ps_fail(learner, GADEI_ERROR, "%s: %s", name, strerror(why));
     }
+    if (S_ISREG(status->st_mode) && status->st_uid == learner->owner &&
+        !(status->st_mode & (S_IRWXG | S_IRWXO)) && status->st_nlink <= 1)
+        return fd;
+    close(fd);
+    return ps_fail(learner, GADEI_ERROR,
+                   "%s: no regular file that only the job's user may open (owner %u, mode %o)", name,
+                   (unsigned)status->st_uid, (unsigned)status->st_mode);
+}
+
+/* Maps a segment and validates its header, which `least` bytes must hold. */
+static int map_segment(gadei_learner *learner, struct mapping *map, const char *name,
+                       enum ps_kind kind, int writable, size_t least, const uint8_t job_id[16])
+{
+    struct stat status;
+    int fd = open_segment(learner, name, writable, &status);
+    if (fd < 0)
+        return fd;
     if ((uint64_t)status.st_size < least) {
         close(fd);
         return ps_fail(learner, GADEI_ERROR, "%s: truncated (%lld bytes)", name,

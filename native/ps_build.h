@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xea08cf20e46e9b37ull
+#define PS_BUILD 0xb7911ca5b14e9296ull
 
 #endif

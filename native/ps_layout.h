@@ -36,8 +36,8 @@
  *
  * 0        8                12     16           32      40           48          52      56
  * || magic | layout_version | kind | job_id[16] | bytes | generation | owner_pid | index |
- * 56            64              128
- * | owner_start || job_name[64] ||
+ * 56            64              120               128
+ * | owner_start || job_name[56] | owner_namespace ||
  */
 #define PS_HEADER_FIELDS(F, P, T)                                                                  \
   F(T, 0, u64, magic, , W, "GADEIPS as a number; stored last, with release: before it, half made") \
@@ -49,7 +49,8 @@
   F(T, 48, i32, owner_pid, , W, "the watchdog that made it, or has adopted it")                    \
   F(T, 52, u32, index, , W, "K of ring.K; else 0")                                                 \
   F(T, 56, u64, owner_start, , W, "its start: clock ticks after boot, /proc/PID/stat")             \
-  F(T, 64, char, job_name, [64], W, "")
+  F(T, 64, char, job_name, [56], W, "")                                                            \
+  F(T, 120, u64, owner_namespace, , W, "inode of its pid namespace: all pids are pids of that one")
 
 /* One for each shard.
  *

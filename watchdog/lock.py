@@ -14,10 +14,10 @@ class NameLock:
     """Held from its making until release(), or until this process dies."""
 
     def __init__(self, job: str) -> None:
-        """Raises JobInUse if another watchdog holds it."""
+        """Raises JobInUse if another watchdog holds it, ControlError if it cannot be a lock."""
         self._path = paths.lock_path(job)
         while True:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = paths.open_lock(self._path, create=True)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -2,8 +2,10 @@
 
 The next watchdog of a job adopts the memory that a dead one has left if all of this holds:
 
-- no watchdog of the job lives: the job's lock is free, and `watchdog_pid` with `watchdog_start` in
-  the control segment is no living process;
+- no watchdog of the job lives: the job's lock is free, and so is the watchdog's lock on the control
+  segment (gadei_ps/memory/holds.py);
+- the job's other processes are dead, or live in this pid namespace: no server holds a lock there,
+  and no ring is open for writing, if the memory is of another namespace;
 - the control segment is whole, and of this layout and this build of gadei-ps (`server_build`);
 - the job has not ended (`phase` is below STOPPED), and its model is there;
 - weights and state carry the job's id;
@@ -19,7 +21,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import time
 import zlib
 from dataclasses import dataclass, field
@@ -27,62 +28,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import JobInUse, OtherVersion, SegmentError
+from gadei_ps.errors import JobInUse, NoSharedMemory, NotOurs, OtherVersion, SegmentError
 from gadei_ps.job import modes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import process
-from gadei_ps.memory import build, layout, segment, weights
+from gadei_ps.memory import build, holds, layout, segment, shm, weights
+from gadei_ps.memory.holds import Hold
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
+from gadei_ps.watchdog import elsewhere
+from gadei_ps.watchdog.dead import name_taken
 
-KILL_S = 10.0
 OWN_BUILD = "serve it with its own gadei-ps, or drop it with serve --fresh"
 # Fields of the job file that must stay the same while its memory is used.
 ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
 RING_SLOTS_AT = layout.rounded(layout.RING.itemsize, layout.PAGE)
-
-
-def clear_dead(job: str) -> list[str]:
-    """Removes the segments of a job of this name whose watchdog is dead, and ends its servers.
-
-    The caller holds the job's lock. Raises JobInUse if a watchdog with another runtime directory
-    lives.
-    """
-    found = segment.find(job)
-    servers = segment.server_pids(job)
-    # Without servers, a segment that is not stale is being made at this moment.
-    living = [one for one in found if one.owned or not (one.stale or servers)]
-    if living:
-        raise JobInUse(
-            f"job {job!r} is in use: process {living[0].owner_pid} owns {living[0].name[1:]}; "
-            "choose another name or stop it (gadei-ps stop)"
-        )
-    for pid in servers:
-        with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(pid)
-            try:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                process.gone(pidfd, KILL_S)
-            finally:
-                os.close(pidfd)
-    _tell_learners(job)
-    return [one.name for one in found if segment.unlink(one.name)]
-
-
-def _tell_learners(job: str) -> None:
-    """Learners that are still attached fail at once; otherwise they would wait for a watchdog."""
-    name = segment.segment_name(job, "control")
-    with contextlib.suppress(FileNotFoundError, SegmentError):  # half made, or of another build
-        control = segment.attach(name, SegmentKind.CONTROL, writable=True)
-        whole = control.size >= layout.CONTROL.itemsize
-        if whole and int(control.view(layout.CONTROL)["phase"]) < Phase.KEPT:
-            # In this order: a learner that sees the stop also sees the reason.
-            control.view(layout.CONTROL)["phase"] = Phase.FAILED
-            _native.store32(control.word(layout.CONTROL, "stop"), Stop.NOW)
 
 
 @dataclass(eq=False)
@@ -102,20 +66,26 @@ class JobMemory:
     """Whether names were seen to be lost; set by the supervisor, as looking costs time."""
     files: dict[str, int] = field(default_factory=dict, init=False)
     """Open segments that a checkpoint is made of: it can be made even when their names are lost."""
+    _hold: Hold | None = field(default=None, init=False)
+    """The watchdog's lock on the control segment."""
 
     def create_control(self, sync: SyncModel) -> None:
         """Makes the control segment. Raises JobInUse or NoSharedMemory."""
         spec = self.config.optimizer.spec()
-        try:
-            self.control = segment.create(
+        hold = None
+        with contextlib.suppress(FileExistsError, FileNotFoundError, NotOurs):
+            made = segment.create(
                 self.config.name,
                 "control",
                 SegmentKind.CONTROL,
                 layout.CONTROL.itemsize,
                 job_id=self.job_id,
             )
-        except FileExistsError:
-            raise JobInUse(f"job {self.config.name!r} has just been started by another") from None
+            hold = holds.take(self.config.name, holds.WATCHDOG)
+        # What another process has locked already, or put in its place, is not ours to remove.
+        if hold is None or hold.inode != made.inode:
+            raise JobInUse(f"job {self.config.name!r} has just been started by another")
+        self.control, self._hold = made, hold
         control = self.control.view(layout.CONTROL)
         control["server_build"] = build.of_server()
         control["slots"] = self.config.slots
@@ -143,14 +113,14 @@ class JobMemory:
     def _own(self) -> None:
         """Enters this process as the job's watchdog and as the owner of its segments."""
         control = self.control.view(layout.CONTROL)
-        control["watchdog_start"] = process.start_ticks(os.getpid())
-        control["watchdog_pid"] = os.getpid()
-        control["watchdog_starts"] += 1
+        control["watchdog_pid"] = 0  # so that at no instant the words of two stand together
         parts = (self.control, self.weights, self.state, *self.rings.values())
         for part in parts:
             if part is not None:
-                part.header["owner_start"] = process.start_ticks(os.getpid())
-                part.header["owner_pid"] = os.getpid()
+                segment.enter_owner(part.header)
+        control["watchdog_start"] = process.start_ticks(os.getpid())
+        control["watchdog_pid"] = os.getpid()
+        control["watchdog_starts"] += 1
 
     # -- adoption -------------------------------------------------------------------------------
 
@@ -158,8 +128,38 @@ class JobMemory:
         """Takes over the memory that a dead watchdog has left; False if there is none to use.
 
         The caller holds the job's lock. Raises JobInUse where the memory is of another
-        configuration or version; only --fresh drops it then.
+        configuration or version; only --fresh drops it then. Raises it too where a process of the
+        job lives in another pid namespace, or a name is taken by what is not ours.
         """
+        name = self.config.name
+        try:
+            hold = holds.take(name, holds.WATCHDOG)
+        except FileNotFoundError:
+            return False
+        except NotOurs as error:
+            raise name_taken(str(error)) from None
+        if hold is None:
+            raise JobInUse(self._who_holds())
+        try:
+            self.adopted = self._adopt(hold)
+        finally:
+            if self.adopted:
+                self._hold = hold
+            else:
+                hold.release()
+        return self.adopted
+
+    def _who_holds(self) -> str:
+        name = self.config.name
+        control = segment.peek(name)
+        if control is None or not segment.is_here(control["header"]):
+            return segment.elsewhere(name)
+        return (
+            f"job {name!r} is in use: its watchdog is process {int(control['watchdog_pid'])}; "
+            "choose another name or stop it (gadei-ps stop)"
+        )
+
+    def _adopt(self, hold: Hold) -> bool:
         try:
             # Kept in a local name until it is accepted: a start that fails removes self.control.
             found = segment.attach(
@@ -173,12 +173,14 @@ class JobMemory:
             ) from None
         except (FileNotFoundError, SegmentError):
             return False  # half made, or damaged
+        if found.inode != hold.inode:
+            raise JobInUse(f"job {self.config.name!r} has just been started by another")
         control = found.view(layout.CONTROL)
-        if process.alive(int(control["watchdog_pid"]), int(control["watchdog_start"])):
-            raise JobInUse(
-                f"job {self.config.name!r} is in use: its watchdog is process "
-                f"{int(control['watchdog_pid'])}; choose another name or stop it (gadei-ps stop)"
-            )
+        here = segment.is_here(found.header)
+        if not here:
+            elsewhere.check_dead(self.config.name, control)
+        elif process.alive(int(control["watchdog_pid"]), int(control["watchdog_start"])):
+            raise JobInUse(self._who_holds())
         if int(control["phase"]) >= Phase.STOPPED or not int(control["model_ready"]):
             return False
         other = build.server_difference(int(control["server_build"]))
@@ -195,15 +197,20 @@ class JobMemory:
         try:
             self.weights = self._attach("weights", SegmentKind.WEIGHTS)
             self.state = self._attach("state", SegmentKind.STATE)
-        except (FileNotFoundError, SegmentError):
-            self.weights = self.state = None
+            self.model = weights.read_table(self.weights)
+            Stop(int(control["stop"]))
+        except (FileNotFoundError, SegmentError, ValueError, OverflowError):
+            self.weights = self.state = self.model = None
             self.job_id = secrets.token_bytes(16)
             return False
         self.control, self.adopted = found, True
-        self.model = weights.read_table(self.weights)
         self._open_files()
+        if not here:
+            elsewhere.forget_processes(control)
         self._adopt_rings()
         self._own()
+        if not here:
+            elsewhere.wait_for_servers(self.config.name)
         if int(control["phase"]) == Phase.KEPT:
             control["stop"] = Stop.GO
         return True
@@ -239,9 +246,7 @@ class JobMemory:
         """Names of mapped segments that are no longer in /dev/shm: another process removed them."""
         parts = (self.control, self.weights, self.state, *self.rings.values())
         return [
-            part.name
-            for part in parts
-            if part is not None and not (segment.SHM / part.name[1:]).exists()
+            part.name for part in parts if part is not None and not shm.path_of(part.name).exists()
         ]
 
     # -- making ---------------------------------------------------------------------------------
@@ -268,6 +273,12 @@ class JobMemory:
             weights.data(self.weights)[:] = values
             self.state = self._create_state(model, streams)
             self._open_files()
+        except FileExistsError as error:
+            self._drop_model()
+            raise NoSharedMemory(
+                f"{shm.path_of(str(error.filename))} is there already: have it removed by its "
+                "owner or root, or choose another name for the job"
+            ) from None
         except BaseException:
             self._drop_model()
             raise
@@ -281,8 +292,7 @@ class JobMemory:
     def _open_files(self) -> None:
         for part in ("control", "weights", "state"):
             name = segment.segment_name(self.config.name, part)
-            how = os.O_RDWR if part == "control" else os.O_RDONLY
-            self.files[part] = os.open(segment.SHM / name[1:], how | os.O_CLOEXEC)
+            self.files[part] = shm.open_segment(name, writable=part == "control")
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Everything except the weights, from a checkpoint."""
@@ -379,3 +389,10 @@ class JobMemory:
             self.remove_ring(row)
         self._drop_model()
         segment.unlink(self.control.name)
+        self.release()
+
+    def release(self) -> None:
+        """Lets another watchdog have what is left of the job; this one touches nothing any more."""
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None

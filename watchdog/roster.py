@@ -11,6 +11,8 @@ A row's life, each word with one writer (layout in native/ps_layout.h):
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -110,17 +112,10 @@ class Roster:
         free = free[[int(row) not in self._memory.rings for row in free]]
         if not len(free):
             raise ControlError(f"the job has {layout.MAX_LEARNERS} learners, which is the limit")
-        row = int(free[0])
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError as error:
-            raise ControlError(
-                f"cannot watch process {pid}: {error.strerror}; learners must share the "
-                "daemon's pid namespace"
-            ) from None
+        pidfd = self._open(pid)
         self._generation += 1
         try:
-            self._memory.create_ring(row, self._generation)
+            row = self._create_ring(free.tolist())
         except BaseException:
             os.close(pidfd)
             raise
@@ -139,6 +134,28 @@ class Roster:
         self._memory.ring_bells()
         self._log.info("learner attached", row=row, pid=pid)
         return row, self._generation
+
+    @staticmethod
+    def _open(pid: int) -> int:
+        """A pidfd of a learner. Raises ControlError where its pid and ours do not mean the same."""
+        try:
+            if process.is_deeper(pid):
+                raise OSError(errno.EXDEV, "it is in a pid namespace of its own")
+            return os.pidfd_open(pid)
+        except OSError as error:
+            raise ControlError(
+                f"cannot watch process {pid}: {error.strerror}; learners must share the "
+                "daemon's pid namespace"
+            ) from None
+
+    def _create_ring(self, rows: list[int]) -> int:
+        """Makes a ring in the first of these rows whose name is free; returns the row."""
+        for row in rows:
+            # In /dev/shm every user can take a name.
+            with contextlib.suppress(FileExistsError):
+                self._memory.create_ring(row, self._generation)
+                return row
+        raise ControlError("the names of all free rings are taken in /dev/shm: gadei-ps ls")
 
     def _watch(self, row: int, pidfd: int) -> None:
         self._pidfds[row] = pidfd
@@ -193,6 +210,8 @@ class Roster:
             if row not in self._killed:
                 self._killed.add(row)
                 try:
+                    if process.owner(int(self._entries[row]["pid"])) not in (None, os.geteuid()):
+                        raise PermissionError
                     signal.pidfd_send_signal(self._pidfds[row], signal.SIGKILL)
                 except ProcessLookupError:
                     pass  # it has just died

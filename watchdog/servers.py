@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from gadei_ps import _native
-from gadei_ps.machine import process
+from gadei_ps.machine import own, process
 from gadei_ps.memory import build, layout
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.watchdog import restart
@@ -138,18 +138,13 @@ class Servers:
         """Takes over the servers of a dead watchdog."""
         for number in NUMBERS:
             line = self._line(number)
-            pid, start = int(line["pid"]), int(line["start"])
-            try:
-                pidfd = os.pidfd_open(pid) if pid > 0 else -1
-            except OSError:
-                pidfd = -1
-            if pidfd >= 0 and process.alive(pid, start):
-                self._watch(Running(number, pid, pidfd, time.monotonic()))
-                self.log.info("server adopted", pid=pid)
-            else:
-                if pidfd >= 0:
-                    os.close(pidfd)
+            pid = int(line["pid"])
+            pidfd = own.open_process(pid, int(line["start"]))
+            if pidfd is None:
                 self._clear(number)
+                continue
+            self._watch(Running(number, pid, pidfd, time.monotonic()))
+            self.log.info("server adopted", pid=pid)
 
     def look(self, now: float) -> None:
         """Starts servers that are missing and due, kills those that hang. Called every tick."""
@@ -228,11 +223,12 @@ class Servers:
 
     def _unknown_holder(self) -> bool:
         """Whether an unknown server holds leases; if so, kills it."""
-        pid, start = self.active_pid, int(self._control["lease_start"])
-        if not process.alive(pid, start):
+        pidfd = own.open_process(self.active_pid, int(self._control["lease_start"]))
+        if pidfd is None:
             return False
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
         return True
 
     def _make_leases(self) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ READ = 4096  # bytes at a time; requests in them are served before the next clie
 MAX_FDS = 4
 MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
 LAST_WORDS_S = 1.0  # for all clients together, at the end
-UCRED = struct.Struct("3i")
 
 
 @dataclass(eq=False)
@@ -82,8 +80,8 @@ class ControlServer:
             except OSError:
                 return
             connection.setblocking(False)
-            pid, uid, _gid = UCRED.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+            pid, uid, _gid = control.UCRED.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, control.UCRED.size)
             )
             of_one = sum(client.pid == pid for client in self._clients)
             full = len(self._clients) >= MAX_CLIENTS or of_one >= MAX_CLIENTS_OF_ONE

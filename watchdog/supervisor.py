@@ -25,16 +25,17 @@ from gadei_ps import _native, sync
 from gadei_ps.errors import GadeiError, JobFailed, JobStopped
 from gadei_ps.job import modes, paths
 from gadei_ps.job.config import JobConfig
-from gadei_ps.machine import log
+from gadei_ps.machine import log, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import model
 from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.dead import clear_dead
 from gadei_ps.watchdog.learners import JobLearners
 from gadei_ps.watchdog.liveness import Start
 from gadei_ps.watchdog.lock import NameLock
-from gadei_ps.watchdog.memory import JobMemory, clear_dead
+from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.requests import Requests
 from gadei_ps.watchdog.roster import Roster
@@ -156,6 +157,7 @@ class Supervisor:
 
     def startup(self) -> None:
         """Raises GadeiError when the job cannot be started; shutdown() then cleans up."""
+        process.check_proc()
         self._lock = NameLock(self.config.name)
         anew = self.options.fresh or self.options.checkpoint is not None
         if not anew:
@@ -346,6 +348,7 @@ class Supervisor:
         if made and (int(self._control["phase"]) != Phase.KEPT or self.memory.names_lost()):
             self.memory.remove()
         self.memory.close()
+        self.memory.release()
         if self._lock is not None:
             self._lock.release()
         self._selector.close()

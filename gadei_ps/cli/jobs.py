@@ -335,6 +335,8 @@ def gc(
     from gadei_ps.show import view
 
     left = jobs.collect(names or (), dry_run=dry_run)
+    for why in jobs.foreign(names or ()):
+        print(f"gadei-ps: left alone: {why}", file=sys.stderr)
     result = {
         "dry_run": dry_run,
         "removed": [one.as_dict() for one in left],

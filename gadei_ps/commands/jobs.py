@@ -24,10 +24,10 @@ from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, U
 from gadei_ps.job import control, paths
 from gadei_ps.job.control import Checkpoint, Connection, SetSync, Status, StopJob
 from gadei_ps.machine import process
-from gadei_ps.memory import segment
+from gadei_ps.memory import holds, segment
 from gadei_ps.memory.layout import CONTROL, SegmentKind
 from gadei_ps.show.counts import counted
-from gadei_ps.watchdog.memory import clear_dead
+from gadei_ps.watchdog.dead import clear_dead
 
 ANSWER_TIMEOUT_S = 3.0
 CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
@@ -42,9 +42,9 @@ class Job:
     """A job, or what is left of one.
 
     state: running, stopping, starting (or about to be gone), silent (its watchdog does not answer),
-    elsewhere (its socket is not in this runtime directory), orphaned (its watchdog was killed and
-    its servers continue: serve it again, or stop it), stale (all its processes are dead: gc removes
-    it).
+    elsewhere (in another pid namespace, or its socket is not in this runtime directory), orphaned
+    (its watchdog was killed and its servers continue: serve it again, or stop it), stale (all its
+    processes are dead: gc removes it), foreign (other files have the names of its segments).
     """
 
     name: str
@@ -86,7 +86,13 @@ def absence(job: str) -> str | None:
     if _locked(paths.lock_path(job)):
         return f"job {job!r} is starting or ending: try again in a moment"
     other = segment.other_build(job)
-    if segment.server_pids(job):
+    living = segment.living(job)
+    if living.watchdog or living.elsewhere:
+        return (
+            f"job {job!r} is running elsewhere (in another container or pid namespace, or with "
+            "another runtime directory): ask there, or set GADEI_PS_RUNTIME_DIR as it is there"
+        )
+    if living.servers:
         stop_ = f"gadei-ps stop {job}" + (" --discard" if other else "")
         return (
             f"job {job!r} has lost its watchdog and continues without it: serve it again "
@@ -129,7 +135,8 @@ def _segments(job: str | None = None) -> list[segment.Found]:
 
 
 def _look(name: str) -> Job:
-    found = _segments(name)
+    there = _segments(name)
+    found = [one for one in there if not one.foreign]
     size = sum(one.size for one in found)
     names = tuple(one.name[1:] for one in found)
     living = [one for one in found if not one.stale]
@@ -140,8 +147,9 @@ def _look(name: str) -> Job:
         if _locked(paths.lock_path(name)):
             state = "starting"
         else:
-            owned = any(one.owned or not one.readable for one in living)
-            state = "elsewhere" if owned else "orphaned" if living else "stale"
+            owned = any(one.owned or one.elsewhere for one in living)
+            dead = "foreign" if there and not found else "stale"
+            state = "elsewhere" if owned else "orphaned" if living else dead
         return Job(name, state, None, owner, None, None, size, names)
     except ControlError:
         return Job(name, "silent", None, owner, None, None, size, names)
@@ -160,8 +168,8 @@ def _look(name: str) -> Job:
 
 def _locked(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        fd = paths.open_lock(path, create=False)
+    except (OSError, ControlError):
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -213,7 +221,10 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     try:
         report = status(job)
     except JobNotFound:
-        if "/" in job or _locked(paths.lock_path(job)) or not segment.server_pids(job):
+        if "/" in job or _locked(paths.lock_path(job)):
+            raise
+        living = segment.living(job)
+        if living.watchdog or living.elsewhere or not living.servers:
             raise
         return _stop_orphan(job, discard)
     if discard:
@@ -221,8 +232,9 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
             f"--discard: job {job!r} has a watchdog, so a stop loses nothing; leave out the option"
         )
     try:
-        watchdog = os.pidfd_open(report["watchdog_pid"])
-    except ProcessLookupError:  # of another pid namespace, or ending just now
+        with Connection(job, ANSWER_TIMEOUT_S) as connection:
+            watchdog = os.pidfd_open(connection.peer_pid)
+    except (JobNotFound, ControlError, OSError):  # of another pid namespace, or ending just now
         watchdog = -1
     wait_s = STOP_MARGIN_S + (timeout_s if drain else 0.0)
     if report["saves_on_stop"]:
@@ -352,12 +364,18 @@ def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftove
     found: list[Leftover] = []
     given = [segment.check_job_name(one) for one in names]
     for name in given or [one for one in sorted(_names()) if not segment.is_kept(one)]:
-        if segment.server_pids(name):
+        if segment.living(name).anyone:
             continue  # its servers run until a watchdog adopts them or the job is stopped
         with _nobody(name, dry_run) as lock:
             if lock is not None:
                 found += _leftovers(name, dry_run) + lock
     return found
+
+
+def foreign(names: Iterable[str] = ()) -> list[str]:
+    """Why files with names of segments are left alone, a line for each. names: as in collect()."""
+    wanted = set(names)
+    return [one.foreign for one in _segments() if one.foreign and one.job in (wanted or {one.job})]
 
 
 @contextlib.contextmanager
@@ -373,9 +391,12 @@ def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
     path = paths.lock_path(job)
     left = [Leftover("lock", job, str(path), 0)] if path.exists() else []
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if dry_run else os.O_CREAT), 0o600)
+        fd = paths.open_lock(path, create=not dry_run)
     except FileNotFoundError:
         yield []
+        return
+    except ControlError:
+        yield None
         return
     try:
         try:
@@ -405,11 +426,16 @@ def _answers(job: str) -> bool:
 
 def _leftovers(job: str, dry_run: bool) -> list[Leftover]:
     """What the job has left. The caller holds the job's lock."""
-    found = [
-        Leftover("segment", job, one.name[1:], one.size)
-        for one in _segments(job)
-        if one.stale and (dry_run or segment.unlink(one.name))
-    ]
+    dead = [one for one in _segments(job) if one.stale]
+    found = []
+    # A watchdog with another runtime directory does not see the lock file.
+    with contextlib.nullcontext(True) if dry_run else holds.alone(job) as alone:
+        if alone and not segment.living(job).servers:
+            found = [
+                Leftover("segment", job, one.name[1:], one.size)
+                for one in dead
+                if dry_run or segment.unlink(one.name)
+            ]
     sockets = [paths.socket_path(job)]
     for path in paths.directory().glob(f".{job}.sock.*"):
         match = PASSING.fullmatch(path.name)

@@ -30,6 +30,7 @@ PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20
 LENGTH = struct.Struct("!I")
 RECONNECT_S = 0.02
+UCRED = struct.Struct("3i")
 
 
 class _Message(BaseModel):
@@ -155,6 +156,11 @@ class Connection:
             self._socket.close()
             why = error.strerror or "too long for a socket's path"
             raise ControlError(f"{path}: {why}") from None
+        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+        peer: tuple[int, int, int] = UCRED.unpack(raw)
+        self.peer_pid, self.peer_uid, _ = peer
+        """Of the process that listens, as the kernel tells; the pid is 0 if this pid namespace
+        does not show it."""
 
     def request(self, message: _Message, fds: Sequence[int] = ()) -> dict[str, Any]:
         """Sends a request and returns the reply. Raises what the watchdog says."""
@@ -235,6 +241,11 @@ class Lasting:
                 return True
             time.sleep(RECONNECT_S)
         return False
+
+    @property
+    def peer_uid(self) -> int:
+        """User of the watchdog."""
+        return self._connection.peer_uid
 
     def close(self) -> None:
         self._connection.close()

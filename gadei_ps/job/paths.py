@@ -6,7 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-from gadei_ps.errors import ControlError
+from gadei_ps.errors import ControlError, NotOurs
+from gadei_ps.machine import own
 
 
 def directory() -> Path:
@@ -49,3 +50,14 @@ def socket_path(job: str) -> Path:
 def lock_path(job: str) -> Path:
     """The file that the job's watchdog keeps locked while it lives."""
     return directory() / f"{job}.lock"
+
+
+def open_lock(path: Path, *, create: bool) -> int:
+    """Opens a lock file; returns the descriptor.
+
+    Raises FileNotFoundError, or ControlError if something else has its name.
+    """
+    try:
+        return own.open_file(path, os.O_RDWR | (os.O_CREAT if create else 0))
+    except NotOurs as error:
+        raise ControlError(f"{error}; no lock file can be there: remove it") from None

@@ -83,6 +83,8 @@ class Processes:
                 f"no job {job!r} is running; gadei-ps ls shows the jobs there are"
             ) from None
         self.control: np.void = self.segment.view(CONTROL)
+        if not segment.is_here(self.segment.header):
+            raise ControlError(segment.elsewhere(self.job))
 
     def find(self, role: Role, row: int | None = None) -> Target:
         """The process with this role, a learner by its row. Raises ControlError if there is none.
@@ -174,6 +176,8 @@ def send(target: Target, number: signal.Signals, timeout_s: float = GONE_S) -> S
         # The descriptor was opened before: a process that is alive now is the one behind it.
         if not target.alive:
             return None
+        if process.owner(target.pid) not in (None, os.geteuid()):
+            raise PermissionError
         signal.pidfd_send_signal(pidfd, number)
         ended = process.gone(pidfd, timeout_s if number == signal.SIGKILL else 0.0)
     except ProcessLookupError:

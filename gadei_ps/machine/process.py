@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from gadei_ps import _native
+from gadei_ps.errors import UsageError
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -49,6 +50,44 @@ def signal_name(number: int) -> str:
 def alive(pid: int, start: int) -> bool:
     """Whether this very process still runs (a zombie does not)."""
     return pid > 0 and start > 0 and start_ticks(pid) == start
+
+
+def namespace() -> int:
+    """Which pid namespace this process is in: its inode. A pid means a process only there."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def check_proc() -> None:
+    """Raises UsageError unless /proc shows this process under its own pid."""
+    try:
+        shown = str(Path("/proc/self").readlink())
+    except OSError:
+        shown = ""
+    if shown != str(os.getpid()):
+        raise UsageError(
+            "/proc does not show this pid namespace, so no process can be told from another: mount "
+            "it there (unshare --mount-proc)"
+        )
+
+
+def owner(pid: int) -> int | None:
+    """Effective user of a process; None if there is no such process."""
+    found = _status(pid, "Uid")
+    return int(found[1]) if len(found) > 1 else None
+
+
+def is_deeper(pid: int) -> bool:
+    """Whether the process is in a pid namespace below this one, where our pids mean nothing."""
+    return len(_status(pid, "NSpid")) > 1
+
+
+def _status(pid: int, field: str) -> list[str]:
+    """Values of a line of /proc/PID/status; none if there is no such process or line."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return next((line.split()[1:] for line in lines if line.startswith(f"{field}:")), [])
 
 
 def gone(pidfd: int, timeout_s: float) -> bool:

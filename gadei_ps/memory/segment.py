@@ -1,4 +1,4 @@
-"""POSIX shared-memory segments: create, attach, validate, unlink, and find stale ones.
+"""POSIX shared-memory segments: create, attach, validate, unlink.
 
 Uses posix_ipc, because the resource tracker of multiprocessing.shared_memory unlinks segments that
 other processes still use.
@@ -10,42 +10,42 @@ import contextlib
 import errno
 import mmap
 import os
-import re
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import posix_ipc
 
 from gadei_ps import _native
-from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError, UsageError
-from gadei_ps.machine import process
-from gadei_ps.memory import build, layout
+from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError
+from gadei_ps.machine import own, process
+from gadei_ps.memory import build, layout, shm
+from gadei_ps.memory.found import HALF_MADE_S as HALF_MADE_S
+from gadei_ps.memory.found import Found as Found
+from gadei_ps.memory.found import Living as Living
+from gadei_ps.memory.found import elsewhere as elsewhere
+from gadei_ps.memory.found import find as find
+from gadei_ps.memory.found import is_here as is_here
+from gadei_ps.memory.found import living as living
+from gadei_ps.memory.found import peek as peek
+from gadei_ps.memory.found import server_pids as server_pids
+from gadei_ps.memory.found import servers as servers
+from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.shm import JOB_NAME as JOB_NAME
+from gadei_ps.memory.shm import SEGMENT_NAME as SEGMENT_NAME
+from gadei_ps.memory.shm import SHM as SHM
+from gadei_ps.memory.shm import check_job_name as check_job_name
+from gadei_ps.memory.shm import segment_name as segment_name
 
 LARGE_PAGE = 2 << 20  # of most processors
-SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
-JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
-SEGMENT_NAME = re.compile(
-    r"gadei-ps\.(?P<uid>\d+)\.(?P<job>[A-Za-z0-9_-]+)\.(?P<part>control|weights|state|ring\.\d+)"
-)
-HALF_MADE_S = 5.0  # after this time, a segment without magic or owner counts as stale
-
-
-def check_job_name(job: str) -> str:
-    """Returns the name, or raises UsageError."""
-    if not JOB_NAME.fullmatch(job):
-        raise UsageError(
-            f"job name {job!r}: use 1 to 48 letters, digits, '-' and '_', "
-            "beginning with a letter or digit"
-        )
-    return job
-
-
-def segment_name(job: str, part: str, uid: int | None = None) -> str:
-    """Name of a job's segment; `part` is control, weights, state or ring.K."""
-    return f"/gadei-ps.{os.getuid() if uid is None else uid}.{job}.{part}"
+# What begins a segment of each kind: it cannot be shorter.
+LEAST = {
+    SegmentKind.CONTROL: layout.CONTROL.itemsize,
+    SegmentKind.WEIGHTS: layout.WEIGHTS.itemsize,
+    SegmentKind.STATE: layout.STATE.itemsize,
+    SegmentKind.RING: layout.RING.itemsize,
+}
 
 
 @dataclass(eq=False)
@@ -56,6 +56,9 @@ class Segment:
     memory: mmap.mmap
     address: int
     size: int
+    inode: int
+    owner: int
+    """The user whose file it is."""
 
     def view(self, dtype: np.dtype[np.void], at: int = 0) -> np.void:
         """A struct in the segment, as a NumPy record that reads and writes through."""
@@ -112,6 +115,7 @@ def create(
             _native.populate(_native.address(memory), size)
             # Without this, a full /dev/shm would cause SIGBUS in the middle of training.
             os.posix_fallocate(shared.fd, 0, size)
+            inode = os.fstat(shared.fd).st_ino
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise _no_space(name, size) from None
@@ -122,11 +126,8 @@ def create(
         raise
     finally:
         shared.close_fd()
-    segment = Segment(name, memory, _native.address(memory), size)
+    segment = Segment(name, memory, _native.address(memory), size, inode, os.geteuid())
     header = segment.header
-    # Start time before pid: an owner without a start time would count as dead.
-    header["owner_start"] = process.start_ticks(os.getpid())
-    header["owner_pid"] = os.getpid()
     header["layout_version"] = layout.LAYOUT_VERSION
     header["kind"] = kind
     header["job_id"] = np.frombuffer(job_id, np.uint8)
@@ -134,9 +135,19 @@ def create(
     header["generation"] = generation
     header["index"] = index
     header["job_name"] = job.encode()
+    enter_owner(header)
     if kind == layout.SegmentKind.CONTROL:
         _native.store(segment.word(layout.CONTROL, "build"), _native.BUILD)
     return segment
+
+
+def enter_owner(header: np.void) -> None:
+    """Watchdog: enters this process as the owner of a segment."""
+    header["owner_pid"] = 0  # so that at no instant the words of two owners stand together
+    header["owner_namespace"] = process.namespace()
+    # Start time before pid: an owner without a start time would count as dead.
+    header["owner_start"] = process.start_ticks(os.getpid())
+    header["owner_pid"] = os.getpid()
 
 
 def _map(fd: int, size: int, protection: int) -> mmap.mmap:
@@ -166,23 +177,24 @@ def _no_space(name: str, size: int) -> NoSharedMemory:
 
 
 def attach(
-    name: str, kind: layout.SegmentKind, *, writable: bool, job_id: bytes | None = None
+    name: str,
+    kind: layout.SegmentKind,
+    *,
+    writable: bool,
+    job_id: bytes | None = None,
+    owner: int | None = None,
 ) -> Segment:
     """Maps an existing segment and validates its header.
 
-    Raises FileNotFoundError, or SegmentError if the segment is foreign, truncated, half made, or of
-    another layout version, or if a control segment is of another build.
+    owner: user whose it must be, by default ours. Raises FileNotFoundError, or SegmentError if the
+    segment is not ours, foreign, truncated, half made, or of another layout version, or if a
+    control segment is of another build.
     """
+    fd = shm.open_segment(name, writable=writable, owner=owner)
     try:
-        shared = posix_ipc.SharedMemory(name, read_only=not writable)
-    except posix_ipc.ExistentialError:
-        raise FileNotFoundError(errno.ENOENT, "no such segment", name) from None
-    except (posix_ipc.PermissionsError, PermissionError):
-        raise SegmentError(f"{name}: no permission; it belongs to another user") from None
-    try:
-        return attach_file(shared.fd, name, kind, writable=writable, job_id=job_id)
+        return attach_file(fd, name, kind, writable=writable, job_id=job_id)
     finally:
-        shared.close_fd()
+        os.close(fd)
 
 
 def attach_file(
@@ -197,12 +209,16 @@ def attach_file(
 
     fd: stays open.
     """
-    size = os.fstat(fd).st_size
+    status = os.fstat(fd)
+    size = status.st_size
     if size < layout.HEADER.itemsize:
         raise SegmentError(f"{name}: truncated ({size} bytes)")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    memory = _map(fd, size, protection)
-    segment = Segment(name, memory, _native.address(memory), size)
+    try:
+        memory = _map(fd, size, protection)
+    except (OSError, OverflowError) as error:
+        raise SegmentError(f"{name}: {size} bytes cannot be mapped: {error}") from None
+    segment = Segment(name, memory, _native.address(memory), size, status.st_ino, status.st_uid)
     header = segment.header
     if _native.load(segment.address) != layout.MAGIC:  # SYNC POINT: made whole
         raise SegmentError(f"{name}: not a gadei-ps segment, or only half made")
@@ -213,8 +229,9 @@ def attach_file(
         )
     if int(header["kind"]) != kind:
         raise SegmentError(f"{name}: is of kind {int(header['kind'])}, not {kind.name.lower()}")
-    if int(header["bytes"]) != size:
-        raise SegmentError(f"{name}: truncated ({size} bytes of {int(header['bytes'])})")
+    if int(header["bytes"]) != size or size < LEAST[kind]:
+        whole = max(int(header["bytes"]), LEAST[kind])
+        raise SegmentError(f"{name}: truncated ({size} bytes of {whole})")
     if kind == layout.SegmentKind.CONTROL:
         theirs = _native.load(segment.word(layout.CONTROL, "build"))
         if theirs != _native.BUILD:
@@ -225,57 +242,17 @@ def attach_file(
 
 
 def unlink(name: str) -> bool:
-    """Removes the name; the memory stays until its last mapping goes. False without such a name."""
+    """Removes the name; the memory stays until its last mapping goes. False without such a name.
+
+    What is not ours stays, and counts as no such name.
+    """
     try:
+        if own.foreign(shm.path_of(name).lstat(), os.geteuid()):
+            return False
         posix_ipc.unlink_shared_memory(name)
     except (posix_ipc.ExistentialError, FileNotFoundError):
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Found:
-    """A segment of this project, found in /dev/shm."""
-
-    name: str
-    job: str
-    part: str
-    uid: int
-    size: int
-    owner_pid: int
-    owned: bool
-    """Whether its watchdog is alive."""
-    stale: bool
-    """Whether neither its watchdog nor a server of the job is alive."""
-    readable: bool
-
-
-def peek(job: str, uid: int | None = None) -> np.void | None:
-    """A copy of the job's control record, also if another build made it.
-
-    None if there is none, or if it is half made or of another layout version.
-    """
-    path = SHM / segment_name(job, "control", uid)[1:]
-    try:
-        with path.open("rb") as file:
-            raw = file.read(layout.CONTROL.itemsize)
-    except OSError:
-        return None
-    if len(raw) < layout.CONTROL.itemsize:
-        return None
-    control: np.void = np.frombuffer(raw, layout.CONTROL, 1)[0]
-    header = control["header"]
-    known = int(header["magic"]), int(header["layout_version"])
-    return control if known == (layout.MAGIC, layout.LAYOUT_VERSION) else None
-
-
-def server_pids(job: str, uid: int | None = None) -> list[int]:
-    """Process ids of the job's servers that are alive, as its control segment names them."""
-    control = peek(job, uid)
-    if control is None:
-        return []
-    lines = [(int(line["pid"]), int(line["start"])) for line in control["server"]]
-    return [pid for pid, start in lines if process.alive(pid, start)]
 
 
 def is_kept(job: str) -> bool:
@@ -306,48 +283,3 @@ def other_build(job: str) -> str | None:
     except (FileNotFoundError, SegmentError):
         return None
     return build.server_difference(int(found.view(layout.CONTROL)["server_build"]))
-
-
-def find(job: str | None = None) -> list[Found]:
-    """All segments of this project in /dev/shm, or one job's (of this user)."""
-    found = []
-    try:
-        names = sorted(path.name for path in SHM.iterdir())
-    except OSError:
-        return []
-    for name in names:
-        match = SEGMENT_NAME.fullmatch(name)
-        if not match or (
-            job is not None and (match["job"] != job or int(match["uid"]) != os.getuid())
-        ):
-            continue
-        found.append(_look(name, match["job"], match["part"], int(match["uid"])))
-    looked = [one for one in found if one is not None]
-    served = {
-        key: bool(server_pids(*key)) for key in {(one.job, one.uid) for one in looked if one.stale}
-    }
-    return [
-        replace(one, stale=False) if one.stale and served[one.job, one.uid] else one
-        for one in looked
-    ]
-
-
-def _look(name: str, job: str, part: str, uid: int) -> Found | None:
-    path = SHM / name
-    try:
-        status = path.stat()
-        with path.open("rb") as file:
-            raw = file.read(layout.HEADER.itemsize)
-    except FileNotFoundError:
-        return None
-    except OSError:
-        size = status.st_size
-        return Found(f"/{name}", job, part, uid, size, 0, owned=False, stale=False, readable=False)
-    raw = raw.ljust(layout.HEADER.itemsize, b"\0")
-    header = np.frombuffer(raw, layout.HEADER, 1)[0]
-    pid, start = int(header["owner_pid"]), int(header["owner_start"])
-    half_made_s = time.time() - status.st_mtime
-    owned = process.alive(pid, start)
-    stale = not owned if pid else half_made_s > HALF_MADE_S
-    size = status.st_size
-    return Found(f"/{name}", job, part, uid, size, pid, owned=owned, stale=stale, readable=True)

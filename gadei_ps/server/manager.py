@@ -28,7 +28,7 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, OtherVersion, SegmentError
 from gadei_ps.machine import log, placement, process
-from gadei_ps.memory import build, layout, segment
+from gadei_ps.memory import build, holds, layout, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, STATE, Phase, SegmentKind, ServerState
 from gadei_ps.memory.segment import segment_name
 from gadei_ps.server import shard
@@ -68,6 +68,10 @@ class Server:
         self.reigns = False  # active, with the leases of all shards
         self.stop_asked = False
         self._line = self.control["server"][number]
+        self._start = process.start_ticks(os.getpid())
+        self._namespace = process.namespace()
+        self._byte = holds.SERVERS[number]
+        self._hold: holds.Hold | None = None  # by which others see that this server lives
         word = self.control_segment.word
         self._beat_at = word(CONTROL, "server") + number * SERVER.itemsize
         self._beat_at += layout.offset(SERVER, "beat")
@@ -198,8 +202,8 @@ class Server:
     def _try_leases(self) -> None:
         """Becomes the heir, then the active server, when those before have ended."""
         word = self.control_segment.word
-        if not self.heir and self._is_named() and self._take(word(CONTROL, "heir")):
-            self.heir = True
+        if not self.heir and self._is_named() and self._vouch():
+            self.heir = self._take(word(CONTROL, "heir"))
         if not self.heir or self.active:
             return
         # Once a shard's lease has come, the managers' is sure to follow.
@@ -213,7 +217,27 @@ class Server:
                 self.log.warning("taken over", server=os.getpid(), generation=self._generation)
 
     def _is_named(self) -> bool:
-        return int(self._line["pid"]) == os.getpid()
+        """Whether the watchdog, or one that has adopted the job since, knows of this server."""
+        named = int(self._line["pid"]), int(self._line["start"])
+        here = int(self.control["header"]["owner_namespace"]) == self._namespace
+        return here and named == (os.getpid(), self._start)
+
+    def _vouch(self) -> bool:
+        """Takes this server's lock. False while the one that had the line before still ends.
+
+        Raises FileNotFoundError or SegmentError if the control segment has lost its name.
+        """
+        if self._hold is None:
+            hold = holds.take(self.job, self._byte)
+            if hold is not None and hold.inode != self.control_segment.inode:
+                raise SegmentError(f"job {self.job!r} has been replaced by another of its name")
+            # A watchdog of another pid namespace, which looks for the lock, may just have adopted
+            # the job: it clears the line first and looks again afterwards.
+            if hold is not None and self._is_named():
+                self._hold = hold
+            elif hold is not None:
+                hold.release()
+        return self._hold is not None
 
     def _replaced(self) -> bool:
         """Whether no watchdog knows of this server: it may die right after it has started one."""

@@ -13,7 +13,7 @@ from rich.text import Text
 from gadei_ps.show.counts import counted
 from gadei_ps.show.tables import duration, facts, size, table
 
-STATE_STYLE = {"running": "green", "stale": "yellow", "silent": "red"}
+STATE_STYLE = {"running": "green", "stale": "yellow", "silent": "red", "foreign": "red"}
 
 
 def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -34,6 +34,13 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         parts.append(
             Text(
                 "serve goes on with what a stale job has left, gadei-ps gc JOB removes it",
+                style="dim",
+            )
+        )
+    if any(one["state"] == "foreign" for one in rows):
+        parts.append(
+            Text(
+                "other files have the names of a foreign job's segments: gadei-ps gc tells which",
                 style="dim",
             )
         )

@@ -26,7 +26,13 @@ def register_weights(client: Client, index: int, undo: contextlib.ExitStack) -> 
         flags |= READ_ONLY
     else:  # the driver needs a mapping that can be written; nothing else uses this one
         job_id = mapping.header["job_id"].tobytes()
-        mapping = segment.attach(mapping.name, SegmentKind.WEIGHTS, writable=True, job_id=job_id)
+        mapping = segment.attach(
+            mapping.name,
+            SegmentKind.WEIGHTS,
+            writable=True,
+            job_id=job_id,
+            owner=mapping.owner,
+        )
     at = mapping.address + int(mapping.view(layout.WEIGHTS)["data_at"])
     _register(at, mapping.address + mapping.size - at, flags, mapping, index, undo)
     return int(runtime.pointerGetAttributes(at).devicePointer)

@@ -7,6 +7,7 @@ Results are those of gadei.h, for Python the same numbers for the errors it rais
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from clients.both import Makers, answers_of, row_of, told
 from clients.drivers import ERROR, NONFINITE, TIMEOUT, Job, Learner, running
 
 from gadei_ps.memory.layout import FrameKind
+from gadei_ps.memory.segment import SHM, segment_name
 
 # Tensors between which there are gaps, with rows of many values and of one, and a buffer.
 GAPS: dict[str, Any] = {
@@ -54,6 +56,32 @@ def test_the_model_is_the_same(client: Makers, gaps: Job) -> None:
     assert mine.ask("tensors") == (4, shown)
     mine.do("detach")
     gaps.gone()
+
+
+@pytest.mark.parametrize("part", ["control", "weights"])
+def test_a_segment_that_others_may_open_is_refused(client: Makers, small: Job, part: str) -> None:
+    """So is what has taken the name: a link, or a FIFO, at which it does not wait either."""
+    mine = client.plain()
+    path = SHM / segment_name(small.name, part)[1:]
+    aside = path.with_name(f"{path.name}.aside")
+    path.chmod(0o640)
+    try:
+        assert mine.ask("attach", small.socket)[0] == ERROR
+    finally:
+        path.chmod(0o600)
+    path.rename(aside)
+    try:
+        for make in (lambda: path.symlink_to(aside), lambda: os.mkfifo(path, 0o600)):
+            make()
+            code, said = mine.ask("attach", small.socket)
+            assert code == ERROR
+            assert path.name in said
+            path.unlink()
+    finally:
+        aside.rename(path)
+    mine.do("attach", small.socket)
+    mine.do("detach")
+    small.gone()
 
 
 @pytest.mark.parametrize("given", ["", "mine", 'ünusual "näme", cut after 31 bytes'])

@@ -56,7 +56,8 @@ static int fuzz_shm_open(const char *name, int flags, mode_t mode)
 static int fuzz_fstat(int fd, struct stat *status)
 {
     assert(fd >= FAKE_FD && fd < FAKE_FD + PARTS);
-    *status = (struct stat){.st_size = (off_t)parts[fd - FAKE_FD].size};
+    *status = (struct stat){.st_size = (off_t)parts[fd - FAKE_FD].size,
+                            .st_mode = S_IFREG | 0600, .st_uid = geteuid(), .st_nlink = 1};
     return 0;
 }
 

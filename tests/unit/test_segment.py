@@ -26,7 +26,8 @@ from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.segment import SHM, Segment, segment_name
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
-from gadei_ps.watchdog.memory import JobMemory, clear_dead
+from gadei_ps.watchdog.dead import clear_dead
+from gadei_ps.watchdog.memory import JobMemory
 
 JOB_ID = bytes(range(16))
 
@@ -34,8 +35,9 @@ JOB_ID = bytes(range(16))
 @pytest.fixture
 def made(job_name: str) -> Segment:
     """A whole segment, removed with the test."""
+    size = layout.CONTROL.itemsize
     one = segment.create(
-        job_name, "control", SegmentKind.CONTROL, 10_000, job_id=JOB_ID, generation=3, index=7
+        job_name, "control", SegmentKind.CONTROL, size, job_id=JOB_ID, generation=3, index=7
     )
     one.publish()
     yield one
@@ -282,7 +284,7 @@ def test_a_segment_being_made_is_not_stale(job_name: str) -> None:
     """However far its creator has come with the header."""
     path = SHM / segment_name(job_name, "control")[1:]
     raw = np.zeros(1, layout.HEADER)
-    path.write_bytes(b"")
+    path.touch(0o600)
     try:
         assert not segment.find(job_name)[0].stale
         path.write_bytes(raw.tobytes())

@@ -150,5 +150,5 @@ def to_pin(shm: Path) -> int:
         match = segment.SEGMENT_NAME.fullmatch(path.name)
         if match and match["part"].startswith(("weights", "ring")):
             with contextlib.suppress(FileNotFoundError):
-                sizes.append(path.stat().st_size)
+                sizes.append(path.lstat().st_size)
     return sum(sizes)

@@ -1,0 +1,87 @@
+"""Files and processes that are this user's own, as the kernel confirms.
+
+/dev/shm can be written by every user: a file there with the right name may be another user's, a
+FIFO, a link, a directory. And a pid that was read from memory may be another user's process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from gadei_ps.errors import NotOurs
+from gadei_ps.machine import process
+
+SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+OTHERS = 0o077  # permissions of the group and of everybody
+NOT_REGULAR = {
+    stat.S_IFDIR: "it is a directory",
+    stat.S_IFIFO: "it is a FIFO",
+    stat.S_IFLNK: "it is a symbolic link",
+    stat.S_IFSOCK: "it is a socket",
+    stat.S_IFCHR: "it is a device",
+    stat.S_IFBLK: "it is a device",
+}
+# What open() says of things that are no files, or that this user may not open.
+REFUSED = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENODEV}
+
+
+def open_file(path: Path, flags: int, mode: int = 0o600, owner: int | None = None) -> int:
+    """Opens a file of this user that no other user can open; returns the descriptor.
+
+    owner: whose file it must be; by default the effective user's. Never waits and follows no link.
+    Raises NotOurs where it is anything else, FileNotFoundError, or OSError.
+    """
+    owner = os.geteuid() if owner is None else owner
+    try:
+        fd = os.open(path, flags | SAFELY, mode)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        raise NotOurs(f"{path}: {_why_not_opened(path, error, owner)}") from None
+    try:
+        why = foreign(os.fstat(fd), owner)
+        if why:
+            raise NotOurs(f"{path}: {why}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _why_not_opened(path: Path, error: OSError, owner: int) -> str:
+    try:
+        return foreign(path.lstat(), owner) or str(error.strerror)
+    except OSError:
+        return str(error.strerror)
+
+
+def foreign(status: os.stat_result, owner: int) -> str:
+    """Why a file is not one that `owner` alone can open; empty if it is."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        return NOT_REGULAR.get(kind, "it is no regular file")
+    if status.st_uid != owner:
+        return f"it belongs to another user (uid {status.st_uid})"
+    if status.st_mode & OTHERS:
+        return f"other users may open it (mode {stat.S_IMODE(status.st_mode):04o})"
+    if status.st_nlink > 1:
+        return "it has another name, too (a hard link)"
+    return ""
+
+
+def open_process(pid: int, start: int) -> int | None:
+    """A pidfd of the very process, to signal it; None if it has ended or is another user's."""
+    if pid <= 0:
+        return None
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    # The descriptor was opened before: a process that is alive now is the one behind it.
+    if process.alive(pid, start) and process.owner(pid) == os.geteuid():
+        return pidfd
+    os.close(pidfd)
+    return None

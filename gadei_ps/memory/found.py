@@ -1,0 +1,182 @@
+"""What of a job is in /dev/shm, and which of its processes live; nothing is mapped for that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gadei_ps.errors import NotOurs
+from gadei_ps.machine import process
+from gadei_ps.memory import holds, layout, shm
+from gadei_ps.memory.shm import segment_name
+
+HALF_MADE_S = 5.0  # after this time, a segment without magic or owner counts as stale
+
+
+@dataclass(frozen=True)
+class Found:
+    """What has the name of a segment of this project in /dev/shm."""
+
+    name: str
+    job: str
+    part: str
+    uid: int
+    """That the name tells."""
+    size: int
+    owner_pid: int = 0
+    owned: bool = False
+    """Whether its watchdog is alive."""
+    stale: bool = False
+    """Whether neither its watchdog nor a server of the job is alive."""
+    elsewhere: bool = False
+    """Whether one of them is alive in another pid namespace."""
+    foreign: str = ""
+    """Why it is not ours, in one line: then nothing more is known. Empty: it is ours."""
+
+
+@dataclass(frozen=True)
+class Living:
+    """Which processes of a job live. Pids tell it, or locks where pids mean nothing here."""
+
+    watchdog: bool = False
+    servers: bool = False
+    elsewhere: bool = False
+    """Whether they live in another pid namespace."""
+
+    @property
+    def anyone(self) -> bool:
+        return self.watchdog or self.servers
+
+
+def living(job: str, uid: int | None = None) -> Living:
+    """What the kernel says of the job's processes."""
+    try:
+        fd = shm.open_segment(segment_name(job, "control", uid), writable=False)
+    except (NotOurs, OSError):
+        return Living()
+    try:
+        locked = [holds.held(fd, byte) for byte in (holds.WATCHDOG, *holds.SERVERS)]
+        control = _control(fd)
+    finally:
+        os.close(fd)
+    watchdog, servers = locked[0], any(locked[1:])
+    if control is not None and is_here(control["header"]):
+        pid, start = int(control["watchdog_pid"]), int(control["watchdog_start"])
+        return Living(watchdog or process.alive(pid, start), servers or bool(_servers(control)))
+    return Living(watchdog, servers, control is not None and (watchdog or servers))
+
+
+def elsewhere(job: str) -> str:
+    """What is said of a job that lives in another pid namespace."""
+    return (
+        f"job {job!r} is running elsewhere (in another container or pid namespace): "
+        "stop it there, or choose another name"
+    )
+
+
+def peek(job: str, uid: int | None = None) -> np.void | None:
+    """A copy of the job's control record, also if another build made it.
+
+    None if there is none, or if it is not ours, half made or of another layout version.
+    """
+    try:
+        fd = shm.open_segment(segment_name(job, "control", uid), writable=False)
+    except (NotOurs, OSError):
+        return None
+    try:
+        return _control(fd)
+    finally:
+        os.close(fd)
+
+
+def _control(fd: int) -> np.void | None:
+    raw = os.pread(fd, layout.CONTROL.itemsize, 0)
+    if len(raw) < layout.CONTROL.itemsize:
+        return None
+    control: np.void = np.frombuffer(raw, layout.CONTROL, 1)[0]
+    header = control["header"]
+    known = int(header["magic"]), int(header["layout_version"])
+    return control if known == (layout.MAGIC, layout.LAYOUT_VERSION) else None
+
+
+def servers(job: str) -> list[tuple[int, int]]:
+    """Pid and start time of the job's servers that are alive, as its control segment names them.
+
+    None of them are of another pid namespace: there, the pids are other processes'.
+    """
+    control = peek(job)
+    return _servers(control) if control is not None and is_here(control["header"]) else []
+
+
+def server_pids(job: str) -> list[int]:
+    """Process ids of the job's servers that are alive."""
+    return [pid for pid, _ in servers(job)]
+
+
+def _servers(control: np.void) -> list[tuple[int, int]]:
+    lines = [(int(line["pid"]), int(line["start"])) for line in control["server"]]
+    return [(pid, start) for pid, start in lines if process.alive(pid, start)]
+
+
+def is_here(header: np.void) -> bool:
+    """Whether pids in a job's segments are pids of this process' namespace."""
+    return int(header["owner_namespace"]) == process.namespace()
+
+
+def find(job: str | None = None) -> list[Found]:
+    """All segments of this project in /dev/shm, or one job's (of this user)."""
+    found = []
+    try:
+        names = sorted(path.name for path in shm.SHM.iterdir())
+    except OSError:
+        return []
+    for name in names:
+        match = shm.SEGMENT_NAME.fullmatch(name)
+        if not match or (
+            job is not None and (match["job"] != job or int(match["uid"]) != os.getuid())
+        ):
+            continue
+        found.append(_look(name, match["job"], match["part"], int(match["uid"])))
+    looked = [one for one in found if one is not None]
+    alive = {key: living(*key) for key in {(one.job, one.uid) for one in looked}}
+    return [one if one.foreign else _with_processes(one, alive[one.job, one.uid]) for one in looked]
+
+
+def _with_processes(one: Found, alive: Living) -> Found:
+    return replace(
+        one,
+        owned=one.owned or alive.watchdog,
+        stale=one.stale and not alive.anyone,
+        elsewhere=alive.elsewhere,
+    )
+
+
+def _look(name: str, job: str, part: str, uid: int) -> Found | None:
+    """One of them by itself; its job's processes may tell more."""
+    path = shm.path_of(name)
+    try:
+        fd = shm.open_segment(name, writable=False)
+    except FileNotFoundError:
+        return None
+    except (NotOurs, OSError) as error:
+        with contextlib.suppress(FileNotFoundError):
+            size = path.lstat().st_size
+            return Found(f"/{name}", job, part, uid, size, foreign=str(error))
+        return None
+    try:
+        status = os.fstat(fd)
+        raw = os.pread(fd, layout.HEADER.itemsize, 0)
+    finally:
+        os.close(fd)
+    header = np.frombuffer(raw.ljust(layout.HEADER.itemsize, b"\0"), layout.HEADER, 1)[0]
+    pid, start = int(header["owner_pid"]), int(header["owner_start"])
+    # Before it had this word, a segment was made by a process of this namespace.
+    here = int(header["layout_version"]) != layout.LAYOUT_VERSION or is_here(header)
+    owned = here and process.alive(pid, start)
+    half_made_s = time.time() - status.st_mtime
+    stale = not owned if pid and here else half_made_s > HALF_MADE_S
+    return Found(f"/{name}", job, part, uid, status.st_size, pid, owned=owned, stale=stale)

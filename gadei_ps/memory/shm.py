@@ -1,0 +1,49 @@
+"""Names of segments, and the one place where a segment's file is opened.
+
+Every user can make files in /dev/shm. So a name proves nothing: what is not a regular file of this
+user, mode 0600, is never read, mapped, locked or removed. native/gadei_segments.c does the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from gadei_ps.errors import UsageError
+from gadei_ps.machine import own
+
+SHM = Path("/dev/shm")
+JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
+SEGMENT_NAME = re.compile(
+    r"gadei-ps\.(?P<uid>\d+)\.(?P<job>[A-Za-z0-9_-]+)\.(?P<part>control|weights|state|ring\.\d+)"
+)
+
+
+def check_job_name(job: str) -> str:
+    """Returns the name, or raises UsageError."""
+    if not JOB_NAME.fullmatch(job):
+        raise UsageError(
+            f"job name {job!r}: use 1 to 48 letters, digits, '-' and '_', "
+            "beginning with a letter or digit"
+        )
+    return job
+
+
+def segment_name(job: str, part: str, uid: int | None = None) -> str:
+    """Name of a job's segment; `part` is control, weights, state or ring.K."""
+    return f"/gadei-ps.{os.getuid() if uid is None else uid}.{job}.{part}"
+
+
+def path_of(name: str) -> Path:
+    """Where the segment of this name lies."""
+    return SHM / name.removeprefix("/")
+
+
+def open_segment(name: str, *, writable: bool, owner: int | None = None) -> int:
+    """Opens a segment's file; returns the descriptor.
+
+    owner: whose it must be; by default the effective user's. Raises FileNotFoundError, NotOurs, or
+    OSError.
+    """
+    return own.open_file(path_of(name), os.O_RDWR if writable else os.O_RDONLY, owner=owner)

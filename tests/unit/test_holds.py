@@ -1,0 +1,160 @@
+"""Locks on a control segment: who holds one, and when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+from support import Child, segments
+from support.hostile import SIZE
+
+from gadei_ps.errors import JobInUse
+from gadei_ps.job.config import JobConfig
+from gadei_ps.machine import process
+from gadei_ps.memory import holds, layout, segment
+from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.segment import Living, Segment, segment_name
+from gadei_ps.sync import parse
+from gadei_ps.watchdog.dead import clear_dead
+from gadei_ps.watchdog.memory import JobMemory
+
+
+@pytest.fixture
+def made(job_name: str) -> Iterator[Segment]:
+    """A control segment that this process owns and nobody has locked."""
+    one = segment.create(job_name, "control", SegmentKind.CONTROL, SIZE, job_id=bytes(16))
+    one.publish()
+    yield one
+    segment.unlink(one.name)
+
+
+def held(job: str) -> list[bool]:
+    fd = segment.shm.open_segment(segment_name(job, "control"), writable=False)
+    try:
+        return [holds.held(fd, byte) for byte in (holds.WATCHDOG, *holds.SERVERS)]
+    finally:
+        os.close(fd)
+
+
+def take_it(pipe: Connection, job: str) -> None:
+    mine = holds.take(job, holds.WATCHDOG)
+    pipe.send(mine is not None)
+    signal.pause()
+
+
+def keep_it(pipe: Connection, job: str, mapped: Segment) -> None:
+    pipe.send(mapped.size)
+    signal.pause()
+
+
+def test_each_byte_has_one_holder(made: Segment, job_name: str) -> None:
+    mine = holds.take(job_name, holds.SERVERS[0])
+    assert mine is not None
+    assert mine.inode == made.inode
+    assert held(job_name) == [False, True, False]
+    assert holds.take(job_name, holds.SERVERS[0]) is None
+    other = holds.take(job_name, holds.SERVERS[1])
+    assert other is not None
+    mine.release()
+    mine.release()
+    assert held(job_name) == [False, False, True]
+
+
+def test_a_killed_process_holds_nothing(made: Segment, job_name: str) -> None:
+    child = Child(take_it, job_name)
+    try:
+        assert child.receive()
+        assert held(job_name) == [True, False, False]
+        assert holds.take(job_name, holds.WATCHDOG) is None
+        with holds.alone(job_name) as alone:
+            assert not alone
+    finally:
+        child.kill()
+    assert held(job_name) == [False, False, False]
+    with holds.alone(job_name) as alone:
+        assert alone
+        assert held(job_name) == [True, False, False]
+
+
+def test_a_mapping_in_a_fork_keeps_no_lock(job_name: str) -> None:
+    """A lock goes with the last reference to its open file, and a mapping is such a reference."""
+    memory = JobMemory(JobConfig(name=job_name))
+    memory.create_control(parse("asp"))
+    child = Child(keep_it, job_name, segment_of(job_name))
+    try:
+        assert child.receive() == memory.control.size
+        assert held(job_name)[holds.WATCHDOG]
+    finally:
+        child.kill()
+    memory.remove()
+    assert not segments(job_name)
+
+
+def segment_of(job: str) -> Segment:
+    return segment.attach(segment_name(job, "control"), SegmentKind.CONTROL, writable=True)
+
+
+@pytest.mark.parametrize("byte", [holds.WATCHDOG, *holds.SERVERS])
+def test_pids_of_another_namespace_tell_nothing(made: Segment, job_name: str, byte: int) -> None:
+    """Neither that a process lives, as ours has that pid, nor that it is dead."""
+    control = made.view(layout.CONTROL)
+    control["watchdog_pid"], control["watchdog_start"] = os.getpid(), made.header["owner_start"]
+    control["server"]["pid"], control["server"]["start"] = os.getpid(), made.header["owner_start"]
+    assert segment.living(job_name) == Living(watchdog=True, servers=True)
+    assert set(segment.server_pids(job_name)) == {os.getpid()}
+    made.header["owner_namespace"] += 1
+    os.utime(segment.shm.path_of(made.name), (1e9, 1e9))
+    assert segment.living(job_name) == Living()
+    assert segment.server_pids(job_name) == []
+    (found,) = segment.find(job_name)
+    assert found.stale and not found.owned
+    hold = holds.take(job_name, byte)
+    assert hold is not None
+    watchdog = byte == holds.WATCHDOG
+    assert segment.living(job_name) == Living(watchdog, not watchdog, elsewhere=True)
+    (found,) = segment.find(job_name)
+    assert found.elsewhere and not found.stale
+    with pytest.raises(JobInUse, match="elsewhere"):
+        clear_dead(job_name)
+    hold.release()
+    assert clear_dead(job_name) == [made.name]
+
+
+def test_a_server_that_the_watchdog_has_not_named_keeps_no_lock(job_name: str) -> None:
+    """So one that starts while its job is adopted from another namespace does not serve."""
+    from gadei_ps.server.manager import Server
+
+    memory = JobMemory(JobConfig(name=job_name))
+    memory.create_control(parse("asp"))
+    try:
+        lines = memory.control.view(layout.CONTROL)["server"]
+        servers = [Server(job_name, number, 10.0, []) for number in range(2)]
+        assert not servers[0]._vouch()
+        assert held(job_name) == [True, False, False]
+        for line in lines:
+            line["start"] = process.start_ticks(os.getpid())
+            line["pid"] = os.getpid()
+        assert servers[1]._vouch()
+        assert held(job_name) == [True, False, True]
+        memory.control.header["owner_namespace"] += 1
+        assert not servers[0]._vouch()
+        assert all(one._replaced() for one in servers)
+        assert held(job_name) == [True, False, True]
+    finally:
+        memory.remove()
+
+
+def test_a_ring_is_written_while_somebody_has_it_mapped(made: Segment) -> None:
+    assert holds.is_written(made.name)
+    child = Child(keep_it, "", made)
+    child.receive()
+    name = made.name
+    made.memory = None  # type: ignore[assignment]
+    assert holds.is_written(name), "by the child"
+    child.kill()
+    assert not holds.is_written(name)
+    reader = segment.attach(name, SegmentKind.CONTROL, writable=False)
+    assert not holds.is_written(reader.name)

@@ -1,0 +1,80 @@
+"""Removes what a dead job has left, and ends the servers that have outlived it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+from gadei_ps import _native
+from gadei_ps.errors import JobInUse, SegmentError
+from gadei_ps.machine import own, process
+from gadei_ps.memory import holds, layout, segment
+from gadei_ps.memory.layout import Phase, SegmentKind, Stop
+
+KILL_S = 10.0
+
+
+def clear_dead(job: str) -> list[str]:
+    """Removes the segments of a job of this name whose watchdog is dead, and ends its servers.
+
+    The caller holds the job's lock. Raises JobInUse if a watchdog with another runtime directory
+    lives, if a process of the job lives in another pid namespace, or if a segment's name is taken
+    by what is not ours.
+    """
+    found = segment.find(job)
+    for one in found:
+        if one.foreign:
+            raise name_taken(one.foreign)
+    living = segment.living(job)
+    if living.elsewhere:
+        raise JobInUse(segment.elsewhere(job))
+    # Without servers, a segment that is not stale is being made at this moment.
+    busy = [one for one in found if one.owned or not (one.stale or living.servers)]
+    if busy:
+        raise JobInUse(
+            f"job {job!r} is in use: process {busy[0].owner_pid} owns {busy[0].name[1:]}; "
+            "choose another name or stop it (gadei-ps stop)"
+        )
+    with holds.alone(job) as alone:
+        if not alone:
+            raise JobInUse(f"job {job!r} has just been started by another")
+        for pid, start in segment.servers(job):
+            _kill(pid, start)
+        if segment.living(job).servers:
+            raise JobInUse(f"job {job!r} is in use: its servers do not end")
+        _tell_learners(job)
+        # The control segment last: without it, the others would tell nothing of who uses them.
+        names = sorted((one.name for one in found), key=lambda name: name.endswith(".control"))
+        return [name for name in names if segment.unlink(name)]
+
+
+def _tell_learners(job: str) -> None:
+    """Learners that are still attached fail at once; otherwise they would wait for a watchdog."""
+    name = segment.segment_name(job, "control")
+    with contextlib.suppress(FileNotFoundError, SegmentError):  # half made, or of another build
+        control = segment.attach(name, SegmentKind.CONTROL, writable=True)
+        if int(control.view(layout.CONTROL)["phase"]) < Phase.KEPT:
+            # In this order: a learner that sees the stop also sees the reason.
+            control.view(layout.CONTROL)["phase"] = Phase.FAILED
+            _native.store32(control.word(layout.CONTROL, "stop"), Stop.NOW)
+
+
+def name_taken(why: str) -> JobInUse:
+    return JobInUse(
+        f"{why}; it is left alone: choose another name for the job, or have it removed by its "
+        "owner or root"
+    )
+
+
+def _kill(pid: int, start: int) -> None:
+    pidfd = own.open_process(pid, start)
+    if pidfd is None:
+        return
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        process.gone(pidfd, KILL_S)
+    except ProcessLookupError:
+        pass  # it has just ended
+    finally:
+        os.close(pidfd)

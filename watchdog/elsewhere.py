@@ -1,0 +1,55 @@
+"""A job whose processes were in another pid namespace, for example in a container that is gone.
+
+Its pids mean nothing here: they may be other processes', even with the same start times. So only
+what the kernel vouches for counts: locks on the control segment, and who can write to a ring.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from gadei_ps.errors import JobInUse, NotOurs
+from gadei_ps.memory import holds, segment
+from gadei_ps.memory.layout import ServerState
+
+LET_GO_S = 15.0  # for a server that has lost its watchdog while it started
+
+
+def check_dead(job: str, control: np.void) -> None:
+    """Raises JobInUse if a server or a learner of the job lives. The caller holds the watchdog's
+    lock."""
+    if segment.living(job).servers:
+        raise JobInUse(segment.elsewhere(job))
+    roster = control["roster"]
+    for row in np.flatnonzero(roster["generation"] != roster["retired"]).tolist():
+        try:
+            written = holds.is_written(segment.segment_name(job, f"ring.{row}"))
+        except (FileNotFoundError, NotOurs):
+            continue
+        if written:
+            raise JobInUse(
+                f"learner {row} of job {job!r} is running elsewhere (in another container or pid "
+                "namespace): end it there first"
+            )
+
+
+def forget_processes(control: np.void) -> None:
+    """Clears the pids of the dead, before the job's pids are those of this namespace."""
+    control["watchdog_pid"] = control["lease_pid"] = 0
+    control["server"]["pid"] = 0
+    control["server"]["state"] = ServerState.NONE
+    control["roster"]["pid"] = 0
+
+
+def wait_for_servers(job: str) -> None:
+    """Waits for a server that was just starting when its watchdog died.
+
+    It sees that the job's pids are not of its namespace any more, and ends. Raises JobInUse.
+    """
+    until = time.monotonic() + LET_GO_S
+    while segment.living(job).servers:
+        if time.monotonic() > until:
+            raise JobInUse(segment.elsewhere(job))
+        time.sleep(0.01)
