@@ -62,7 +62,9 @@ class GpuBackend:
                 # Torch's own would move the weights to memory that no pull reaches.
                 layer.flatten_parameters = _do_nothing  # type: ignore[method-assign]
                 self._undo.callback(delattr, layer, "flatten_parameters")
-        lookup.adapt(trained, self._gather, self._undo)
+        # Here, and not as a decorator: this loads torch._dynamo, which takes seconds.
+        gather = torch.compiler.disable(self._gather)  # type: ignore[no-untyped-call]
+        lookup.adapt(trained, gather, self._undo)
         for name, parameter in trained.parameters.items():
             parameter.data = self._tensors[name]
         self._refresh_buffers()
@@ -159,7 +161,6 @@ class GpuBackend:
             theirs = [self._tensors[name] for name in buffers]
             torch._foreach_copy_(list(buffers.values()), theirs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         """The job's current rows of a tensor, shape (n, width); indices: int64, flat.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,8 @@ _MODULE = sys.modules[torch.optim.Optimizer.__module__]
 _HOOKS_OF_ALL = tuple(
     getattr(_MODULE, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")
 )
+# Without torch's wrapper, which loads torch._dynamo: that takes seconds of each learner's start.
+_ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class _NotWanted(Exception):
@@ -104,7 +107,7 @@ class Optimizer(torch.optim.Optimizer):
         """For torch's own constructor only. Raises UsageError: a job's model is fixed."""
         if getattr(self, "_made", False):
             raise UsageError("a job's model is fixed: parameters cannot be added to it")
-        super().add_param_group(param_group)
+        _ADD_PARAM_GROUP(self, param_group)
 
     # -- one step -------------------------------------------------------------------------------
 

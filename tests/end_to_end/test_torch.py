@@ -223,6 +223,7 @@ def test_two_learners_statistics_move_by_both(job_name: str) -> None:
 
 
 SCRIPT = """
+import sys
 import torch
 from torch import nn
 from gadei_ps.learners.torch import Optimizer, linear
@@ -241,6 +242,7 @@ for batch in optimizer.batches(samples=400, batch_size=10, epochs=6):
     optimizer.report(loss=loss)
     optimizer.step()
 optimizer.close()
+assert "torch._dynamo" not in sys.modules, "which takes as long to load as all the rest"
 """
 
 

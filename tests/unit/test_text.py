@@ -428,8 +428,10 @@ def test_a_result_directory_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_importing_starts_nothing() -> None:
+    """Nor does it load PyTorch's compiler, which takes as long as all the rest."""
     program = (
-        "import threading, multiprocessing as m, gadei_ps.classifier.network;"
-        "assert threading.active_count() == 1 and not m.active_children()"
+        "import sys, threading, multiprocessing as m, gadei_ps.classifier.learner;"
+        "assert threading.active_count() == 1 and not m.active_children();"
+        "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
