@@ -6,7 +6,7 @@ import os
 import sys
 
 from gadei_ps.errors import DeviceError, UsageError
-from gadei_ps.learners.device import Device
+from gadei_ps.learners.device_interface import Device
 from gadei_ps.learners.host import Host
 from gadei_ps.machine import cuda
 from gadei_ps.machine.launch import DEVICE_VARIABLE

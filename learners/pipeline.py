@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.device import Device
+from gadei_ps.learners.device_interface import Device
 
 
 class Pipeline:

@@ -18,7 +18,7 @@ from gadei_ps.benchmarks.gpu.sizes import FULL, QUICK
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import from_mapping
 from gadei_ps.learners import devices
-from gadei_ps.learners.device import Device
+from gadei_ps.learners.device_interface import Device
 from gadei_ps.machine import gpus
 from gadei_ps.machine.cuda import missing as cuda_missing
 

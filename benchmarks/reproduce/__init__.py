@@ -1,1 +1,1 @@
-"""What the papers report, done again here: `make reproduce`."""
+"""`make reproduce`: repeats what the papers report."""

@@ -2,9 +2,8 @@
 
     python -m gadei_ps.benchmarks.reproduce [--quick] [--write] [PART]...
 
-Each part runs in a process of its own and writes a result file; the document is made from all
-result files. `--write`: only writes the document. `--quick`: small sizes, to see that it works;
-writes nothing.
+Each part runs in its own process and writes a result file. The document is made of all result
+files. `--write`: only writes the document. `--quick`: small sizes for a trial; writes nothing.
 """
 
 from __future__ import annotations
@@ -77,9 +76,9 @@ def main() -> None:
 
 
 def _run(name: str, quick: bool) -> None:
-    """One part, in this process."""
+    """Runs one part in this process."""
     matplotlib.use("Agg")
-    # So that a plot drawn again from the same figures is the same file.
+    # With this salt, the same figures give the same file.
     matplotlib.rcParams["svg.hashsalt"] = "gadei-ps"
     if quick:
         part.PLOTS = part.scratch()
@@ -98,7 +97,7 @@ def _run(name: str, quick: bool) -> None:
 
 
 def document() -> str:
-    """docs/reproduction.md, from the result files."""
+    """The text of docs/reproduction.md, from the result files."""
     sections = [HEAD]
     for name in PARTS:
         if not (part.RESULTS / f"reproduce_{name}.json").exists():

@@ -1,4 +1,4 @@
-"""Throughput of learned cutoffs on a cluster one node of which is slow for a while.
+"""Throughput of learned cutoffs on a cluster in which one node is slow for some time.
 
 Teng and Wood 2018, Figure 2 and sections 4.1 and 4.2.
 """
@@ -29,10 +29,10 @@ from gadei_ps.sync.run_time_model import RunTimeModel
 
 LEARNERS = 158
 NODE = 40
-"""Learners of a node; the last one has 38, because two of 160 are not learners."""
+"""Learners of a node. The last node has 38, because two of 160 processes are not learners."""
 PAPER_MEAN, PAPER_STD = 1.057, 0.393
 MEAN, SLOW = 0.9119, 2.2326
-"""Seconds of an undisturbed run time, and the factor of a slow node: with these the recording has
+"""Seconds of an undisturbed run time, and the factor of a slow node. With these, the recording has
 the paper's mean and deviation."""
 SWITCH = 60
 """The node is slow in iterations 1 to 60 and recovers at iteration 61."""
@@ -51,13 +51,14 @@ def cluster(
 ) -> FloatArray:
     """Run times in seconds, (iterations, learners). slow: whether node `which` is, (iterations,).
 
-    Learners differ a little for good; cluster and nodes wander together over some iterations; each
-    run time has noise of its own (8 %); one in a hundred is a straggler's, by a fifth or more.
+    Learners differ a little at all times. The run times of the cluster and of nodes vary together
+    over some iterations. Each run time has its own noise (8 %). One in a hundred is longer by a
+    fifth or more.
     """
     generator = np.random.default_rng(seed)
     iterations = len(slow)
     of_node = np.arange(learners) // node
-    # The machines are the same in every recording.
+    # A fixed seed, because the machines are the same in every recording.
     times = MEAN * np.exp(np.random.default_rng(0).normal(0, 0.03, learners))
     times = times * np.exp(_wander(generator, iterations, 1, 0.02))
     times *= np.exp(_wander(generator, iterations, int(of_node[-1]) + 1, 0.03))[:, of_node]
@@ -70,7 +71,7 @@ def cluster(
 
 
 def _wander(generator: np.random.Generator, iterations: int, count: int, std: float) -> FloatArray:
-    """Independent series of that deviation, (iterations, count), each step 0.9 of the last."""
+    """Independent series, (iterations, count), with deviation `std` and correlation 0.9."""
     series = generator.normal(0, std, (iterations, count))
     for before, now in pairwise(series):
         now *= np.sqrt(1 - 0.9**2)
@@ -79,21 +80,21 @@ def _wander(generator: np.random.Generator, iterations: int, count: int, std: fl
 
 
 def switches(iterations: int, seed: int) -> npt.NDArray[np.bool_]:
-    """Slow and not, in turns of 40 to 160 iterations."""
+    """Whether the node is slow, by iteration. It changes every 40 to 160 iterations."""
     generator = np.random.default_rng(seed)
     turns = generator.integers(40, 161, iterations // 40 + 1)
     return np.repeat(np.arange(len(turns)) % 2 == 0, turns)[:iterations]
 
 
 def recording(iterations: int = RECORDED, *, learners: int = LEARNERS, node: int = NODE) -> Trace:
-    """What the model is trained with: both regimes, several switches."""
+    """The recording that trains the model: both regimes, several switches."""
     times = cluster(switches(iterations, 1), 1, learners=learners, node=node)
     names = tuple(str(learner) for learner in range(learners))
     return Trace(times, np.zeros(times.shape, np.bool_), names)
 
 
 def trial(seed: int, *, learners: int = LEARNERS, node: int = NODE, which: int = 0) -> FloatArray:
-    """200 iterations, the first 60 with a slow node; another seed than the recording's."""
+    """200 iterations, the first 60 with a slow node, with a seed that no recording has."""
     slow = np.arange(TEST) < SWITCH
     return cluster(slow, 100 + seed, learners=learners, node=node, which=which)
 
@@ -249,7 +250,7 @@ def _plot(times: FloatArray, runs: dict[str, Driven]) -> None:
 
 
 def save(figure: Any, name: str) -> None:
-    """Into the plots' directory; the same figures give the same file."""
+    """Saves a plot into the plots' directory. The same figures give the same file."""
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(part.PLOTS / name, metadata={"Date": None})
     pyplot.close(figure)

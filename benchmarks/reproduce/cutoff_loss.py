@@ -17,20 +17,20 @@ from gadei_ps.simulate.compare import Learning
 from gadei_ps.simulate.run_times import Recorded
 from gadei_ps.simulate.setting import Setting
 
-BATCH = 64  # of a learner: 10,112 of all 158, as in the paper
+BATCH = 64  # of a learner; 10,112 for all 158, as in the paper
 LR = 0.64
 ITERATIONS = 500
-QUICK_ITERATIONS = 22  # two more than the predictors need to begin
+QUICK_ITERATIONS = 22  # two more than the predictors need
 POINTS = 200
-SEED = 100  # not that of the recording which the model is trained with
+SEED = 100  # not the seed of the recording that trains the model
 REACHED = (0.30, 0.20, 0.15)  # validation losses
 STYLES = {"wild": "tab:green", "cutoff": "tab:red", "order": "tab:orange", "sync": "tab:blue"}
 
 
 def run(quick: bool = False) -> Part:
-    """The four methods, each for as many iterations."""
+    """Measures the four methods for the same number of iterations."""
     learners = cutoff_cluster.LEARNERS
-    # Twice as many as there are on the average, for those learners that are never held up.
+    # Twice the mean number of iterations, for learners that never wait.
     slow = np.arange(2 * ITERATIONS) < cutoff_cluster.SWITCH
     times = Recorded(cutoff_cluster.cluster(slow, SEED))
     setting = Setting(learners, times, iterations=QUICK_ITERATIONS if quick else ITERATIONS)
@@ -64,7 +64,7 @@ def run(quick: bool = False) -> Part:
 
 
 def reached(curve: list[dict[str, float]], key: str, bound: float, above: bool) -> float | None:
-    """Seconds at the first point that is there; None if none is."""
+    """Seconds of the first point that reaches the bound; None if there is none."""
     for point in curve:
         if (point[key] >= bound) if above else (point[key] <= bound):
             return point["seconds"]
@@ -78,7 +78,7 @@ def _rows(runs: dict[str, dict[str, Any]]) -> list[Row]:
         "order": "between cutoff and sync",
         "sync": "slowest",
     }
-    # How the loss goes on is in the plot: up and down at first, with 157 others between.
+    # The plot shows the rest of the curve, which at first goes up and down.
     why = {"wild": "to the same loss here; staleness shows as jumps on the way; "}
     rows = []
     for name, one in runs.items():
@@ -99,7 +99,7 @@ def _rows(runs: dict[str, dict[str, Any]]) -> list[Row]:
                 f"{one['oracle_share']:.0%} of the oracle; {one['dropped']:,} given up",
             )
         )
-    # Every method at the time at which the first of them is done.
+    # The loss of every method when the first of them is done.
     end = min(one["seconds"] for one in runs.values())
     rows.append(
         Row(
@@ -112,7 +112,7 @@ def _rows(runs: dict[str, dict[str, Any]]) -> list[Row]:
 
 
 def _at(curve: list[dict[str, float]], moment: float) -> float:
-    """The loss then, between the points."""
+    """The loss at `moment`, interpolated between the points."""
     times = [point["seconds"] for point in curve]
     return float(np.interp(moment, times, [point["loss"] for point in curve]))
 

@@ -1,7 +1,8 @@
-"""Predictors of run times at work on a trace: which cutoff they choose, and what it is worth.
+"""Runs predictors on a trace: which cutoffs they choose, and the throughput of these.
 
-Each superstep all learners begin together. The c-th to finish ends it, the others are dropped and
-their run times known only to be longer (Teng and Wood 2018, Algorithm 1 and section 4.2).
+All learners begin each superstep together. The c-th learner to finish ends it. The others are
+dropped, and their run times are known only to be longer (Teng and Wood 2018, Algorithm 1 and
+section 4.2).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ COLOURS = {
 
 @dataclass
 class Driven:
-    """What came of each superstep, (iterations,) each.
+    """The results of all supersteps, each of shape (iterations,).
 
-    share: throughput against the oracle's, which knows the run times beforehand. seconds: until the
-    cutoff, in the trace's unit.
+    share: throughput over that of the oracle, which knows the run times in advance. seconds: time
+    until the cutoff, in the trace's unit.
     """
 
     cutoffs: npt.NDArray[np.int64]
@@ -41,23 +42,23 @@ class Driven:
 
 
 def oracle(times: FloatArray) -> FloatArray:
-    """The greatest c / x_(c) of each superstep: (iterations, learners) gives (iterations,)."""
+    """The largest c / x_(c) of each superstep, (iterations,). times: (iterations, learners)."""
     return np.array([throughput(np.sort(row)).max() for row in times])
 
 
 def fixed(times: FloatArray, cutoff: int) -> Driven:
-    """The same cutoff each superstep."""
+    """The results with the same cutoff in each superstep."""
     return _driven(times, np.full(len(times), cutoff))
 
 
 def best_fixed(times: FloatArray) -> int:
-    """The cutoff with the best mean throughput over the whole trace: with hindsight."""
+    """The cutoff with the best mean throughput over the whole trace, chosen with hindsight."""
     ordered = np.sort(times, axis=1)
     return int((np.arange(1, ordered.shape[1] + 1) / ordered).mean(axis=0).argmax()) + 1
 
 
 def drive(predictor: Predictor, times: FloatArray) -> Driven:
-    """The predictor's own cutoffs; where it has none, all are awaited. It sees the first c only."""
+    """The results of the predictor, which sees the first c. Without a cutoff, all are awaited."""
     learners = np.arange(times.shape[1])
     cutoffs = []
     for row in times:
@@ -77,11 +78,11 @@ def _driven(times: FloatArray, cutoffs: npt.NDArray[np.int64]) -> Driven:
 
 @dataclass
 class Calibration:
-    """Predicted and observed order statistics of the iterations with a prediction.
+    """Predicted and observed order statistics of the iterations that have a prediction.
 
     All run times are known. error: mean of |predicted - observed| / observed for each order
-    statistic, (learners,). covered: share of the observed ones within two predicted deviations,
-    (learners,); NaN where no deviations are predicted.
+    statistic, (learners,). covered: share of the observed values within two predicted deviations,
+    (learners,); NaN if no deviations are predicted.
     """
 
     error: FloatArray
@@ -89,7 +90,7 @@ class Calibration:
 
 
 def calibrate(predictor: Predictor, times: FloatArray) -> Calibration:
-    """Over all supersteps of a trace: (iterations, learners)."""
+    """The calibration over all supersteps of a trace. times: (iterations, learners)."""
     learners = np.arange(times.shape[1])
     nobody = np.zeros(len(learners), np.bool_)
     errors, covered = [], []
@@ -106,7 +107,7 @@ def calibrate(predictor: Predictor, times: FloatArray) -> Calibration:
 def predicted(
     predictor: Predictor, learners: npt.NDArray[np.int64]
 ) -> tuple[FloatArray, FloatArray] | None:
-    """Expected order statistics and their deviations, NaN where it has none; None at first."""
+    """Expected order statistics, and deviations or NaN. None while there is no prediction."""
     if isinstance(predictor, RunTimeModel):
         draws = predictor.sampled(learners)
         if draws is None:
@@ -117,12 +118,12 @@ def predicted(
 
 
 def percent(values: FloatArray) -> str:
-    """The mean of shares."""
+    """The mean of shares, as text."""
     return f"{100 * float(np.mean(values)):.1f} %"
 
 
 def over(runs: Sequence[Driven], of: Callable[[Driven], FloatArray], begin: int, end: int) -> str:
-    """The mean share of some iterations, and its range over the runs if there are several."""
+    """The mean share of some iterations, with its range if there are several runs."""
     means = [100 * float(np.mean(of(run)[begin:end])) for run in runs]
     text = f"{np.mean(means):.1f} %"
     return text if len(means) == 1 else f"{text} ({min(means):.1f} to {max(means):.1f})"

@@ -1,4 +1,4 @@
-"""MNIST as a problem of the simulator: real gradients while time is virtual."""
+"""MNIST as a problem of the simulator: real gradients in virtual time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from gadei_ps.simulate.problems import Rows
 
 
 class Digits:
-    """The network of mnist.py; weights are flat float32, all tensors one after the other."""
+    """The network of mnist.py. Weights are flat float32, one tensor after the other."""
 
     name = "mnist"
 
     def __init__(self, lr: float, held_out: int | None = None) -> None:
-        """held_out: how many of the test images the loss is measured on; None: all."""
+        """held_out: number of test images for the loss; None: all."""
         self.lr = lr
         self._images = mnist.load("train")
         test = mnist.load("t10k")
@@ -26,19 +26,19 @@ class Digits:
         return np.concatenate([part.ravel() for part in mnist.start().values()])
 
     def gradient(self, weights: mnist.FloatArray, rows: Rows) -> mnist.FloatArray:
-        """Of the mean cross entropy."""
+        """The gradient of the mean cross entropy."""
         parts = _cut(weights)
         found, _ = mnist.gradient(parts, self._images.pixels[rows], self._images.labels[rows])
         return np.concatenate([found[name].ravel() for name in parts])
 
     def loss(self, weights: mnist.FloatArray) -> dict[str, float]:
-        """Of the test images."""
+        """The loss of the test images."""
         right, entropy = mnist.accuracy(_cut(weights), self._test)
         return {"loss": entropy, "accuracy": right}
 
 
 def _cut(weights: mnist.FloatArray) -> dict[str, mnist.FloatArray]:
-    """By name, without a copy."""
+    """The tensors by name, without a copy."""
     parts = {}
     begin = 0
     for name, shape in mnist.SHAPES.items():

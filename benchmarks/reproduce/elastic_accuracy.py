@@ -20,7 +20,7 @@ from gadei_ps.memory.segment import attach, segment_name
 from gadei_ps.memory.weights import data, read_table
 
 SECONDS = (0.020, 0.025, 0.035, 0.050)
-"""An iteration of each learner."""
+"""Duration of an iteration, by learner."""
 BATCH = 128
 EPOCHS = 12
 RATE = 0.1
@@ -30,7 +30,7 @@ MODELS = ("bsp", "ssp:s=3", "asp", *(f"elastic-bsp:R={R}" for R in (15, 30, 60, 
 
 
 def train(sync: str, epochs: int, test: mnist.Images) -> dict[str, Any]:
-    """One job; its curve, as seconds, accuracy and loss on the test images, and its end."""
+    """Runs one job. Returns its end, and a curve of seconds, accuracy and loss on test images."""
     name = f"reproduce-{os.getpid()}"
     tensors = [{"name": name_, "shape": list(shape)} for name_, shape in mnist.SHAPES.items()]
     config = from_mapping(
@@ -38,7 +38,7 @@ def train(sync: str, epochs: int, test: mnist.Images) -> dict[str, Any]:
         name,
     )
     curve: list[tuple[float, float, float]] = []
-    # The learners get the machine's NumPy threads otherwise, and fight for two cores.
+    # Otherwise each learner has NumPy threads for all cores, and they compete for two cores.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     with Daemon(config) as served:
         segment = attach(segment_name(name, "weights"), SegmentKind.WEIGHTS, writable=True)
@@ -79,7 +79,7 @@ def train(sync: str, epochs: int, test: mnist.Images) -> dict[str, Any]:
 
 
 def run(quick: bool = False) -> Part:
-    """All models in turn, the same epochs each."""
+    """Measures all models in turn, with the same number of epochs."""
     test = mnist.load("t10k")
     epochs = 1 if quick else EPOCHS
     runs = [train(sync, epochs, test) for sync in (MODELS[:4] if quick else MODELS)]

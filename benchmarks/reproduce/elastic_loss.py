@@ -28,7 +28,7 @@ POINTS = 120
 
 
 def run(quick: bool = False) -> Part:
-    """Each model for the same number of epochs."""
+    """Measures each model for the same number of epochs."""
     problem = Digits(LR * LEARNERS, 1000 if quick else None)
     epochs = 0.1 if quick else EPOCHS
     gradients = round(epochs * problem.samples / BATCH)
@@ -61,7 +61,7 @@ def run(quick: bool = False) -> Part:
 
 
 def _seconds(spec: str, setting: Setting) -> float:
-    """Of all epochs, nothing learnt."""
+    """Seconds of all epochs, without training."""
     return compare.run(compare.model(spec, LEARNERS), setting).seconds
 
 

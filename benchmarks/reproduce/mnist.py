@@ -1,4 +1,4 @@
-"""MNIST for the comparisons of accuracy: read once, and a small network's gradient in NumPy."""
+"""MNIST for comparisons of accuracy, and the gradient of a small network in NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIXELS = 28 * 28
 CLASSES = 10
 HIDDEN = 64
 SHAPES = {"hidden": (HIDDEN, PIXELS + 1), "out": (CLASSES, HIDDEN + 1)}
-"""Of the network's tensors, each with its bias as the last column."""
+"""Shapes of the network's tensors. The last column of each is its bias."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Images:
 
 
 def load(kind: str) -> Images:
-    """`train` (60,000) or `t10k` (10,000). Raises UsageError where the files are not."""
+    """Reads `train` (60,000 images) or `t10k` (10,000). Raises UsageError if a file is missing."""
     directory = data_directory() / "mnist"
     try:
         pixels = _read(directory / f"{kind}-images-idx3-ubyte.gz", 16).reshape(-1, PIXELS)
@@ -47,7 +47,7 @@ def _read(path: Path, head: int) -> npt.NDArray[np.uint8]:
 
 
 def start(seed: int = 0) -> dict[str, FloatArray]:
-    """Initial weights by name, uniform as torch.nn.Linear's."""
+    """Initial weights by name, uniform as in torch.nn.Linear."""
     chance = np.random.default_rng(seed)
     made = {}
     for name, shape in SHAPES.items():
@@ -71,7 +71,7 @@ def _forward(
 def gradient(
     weights: dict[str, FloatArray], pixels: FloatArray, labels: npt.NDArray[np.int64]
 ) -> tuple[dict[str, FloatArray], float]:
-    """Of the mean cross-entropy of a mini-batch, by name, and the loss."""
+    """The gradient of a mini-batch's mean cross-entropy, by name, and the loss."""
     count = len(labels)
     units, _, likely = _forward(weights, pixels)
     rows = np.arange(count)
@@ -88,7 +88,7 @@ def gradient(
 
 
 def accuracy(weights: dict[str, FloatArray], images: Images) -> tuple[float, float]:
-    """Share of the images that are told right, and the mean cross-entropy."""
+    """Share of the images that are classified correctly, and the mean cross-entropy."""
     _, _, likely = _forward(weights, images.pixels)
     right = float((likely.argmax(axis=1) == images.labels).mean())
     found = likely[np.arange(len(images.labels)), images.labels]

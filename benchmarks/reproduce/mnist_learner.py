@@ -1,8 +1,8 @@
-"""A learner on MNIST whose iterations take a given time: it sleeps for the rest of it.
+"""A learner on MNIST whose iterations take a given time. It sleeps for the rest of the time.
 
     python -m gadei_ps.benchmarks.reproduce.mnist_learner SECONDS BATCH EPOCHS SEED
 
-Its number among the job's learners is in GADEI_PS_LEARNER, which `gadei_ps.machine.launch` sets.
+GADEI_PS_LEARNER, which `gadei_ps.machine.launch` sets, has its number among the learners.
 """
 
 from __future__ import annotations

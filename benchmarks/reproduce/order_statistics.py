@@ -25,12 +25,12 @@ from gadei_ps.sync.prediction import FloatArray
 from gadei_ps.sync.run_time_model import RunTimeModel
 
 SHOWN = (21, 50, 62, 100, 200)
-"""Iterations of the plot: slow node, slow node, just after it recovered, and after."""
+"""Iterations of the plot: two with a slow node, one just after it recovered, and a later one."""
 
 
 @dataclass
 class Cluster:
-    """A size of the paper's: learners, and those of a node."""
+    """A size from the paper: number of learners, and of learners of a node."""
 
     learners: int
     node: int
@@ -38,14 +38,14 @@ class Cluster:
 
 CLUSTERS = (
     Cluster(158, 40),
-    # 32 nodes of 68 cores; one is not a learner's.
+    # 32 nodes of 68 cores; one core is not a learner's.
     Cluster(2175, 68),
 )
 
 
 @dataclass
 class Measured:
-    """What came of a cluster. shown: by iteration, predicted, deviations and observed."""
+    """The results of a cluster. shown: by iteration, predicted, deviations and observed."""
 
     cluster: Cluster
     trained: TrainingResult
@@ -149,7 +149,7 @@ def _plot(measured: list[Measured]) -> None:
         layout="constrained",
     )
     for line, one in zip(grid, measured, strict=True):
-        # A few hundred points are all that can be seen.
+        # More than a few hundred points cannot be told apart.
         step = -(-one.cluster.learners // 300)
         ranks = np.arange(1, one.cluster.learners + 1)[::step]
         for axes, (iteration, found) in zip(line, one.shown.items(), strict=True):

@@ -14,13 +14,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def scratch() -> Path:
-    """A directory for the plots of a quick run, which are not to replace the others."""
+    """A directory for the plots of a quick run, which must not replace the others."""
     return Path(tempfile.mkdtemp(prefix="gadei-ps-plots-"))
 
 
 @dataclass
 class Row:
-    """One figure. paper and ours: as text, with the unit; why: they differ, or what limits ours."""
+    """One figure. paper, ours: text with the unit. why: the reason of a difference, or a limit."""
 
     what: str
     paper: str
@@ -32,8 +32,8 @@ class Row:
 class Part:
     """A section of docs/reproduction.md.
 
-    text: Markdown before the table, what was done. plots: names of SVG files in docs/plots. data:
-    every figure behind the rows, for drawing it differently.
+    text: Markdown before the table; says what was done. plots: names of SVG files in docs/plots.
+    data: all figures behind the rows.
     """
 
     title: str
@@ -43,14 +43,14 @@ class Part:
     data: dict[str, Any] = field(default_factory=dict)
 
     def write(self, name: str, facts: dict[str, Any]) -> Path:
-        """Into benchmarks/results/reproduce_NAME.json. facts: machine, commit, command."""
+        """Writes benchmarks/results/reproduce_NAME.json. facts: machine, commit, command."""
         path = RESULTS / f"reproduce_{name}.json"
         path.write_text(json.dumps({**facts, **asdict(self)}, indent=1) + "\n")
         return path
 
 
 def read(name: str) -> tuple[Part, dict[str, Any]]:
-    """What write() has written: the part, and the facts."""
+    """Reads what write() wrote: the part and the facts."""
     told = json.loads((RESULTS / f"reproduce_{name}.json").read_text())
     rows = [Row(**row) for row in told.pop("rows")]
     parts = {key: told.pop(key) for key in ("title", "text", "plots", "data")}

@@ -1,4 +1,4 @@
-"""What a prediction costs the parameter server, on one core."""
+"""The time of a prediction in the parameter server, on one core."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gadei_ps.sync.run_time_model import RunTimeModel
 LEARNERS = (10, 158, 2175)
 REACH_MS = {158: 5.0, 2175: 50.0}
 DROPPED = 0.2
-"""Share of the learners that is censored in each superstep, and whose run times are imputed."""
+"""Share of learners that are censored in each superstep. Their run times are imputed."""
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
 
 
 def run(quick: bool = False) -> Part:
-    """In a process of its own, whose linear algebra has one thread."""
+    """Measures in another process, whose linear algebra has one thread."""
     command = process.module_command(__spec__.name, *["--quick"] * quick)
     done = subprocess.run(
         command, env=os.environ | ONE_THREAD, stdout=subprocess.PIPE, check=True, text=True
@@ -81,7 +81,7 @@ MAKE: dict[str, Callable[[int], Predictor]] = {
 
 
 def _measure(predictor: Predictor, learners: int, rounds: int) -> float:
-    """The median, in milliseconds."""
+    """The median time in milliseconds."""
     generator = np.random.default_rng(1)
     slots = np.arange(learners)
     nobody = np.zeros(learners, np.bool_)

@@ -35,7 +35,7 @@ LAG = training.LAG
 
 @dataclass
 class Tested:
-    """A model of one job's first half, tested on another job, or on its own second half."""
+    """A model trained on one job's first half, tested on its second half or on another job."""
 
     trained_on: int
     tested_on: int
@@ -51,7 +51,7 @@ class Tested:
 
 
 def read() -> dict[int, Trace]:
-    """The jobs' traces, gaps filled. Raises UsageError if they are not there."""
+    """The jobs' traces, with gaps filled. Raises UsageError if they are missing."""
     directory = Path(os.environ.get(VARIABLE, CHECKOUT.parent / "shared" / "data")) / FOLDER
     if not directory.is_dir():
         raise UsageError(f"{directory} is not there; ${VARIABLE} names the directory of data sets")

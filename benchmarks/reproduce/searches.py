@@ -1,7 +1,7 @@
 """ElasticBSP's own algorithms (Zhao et al. 2019, section IV), as the paper writes them.
 
-All take and return what `gadei_ps.sync.zipline.plan` does, and all are compiled in the same way, so
-that comparing their times compares the algorithms.
+All have the arguments and results of `gadei_ps.sync.zipline.plan`, and all are compiled in the same
+way, so that their times compare the algorithms.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ compiled = numba.njit(nogil=True, error_model="numpy")
 
 
 def zipline_literal(end_times: EndTimes) -> Plan:
-    """Algorithm 2, in O(Rn^2), because each time that comes is searched for in the set.
+    """Algorithm 2, in O(Rn^2), because it searches the set for each new time.
 
-    The search stops when no time is left to fill the set with; the paper does not say what happens
-    then.
+    It stops if no time is left to fill the set. The paper does not describe this case.
     """
     return checked(_zipline_literal, end_times)
 
 
 def grid_scan(end_times: EndTimes) -> Plan:
-    """Algorithm 1, a heuristic: around each time of the learner that ends first, in O(R^2 n)."""
+    """Algorithm 1, a heuristic around each time of the learner that ends first, in O(R^2 n)."""
     return checked(_grid_scan, end_times)
 
 
@@ -48,7 +47,7 @@ def _put(
     at: int,
     owner: int,
 ) -> int:
-    """Append to Z and remove an older time of the same learner; return the new size."""
+    """Append to Z, and remove an older time of the same learner. Return the new size."""
     for i in range(size):
         if z_owner[i] == owner:
             _shift(z, i, size)

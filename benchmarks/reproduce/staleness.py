@@ -1,4 +1,4 @@
-"""How stale gradients are under ASP: what must hold, what the simulator finds, what was measured.
+"""The staleness of gradients under ASP: two laws, simulated figures and measured figures.
 
 GaDei, section 2.1: the weights' timestamp rises by one with each update, and a gradient's staleness
 is its difference over the time that the gradient was computed; ASGD reaches SGD's accuracy while it
@@ -32,17 +32,17 @@ from gadei_ps.simulate.setting import Setting
 EQUAL = "normal:mean=1,std=0.05"
 UNEQUAL = "speeds:1,1.5,2,4,std=0.1"
 TEAMS = (2, 4, 8, 16, 32, 64, 128, 256, 1024)
-LEARNERS = 8  # as many as in the measured runs
+LEARNERS = 8  # the same as in the measured runs
 ITERATIONS = 4000
-LEAST = 200  # of large teams; in the first ones nobody is stale yet
+LEAST = 200  # of large teams; the first gradients are not stale yet
 MODELS = ("asp", "ssp:0", "ssp:3", "bsp")
 
 Counts = dict[int, int]
-"""How many gradients had each staleness."""
+"""Number of gradients by staleness."""
 
 
 def run(quick: bool = False) -> Part:
-    """Simulated and measured, beside the two laws."""
+    """Compares simulated and measured staleness with the two laws."""
     iterations = 100 if quick else ITERATIONS
     teams = TEAMS[:4] if quick else TEAMS
     found: dict[str, Counts] = {
@@ -105,14 +105,14 @@ def run(quick: bool = False) -> Part:
 
 
 def _simulated(model: str, spec: str, learners: int, iterations: int) -> Counts:
-    """Exact below 4,096, and to 1/64 above."""
+    """Simulated counts: exact below 4,096, within 1/64 above."""
     setting = Setting(learners, parse(spec, 0), iterations=iterations)
     stale = compare.run(compare.model(model, learners), setting).staleness
     return dict(sorted(stale.bins().items()))
 
 
 def _bound(spec: str, learners: int, iterations: int) -> int:
-    """The law's maximum, from the run times that occurred."""
+    """The maximum by the law, for the run times that occurred."""
     grid = np.arange(learners)[:, None], np.arange(4 * iterations)[None, :]
     times = parse(spec, 0).draw(*grid)
     longest, least = times.max(axis=1), times.min(axis=1)
@@ -139,7 +139,7 @@ def _told(counts: Counts) -> str:
 
 
 def _measured() -> dict[str, Counts]:
-    """By the file's name; without those that are not there."""
+    """Measured counts by name of the file. Missing files are left out."""
     directory = data_directory() / "trace-async-delay"
     found: dict[str, Counts] = {}
     shared, master = directory / "async-bcd.csv", directory / "piag.csv"
@@ -152,9 +152,9 @@ def _measured() -> dict[str, Counts]:
 
 
 def _arrivals(path: Any) -> Counts:
-    """Of a table of ages: the age of each gradient at the iteration at which it came in.
+    """Counts from a table of ages: the age of each gradient when it arrived.
 
-    A worker's column counts up while its gradient is old, and falls when a new one comes in.
+    A worker's column increases while its gradient grows old, and falls when a new one arrives.
     """
     runs: dict[tuple[str, str], list[list[int]]] = defaultdict(list)
     with open(path, newline="") as file:

@@ -21,7 +21,7 @@ MODELS = (
 
 
 def run(quick: bool = False) -> Part:
-    """One run each, with the command's defaults."""
+    """Runs each model once, with the defaults of `gadei-ps train`."""
     found = {}
     more = ["--epochs", "1"] if quick else []
     with tempfile.TemporaryDirectory() as scratch:
@@ -31,7 +31,7 @@ def run(quick: bool = False) -> Part:
         for name, learners, model in cases:
             options = ["--sync", model, *more]
             found[name] = train(train_file, test_file, learners, 0.0, 0, out, options)
-            found[name].pop("model_dir")  # a temporary one
+            found[name].pop("model_dir")  # a temporary directory
             print(name, found[name]["test_accuracy"], flush=True)
     one = found.pop("one learner")
     rows = [Row("one learner", "", f"{one['test_accuracy']:.1%}", _told(one))]

@@ -1,10 +1,10 @@
-"""The simulator against real runs: learners that sleep, under a real server, and the same in it.
+"""Compares the simulator with real runs of a server whose learners sleep.
 
     python -m gadei_ps.benchmarks.reproduce.validation JOB NUMBER
 
 is one learner of such a run. It computes nothing: an iteration is a sleep, drawn from a fixed seed,
-and a push. What an iteration took is measured from its grant to the end of its push; these times
-are the trace that the simulator is given.
+and a push. The time of an iteration is measured from its grant to the end of its push. The simulator
+gets these times as its trace.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ MEANS_S = (0.012, 0.018, 0.024, 0.036)
 STD = 0.25
 VALUES = 1000
 SECONDS = 3.0
-ROUNDS = 3  # of which the middle one counts: a machine has other things to do
+ROUNDS = 3  # the median counts, because other programs disturb a machine
 QUICK_S = 0.5
 BOUND = 0.10
 
 Trace = list[list[float]]
-"""For each learner the run times of its iterations, seconds."""
+"""For each learner, the run times of its iterations in seconds."""
 
 
 def run(quick: bool = False) -> Part:
-    """Every model with every team."""
+    """Compares every model with every team."""
     seconds = QUICK_S if quick else SECONDS
     rounds = 1 if quick else ROUNDS
     rows: list[Row] = []
@@ -88,7 +88,7 @@ def run(quick: bool = False) -> Part:
 def _compared(
     model: str, trace: Trace, waits: float, free: Trace, seconds: float
 ) -> dict[str, Any]:
-    """A real run beside the simulated one, and the one from run times under asp."""
+    """A real run, its simulation, and a simulation with the run times under asp."""
     real = sum(map(len, trace)) / seconds
     own, foretold = (_simulated(model, given, seconds) for given in (trace, free))
     return {
@@ -116,7 +116,7 @@ def _row(model: str, learners: int, one: dict[str, Any]) -> Row:
 
 
 def _simulated(model: str, trace: Trace, seconds: float) -> Outcome:
-    """Learners that did fewer iterations begin theirs again."""
+    """Simulates a run. Learners with fewer iterations use their run times again."""
     most = max(map(len, trace))
     times = np.stack([np.resize(np.array(one), most) for one in trace], axis=1)
     setting = Setting(len(trace), Recorded(times), seconds=seconds)
@@ -124,7 +124,7 @@ def _simulated(model: str, trace: Trace, seconds: float) -> Outcome:
 
 
 def _real(model: str, learners: int, seconds: float, rounds: int) -> Iterator[tuple[Trace, float]]:
-    """For each round the run times by learner, and the seconds that all of them waited."""
+    """For each round, the run times by learner, and the seconds that all learners waited."""
     job = f"validation-{os.getpid()}"
     tensors = [{"name": "w", "shape": [VALUES]}]
     optimizer = {"kind": "sgd", "lr": 1e-3}
@@ -143,14 +143,14 @@ def _real(model: str, learners: int, seconds: float, rounds: int) -> Iterator[tu
 
 
 def main() -> None:
-    """A learner: attaches, then pushes from a given moment on for a given time."""
+    """Runs a learner, which pushes from a given moment on for a given time."""
     job, number = sys.argv[1], int(sys.argv[2])
     gradient = np.ones(VALUES, np.float32)
     for order in orders():
         if "attach" in order:
             chance = np.random.default_rng([7, number, order["attach"]])
             client = Client(job)
-            client.wait_turn()  # a member before anybody pushes
+            client.wait_turn()  # so that it is a member before any learner pushes
             answer({})
             continue
         begin = order["at"]

@@ -14,20 +14,20 @@ STEPS = 60
 
 @dataclass
 class _Worker:
-    """Mini-batches, counted from 1."""
+    """A virtual worker. Mini-batches are counted from 1."""
 
     started: int = 0
     finished: int = 0
 
 
 def violations(seed: int, steps: int) -> tuple[int, int]:
-    """One schedule: mini-batches that were checked, and promises that were broken."""
+    """Runs one schedule. Returns the numbers of mini-batches checked and of broken promises."""
     chance = random.Random(seed)
     model = WSP(chance.randrange(5), chance.randrange(5))
     wave, distance = model.wave, model.D
     count = chance.randint(2, 5)
     workers = [_Worker() for _ in range(count)]
-    pushed = [0] * count  # waves of each that are in the global weights
+    pushed = [0] * count  # by worker: waves in the global weights
     for learner in range(count):
         model.join(learner, 0.0)
     speeds = [chance.choice((1, 1, 5, 20)) for _ in range(count)]
@@ -53,7 +53,7 @@ def violations(seed: int, steps: int) -> tuple[int, int]:
 
 
 def run(quick: bool = False) -> Part:
-    """100,000 schedules; tests/unit/test_wsp.py lets hypothesis look for a counterexample."""
+    """Runs 100,000 schedules. tests/unit/test_wsp.py searches a counterexample with hypothesis."""
     schedules = 1000 if quick else SCHEDULES
     checked = broken = 0
     for seed in range(schedules):

@@ -1,4 +1,4 @@
-"""ElasticBSP's Table II: what planning a superstep costs, by algorithm."""
+"""ElasticBSP's Table II: the time to plan a superstep, by algorithm."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ SEARCHES: dict[str, Callable[[EndTimes], Any]] = {
     "planner": zipline.plan,
 }
 TRIALS = 10
-LONG_S = 30.0  # a cell that takes so long gets no more trials
+LONG_S = 30.0  # a cell that has taken this long gets no more trials
 
 
 def end_times(learners: int, ahead: int, seed: int) -> EndTimes:
-    """Learners up to four times apart in speed, each interval within some 5 % of the learner's."""
+    """Speeds of learners differ by up to a factor of four, intervals of a learner by some 5 %."""
     chance = np.random.default_rng([seed, learners, ahead])
     speed = chance.uniform(1.0, 4.0, (learners, 1))
     return np.cumsum(speed * chance.normal(1.0, 0.05, (learners, ahead)).clip(0.5, 2), axis=1)
 
 
 def run(quick: bool = False) -> Part:
-    """Times all cells; contenders alternate within a trial."""
+    """Measures all cells. The algorithms alternate within a trial."""
     sizes = [size for size in PAPER["ZipLine"] if not quick or size[0] * size[1] <= 1500]
     for search in SEARCHES.values():
         search(end_times(2, 2, 0))  # compiled or loaded before anything is timed

@@ -19,7 +19,7 @@ from gadei_ps.errors import GadeiError, JobFailed, JobStopped, ModelMismatch, Us
 from gadei_ps.job.control import StopJob
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
-from gadei_ps.learners.device import Device
+from gadei_ps.learners.device_interface import Device
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.machine.cuda import missing as cuda_missing
