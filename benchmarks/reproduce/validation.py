@@ -3,8 +3,8 @@
     python -m gadei_ps.benchmarks.reproduce.validation JOB NUMBER
 
 is one learner of such a run. It computes nothing: an iteration is a sleep, drawn from a fixed seed,
-and a push. The time of an iteration is measured from its grant to the end of its push. The simulator
-gets these times as its trace.
+and a push. An iteration lasts from its grant to the end of its push. The simulator gets these times
+as its trace.
 """
 
 from __future__ import annotations
