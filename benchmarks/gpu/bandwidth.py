@@ -53,11 +53,11 @@ class Mover(Protocol):
         """Copies as many bytes between pinned and device memory, or as many each way."""
 
     def end_to_end(self, way: str, times: int) -> float:
-        """Makes so many pushes, until they are applied, or so many pulls."""
+        """Makes `times` pushes, until they are applied, or `times` pulls."""
 
 
 class _End:
-    """What is the same on the host and on a GPU: the figure end to end."""
+    """Shared by host and GPU: the figure end to end."""
 
     def __init__(self, target: Target, client: Client, link: Any, gradient: Any) -> None:
         self._target, self._client, self._link = target, client, link
@@ -90,7 +90,7 @@ class _End:
 
 
 class OnHost(_End):
-    """Copies of the host, timed by the clock: to try the rest of this program."""
+    """Copies on the host, timed by the clock, for a trial of the rest of this program."""
 
     def __init__(self, target: Target, client: Client) -> None:
         count = client.model.elements
@@ -136,7 +136,7 @@ class Timed:
         return getattr(self._runtime, name)
 
     def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
-        """As the runtime's."""
+        """Copies, as the runtime does."""
         if stream not in self.streams or size < self.least:
             self._runtime.memcpyAsync(to, source, size, kind, stream)
             return
@@ -205,7 +205,7 @@ class OnGpu(_End):
         return self._taken(2 if way == BOTH else 1)
 
     def _taken(self, copies: int) -> float:
-        """From the first begin to the last end of the copies just made."""
+        """Seconds from the first start to the last end of the last copies."""
         spans = self._timed.spans
         if len(spans) != copies:
             raise RuntimeError(f"{len(spans)} copies instead of {copies}")
@@ -215,7 +215,7 @@ class OnGpu(_End):
 
 @contextmanager
 def mover(target: Target, client: Client) -> Iterator[Mover]:
-    """Of a client that nothing else pushes or pulls with."""
+    """The mover of a client, which nothing else may use."""
     if not target.on_gpu:
         on_host = OnHost(target, client)
         yield on_host
@@ -236,7 +236,7 @@ def mover(target: Target, client: Client) -> Iterator[Mover]:
 
 
 def measure(target: Target) -> Report:
-    """Each size with a job of its own."""
+    """Measures each size with its own job."""
     size = target.sizes("bandwidth")
     report = Report(["MB", "way", f"{LIMIT} GB/s", "transfer", "end to end", "/limit", "wanted"])
     for count in size["bytes"]:
@@ -253,7 +253,7 @@ def measure(target: Target) -> Report:
 def _compare(
     report: Report, target: Target, moves: Mover, count: int, size: dict[str, Any]
 ) -> None:
-    """One size of the model."""
+    """Measures one size of the model."""
     limit = LIMIT if target.on_gpu else "memcpy"
     contenders: dict[tuple[str, str], Callable[[], float]] = {}
     for way in WAYS:
@@ -280,7 +280,7 @@ def _rate(once: Callable[[], float], moved: int, call_s: float) -> Callable[[], 
 
 
 def _whole_rate(seconds: Callable[[int], float], moved: int, call_s: float) -> Callable[[], float]:
-    """Bytes a second, of so many transfers in a row that they take about call_s."""
+    """Bytes a second, over transfers in a row that together take about call_s."""
     seconds(1)
     times = max(LEAST_TIMES, round(call_s * LEAST_TIMES / seconds(LEAST_TIMES)))
     return lambda: moved * times / seconds(times)

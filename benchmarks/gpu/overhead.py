@@ -121,7 +121,7 @@ def _of_pulls(found: Found) -> list[float]:
 def _run(
     target: Target, loss_of: Step, optimizer: torch.optim.Optimizer, count: int, spin_s: float
 ) -> Found:
-    """Takes so many steps."""
+    """Takes `count` steps."""
     marks: list[Any] = []
     host: list[float] = []
     pulled: list[bool] = []

@@ -37,7 +37,7 @@ SEGMENTS = 2.5
 """Shared memory of a job for each learner, and once more, in sizes of the model."""
 
 Seconds = Callable[[int], float]
-"""Seconds that so many gradients of each learner take."""
+"""Takes a number of gradients of each learner. Returns the seconds that they take."""
 
 
 def measure(target: Target) -> Report:

@@ -42,10 +42,10 @@ class Side(Protocol):
     """Answers the orders that a process gets after "job" or "open"."""
 
     def run(self, times: int) -> dict[str, float]:
-        """Makes or applies so many gradients; returns begin and end, if it is a learner."""
+        """Makes or applies `times` gradients. A learner returns its start and end."""
 
     def close(self) -> None:
-        """Lets go of it all."""
+        """Releases all resources."""
 
 
 class OnHost:
@@ -170,7 +170,7 @@ class Owner:
         }
 
     def run(self, times: int) -> dict[str, float]:
-        """See Side: applies so many gradients of each learner."""
+        """See Side: applies `times` gradients of each learner."""
         words = self._counters.words
         copied, applied = self._events
         done = [int(line[TAIL]) for line in words]

@@ -52,7 +52,7 @@ class Target:
         return devices.choose(self.device)
 
     def wait(self) -> None:
-        """Waits until the device has done all that it was asked to."""
+        """Waits until the device has finished all its work."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -71,7 +71,7 @@ class Target:
         return float(begin.elapsed_time(end)) / 1e3
 
     def spin(self, seconds: float) -> None:
-        """Keeps the compute stream busy for about so long; what follows waits in its queue."""
+        """Keeps the compute stream busy for about `seconds`. Later work waits in its queue."""
         if self.on_gpu:
             torch.cuda._sleep(int(seconds * SPIN_CYCLES_PER_S))  # type: ignore[no-untyped-call]
 

@@ -41,7 +41,7 @@ Pixels = NDArray[np.uint8]
 
 
 def images(count: int) -> tuple[Pixels, list[str]]:
-    """At most so many images, uint8 (n, 3, 32, 32), and notes on what they are."""
+    """At most `count` images, uint8 (n, 3, 32, 32), and notes on their source."""
     directory = data_directory() / "cifar10-jpeg"
     decode = _decoder()
     paths = [directory / f"{part}.tar.xz" for part in ("train", "test")]

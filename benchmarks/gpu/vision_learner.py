@@ -54,7 +54,7 @@ class Trainer:
             self._optimizer = torch.optim.SGD(network.parameters(), lr=LR)
 
     def run(self, steps: int) -> dict[str, float]:
-        """Trains so many steps, until all of them are in the weights."""
+        """Trains `steps` steps, until all of them are applied."""
         begin = time.perf_counter()
         for _ in range(steps):
             rows = torch.randint(len(self._images), (self._size,), device=self._images.device)

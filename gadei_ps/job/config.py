@@ -201,7 +201,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
 
 
 def check_sync(config: JobConfig, learners: int | None, where: str) -> None:
-    """Raises UsageError where the synchronization model does not fit so many learners."""
+    """Raises UsageError if the synchronization model does not fit this number of learners."""
     try:
         model = sync.parse(config.sync)
         model.check(learners)
