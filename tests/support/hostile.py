@@ -31,8 +31,7 @@ def control(job: str, **words: object) -> bytes:
     header["magic"], header["layout_version"] = layout.MAGIC, layout.LAYOUT_VERSION
     header["kind"], header["bytes"] = layout.SegmentKind.CONTROL, SIZE
     header["owner_pid"], header["owner_start"] = 2**22 + 1, 1  # above any pid
-    if "owner_namespace" in (HEADER.names or ()):
-        header["owner_namespace"] = Path("/proc/self/ns/pid").stat().st_ino
+    header["owner_namespace"] = process.namespace()
     header["job_name"] = job.encode()
     made["build"], made["server_build"] = _native.BUILD, build.of_server()
     made["phase"], made["model_ready"] = layout.Phase.SERVING, 1
@@ -167,7 +166,7 @@ DAMAGED: dict[str, Kind] = {
     "another build": file(control("x", build=1)),
     "another server's build": file(control("x", server_build=1)),
     "another size": file(control("x", header_bytes=2**63)),
-    "another namespace": file(control("x", header_job_name=b"x", watchdog_pid=1)),
+    "another namespace": file(control("x", header_owner_namespace=1, watchdog_pid=1)),
     "owner 0": file(control("x", header_owner_pid=0)),
     "owner -1": file(control("x", header_owner_pid=-1)),
     "phase 99": file(control("x", phase=99)),
