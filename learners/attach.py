@@ -143,11 +143,18 @@ def _map(
 
 
 def detach(
-    connection: Lasting, row: int, generation: int, pid: int, place: Place | None = None
+    connection: Lasting,
+    row: int,
+    generation: int,
+    pid: int,
+    place: Place | None = None,
+    learner: _native.Learner | None = None,
 ) -> None:
     """Leaves, if this is still process `pid` and not a fork of it, and closes the connection."""
     if os.getpid() != pid:
         return
+    if learner is not None:
+        learner.shut()  # what is published is complete before anyone hears that it leaves
     patience_s = DETACH_S
     if place is not None:
         # If no watchdog hears the request, the next one reads this word.

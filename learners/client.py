@@ -5,9 +5,15 @@
             gradient = ...                      # of client.weights["w"], at batch.indices
             client.push({"w": gradient}, loss=..., samples=len(batch.indices))
 
-A client belongs to one thread of one process. It takes no lock that another process could hold, and
-every wait of it ends when the job ends. The client for C (native/gadei.h) behaves the same;
-tests/conformance/test_client*.py hold both to it.
+A client belongs to one thread of one process at a time. Calls that push, from claim() to publish(),
+calls that take batches, and consistent pulls: while one thread is in such a call, another thread
+that makes a call of the same kind gets a UsageError, and nothing is published. One thread may push
+while another takes batches or pulls. What only reads may be called from any thread: weights, pull()
+into different arrays, pull_rows(), wait_applied(), version.
+
+A client takes no lock that another process could hold, and every wait of it ends when the job ends.
+The client for C (native/gadei.h) behaves the same; tests/conformance/test_client*.py hold both to
+it.
 """
 
 from __future__ import annotations
@@ -17,21 +23,13 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import (
-    Evicted,
-    GadeiError,
-    JobFailed,
-    JobStopped,
-    ModelMismatch,
-    PushTimeout,
-    UsageError,
-)
+from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.job.control import Lasting
 from gadei_ps.learners.attach import Arrays, attach, detach, offer
 from gadei_ps.learners.frame import (
@@ -47,9 +45,10 @@ from gadei_ps.learners.frame import (
     rows_at,
     whole_at,
 )
+from gadei_ps.learners.waits import Carrier, OnlyOne, forks, limit
 from gadei_ps.learners.work import Batch, Taken, Work, epoch_order
 from gadei_ps.memory import weights
-from gadei_ps.memory.layout import Phase, WireType
+from gadei_ps.memory.layout import WireType
 from gadei_ps.memory.weights import FloatArray, Model
 
 __all__ = [
@@ -70,38 +69,12 @@ __all__ = [
 
 JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"
-SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
-GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
 CONSISTENT_S = 5.0  # time limit of a consistent pull
 NO_TURN = "no grant to go on"
 NO_SLOT = "no slot came free: does the server apply gradients?"
 
 
-_forks = 0  # that this process comes after
-
-
-def _count_forks() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_forks)
-
-
-class Carrier(Protocol):
-    """What brings gradients into slots while the client does other things: a device's link."""
-
-    def flush(self) -> None:
-        """Waits until what is on its way is published."""
-
-    def check(self) -> None:
-        """Raises if what is on its way will never arrive."""
-
-    def close(self) -> None:
-        """Flushes, and lets go of the client's memory."""
-
-
-class Client(Frames, Work):
+class Client(Work, Frames):
     """One learner.
 
     job: a job's name or its socket's path; None takes it from the environment that `gadei-ps run`
@@ -136,7 +109,7 @@ class Client(Frames, Work):
             self.wire = WireType[wire.upper()]
         except KeyError:
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
-        self._forks = _forks
+        self._forks = forks()
         self._connection = Lasting(target)
         try:
             if tensors is not None:
@@ -167,11 +140,22 @@ class Client(Frames, Work):
             int(self.wire),
             _native.address(self._residue) if error_feedback else 0,
         )
+        self._pushing, self._taking, self._copying = (
+            OnlyOne(self._learner, kind)
+            for kind in (_native.PS_PUSHING, _native.PS_TAKING, _native.PS_COPYING)
+        )
         self._taken = Taken()
-        self._gone_since: float | None = None  # over all waits: each may be short
+        self._gone_since = None
         self._carrier: Callable[[], Carrier | None] = lambda: None
         self._finalizer = weakref.finalize(
-            self, detach, self._connection, self.row, self.generation, os.getpid(), place
+            self,
+            detach,
+            self._connection,
+            self.row,
+            self.generation,
+            os.getpid(),
+            place,
+            self._learner,
         )
         # Before weakref's own hook, which runs after threads and modules may be gone.
         atexit.register(self._finalizer)
@@ -229,11 +213,12 @@ class Client(Frames, Work):
         self._check_process()
         if copy.shape != self.flat.shape or copy.dtype != np.float32 or not copy.flags.c_contiguous:
             raise UsageError(f"out: need contiguous float32 of shape {self.flat.shape}")
-        self._learner.copy_begin(_native.address(copy))
-        try:
-            self._wait(self._learner.copy_on, (), timeout_s, "no consistent copy")
-        finally:
-            self._learner.copy_end()
+        with self._copying:
+            self._learner.copy_begin(_native.address(copy))
+            try:
+                self._wait(self._learner.copy_on, (), timeout_s, "no consistent copy")
+            finally:
+                self._learner.copy_end()
 
     # -- push -----------------------------------------------------------------------------------
 
@@ -264,7 +249,7 @@ class Client(Frames, Work):
         by default the one taken first of those not yet answered. version: that it was computed
         from; by default the last pulled. A gradient that is not `wanted` any more is given up.
         rate_scale multiplies the job's learning rate. Raises PushTimeout, JobStopped, JobFailed;
-        then nothing has been published.
+        UsageError where another thread pushes, or after detach(). Then nothing has been published.
         """
         kept: list[object] = []
         return self.push_from(
@@ -300,36 +285,40 @@ class Client(Frames, Work):
         learner = self._learner
         if not learner.wanted():
             return self.publish_nothing(batch, timeout_s, computed=True)
-        batch = self._taken.answered(batch)
-        facts = learner.version if version is None else version, batch, samples, rate_scale, loss
+        answers = self._taken.begin(batch)
+        facts = learner.version if version is None else version, answers, samples, rate_scale, loss
         try:
             sequence = learner.push(facts, where)
             if sequence < 0:
-                until = _until(timeout_s)
+                until = limit(timeout_s)
                 while sequence < 0:
                     self._claim(timeout_s, until)
                     sequence = learner.push(facts, where)
-        except (IndexError, ValueError) as error:
-            raise self._wrong(error) from None
-        self._counted(batch)
+        except BaseException as error:
+            self._taken.put_back(batch, answers)
+            if isinstance(error, IndexError | ValueError):
+                raise self._wrong(error) from None
+            raise
+        self._counted(answers)
         return sequence
 
     def claim(self, timeout_s: float | None = None) -> int:
         """Waits for the grant and for a free slot; returns the slot's address.
 
         For gradients that come piece by piece: append() each of them, or write_named(), at
-        PAYLOAD_AT, then publish().
+        PAYLOAD_AT, then publish(). The slot is this thread's until then; claiming again begins the
+        same slot anew.
         """
         self._check_process()
         self._land()
-        return self._claim(timeout_s, _until(timeout_s))
+        return self._claim(timeout_s, limit(timeout_s))
 
     def _claim(self, timeout_s: float | None, until: float | None) -> int:
         """One limit for both waits."""
         arguments = *self._rings, self.published
-        self._wait(_native.wait_grant, arguments, timeout_s, NO_TURN, until)
-        self._learner.forget()
-        return self._wait(_native.claim, self._rings, timeout_s, NO_SLOT, until)
+        with self._pushing:
+            self._wait(_native.wait_grant, arguments, timeout_s, NO_TURN, until)
+            return self._wait(self._learner.claim, (), timeout_s, NO_SLOT, until)
 
     def give_up(self, *, batch: int | None = None, timeout_s: float | None = None) -> int:
         """Ends the iteration in hand without a gradient; its batch is handed out again.
@@ -361,69 +350,14 @@ class Client(Frames, Work):
             what = "the gradient was not applied"
             self._wait(_native.wait_applied, (*self._rings, wanted), timeout_s, what)
 
-    # -- waiting --------------------------------------------------------------------------------
-
-    def carried_by(self, carrier: Carrier) -> None:
-        """Registers an asynchronous publisher. claim() flushes it first; waits fail if it fails;
-        detach() closes it."""
-        self._carrier = weakref.ref(carrier)
-
-    def _land(self) -> None:
-        """A slot is claimed by its number, and what is on its way has the next one."""
-        if carrier := self._carrier():
-            carrier.flush()
-
-    def _check_process(self) -> None:
-        if _forks != self._forks:
-            raise UsageError("this learner belongs to the parent process; attach after the fork")
-
-    def _wait(
-        self,
-        wait: Callable[..., int],
-        arguments: tuple[int, ...],
-        timeout_s: float | None,
-        what: str,
-        until: float | None = None,
-    ) -> int:
-        """Repeats a native wait in slices, looking between them whether the job lives.
-
-        timeout_s: as the caller gave it. until: when that is over; by default counted from now.
-        """
-        if until is None:
-            until = _until(timeout_s)
-        while True:
-            rest = SLICE_NS
-            if until is not None:
-                rest = min(rest, max(0, int((until - time.monotonic()) * 1e9)))
-            result = wait(*arguments, rest)
-            if result >= 0 or result == _native.PS_FINISHED:
-                self._gone_since = None
-                return result
-            if result == _native.PS_STOPPED:
-                raise self._ended()
-            if result == _native.PS_EVICTED:
-                raise Evicted(f"job {self.job!r} has given this learner's place away")
-            if carrier := self._carrier():
-                carrier.check()
-            now = time.monotonic()
-            if _native.job_lives(self._control_at):
-                self._gone_since = None
-            elif self._gone_since is None:
-                self._gone_since = now
-            elif now - self._gone_since > GONE_S:
-                raise JobFailed(f"the server and the watchdog of job {self.job!r} are gone")
-            if until is not None and now >= until:
-                raise PushTimeout(f"{what} within {timeout_s} s")
-
-    def _ended(self) -> GadeiError:
-        if int(self._control["phase"]) == Phase.FAILED:
-            return JobFailed(f"job {self.job!r} has failed: its parameter server died")
-        return JobStopped(f"job {self.job!r} has been stopped")
-
     # -- the end --------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Leaves the job. What has been published is applied; batches not answered go to others."""
+        """Leaves the job. What has been published is applied; batches not answered go to others.
+
+        Waits until a push of another thread that is being written is published. One that still
+        waits for its turn or for a slot, and every later one, gets a UsageError.
+        """
         carrier = self._carrier()
         try:
             if carrier is not None:
@@ -436,8 +370,3 @@ class Client(Frames, Work):
 
     def __exit__(self, *exc: object) -> None:
         self.detach()
-
-
-def _until(timeout_s: float | None) -> float | None:
-    """When a time limit that begins now is over."""
-    return None if timeout_s is None else time.monotonic() + timeout_s

@@ -172,7 +172,7 @@ class Frames(ABC):
         self._by_pieces = None
         try:
             self._learner.write_frame(payload, where)
-        except IndexError as error:
+        except (IndexError, ValueError) as error:
             raise self._wrong(error) from None
 
     def append(self, payload: int, number: int, where: Sequence[int]) -> None:
@@ -184,7 +184,10 @@ class Frames(ABC):
         if tuple(where) == NONE:
             return
         if not self._learner.kind:
-            self._learner.begin(payload)
+            try:
+                self._learner.begin(payload)
+            except ValueError as error:
+                raise self._wrong(error) from None
             self._by_pieces = set()
         if self._by_pieces is None:
             raise UsageError("append() begins with a slot that holds nothing")
@@ -192,7 +195,7 @@ class Frames(ABC):
             raise UsageError(f"{self.model.tensors[number].name!r} is written already")
         try:
             self._learner.append(number, where)
-        except IndexError as error:
+        except (IndexError, ValueError) as error:
             raise self._wrong(error) from None
         self._by_pieces.add(number)
 
@@ -209,14 +212,17 @@ class Frames(ABC):
         self._check_process()
         if not self._learner.kind:
             raise UsageError("nothing is written into the claimed slot")
-        batch = self._taken.answered(batch)
+        answers = self._taken.begin(batch)
         if version is None:
             version = self._learner.version
         try:
-            sequence = self._learner.publish((version, batch, samples, rate_scale, loss))
-        except ValueError as error:
-            raise self._wrong(error) from None
-        self._counted(batch)
+            sequence = self._learner.publish((version, answers, samples, rate_scale, loss))
+        except BaseException as error:
+            self._taken.put_back(batch, answers)
+            if isinstance(error, ValueError):
+                raise self._wrong(error) from None
+            raise
+        self._counted(answers)
         return sequence
 
     def check_facts(
@@ -259,7 +265,10 @@ class Frames(ABC):
         frame: kind, blocks, bytes of the payload. facts: of check_facts(). loss_there: whether the
         loss is among the sums.
         """
-        self._learner.land(landing, (sums, parts, int(loss_there), *frame), facts)
+        try:
+            self._learner.land(landing, (sums, parts, int(loss_there), *frame), facts)
+        except ValueError as error:
+            raise self._wrong(error) from None
         launch()
         self._learner.counted()
         self._counted(facts[1])

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.errors import JobStopped, PushTimeout
+from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout
 from gadei_ps.memory.weights import FloatArray
 
+CLOSED = "this pipeline is closed, or its client has detached"
 POLL_S = 0.1  # how often a waiting thread looks whether it is to end
 NEWER_S = 0.0005  # how often the pull thread looks whether there are newer weights
 IN_HAND = 3  # gradients: one being computed, one in the queue, one being copied
@@ -53,6 +54,7 @@ class HostLink:
         self._to_pull: queue.Queue[FloatArray] = queue.Queue(1)
         self._pulled: queue.Queue[int] = queue.Queue(1)
         self._failure: BaseException | None = None
+        self._told = False  # it has been raised
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
@@ -60,6 +62,7 @@ class HostLink:
         ]
         for thread in self._threads:
             thread.start()
+        client.carried_by(self)
 
     def buffer(self) -> FloatArray:
         return np.zeros(self._client.model.elements, np.float32)
@@ -74,7 +77,7 @@ class HostLink:
         self._to_pull.put(buffer)
 
     def pulled(self) -> bool:
-        self._raise_failure()
+        self.check()
         try:
             self.version = self._pulled.get_nowait()
         except queue.Empty:
@@ -89,7 +92,9 @@ class HostLink:
     def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:
         item = _Push(gradients, version, facts)
         while True:
-            self._raise_failure()
+            self.check()
+            if self._closing.is_set():
+                raise UsageError(CLOSED)
             try:
                 self._to_push.put(item, timeout=POLL_S)
             except queue.Full:
@@ -98,13 +103,25 @@ class HostLink:
             return
 
     def flush(self) -> None:
+        if threading.current_thread() is self._threads[0]:
+            return  # it publishes in turn: all before what it has in hand is published
         while self._to_push.unfinished_tasks:
-            self._raise_failure()
+            self.check()
+            if not self._threads[0].is_alive():
+                raise UsageError(CLOSED)  # it was handed over while the link was closed
             self._closing.wait(0.001)
 
     def close(self) -> None:
+        if self._closing.is_set():
+            return
+        if self._told:
+            self._end()
+            return
         try:
             self.flush()
+        except BaseException as error:
+            self._failure = self._failure or error  # ends a push that waits
+            raise
         finally:
             self._end()
 
@@ -116,6 +133,7 @@ class HostLink:
         self._closing.set()
         for thread in self._threads:
             thread.join()
+        self._client.not_carried_by(self)
 
     def _run(self, loop: Any) -> None:
         try:
@@ -123,8 +141,10 @@ class HostLink:
         except BaseException as error:
             self._failure = self._failure or error
 
-    def _raise_failure(self) -> None:
+    def check(self) -> None:
+        """Raises what has failed, so that what is on its way will never arrive."""
         if self._failure is not None:
+            self._told = True
             raise self._failure
 
     def _push_loop(self) -> None:
@@ -133,18 +153,10 @@ class HostLink:
                 item = self._to_push.get(timeout=POLL_S)
             except queue.Empty:
                 continue
-            slot = self._claim()
+            slot = self._client.claim()  # ends when the link fails: the client asks check()
             self._client.write_named(slot + layout.PAYLOAD_AT, item.gradients)
             self._client.publish(version=item.version, **item.facts)
             self._to_push.task_done()
-
-    def _claim(self) -> int:
-        while True:
-            try:
-                return self._client.claim(timeout_s=POLL_S)
-            except PushTimeout:
-                if self._closing.is_set():
-                    raise
 
     def _pull_loop(self) -> None:
         while not self._closing.is_set():

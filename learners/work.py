@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import GadeiError, JobStopped, UsageError
+from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.job.control import Lasting, SetWork
-from gadei_ps.learners.attach import Told
+from gadei_ps.learners.waits import Waits
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase
 
@@ -49,36 +50,33 @@ class Taken:
             return batch
         return self._ids[0] if self._ids else layout.NO_BATCH
 
+    def begin(self, batch: int | None) -> int:
+        """The same for a gradient that is being published: no other one is to answer it."""
+        if batch is not None:
+            return batch
+        try:
+            return self._ids.popleft()
+        except IndexError:
+            return layout.NO_BATCH
+
+    def put_back(self, batch: int | None, answers: int) -> None:
+        """It has not been published. batch: as begin() got it; answers: as it returned it."""
+        if batch is None and answers != layout.NO_BATCH:
+            self._ids.appendleft(answers)
+
     def remove(self, batch: int) -> None:
         """It is answered, if it was taken at all."""
         if batch in self._ids:
             self._ids.remove(batch)
 
 
-class Work(Told, ABC):
+class Work(Waits, ABC):
     """The part of a client that takes batches."""
 
     _connection: Lasting
     _rings: tuple[int, int]
     _taken: Taken
-
-    @abstractmethod
-    def _check_process(self) -> None:
-        """Raises UsageError in a child process of the one that attached."""
-
-    @abstractmethod
-    def _ended(self) -> GadeiError:
-        """The error that says how the job has ended."""
-
-    @abstractmethod
-    def _wait(
-        self,
-        wait: Callable[..., int],
-        arguments: tuple[int, ...],
-        timeout_s: float | None,
-        what: str,
-    ) -> int:
-        """Repeats a native wait until it ends or its time limit is over. Returns its result."""
+    _taking: AbstractContextManager[None]
 
     @abstractmethod
     def wait_turn(self, timeout_s: float | None = None) -> None:
@@ -128,7 +126,8 @@ class Work(Told, ABC):
             )
         try:
             what = "no batch was handed out"
-            taken = self._wait(_native.take_work, self._rings, timeout_s, what)
+            with self._taking:
+                taken = self._wait(_native.take_work, self._rings, timeout_s, what)
         except JobStopped:
             return None
         if taken == _native.PS_FINISHED:

@@ -22,7 +22,11 @@
  * If a job's waits spin (spin_us of 8 or more) and a wait runs on the core of one of the server's
  * threads, it changes this thread's affinity for an instant, so that the kernel moves it.
  *
- * A learner belongs to the thread that attached it; a process may have several learners. A child of
+ * A learner belongs to one thread at a time; a process may have several learners. While a thread is
+ * in a function that waits, writes, publishes or asks the watchdog, another thread that calls one of
+ * these for the same learner gets GADEI_ERROR, and nothing has changed; so does one that claims,
+ * writes or publishes while another thread has claimed a slot and not published it. Functions that
+ * only read may be called from any thread; so may gadei_pull, into different memory. A child of
  * fork() cannot use its parent's: functions that wait or publish return GADEI_ERROR there. No
  * function takes a lock that another process could hold. A learner may be killed at any instruction:
  * the server applies what it has published, drops what it has not, and gives its batches to others.
@@ -86,7 +90,10 @@ struct gadei_tensor {
 int gadei_attach(const char *job_or_socket, const char *name, gadei_learner **learner);
 
 /* Leaves the job and frees the handle, which may be NULL. What has been published is applied;
- * batches not answered go to others. Waits at most 10 s. In a child of fork() it only frees. */
+ * batches not answered go to others. Waits at most 10 s. In a child of fork() it only frees.
+ * A call of another thread that is under way ends first: a gradient that is being written is
+ * published, a wait ends with GADEI_ERROR. As after free(), the handle must not be used in a call
+ * that begins later. */
 void gadei_detach(gadei_learner *learner);
 
 /* The last error of this learner, or, for NULL, of this thread's last gadei_attach or call without a

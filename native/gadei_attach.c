@@ -100,6 +100,7 @@ int gadei_attach(const char *job_or_socket, const char *name, gadei_learner **ou
 {
     gadei_learner *learner = out ? calloc(1, sizeof *learner) : NULL;
     ps_attach_failed("");
+    ps_set_refusal(learner, NULL); /* of one that was at the same address */
     if (!learner) {
         ps_attach_failed(out ? "out of memory" : "no place for a learner");
         return GADEI_ERROR;
@@ -127,7 +128,9 @@ void gadei_detach(gadei_learner *learner)
 {
     if (!learner)
         return;
-    if (learner->pid == getpid())
+    if (learner->pid == getpid()) {
+        ps_shut(&learner->common.calls);
         leave(learner);
+    }
     drop(learner);
 }

@@ -72,6 +72,10 @@ int ps_fail(gadei_learner *learner, int code, const char *format, ...);
 /* Writes the error of this thread's gadei_attach: there is no learner that could keep it. */
 void ps_attach_failed(const char *error);
 
+/* Why the last call of this thread on that learner was refused, or NULL; gadei_error() tells it. Not
+ * in learner->error, which belongs to the thread that is in a call. */
+void ps_set_refusal(const gadei_learner *learner, const char *why);
+
 /* -- gadei_control.c --------------------------------------------------------------------------- */
 
 /* Finds the job's socket and connects. */
@@ -100,6 +104,13 @@ void ps_unmap_segments(gadei_learner *learner);
 
 /* GADEI_ERROR if `learner` is NULL or another process has attached it. */
 int ps_check_process(gadei_learner *learner);
+
+/* Begins a call of this thread; GADEI_ERROR if it is another's turn, or the learner leaves. `inside`:
+ * of struct ps_calls; for C there is only PS_PUSHING, as all calls share `error`. */
+int ps_begin_call(gadei_learner *learner);
+
+/* Ends it, and returns `result`. */
+int ps_end_call(gadei_learner *learner, int result);
 
 /* A wait's limit: when it is over, and what the caller said. */
 struct ps_limit {

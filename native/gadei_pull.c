@@ -50,11 +50,9 @@ static int try_copy(gadei_learner *learner, uint64_t ns)
     return ps_copy_on(&learner->common, ns);
 }
 
-int gadei_pull_consistent(gadei_learner *learner, float *weights, int64_t timeout_ms)
+static int pull_consistent(gadei_learner *learner, float *weights, int64_t timeout_ms)
 {
     uint64_t version = gadei_version(learner);
-    if (ps_check_process(learner))
-        return GADEI_ERROR;
     if (!weights)
         return ps_fail(learner, GADEI_ERROR, "the place for the weights is NULL");
     ps_copy_begin(&learner->common, weights);
@@ -65,4 +63,10 @@ int gadei_pull_consistent(gadei_learner *learner, float *weights, int64_t timeou
         learner->common.copies = 1;
     }
     return result;
+}
+
+int gadei_pull_consistent(gadei_learner *learner, float *weights, int64_t timeout_ms)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, pull_consistent(learner, weights, timeout_ms));
 }

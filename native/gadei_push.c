@@ -15,16 +15,20 @@ static_assert((int)GADEI_FLOAT32 == PS_FLOAT32 && (int)GADEI_BFLOAT16 == PS_BFLO
 uint64_t gadei_published(const gadei_learner *learner) { return learner ? learner->common.published : 0; }
 int gadei_wanted(const gadei_learner *learner) { return learner && ps_wanted(&learner->common); }
 
-int gadei_set_wire(gadei_learner *learner, uint32_t dtype)
+static int set_wire(gadei_learner *learner, uint32_t dtype)
 {
-    if (!learner)
-        return ps_check_process(learner);
     if (dtype != GADEI_FLOAT32 && dtype != GADEI_BFLOAT16 && dtype != GADEI_FLOAT16)
         return ps_fail(learner, GADEI_ERROR, "unknown number format %u", dtype);
     if (learner->claimed_once)
         return ps_fail(learner, GADEI_ERROR, "the number format is chosen before the first claim");
     learner->common.dtype = dtype;
     return GADEI_OK;
+}
+
+int gadei_set_wire(gadei_learner *learner, uint32_t dtype)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, set_wire(learner, dtype));
 }
 
 /* -- waits ------------------------------------------------------------------------------------- */
@@ -38,7 +42,7 @@ static int try_turn(gadei_learner *learner, uint64_t ns)
 static int try_slot(gadei_learner *learner, uint64_t ns)
 {
     int result;
-    learner->slot = ps_claim(learner->common.ring, learner->common.control, ns, &result);
+    learner->slot = ps_frame_claim(&learner->common, ns, &result);
     return result;
 }
 
@@ -48,11 +52,9 @@ static int try_applied(gadei_learner *learner, uint64_t ns)
     return ps_wait_applied(common->ring, common->control, common->published - 1, ns);
 }
 
-int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms)
+static int wait_turn(gadei_learner *learner, int64_t timeout_ms)
 {
-    int result = ps_check_process(learner);
-    if (!result)
-        result = ps_wait_for(learner, try_turn, ps_limit_of(timeout_ms), WAITS_TURN);
+    int result = ps_wait_for(learner, try_turn, ps_limit_of(timeout_ms), WAITS_TURN);
     if (!result) {
         learner->common.version = ps_load_acquire(&learner->common.control->version);
         learner->common.started = ps_clock();
@@ -60,25 +62,39 @@ int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms)
     return result;
 }
 
-int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)
+int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms)
 {
-    if (ps_check_process(learner))
-        return GADEI_ERROR;
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, wait_turn(learner, timeout_ms));
+}
+
+static int wait_applied(gadei_learner *learner, int64_t timeout_ms)
+{
     if (!learner->common.published)
         return GADEI_OK;
     return ps_wait_for(learner, try_applied, ps_limit_of(timeout_ms),
                        "the gradient was not applied");
 }
 
+int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, wait_applied(learner, timeout_ms));
+}
+
+/* Lets go of the claimed slot, if there is one. */
+static void drop_slot(gadei_learner *learner)
+{
+    learner->slot = NULL;
+    ps_frame_drop(&learner->common);
+}
+
 /* Waits for the turn and for a slot, within one limit. */
 static int claim_slot(gadei_learner *learner, int64_t timeout_ms)
 {
     struct ps_limit limit = ps_limit_of(timeout_ms);
-    int result = ps_check_process(learner);
-    if (result)
-        return result;
-    learner->slot = NULL;
-    result = ps_wait_for(learner, try_turn, limit, WAITS_TURN);
+    drop_slot(learner);
+    int result = ps_wait_for(learner, try_turn, limit, WAITS_TURN);
     if (!result)
         result = ps_wait_for(learner, try_slot, limit, WAITS_SLOT);
     learner->claimed_once |= !result;
@@ -102,12 +118,14 @@ static int claim(gadei_learner *learner, int64_t timeout_ms, enum ps_frame_kind 
 
 int gadei_claim(gadei_learner *learner, int64_t timeout_ms)
 {
-    return claim(learner, timeout_ms, PS_DENSE);
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, claim(learner, timeout_ms, PS_DENSE));
 }
 
 int gadei_claim_rows(gadei_learner *learner, int64_t timeout_ms)
 {
-    return claim(learner, timeout_ms, PS_ROWS);
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, claim(learner, timeout_ms, PS_ROWS));
 }
 
 /* -- writing ----------------------------------------------------------------------------------- */
@@ -116,10 +134,8 @@ static int is_rows(const gadei_learner *learner) { return learner->common.writin
 
 static int check_tensor(gadei_learner *learner, uint32_t index)
 {
-    if (!learner)
-        return ps_check_process(learner);
     if (!learner->slot)
-        return ps_fail(learner, GADEI_ERROR, "no slot is claimed");
+        return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal(PS_UNCLAIMED));
     if (index >= learner->tensor_count)
         return ps_fail(learner, GADEI_ERROR, "no tensor %u: the model has %u", index,
                        learner->tensor_count);
@@ -152,7 +168,7 @@ static int append(gadei_learner *learner, uint32_t index, const struct ps_gradie
     return isfinite(squares) ? GADEI_OK : GADEI_NONFINITE;
 }
 
-int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
+static int write_tensor(gadei_learner *learner, uint32_t index, const float *values)
 {
     if (check_tensor(learner, index))
         return GADEI_ERROR;
@@ -165,8 +181,14 @@ int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
     return isfinite(learner->squares[index]) ? GADEI_OK : GADEI_NONFINITE;
 }
 
-int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
-                     const float *values, uint64_t count)
+int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, write_tensor(learner, index, values));
+}
+
+static int write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
+                      const float *values, uint64_t count)
 {
     static const int64_t none; /* an empty list of rows still needs an address */
     if (check_tensor(learner, index))
@@ -180,20 +202,30 @@ int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indi
     return append(learner, index, &gradient);
 }
 
+int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
+                     const float *values, uint64_t count)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused
+                   : ps_end_call(learner, write_rows(learner, index, indices, values, count));
+}
+
 /* -- publishing -------------------------------------------------------------------------------- */
 
 /* The frame answers the oldest batch that is not answered yet. */
-static void publish(gadei_learner *learner, struct ps_facts facts)
+static int publish_frame(gadei_learner *learner, struct ps_facts facts)
 {
     facts.version = learner->common.version;
-    facts.batch = PS_NO_BATCH;
+    facts.batch = learner->taken_count ? learner->taken[learner->taken_first] : PS_NO_BATCH;
+    int64_t result = ps_frame_publish(&learner->common, &facts);
+    learner->slot = NULL;
+    if (result < 0)
+        return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal((int)result));
     if (learner->taken_count) {
-        facts.batch = learner->taken[learner->taken_first];
         learner->taken_first = (learner->taken_first + 1) % PS_AHEAD;
         learner->taken_count--;
     }
-    ps_frame_publish(&learner->common, &facts);
-    learner->slot = NULL;
+    return GADEI_OK;
 }
 
 static void finish_dense(gadei_learner *learner)
@@ -207,18 +239,23 @@ static void finish_dense(gadei_learner *learner)
     learner->common.writing.payload.squares = squares;
 }
 
-int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
+static int publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
 {
-    if (ps_check_process(learner))
-        return GADEI_ERROR;
     if (!learner->slot)
-        return ps_fail(learner, GADEI_ERROR, "no slot is claimed");
+        return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal(PS_UNCLAIMED));
     if (!(rate_scale >= 0.0f && isfinite(rate_scale)))
         return ps_fail(learner, GADEI_ERROR, "rate_scale is negative or not finite");
     if (!is_rows(learner))
         finish_dense(learner);
-    publish(learner, (struct ps_facts){.samples = samples, .rate_scale = rate_scale, .loss = loss});
-    return GADEI_OK;
+    return publish_frame(learner, (struct ps_facts){.samples = samples,
+                                                    .rate_scale = rate_scale,
+                                                    .loss = loss});
+}
+
+int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, publish(learner, loss, samples, rate_scale));
 }
 
 /* computed: 1 if the iteration took the time of a whole one. */
@@ -228,21 +265,19 @@ static int publish_nothing(gadei_learner *learner, uint32_t computed, int64_t ti
     if (result)
         return result;
     ps_frame_empty(&learner->common, computed);
-    publish(learner, (struct ps_facts){.rate_scale = 1.0f, .loss = NAN});
-    return GADEI_OK;
+    return publish_frame(learner, (struct ps_facts){.rate_scale = 1.0f, .loss = NAN});
 }
 
 int gadei_give_up(gadei_learner *learner, int64_t timeout_ms)
 {
-    return publish_nothing(learner, 0, timeout_ms);
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, publish_nothing(learner, 0, timeout_ms));
 }
 
-int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
-               int64_t timeout_ms)
+static int push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
+                int64_t timeout_ms)
 {
     struct ps_written written;
-    if (ps_check_process(learner))
-        return GADEI_ERROR;
     if (!gradient)
         return ps_fail(learner, GADEI_ERROR, "the gradient is NULL");
     if (!gadei_wanted(learner))
@@ -254,9 +289,21 @@ int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint3
         learner->gradients[i].values = gradient + learner->tensors[i].start;
     result = ps_frame_whole(&learner->common, payload(learner), learner->gradients, &written);
     if (result) {
-        learner->slot = NULL;
+        drop_slot(learner);
         return not_written(learner, result, written.tensor, 0);
     }
-    publish(learner, (struct ps_facts){.samples = samples, .rate_scale = 1.0f, .loss = loss});
+    result = publish_frame(learner, (struct ps_facts){.samples = samples,
+                                                      .rate_scale = 1.0f,
+                                                      .loss = loss});
+    if (result)
+        return result;
     return isfinite(written.squares) ? GADEI_OK : GADEI_NONFINITE;
+}
+
+int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
+               int64_t timeout_ms)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused
+                   : ps_end_call(learner, push(learner, gradient, loss, samples, timeout_ms));
 }

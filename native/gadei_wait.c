@@ -26,6 +26,38 @@ int ps_check_process(gadei_learner *learner)
                    "this learner belongs to the parent process; attach after the fork");
 }
 
+static int refuse(const gadei_learner *learner, int result)
+{
+    ps_set_refusal(learner, ps_refusal(result));
+    return GADEI_ERROR;
+}
+
+int ps_begin_call(gadei_learner *learner)
+{
+    ps_set_refusal(learner, NULL);
+    int result = ps_check_process(learner);
+    if (result)
+        return result;
+    struct ps_calls *calls = &learner->common.calls;
+    result = ps_others(calls);
+    if (!result)
+        result = ps_enter(calls, PS_PUSHING);
+    if (result) /* also PS_NESTED: a signal handler must not change what it has interrupted */
+        return refuse(learner, result == PS_NESTED ? PS_BUSY : result);
+    result = ps_others(calls);
+    if (result) {
+        ps_leave(calls, PS_PUSHING);
+        return refuse(learner, result);
+    }
+    return GADEI_OK;
+}
+
+int ps_end_call(gadei_learner *learner, int result)
+{
+    ps_leave(&learner->common.calls, PS_PUSHING);
+    return result;
+}
+
 int ps_ended(gadei_learner *learner, int code)
 {
     if (ps_load_acquire32(&learner->common.control->phase) == PS_PHASE_FAILED)
@@ -51,11 +83,15 @@ int ps_wait_for(gadei_learner *learner, int (*attempt)(gadei_learner *, uint64_t
             learner->gone_since = 0;
             return result;
         }
+        if (result <= PS_BUSY)
+            return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal(result));
         if (result == PS_STOPPED)
             return ps_ended(learner, GADEI_STOPPED);
         if (result == PS_EVICTED)
             return ps_fail(learner, GADEI_EVICTED, "job '%s' has given this learner's place away",
                            learner->job);
+        if (ps_has_left(&learner->common.calls))
+            return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal(PS_LEFT));
         now = ps_now_ns();
         if (ps_job_lives(learner->common.control))
             learner->gone_since = 0;

@@ -16,11 +16,9 @@ uint32_t gadei_wave(const gadei_learner *learner)
     return wave ? (uint32_t)wave : 1;
 }
 
-int gadei_set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, uint64_t seed)
+static int set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, uint64_t seed)
 {
     char json[192];
-    if (ps_check_process(learner))
-        return GADEI_ERROR;
     if (!batches || !epochs)
         return ps_fail(learner, GADEI_ERROR, "batches and epochs must be above 0");
     snprintf(json, sizeof json,
@@ -29,15 +27,19 @@ int gadei_set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, ui
     return ps_request(learner, json, NULL, 0, PS_PATIENCE_NS);
 }
 
+int gadei_set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, uint64_t seed)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, set_work(learner, batches, epochs, seed));
+}
+
 static int try_work(gadei_learner *learner, uint64_t ns)
 {
     return ps_take_work(learner->common.ring, learner->common.control, ns, &learner->item);
 }
 
-int gadei_take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, int64_t timeout_ms)
+static int take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, int64_t timeout_ms)
 {
-    if (ps_check_process(learner))
-        return GADEI_ERROR;
     if (!epoch || !index)
         return ps_fail(learner, GADEI_ERROR, "the place for the batch's epoch or index is NULL");
     uint32_t most = learner->common.control->ahead;
@@ -57,4 +59,10 @@ int gadei_take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, i
     *epoch = (uint32_t)(learner->item >> 32);
     *index = (uint32_t)learner->item;
     return GADEI_OK;
+}
+
+int gadei_take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, int64_t timeout_ms)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, take_batch(learner, epoch, index, timeout_ms));
 }

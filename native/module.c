@@ -270,7 +270,10 @@ PyMODINIT_FUNC PyInit__native(void)
         PyModule_AddType(made, &ps_learner_type) < 0 ||
         PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 ||
         PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||
-        PyModule_AddIntMacro(made, PS_EVICTED) < 0 || PyModule_AddIntMacro(made, PS_FINISHED) < 0) {
+        PyModule_AddIntMacro(made, PS_EVICTED) < 0 ||
+        PyModule_AddIntMacro(made, PS_FINISHED) < 0 ||
+        PyModule_AddIntMacro(made, PS_PUSHING) < 0 || PyModule_AddIntMacro(made, PS_TAKING) < 0 ||
+        PyModule_AddIntMacro(made, PS_COPYING) < 0) {
         Py_DECREF(made);
         return NULL;
     }

@@ -2,10 +2,11 @@
  * What the files of gadei_ps._native share. Addresses are integers: the callers hold the mappings,
  * these files hold nothing. Calls that may wait, or copy much, release the GIL.
  *
- *   module.c         the module itself: claims and waits, leases, single words
- *   module_frames.c  parts of frames, for devices that make frames themselves
- *   module_learner.c the type Learner: a client's frames and consistent pulls
- *   module_layout.c  the layout of the shared memory as the compiler made it
+ *   module.c            the module itself: claims and waits, leases, single words
+ *   module_frames.c     parts of frames, for devices that make frames themselves
+ *   module_learner.c    the type Learner: a client's frames and consistent pulls
+ *   module_arguments.c  what its methods take
+ *   module_layout.c     the layout of the shared memory as the compiler made it
  */
 #ifndef MODULE_H
 #define MODULE_H

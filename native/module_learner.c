@@ -5,13 +5,10 @@
  * Gradients come as a sequence of addresses, four for each tensor of the model in its order (values,
  * indices, count, factors: struct ps_gradient), or one, of a flat gradient.
  */
-#include "module.h"
+#include "module_arguments.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <structmember.h>
-
-#include "ps_learner.h"
 
 #define WRITE_WITH_GIL (1u << 14) /* values; below, handing the GIL over costs more than the copy */
 #define FEW_TENSORS 64
@@ -39,92 +36,6 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names)
     LEARNER->dtype = dtype;
     LEARNER->residue = (float *)residue;
     return self;
-}
-
-static int takes(Py_ssize_t given, Py_ssize_t wanted)
-{
-    if (given == wanted)
-        return 0;
-    PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
-    return -1;
-}
-
-/* (version, batch, samples, rate_scale, loss). ValueError for what no frame may say. */
-static int take_facts(PyObject *given, struct ps_facts *facts)
-{
-    uint64_t whole[3];
-    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 5) {
-        PyErr_SetString(PyExc_TypeError, "facts are five numbers");
-        return -1;
-    }
-    for (int i = 0; i < 3; i++) {
-        whole[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, i));
-        if (whole[i] == UINT64_MAX && PyErr_Occurred()) {
-            if (i == 2 && PyErr_ExceptionMatches(PyExc_OverflowError))
-                whole[i] = UINT64_MAX; /* negative or far too large: refused below */
-            else
-                return -1;
-            PyErr_Clear();
-        }
-    }
-    double scale = PyFloat_AsDouble(PyTuple_GET_ITEM(given, 3));
-    double loss = PyFloat_AsDouble(PyTuple_GET_ITEM(given, 4));
-    if (PyErr_Occurred())
-        return -1;
-    if (whole[2] > UINT32_MAX) {
-        PyErr_SetString(PyExc_ValueError, "samples: use 0 to 4294967295");
-        return -1;
-    }
-    *facts = (struct ps_facts){whole[0], whole[1], (uint32_t)whole[2], (float)scale, loss};
-    if (!(facts->rate_scale >= 0.0f && isfinite(facts->rate_scale))) {
-        PyErr_SetString(PyExc_ValueError, "rate_scale is negative or not finite");
-        return -1;
-    }
-    return 0;
-}
-
-/* IndexError(number of the tensor, row). */
-static void bad_row(uint64_t tensor, int64_t row)
-{
-    PyObject *where = Py_BuildValue("(KL)", (unsigned long long)tensor, (long long)row);
-    if (where)
-        PyErr_SetObject(PyExc_IndexError, where);
-    Py_XDECREF(where);
-}
-
-static int take_gradient(PyObject *const *args, struct ps_gradient *gradient)
-{
-    uint64_t arg[4];
-    if (numbers(args, 4, 4, arg) < 0)
-        return -1;
-    *gradient = (struct ps_gradient){(const float *)arg[0], (const int64_t *)arg[1], arg[2],
-                                     (const float *)arg[3]};
-    return 0;
-}
-
-static int take_gradients(const struct ps_weights *weights, PyObject *where,
-                          struct ps_gradient *gradients)
-{
-    const struct ps_tensor *table =
-        (const struct ps_tensor *)((const char *)weights + weights->table_at);
-    PyObject **items = PySequence_Fast_ITEMS(where);
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(where);
-    uint64_t flat;
-    if (count == 1) {
-        if (numbers(items, 1, 1, &flat) < 0)
-            return -1;
-        for (uint64_t i = 0; i < weights->tensors; i++)
-            gradients[i] = (struct ps_gradient){.values = (const float *)flat + table[i].start};
-        return 0;
-    }
-    if ((uint64_t)count != 4 * weights->tensors) {
-        PyErr_SetString(PyExc_TypeError, "takes four numbers for each tensor");
-        return -1;
-    }
-    for (uint64_t i = 0; i < weights->tensors; i++)
-        if (take_gradient(items + 4 * i, &gradients[i]) < 0)
-            return -1;
-    return 0;
 }
 
 /* A frame's payload, from any sequence of addresses; -1 with an exception set. */
@@ -159,23 +70,124 @@ static int write_whole(struct ps_learner *learner, char *payload, PyObject *give
     return taken || result ? -1 : 0;
 }
 
-METHOD(push)
+/* -- threads ----------------------------------------------------------------------------------- */
+
+/* ValueError: the caller is not the thread, or not in time, to do this. */
+static PyObject *refuse(int result)
+{
+    PyErr_SetString(PyExc_ValueError, ps_refusal(result));
+    return NULL;
+}
+
+/* Whether a result of ps_calls.h refuses. */
+static int refuses(int64_t result) { return result <= PS_BUSY; }
+
+typedef PyObject *method(PyObject *, PyObject *const *, Py_ssize_t);
+
+/* A call that pushes or writes, of the thread that may. */
+static PyObject *as_only_one(method *call, PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    int others = ps_others(&LEARNER->calls);
+    int entered = others ? others : ps_enter(&LEARNER->calls, PS_PUSHING);
+    if (entered < 0)
+        return refuse(entered);
+    others = ps_others(&LEARNER->calls);
+    PyObject *result = others ? refuse(others) : call(self, args, count);
+    if (!entered)
+        ps_leave(&LEARNER->calls, PS_PUSHING);
+    return result;
+}
+
+#define METHOD_OF_ONE(name)                                                                \
+    static PyObject *name##_inside(PyObject *, PyObject *const *, Py_ssize_t);             \
+    METHOD(name) { return as_only_one(name##_inside, self, args, count); }                 \
+    METHOD(name##_inside)
+
+static int take_kind(PyObject *const *args, Py_ssize_t count, enum ps_call *kind)
+{
+    uint64_t given;
+    if (numbers(args, count, 1, &given) < 0)
+        return -1;
+    if (given >= PS_CALLS) {
+        PyErr_SetString(PyExc_TypeError, "no such kind of call");
+        return -1;
+    }
+    *kind = (enum ps_call)given;
+    return 0;
+}
+
+METHOD(enter)
+{
+    enum ps_call kind;
+    if (take_kind(args, count, &kind) < 0)
+        return NULL;
+    int entered = ps_enter(&LEARNER->calls, kind);
+    /* In Python the same thread can come again only from a signal handler, amid a wait. */
+    if (entered == PS_NESTED)
+        entered = PS_BUSY;
+    if (entered)
+        return refuse(entered);
+    Py_RETURN_NONE;
+}
+
+METHOD(leave)
+{
+    enum ps_call kind;
+    if (take_kind(args, count, &kind) < 0)
+        return NULL;
+    ps_leave(&LEARNER->calls, kind);
+    Py_RETURN_NONE;
+}
+
+METHOD(shut)
+{
+    (void)args;
+    if (takes(count, 0) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    ps_shut(&LEARNER->calls);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* -- frames ------------------------------------------------------------------------------------ */
+
+METHOD(claim)
+{
+    TAKES(1)
+    int result;
+    struct ps_frame *slot = ps_frame_claim(LEARNER, 0, &result);
+    if (result == PS_TIMEOUT) {
+        Py_BEGIN_ALLOW_THREADS
+        slot = ps_frame_claim(LEARNER, arg[0], &result);
+        Py_END_ALLOW_THREADS
+    }
+    if (refuses(result))
+        return refuse(result);
+    return slot ? PyLong_FromUnsignedLongLong((uint64_t)slot) : PyLong_FromLong(result);
+}
+
+METHOD_OF_ONE(push)
 {
     struct ps_learner *learner = LEARNER;
     struct ps_facts facts;
     if (takes(count, 2) < 0 || take_facts(args[0], &facts) < 0)
         return NULL;
     int result = ps_wait_grant(learner->ring, learner->control, learner->published, 0);
-    struct ps_frame *slot =
-        result ? NULL : ps_claim(learner->ring, learner->control, 0, &result);
+    struct ps_frame *slot = result ? NULL : ps_frame_claim(learner, 0, &result);
+    if (refuses(result))
+        return refuse(result);
     if (!slot)
         return PyLong_FromLong(result);
-    if (write_whole(learner, (char *)slot + PS_PAYLOAD_AT, args[1]) < 0)
+    if (write_whole(learner, (char *)slot + PS_PAYLOAD_AT, args[1]) < 0) {
+        ps_frame_drop(learner);
         return NULL;
-    return PyLong_FromUnsignedLongLong(ps_frame_publish(learner, &facts));
+    }
+    int64_t sequence = ps_frame_publish(learner, &facts);
+    return refuses(sequence) ? refuse((int)sequence) : PyLong_FromLongLong(sequence);
 }
 
-METHOD(write_frame)
+METHOD_OF_ONE(write_frame)
 {
     uint64_t payload;
     if (takes(count, 2) < 0 || numbers(args, 1, 1, &payload) < 0 ||
@@ -184,14 +196,14 @@ METHOD(write_frame)
     Py_RETURN_NONE;
 }
 
-METHOD(begin)
+METHOD_OF_ONE(begin)
 {
     TAKES(1)
     ps_frame_begin(LEARNER, (char *)arg[0], PS_ROWS);
     Py_RETURN_NONE;
 }
 
-METHOD(append)
+METHOD_OF_ONE(append)
 {
     struct ps_learner *learner = LEARNER;
     struct ps_gradient gradient;
@@ -222,20 +234,10 @@ METHOD(append)
     Py_RETURN_NONE;
 }
 
-METHOD(empty)
+METHOD_OF_ONE(empty)
 {
     TAKES(1)
     ps_frame_empty(LEARNER, arg[0] != 0);
-    Py_RETURN_NONE;
-}
-
-METHOD(forget)
-{
-    UNUSED;
-    (void)args;
-    if (takes(count, 0) < 0)
-        return NULL;
-    LEARNER->writing.kind = 0;
     Py_RETURN_NONE;
 }
 
@@ -248,15 +250,16 @@ METHOD(check)
     Py_RETURN_NONE;
 }
 
-METHOD(publish)
+METHOD_OF_ONE(publish)
 {
     struct ps_facts facts;
     if (takes(count, 1) < 0 || take_facts(args[0], &facts) < 0)
         return NULL;
-    return PyLong_FromUnsignedLongLong(ps_frame_publish(LEARNER, &facts));
+    int64_t sequence = ps_frame_publish(LEARNER, &facts);
+    return refuses(sequence) ? refuse((int)sequence) : PyLong_FromLongLong(sequence);
 }
 
-METHOD(land)
+METHOD_OF_ONE(land)
 {
     uint64_t landing, given[6];
     struct ps_facts facts;
@@ -277,7 +280,9 @@ METHOD(land)
         .blocks = (uint32_t)given[4],
         .bytes = given[5],
     };
-    ps_frame_land(LEARNER, (struct ps_landing *)landing, &landed, &facts);
+    int refused = ps_frame_land(LEARNER, (struct ps_landing *)landing, &landed, &facts);
+    if (refused)
+        return refuse(refused);
     Py_RETURN_NONE;
 }
 
@@ -324,14 +329,29 @@ METHOD(copy_end)
     Py_RETURN_NONE;
 }
 
+static PyObject *get_left(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(ps_has_left(&LEARNER->calls));
+}
+
+static PyGetSetDef properties[] = {
+    {"left", get_left, NULL, "whether it has detached", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyMethodDef methods[] = {
+    ENTRY(enter, "enter(kind): begins a call of several parts; ValueError if another thread is in "
+                 "one, or the learner has detached"),
+    ENTRY(leave, "leave(kind): ends it"),
+    ENTRY(shut, "shut(): waits for the push that is under way; nothing is published afterwards"),
+    ENTRY(claim, "claim(timeout_ns) -> address of the free slot, this thread's now, or a result < 0"),
     ENTRY(push, "push(facts, gradients) -> sequence number, or a result < 0: claims, writes and "
                 "publishes, where nothing need be waited for"),
     ENTRY(write_frame, "write_frame(payload, gradients): a whole frame into a claimed slot"),
     ENTRY(begin, "begin(payload): a frame of rows, of which append() writes the tensors"),
     ENTRY(append, "append(tensor, (values, indices, count, factors))"),
     ENTRY(empty, "empty(computed): a frame without a gradient"),
-    ENTRY(forget, "forget(): nothing is written into the claimed slot"),
     ENTRY(check, "check(facts): raises what publish() and land() would raise for them"),
     ENTRY(publish, "publish(facts) -> sequence number of the frame that is written"),
     ENTRY(land, "land(landing, (sums, parts, loss_there, kind, blocks, bytes), facts)"),
@@ -369,4 +389,5 @@ PyTypeObject ps_learner_type = {
     .tp_new = make,
     .tp_methods = methods,
     .tp_members = members,
+    .tp_getset = properties,
 };

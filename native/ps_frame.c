@@ -30,6 +30,26 @@ int ps_wanted(const struct ps_learner *learner)
     return learner->published >= ps_load_acquire(&entry->obsolete);
 }
 
+void ps_frame_drop(struct ps_learner *learner)
+{
+    ps_set_claimer(&learner->calls, 0);
+    learner->writing.kind = 0;
+}
+
+struct ps_frame *ps_frame_claim(struct ps_learner *learner, uint64_t timeout_ns, int *result)
+{
+    *result = ps_has_left(&learner->calls) ? PS_LEFT : ps_others(&learner->calls);
+    if (*result)
+        return NULL;
+    ps_frame_drop(learner);
+    struct ps_frame *slot = ps_claim(learner->ring, learner->control, timeout_ns, result);
+    if (slot) {
+        ps_set_claimer(&learner->calls, ps_me());
+        learner->calls.claimed = learner->ring->head;
+    }
+    return slot;
+}
+
 int ps_frame_whole(struct ps_learner *learner, char *payload, const struct ps_gradient *gradients,
                    struct ps_written *written)
 {
@@ -86,6 +106,7 @@ void ps_frame_empty(struct ps_learner *learner, uint32_t computed)
 static struct ps_frame header(const struct ps_learner *learner, const struct ps_facts *facts)
 {
     return (struct ps_frame){
+        .sequence = learner->calls.claimed,
         .clock = learner->published,
         .version = facts->version,
         .dtype = learner->dtype,
@@ -106,9 +127,12 @@ void ps_frame_counted(struct ps_learner *learner)
         learner->version = ps_load_acquire(&learner->control->version);
 }
 
-uint64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts)
+int64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts)
 {
     struct ps_writing *writing = &learner->writing;
+    int refused = ps_check_claimed(&learner->calls);
+    if (refused)
+        return refused;
     if (writing->kind == PS_ROWS && !writing->sorted)
         ps_sort_blocks(writing->payload.at, writing->blocks);
     struct ps_frame frame = header(learner, facts);
@@ -117,15 +141,22 @@ uint64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *fac
     frame.payload_bytes = writing->payload.end;
     frame.squares = writing->payload.squares;
     frame.finished = ps_clock();
-    uint64_t sequence = ps_publish_frame(learner->ring, learner->control, frame);
+    refused = ps_publish_frame(learner->ring, learner->control, frame);
+    ps_set_claimer(&learner->calls, 0);
+    if (refused)
+        return refused;
     ps_frame_counted(learner);
-    return sequence;
+    return (int64_t)frame.sequence;
 }
 
-void ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
-                   const struct ps_landed *landed, const struct ps_facts *facts)
+int ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
+                  const struct ps_landed *landed, const struct ps_facts *facts)
 {
+    int refused = ps_check_claimed(&learner->calls);
+    if (refused)
+        return refused;
     *landing = (struct ps_landing){
+        .calls = &learner->calls,
         .ring = learner->ring,
         .control = learner->control,
         .sums = landed->sums,
@@ -137,4 +168,6 @@ void ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
     landing->frame.kind = landed->kind;
     landing->frame.blocks = landed->blocks;
     landing->frame.payload_bytes = landed->bytes;
+    ps_set_claimer(&learner->calls, 0); /* the slot is the device's now */
+    return 0;
 }

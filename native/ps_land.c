@@ -1,6 +1,7 @@
 /* See ps_land.h. */
 #include "ps_land.h"
 
+#include <sched.h>
 #include <string.h>
 
 static double sum_of(const uint64_t *words, uint64_t count)
@@ -26,9 +27,8 @@ static void tell_rows(char *payload, uint32_t blocks, const uint64_t *rows)
     }
 }
 
-void ps_land(void *argument)
+static void land(const struct ps_landing *landing)
 {
-    const struct ps_landing *landing = argument;
     const uint64_t *sums = landing->sums, *rows = sums + PS_SUMS_ROWS;
     struct ps_ring *ring = landing->ring;
     struct ps_frame frame = landing->frame;
@@ -44,7 +44,20 @@ void ps_land(void *argument)
         frame.blocks = 1;
         frame.payload_bytes = 0;
     } else if (frame.kind == PS_ROWS) {
-        tell_rows((char *)ps_slot(ring, ring->head) + PS_PAYLOAD_AT, frame.blocks, rows);
+        tell_rows((char *)ps_slot(ring, frame.sequence) + PS_PAYLOAD_AT, frame.blocks, rows);
     }
     ps_publish_frame(ring, landing->control, frame);
+}
+
+void ps_land(void *argument)
+{
+    const struct ps_landing *landing = argument;
+    int entered;
+    while ((entered = ps_enter(landing->calls, PS_PUSHING)) == PS_BUSY)
+        sched_yield(); /* the thread that pushes is in a short call, or it detaches */
+    if (entered == PS_LEFT)
+        return;
+    land(landing);
+    if (!entered)
+        ps_leave(landing->calls, PS_PUSHING);
 }

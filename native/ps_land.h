@@ -5,6 +5,7 @@
 #ifndef PS_LAND_H
 #define PS_LAND_H
 
+#include "ps_calls.h"
 #include "ps_ring.h"
 
 /* What the device writes besides the payload, in 64-bit words. */
@@ -16,6 +17,7 @@ enum {
 };
 
 struct ps_landing {
+    struct ps_calls *calls; /* the learner's; it lives until the device has called ps_land */
     struct ps_ring *ring;
     const struct ps_control *control;
     const uint64_t *sums;
@@ -23,7 +25,7 @@ struct ps_landing {
     struct ps_frame frame; /* except what is read from sums */
 };
 
-/* landing: struct ps_landing. Called in a thread of the driver, where no CUDA call is allowed. */
+/* landing: struct ps_landing. Publishes nothing once the learner has detached. Called in a thread of the driver, where no CUDA call is allowed. */
 void ps_land(void *landing);
 
 #endif

@@ -3,16 +3,18 @@
  * the weights. The client for C (gadei_*.c) and the one for Python (module_learner.c) both use
  * this file.
  *
- *   claim     ps_claim (ps_ring.h), which returns the slot
+ *   claim     ps_frame_claim, which returns the slot
  *   write     ps_frame_whole, or ps_frame_begin and then ps_frame_dense or ps_frame_append for each
  *             tensor, or ps_frame_empty
  *   publish   ps_frame_publish; or ps_frame_land, when a device still writes the payload
  *
- * All functions are for the learner's process, and for one thread at a time.
+ * All functions are for the learner's process, and for one thread at a time: ps_calls.h. The callers
+ * enter and leave.
  */
 #ifndef PS_LEARNER_H
 #define PS_LEARNER_H
 
+#include "ps_calls.h"
 #include "ps_land.h"
 #include "ps_ring.h"
 
@@ -45,6 +47,7 @@ struct ps_learner {
     double started;       /* of the iteration, CLOCK_MONOTONIC seconds */
     struct ps_writing writing;
     struct ps_copying copying;
+    struct ps_calls calls;
 };
 
 /* What the learner says of a gradient. */
@@ -65,6 +68,14 @@ void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
 int ps_wanted(const struct ps_learner *learner);
 
 /* -- frames ------------------------------------------------------------------------------------ */
+
+/* Waits for a free slot and claims it for this thread, which then writes and publishes it. A slot
+ * that this thread has claimed already begins anew. Returns NULL with *result: of ps_claim, or
+ * PS_LEFT, or PS_OTHERS. */
+struct ps_frame *ps_frame_claim(struct ps_learner *learner, uint64_t timeout_ns, int *result);
+
+/* Lets go of the slot that this thread has claimed. */
+void ps_frame_drop(struct ps_learner *learner);
 
 /* Writes a whole payload, at the slot's PS_PAYLOAD_AT. For `written` and the result see
  * ps_write_frame. */
@@ -87,19 +98,21 @@ int ps_frame_append(struct ps_learner *learner, uint64_t number,
 /* Writes a frame without gradient. computed: 1 if the iteration took the time of a whole one. */
 void ps_frame_empty(struct ps_learner *learner, uint32_t computed);
 
-/* Publishes the frame in hand and begins the next iteration. Returns its sequence number. */
-uint64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts);
+/* Publishes the frame in hand, in the slot that this thread has claimed, and begins the next
+ * iteration. Returns its sequence number; or PS_UNCLAIMED, PS_OTHERS or PS_LEFT, and then nothing is
+ * published. */
+int64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts);
 
-/* Prepares `landing` for a frame that a device writes, of `bytes` payload; ps_land then publishes
- * it. sums: what the device writes besides the payload; parts: numbers in its sum of squares;
+/* Prepares `landing` for a frame that a device writes, of `bytes` payload, into the slot that this
+ * thread has claimed; ps_land then publishes it. Results of ps_frame_publish, or 0. sums: what the device writes besides the payload; parts: numbers in its sum of squares;
  * loss_there: 1 if the loss is among them. */
 struct ps_landed {
     const uint64_t *sums;
     uint64_t parts, loss_there, bytes;
     uint32_t kind, blocks;
 };
-void ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
-                   const struct ps_landed *landed, const struct ps_facts *facts);
+int ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
+                  const struct ps_landed *landed, const struct ps_facts *facts);
 
 /* Counts a frame that was given to the device, and begins the next iteration. */
 void ps_frame_counted(struct ps_learner *learner);

@@ -22,12 +22,18 @@ uint64_t ps_start_ticks(int32_t pid)
     text[count] = '\0';
     /* The second field is the program's name in parentheses and may hold blanks and parentheses. */
     char *at = strrchr(text, ')');
-    if (!at || at[1] != ' ' || at[2] == 'Z' || at[2] == 'X')
+    if (!at || at[1] != ' ')
         return 0;
     at += 2;
-    for (int field = 3; field < 22; field++, at++)
+    /* A thread group whose first thread has ended shows that thread's state. The count of threads
+     * has that one in it, until all have ended and the process is waited for. */
+    int ended = *at == 'Z' || *at == 'X';
+    for (int field = 3; field < 22; field++, at++) {
+        if (field == 20 && ended && strtoull(at, NULL, 10) < 2)
+            return 0;
         if (!(at = strchr(at, ' ')))
             return 0;
+    }
     return strtoull(at, NULL, 10);
 }
 

@@ -5,7 +5,7 @@
 #include "ps_layout.h"
 
 /* Any process: when a process started, in clock ticks after boot; 0 if there is none, or only a
- * zombie. */
+ * zombie. It lives as long as any of its threads, also if the first one has ended. */
 uint64_t ps_start_ticks(int32_t pid);
 
 /* Any process: whether a server serves, or a watchdog is there to start one. */

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "ps_atomic.h"
+#include "ps_calls.h"
 
 #ifndef SYS_futex_waitv
 #define SYS_futex_waitv 449
@@ -135,17 +136,19 @@ void ps_publish(struct ps_ring *ring, const struct ps_control *control)
         ps_futex_wake(ps_low_half(&ring->head));
 }
 
-uint64_t ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
-                          struct ps_frame frame)
+int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
+                     struct ps_frame frame)
 {
-    uint64_t sequence = ring->head;
-    frame.sequence = sequence;
+    if (ps_load_acquire(&ring->detached))
+        return PS_LEFT;
+    if (ring->head != frame.sequence)
+        return PS_UNCLAIMED;
     frame.generation = ring->header.generation;
     frame.flags = PS_CHECKED | (isfinite(frame.squares) ? 0u : PS_NONFINITE);
-    *ps_slot(ring, sequence) = frame;
+    *ps_slot(ring, frame.sequence) = frame;
     ring->pulled = frame.version;
     ps_publish(ring, control);
-    return sequence;
+    return 0;
 }
 
 /* Tells shard 0, which reads this word whenever it is awake, what the learner wants. */

@@ -19,7 +19,7 @@
 
 #include "ps_layout.h"
 
-/* Results of functions that can wait; all negative. */
+/* Results of functions that can wait; all negative. Others: ps_calls.h. */
 enum { PS_TIMEOUT = -1, PS_STOPPED = -2, PS_EVICTED = -3, PS_FINISHED = -4 };
 
 /* Learner. */
@@ -27,9 +27,10 @@ struct ps_frame *ps_claim(struct ps_ring *ring, const struct ps_control *control
                           uint64_t timeout_ns, int *result);
 void ps_publish(struct ps_ring *ring, const struct ps_control *control);
 /* Writes the frame's header, filling in what follows from the ring and from the sum of squares, and
- * publishes it. Returns the frame's sequence number. */
-uint64_t ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
-                          struct ps_frame frame);
+ * publishes it in the slot that was claimed for frame.sequence. Returns 0; or PS_LEFT if the learner
+ * has detached, PS_UNCLAIMED if that slot is not the next one: then nothing is published. */
+int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
+                     struct ps_frame frame);
 int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
                   uint64_t timeout_ns);
 int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint64_t sequence,

@@ -24,7 +24,7 @@ from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, GadeiError
 from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment, weights
-from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind
+from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind, Work
 from gadei_ps.memory.segment import segment_name
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
@@ -186,7 +186,6 @@ class Saver:
             name: int(control[f"past_{name}"]) + int(roster[name].sum())
             for name in ("applied", "dropped", "refused", "samples")
         }
-        names = ("batches", "epochs", "seed", "next", "epochs_done")
         snapshot = Snapshot(
             job=self.task.job,
             config=self.task.config,
@@ -196,7 +195,7 @@ class Saver:
             version=int(control["version"]),
             steps=int(self._state["record"]["steps"][0]),
             supersteps=int(control["superstep"]),
-            work={name: int(control[name]) for name in names} | {"state": int(control["work"])},
+            work=self._work(),
             requeue=requeue,
             counts=counts | {"requeued_total": int(control["requeued_total"])},
             clocks={
@@ -206,6 +205,14 @@ class Saver:
         for one in jobs:
             one.result()
         return snapshot
+
+    def _work(self) -> dict[str, int]:
+        """The words of the work ledger. The watchdog, which does not pause, may be storing them."""
+        names = ("batches", "epochs", "seed", "next", "epochs_done")
+        state = _native.load32(self._segment.word(CONTROL, "work"))  # SYNC POINT: work
+        if state == Work.NONE:  # perhaps some are stored; none counts until all are
+            return dict.fromkeys(names, 0) | {"state": state}
+        return {name: int(self._control[name]) for name in names} | {"state": state}
 
 
 def task_line(task: Task) -> str:

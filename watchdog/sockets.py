@@ -5,8 +5,10 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import resource
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from gadei_ps.machine import log
 
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
+RESERVED = 24  # descriptors that clients leave to the watchdog: pidfds, starts of servers, a saver
 MAX_UNSENT = 4 << 20
 READ = 4096  # bytes at a time; requests in them are served before the next client's
 MAX_FDS = 4
@@ -55,6 +58,8 @@ class ControlServer:
         self._handler = handler
         self._clients: set[Client] = set()
         self.refused = 0
+        self._listening = True
+        self._spare: int | None = _open_spare()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         # Bound under a passing name and then renamed: no client sees the socket with another mode,
         # and the socket of a dead watchdog is replaced.
@@ -77,23 +82,70 @@ class ControlServer:
                 connection, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:
-                return
-            connection.setblocking(False)
-            pid, uid, _gid = control.UCRED.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, control.UCRED.size)
-            )
-            of_one = sum(client.pid == pid for client in self._clients)
-            full = len(self._clients) >= MAX_CLIENTS or of_one >= MAX_CLIENTS_OF_ONE
-            if uid not in (os.getuid(), 0) or full:
-                self.refused += 1
-                connection.close()
+            except ConnectionAbortedError:
                 continue
+            except OSError:
+                self._accept_without_room()
+                return
+            self._admit(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        pid, uid, _gid = control.UCRED.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, control.UCRED.size)
+        )
+        if uid not in (os.getuid(), 0):
+            self.refused += 1
+            connection.close()
+        # The kernel gives the lowest number that is free: so many descriptors are open.
+        elif connection.fileno() >= _files() - RESERVED:
+            self._refuse(connection, _no_descriptor())
+        elif len(self._clients) >= MAX_CLIENTS:
+            self._refuse(connection, f"the watchdog has {MAX_CLIENTS} clients, which is the limit")
+        elif sum(client.pid == pid for client in self._clients) >= MAX_CLIENTS_OF_ONE:
+            self._refuse(
+                connection,
+                f"process {pid} has {MAX_CLIENTS_OF_ONE} connections to the watchdog, which is the "
+                "limit",
+            )
+        else:
             client = Client(connection, pid)
             self._clients.add(client)
             self._selector.register(
                 connection, selectors.EVENT_READ, lambda mask, c=client: self._ready(c, mask)
             )
+
+    def _refuse(self, connection: socket.socket, why: str) -> None:
+        """Answers before it is asked, and closes."""
+        self.refused += 1
+        with contextlib.suppress(OSError):
+            connection.send(
+                control.pack({"v": control.PROTOCOL} | failure(ControlError(why))),
+                socket.MSG_DONTWAIT,
+            )
+        connection.close()
+
+    def _accept_without_room(self) -> None:
+        """Refuses a client with the spare descriptor. If that is gone too, listens later.
+
+        As long as a client waits to be accepted, the selector would return at once, for ever.
+        """
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+            with contextlib.suppress(OSError):
+                self._refuse(self._listener.accept()[0], _no_descriptor())
+            self._spare = _open_spare()
+        if self._spare is None:
+            self._listening = False
+            self._selector.unregister(self._listener)
+
+    def _listen_again(self) -> None:
+        if self._spare is None:
+            self._spare = _open_spare()
+        if not self._listening and self._spare is not None:
+            self._listening = True
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _ready(self, client: Client, mask: int) -> None:
         try:
@@ -182,7 +234,8 @@ class ControlServer:
             self._selector.modify(client.socket, mask, key.data)
 
     def expire(self) -> None:
-        """Drops clients that have begun a message and do not end it."""
+        """Drops clients that have begun a message and do not end it; listens again if it can."""
+        self._listen_again()
         now = time.monotonic()
         for client in list(self._clients):
             late = now - client.since > MESSAGE_TIMEOUT_S
@@ -204,9 +257,33 @@ class ControlServer:
                 client.socket.settimeout(max(0.001, until - time.monotonic()))
                 client.socket.sendall(client.unsent)
             self.close(client)
-        self._selector.unregister(self._listener)
+        if self._listening:
+            self._selector.unregister(self._listener)
         self._listener.close()
+        if self._spare is not None:
+            os.close(self._spare)
         self.path.unlink(missing_ok=True)
+
+
+def _files() -> int:
+    """How many descriptors this process may have open."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def _no_descriptor() -> str:
+    return (
+        f"the watchdog may open {_files()} files, and no more are free: raise the limit "
+        "(ulimit -n, LimitNOFILE) and serve the job again"
+    )
+
+
+def _open_spare() -> int | None:
+    """A descriptor to give up when no other one is free."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def failure(error: GadeiError) -> dict[str, Any]:

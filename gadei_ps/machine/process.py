@@ -24,7 +24,10 @@ def cores() -> int:
 
 
 def start_ticks(pid: int) -> int:
-    """When the process started, in clock ticks after boot; 0 if there is no such process."""
+    """When the process started, in clock ticks after boot; 0 if there is no such process.
+
+    A process is there as long as any of its threads runs, also if its main thread has ended.
+    """
     return _native.start_ticks(pid)
 
 
@@ -48,7 +51,7 @@ def signal_name(number: int) -> str:
 
 
 def alive(pid: int, start: int) -> bool:
-    """Whether this very process still runs (a zombie does not)."""
+    """Whether this very process still runs: any thread of it. A zombie does not."""
     return pid > 0 and start > 0 and start_ticks(pid) == start
 
 

@@ -4,6 +4,7 @@
  * a gradient and kill it there. driver.py knows the same commands.
  */
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +15,10 @@
 
 static gadei_learner *learner;
 static uint32_t wire; /* for the next learner; 0: not chosen */
+
+/* Answers of the second thread go to memory. */
+static _Thread_local FILE *out;
+#define printf(...) fprintf(out ? out : stdout, __VA_ARGS__)
 
 static void answer(int result)
 {
@@ -225,6 +230,82 @@ static void nulls(void)
     printf("done\n");
 }
 
+/* -- a second thread --------------------------------------------------------------------------- */
+
+static struct {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    char command[1024]; /* "": none */
+    char *answer;       /* NULL: none */
+    int runs;
+} second = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+
+static void *obey(void *unused)
+{
+    char command[sizeof second.command];
+    for (;;) {
+        pthread_mutex_lock(&second.lock);
+        while (!*second.command)
+            pthread_cond_wait(&second.changed, &second.lock);
+        memcpy(command, second.command, sizeof command);
+        *second.command = '\0';
+        pthread_mutex_unlock(&second.lock);
+        if (!strncmp(command, "over", 4))
+            return unused;
+        char *text;
+        size_t length;
+        out = open_memstream(&text, &length);
+        do_command(command);
+        fclose(out);
+        pthread_mutex_lock(&second.lock);
+        second.answer = text;
+        pthread_cond_broadcast(&second.changed);
+        pthread_mutex_unlock(&second.lock);
+    }
+}
+
+/* Has a second thread do a command; `joined` tells what it was answered. */
+static void beside(const char *command)
+{
+    pthread_mutex_lock(&second.lock);
+    if (!second.runs)
+        second.runs = !pthread_create(&second.thread, NULL, obey, NULL);
+    snprintf(second.command, sizeof second.command, "%s", command);
+    pthread_cond_broadcast(&second.changed);
+    pthread_mutex_unlock(&second.lock);
+}
+
+static void joined(void)
+{
+    pthread_mutex_lock(&second.lock);
+    while (!second.answer)
+        pthread_cond_wait(&second.changed, &second.lock);
+    printf("%s", second.answer);
+    free(second.answer);
+    second.answer = NULL;
+    pthread_mutex_unlock(&second.lock);
+}
+
+/* Ends the second thread. */
+static void over(void)
+{
+    beside("over");
+    pthread_join(second.thread, NULL);
+    second.runs = 0;
+}
+
+/* Pushes so many times and tells how many were published; refused ones are not repeated. */
+static void many(int count)
+{
+    float value = 1.0f, *gradient = whole(&value, 0, 1);
+    int done = 0;
+    for (int i = 0; i < count; i++)
+        done += !gadei_push(learner, gradient, 0.5, 1, -1);
+    free(gradient);
+    printf("%d\n", done);
+}
+
 static void do_command(char *line)
 {
     char word[32] = "", name[256] = "";
@@ -325,6 +406,16 @@ static void do_command(char *line)
         nulls();
     } else if (!strcmp(word, "forked")) {
         forked(rest);
+    } else if (!strcmp(word, "beside")) {
+        beside(rest);
+        printf("0\n");
+    } else if (!strcmp(word, "joined")) {
+        joined();
+    } else if (!strcmp(word, "over")) {
+        over();
+        printf("0\n");
+    } else if (!strcmp(word, "many")) {
+        many((int)a);
     } else if (!strcmp(word, "poke")) {
         *(volatile float *)(uintptr_t)gadei_weights(learner) = 1e6f; /* the mapping forbids it */
         printf("0\n");

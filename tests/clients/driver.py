@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import Evicted, GadeiError, JobFailed, JobStopped, PushTimeout
-from gadei_ps.learners import client
+from gadei_ps.errors import Evicted, GadeiError, JobFailed, JobStopped, PushTimeout, UsageError
+from gadei_ps.learners import waits
 from gadei_ps.learners.client import NONE, Client, rows_at, whole_at
 from gadei_ps.memory import layout
 
@@ -34,6 +37,9 @@ class Driver:
         self.slot = 0
         self.rows = False
         self.written: dict[str, Any] = {}
+        self.second: threading.Thread | None = None
+        self.for_second: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
+        self.of_second: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     @property
     def mine(self) -> Client:
@@ -83,7 +89,6 @@ class Driver:
         return 0
 
     def claim(self, timeout: str) -> object:
-        self.slot = 0
         self.slot = self.mine.claim(seconds(timeout)) + layout.PAYLOAD_AT
         self.rows = False
         self.written = {}
@@ -217,6 +222,52 @@ class Driver:
         os.waitpid(child, 0)
         return None
 
+    # -- a second thread --------------------------------------------------------------------------
+
+    def beside(self, *command: str) -> object:
+        """Has a second thread do a command; `joined` tells what it was answered."""
+        if self.second is None:
+            self.second = threading.Thread(target=self.obey, daemon=True)
+            self.second.start()
+        self.for_second.put(command)
+        return 0
+
+    def obey(self) -> None:
+        while command := self.for_second.get():
+            self.of_second.put(do(self, command))
+
+    def joined(self) -> object:
+        return self.of_second.get()
+
+    def over(self) -> object:
+        """Ends the second thread."""
+        assert self.second
+        self.for_second.put(())
+        self.second.join()
+        self.second = None
+        return 0
+
+    def many(self, count: str) -> object:
+        """Pushes so many times and tells how many were published; refused ones are not repeated."""
+        gradient = self.whole(lambda count: np.ones(count))
+        done = 0
+        for _ in range(int(count)):
+            with contextlib.suppress(UsageError):
+                self.mine.push(gradient)
+                done += 1
+        return done
+
+    def until_refused(self) -> object:
+        """Pushes until a push is refused; tells how many were published, and why not more."""
+        gradient = self.whole(lambda count: np.ones(count))
+        done = 0
+        while True:
+            try:
+                self.mine.push(gradient)
+            except GadeiError as error:
+                return f"{done} {type(error).__name__}"
+            done += 1
+
     def poke(self) -> object:
         ctypes.memset(self.mine.flat.ctypes.data, 0xFF, 1)
         return 0
@@ -241,7 +292,7 @@ def do(driver: Driver, words: Sequence[str]) -> object:
 def main() -> None:
     driver = Driver()
     if "hurried" in sys.argv:  # as hurried.h
-        client.GONE_S = 0.5
+        waits.GONE_S = 0.5
     for line in sys.stdin:
         answer(do(driver, line.split()))
     if driver.client:

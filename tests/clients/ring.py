@@ -36,13 +36,18 @@ class _Frame(ctypes.Structure):
 
 
 _publish_frame = _library.ps_publish_frame
-_publish_frame.argtypes, _publish_frame.restype = [_u64, _u64, _Frame], _u64
+_publish_frame.argtypes, _publish_frame.restype = [_u64, _u64, _Frame], ctypes.c_int
 
 
 def publish(ring_at: int, control_at: int, frame: np.ndarray) -> int:
-    """Publishes a header, shape (1,), as a learner does; returns the frame's sequence number."""
-    number: int = _publish_frame(ring_at, control_at, _Frame.from_buffer(frame))
-    return number
+    """Publishes a header, shape (1,), as a learner does in the slot that it has just claimed.
+
+    Returns the frame's sequence number, or a result < 0.
+    """
+    sequence = _native.load(ring_at + layout.offset(RING, "head"))
+    frame[0]["sequence"] = sequence
+    result: int = _publish_frame(ring_at, control_at, _Frame.from_buffer(frame))
+    return result or sequence
 
 
 class Ring:

@@ -203,7 +203,8 @@ def test_the_same_bytes(
             assert same, (case, word, one, two)
         assert mine_[1] == other[1], case
     sparse = dict(zip(FRAMES, seen["c"], strict=True))["rows of zeros"][0]["kind"]
-    assert sparse == (FrameKind.ROWS if optimizer == "sgd" else FrameKind.DENSE)
+    shorter = optimizer == "sgd" and wire == 1  # a row of nine 16-bit values travels whole
+    assert sparse == (FrameKind.ROWS if shorter else FrameKind.DENSE)
 
 
 def test_nothing_lies_between_tensors(client: Makers, gaps: Job) -> None:

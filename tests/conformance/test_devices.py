@@ -329,6 +329,22 @@ def test_errors_reach_the_main_thread(case: Case, job: Daemon, job_name: str) ->
                 pipeline.push(gradients(case, 1.0))
 
 
+def test_detach_publishes_what_was_handed_over(case: Case, job: Daemon, job_name: str) -> None:
+    client = Client(job_name, tensors=arrays(0.0))
+    pipeline = Pipeline(client, case.make())
+    for _ in range(10):
+        pipeline.push(gradients(case, 1.0))
+    client.detach()
+    eventually(lambda: not status(job_name)["learners"])
+    assert client.published == status(job_name)["gradients_applied"] == 10
+    for values in client.weights.values():  # of all shards
+        np.testing.assert_array_equal(values, -10)
+    if case.name == "host":
+        with pytest.raises(UsageError, match="has detached"):
+            pipeline.push(gradients(case, 1.0))
+    pipeline.close()
+
+
 def test_an_unused_pipeline_closes(case: Case, job: Daemon, job_name: str) -> None:
     """Its threads end, and the job still answers."""
     with Client(job_name, tensors=arrays(0.0)) as client:

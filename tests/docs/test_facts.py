@@ -148,6 +148,9 @@ def texts() -> str:
                 for node in ast.walk(ast.parse(path.read_text()))
                 if isinstance(node, ast.Constant) and isinstance(node.value, str)
             ]
+    for path in (ROOT / "native").glob("*.c"):
+        literals = re.findall(r'"(?:[^"\\\n]|\\.)*"(?:\s*"(?:[^"\\\n]|\\.)*")*', path.read_text())
+        found += [re.sub(r'"\s*"', "", one) for one in literals]
     return "\n".join(found)
 
 

@@ -15,7 +15,6 @@ from support import Stopped, daemon, eventually, fork, learner, status
 
 from gadei_ps import _native
 from gadei_ps.errors import (
-    Evicted,
     JobNotFound,
     JobStopped,
     ModelMismatch,
@@ -234,7 +233,7 @@ def test_after_the_end(job_name: str) -> None:
         client = Client(job_name, tensors={"w": np.zeros(10)})
         client.detach()
         client.detach()
-        with pytest.raises(Evicted):
+        with pytest.raises(UsageError, match="detached"):
             client.push({})
         late = Client(job_name)
         job.request(StopJob(drain=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import resource
 import socket
 import struct
 import tempfile
@@ -20,10 +21,11 @@ from hypothesis import strategies as st
 from support import Child, daemon, eventually, status
 
 from gadei_ps.commands.daemon import Daemon
+from gadei_ps.errors import ControlError
 from gadei_ps.job import paths
 from gadei_ps.job.control import MAX_MESSAGE, Connection, Status
 from gadei_ps.learners.client import Client
-from gadei_ps.watchdog.sockets import MAX_CLIENTS, MAX_CLIENTS_OF_ONE
+from gadei_ps.watchdog.sockets import MAX_CLIENTS, MAX_CLIENTS_OF_ONE, RESERVED
 
 TENSORS = [{"name": "w", "shape": [16]}]
 
@@ -371,7 +373,7 @@ def test_one_process_may_not_take_all_places(job: Daemon, job_name: str) -> None
                 raw.sendall(framed({"v": 1, "op": "status"}))
             except BrokenPipeError:
                 continue
-            answered += receive(raw) is not None
+            answered += bool((receive(raw) or {"ok": False})["ok"])
         assert answered <= MAX_CLIENTS_OF_ONE < MAX_CLIENTS
         assert answered > MAX_CLIENTS_OF_ONE // 2
 
@@ -388,6 +390,54 @@ def descriptors_at_most(job: str, count: int) -> bool:
     found.append(child.receive())
     child.join()
     return found[0] <= count + 40
+
+
+def limit_files(pid: int, soft: int) -> int:
+    """Changes how many descriptors the process may have; returns how many it might have before."""
+    before, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    return before
+
+
+def sleeps(pid: int) -> int:
+    """How often the process has slept: one that spins does not."""
+    status_ = Path(f"/proc/{pid}/status").read_text()
+    return int(status_.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_few_descriptors(job: Daemon, job_name: str) -> None:
+    """Who finds none free is told so, and the watchdog keeps some for itself."""
+    pid = job.request(Status())["watchdog_pid"]
+    with ExitStack() as stack:
+        before = limit_files(pid, descriptors(job) + RESERVED + 8)
+        stack.callback(limit_files, pid, before)
+        mine = [stack.enter_context(connect(job_name)) for _ in range(20)]
+        replies = [receive(raw) for raw in mine[10:]]
+        assert all(
+            "raise the limit (ulimit -n" in str(reply["error"]) for reply in replies if reply
+        )
+        assert all(reply and not reply["ok"] for reply in replies)
+        with pytest.raises(ControlError, match="no more are free"):
+            Client(job_name)
+        mine[0].sendall(framed({"v": 1, "op": "status"}))
+        assert (receive(mine[0]) or {})["ok"]
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_no_descriptor_at_all(job: Daemon, job_name: str) -> None:
+    """A client that cannot be accepted waits, and the watchdog sleeps meanwhile."""
+    pid = job.request(Status())["watchdog_pid"]
+    before = limit_files(pid, 3)
+    try:
+        with connect(job_name, timeout_s=60.0) as waits:
+            waits.sendall(framed({"v": 1, "op": "status"}))
+            slept = sleeps(pid)
+            eventually(lambda: sleeps(pid) > slept + 10)
+            limit_files(pid, before)
+            assert (receive(waits) or {})["ok"]
+    finally:
+        limit_files(pid, before)
 
 
 def test_socket_is_the_users_alone(job: Daemon) -> None:

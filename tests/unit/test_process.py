@@ -92,6 +92,28 @@ def test_a_zombie_does_not_live() -> None:
     child.wait()
 
 
+def test_a_process_whose_main_thread_has_ended_lives() -> None:
+    """Its first thread is a zombie then; the others run on."""
+    script = (
+        "import ctypes, sys, threading\n"
+        "threading.Thread(target=sys.stdin.readline).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    try:
+        start = process.start_ticks(child.pid)
+        stat = Path(f"/proc/{child.pid}/stat")
+        eventually(lambda: stat.read_text().rpartition(") ")[2].startswith("Z"))
+        assert process.start_ticks(child.pid) == start > 0
+        assert process.alive(child.pid, start)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not process.alive(child.pid, start)
+    finally:
+        child.kill()
+        child.communicate()
+
+
 def _parent(pipe: Connection, how: int) -> None:
     child = process.spawn(SLEEPER, how=how)
     pipe.send((child.pid, process.start_ticks(child.pid)))

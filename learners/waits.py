@@ -1,0 +1,153 @@
+"""How a client waits, whose turn it is in its process, and what moves gradients beside it."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from gadei_ps import _native
+from gadei_ps.errors import (
+    Evicted,
+    GadeiError,
+    JobFailed,
+    JobStopped,
+    PushTimeout,
+    UsageError,
+)
+from gadei_ps.learners.attach import Told
+from gadei_ps.memory.layout import Phase
+
+SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
+GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
+LEFT = "this learner has detached from its job; attach again"
+
+_forks = 0  # that this process comes after
+
+
+def _count_forks() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_forks)
+
+
+def forks() -> int:
+    """How many forks this process comes after."""
+    return _forks
+
+
+def limit(timeout_s: float | None) -> float | None:
+    """When a time limit that begins now is over."""
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+class OnlyOne:
+    """A call of several parts, of one thread at a time: the others get a UsageError."""
+
+    def __init__(self, learner: _native.Learner, kind: int) -> None:
+        self._learner = learner
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        try:
+            self._learner.enter(self._kind)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def __exit__(self, *exc: object) -> None:
+        self._learner.leave(self._kind)
+
+
+class Carrier(Protocol):
+    """What brings gradients into slots while the client does other things: a device's link."""
+
+    def flush(self) -> None:
+        """Waits until what is on its way is published."""
+
+    def check(self) -> None:
+        """Raises if what is on its way will never arrive."""
+
+    def close(self) -> None:
+        """Flushes, and lets go of the client's memory."""
+
+
+class Waits(Told):
+    """The part of a client that waits."""
+
+    job: str
+    _learner: _native.Learner
+    _forks: int
+    _gone_since: float | None
+    """Since when the job seems dead, over all waits: each may be short."""
+    _carrier: Callable[[], Carrier | None]
+
+    def carried_by(self, carrier: Carrier) -> None:
+        """Registers an asynchronous publisher. claim() flushes it first; waits fail if it fails;
+        detach() closes it."""
+        self._carrier = weakref.ref(carrier)
+
+    def not_carried_by(self, carrier: Carrier) -> None:
+        """The carrier has ended."""
+        if self._carrier() is carrier:
+            self._carrier = lambda: None
+
+    def _land(self) -> None:
+        """A slot is claimed by its number, and what is on its way has the next one."""
+        if carrier := self._carrier():
+            carrier.flush()
+
+    def _check_process(self) -> None:
+        if _forks != self._forks:
+            raise UsageError("this learner belongs to the parent process; attach after the fork")
+
+    def _wait(
+        self,
+        wait: Callable[..., int],
+        arguments: tuple[int, ...],
+        timeout_s: float | None,
+        what: str,
+        until: float | None = None,
+    ) -> int:
+        """Repeats a native wait in slices, looking between them whether the job lives.
+
+        timeout_s: as the caller gave it. until: when that is over; by default counted from now.
+        """
+        if until is None:
+            until = limit(timeout_s)
+        while True:
+            rest = SLICE_NS
+            if until is not None:
+                rest = min(rest, max(0, int((until - time.monotonic()) * 1e9)))
+            try:
+                result = wait(*arguments, rest)
+            except ValueError as error:  # another thread's turn, or detached
+                raise UsageError(str(error)) from None
+            if result >= 0 or result == _native.PS_FINISHED:
+                self._gone_since = None
+                return result
+            if result == _native.PS_STOPPED:
+                raise self._ended()
+            if result == _native.PS_EVICTED:
+                raise Evicted(f"job {self.job!r} has given this learner's place away")
+            if self._learner.left:
+                raise UsageError(LEFT)
+            if carrier := self._carrier():
+                carrier.check()
+            now = time.monotonic()
+            if _native.job_lives(self._control_at):
+                self._gone_since = None
+            elif self._gone_since is None:
+                self._gone_since = now
+            elif now - self._gone_since > GONE_S:
+                raise JobFailed(f"the server and the watchdog of job {self.job!r} are gone")
+            if until is not None and now >= until:
+                raise PushTimeout(f"{what} within {timeout_s} s")
+
+    def _ended(self) -> GadeiError:
+        if int(self._control["phase"]) == Phase.FAILED:
+            return JobFailed(f"job {self.job!r} has failed: its parameter server died")
+        return JobStopped(f"job {self.job!r} has been stopped")
