@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,23 @@ import numpy.typing as npt
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, JobFailed
-from gadei_ps.job.control import Attach, Detach, Lasting, Offer, TensorOffer, memory_file
+from gadei_ps.job.control import (
+    Attach,
+    Detach,
+    Heard,
+    Lasting,
+    Offer,
+    TensorOffer,
+    memory_file,
+)
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import CONTROL, SHARD, Mode, Phase, Role, SegmentKind
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
+from gadei_ps.show.progress import Lines
 
 DETACH_S = 1.0
+LEARNER_VARIABLE = "GADEI_PS_LEARNER"
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -88,15 +99,31 @@ class Told:
         return max(1, int(self._control["wave"]))
 
 
-def offer(connection: Lasting, tensors: Arrays, buffers: Arrays) -> None:
-    """Makes the job's model, or checks that it is this one.
+def listener() -> Heard | None:
+    """What says how far a large model is: for a person who has started this learner alone."""
+    alone = LEARNER_VARIABLE not in os.environ  # `run` and `train` say it once for all of theirs
+    return Lines() if alone and sys.stderr is not None and sys.stderr.isatty() else None
+
+
+def offer(
+    connection: Lasting, tensors: Arrays, buffers: Arrays, heard: Heard | None = None
+) -> None:
+    """Makes the job's model, or checks that it is this one. heard: as for Connection.request.
 
     Raises ModelMismatch or NoSharedMemory.
     """
     given = [Tensor(name, np.shape(array)) for name, array in tensors.items()]
     given += [Tensor(name, np.shape(array), Role.BUFFER) for name, array in buffers.items()]
     model = weights.place(given)
-    fd = memory_file(model.flatten({**tensors, **buffers}).data)
+    arrays = {**tensors, **buffers}
+    # Tensor by tensor: a copy of all of them would take as much memory as the model once more.
+    fd = memory_file(
+        model.elements * 4,
+        (
+            (one.start * 4, np.ascontiguousarray(arrays[one.name], np.float32).reshape(-1).data)
+            for one in model.tensors
+        ),
+    )
     try:
         connection.request(
             Offer(
@@ -106,14 +133,18 @@ def offer(connection: Lasting, tensors: Arrays, buffers: Arrays) -> None:
                 ]
             ),
             fds=[fd],
+            heard=heard,
         )
     finally:
         os.close(fd)
 
 
-def attach(connection: Lasting, name: str) -> Place:
-    """Gets a place for this process. A place whose memory cannot be mapped is given back."""
-    reply = connection.request(Attach(name=name[:31]))
+def attach(connection: Lasting, name: str, heard: Heard | None = None) -> Place:
+    """Gets a place for this process. A place whose memory cannot be mapped is given back.
+
+    heard: as for Connection.request.
+    """
+    reply = connection.request(Attach(name=name[:31]), heard=heard)
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
         return Place(

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from gadei_ps import _native
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.job.control import Lasting
-from gadei_ps.learners.attach import Arrays, attach, detach, offer
+from gadei_ps.learners.attach import Arrays, attach, detach, listener, offer
 from gadei_ps.learners.frame import (
     NONE,
     UNKNOWN,
@@ -112,9 +112,10 @@ class Client(Work, Frames):
         self._forks = forks()
         self._connection = Lasting(target)
         try:
+            heard = listener()
             if tensors is not None:
-                offer(self._connection, tensors, buffers or {})
-            place = attach(self._connection, name or os.environ.get(NAME_VARIABLE, ""))
+                offer(self._connection, tensors, buffers or {}, heard)
+            place = attach(self._connection, name or os.environ.get(NAME_VARIABLE, ""), heard)
         except BaseException:
             self._connection.close()
             raise

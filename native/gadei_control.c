@@ -151,18 +151,21 @@ static int exchange(gadei_learner *learner, short event, char *bytes, size_t cou
     return GADEI_OK;
 }
 
+/* *waits: whether this is only a note that the watchdog is at work on the request. */
 static int read_reply(gadei_learner *learner, char *text, size_t length, struct json_field *fields,
-                      size_t count)
+                      size_t count, int *waits)
 {
     int ok = 0;
+    char note[64];
     char error[ERROR_BYTES - 1] = "refused without a reason", kind[32] = "";
     struct json_field about[] = {
         {"ok", TRUTH, &ok, 0, 0},
         {"error", TEXT, error, sizeof error, 0},
         {"kind", TEXT, kind, sizeof kind, 0},
+        {"note", TEXT, note, sizeof note, 0},
     };
     /* Reads the reply twice, so that text of a refusal is not taken for a member of an answer. */
-    if (!json_read(text, length, about, 3) || !about[0].found)
+    if (!json_read(text, length, about, 4) || !about[0].found)
         return ps_fail(learner, GADEI_ERROR, "%s: the reply is malformed", learner->path);
     if (!ok) {
         int code = !strcmp(kind, "JobStopped")  ? GADEI_STOPPED
@@ -171,6 +174,9 @@ static int read_reply(gadei_learner *learner, char *text, size_t length, struct 
                                                 : GADEI_ERROR;
         return ps_fail(learner, code, "%s", error);
     }
+    *waits = about[3].found != 0;
+    if (*waits)
+        return GADEI_OK;
     int whole = json_read(text, length, fields, count);
     for (size_t i = 0; i < count; i++)
         if (!whole || fields[i].found != 1)
@@ -179,39 +185,50 @@ static int read_reply(gadei_learner *learner, char *text, size_t length, struct 
     return GADEI_OK;
 }
 
+/* Reads one message. *whole: whether the next one can be read after it. */
+static int receive(gadei_learner *learner, struct json_field *fields, size_t count, uint64_t until,
+                   int *whole, int *waits)
+{
+    unsigned char size[4];
+    *whole = 0;
+    int result = exchange(learner, POLLIN, (char *)size, 4, until);
+    if (result)
+        return result;
+    size_t length = (size_t)size[0] << 24 | (size_t)size[1] << 16 | (size_t)size[2] << 8 | size[3];
+    char *text = length <= MAX_REPLY ? malloc(length + 1) : NULL;
+    if (!text)
+        return ps_fail(learner, GADEI_ERROR, "%s: the reply is too long", learner->path);
+    result = exchange(learner, POLLIN, text, length, until);
+    if (!result) {
+        *whole = 1;
+        result = read_reply(learner, text, length, fields, count, waits);
+    }
+    free(text);
+    return result;
+}
+
 static int request_once(gadei_learner *learner, const char *json, struct json_field *fields,
                         size_t count)
 {
     if (learner->socket < 0)
         return ps_fail(learner, GADEI_ERROR, "%s: the connection is lost", learner->path);
-    uint64_t until = ps_now_ns() + ANSWER_NS;
     size_t length = strlen(json);
-    unsigned char size[4];
+    int whole = 0, waits = 0;
     char message[1024];
     assert(length + 4 <= sizeof message);
     for (int i = 0; i < 4; i++)
         message[i] = (char)(length >> (24 - 8 * i) & 0xff);
     memcpy(message + 4, json, length);
-    int result = exchange(learner, POLLOUT, message, length + 4, until);
+    int result = exchange(learner, POLLOUT, message, length + 4, ps_now_ns() + ANSWER_NS);
     if (!result || learner->lost) /* a watchdog without room answers before it is asked, and closes */
-        result = exchange(learner, POLLIN, (char *)size, 4, until);
-    if (!result) {
-        length = (size_t)size[0] << 24 | (size_t)size[1] << 16 | (size_t)size[2] << 8 | size[3];
-        char *text = length <= MAX_REPLY ? malloc(length + 1) : NULL;
-        if (!text) {
-            result = ps_fail(learner, GADEI_ERROR, "%s: the reply is too long", learner->path);
-        } else {
-            result = exchange(learner, POLLIN, text, length, until);
-            if (!result) {
-                result = read_reply(learner, text, length, fields, count);
-                free(text);
-                return result;
-            }
-            free(text);
-        }
+        do { /* as long as there is progress, the watchdog takes its time */
+            waits = 0;
+            result = receive(learner, fields, count, ps_now_ns() + ANSWER_NS, &whole, &waits);
+        } while (!result && waits);
+    if (!whole) {
+        close(learner->socket); /* a late reply to this request would be taken for the next one's */
+        learner->socket = -1;
     }
-    close(learner->socket); /* a late reply to this request would be taken for the next one's */
-    learner->socket = -1;
     return result;
 }
 

@@ -109,10 +109,11 @@ METHOD(populate)
     UNUSED;
     TAKES(2)
     /* Best effort: kernels before 5.14 fill them at the first access. */
+    int result;
     Py_BEGIN_ALLOW_THREADS
-    madvise((void *)arg[0], arg[1], MADV_POPULATE_WRITE);
+    result = madvise((void *)arg[0], arg[1], MADV_POPULATE_WRITE) ? errno : 0;
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return PyLong_FromLong(result);
 }
 
 METHOD(futex_wait)
@@ -231,7 +232,7 @@ static PyMethodDef methods[] = {
     ENTRY(lease_make, "lease_make(lease): when no process that knows it is alive"),
     ENTRY(lease_take, "lease_take(lease, timeout_ns) -> whether its holder died; or PS_TIMEOUT"),
     ENTRY(lease_release, "lease_release(lease): by the thread that holds it"),
-    ENTRY(populate, "populate(address, bytes): page tables filled, so that no access faults"),
+    ENTRY(populate, "populate(address, bytes) -> 0: page tables filled, so that no access faults; or errno"),
     ENTRY(futex_wait, "futex_wait(word, expected, timeout_ns)"),
     ENTRY(futex_wake, "futex_wake(word)"),
     ENTRY(bell, "bell(word): add one and wake all"),

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x9b8514b7b1294445ull
+#define PS_BUILD 0xf962a033cd092bc9ull
 
 #endif

@@ -33,20 +33,21 @@ from gadei_ps.job import modes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import process
-from gadei_ps.memory import build, holds, layout, segment, shm, weights
+from gadei_ps.memory import build, holds, layout, reserve, segment, shm, weights
 from gadei_ps.memory.holds import Hold
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
+from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
-from gadei_ps.watchdog import elsewhere
+from gadei_ps.watchdog import elsewhere, making
 from gadei_ps.watchdog.dead import name_taken
+from gadei_ps.watchdog.making import First
 
 OWN_BUILD = "serve it with its own gadei-ps, or drop it with serve --fresh"
 # Fields of the job file that must stay the same while its memory is used.
 ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
-RING_SLOTS_AT = layout.rounded(layout.RING.itemsize, layout.PAGE)
 
 
 @dataclass(eq=False)
@@ -250,44 +251,72 @@ class JobMemory:
         ]
 
     # -- making ---------------------------------------------------------------------------------
+    #
+    # make_...() takes long if the model is large. Any thread may call it, because it touches only
+    # what nobody else knows of yet; the watchdog's own thread then enters what was made.
 
-    def create_model(
-        self, model: Model, values: np.ndarray, snapshot: Snapshot | None = None
-    ) -> None:
-        """Makes weights and state; values: float32 of shape (model.elements,).
+    @property
+    def streams(self) -> int:
+        """Optimizer slots."""
+        return optimizers.slots(int(self.control.view(layout.CONTROL)["optimizer"]))
 
-        snapshot: of a checkpoint, for the optimizer's slots, the counts and the work ledger too.
-        Raises NoSharedMemory; then nothing of it is left.
+    def needs(self, model: Model, learners: int) -> dict[str, int]:
+        """Bytes of each segment of a job with that model and so many learners."""
+        ring = making.ring_shape(model, self.config.slots).bytes
+        return {
+            "weights": weights.segment_bytes(model),
+            "optimizer": making.state_bytes(model, self.streams),
+            "ring" if learners == 1 else f"{learners} rings": learners * ring,
+        }
+
+    def make_model(
+        self, first: First, learners: int = 1, progress: Progress | None = None
+    ) -> tuple[Segment, Segment]:
+        """Makes weights and state; any thread. Room for the learners' rings must be there, too.
+
+        Raises NoSharedMemory, reserve.Cancelled and what first.values raises; then nothing of it is
+        left.
         """
-        control = self.control.view(layout.CONTROL)
-        streams = optimizers.slots(int(control["optimizer"]))
+        name = self.config.name
+        needs = self.needs(first.model, learners)
+        reserve.check(needs, f"job {name!r}")
+        if progress is not None:
+            progress.total = needs["weights"] + needs["optimizer"]
         try:
-            self.weights = segment.create(
-                self.config.name,
-                "weights",
-                SegmentKind.WEIGHTS,
-                weights.segment_bytes(model),
-                job_id=self.job_id,
-            )
-            weights.write_table(self.weights, model)
-            weights.data(self.weights)[:] = values
-            self.state = self._create_state(model, streams)
-            self._open_files()
+            made = making.weights_segment(name, self.job_id, first, progress)
+            try:
+                return made, making.state_segment(name, self.job_id, first, self.streams, progress)
+            except BaseException:
+                segment.unlink(made.name)
+                raise
         except FileExistsError as error:
-            self._drop_model()
             raise NoSharedMemory(
                 f"{shm.path_of(str(error.filename))} is there already: have it removed by its "
                 "owner or root, or choose another name for the job"
             ) from None
+
+    def enter_model(self, first: First, made: tuple[Segment, Segment]) -> None:
+        """The model is there: other processes may attach to it from now on."""
+        self.weights, self.state = made
+        try:
+            self._open_files()
         except BaseException:
             self._drop_model()
             raise
-        control["shards"] = self.config.resolved_shards(model.elements)
-        if snapshot is not None:
-            self._restore(snapshot)
+        control = self.control.view(layout.CONTROL)
+        control["shards"] = self.config.resolved_shards(first.model.elements)
+        if first.snapshot is not None:
+            self._restore(first.snapshot)
         self.weights.publish()
         self.state.publish()
-        self.model = model
+        self.model = first.model
+
+    def create_model(
+        self, model: Model, values: np.ndarray, snapshot: Snapshot | None = None
+    ) -> None:
+        """Both at once; values: float32 of shape (model.elements,). Raises NoSharedMemory."""
+        first = First(model, making.copied(values), snapshot)
+        self.enter_model(first, self.make_model(first))
 
     def _open_files(self) -> None:
         for part in ("control", "weights", "state"):
@@ -295,13 +324,10 @@ class JobMemory:
             self.files[part] = shm.open_segment(name, writable=part == "control")
 
     def _restore(self, snapshot: Snapshot) -> None:
-        """Everything except the weights, from a checkpoint."""
+        """The counts and the work ledger of a checkpoint; the values are there."""
         assert self.state is not None
         control = self.control.view(layout.CONTROL)
         state = self.state.view(layout.STATE)
-        for stream, values in enumerate(snapshot.slots):
-            at = int(state["slots_at"]) + stream * int(state["slot_bytes"])
-            self.state.array(np.float32, values.size, at)[:] = values
         state["record"]["steps"] = snapshot.steps
         state["record"]["supersteps"] = snapshot.supersteps
         control["superstep"] = control["supersteps_done"] = snapshot.supersteps
@@ -316,26 +342,6 @@ class JobMemory:
         control["requeued_total"] = snapshot.counts["requeued_total"]
         control["work"] = snapshot.work["state"]
 
-    def _create_state(self, model: Model, streams: int) -> Segment:
-        undo_at = layout.rounded(layout.STATE.itemsize, layout.PAGE)
-        undo_bytes = layout.MAX_SHARDS * layout.UNDO_BYTES
-        slots_at = layout.rounded(undo_at + undo_bytes, layout.PAGE)
-        slot_bytes = layout.rounded(model.elements * 4, layout.PAGE)
-        state = segment.create(
-            self.config.name,
-            "state",
-            SegmentKind.STATE,
-            slots_at + streams * slot_bytes,
-            job_id=self.job_id,
-        )
-        head = state.view(layout.STATE)
-        head["streams"] = streams
-        head["slots_at"] = slots_at
-        head["slot_bytes"] = slot_bytes
-        head["undo_at"] = undo_at
-        head["record"]["cursor"] = layout.IDLE
-        return state
-
     def _drop_model(self) -> None:
         self.close()
         for made in (self.weights, self.state):
@@ -343,30 +349,40 @@ class JobMemory:
                 segment.unlink(made.name)
         self.weights = self.state = None
 
-    def create_ring(self, row: int, generation: int) -> Segment:
-        """Makes the ring of a new learner. Raises NoSharedMemory."""
+    def make_ring(self, row: int, generation: int, progress: Progress | None = None) -> Segment:
+        """Makes the ring of a new learner; any thread. Raises NoSharedMemory, reserve.Cancelled."""
         assert self.model is not None
         control = self.control.view(layout.CONTROL)
-        capacity = layout.rounded(weights.payload_bytes(self.model), layout.PAGE)
-        slot_bytes = layout.PAYLOAD_AT + capacity
-        slots = int(control["slots"])
+        shape = making.ring_shape(self.model, int(control["slots"]))
+        if progress is not None:
+            progress.total = shape.bytes
         ring = segment.create(
             self.config.name,
             f"ring.{row}",
             SegmentKind.RING,
-            RING_SLOTS_AT + slots * slot_bytes,
+            shape.bytes,
             job_id=self.job_id,
             generation=generation,
             index=row,
+            progress=progress,
         )
         head = ring.view(layout.RING)
-        head["slots"] = slots
+        head["slots"] = control["slots"]
         head["shards"] = control["shards"]
-        head["slot_bytes"] = slot_bytes
-        head["slots_at"] = RING_SLOTS_AT
-        head["capacity"] = capacity
+        head["slot_bytes"] = shape.slot_bytes
+        head["slots_at"] = making.RING_SLOTS_AT
+        head["capacity"] = shape.capacity
+        return ring
+
+    def enter_ring(self, row: int, ring: Segment) -> None:
+        """The ring is there: the learner and the servers may map it."""
         ring.publish()
         self.rings[row] = ring
+
+    def create_ring(self, row: int, generation: int) -> Segment:
+        """Both at once. Raises NoSharedMemory."""
+        ring = self.make_ring(row, generation)
+        self.enter_ring(row, ring)
         return ring
 
     def ring_bells(self) -> None:
@@ -374,10 +390,15 @@ class JobMemory:
         for word in ("manager_bell", "shard_bell"):
             _native.bell(self.control.word(layout.CONTROL, word))
 
-    def remove_ring(self, row: int) -> None:
+    def remove_ring(self, row: int) -> Segment | None:
+        """Takes the ring's name away. Freeing a large one takes time, where its mapping goes last.
+
+        Returns that mapping, if there was such a ring.
+        """
         ring = self.rings.pop(row, None)
         if ring is not None:
             segment.unlink(ring.name)
+        return ring
 
     def close(self) -> None:
         while self.files:
@@ -388,6 +409,8 @@ class JobMemory:
         for row in list(self.rings):
             self.remove_ring(row)
         self._drop_model()
+        for part in ("weights", "state"):  # a thread may be in the middle of making it
+            segment.unlink(segment.segment_name(self.config.name, part))
         segment.unlink(self.control.name)
         self.release()
 

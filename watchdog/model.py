@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from gadei_ps.errors import CheckpointError, ControlError, ModelMismatch, NoSharedMemory, UsageError
+from gadei_ps.errors import CheckpointError, ModelMismatch, UsageError
 from gadei_ps.job.config import JobConfig
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
-from gadei_ps.memory.weights import Model, Tensor
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.weights import Tensor
 from gadei_ps.show.counts import counted
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
+from gadei_ps.watchdog import making
+from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
-
-
-@dataclass(frozen=True)
-class First:
-    """A model, its values (float32, shape (model.elements,)), and the checkpoint they come from."""
-
-    model: Model
-    values: np.ndarray
-    snapshot: Snapshot | None = None
 
 
 def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | None:
@@ -54,7 +44,7 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
                 f"the checkpoint is of another model: {error}; begin anew with serve --fresh, or "
                 "give the job file the tensors that it had"
             ) from None
-    return First(snapshot.model, snapshot.weights, snapshot)
+    return First(snapshot.model, making.copied(snapshot.weights), snapshot)
 
 
 def _newest(config: JobConfig, log: Any) -> Snapshot | None:
@@ -77,9 +67,7 @@ def configured(config: JobConfig) -> First | None:
     if config.weights is not None:
         return _of_file(config, config.weights)
     if config.tensors:
-        model = weights.place(_tensors(config))
-        # Without memory of its own: a model that is too large is an error of /dev/shm.
-        return First(model, np.broadcast_to(np.float32(0), (model.elements,)))
+        return First(weights.place(_tensors(config)), None)
     return None
 
 
@@ -102,34 +90,12 @@ def _of_file(config: JobConfig, path: Path) -> First:
         Tensor(name, array.shape, Role.BUFFER if name in config.buffers else Role.PARAMETER)
         for name, array in arrays.items()
     )
-    return First(model, model.flatten(arrays))
+    return First(model, making.copied(model.flatten(arrays)))
 
 
-def make(memory: JobMemory, first: First, log: Any) -> None:
-    """Makes the job's model in shared memory and tells the servers. Raises NoSharedMemory."""
-    memory.create_model(first.model, first.values, first.snapshot)
+def enter(memory: JobMemory, first: First, made: tuple[Segment, Segment], log: Any) -> None:
+    """The job has this model from now on; tells the servers."""
+    memory.enter_model(first, made)
     memory.control.view(layout.CONTROL)["model_ready"] = 1
     memory.ring_bells()
     log.info("model", tensors=len(first.model.tensors), values=first.model.values)
-
-
-def read_values(fd: int, placed: Model) -> np.ndarray:
-    """Initial values from a learner's file. Read, not mapped: the learner could shrink the file."""
-    size = os.fstat(fd).st_size
-    if size != placed.elements * 4:
-        raise ControlError(f"initial values: a file of {size} bytes, not {placed.elements * 4}")
-    try:
-        values = np.empty(placed.elements, np.float32)
-    except MemoryError:
-        raise NoSharedMemory(f"no memory for a model of {placed.elements * 4 >> 20} MiB") from None
-    view = values.data.cast("B")
-    at = 0
-    while at < len(view):
-        try:
-            count = os.preadv(fd, [view[at:]], at)
-        except OSError as error:
-            raise ControlError(f"initial values: {error.strerror}") from None
-        if not count:
-            raise ControlError(f"initial values: {at} bytes of {len(view)}")
-        at += count
-    return values

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, ModelMismatch
+from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed
 from gadei_ps.job import control, modes
 from gadei_ps.job.config import check_room
 from gadei_ps.job.control import (
@@ -26,12 +26,13 @@ from gadei_ps.job.control import (
     Status,
     StopJob,
 )
-from gadei_ps.memory import layout, weights
-from gadei_ps.memory.layout import Role, Work
-from gadei_ps.watchdog import model, status
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Work
+from gadei_ps.watchdog import status
+from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.model import First
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
@@ -50,20 +51,31 @@ class Requests:
         servers: Servers,
         checkpoints: Checkpoints,
         stopping: Stopping,
+        maker: Maker,
+        learners: int,
         log: Any,
     ) -> None:
-        """Listens at `path`. Raises ControlError."""
+        """Listens at `path`. Raises ControlError.
+
+        learners: how many of their rings must fit beside a model.
+        """
         self._memory = memory
         self._roster = roster
         self._servers = servers
         self._checkpoints = checkpoints
         self._stopping = stopping
         self._log = log
+        self._maker = maker
         self._sockets = ControlServer(path, selector, self._handle)
+        self._admission = Admission(self._sockets, memory, roster, stopping, maker, learners, log)
 
     @property
     def _control(self) -> np.void:
         return self._memory.control.view(layout.CONTROL)
+
+    def look(self, now: float) -> None:
+        """What goes on between two requests. Every tick."""
+        self._admission.look(now)
 
     def expire(self) -> None:
         """Drops clients that have begun a message and do not end it."""
@@ -74,6 +86,7 @@ class Requests:
 
         failed: why the job has failed; empty if it has not.
         """
+        self._admission.end(failed)
         if self._stopping.begun:
             error: GadeiError | None = JobFailed(failed) if failed else None
             if self._stopping.problem:
@@ -88,9 +101,9 @@ class Requests:
             case Status():
                 return self.report()
             case Offer():
-                return self._offer(client, request)
+                return self._admission.offer(client, request)
             case Attach():
-                return self._attach(client, request)
+                return self._admission.attach(client, request)
             case Detach():
                 return self._detach(client, request)
             case SetSync():
@@ -114,11 +127,14 @@ class Requests:
         report["last_checkpoint"] = self._checkpoints.last or None
         report["names_lost"] = self._memory.unnamed
         report["saves_on_stop"] = self._stopping.saves
+        report["making"] = self._maker.facts
         return report
 
     def _checkpoint(self, client: Client) -> None:
         """The reply comes when the checkpoint is on the disk, or is not."""
         self._stopping.refuse()
+        if coming := self._admission.model_coming:
+            raise CheckpointError(f"{coming}; there is nothing to save yet")
 
         def heard(outcome: dict[str, Any]) -> None:
             failed = not outcome["ok"]
@@ -126,38 +142,6 @@ class Requests:
             self._sockets.reply(client, failure(error) if failed else outcome)
 
         self._checkpoints.ask(heard)
-
-    def _offer(self, client: Client, request: Offer) -> dict[str, Any]:
-        self._stopping.refuse()
-        offered = [
-            weights.Tensor(one.name, tuple(one.shape), Role(one.role)) for one in request.tensors
-        ]
-        if self._memory.model is not None:
-            weights.check_same(self._memory.model, offered)
-            return {"made": False}
-        placed = weights.place(offered)
-        if not client.fds:
-            raise ControlError("an offer comes with a file of initial values")
-        model.make(self._memory, First(placed, model.read_values(client.fds[0], placed)), self._log)
-        return {"made": True}
-
-    def _attach(self, client: Client, request: Attach) -> dict[str, Any]:
-        self._stopping.refuse()
-        if self._memory.model is None or self._memory.weights is None:
-            raise ModelMismatch(
-                "the job has no model yet: attach with the model's tensors, "
-                "or give tensors in the job file"
-            )
-        row, generation = self._roster.attach(client.pid, request.name)
-        return {
-            "job": self._memory.config.name,
-            "job_id": self._memory.job_id.hex(),
-            "row": row,
-            "generation": generation,
-            "control": self._memory.control.name,
-            "weights": self._memory.weights.name,
-            "ring": self._memory.rings[row].name,
-        }
 
     def _detach(self, client: Client, request: Detach) -> dict[str, Any]:
         self._roster.detach(client.pid, request.row, request.generation)

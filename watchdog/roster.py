@@ -2,7 +2,7 @@
 
 A row's life, each word with one writer (layout in native/ps_layout.h):
 
-    free      retired == generation
+    free      retired == generation                                  (its ring is being made)
     attached  watchdog: ring made, `wanted` and then `generation` = g     server: `served` = g
     leaving   watchdog: `wanted` = 0 (detached, or the kernel told of its death)
     drained   server: all that was published is consumed, the ring unmapped: `retired` = g
@@ -11,12 +11,12 @@ A row's life, each word with one writer (layout in native/ps_layout.h):
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import selectors
 import signal
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.errors import ControlError, Evicted
 from gadei_ps.machine import process
-from gadei_ps.memory import layout
+from gadei_ps.memory import layout, shm
 from gadei_ps.memory.layout import Gone
+from gadei_ps.memory.segment import Segment
 from gadei_ps.watchdog.liveness import Watch
 from gadei_ps.watchdog.memory import JobMemory
 
@@ -35,13 +36,33 @@ COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unask
 STALENESS = ("staleness_sum", "staleness_max", "histogram", "reason")
 
 
+@dataclass(frozen=True)
+class Coming:
+    """A learner whose ring is being made: the row that is kept for it, and its pidfd."""
+
+    row: int
+    generation: int
+    pid: int
+    pidfd: int
+    name: str
+
+
 class Roster:
     """Attached learners and their pidfds. Watchdog only."""
 
     def __init__(
-        self, memory: JobMemory, selector: selectors.BaseSelector, log: Any, timeout_s: float
+        self,
+        memory: JobMemory,
+        selector: selectors.BaseSelector,
+        log: Any,
+        timeout_s: float,
+        drop: Callable[[Segment], None],
     ) -> None:
-        """timeout_s: how long a learner that others wait for may do nothing; 0: for ever."""
+        """timeout_s: how long a learner that others wait for may do nothing; 0: for ever.
+
+        drop: is given the rings that are free.
+        """
+        self._drop = drop
         self._memory = memory
         self._timeout_s = timeout_s
         self._stuck = Watch(timeout_s, LATE_S)
@@ -50,6 +71,8 @@ class Roster:
         self._log = log
         self._pidfds: dict[int, int] = {}  # row -> pidfd of its learner
         self._generation = 0
+        self.coming: set[int] = set()
+        """Rows of learners whose rings are being made."""
 
     @property
     def _entries(self) -> np.ndarray:
@@ -101,39 +124,47 @@ class Roster:
             self._log.warning("learner died", row=row, pid=pid)
         self._memory.ring_bells()
 
-    def attach(self, pid: int, name: str) -> tuple[int, int]:
-        """Gives the process a row and a ring; returns row and generation.
+    def begin(self, pid: int, name: str) -> Coming:
+        """Keeps a row for the process, whose ring is still to be made; then admit() or give_up().
 
-        Raises ControlError when the roster is full or the process cannot be watched, NoSharedMemory
-        when there is no room for its ring.
+        Raises ControlError when the roster is full or the process cannot be watched.
         """
         entries = self._entries
         free = np.flatnonzero(entries["retired"] == entries["generation"])
-        free = free[[int(row) not in self._memory.rings for row in free]]
+        taken = self._memory.rings.keys() | self.coming
+        free = free[[int(row) not in taken for row in free]]
         if not len(free):
             raise ControlError(f"the job has {layout.MAX_LEARNERS} learners, which is the limit")
+        row = self._free_name(free.tolist())
         pidfd = self._open(pid)
         self._generation += 1
-        try:
-            row = self._create_ring(free.tolist())
-        except BaseException:
-            os.close(pidfd)
-            raise
-        entry = entries[row]
+        self.coming.add(row)
+        return Coming(row, self._generation, pid, pidfd, name)
+
+    def give_up(self, coming: Coming) -> None:
+        """There is no ring for it, or nobody wants it any more."""
+        self.coming.discard(coming.row)
+        os.close(coming.pidfd)
+
+    def admit(self, coming: Coming, ring: Segment) -> None:
+        """The process is a learner from now on, with this ring. It may be dead already."""
+        row, pid = coming.row, coming.pid
+        self.coming.discard(row)
+        self._memory.enter_ring(row, ring)
+        entry = self._entries[row]
         entry["pid"] = pid
         entry["pid_start"] = process.start_ticks(pid)
-        entry["name"] = name.encode()[:31]
+        entry["name"] = coming.name.encode()[:31]
         for field in ("gone", "drained", "grant", "obsolete", "handed", *COUNTS, *STALENESS):
             entry[field] = 0
         entry["outstanding"] = layout.NO_BATCH
-        entry["wanted"] = self._generation
+        entry["wanted"] = coming.generation
         at = self._memory.control.word(layout.CONTROL, "roster")
         at += row * layout.ENTRY.itemsize + layout.offset(layout.ENTRY, "generation")
-        _native.store(at, self._generation)
-        self._watch(row, pidfd)
+        _native.store(at, coming.generation)
+        self._watch(row, coming.pidfd)
         self._memory.ring_bells()
         self._log.info("learner attached", row=row, pid=pid)
-        return row, self._generation
 
     @staticmethod
     def _open(pid: int) -> int:
@@ -148,12 +179,11 @@ class Roster:
                 "daemon's pid namespace"
             ) from None
 
-    def _create_ring(self, rows: list[int]) -> int:
-        """Makes a ring in the first of these rows whose name is free; returns the row."""
+    def _free_name(self, rows: list[int]) -> int:
+        """The first of these rows whose ring's name is free; every user can take one."""
+        job = self._memory.config.name
         for row in rows:
-            # In /dev/shm every user can take a name.
-            with contextlib.suppress(FileExistsError):
-                self._memory.create_ring(row, self._generation)
+            if not os.path.lexists(shm.path_of(shm.segment_name(job, f"ring.{row}"))):
                 return row
         raise ControlError("the names of all free rings are taken in /dev/shm: gadei-ps ls")
 
@@ -241,7 +271,9 @@ class Roster:
             if entries[row]["retired"] == entries[row]["generation"]:
                 if row in self._pidfds:  # the server has refused its ring
                     self._leave(row, Gone.DETACHED)
-                self._memory.remove_ring(row)
+                ring = self._memory.remove_ring(row)
+                if ring is not None:
+                    self._drop(ring)
 
     def close(self) -> None:
         """Stops watching the learners, at the end of the job."""

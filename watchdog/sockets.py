@@ -209,9 +209,13 @@ class ControlServer:
 
     def reply(self, client: Client, message: dict[str, Any]) -> None:
         """Queues a reply; a client that does not read them is dropped."""
+        client.waiting = False
+        self.note(client, message)
+
+    def note(self, client: Client, message: dict[str, Any]) -> None:
+        """Queues a message to a client that goes on waiting for its reply."""
         if client not in self._clients:
             return
-        client.waiting = False
         client.unsent += control.pack({"v": control.PROTOCOL, "ok": True} | message)
         if len(client.unsent) > MAX_UNSENT:
             self.close(client)
@@ -232,6 +236,10 @@ class ControlServer:
         key = self._selector.get_key(client.socket)
         if key.events != mask:
             self._selector.modify(client.socket, mask, key.data)
+
+    def __contains__(self, client: Client) -> bool:
+        """Whether it is still connected."""
+        return client in self._clients
 
     def expire(self) -> None:
         """Drops clients that have begun a message and do not end it; listens again if it can."""

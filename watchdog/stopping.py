@@ -64,7 +64,11 @@ class Stopping:
     def refuse(self) -> None:
         """Raises JobStopped once the stop has begun."""
         if self.begun:
-            raise JobStopped(f"job {self.memory.config.name!r} is stopping")
+            raise self.refusal()
+
+    def refusal(self) -> JobStopped:
+        """What those are told who want something from a job that stops."""
+        return JobStopped(f"job {self.memory.config.name!r} is stopping")
 
     def begin(self, drain: bool, timeout_s: float) -> None:
         """Once more: the stricter of both counts.

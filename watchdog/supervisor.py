@@ -1,8 +1,9 @@
 """The watchdog process: owns the job's memory, supervises its processes, answers requests.
 
 One thread, one selector: the control socket, a pidfd for each process, and a timer. The watchdog
-never waits for one of them alone. The kernel tells of deaths through the pidfds. Servers and
-learners live on when the watchdog dies; the next watchdog of the job adopts them.
+never waits for one of them alone, and segments are made in another thread (maker.py). The kernel
+tells of deaths through the pidfds. Servers and learners live on when the watchdog dies; the next
+watchdog of the job adopts them.
 
     startup     lock the job's name, adopt what lives or begin anew, start the servers
     main_loop   until a stop is complete, or the job has failed
@@ -18,6 +19,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,8 @@ from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import log, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
+from gadei_ps.memory.reserve import Cancelled, Progress
+from gadei_ps.memory.segment import Segment
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import model
 from gadei_ps.watchdog.checkpoints import Checkpoints
@@ -35,6 +39,8 @@ from gadei_ps.watchdog.dead import clear_dead
 from gadei_ps.watchdog.learners import JobLearners
 from gadei_ps.watchdog.liveness import Start
 from gadei_ps.watchdog.lock import NameLock
+from gadei_ps.watchdog.maker import Maker
+from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.requests import Requests
@@ -59,7 +65,8 @@ class Options:
     fresh: use neither the memory of a dead watchdog nor checkpoints. resume: look for checkpoints;
     False for the jobs of commands. checkpoint: go on from this one instead of from memory.
     quiet, verbose, as_json: of the servers' log. start_silent_s: how long the start may make no
-    progress.
+    progress. learners: how many are to come, where the job file does not say: their rings must fit
+    into memory beside the model.
     """
 
     fresh: bool = False
@@ -69,6 +76,7 @@ class Options:
     quiet: bool = False
     as_json: bool = False
     start_silent_s: float = START_SILENT_S
+    learners: int = 1
 
     @property
     def flags(self) -> list[str]:
@@ -90,7 +98,10 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._requests: Requests | None = None
         self._lock: NameLock | None = None
-        self._roster = Roster(self.memory, self._selector, self._log, config.learner_timeout_s)
+        self._maker = Maker(self._selector)
+        self._roster = Roster(
+            self.memory, self._selector, self._log, config.learner_timeout_s, self._maker.drop
+        )
         self._servers = Servers(
             self.memory,
             self._selector,
@@ -183,6 +194,8 @@ class Supervisor:
             self._servers,
             self._checkpoints,
             self._stopping,
+            self._maker,
+            self._rings,
             self._log,
         )
         if self.config.learners is not None:
@@ -207,14 +220,43 @@ class Supervisor:
             self._log.warning("finishing the stop that another watchdog had begun")
             self._stopping.begin(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
 
+    @property
+    def _rings(self) -> int:
+        """How many learners' rings must fit beside the model."""
+        return self.config.learners.count if self.config.learners else self.options.learners
+
     def _make_first_model(self) -> None:
         """From a checkpoint or the job file; if neither has one, the first learner brings it."""
-        first = None
-        if self.options.resume and not self.options.fresh:
-            first = model.from_checkpoint(self.config, self.options.checkpoint, self._log)
-        first = first or model.configured(self.config)
-        if first is not None:
-            model.make(self.memory, first, self._log)
+
+        def make(progress: Progress) -> tuple[First, tuple[Segment, Segment]] | None:
+            first = None
+            if self.options.resume and not self.options.fresh:
+                first = model.from_checkpoint(self.config, self.options.checkpoint, self._log)
+            first = first or model.configured(self.config)
+            if first is None:
+                return None
+            return first, self.memory.make_model(first, self._rings, progress)
+
+        outcome: list[tuple[Any, BaseException | None]] = []
+        task = self._maker.ask("the model", make, lambda *made: outcome.append(made))
+        tell_at = time.monotonic() + TELL_S
+        while not outcome:
+            self._poll(TICK_S)
+            if self._signalled:
+                task.progress.cancel()
+            if time.monotonic() >= tell_at:
+                tell_at = time.monotonic() + TELL_S
+                self._log.warning(f"still starting: {task.text}")
+                self._notify.starting(self.options.start_silent_s + TELL_S)
+            self._notify.watchdog()
+        found, error = outcome[0]
+        if isinstance(error, Cancelled):
+            raise JobStopped("stopped before the job was ready")
+        if error is not None:
+            raise error
+        if found is not None:
+            first, made = found
+            model.enter(self.memory, first, made, self._log)
 
     def _wait_until_serving(self) -> None:
         start = Start(self.options.start_silent_s)
@@ -260,6 +302,8 @@ class Supervisor:
             self._poll(BUSY_TICK_S if busy else TICK_S)
             now = time.monotonic()
             self._roster.free_rows()
+            if self._requests is not None:
+                self._requests.look(now)
             if self._signalled and not self._stopping.begun:
                 self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
             self._servers.look(now)
@@ -303,6 +347,8 @@ class Supervisor:
         """Whether the last learner has left and the job ends then."""
         if self.config.when_idle != "stop" or self._roster.rows or self._roster.leaving:
             return False
+        if self._roster.coming:
+            return False
         if self._learners is not None:
             return self._learners.over
         return self._had_learners
@@ -343,6 +389,8 @@ class Supervisor:
             self._servers.end()
         if self._requests is not None:
             self._requests.end(self._failed)
+        else:
+            self._maker.end()
         self._roster.close()
         # Memory without names cannot be adopted.
         if made and (int(self._control["phase"]) != Phase.KEPT or self.memory.names_lost()):

@@ -55,10 +55,12 @@ class Daemon:
         silent: bool = False,
         policy: Policy = POLICY,
         start_silent_s: float = START_SILENT_S,
+        learners: int = 1,
     ) -> None:
         """silent: logs not even warnings and errors. policy: how often the watchdog may be killed.
 
-        start_silent_s: how long the watchdog's start may make no progress.
+        start_silent_s: how long the watchdog's start may make no progress. learners: how many are
+        to come; their rings must fit into memory beside the model.
         """
         # If watchdog and launcher are killed together, the servers end by their orphan_s only.
         self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
@@ -68,6 +70,7 @@ class Daemon:
             self._command.append("--verbose")
         if silent:
             self._command.append("--silent")
+        self._command.append(f"--learners={learners}")
         self._silent = silent
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: tuple[Exit, ...] = ()
@@ -261,6 +264,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     verbose = "--verbose" in sys.argv
     log.set_up(verbose=verbose, quiet=not verbose)
+    learners = [flag.partition("=")[2] for flag in sys.argv if flag.startswith("--learners=")]
     config = from_mapping(json.loads(os.environ.pop(CONFIG_VARIABLE)), "job")
     try:
         options = Options(
@@ -268,6 +272,7 @@ def main() -> None:
             resume=config.checkpoint is not None,
             verbose=verbose,
             quiet=not verbose,
+            learners=int(learners[0]) if learners else 1,
         )
         code = serve(config, options, NotifyLauncher(say))
     except GadeiError as error:

@@ -27,6 +27,7 @@ from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.memory import segment
 from gadei_ps.memory.layout import Phase
 from gadei_ps.memory.segment import check_job_name
+from gadei_ps.show.progress import Lines
 
 POLL_S = 0.05
 REPORT_S = 1.0
@@ -76,7 +77,7 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
         )
     config.check_sync(wanted, options.learners, f"run --learners {options.learners}")
     compute = _compute(options)
-    with Daemon(wanted, verbose=options.verbose) as served:
+    with Daemon(wanted, verbose=options.verbose, learners=options.learners) as served:
         return _Run(_Served(served), command, options, compute).run()
 
 
@@ -246,6 +247,7 @@ class _Run:
         self.begin = time.monotonic()
         self.first_gradient = 0.0
         self.reported = 0.0
+        self.making = Lines()
         self.end = 0.0
 
     def run(self) -> dict[str, Any]:
@@ -288,6 +290,8 @@ class _Run:
         if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
             _say("no watchdog answers; the learners continue, and the next watchdog adopts them")
         self.last = report
+        if report.get("making"):
+            self.making(report["making"])
         if not self.first_gradient and report["version"] > self.job.before.get("version", 0):
             self.first_gradient = now
         return True

@@ -3,7 +3,8 @@
 A message is a 4-byte length (network order) and that many bytes of JSON, at most MAX_MESSAGE.
 Every request has `v` (the protocol's version) and `op`; every reply has `ok`, and if that is false
 `error` (one line) and `kind` (name of the error's class). A request `offer` comes with the
-descriptor of a file that holds the initial weights.
+descriptor of a file that holds the initial weights. While segments are made for a request, notes
+come before its reply: `note` ("making"), `what` is made, and `done` and `total` in bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -31,6 +32,7 @@ MAX_MESSAGE = 1 << 20
 LENGTH = struct.Struct("!I")
 RECONNECT_S = 0.02
 UCRED = struct.Struct("3i")
+Heard = Callable[[dict[str, Any]], None]
 
 
 class _Message(BaseModel):
@@ -162,8 +164,13 @@ class Connection:
         """Of the process that listens, as the kernel tells; the pid is 0 if this pid namespace
         does not show it."""
 
-    def request(self, message: _Message, fds: Sequence[int] = ()) -> dict[str, Any]:
-        """Sends a request and returns the reply. Raises what the watchdog says."""
+    def request(
+        self, message: _Message, fds: Sequence[int] = (), heard: Heard | None = None
+    ) -> dict[str, Any]:
+        """Sends a request and returns the reply. Raises what the watchdog says.
+
+        heard: is given each note on how far the watchdog is. While notes come, it takes its time.
+        """
         data = pack(message.model_dump())
         try:
             # A watchdog without room answers before it is asked, and closes.
@@ -173,10 +180,11 @@ class Connection:
                     sent = self._socket.sendmsg([data], rights)
                     data = data[sent:]
                 self._socket.sendall(data)
-            (length,) = LENGTH.unpack(self._receive(LENGTH.size))
-            if length > MAX_MESSAGE:
-                raise ControlError(f"{self.path}: the reply is too long")
-            reply = json.loads(self._receive(length))
+            reply = self._read()
+            while isinstance(reply, dict) and "note" in reply:
+                if heard is not None:
+                    heard(reply)
+                reply = self._read()
         except TimeoutError:
             raise NoAnswer(f"{self.path}: the watchdog does not answer") from None
         except OSError as error:
@@ -193,6 +201,13 @@ class Connection:
                 kind = ControlError
             raise kind(str(reply.get("error", "refused without a reason")))
         return reply
+
+    def _read(self) -> Any:
+        """The next message."""
+        (length,) = LENGTH.unpack(self._receive(LENGTH.size))
+        if length > MAX_MESSAGE:
+            raise ControlError(f"{self.path}: the reply is too long")
+        return json.loads(self._receive(length))
 
     def _receive(self, count: int) -> bytes:
         parts = []
@@ -224,13 +239,24 @@ class Lasting:
         self.path = self._connection.path
 
     def request(
-        self, message: _Message, fds: Sequence[int] = (), patience_s: float = 10.0
+        self,
+        message: _Message,
+        fds: Sequence[int] = (),
+        patience_s: float = 10.0,
+        heard: Heard | None = None,
     ) -> dict[str, Any]:
         """As Connection.request. patience_s: how long to wait for another watchdog."""
         until = time.monotonic() + patience_s
+
+        def listen(note: dict[str, Any]) -> None:
+            nonlocal until
+            until = time.monotonic() + patience_s
+            if heard is not None:
+                heard(note)
+
         while True:
             try:
-                return self._connection.request(message, fds)
+                return self._connection.request(message, fds, listen)
             except ConnectionLost:
                 if not self._connect(until):
                     raise
@@ -259,15 +285,20 @@ def ask(job: str, message: _Message, timeout_s: float = 10.0) -> dict[str, Any]:
         return connection.request(message)
 
 
-def memory_file(data: bytes | memoryview) -> int:
-    """A descriptor of an anonymous file that holds the data; the caller closes it."""
+def memory_file(size: int, pieces: Iterable[tuple[int, memoryview]]) -> int:
+    """A descriptor of an anonymous file; the caller closes it.
+
+    size: of the file in bytes. pieces: where each begins in it, and its data; zeros between them.
+    """
     fd = os.memfd_create("gadei-ps", os.MFD_CLOEXEC)
     try:
-        view = memoryview(data).cast("B")
-        while view:
-            view = view[os.write(fd, view) :]
+        os.ftruncate(fd, size)
+        for at, data in pieces:
+            view = data.cast("B")
+            while view:
+                count = os.pwrite(fd, view, at)
+                at, view = at + count, view[count:]
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        os.close(fd)
         raise
     return fd

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import posix_ipc
@@ -19,7 +20,7 @@ import posix_ipc
 from gadei_ps import _native
 from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError
 from gadei_ps.machine import own, process
-from gadei_ps.memory import build, layout, shm
+from gadei_ps.memory import build, layout, reserve, shm
 from gadei_ps.memory.found import HALF_MADE_S as HALF_MADE_S
 from gadei_ps.memory.found import Found as Found
 from gadei_ps.memory.found import Living as Living
@@ -31,6 +32,7 @@ from gadei_ps.memory.found import peek as peek
 from gadei_ps.memory.found import server_pids as server_pids
 from gadei_ps.memory.found import servers as servers
 from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.shm import JOB_NAME as JOB_NAME
 from gadei_ps.memory.shm import SEGMENT_NAME as SEGMENT_NAME
 from gadei_ps.memory.shm import SHM as SHM
@@ -38,7 +40,6 @@ from gadei_ps.memory.shm import check_job_name as check_job_name
 from gadei_ps.memory.shm import segment_name as segment_name
 
 LARGE_PAGE = 2 << 20  # of most processors
-MEMINFO = Path("/proc/meminfo")
 # What begins a segment of each kind: it cannot be shorter.
 LEAST = {
     SegmentKind.CONTROL: layout.CONTROL.itemsize,
@@ -82,6 +83,10 @@ class Segment:
         _native.store(self.address, layout.MAGIC)  # SYNC POINT: made whole
 
 
+Fill = Callable[[Segment, int, int], None]
+"""Writes bytes `at` to `at + size` of a new segment, whose pages are there; (segment, at, size)."""
+
+
 def create(
     job: str,
     part: str,
@@ -91,11 +96,15 @@ def create(
     job_id: bytes,
     generation: int = 0,
     index: int = 0,
+    progress: Progress | None = None,
+    fill: Fill | None = None,
 ) -> Segment:
     """Watchdog: makes a segment of `size` bytes and reserves its memory; call publish() at the end.
 
-    Raises NoSharedMemory if /dev/shm is missing, full or too small, and FileExistsError if the name
-    is taken.
+    fill: is called for each piece of it, in several threads; it leaves the header alone.
+    Raises NoSharedMemory if /dev/shm is missing, full or too small or a memory limit forbids it,
+    FileExistsError if the name is taken, reserve.Cancelled, and what `fill` raises; then nothing is
+    left of it.
     """
     name = segment_name(job, part)
     size = layout.rounded(size, layout.PAGE)
@@ -105,40 +114,60 @@ def create(
         raise FileExistsError(errno.EEXIST, "segment exists", name) from None
     except OSError as error:
         raise NoSharedMemory(f"cannot make {name} in {SHM}: {error.strerror}") from None
+    memory: mmap.mmap | None = None
     try:
-        if size > _free():  # otherwise reserving could make the kernel kill a process
-            raise _no_space(name, size)
+        # Otherwise reserving could make the kernel kill a process.
+        reserve.check({"": size}, name[1:])
         try:
             os.ftruncate(shared.fd, size)
             memory = _map(shared.fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
-            # Filled through the mapping: posix_fallocate alone would give it small pages only.
-            _native.populate(_native.address(memory), size)
-            # Without this, a full /dev/shm would cause SIGBUS in the middle of training.
-            os.posix_fallocate(shared.fd, 0, size)
             inode = os.fstat(shared.fd).st_ino
+            address = _native.address(memory)
+            segment = Segment(name, memory, address, size, inode, os.geteuid())
+            # Its first page names the owner before the rest is made, which may take long: what a
+            # dead watchdog has left half made is told from what a living one is making.
+            reserve.take(shared.fd, segment.address, layout.PAGE)
+            _write_header(segment, job, kind, job_id, generation, index)
+            # Without this, a full /dev/shm would cause SIGBUS in the middle of training.
+            filling = None if fill is None else functools.partial(fill, segment)
+            reserve.take(shared.fd, segment.address, size, progress, filling)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise _no_space(name, size) from None
+                raise reserve.no_space({"": size}, name[1:]) from None
             what = f"cannot reserve {size >> 20} MiB for {name}: {error.strerror}"
             raise NoSharedMemory(what) from None
     except BaseException:
         posix_ipc.unlink_shared_memory(name)
+        if (
+            memory is not None
+        ):  # now: the error's traceback would keep it, for another thread to free
+            with contextlib.suppress(BufferError):
+                memory.close()
         raise
     finally:
         shared.close_fd()
-    segment = Segment(name, memory, _native.address(memory), size, inode, os.geteuid())
+    return segment
+
+
+def _write_header(
+    segment: Segment,
+    job: str,
+    kind: layout.SegmentKind,
+    job_id: bytes,
+    generation: int,
+    index: int,
+) -> None:
     header = segment.header
     header["layout_version"] = layout.LAYOUT_VERSION
     header["kind"] = kind
     header["job_id"] = np.frombuffer(job_id, np.uint8)
-    header["bytes"] = size
+    header["bytes"] = segment.size
     header["generation"] = generation
     header["index"] = index
     header["job_name"] = job.encode()
     enter_owner(header)
     if kind == layout.SegmentKind.CONTROL:
         _native.store(segment.word(layout.CONTROL, "build"), _native.BUILD)
-    return segment
 
 
 def enter_owner(header: np.void) -> None:
@@ -157,23 +186,6 @@ def _map(fd: int, size: int, protection: int) -> mmap.mmap:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
-
-
-def _free() -> int:
-    """Bytes that /dev/shm can still give; it may be larger than the machine's free memory."""
-    space = os.statvfs(SHM)
-    free = space.f_bavail * space.f_frsize
-    with contextlib.suppress(OSError, StopIteration, ValueError), MEMINFO.open() as lines:
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        free = min(free, int(line.split()[1]) * 1024)
-    return free
-
-
-def _no_space(name: str, size: int) -> NoSharedMemory:
-    return NoSharedMemory(
-        f"{SHM} has {_free() / 2**20:.1f} MiB free and {name[1:]} needs {size / 2**20:.1f} MiB: "
-        "free some (gadei-ps gc), enlarge it (mount -o remount,size=...), or use fewer ring slots"
-    )
 
 
 def attach(

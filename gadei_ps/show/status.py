@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gadei_ps.show.counts import counted
+from gadei_ps.show.progress import making
 from gadei_ps.show.tables import facts, size, table
 
 RATE_S = 1.0  # window over which samples/s are taken
@@ -90,6 +91,8 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             f"{counted(work['batches'], 'batch', 'batches')} each, "
             f"{status['batches_requeued']:,} handed out again"
         )
+    if status.get("making"):
+        rows["memory to come"] = making(status["making"])
     standby = status["standby_pid"] or status.get("standby_missing") or "none at the moment"
     rows["processes"] = (
         f"watchdog {status['watchdog_pid']}, server {status['server_pid']}, standby {standby}"

@@ -32,6 +32,7 @@ class Watchdog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.raw: bytes | None = b""
+        self._whole: bytes | None = None
         self.asked: list[dict[str, Any]] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -51,12 +52,13 @@ class Watchdog:
                     if raw is None:
                         break
                     connection.sendall(raw)
-                    if raw[:4] != struct.pack("!I", max(0, len(raw) - 4)):
+                    if raw is not self._whole:
                         break  # the learner waits for more, or has hung up
 
-    def says(self, text: str | bytes) -> None:
-        raw = text.encode() if isinstance(text, str) else text
-        self.raw = struct.pack("!I", len(raw)) + raw
+    def says(self, *texts: str | bytes) -> None:
+        """Messages, one after the other."""
+        raw = [text.encode() if isinstance(text, str) else text for text in texts]
+        self.raw = self._whole = b"".join(struct.pack("!I", len(one)) + one for one in raw)
 
     def close(self) -> None:
         with socket.socket(socket.AF_UNIX) as last:
@@ -123,6 +125,23 @@ def test_requests_and_replies(
         {"v": 1, "op": "work", "batches": 5, "epochs": 6, "seed": 2**62},
         {"v": 1, "op": "detach", "row": ROW, "generation": GENERATION},
     ]
+
+
+NOTE = '{"v":1,"ok":true,"note":"making","what":"the ring of learner 4","done":1,"total":2}'
+
+
+def test_notes_come_before_the_reply(
+    watchdog: Watchdog, memory: JobMemory, learner: Callable[[], Any]
+) -> None:
+    mine = learner()
+    watchdog.says(NOTE, NOTE, json.dumps(attach_reply(memory)))
+    mine.do("attach", watchdog.path, "")
+    assert mine.values("live") == (0.0, 2006.0)
+    watchdog.says(NOTE, '{"ok":false,"error":"no","kind":"JobStopped"}')
+    assert mine.ask("work", 5, 6, 7) == (-2, "no")
+    watchdog.says('{"ok":true,"set":true}')
+    mine.do("work", 5, 6, 7)  # over the same connection
+    mine.do("detach")
 
 
 REFUSALS = {

@@ -81,9 +81,9 @@ def test_messages_are_bounded() -> None:
 
 
 def test_memory_file() -> None:
-    fd = memory_file(b"abc" * 1000)
+    fd = memory_file(3000, [(0, memoryview(b"abc")), (2000, memoryview(b"de" * 500))])
     try:
-        assert os.pread(fd, 4000, 0) == b"abc" * 1000
+        assert os.pread(fd, 4000, 0) == b"abc" + bytes(1997) + b"de" * 500
         assert not os.get_inheritable(fd)
     finally:
         os.close(fd)
@@ -125,6 +125,15 @@ def test_errors_come_back_as_they_were(runtime_dir: Path) -> None:
         pytest.raises(JobInUse, match="taken"),
     ):
         one.request(Status())
+
+
+def test_notes_come_before_the_reply(runtime_dir: Path) -> None:
+    notes = [{"note": "making", "what": "it", "done": done, "total": 9} for done in (3, 7)]
+    answers = [reply(ok=True, **note) for note in notes] + [reply(ok=True, made=True)]
+    heard: list[dict[str, object]] = []
+    with answering(runtime_dir, b"".join(answers)) as path, Connection(path) as one:
+        assert one.request(Status(), heard=heard.append)["made"] is True
+    assert heard == [{"v": PROTOCOL, "ok": True} | note for note in notes]
 
 
 @pytest.mark.parametrize("kind", ["OSError", "annotations", "", "__doc__", 3, None])

@@ -21,7 +21,7 @@ from gadei_ps import _native
 from gadei_ps.errors import JobInUse, NoSharedMemory, SegmentError, UsageError
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
-from gadei_ps.memory import build, layout, segment
+from gadei_ps.memory import build, layout, reserve, segment
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.segment import SHM, Segment, segment_name
 from gadei_ps.memory.weights import Tensor, place
@@ -203,7 +203,7 @@ def test_larger_than_the_memory_behind_shm(
 ) -> None:
     """Reserving it would make the kernel kill somebody."""
     (tmp_path / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:    40 kB\n")
-    monkeypatch.setattr(segment, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(reserve, "MEMINFO", tmp_path / "meminfo")
     with pytest.raises(NoSharedMemory, match=r"0\.0 MiB free"):
         segment.create(job_name, "weights", SegmentKind.WEIGHTS, 50_000, job_id=JOB_ID)
     assert not segments(job_name)
@@ -218,6 +218,7 @@ def test_full_when_it_comes_to_reserving(job_name: str, monkeypatch: pytest.Monk
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(_native, "populate", lambda *_: errno.EFAULT)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(NoSharedMemory, match="gadei-ps gc"):
         segment.create(job_name, "weights", SegmentKind.WEIGHTS, 50_000, job_id=JOB_ID)

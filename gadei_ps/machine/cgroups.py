@@ -1,0 +1,129 @@
+"""Memory limits of control groups, as containers and services have them: cgroup v2 and v1.
+
+A process is in one group of each hierarchy, and the limits of all groups above it hold, too. The
+memory of a segment is charged to the groups of the process that touches a page first. Beyond a
+limit the kernel kills a process of the group, so a job looks here before it takes memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+UNLIMITED = 1 << 62  # v1 writes a number near 2**63 for no limit
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit and what it leaves. file: where the limit stands. In bytes."""
+
+    file: Path
+    limit: int
+    free: int
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Files of a group. cached: names in `stat` of pages that the kernel drops before it kills."""
+
+    limits: tuple[str, ...]
+    used: str
+    cached: tuple[str, ...]
+
+
+# Above memory.high the kernel slows the group down until it stands nearly still.
+V2 = _Names(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+V1 = _Names(
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+
+
+def tightest(root: Path = Path("/")) -> Limit | None:
+    """The limit that leaves this process the least; None if there is none that can be seen.
+
+    root: the directory below which /proc and the mounted hierarchies are looked for.
+    """
+    limits = [
+        limit
+        for group, names in _groups(root)
+        for name in names.limits
+        if (limit := _limit(group, name, names)) is not None
+    ]
+    return min(limits, key=lambda limit: limit.free, default=None)
+
+
+def _limit(group: Path, name: str, names: _Names) -> Limit | None:
+    try:
+        limit = int((group / name).read_text())  # "max" is no number
+        used = int((group / names.used).read_text())
+    except (OSError, ValueError):
+        return None
+    if limit >= UNLIMITED:
+        return None
+    return Limit(group / name, limit, max(0, limit - used + _cached(group, names)))
+
+
+def _cached(group: Path, names: _Names) -> int:
+    """Bytes of files that the group is charged for. Those of tmpfs are not among them."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+        counts = dict(line.split() for line in lines)
+        return sum(int(counts.get(name, 0)) for name in names.cached)
+    except (OSError, ValueError):
+        return 0
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """This process' groups that memory may be charged to, and all above them."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return
+    for line in memberships:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            names, kind, option = V2, "cgroup2", ""
+        elif "memory" in controllers.split(","):
+            names, kind, option = V1, "cgroup", "memory"
+        else:
+            continue
+        for top, mounted_at in _mounted(mounts, kind, option):
+            for group in _upwards(root / mounted_at.lstrip("/"), top, path):
+                yield group, names
+
+
+def _mounted(mounts: list[str], kind: str, option: str) -> Iterator[tuple[str, str]]:
+    """Of each such mount the group that is its root, and where it is mounted (proc(5))."""
+    for line in mounts:
+        left, _, right = line.partition(" - ")
+        fields, of = left.split(), right.split()
+        if len(fields) < 5 or len(of) < 3 or of[0] != kind:
+            continue
+        if not option or option in of[2].split(","):
+            yield _plain(fields[3]), _plain(fields[4])
+
+
+def _plain(path: str) -> str:
+    """The kernel writes blanks and the like as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
+
+
+def _upwards(mount: Path, top: str, path: str) -> Iterator[Path]:
+    """The group and those above it, up to the mount's root, which is the group `top`."""
+    try:
+        inner = PurePosixPath(path).relative_to(top)
+    except ValueError:
+        inner = PurePosixPath()  # a container's view: only the root of its mount can be seen
+    if ".." in inner.parts:
+        inner = PurePosixPath()
+    group = mount / inner
+    while group != mount:
+        yield group
+        group = group.parent
+    yield mount

@@ -1,0 +1,168 @@
+"""Memory for a segment: how much there is, and taking it from the system piece by piece.
+
+The kernel zeroes each page that it gives, which takes a second for one or two gigabytes on one
+core. So several threads do it, and none holds the GIL meanwhile: the watchdog answers while its
+segments are made. A piece is short, because a thread that maps or unmaps memory waits until the
+kernel is done with the pieces in hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gadei_ps import _native
+from gadei_ps.errors import NoSharedMemory
+from gadei_ps.machine import cgroups, process
+from gadei_ps.memory.shm import SHM
+
+MEMINFO = Path("/proc/meminfo")
+PIECE = 2 << 20  # bytes; a large page, less than a millisecond of zeroing
+MOST_THREADS = 8  # more do not make the memory faster
+
+
+class Cancelled(Exception):
+    """A segment is not wanted any more."""
+
+
+@dataclass(eq=False)
+class Progress:
+    """How much of what is being made is there, in bytes. For all threads."""
+
+    total: int = 0
+    done: int = 0
+    cancelled: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, size: int) -> None:
+        """So much more is there. Raises Cancelled if it is not wanted any more."""
+        with self._lock:
+            self.done += size
+        if self.cancelled:
+            raise Cancelled
+
+    def cancel(self) -> None:
+        """Ends what makes it, with its next piece."""
+        self.cancelled = True
+
+
+# -- how much there is ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Room:
+    """What can still be given. what: whose memory it is. remedy: what gives more of it."""
+
+    free: int
+    what: str
+    remedy: str
+
+
+def room() -> Room:
+    """The least of what /dev/shm, the machine and the memory limits of control groups leave.
+
+    Beyond the latter two the kernel would kill a process, so this is looked at before memory is
+    taken. Swapping is not counted: weights that are swapped out help nobody.
+    """
+    space = os.statvfs(SHM)
+    found = [
+        Room(space.f_bavail * space.f_frsize, str(SHM), "enlarge it (mount -o remount,size=...)")
+    ]
+    with contextlib.suppress(OSError, StopIteration, ValueError), MEMINFO.open() as lines:
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        available = int(line.split()[1]) * 1024
+        found.append(Room(available, "this machine's memory", "end other programs"))
+    limit = cgroups.tightest()
+    if limit is not None:
+        remedy = "raise it (docker run --memory=..., MemoryMax= of systemd)"
+        found.append(Room(limit.free, f"the memory limit {limit.file}", remedy))
+    return min(found, key=lambda one: one.free)
+
+
+def check(needs: Mapping[str, int], what: str) -> None:
+    """Raises NoSharedMemory if the parts do not fit together. needs: bytes by part of `what`."""
+    found = room()
+    if sum(needs.values()) > found.free:
+        raise no_space(needs, what, found)
+
+
+def no_space(needs: Mapping[str, int], what: str, found: Room | None = None) -> NoSharedMemory:
+    """The error of memory that is not there, in one line."""
+    found = found or room()
+    parts = ", ".join(f"{part} {mib(size)}" for part, size in needs.items() if part)
+    return NoSharedMemory(
+        f"{found.what} has {mib(found.free)} MiB free and {what} needs "
+        f"{mib(sum(needs.values()))} MiB{f' ({parts})' if parts else ''}: "
+        f"free some (gadei-ps gc), {found.remedy}, or use fewer ring slots"
+    )
+
+
+def mib(size: int) -> str:
+    """Mebibytes with one digit, for messages."""
+    return f"{size / 2**20:.1f}"
+
+
+# -- taking it ------------------------------------------------------------------------------------
+
+
+def take(
+    fd: int,
+    address: int,
+    size: int,
+    progress: Progress | None = None,
+    fill: Callable[[int, int], None] | None = None,
+) -> None:
+    """Reserves the whole of a mapped file, and fills it; each page is zeroed once.
+
+    address: where the file is mapped. fill: called as fill(at, size) for each piece of it once that
+    is there, in several threads. Raises OSError if there is no room, Cancelled, and what `fill`
+    raises; memory that was reserved by then stays with the file.
+    """
+
+    def piece(number: int) -> None:
+        at = number * PIECE
+        length = min(PIECE, size - at)
+        # Through the mapping: posix_fallocate alone would give small pages only. It follows where
+        # that fails, for it tells why, and kernels before 5.14 know nothing else.
+        if _native.populate(address + at, length):
+            os.posix_fallocate(fd, at, length)
+        if fill is not None:
+            fill(at, length)
+        if progress is not None:
+            progress.add(length)
+
+    _in_parallel(-(-size // PIECE), piece)
+
+
+def _in_parallel(count: int, work: Callable[[int], None]) -> None:
+    """Calls work(0) to work(count - 1) in as many threads as there are cores.
+
+    Raises the first error; then not all calls have been made.
+    """
+    numbers = iter(range(count))  # threads may share it: each number comes once
+    failures: list[BaseException] = []
+
+    def go() -> None:
+        try:
+            for number in numbers:
+                if failures:
+                    return
+                work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    helpers = [
+        threading.Thread(target=go, daemon=True)
+        for _ in range(min(count, MOST_THREADS, process.cores()) - 1)
+    ]
+    for helper in helpers:
+        helper.start()
+    go()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[0]

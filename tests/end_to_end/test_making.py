@@ -1,0 +1,201 @@
+"""Segments are made piece by piece here, as a test allows; the watchdog answers meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import numpy as np
+import pytest
+from support import FORK, Child, daemon, eventually, fork, gone, live_weights, segments, status
+
+from gadei_ps import _native
+from gadei_ps.errors import CheckpointError, GadeiError, JobStopped, ModelMismatch
+from gadei_ps.job.control import Attach, Checkpoint, Connection, StopJob, ask
+from gadei_ps.learners.client import Client
+from gadei_ps.memory.segment import segment_name
+
+VALUES = 4 << 20
+SLOW = 1 << 20  # bytes: a piece of this size waits for its permission
+PIECES = 4 * VALUES // SLOW
+MODEL = {"w": np.arange(VALUES, dtype=np.float32)}
+
+
+class Brake:
+    """What holds the making of large segments back, in all forks of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._allowed = FORK.Semaphore(0)
+        self._free = FORK.Event()
+        self._waiting = FORK.Semaphore(0)
+        populate = _native.populate
+        own = os.getpid()
+
+        def slowly(address: int, size: int) -> int:
+            if size >= SLOW and os.getpid() != own and not self._free.is_set():
+                self._waiting.release()
+                while not self._free.is_set() and not self._allowed.acquire(timeout=0.01):
+                    pass
+            return populate(address, size)
+
+        monkeypatch.setattr(_native, "populate", slowly)
+        monkeypatch.setattr("gadei_ps.memory.reserve.PIECE", SLOW, raising=False)
+
+    def reached(self) -> None:
+        """Returns when a piece is about to be made."""
+        assert self._waiting.acquire(timeout=30)
+
+    def allow(self, pieces: int) -> None:
+        for _ in range(pieces):
+            self._allowed.release()
+
+    def hold(self) -> None:
+        """From now on pieces wait."""
+        self._free.clear()
+
+    def release(self) -> None:
+        """Everything is made at once from now on."""
+        self._free.set()
+
+
+@pytest.fixture
+def brake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Brake]:
+    made = Brake(monkeypatch)
+    yield made
+    made.release()
+
+
+def _learn(pipe: Pipe, job: str, tensors: dict[str, Any] | None) -> None:
+    """A learner that attaches, tells so, and leaves when it is told to."""
+    try:
+        client = Client(job, tensors=tensors)
+    except GadeiError as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
+    pipe.send((client.row, float(client.flat[7])))
+    pipe.recv()
+    client.push({})
+    client.wait_applied()
+    client.detach()
+    pipe.send("left")
+
+
+def leaves(child: Child) -> None:
+    child.send()
+    assert child.receive() == "left"
+    assert child.join() == 0
+
+
+def making(job: str) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = status(job)["making"]
+    return found
+
+
+def test_the_watchdog_answers_while_a_model_is_made(job_name: str, brake: Brake) -> None:
+    other = {"w": np.zeros(3)}
+    with daemon(job_name), fork(1, _learn, job_name, MODEL) as (first,):
+        brake.reached()
+        now = making(job_name)
+        assert now is not None
+        assert (now["what"], now["done"]) == ("the model", 0)
+        assert now["total"] > 4 * VALUES
+        with pytest.raises(ModelMismatch, match=r"tensor 'w' has shape \[3\]"):
+            Client(job_name, tensors=other)
+        with pytest.raises(CheckpointError, match=r"the model is being made: 0 of \d\d MiB"):
+            ask(job_name, Checkpoint())
+        with (
+            fork(1, _learn, job_name, MODEL) as (same,),
+            fork(1, _learn, job_name, None) as (none,),
+        ):
+            brake.allow(PIECES // 2)
+            eventually(lambda: (making(job_name) or {"done": 0})["done"] >= SLOW)
+            assert not any(one.has_sent for one in (first, same, none))
+            brake.release()
+            got = sorted(one.receive() for one in (first, same, none))
+            assert got == [(0, 7.0), (1, 7.0), (2, 7.0)]
+            assert making(job_name) is None
+            np.testing.assert_array_equal(live_weights(job_name)[:VALUES], MODEL["w"])
+            for one in (first, same, none):
+                leaves(one)
+
+
+def test_a_learner_dies_while_its_model_is_made(job_name: str, brake: Brake) -> None:
+    """The model is the job's: others need it, too."""
+    with daemon(job_name), fork(1, _learn, job_name, MODEL) as (first,):
+        brake.reached()
+        with fork(1, _learn, job_name, None) as (second,):
+            eventually(lambda: status(job_name)["making"])
+            first.kill()
+            brake.release()
+            assert second.receive() == (0, 7.0)
+            leaves(second)
+
+
+def test_a_learner_dies_while_its_ring_is_made(job_name: str, brake: Brake) -> None:
+    brake.release()
+    with daemon(job_name, tensors=[{"name": "w", "shape": [VALUES]}]):
+        before = segments(job_name)
+        brake.hold()
+        with fork(1, _learn, job_name, None) as (first,):
+            brake.reached()
+            now = making(job_name)
+            assert now is not None and now["what"] == "the ring of learner 0"
+            assert len(segments(job_name)) == len(before) + 1
+            first.kill()
+            eventually(lambda: brake.allow(1) or making(job_name) is None)
+        assert segments(job_name) == before
+        brake.release()
+        with fork(1, _learn, job_name, MODEL) as (second,):
+            assert second.receive() == (0, 0.0)
+            leaves(second)
+        assert status(job_name)["learner_deaths"] == 0, "it never was one"
+
+
+def test_a_stop_while_a_model_is_made(job_name: str, brake: Brake) -> None:
+    told = f"job {job_name!r} is stopping"
+    notes: list[dict[str, Any]] = []
+    said: list[str] = []
+
+    def attach() -> None:
+        with Connection(job_name) as one:
+            try:
+                one.request(Attach(), heard=notes.append)
+            except JobStopped as error:
+                said.append(str(error))
+
+    with daemon(job_name) as job, fork(1, _learn, job_name, MODEL) as (first,):
+        brake.reached()
+        asking = [
+            threading.Thread(target=attach),
+            threading.Thread(target=ask, args=(job_name, StopJob())),
+        ]
+        asking[0].start()
+        eventually(lambda: notes)
+        assert notes[0]["note"] == "making"
+        asking[1].start()
+        eventually(lambda: brake.allow(1) or (first.has_sent and said))
+        assert (first.receive(), said) == (f"JobStopped: {told}", [told])
+        for one in asking:
+            one.join()
+        with pytest.raises(JobStopped):
+            eventually(lambda: job.check())
+    assert not segments(job_name)
+
+
+def test_the_watchdog_is_killed_while_a_model_is_made(job_name: str, brake: Brake) -> None:
+    """The next one begins anew, and the learner offers its model again."""
+    with daemon(job_name) as job, fork(1, _learn, job_name, MODEL) as (first,):
+        brake.reached()
+        before = status(job_name)
+        os.kill(before["watchdog_pid"], signal.SIGKILL)
+        assert segment_name(job_name, "weights") in segments(job_name)
+        brake.release()
+        eventually(lambda: gone(before["watchdog_pid"]))
+        job.check()
+        assert first.receive() == (0, 7.0)
+        assert status(job_name)["job_id"] != before["job_id"]
+        leaves(first)

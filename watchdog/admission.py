@@ -1,0 +1,252 @@
+"""How a model and learners come in. Their segments are made meanwhile, so the answers come later.
+
+An offer makes the model, unless it is there or being made. An attach gets a ring; where the model
+is being made, it waits for that first. Clients that wait are told how far it is, as long as there
+is progress. A ring that no client waits for any more is given up. A model is not: others need it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gadei_ps.errors import ControlError, GadeiError, JobFailed, ModelMismatch
+from gadei_ps.job.control import Attach, Offer
+from gadei_ps.memory import segment, weights
+from gadei_ps.memory.layout import Role
+from gadei_ps.memory.reserve import Cancelled
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.weights import Model, Tensor
+from gadei_ps.watchdog import making, model
+from gadei_ps.watchdog.maker import Maker, Task
+from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.roster import Coming, Roster
+from gadei_ps.watchdog.sockets import Client, ControlServer, failure
+from gadei_ps.watchdog.stopping import Stopping
+
+SAY_S = 0.3  # between two notes to those who wait
+
+Answer = dict[str, Any] | None
+"""What a client is told now; None if it waits."""
+
+
+@dataclass(eq=False)
+class File:
+    """A learner's file; closed when nothing refers to it any more."""
+
+    fd: int
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A client that waits for the model. request: asked again when that has come or failed."""
+
+    client: Client
+    request: Callable[[], Answer]
+
+
+class Admission:
+    """Offers and attaches of one job. learners: how many rings must fit beside the model."""
+
+    def __init__(
+        self,
+        sockets: ControlServer,
+        memory: JobMemory,
+        roster: Roster,
+        stopping: Stopping,
+        maker: Maker,
+        learners: int,
+        log: Any,
+    ) -> None:
+        self._sockets = sockets
+        self._memory = memory
+        self._roster = roster
+        self._stopping = stopping
+        self._maker = maker
+        self._learners = learners
+        self._log = log
+        self._coming: tuple[Task, Model] | None = None
+        self._waiting: list[Waiting] = []  # for the model
+        self._asked: dict[Client, Task] = {}  # whose model or ring is being made
+        self._failed = ""
+        self._told = 0
+        self._told_at = 0.0
+
+    @property
+    def model_coming(self) -> str:
+        """How far the model is, in words; empty if none is being made."""
+        return self._coming[0].text if self._coming is not None else ""
+
+    # -- the model ------------------------------------------------------------------------------
+
+    def offer(self, client: Client, request: Offer) -> Answer:
+        """Raises JobStopped, ModelMismatch, UsageError or ControlError."""
+        offered = [Tensor(one.name, tuple(one.shape), Role(one.role)) for one in request.tensors]
+        return self._offer(client, offered, File(client.fds.pop(0)) if client.fds else None)
+
+    def _offer(self, client: Client, offered: list[Tensor], file: File | None) -> Answer:
+        self._stopping.refuse()
+        there = self._memory.model or (self._coming[1] if self._coming is not None else None)
+        if there is not None:
+            weights.check_same(there, offered)
+        if self._memory.model is not None:
+            return {"made": False}
+        if file is None:
+            raise ControlError("an offer comes with a file of initial values")
+        if self._coming is not None:
+            self._wait(client, lambda: self._offer(client, offered, file))
+            return None
+        placed = weights.place(offered)
+        first = First(placed, making.read_from(file.fd, placed))
+
+        def done(made: tuple[Segment, Segment], error: BaseException | None) -> None:
+            self._model_made(client, file, first, made, error)
+
+        task = self._maker.ask(
+            "the model",
+            lambda progress: self._memory.make_model(first, self._learners, progress),
+            done,
+        )
+        self._coming = task, placed
+        self._asked[client] = task
+        return None
+
+    def _model_made(
+        self,
+        client: Client,
+        file: File,
+        first: First,
+        made: tuple[Segment, Segment],
+        error: BaseException | None,
+    ) -> None:
+        self._coming = None
+        del self._asked[client], file  # it was open until now: the values were read from it
+        if error is None:
+            try:
+                model.enter(self._memory, first, made, self._log)
+            except OSError as problem:
+                error = problem
+        if error is not None:
+            self._refuse(client, error)
+        else:
+            self._sockets.reply(client, {"made": True})
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            self._ask_again(one)
+
+    def _wait(self, client: Client, request: Callable[[], Answer]) -> None:
+        """For the model that is coming."""
+        assert self._coming is not None
+        self._waiting.append(Waiting(client, request))
+        self._sockets.note(client, {"note": "making", **self._coming[0].facts})
+
+    def _ask_again(self, one: Waiting) -> None:
+        if one.client not in self._sockets:
+            return
+        try:
+            answer = one.request()
+        except Exception as error:
+            self._refuse(one.client, error)
+        else:
+            if answer is not None:
+                self._sockets.reply(one.client, answer)
+
+    # -- learners -------------------------------------------------------------------------------
+
+    def attach(self, client: Client, request: Attach) -> Answer:
+        """Raises JobStopped, ModelMismatch without a model, and what Roster.begin() raises."""
+        self._stopping.refuse()
+        if self._coming is not None:
+            self._wait(client, lambda: self.attach(client, request))
+            return None
+        if self._memory.model is None:
+            raise ModelMismatch(
+                "the job has no model yet: attach with the model's tensors, "
+                "or give tensors in the job file"
+            )
+        coming = self._roster.begin(client.pid, request.name)
+
+        def done(ring: Segment, error: BaseException | None) -> None:
+            again = Waiting(client, lambda: self.attach(client, request))
+            self._ring_made(again, coming, ring, error)
+
+        self._asked[client] = self._maker.ask(
+            f"the ring of learner {coming.row}",
+            lambda progress: self._memory.make_ring(coming.row, coming.generation, progress),
+            done,
+        )
+        return None
+
+    def _ring_made(
+        self, one: Waiting, coming: Coming, ring: Segment, error: BaseException | None
+    ) -> None:
+        client = one.client
+        del self._asked[client]
+        if error is None and (self._stopping.begun or client not in self._sockets):
+            self._maker.drop(ring)
+            error = Cancelled()
+        if error is not None:
+            self._roster.give_up(coming)
+            if isinstance(error, FileExistsError):  # another row's name may be free
+                self._ask_again(one)
+                return
+            if isinstance(error, Cancelled):  # also where the thread is in the middle of it
+                name = segment.segment_name(self._memory.config.name, f"ring.{coming.row}")
+                segment.unlink(name)
+            self._refuse(client, error)
+            return
+        self._roster.admit(coming, ring)
+        assert self._memory.weights is not None
+        self._sockets.reply(
+            client,
+            {
+                "job": self._memory.config.name,
+                "job_id": self._memory.job_id.hex(),
+                "row": coming.row,
+                "generation": coming.generation,
+                "control": self._memory.control.name,
+                "weights": self._memory.weights.name,
+                "ring": ring.name,
+            },
+        )
+
+    # -- all of them ----------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Gives up what nobody wants, and tells those who wait how far it is. Every tick."""
+        for client, task in self._asked.items():
+            is_model = self._coming is not None and task is self._coming[0]
+            if self._stopping.begun or (not is_model and client not in self._sockets):
+                task.progress.cancel()
+        moved = self._maker.moved
+        if moved == self._told or now < self._told_at + SAY_S:
+            return
+        self._told, self._told_at = moved, now
+        waiting = list(self._asked.items())
+        if self._coming is not None:
+            waiting += [(one.client, self._coming[0]) for one in self._waiting]
+        for client, task in waiting:
+            self._sockets.note(client, {"note": "making", **task.facts})
+
+    def _refuse(self, client: Client, error: BaseException) -> None:
+        """Tells why it did not come to be. A client whose watchdog ends asks the next one."""
+        if isinstance(error, Cancelled):
+            if not self._stopping.begun and not self._failed:
+                self._sockets.close(client)
+                return
+            error = JobFailed(self._failed) if self._failed else self._stopping.refusal()
+        if not isinstance(error, GadeiError):
+            self._log.error("a request failed", reason=repr(error))
+            error = ControlError(f"the watchdog could not do it: {error}")
+        self._sockets.reply(client, failure(error))
+
+    def end(self, failed: str) -> None:
+        """Gives up everything. failed: why the job has failed; empty if it has not."""
+        self._failed = failed
+        self._maker.end()

@@ -1,0 +1,138 @@
+"""Segments are made one after the other in a thread, while the watchdog's own thread answers.
+
+Zeroing gigabytes takes seconds, and so does giving them back. What is made is handed to the
+watchdog's thread, which alone changes what others see. The thread lives only while there is work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gadei_ps.memory.reserve import Cancelled, Progress
+from gadei_ps.memory.segment import Segment
+from gadei_ps.show.progress import making
+
+END_S = 5.0  # for the piece in hand; a learner's file on a disk that blocks must not keep the job
+
+
+@dataclass(eq=False)
+class Task:
+    """Something to be made. what: the words for people. make, done: see Maker.ask()."""
+
+    what: str
+    make: Callable[[Progress], Any]
+    done: Callable[[Any, BaseException | None], None]
+    progress: Progress = field(default_factory=Progress)
+    result: Any = None
+    error: BaseException | None = field(default_factory=Cancelled)
+
+    def run(self) -> None:
+        """In the thread."""
+        if self.progress.cancelled:
+            return
+        try:
+            self.result = self.make(self.progress)
+            self.error = None
+        except BaseException as error:  # the watchdog's thread tells who asked
+            self.error = error.with_traceback(None)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How far it is, in bytes, for the status and for those who wait."""
+        return {"what": self.what, "done": self.progress.done, "total": self.progress.total}
+
+    @property
+    def text(self) -> str:
+        """How far it is, in words."""
+        return making(self.facts)
+
+
+class Maker:
+    """What is being made. All methods are for the watchdog's thread."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._tasks: deque[Task] = deque()  # the thread is at work on the first one
+        self._thread: threading.Thread | None = None
+        self._before = 0
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        selector.register(self._bell, selectors.EVENT_READ, self._heard)
+
+    @property
+    def moved(self) -> int:
+        """Grows with every piece that is made."""
+        return self._before + (self._tasks[0].progress.done if self._tasks else 0)
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """What is being made just now, and how far it is; None if there is nothing."""
+        return self._tasks[0].facts if self._tasks and self._tasks[0].what else None
+
+    def ask(
+        self,
+        what: str,
+        make: Callable[[Progress], Any],
+        done: Callable[[Any, BaseException | None], None],
+    ) -> Task:
+        """Has make(progress) called in the thread, then done(result, error) in this one.
+
+        The error is reserve.Cancelled if the task was cancelled before its end.
+        """
+        task = Task(what, make, done)
+        self._tasks.append(task)
+        self._start_next()
+        return task
+
+    def drop(self, held: Segment) -> None:
+        """Unmaps a segment that nobody looks at any more, and frees it if it has no name."""
+
+        def unmap(_: Progress) -> None:
+            with contextlib.suppress(BufferError):
+                held.memory.close()
+
+        self.ask("", unmap, lambda *_: None)
+
+    def _start_next(self) -> None:
+        if self._thread is None and self._tasks:
+            self._thread = threading.Thread(
+                target=self._work, args=(self._tasks[0],), daemon=True, name="maker"
+            )
+            self._thread.start()
+
+    def _work(self, task: Task) -> None:
+        task.run()
+        os.eventfd_write(self._bell, 1)
+
+    def _heard(self, _: int) -> None:
+        os.eventfd_read(self._bell)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._finish_first()
+        self._start_next()
+
+    def _finish_first(self) -> None:
+        task = self._tasks.popleft()
+        self._before += task.progress.done
+        task.done(task.result, task.error)
+
+    def end(self) -> None:
+        """Cancels everything and tells those who asked. Waits for the piece in hand."""
+        for task in self._tasks:
+            task.progress.cancel()
+        blocked = False
+        if self._thread is not None:
+            self._thread.join(END_S)
+            blocked = self._thread.is_alive()
+        while self._tasks:
+            self._finish_first()
+        self._selector.unregister(self._bell)
+        if not blocked:
+            os.close(self._bell)

@@ -1,0 +1,163 @@
+"""The segments of a model and of a learner's ring: their sizes, and how they are filled.
+
+Nothing here looks at a job that runs, so any thread may call it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gadei_ps.errors import ControlError
+from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.reserve import Progress
+from gadei_ps.memory.segment import Fill, Segment
+from gadei_ps.memory.weights import FloatArray, Model
+from gadei_ps.storage.checkpoint import Snapshot
+
+VALUE = 4  # bytes
+RING_SLOTS_AT = layout.rounded(layout.RING.itemsize, layout.PAGE)
+UNDO_AT = layout.rounded(layout.STATE.itemsize, layout.PAGE)
+SLOTS_AT = layout.rounded(UNDO_AT + layout.MAX_SHARDS * layout.UNDO_BYTES, layout.PAGE)
+
+Values = Callable[[FloatArray, int], None]
+"""Writes a model's values from number `start` on into an array; (array, start). Any thread."""
+
+
+@dataclass(frozen=True)
+class First:
+    """A model, what its values are (zeros if None), and the checkpoint that it comes from."""
+
+    model: Model
+    values: Values | None
+    snapshot: Snapshot | None = None
+
+
+def copied(values: np.ndarray) -> Values:
+    """Values of an array, float32 of shape (model.elements,)."""
+
+    def copy(out: FloatArray, start: int) -> None:
+        out[:] = values[start : start + out.size]
+
+    return copy
+
+
+def read_from(fd: int, model: Model) -> Values:
+    """Values of a learner's file. Read, not mapped: the learner could shrink the file.
+
+    Raises ControlError at once if its size is wrong, and later if it cannot be read.
+    """
+    size = os.fstat(fd).st_size
+    if size != model.elements * VALUE:
+        raise ControlError(f"initial values: a file of {size} bytes, not {model.elements * VALUE}")
+
+    def read(out: FloatArray, start: int) -> None:
+        view = out.data.cast("B")
+        at = 0
+        while at < len(view):
+            try:
+                count = os.preadv(fd, [view[at:]], start * VALUE + at)
+            except OSError as error:
+                raise ControlError(f"initial values: {error.strerror}") from None
+            if not count:
+                raise ControlError(f"initial values: the file ends at {start * VALUE + at} bytes")
+            at += count
+
+    return read
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """Bytes of a ring, of a slot of it, and of the payload that a slot has room for."""
+
+    bytes: int
+    slot_bytes: int
+    capacity: int
+
+
+def ring_shape(model: Model, slots: int) -> RingShape:
+    """The ring of a learner of that model."""
+    capacity = layout.rounded(weights.payload_bytes(model), layout.PAGE)
+    slot_bytes = layout.PAYLOAD_AT + capacity
+    return RingShape(RING_SLOTS_AT + slots * slot_bytes, slot_bytes, capacity)
+
+
+def state_bytes(model: Model, streams: int) -> int:
+    """Size of the state segment; streams: optimizer slots."""
+    return SLOTS_AT + streams * _slot_bytes(model)
+
+
+def _slot_bytes(model: Model) -> int:
+    return layout.rounded(model.elements * VALUE, layout.PAGE)
+
+
+# -- segments -------------------------------------------------------------------------------------
+
+
+def weights_segment(job: str, job_id: bytes, first: First, progress: Progress | None) -> Segment:
+    """The weights with the model's table and values, not published yet.
+
+    Raises NoSharedMemory, reserve.Cancelled and what first.values raises.
+    """
+    model = first.model
+    data_at = weights.data_at(len(model.tensors))
+    made = segment.create(
+        job,
+        "weights",
+        SegmentKind.WEIGHTS,
+        weights.segment_bytes(model),
+        job_id=job_id,
+        progress=progress,
+        fill=_filling([(data_at, first.values)] if first.values else [], model.elements),
+    )
+    weights.write_table(made, model)
+    return made
+
+
+def state_segment(
+    job: str, job_id: bytes, first: First, streams: int, progress: Progress | None
+) -> Segment:
+    """The optimizer's state, from the checkpoint if there is one; not published yet.
+
+    Raises NoSharedMemory and reserve.Cancelled.
+    """
+    slot_bytes = _slot_bytes(first.model)
+    slots = first.snapshot.slots if first.snapshot is not None else ()
+    filled = [(SLOTS_AT + number * slot_bytes, copied(slot)) for number, slot in enumerate(slots)]
+    made = segment.create(
+        job,
+        "state",
+        SegmentKind.STATE,
+        state_bytes(first.model, streams),
+        job_id=job_id,
+        progress=progress,
+        fill=_filling(filled, first.model.elements),
+    )
+    head = made.view(layout.STATE)
+    head["streams"] = streams
+    head["slots_at"] = SLOTS_AT
+    head["slot_bytes"] = slot_bytes
+    head["undo_at"] = UNDO_AT
+    head["record"]["cursor"] = layout.IDLE
+    return made
+
+
+def _filling(parts: Sequence[tuple[int, Values]], count: int) -> Fill | None:
+    """Writes arrays of `count` values that begin at these bytes of a segment, piece by piece."""
+
+    def fill(made: Segment, at: int, size: int) -> None:
+        for begin, values in parts:
+            first = max(at, begin)
+            last = min(at + size, begin + count * VALUE)
+            if first < last:
+                out = made.array(np.float32, (last - first) // VALUE, first)
+                values(out, (first - begin) // VALUE)
+
+    return fill if parts else None
