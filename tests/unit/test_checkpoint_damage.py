@@ -254,7 +254,7 @@ def header(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
         (header(lambda h: h["mean"].update(data_offsets="x")), "data_offsets"),
         (header(lambda h: h["mean"].update(shape=[2**62])), "shape"),
         (header(lambda h: []), "not a JSON object"),
-        (lambda raw: raw + b"x", "1 bytes behind the last tensor"),
+        (lambda raw: raw + b"x", "1 byte behind the last tensor"),
         (lambda raw: raw[:-1], "ends too early"),
         (lambda raw: raw[:5], "5 bytes where"),
         (lambda raw: b"\xff" * 8 + raw[8:], "needed"),

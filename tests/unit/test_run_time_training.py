@@ -71,7 +71,7 @@ def test_gaps_and_bounds_count_as_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("times", "what"),
     [
-        (np.ones((79, 3)), "has 79 iterations; record 80 at least"),
+        (np.ones((79, 3)), "has 79 iterations; record at least 80"),
         (np.ones((80, 1)), "fewer than 2 learners"),
         (np.ones((80, 3)), "all equal"),
         (np.where(np.arange(3) == 1, np.nan, np.arange(240.0).reshape(80, 3)), "'n1' has no run"),
@@ -89,7 +89,7 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     trace = as_trace(switching(80, 1))
     with pytest.raises(UsageError, match="there is no directory"):
         training.train(trace, out=tmp_path / "absent" / "model")
-    with pytest.raises(UsageError, match="0 epochs"):
+    with pytest.raises(UsageError, match="number of epochs is 0"):
         training.train(trace, out=tmp_path / "model", epochs=0)
     with pytest.raises(UsageError, match=r"cannot be written \(Is a directory\)"):
         training.train(trace, out=tmp_path, epochs=1)
