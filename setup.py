@@ -30,6 +30,7 @@ SOURCES = (
     "ps_frame",
     "ps_pull",
     "ps_process",
+    "ps_guard",
 )
 FLAGS = (
     "-std=gnu11",

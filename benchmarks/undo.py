@@ -52,7 +52,7 @@ def with_log(part: Part, payload: int, times: int) -> None:
     for _ in range(times):
         prepare(s)
         lock(s)
-        apply_dense(s, Walk(1, 0, False))
+        apply_dense(s, Walk(1, 0, s.low))
         unlock(s)
 
 

@@ -6,6 +6,7 @@
 #include <sys/prctl.h>
 
 #include "ps_build.h"
+#include "ps_guard.h"
 #include "ps_land.h"
 #include "ps_learner.h"
 #include "ps_lease.h"
@@ -114,6 +115,26 @@ METHOD(populate)
     result = madvise((void *)arg[0], arg[1], MADV_POPULATE_WRITE) ? errno : 0;
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(result);
+}
+
+METHOD(guard)
+{
+    UNUSED;
+    TAKES(4)
+    int error = -ps_guard(arg[0], arg[1], arg[2], arg[3]);
+    if (error) {
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    Py_RETURN_NONE;
+}
+
+METHOD(unguard)
+{
+    UNUSED;
+    TAKES(1)
+    ps_unguard(arg[0]);
+    Py_RETURN_NONE;
 }
 
 METHOD(futex_wait)
@@ -233,6 +254,8 @@ static PyMethodDef methods[] = {
     ENTRY(lease_take, "lease_take(lease, timeout_ns) -> whether its holder died; or PS_TIMEOUT"),
     ENTRY(lease_release, "lease_release(lease): by the thread that holds it"),
     ENTRY(populate, "populate(address, bytes) -> 0: page tables filled, so that no access faults; or errno"),
+    ENTRY(guard, "guard(address, bytes, word, value): zeros instead of SIGBUS there; then word is value"),
+    ENTRY(unguard, "unguard(address)"),
     ENTRY(futex_wait, "futex_wait(word, expected, timeout_ns)"),
     ENTRY(futex_wake, "futex_wake(word)"),
     ENTRY(bell, "bell(word): add one and wake all"),

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xf962a033cd092bc9ull
+#define PS_BUILD 0xb9167b2983ff620full
 
 #endif

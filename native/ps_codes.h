@@ -111,10 +111,11 @@ typedef double ps_f64;
   X(PS_WANTS_TURN, 1, "a turn: without it the learner holds up no barrier") \
   X(PS_WANTS_WORK, 2, "batches: without it the learner gets none")
 
-#define PS_GONES(X)          \
-  X(PS_GONE_DETACHED, 1, "") \
-  X(PS_GONE_DIED, 2, "")     \
-  X(PS_GONE_HUNG, 3, "it hung and was killed")
+#define PS_GONES(X)                            \
+  X(PS_GONE_DETACHED, 1, "")                   \
+  X(PS_GONE_DIED, 2, "")                       \
+  X(PS_GONE_HUNG, 3, "it hung and was killed") \
+  X(PS_GONE_DAMAGED, 4, "its ring was damaged")
 
 /* The meaning is what a learner and `status` are told. */
 #define PS_REASONS(X)                                                                \
@@ -128,7 +129,8 @@ typedef double ps_f64;
   X(PS_NOT_FINITE, 7, "holds a NaN or an infinity")                                  \
   X(PS_BAD_SCALE, 8, "scale of the learning rate is negative or not finite")         \
   X(PS_BAD_ROWS, 9, "a row out of range, or tensors or rows not in ascending order") \
-  X(PS_GIVEN_UP, 10, "given up by its learner")
+  X(PS_GIVEN_UP, 10, "given up by its learner")                                      \
+  X(PS_TORN, 11, "could not be read to its end: the ring was damaged")
 
 /* X(enum, its list) */
 #define PS_ENUMS(X)                    \

@@ -12,9 +12,9 @@
  *
  *   F(struct, offset, type, field, dimensions, writer, "meaning")    P(offset, bytes of padding)
  *
- * C makes structs of the lists; module_layout.c makes the table from which gadei_ps/memory/layout.py
- * makes NumPy dtypes; layout_tables.py makes the drawings, where || begins a cache line of 64 bytes,
- * and the tables of docs/memory-layout.md. The writers of a word:
+ * ps_structs.h makes C structs of the lists; module_layout.c makes the table from which
+ * gadei_ps/memory/layout.py makes NumPy dtypes; layout_tables.py makes the drawings, where || begins
+ * a cache line of 64 bytes, and the tables of docs/memory-layout.md. The writers of a word:
  *
  *   W  watchdog                      s  thread of that shard    server  manager of that server
  *   S  manager of the active server  0  thread of shard 0       saver   makes a checkpoint
@@ -25,10 +25,6 @@
  */
 #ifndef PS_LAYOUT_H
 #define PS_LAYOUT_H
-
-#include <assert.h>
-#include <stddef.h>
-#include <stdint.h>
 
 #include "ps_codes.h"
 
@@ -84,8 +80,8 @@
  *
  * 0             8        16    20     24          32         64
  * || generation | wanted | pid | gone | pid_start | name[32] ||
- * 64        72        80      88          92       96     104        112 128
- * || served | retired | grant | grant_seq | member | base | obsolete |   ||
+ * 64        72        80      88          92       96     104        112      120 128
+ * || served | retired | grant | grant_seq | member | base | obsolete | broken |   ||
  * 128        136       144       152       160    168       176        184       192
  * || applied | dropped | refused | samples | loss | started | finished | version ||
  * 192              200             208     216      220       224       232      240    248 256
@@ -108,7 +104,9 @@
   F(T, 92, u32, member, , S, "1: the synchronization model waits for it")                         \
   F(T, 96, u64, base, , S, "its clock in the model less its gradients reported, modulo 2^64")     \
   F(T, 104, u64, obsolete, , S,                                                                   \
-    "iterations, in its own clock, below which gradients will be dropped") P(112, 16)             \
+    "iterations, in its own clock, below which gradients will be dropped")                        \
+  F(T, 112, u64, broken, , S, "last generation whose ring is damaged: no server reads it")        \
+  P(120, 8)                                                                                       \
   F(T, 128, u64, applied, , 0, "gradients of this generation")                                    \
   F(T, 136, u64, dropped, , 0, "of this generation")                                              \
   F(T, 144, u64, refused, , 0, "of this generation")                                              \
@@ -267,13 +265,23 @@
   F(T, 160, u64, parameters, , W, "elements before the first buffer, which begins at a chunk")    \
   F(T, 168, u64, values, , W, "elements that belong to a tensor") P(176, 16)
 
+/* Chunks that follow each other, in number and in the weights: where an open one belongs.
+ *
+ * 0        8       16    24
+ * || piece | start | end |
+ */
+#define PS_SPAN_FIELDS(F, P, T)                                                       \
+  F(T, 0, u64, piece, , s, "number of its first chunk, stored last; PS_IDLE: no span") \
+  F(T, 8, u64, start, , s, "its first element")                                        \
+  F(T, 16, u64, end, , s, "the one after its last")
+
 /* What a shard is doing, so that its successor can finish it. Open: the half of the undo log that
  * belongs to the chunk holds it as it was.
  *
  * 0         8      16           24         32     40     48        56        64
  * || cursor | ring | generation | sequence | step | rate | version | applies ||
- * 64       72           80       88 128
- * || steps | supersteps | booked |  ||
+ * 64       72           80       88     96     104 128        176 192
+ * || steps | supersteps | booked | torn | tear |   || span[2] |   ||
  */
 #define PS_RECORD_FIELDS(F, P, T)                                                               \
   F(T, 0, u64, cursor, , s,                                                                     \
@@ -288,7 +296,9 @@
   F(T, 64, u64, steps, , s, "optimizer steps finished")                                         \
   F(T, 72, u64, supersteps, , s, "number of the last one finished")                             \
   F(T, 80, u64, booked, , 0, "rows of the gradient in hand that statistics and ledger know of") \
-  P(88, 40)
+  F(T, 88, u64, torn, , s, "parts of gradients that it could not read to their end")            \
+  F(T, 96, u64, tear, , s, "the same, before the gradient in hand") P(104, 24)                  \
+  F(T, 128, span, span, [2], s, "the last two stretches of chunks, in turn") P(176, 16)
 
 /* Old values of what a transaction of the books changes. A block: the old words, then one word
  * that says where they belong; `used` is stored after each block.
@@ -314,9 +324,9 @@
 
 /* Begins the state segment. An undo log: PS_UNDO_HALVES * PS_MAX_STREAMS * PS_CHUNK float32.
  *
- * 0         128        136        144          152       160 192           8384
+ * 0         128        136        144          152       160 192           12480
  * || header || streams | slots_at | slot_bytes | undo_at |   || record[64] ||
- * 8384                139456     141504            1190080
+ * 12480               143552     145600            1194176
  * || applied[64][256] || journal || runs[256][128] ||
  */
 #define PS_STATE_FIELDS(F, P, T)                                                           \
@@ -326,9 +336,9 @@
   F(T, 144, u64, slot_bytes, , W, "of one stream")                                         \
   F(T, 152, u64, undo_at, , W, "the undo logs, bytes from the segment's begin") P(160, 32) \
   F(T, 192, record, record, [PS_MAX_SHARDS], s, "what a shard is doing")                   \
-  F(T, 8384, u64, applied, [PS_MAX_SHARDS][PS_MAX_LEARNERS], s/S, "frames consumed")       \
-  F(T, 139456, journal, journal, , 0, "old values of the transaction in hand")             \
-  F(T, 141504, run, runs, [PS_MAX_LEARNERS][PS_RUNS], 0, "frame n at n % PS_RUNS")
+  F(T, 12480, u64, applied, [PS_MAX_SHARDS][PS_MAX_LEARNERS], s/S, "frames consumed")       \
+  F(T, 143552, journal, journal, , 0, "old values of the transaction in hand")             \
+  F(T, 145600, run, runs, [PS_MAX_LEARNERS][PS_RUNS], 0, "frame n at n % PS_RUNS")
 
 /* A frame: this header, and its payload PS_PAYLOAD_AT bytes after the slot's begin.
  *
@@ -417,31 +427,16 @@
   X(ps_control, PS_CONTROL_FIELDS, 243968) \
   X(ps_tensor, PS_TENSOR_FIELDS, 256)      \
   X(ps_weights, PS_WEIGHTS_FIELDS, 192)    \
-  X(ps_record, PS_RECORD_FIELDS, 128)      \
+  X(ps_span, PS_SPAN_FIELDS, 24)           \
+  X(ps_record, PS_RECORD_FIELDS, 192)      \
   X(ps_journal, PS_JOURNAL_FIELDS, 2048)   \
   X(ps_run, PS_RUN_FIELDS, 32)             \
-  X(ps_state, PS_STATE_FIELDS, 1190080)    \
+  X(ps_state, PS_STATE_FIELDS, 1194176)    \
   X(ps_frame, PS_FRAME_FIELDS, 128)        \
   X(ps_block, PS_BLOCK_FIELDS, 32)         \
   X(ps_tail, PS_TAIL_FIELDS, 64)           \
   X(ps_ring, PS_RING_FIELDS, 4672)
 
-#define PS_DECLARE(tag, at, type, name, dims, writer, meaning) ps_##type name dims;
-#define PS_PADDING(at, bytes) uint8_t pad_##at[bytes];
-#define PS_STRUCT(tag, FIELDS, size) typedef struct tag { FIELDS(PS_DECLARE, PS_PADDING, tag) } tag;
-PS_STRUCTS(PS_STRUCT)
-
-#define PS_IS_AT(tag, at, type, name, dims, writer, meaning) \
-    static_assert(offsetof(struct tag, name) == (at), #tag "." #name);
-#define PS_NOTHING(at, bytes)
-#define PS_HAS_SIZE(tag, FIELDS, size) \
-    FIELDS(PS_IS_AT, PS_NOTHING, tag) static_assert(sizeof(struct tag) == (size), #tag);
-PS_STRUCTS(PS_HAS_SIZE)
-
-#undef PS_DECLARE
-#undef PS_PADDING
-#undef PS_STRUCT
-#undef PS_IS_AT
-#undef PS_HAS_SIZE
+#include "ps_structs.h"
 
 #endif

@@ -15,12 +15,12 @@ from gadei_ps.errors import ControlError
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.reserve import Progress
+from gadei_ps.memory.ring import Sizes, sizes
 from gadei_ps.memory.segment import Fill, Segment
 from gadei_ps.memory.weights import FloatArray, Model
 from gadei_ps.storage.checkpoint import Snapshot
 
 VALUE = 4  # bytes
-RING_SLOTS_AT = layout.rounded(layout.RING.itemsize, layout.PAGE)
 UNDO_AT = layout.rounded(layout.STATE.itemsize, layout.PAGE)
 SLOTS_AT = layout.rounded(UNDO_AT + layout.MAX_SHARDS * layout.UNDO_BYTES, layout.PAGE)
 
@@ -73,20 +73,9 @@ def read_from(fd: int, model: Model) -> Values:
 # -- sizes ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RingShape:
+def ring_shape(model: Model, slots: int) -> Sizes:
     """Bytes of a ring, of a slot of it, and of the payload that a slot has room for."""
-
-    bytes: int
-    slot_bytes: int
-    capacity: int
-
-
-def ring_shape(model: Model, slots: int) -> RingShape:
-    """The ring of a learner of that model."""
-    capacity = layout.rounded(weights.payload_bytes(model), layout.PAGE)
-    slot_bytes = layout.PAYLOAD_AT + capacity
-    return RingShape(RING_SLOTS_AT + slots * slot_bytes, slot_bytes, capacity)
+    return sizes(weights.payload_bytes(model), slots)
 
 
 def state_bytes(model: Model, streams: int) -> int:

@@ -7,7 +7,7 @@ The next watchdog of a job adopts the memory that a dead one has left if all of 
 - the job's other processes are dead, or live in this pid namespace: no server holds a lock there,
   and no ring is open for writing, if the memory is of another namespace;
 - the control segment is whole, and of this layout and this build of gadei-ps (`server_build`);
-- the job has not ended (`phase` is below STOPPED), and its model is there;
+- the job has not been stopped (`phase` is not STOPPED), and its model is there;
 - weights and state carry the job's id;
 - the fields ADOPTED of the job file have the same digests as when the memory was made.
 
@@ -34,6 +34,7 @@ from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import process
 from gadei_ps.memory import build, holds, layout, reserve, segment, shm, weights
+from gadei_ps.memory import ring as shared
 from gadei_ps.memory.holds import Hold
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
 from gadei_ps.memory.reserve import Progress
@@ -65,6 +66,8 @@ class JobMemory:
     """Whether another watchdog has made the memory: then a start that fails does not remove it."""
     unnamed: bool = field(default=False, init=False)
     """Whether names were seen to be lost; set by the supervisor, as looking costs time."""
+    _lost: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64), init=False)
+    """Not 0 once the memory of a ring was lost under this process."""
     files: dict[str, int] = field(default_factory=dict, init=False)
     """Open segments that a checkpoint is made of: it can be made even when their names are lost."""
     _hold: Hold | None = field(default=None, init=False)
@@ -182,7 +185,7 @@ class JobMemory:
             elsewhere.check_dead(self.config.name, control)
         elif process.alive(int(control["watchdog_pid"]), int(control["watchdog_start"])):
             raise JobInUse(self._who_holds())
-        if int(control["phase"]) >= Phase.STOPPED or not int(control["model_ready"]):
+        if int(control["phase"]) == Phase.STOPPED or not int(control["model_ready"]):
             return False
         other = build.server_difference(int(control["server_build"]))
         if other is not None:
@@ -212,8 +215,9 @@ class JobMemory:
         self._own()
         if not here:
             elsewhere.wait_for_servers(self.config.name)
-        if int(control["phase"]) == Phase.KEPT:
+        if int(control["phase"]) in (Phase.KEPT, Phase.FAILED):
             control["stop"] = Stop.GO
+            control["phase"] = Phase.STARTING  # servers end in a job that has failed
         return True
 
     def _attach(self, part: str, kind: SegmentKind) -> Segment:
@@ -223,29 +227,33 @@ class JobMemory:
     def _adopt_rings(self) -> None:
         """Adopts rings of learners that are served or leaving, and removes all others."""
         roster = self.control.view(layout.CONTROL)["roster"]
-        for found in segment.find(self.config.name):
-            if not found.part.startswith("ring."):
-                continue
-            row = int(found.part.removeprefix("ring."))
-            if row >= layout.MAX_LEARNERS or not self._adopt_ring(row, found.part, roster[row]):
-                segment.unlink(found.name)
+        for row in range(layout.MAX_LEARNERS):
+            name = segment.segment_name(self.config.name, f"ring.{row}")
+            if not self._adopt_ring(row, name, roster[row]):
+                segment.unlink(name)
 
-    def _adopt_ring(self, row: int, part: str, entry: np.void) -> bool:
-        generation = int(entry["generation"])
-        if generation == int(entry["retired"]):
+    def _adopt_ring(self, row: int, name: str, entry: np.void) -> bool:
+        if int(entry["generation"]) == int(entry["retired"]):
             return False
         try:
-            ring = self._attach(part, SegmentKind.RING)
+            ring = shared.attach(name, self._ring_sizes().bytes, self._servers())
         except (FileNotFoundError, SegmentError):
             return False
-        if int(ring.header["generation"]) != generation:
-            return False
+        self._guard(ring)
         self.rings[row] = ring
         return True
 
+    def _servers(self) -> list[int]:
+        """Processes that have a ring mapped whose name may be lost."""
+        pids = self.control.view(layout.CONTROL)["server"]["pid"]
+        return [int(pid) for pid in pids if int(pid)]
+
     def names_lost(self) -> list[str]:
-        """Names of mapped segments that are no longer in /dev/shm: another process removed them."""
-        parts = (self.control, self.weights, self.state, *self.rings.values())
+        """Names of mapped segments that are no longer in /dev/shm: another process removed them.
+
+        Not those of rings: a learner may remove its own, and servers find it without (ring.py).
+        """
+        parts = (self.control, self.weights, self.state)
         return [
             part.name for part in parts if part is not None and not shm.path_of(part.name).exists()
         ]
@@ -351,9 +359,8 @@ class JobMemory:
 
     def make_ring(self, row: int, generation: int, progress: Progress | None = None) -> Segment:
         """Makes the ring of a new learner; any thread. Raises NoSharedMemory, reserve.Cancelled."""
-        assert self.model is not None
         control = self.control.view(layout.CONTROL)
-        shape = making.ring_shape(self.model, int(control["slots"]))
+        shape = self._ring_sizes()
         if progress is not None:
             progress.total = shape.bytes
         ring = segment.create(
@@ -366,11 +373,12 @@ class JobMemory:
             index=row,
             progress=progress,
         )
+        self._guard(ring)
         head = ring.view(layout.RING)
         head["slots"] = control["slots"]
         head["shards"] = control["shards"]
         head["slot_bytes"] = shape.slot_bytes
-        head["slots_at"] = making.RING_SLOTS_AT
+        head["slots_at"] = shared.SLOTS_AT
         head["capacity"] = shape.capacity
         return ring
 
@@ -384,6 +392,15 @@ class JobMemory:
         ring = self.make_ring(row, generation)
         self.enter_ring(row, ring)
         return ring
+
+    def _ring_sizes(self) -> shared.Sizes:
+        assert self.model is not None
+        slots = int(self.control.view(layout.CONTROL)["slots"])
+        return making.ring_shape(self.model, slots)
+
+    def _guard(self, ring: Segment) -> None:
+        """A learner that truncates its ring must not end this process; servers let it go."""
+        shared.guard(ring, self._lost.ctypes.data, 1, self._lost)
 
     def ring_bells(self) -> None:
         """Wakes the servers, after a change in the control segment."""

@@ -98,7 +98,6 @@ class Roster:
         lost = np.setdiff1d(np.flatnonzero(entries["wanted"]), list(self._memory.rings))
         entries["wanted"][lost] = 0
         for row, ring in self._memory.rings.items():
-            self._generation = max(self._generation, int(ring.header["generation"]))
             entry = entries[row]
             generation = int(entry["generation"])
             if int(entry["wanted"]) != generation:
@@ -249,10 +248,13 @@ class Roster:
                     self._log.error("a learner hangs and is another user's: kill it", row=row)
 
     def _is_full(self, row: int) -> bool:
+        assert self._memory.state is not None
         control = self._memory.control.view(layout.CONTROL)
-        ring = self._memory.rings[row].view(layout.RING)
-        tails = ring["tail"]["value"][: int(control["shards"])]
-        return bool(int(ring["head"]) - int(tails.min()) >= int(control["slots"]))
+        # Not the ring's tails: the learner can write over them.
+        state = self._memory.state.view(layout.STATE)
+        applied = int(state["applied"][: int(control["shards"]), row].min())
+        head = int(self._memory.rings[row].view(layout.RING)["head"])
+        return head - applied >= int(control["slots"])
 
     def _leave(self, row: int, gone: int) -> None:
         fd = self._pidfds.pop(row)
@@ -269,8 +271,8 @@ class Roster:
         entries = self._entries
         for row in list(self._memory.rings):
             if entries[row]["retired"] == entries[row]["generation"]:
-                if row in self._pidfds:  # the server has refused its ring
-                    self._leave(row, Gone.DETACHED)
+                if row in self._pidfds:  # the server has refused its ring, or found it damaged
+                    self._leave(row, Gone.DAMAGED)
                 ring = self._memory.remove_ring(row)
                 if ring is not None:
                     self._drop(ring)

@@ -144,14 +144,14 @@ class Saver:
         parked = [_native.load(at + index * SHARD.itemsize) for index in range(self._shards)]
         if any(one != deadline for one in parked):
             return False
-        # Free rows do not count: after a damaged ring their numbers may differ for ever.
+        # Free rows do not count: after a damaged ring their numbers may differ for ever. Neither do
+        # steps: not every shard has made the step of a torn gradient.
         roster = self._control["roster"]
         applied = self._state["applied"][shards, roster["generation"] != roster["retired"]]
         records = self._state["record"][shards]
         return bool(
             (applied == applied[0]).all()
             and (records["cursor"] == layout.IDLE).all()
-            and (records["steps"] == records["steps"][0]).all()
             and (records["supersteps"] == self._control["superstep"]).all()
         )
 
@@ -193,7 +193,7 @@ class Saver:
             weights=self._copies[0],
             slots=tuple(self._copies[1:]),
             version=int(control["version"]),
-            steps=int(self._state["record"]["steps"][0]),
+            steps=int(self._state["record"]["steps"][: self._shards].max()),
             supersteps=int(control["superstep"]),
             work=self._work(),
             requeue=requeue,

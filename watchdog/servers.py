@@ -305,10 +305,12 @@ class Servers:
         if self.memory.state is None:
             return False
         applied = self.memory.state.view(STATE)["applied"][: int(self._control["shards"])]
-        heads = {
-            row: int(ring.view(layout.RING)["head"]) for row, ring in self.memory.rings.items()
-        }
-        return any((applied[:, row] < head).any() for row, head in heads.items())
+        slots = int(self._control["slots"])
+        for row, ring in self.memory.rings.items():
+            behind = int(ring.view(layout.RING)["head"]) - int(applied[:, row].min())
+            if 0 < behind <= slots:  # else the learner has written over its head
+                return True
+        return False
 
     def _kill_hung(self, now: float) -> None:
         """Kills servers whose threads stand still; even idle threads move ten times a second."""

@@ -31,6 +31,7 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "gradients_dropped": int(control["past_dropped"]) + now["dropped"],
         "gradients_refused": int(control["past_refused"]) + now["refused"],
         "samples": int(control["past_samples"]) + now["samples"],
+        "parts_torn": _torn(memory),
         "batches_requeued": int(control["requeued_total"]),
         "supersteps": int(control["supersteps_done"]),
         "work": {
@@ -60,6 +61,13 @@ def report(memory: JobMemory) -> dict[str, Any]:
             if part is not None
         ),
     }
+
+
+def _torn(memory: JobMemory) -> int:
+    """Parts of gradients, one for each shard, that were lost with damaged rings."""
+    if memory.state is None:
+        return 0
+    return int(memory.state.view(layout.STATE)["record"]["torn"].sum())
 
 
 def _model(memory: JobMemory) -> dict[str, int] | None:

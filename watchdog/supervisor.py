@@ -311,6 +311,11 @@ class Supervisor:
                 self._learners.look(now, self._stopping.begun)
             if self._failed:
                 self._log.error("the job has failed", reason=self._failed)
+                if self._stays and not self.memory.names_lost():
+                    self._log.error(
+                        "its memory stays: continue with gadei-ps serve, or drop it with "
+                        f"gadei-ps gc {self.config.name}"
+                    )
                 return 1
             if self._stopping.begun and self._stopping.over(now):
                 if self._stopping.problem:
@@ -363,6 +368,12 @@ class Supervisor:
         learners = counted(len(self._roster.rows), "learner")
         self._notify.status(f"{learners}, version {version}, {rate:.0f}/s")
 
+    @property
+    def _stays(self) -> bool:
+        """Whether the job's memory is for the next watchdog."""
+        failed = bool(self._failed) and self._begun and not int(self._control["temporary"])
+        return failed or int(self._control["phase"]) == Phase.KEPT
+
     def _fail(self, why: str) -> None:
         self._failed = why
 
@@ -373,7 +384,9 @@ class Supervisor:
     def shutdown(self) -> None:
         """Ends the servers, answers waiting clients, and removes everything of the job.
 
-        The memory stays if the last checkpoint failed: it holds what the checkpoint lacks.
+        The memory stays if the last checkpoint failed, because it holds what the checkpoint lacks,
+        and if the job has failed, because the next start may continue with it. A command's own job
+        has no next start.
         """
         made = hasattr(self.memory, "control") and not (self._leave or self._keep)
         if made:
@@ -393,7 +406,7 @@ class Supervisor:
             self._maker.end()
         self._roster.close()
         # Memory without names cannot be adopted.
-        if made and (int(self._control["phase"]) != Phase.KEPT or self.memory.names_lost()):
+        if made and (not self._stays or self.memory.names_lost()):
             self.memory.remove()
         self.memory.close()
         self.memory.release()

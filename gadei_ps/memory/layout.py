@@ -134,6 +134,7 @@ class Gone(IntEnum):
     DETACHED = 1
     DIED = 2
     HUNG = 3
+    DAMAGED = 4
 
 
 class Reason(IntEnum):
@@ -150,6 +151,7 @@ class Reason(IntEnum):
     BAD_SCALE = 8
     BAD_ROWS = 9
     GIVEN_UP = 10  # empty: not refused but dropped
+    TORN = 11
 
 
 REASON_TEXT: Final = {Reason(code): text for code, text in _ENUMS["ps_reason"].values()}
@@ -195,6 +197,7 @@ ENTRY: Final = _struct("ps_entry")
 CONTROL: Final = _struct("ps_control")
 TENSOR: Final = _struct("ps_tensor")
 WEIGHTS: Final = _struct("ps_weights")
+SPAN: Final = _struct("ps_span")
 RECORD: Final = _struct("ps_record")
 JOURNAL_LOG: Final = _struct("ps_journal")
 RUN: Final = _struct("ps_run")

@@ -253,6 +253,19 @@ def attach_file(
     return segment
 
 
+def map_known(fd: int, name: str, size: int) -> Segment:
+    """Maps `size` bytes of an open file, writable, whatever stands in them.
+
+    For a segment whose header another process may have written over. fd: stays open. Raises
+    SegmentError if the file is shorter.
+    """
+    status = os.fstat(fd)
+    if status.st_size < size:
+        raise SegmentError(f"{name}: truncated ({status.st_size} bytes of {size})")
+    memory = _map(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+    return Segment(name, memory, _native.address(memory), size, status.st_ino, status.st_uid)
+
+
 def unlink(name: str) -> bool:
     """Removes the name; the memory stays until its last mapping goes. False without such a name.
 
@@ -282,8 +295,8 @@ def is_kept(job: str) -> bool:
             return True
     except (FileNotFoundError, SegmentError):
         return False
-    running = int(control["phase"]) < layout.Phase.STOPPED
-    return running and bool(int(control["model_ready"])) and not int(control["temporary"])
+    stopped = int(control["phase"]) == layout.Phase.STOPPED
+    return not stopped and bool(int(control["model_ready"])) and not int(control["temporary"])
 
 
 def other_build(job: str) -> str | None:

@@ -29,13 +29,25 @@ from gadei_ps.server.constants import (
     MAX_LEARNERS,
     NO_BATCH,
     NO_WORK,
+    OK,
     ONE,
     REFUSE,
     SKIP,
+    TORN,
     WORKING,
     ZERO,
 )
-from gadei_ps.server.context import CONSUMED, Shard, frame_at, integer, shown_address, slot_of
+from gadei_ps.server.context import (
+    CONSUMED,
+    FRAME_AT,
+    Shard,
+    frame_at,
+    integer,
+    is_there,
+    read_frame,
+    shown_address,
+    slot_of,
+)
 from gadei_ps.server.journal import Books, forget, remember
 from gadei_ps.server.statistics import (
     count_applied,
@@ -94,14 +106,15 @@ def _open_books(s: Shard, row: int) -> Books:
 
 
 @inner
-def _book(c: np.ndarray, outcome: Outcome, slot: np.uint64, version: np.uint64) -> None:
+def _book(c: np.ndarray, outcome: Outcome, frame: np.ndarray, version: np.uint64) -> None:
     """Enters a frame into the statistics and the ledger.
 
-    slot, version: address of the frame and version of the weights before it, if it is applied.
+    frame, version: its header, FRAME of shape (1,), and the version of the weights before it, if
+    it is applied.
     """
     row = outcome.row
     if outcome.action == APPLY:
-        count_applied(c, row, frame_at(slot), version)
+        count_applied(c, row, frame, version)
         ledger.answer(c, row, outcome.batch)
     elif outcome.action == DROP:
         count_dropped(c, row)
@@ -113,41 +126,53 @@ def _book(c: np.ndarray, outcome: Outcome, slot: np.uint64, version: np.uint64) 
 
 @inner
 def book_arrival(
-    s: Shard, row: int, sequence: np.uint64, slot: np.uint64, version: np.uint64, more: bool
+    s: Shard,
+    row: int,
+    sequence: np.uint64,
+    frame: np.ndarray,
+    version: np.uint64,
+    torn: bool,
+    more: bool,
 ) -> None:
     """Books the gradient in hand; hands out the next batches if `more`.
 
-    Its times come after the transaction: should the server die in between, the next one finds the
-    gradient booked and does not note them.
+    frame: its header, FRAME of shape (1,). torn: it could not be read to its end; then nothing is
+    believed of the header, and its batch goes to another learner. Its times come after the
+    transaction: should the server die in between, the next one finds the gradient booked and does
+    not note them.
     """
-    frame = frame_at(slot)
     b = _open_books(s, row)
     remember(b, True, BOOKED, 1)
-    _book(s.c, Outcome(row, APPLY, 0, frame[0].batch), slot, version)
+    if torn:
+        _book(s.c, Outcome(row, REFUSE, TORN, NO_BATCH), frame, version)
+    else:
+        _book(s.c, Outcome(row, APPLY, 0, frame[0].batch), frame, version)
     if more:
         ledger.hand_out_more(s.c, row)
     s.state[0].record[0].booked = ONE
     forget(b)
-    note_run(s, row, sequence, frame, APPLY)
+    note_run(s, row, sequence, frame, REFUSE if torn else APPLY)
 
 
 @inner
 def book_refusal(
-    s: Shard, row: int, reason: int, slot: np.uint64, upto: np.uint64, more: bool
+    s: Shard, row: int, reason: int, header: np.uint64, upto: np.uint64, more: bool
 ) -> None:
     """Books a frame that is consumed without being applied. Frames below `upto` are consumed.
 
-    slot: its address; 0 if there is no frame. Its times come first, because after the transaction
-    it counts as consumed.
+    header: address of its header; 0 if there is no frame. Its times come first, because after the
+    transaction it counts as consumed.
     """
     action = DROP if reason == GIVEN_UP else REFUSE
     batch = NO_BATCH
-    if slot != ZERO:
-        batch = frame_at(slot)[0].batch
-        note_run(s, row, upto - ONE, frame_at(slot), action)
+    if header != ZERO:
+        frame = frame_at(header)
+        if frame[0].generation != ZERO:
+            batch = frame[0].batch
+        note_run(s, row, upto - ONE, frame, action)
     b = _open_books(s, row)
     remember(b, True, CONSUMED + np.uint64(8 * row), 1)
-    _book(s.c, Outcome(row, action, reason, batch), ZERO, ZERO)
+    _book(s.c, Outcome(row, action, reason, batch), frame_at(s.here + FRAME_AT), ZERO)
     if more:
         ledger.hand_out_more(s.c, row)
     s.state[0].applied[0, row] = upto
@@ -166,10 +191,16 @@ def book_superstep(s: Shard, version: np.uint64) -> None:
         b = _open_books(s, row)
         remember(b, True, BOOKED, 1)
         sequence = c[0].superstep_upto[row] - ONE
-        slot = slot_of(c, s.board[0].ring[row], sequence)
-        frame = frame_at(slot)
+        ring = s.board[0].ring[row]
+        slot = slot_of(c, ring, sequence)
+        frame = read_frame(s, slot)
         reason = integer(c[0].superstep_reason[row])
-        _book(c, Outcome(row, action, reason, frame[0].batch), slot, version)
+        batch = frame[0].batch if frame[0].generation != ZERO else NO_BATCH
+        if not is_there(slot, ring.generation, sequence) and action != DROP:
+            action = REFUSE
+            if reason == OK:
+                reason, batch = TORN, NO_BATCH
+        _book(c, Outcome(row, action, reason, batch), frame, version)
         record.booked = np.uint64(row + 1)
         forget(b)
         note_run(s, row, sequence, frame, action)
@@ -238,9 +269,14 @@ def top_up_all(s: Shard) -> None:
 
 
 @inner
-def depart(s: Shard, row: int) -> None:
-    """A learner is gone and its ring is empty; its unanswered batches go to others."""
+def depart(s: Shard, row: int, broken: bool) -> None:
+    """A learner is gone and its ring is empty; its unanswered batches go to others.
+
+    broken: of its ring nothing more is read; what that may hold counts as one refused gradient.
+    """
     b = _open_books(s, row)
+    if broken:
+        count_refused(s.c, row, TORN)
     ledger.requeue_all(s.c, row)
     count_past(s.c, row)
     forget(b)

@@ -13,7 +13,7 @@ from numba import types
 from gadei_ps.kernels.compiled import address_of, inner
 from gadei_ps.server.chunks import Walk, prepare
 from gadei_ps.server.constants import ROWS
-from gadei_ps.server.context import Shard, integer, shard_of
+from gadei_ps.server.context import Shard, shard_of
 from gadei_ps.server.dense import apply_dense
 from gadei_ps.server.record import lock, unlock
 from gadei_ps.server.rows import apply_rows
@@ -23,10 +23,10 @@ from gadei_ps.server.symbols import call, structs
 _part_at = structs(PART)
 
 
-def _apply(part: int, members: int, first: int, reopen: int) -> None:
+def _apply(part: int, members: int, first: int, start: int) -> None:
     """Does what apply_frames() does, as a C function. part: address."""
     s = shard_of(_part_at(part))
-    walk = Walk(members, first, reopen != 0)
+    walk = Walk(members, first, start)
     has_rows = False
     for m in range(members):
         has_rows = has_rows or s.hands[m].kind == ROWS
@@ -48,4 +48,4 @@ def applier() -> int:
 @inner
 def apply_frames(s: Shard, walk: Walk) -> None:
     """Applies the frames in hand. The sequence lock of the shard is odd meanwhile."""
-    call(s.part[0].apply, s.here, walk.members, walk.first, integer(walk.reopen))
+    call(s.part[0].apply, s.here, walk.members, walk.first, walk.start)

@@ -2,7 +2,8 @@
 
     check the frame -> begin -> apply -> book -> finish -> release
 
-A bad frame is refused instead: booked and released. Compiled; runs in the thread of the shard.
+A bad frame is refused instead: booked and released. Of a broken ring no frame is begun: the shards
+only come to the same count (settle_broken). Compiled; runs in the thread of the shard.
 """
 
 from __future__ import annotations
@@ -19,11 +20,22 @@ from gadei_ps.memory.layout import CONTROL
 from gadei_ps.server.account import book_arrival, book_refusal, show_work, takes_work
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
-from gadei_ps.server.constants import BAD_SEQUENCE, OK, ONE, ZERO
-from gadei_ps.server.context import Shard, consumed_at, frame_at, integer, shard_of, take
+from gadei_ps.server.constants import OK, ONE, TORN, ZERO
+from gadei_ps.server.context import (
+    FRAME_AT,
+    Shard,
+    consumed_at,
+    integer,
+    is_broken,
+    is_there,
+    mark_broken,
+    read_frame,
+    shard_of,
+    take,
+)
 from gadei_ps.server.frames import check_frame
 from gadei_ps.server.known import HEAD, consume, is_nonsense, oldest_slot
-from gadei_ps.server.record import VERSION, Entry, begin, finish
+from gadei_ps.server.record import VERSION, Entry, begin, finish, note_torn
 from gadei_ps.server.structs import PART
 from gadei_ps.server.symbols import call, get, get32, structs
 
@@ -41,12 +53,14 @@ def _arrive(part: int, line: int) -> None:
     more = s.number == 0 and takes_work(s.c, row, ring.address, ring.generation)
     shown = s.c[0].roster[row].handed
     if is_nonsense(s, head, tail):
-        _refuse(s, row, BAD_SEQUENCE, ZERO, head, False)
-        consume(s, ring, head)
+        mark_broken(s, row, ring.generation)
         return
     slot = oldest_slot(s, ring)
-    frame = frame_at(slot)
-    reason = check_frame(slot, ring.generation, tail, s.part)
+    frame = read_frame(s, slot)
+    header = s.here + FRAME_AT
+    reason = check_frame(header, slot, ring.generation, tail, s.part)
+    if is_broken(s, row, ring.generation):
+        return  # what was read may be zeros
     if reason == OK:
         version = get(s.control + VERSION)  # SYNC POINT: applied
         steps = integer(s.state[0].record[s.number].steps)
@@ -54,13 +68,16 @@ def _arrive(part: int, line: int) -> None:
         if version > frame[0].version:
             rate = cpu.stale_rate(s.c[0].hyper, rate, integer(version - frame[0].version))
         begin(s, Entry(row, ring.generation, tail, rate, version, 1))
-        take(s, 0, slot)
-        apply_frames(s, Walk(1, 0, False))
+        take(s, 0, slot, frame)
+        apply_frames(s, Walk(1, 0, s.low))
+        torn = not is_there(slot, ring.generation, tail)
+        if torn:
+            note_torn(s, 1)
         if s.number == 0:
-            book_arrival(s, row, tail, slot, version, more)
+            book_arrival(s, row, tail, frame, version, torn, more)
         finish(s)
     else:
-        _refuse(s, row, reason, slot, tail + ONE, more)
+        _refuse(s, row, reason, header, tail + ONE, more)
     if more:
         show_work(s.c, row, ring.address, shown)
     consume(s, ring, tail + ONE)
@@ -79,10 +96,12 @@ def on_arrival(s: Shard, line: int) -> None:
 
 
 @inner
-def _refuse(s: Shard, row: int, reason: int, slot: np.uint64, upto: np.uint64, more: bool) -> None:
-    """Consumes the frames of this row below `upto`. slot: address of the last one; 0: of none."""
+def _refuse(
+    s: Shard, row: int, reason: int, header: np.uint64, upto: np.uint64, more: bool
+) -> None:
+    """Consumes the frames of this row below `upto`. header: of the last one; 0: of none."""
     if s.number == 0:
-        book_refusal(s, row, reason, slot, upto, more)
+        book_refusal(s, row, reason, header, upto, more)
     else:
         s.state[0].applied[s.number, row] = upto
 
@@ -94,6 +113,26 @@ def _most_consumed(s: Shard, row: int) -> np.uint64:
     for shard in range(s.c[0].shards):
         most = max(most, get(consumed_at(s, shard, row)))  # acquire: its frame's head is read next
     return most
+
+
+@inner
+def settle_broken(s: Shard, line: int) -> bool:
+    """Counts as consumed what another shard has begun of a broken ring; True if there was any.
+
+    A frame that one shard has applied and another one cannot is torn. line: of the ring, in
+    `known`.
+    """
+    ring = s.known[line]
+    row = ring.row
+    s.part[0].head[ring.line] = get(ring.address + HEAD)  # it is no reason to wake up
+    most = _most_consumed(s, row)
+    if most <= s.state[0].applied[s.number, row]:
+        return False
+    record = s.state[0].record[s.number]
+    record.torn += most - s.state[0].applied[s.number, row]
+    _refuse(s, row, TORN, ZERO, most, False)
+    consume(s, ring, most)
+    return True
 
 
 @inner
@@ -111,10 +150,8 @@ def catch_up(s: Shard, count: int, mode: np.uint32) -> bool:
             continue
         if get32(s.control + MODE) != mode:  # SYNC POINT: mode
             return True
-        if is_nonsense(s, most, ring.tail):
-            # The learner wrote over the head, and another shard has taken it for consumed.
-            _refuse(s, ring.row, BAD_SEQUENCE, ZERO, most, False)
-            consume(s, ring, most)
+        if is_broken(s, ring.row, ring.generation):
+            settle_broken(s, i)
         else:
             on_arrival(s, i)
         found = True

@@ -85,27 +85,28 @@ def fits(block: Block, tensor: np.ndarray, size: int, payload_bytes: int) -> boo
 
 
 @inner
-def payload_bytes_of(slot: np.uint64, part: np.ndarray) -> int:
-    """Bytes of the payload in this slot; -1 if a slot has less room."""
-    size = get(slot + PAYLOAD_BYTES)
+def payload_bytes_of(header: np.uint64, part: np.ndarray) -> int:
+    """Bytes of the payload that a header, at this address, tells; -1 if a slot has less room."""
+    size = get(header + PAYLOAD_BYTES)
     return integer(size) if size <= part[0].capacity else -1
 
 
 @inner
-def count_blocks(slot: np.uint64) -> int:
-    """How many blocks the frame in this slot has, as its learner says."""
-    return integer(get32(slot + BLOCKS))
+def count_blocks(header: np.uint64) -> int:
+    """How many blocks the frame of a header, at this address, has, as its learner says."""
+    return integer(get32(header + BLOCKS))
 
 
 @inner
-def check_rows(slot: np.uint64, size: int, part: np.ndarray) -> int:
+def check_rows(header: np.uint64, slot: np.uint64, size: int, part: np.ndarray) -> int:
     """Why the frame of rows in this slot must not be applied; OK if it may.
 
-    size: bytes of a value. part: PART, shape (1,), of any shard.
+    header: address of a copy of its header. size: bytes of a value. part: PART, shape (1,), of
+    any shard.
     """
     tensors = integer(part[0].tensors)
-    blocks = count_blocks(slot)
-    payload_bytes = payload_bytes_of(slot, part)
+    blocks = count_blocks(header)
+    payload_bytes = payload_bytes_of(header, part)
     if blocks > tensors or blocks * BLOCK_BYTES > payload_bytes:
         return BAD_SIZE
     before = -1

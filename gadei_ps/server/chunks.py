@@ -20,12 +20,22 @@ from gadei_ps.kernels.compiled import address_of, inlined, inner
 from gadei_ps.kernels.cpu import ADAGRAD, ADAM, ADAMW, MOMENTUM_SGD, NESTEROV, SGD
 from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind
 from gadei_ps.memory import layout
-from gadei_ps.server.constants import CHUNK, ONE
-from gadei_ps.server.context import CURSOR, RECORD_BYTES, RECORDS, Shard, Streams, integer
+from gadei_ps.server.constants import CHUNK, IDLE, ONE
+from gadei_ps.server.context import (
+    CURSOR,
+    RECORD_BYTES,
+    RECORDS,
+    SPAN_END,
+    SPAN_START,
+    Shard,
+    Streams,
+    integer,
+    span_at,
+)
 from gadei_ps.server.payload import FORMS, Values, bytes_of, values_of
 from gadei_ps.server.structs import PART
-from gadei_ps.server.symbols import call, doubles, floats, mark, structs
-from gadei_ps.server.undo import save, save_line
+from gadei_ps.server.symbols import call, doubles, floats, get, mark, structs
+from gadei_ps.server.undo import restore, save, save_line
 
 VECTOR = 16  # values that a loop of vectors takes at once
 COEFFICIENTS_AT = np.uint64(layout.offset(PART, "coefficients"))
@@ -41,9 +51,9 @@ class Walk(NamedTuple):
     members: int
     """Frames; the gradient is their mean."""
     first: int
-    """Piece to begin with."""
-    reopen: bool
-    """Whether a dead server has left that piece open, its old values in the undo log."""
+    """Number of the first piece."""
+    start: int
+    """The first value of that piece. A dead server has changed those before it."""
 
 
 class Span(NamedTuple):
@@ -72,11 +82,44 @@ def prepare(s: Shard) -> None:
 
 
 @inner
+def _note_span(s: Shard, span: Span) -> None:
+    """Writes down where the pieces of a span belong, before the first one is opened.
+
+    The next server needs no frame to restore the open piece, which is of this span or the one
+    before. So two of them are kept.
+    """
+    at = span_at(s, s.part[0].spans & 1)
+    mark(at, IDLE)
+    mark(at + SPAN_START, np.uint64(span.start))
+    mark(at + SPAN_END, np.uint64(span.end))
+    mark(at, np.uint64(span.piece))
+    s.part[0].spans += 1
+
+
+@inner
+def reopen(s: Shard, piece: np.uint64, is_open: bool) -> int:
+    """Restores the piece that a dead server has left open; returns its first value."""
+    which = 0
+    other = get(span_at(s, 1))
+    if other <= piece and (get(span_at(s, 0)) > piece or other > get(span_at(s, 0))):
+        which = 1
+    at = span_at(s, which)
+    start = integer(get(at + SPAN_START)) + integer(piece - get(at)) * CHUNK
+    if is_open:
+        count = min(CHUNK, integer(get(at + SPAN_END)) - start)
+        kept = s.kept if start < integer(s.part[0].parameters) else 0
+        restore(s.at, kept, piece, start, count)
+    s.part[0].spans = which + 1  # the other one is written next
+    return start
+
+
+@inner
 def move_span(s: Shard, is_parameter: bool, form: int, gradient: np.uint64, span: Span) -> None:
     """Changes the values of a span by their gradient.
 
     form: FLOAT32_FORM or BFLOAT16_FORM. gradient: address of that of the span's first value.
     """
+    _note_span(s, span)
     code = s.part[0].move[integer(is_parameter), form]
     call(code, s.here, gradient, span.piece, span.start, span.end)
 

@@ -15,9 +15,13 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, FRAME, RECORD, SHARD, STATE
 from gadei_ps.server.constants import MAX_LEARNERS, ZERO
 from gadei_ps.server.structs import BOARD, HAND, KNOWN_RING, PART, RING_LINE
-from gadei_ps.server.symbols import get, structs
+from gadei_ps.server.symbols import get, put, structs, words
 
 SHARDS = np.uint64(layout.offset(CONTROL, "shard"))
+SPANS = np.uint64(layout.offset(RECORD, "span"))
+SPAN_BYTES = np.uint64(layout.SPAN.itemsize)
+SPAN_START = np.uint64(layout.offset(layout.SPAN, "start"))
+SPAN_END = np.uint64(layout.offset(layout.SPAN, "end"))
 SHARD_BYTES = np.uint64(SHARD.itemsize)
 RECORDS = np.uint64(layout.offset(STATE, "record"))
 RECORD_BYTES = np.uint64(RECORD.itemsize)
@@ -26,6 +30,11 @@ CONSUMED = np.uint64(layout.offset(STATE, "applied"))
 PAYLOAD_AT = np.uint64(layout.PAYLOAD_AT)
 LINES = np.uint64(layout.offset(BOARD, "ring"))
 LINE_BYTES = np.uint64(RING_LINE.itemsize)
+BROKEN = np.uint64(layout.offset(RING_LINE, "broken"))
+GENERATION = np.uint64(layout.offset(FRAME, "generation"))
+SEQUENCE = np.uint64(layout.offset(FRAME, "sequence"))
+FRAME_WORDS = FRAME.itemsize // 8
+FRAME_AT = np.uint64(layout.offset(PART, "frame"))
 HANDS = np.uint64(layout.offset(PART, "hands"))
 KNOWN = np.uint64(layout.offset(PART, "known"))
 
@@ -123,10 +132,35 @@ def consumed_at(s: Shard, shard: int, row: int) -> np.uint64:
 
 
 @inner
+def span_at(s: Shard, which: int) -> np.uint64:
+    """Address of one of the two spans of the shard's record."""
+    return s.cursor - CURSOR + SPANS + np.uint64(which) * SPAN_BYTES
+
+
+@inner
 def shown_address(s: Shard, row: int) -> np.uint64:
     """Address of the row's ring in the table of rings; 0 if the row is not served."""
     address: np.uint64 = get(s.part[0].board + LINES + np.uint64(row) * LINE_BYTES)
     return address
+
+
+@inner
+def _broken_at(s: Shard, row: int) -> np.uint64:
+    """Address of the mark of a ring that is not read any more."""
+    at: np.uint64 = s.part[0].board + LINES + np.uint64(row) * LINE_BYTES + BROKEN
+    return at
+
+
+@inner
+def is_broken(s: Shard, row: int, generation: np.uint64) -> bool:
+    """Whether the ring is damaged, so that no shard of this process reads it any more."""
+    return bool(get(_broken_at(s, row)) == generation)
+
+
+@inner
+def mark_broken(s: Shard, row: int, generation: np.uint64) -> None:
+    """The ring says what cannot be. The manager lets its learner go."""
+    put(_broken_at(s, row), generation)
 
 
 @inner
@@ -138,10 +172,37 @@ def slot_of(c: np.ndarray, ring: Any, sequence: np.uint64) -> np.uint64:
 
 
 @inner
-def take(s: Shard, member: int, slot: np.uint64) -> None:
-    """The frame in this slot is the member-th of those in hand."""
+def read_frame(s: Shard, slot: np.uint64) -> np.ndarray:
+    """The header of the frame in this slot, FRAME of shape (1,), valid until the next call.
+
+    Read once: its learner may write over it at any time, and what is checked is what is used.
+    """
+    copy = words(s.here + FRAME_AT, FRAME_WORDS)
+    for i in range(FRAME_WORDS):
+        copy[i] = get(slot + np.uint64(8 * i))
+    frame: np.ndarray = frame_at(s.here + FRAME_AT)
+    return frame
+
+
+@inner
+def is_there(slot: np.uint64, generation: np.uint64, sequence: np.uint64) -> bool:
+    """Whether the slot holds this frame still: not if its ring was lost meanwhile."""
+    return bool(get(slot + GENERATION) == generation and get(slot + SEQUENCE) == sequence)
+
+
+@inner
+def take(s: Shard, member: int, slot: np.uint64, frame: np.ndarray) -> None:
+    """The frame in this slot is the member-th of those in hand. frame: its header."""
     hand = s.hands[member]
     hand.payload = slot + PAYLOAD_AT
-    hand.dtype = integer(frame_at(slot)[0].dtype)
-    hand.kind = integer(frame_at(slot)[0].kind)
-    hand.scale = cpu.clip_scale(s.c[0].hyper, frame_at(slot)[0].squares)
+    hand.dtype = integer(frame[0].dtype)
+    hand.kind = integer(frame[0].kind)
+    hand.scale = cpu.clip_scale(s.c[0].hyper, frame[0].squares)
+    hand.watch = slot + GENERATION
+
+
+@inner
+def is_lost(s: Shard) -> bool:
+    """Whether the first frame in hand was lost while it is applied: zeros lie over its ring."""
+    watch = s.hands[0].watch
+    return bool(watch != ZERO and get(watch) == ZERO)

@@ -8,7 +8,7 @@ from gadei_ps.kernels import cpu
 from gadei_ps.kernels.compiled import inner
 from gadei_ps.server.chunks import Span, Walk, move_span
 from gadei_ps.server.constants import BFLOAT16, CHUNK, FLOAT16
-from gadei_ps.server.context import Shard, integer
+from gadei_ps.server.context import Shard, integer, is_lost
 from gadei_ps.server.payload import (
     BFLOAT16_FORM,
     FLOAT32_FORM,
@@ -20,7 +20,9 @@ from gadei_ps.server.payload import (
 )
 from gadei_ps.server.structs import WINDOW
 from gadei_ps.server.symbols import floats
-from gadei_ps.server.undo import restore
+
+STRETCH = 1 << 16
+"""Values of a frame that is read in place, between two looks whether it was lost; whole chunks."""
 
 
 @inner
@@ -28,22 +30,22 @@ def apply_dense(s: Shard, walk: Walk) -> None:
     """Applies the frames in hand, all of which are dense.
 
     The optimizer moves parameters, plain addition moves buffers. The pieces are the shard's chunks.
+    A single frame that is lost on the way is left as it is then.
     """
     parameters = integer(s.part[0].parameters)
     payload, dtype = s.hands[0].payload, s.hands[0].dtype
     # Several frames, or a clipped one, are worked out window by window before they are applied.
     mixed = walk.members > 1 or scale_of(s, 0, True) != 1.0
-    start = s.low + walk.first * CHUNK
-    if walk.reopen:
-        kept = s.kept if start < parameters else 0
-        restore(s.at, kept, np.uint64(walk.first), start, min(CHUNK, s.high - start))
+    start = walk.start
     while start < s.high:
+        if walk.members == 1 and is_lost(s):
+            return
         is_parameter = start < parameters
         end = min(s.high, parameters) if is_parameter else s.high
-        if mixed or dtype == FLOAT16:
-            end = min(end, start + WINDOW)
+        end = min(end, start + (WINDOW if mixed or dtype == FLOAT16 else STRETCH))
         count = end - start
-        span = Span((start - s.low) // CHUNK, start, end)
+        piece = walk.first + -(-(start - walk.start) // CHUNK)
+        span = Span(piece, start, end)
         if not mixed and dtype == BFLOAT16:
             g = payload + np.uint64(start * 2)
             move_span(s, is_parameter, BFLOAT16_FORM, g, span)

@@ -56,6 +56,7 @@ class Driver:
         self._control = control.view(CONTROL)
         self._roster = self._control["roster"]
         self._state = state.view(layout.STATE)
+        self._applied_at = state.word(layout.STATE, "applied")
         self._part = part
         self._slots = int(self._control["slots"])
         self._shards = int(self._control["shards"])
@@ -90,6 +91,21 @@ class Driver:
             self._come_to_a_barrier(self._change)
         if self._at_barrier and serving:
             self._switch(self._change)
+
+    def take_in(self, one: Mapped) -> None:
+        """Begins to serve a new learner. Before the shards know of its ring: then all is theirs."""
+        # Shards believe `applied` only where it names the ring that they know;
+        # and it comes last, because the next server must not do the same again.
+        at = self._segment.word(CONTROL, "roster") + one.row * ENTRY.itemsize
+        served = at + layout.offset(ENTRY, "served")
+        _native.store(served, 0)
+        for shard in range(layout.MAX_SHARDS):
+            _native.store(self._applied_at + 8 * (layout.MAX_LEARNERS * shard + one.row), 0)
+        self._roster[one.row]["member"] = 0
+        self._roster[one.row]["obsolete"] = 0
+        free = not (self.sync.uses_pushes or self.changing)
+        self.publish_grant(one.row, layout.UNBOUNDED if free else 0)
+        _native.store(served, one.generation)  # SYNC POINT: served
 
     # -- another model --------------------------------------------------------------------------
 
@@ -146,6 +162,18 @@ class Driver:
     def changing(self) -> bool:
         """True while a change of the model is under way."""
         return self._change is not None
+
+    def sees_nonsense(self, member: Member) -> bool:
+        """Whether a ring's head cannot be, where the shards do not look at it."""
+        if self.sync.on_arrival:
+            return False
+        before = member.mapped.head
+        applied = self._applied(member)  # between the two looks: the shards move on meanwhile
+        return before > applied + self._slots or member.mapped.head < applied
+
+    def holds(self, member: Member) -> bool:
+        """Whether the model waits to decide on a gradient of this learner."""
+        return not self.sync.on_arrival and self._applied(member) < member.reported
 
     def done_with(self, member: Member) -> bool:
         """True if the model no longer refers to this learner, which is gone."""
@@ -291,9 +319,10 @@ class Driver:
             started = None
             if not self.sync.on_arrival:
                 slot = member.mapped.slot(member.reported, self._slots)
-                reason = self._check(member, slot)
+                header = member.mapped.header(slot)
+                reason = self._check(member, slot, header)
                 refused = reason != Reason.OK
-                started = float(member.mapped.frame(slot)["started"])
+                started = float(header[0]["started"])
                 if refused:
                     self._refusals[member.row, member.reported] = reason
             commits = self.sync.push(member.row, now, started=started, refused=refused)
@@ -301,9 +330,10 @@ class Driver:
             self._commits.extend(commits)
         return False
 
-    def _check(self, member: Member, slot: int) -> int:
+    def _check(self, member: Member, slot: int, header: np.ndarray) -> int:
         return int(
             frames.check_frame(
+                np.uint64(header.ctypes.data),
                 np.uint64(member.mapped.ring.address + slot),
                 np.uint64(member.generation),
                 np.uint64(member.reported),

@@ -35,14 +35,18 @@ NONFINITE = np.uint32(layout.NONFINITE)
 
 @compiled
 def check_frame(
-    slot: np.uint64, generation: np.uint64, sequence: np.uint64, part: np.ndarray
+    header: np.uint64,
+    slot: np.uint64,
+    generation: np.uint64,
+    sequence: np.uint64,
+    part: np.ndarray,
 ) -> int:
     """Returns why the frame must not be applied; OK if it may. All shards come to one answer.
 
-    slot: address of the frame. generation: of its ring. sequence: the one that is due. part: PART,
-    shape (1,), of any shard.
+    header: address of a copy of its header. slot: address of the frame. generation: of its ring.
+    sequence: the one that is due. part: PART, shape (1,), of any shard.
     """
-    frame = frame_at(slot)
+    frame = frame_at(header)
     if frame[0].generation != generation:
         return BAD_GENERATION
     if frame[0].sequence != sequence:
@@ -61,7 +65,7 @@ def check_frame(
         if frame[0].payload_bytes != part[0].elements * np.uint64(size):
             return BAD_SIZE
     else:
-        reason = check_rows(slot, size, part)
+        reason = check_rows(header, slot, size, part)
         if reason != OK:
             return reason
     if control_at(part[0].control)[0].refuse_nonfinite:

@@ -28,12 +28,12 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, OtherVersion, SegmentError
 from gadei_ps.machine import log, placement, process
-from gadei_ps.memory import build, holds, layout, segment
-from gadei_ps.memory.layout import CONTROL, SERVER, STATE, Phase, SegmentKind, ServerState
+from gadei_ps.memory import build, holds, layout, ring, segment
+from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
 from gadei_ps.memory.segment import segment_name
 from gadei_ps.server import shard
 from gadei_ps.server.driver import Driver, Member
-from gadei_ps.server.rings import Mapped, Rings
+from gadei_ps.server.rings import Rings, holders
 from gadei_ps.server.shards import Shards, new_board
 from gadei_ps.sync import SpecError, zipline
 
@@ -292,9 +292,7 @@ class Server:
         self.shards = Shards(self.control_segment, weights, state, board)
         self.rings = Rings(
             self.job,
-            self.job_id,
-            int(self.control["slots"]),
-            self.shards.payload_bytes,
+            ring.sizes(self.shards.payload_bytes, int(self.control["slots"])),
             board,
             self.shards.count,
             self._shard_bell,
@@ -335,43 +333,32 @@ class Server:
             self._look_at_members()
 
     def _map_ring(self, row: int, generation: int, served: bool) -> None:
-        """Shows a learner's ring to the shards, one already served or (active only) a new one."""
-        assert self.rings is not None
-        try:
-            one = self.rings.map(row, generation, populate=not self.active)
-        except SegmentError as error:
-            if self.active:  # the learner has written over its own ring
-                self.log.error("a learner is refused", row=row, reason=str(error))
-                self.roster[row]["retired"] = generation
-            return
-        except FileNotFoundError:
-            if self.active:  # a server that stands by may be late: it has just been retired
-                self.log.error(
-                    "a learner's ring has lost its name; did logind remove it (RemoveIPC)?", row=row
-                )
-                self.roster[row]["retired"] = generation
-            return
-        if not served:
-            self._take_in(one)
-        self.rings.show(one)
+        """Shows a learner's ring to the shards, one already served or (active only) a new one.
 
-    def _take_in(self, one: Mapped) -> None:
-        """Begins to serve a new learner. Before the shards know of its ring: then all is theirs."""
-        assert self.shards is not None
+        One that is served and cannot be mapped is replaced by zeros: a shard that has to finish a
+        gradient of it must not wait.
+        """
+        assert self.rings is not None
         assert self.driver is not None
-        # Shards believe `applied` only where it names the ring that they know;
-        # and it comes last, because the next server must not do the same again.
-        at = self.control_segment.word(CONTROL, "roster") + one.row * layout.ENTRY.itemsize
-        served = at + layout.offset(layout.ENTRY, "served")
-        _native.store(served, 0)
-        applied = self.shards.state.word(STATE, "applied") + 8 * one.row
-        for shard_ in range(layout.MAX_SHARDS):
-            _native.store(applied + 8 * layout.MAX_LEARNERS * shard_, 0)
-        self.roster[one.row]["member"] = 0
-        self.roster[one.row]["obsolete"] = 0
-        free = not (self.driver.sync.uses_pushes or self.driver.changing)
-        self.driver.publish_grant(one.row, layout.UNBOUNDED if free else 0)
-        _native.store(served, one.generation)  # SYNC POINT: served
+        entry = self.roster[row]
+        try:
+            one = self.rings.map(row, generation, holders(self.control), populate=not self.active)
+        except (FileNotFoundError, SegmentError) as error:
+            if not self.active or int(entry["retired"]) >= generation:
+                return  # a server that stands by may be late: it has just been retired
+            self.log.error("a learner's ring cannot be mapped", row=row, reason=str(error))
+            if not served:
+                entry["retired"] = generation
+                return
+            one = self.rings.replace(row, generation)
+        # The name is used again: what was opened is this learner's if it has not been retired yet.
+        if int(entry["generation"]) != generation or int(entry["retired"]) >= generation:
+            return
+        if int(entry["broken"]) == generation:
+            self.rings.break_(row, generation)
+        if not served:
+            self.driver.take_in(one)
+        self.rings.show(one)
 
     def _look_at_members(self) -> None:
         assert self.rings is not None
@@ -381,8 +368,28 @@ class Server:
             if row not in members:
                 members[row] = Member(one)
             member = members[row]
+            if self.rings.is_broken(one) or self.driver.sees_nonsense(member):
+                self._let_go(member)
             if not member.leaving and int(self.roster[row]["wanted"]) != member.generation:
                 member.leaving = True
+
+    def _let_go(self, member: Member) -> None:
+        """The learner's ring is damaged. It leaves, once the model has decided on what it holds."""
+        assert self.rings is not None
+        assert self.driver is not None
+        entry = self.roster[member.row]
+        if int(entry["broken"]) != member.generation:
+            self.log.error(
+                "a learner has damaged its ring, or truncated it, and is let go",
+                row=member.row,
+                pid=int(entry["pid"]),
+            )
+            entry["broken"] = member.generation  # the next server does not read it either
+            self.rings.break_(member.row, member.generation)
+        if int(entry["wanted"]) == member.generation and not self.driver.holds(member):
+            entry["gone"] = Gone.DAMAGED
+            entry["wanted"] = 0
+            _native.bell(self._shard_bell)
 
     def _retire(self) -> None:
         """Lets go of drained rings: first the shards forget them, then the row becomes free."""

@@ -1,7 +1,8 @@
 """A shard's record of the gradient that it applies, from which its successor finishes it once.
 
     begin     which frame, which step, which rate       then cursor = 0
-    chunks    old weights and slots -> undo log         then cursor = chunk << 1 | 1
+    chunks    where they belong -> spans
+              old weights and slots -> undo log         then cursor = chunk << 1 | 1
               update                                                      (undo.py, chunks.py)
     unlock                                                   cursor = ALL_APPLIED
     booking   shard 0: statistics, work ledger          then booked       (account.py)
@@ -23,7 +24,7 @@ from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, SHARD
 from gadei_ps.server.constants import ALL_APPLIED, IDLE, MAX_LEARNERS, ONE, SKIP, ZERO
-from gadei_ps.server.context import Shard
+from gadei_ps.server.context import Shard, span_at
 from gadei_ps.server.symbols import fence, get, mark, put
 
 SEQUENCE = np.uint64(layout.offset(SHARD, "sequence"))
@@ -58,7 +59,17 @@ def begin(s: Shard, entry: Entry) -> None:
     record.version = entry.version
     record.applies = np.uint64(entry.applies)
     record.booked = ZERO
+    record.tear = record.torn
+    put(span_at(s, 0), IDLE)
+    put(span_at(s, 1), IDLE)
     put(s.cursor, ZERO)
+
+
+@inner
+def note_torn(s: Shard, frames: int) -> None:
+    """So many frames of what is in hand could not be read to their end. Twice is once."""
+    record = s.state[0].record[s.number]
+    record.torn = record.tear + np.uint64(frames)
 
 
 @inner

@@ -12,11 +12,21 @@ import numpy as np
 from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.server.account import book_arrival, book_superstep, books
 from gadei_ps.server.apply import apply_frames
-from gadei_ps.server.chunks import Walk
+from gadei_ps.server.chunks import Walk, reopen
 from gadei_ps.server.constants import ALL_APPLIED, APPLY, IDLE, MAX_LEARNERS, ONE, SKIP, ZERO
-from gadei_ps.server.context import Shard, integer, shard_of, shown_address, slot_of, take
+from gadei_ps.server.context import (
+    Shard,
+    integer,
+    is_there,
+    read_frame,
+    shard_of,
+    shown_address,
+    slot_of,
+    take,
+)
 from gadei_ps.server.journal import roll_back
-from gadei_ps.server.record import SEQUENCE, finish
+from gadei_ps.server.record import SEQUENCE, finish, note_torn
+from gadei_ps.server.superstep import count_torn
 from gadei_ps.server.symbols import get, put
 
 
@@ -59,28 +69,45 @@ def can_recover(part: np.ndarray) -> int:
 
 @inner
 def _finish_gradient(s: Shard) -> None:
-    """Applies the rest of the gradient or superstep in hand, and books it."""
+    """Applies the rest of the gradient or superstep in hand, and books it.
+
+    The open chunk is restored from the record alone. If the ring of a single gradient is damaged,
+    that is all: the gradient is torn.
+    """
     record = s.state[0].record[s.number]
+    alone = record.ring < np.uint64(MAX_LEARNERS)
     position = get(s.cursor)
-    members = 0
-    for row in range(MAX_LEARNERS):
-        if record.ring == np.uint64(row):
-            sequence = record.sequence
-        elif record.ring == np.uint64(MAX_LEARNERS) and s.c[0].superstep_action[row] == APPLY:
-            sequence = s.c[0].superstep_upto[row] - ONE
-        else:
-            continue
-        take(s, members, slot_of(s.c, s.board[0].ring[row], sequence))
-        members += 1
-    if members > 0 and position != ALL_APPLIED:
-        apply_frames(s, Walk(members, integer(position >> ONE), position & ONE != ZERO))
-    if s.number == 0:
-        if record.ring == np.uint64(MAX_LEARNERS):
+    first, start = 0, s.low
+    if position != ALL_APPLIED and position != ZERO:
+        piece = position >> ONE
+        first, start = integer(piece), reopen(s, piece, position & ONE != ZERO)
+    if not alone:
+        members = 0
+        for row in range(MAX_LEARNERS):
+            if s.c[0].superstep_action[row] == APPLY:
+                ring = s.board[0].ring[row]
+                slot = slot_of(s.c, ring, s.c[0].superstep_upto[row] - ONE)
+                take(s, members, slot, read_frame(s, slot))
+                members += 1
+        if members > 0 and position != ALL_APPLIED:
+            apply_frames(s, Walk(members, first, start))
+            note_torn(s, count_torn(s))
+        if s.number == 0:
             book_superstep(s, record.version)
-        elif record.booked == ZERO:
-            row = integer(record.ring)
-            slot = slot_of(s.c, s.board[0].ring[row], record.sequence)
-            book_arrival(s, row, record.sequence, slot, record.version, False)
+        return
+    row = integer(record.ring)
+    ring = s.board[0].ring[row]
+    slot = slot_of(s.c, ring, record.sequence)
+    frame = read_frame(s, slot)
+    torn = not is_there(slot, record.generation, record.sequence)
+    if not torn and position != ALL_APPLIED:
+        take(s, 0, slot, frame)
+        apply_frames(s, Walk(1, first, start))
+        torn = not is_there(slot, record.generation, record.sequence)
+    if torn and position != ALL_APPLIED:
+        note_torn(s, 1)
+    if s.number == 0 and record.booked == ZERO:
+        book_arrival(s, row, record.sequence, frame, record.version, torn, False)
 
 
 @compiled

@@ -3,20 +3,30 @@
 Every server has a table of its own, the standby too, so that a take-over has nothing to map.
 Addresses are shown to the shards last and taken back first. A mapping is let go when no shard of
 this process can be looking at it.
+
+A ring is broken if its memory is lost, if it cannot be mapped, or if its head cannot be. The shards
+read no frame of it any more (arrival.settle_broken), and the manager lets its learner go.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import SegmentError
-from gadei_ps.memory import layout, segment
-from gadei_ps.memory.layout import RING, SegmentKind
+from gadei_ps.memory import layout, ring
+from gadei_ps.memory.layout import RING
 from gadei_ps.memory.segment import Segment, segment_name
 from gadei_ps.server.structs import BOARD, NOT_READING, RING_LINE
+
+
+def holders(control: np.void) -> list[int]:
+    """Other processes that may have a ring mapped whose name is lost. control: CONTROL."""
+    pids = [control["watchdog_pid"], *control["server"]["pid"]]
+    return [int(pid) for pid in pids if int(pid) not in (0, os.getpid())]
 
 
 @dataclass(eq=False)
@@ -48,8 +58,9 @@ class Mapped:
         # Not by the words in the ring: the learner can write over them.
         return self.slots_at + sequence % slots * self.slot_bytes
 
-    def frame(self, slot: int) -> np.void:
-        return self.ring.view(layout.FRAME, slot)
+    def header(self, slot: int) -> np.ndarray:
+        """A copy of a frame's header, FRAME of shape (1,): its learner may write over it."""
+        return self.ring.array(layout.FRAME, 1, slot).copy()
 
 
 @dataclass(eq=False)
@@ -57,10 +68,7 @@ class Rings:
     """The table of one server process."""
 
     job: str
-    job_id: bytes
-    slots: int
-    payload: int
-    """Bytes of the largest payload: what a slot must hold."""
+    sizes: ring.Sizes
     board: np.ndarray
     """BOARD, shape (1,)."""
     shards: int
@@ -69,34 +77,45 @@ class Rings:
     mapped: dict[int, Mapped] = field(default_factory=dict)
     _forgotten: list[tuple[int, Mapped]] = field(default_factory=list)
 
-    def map(self, row: int, generation: int, *, populate: bool) -> Mapped:
+    def map(
+        self, row: int, generation: int, holders: Iterable[int] = (), *, populate: bool
+    ) -> Mapped:
         """Maps a ring, not yet shown to the shards. populate: so that no access to it faults.
 
-        Raises FileNotFoundError, or SegmentError if it is not of this generation or its learner
-        has written over its header.
+        holders: pids of processes that may have it mapped. Raises FileNotFoundError, or
+        SegmentError if its learner has truncated it.
         """
-        name = segment_name(self.job, f"ring.{row}")
-        ring = segment.attach(name, SegmentKind.RING, writable=True, job_id=self.job_id)
-        if int(ring.header["generation"]) != generation:
-            raise SegmentError(f"{name}: generation {int(ring.header['generation'])}")
-        head = ring.view(RING)
-        # Read once: the learner can write there.
-        slot_bytes, slots_at = int(head["slot_bytes"]), int(head["slots_at"])
-        end = slots_at + self.slots * slot_bytes
-        if (
-            slots_at < RING.itemsize
-            or slot_bytes < layout.PAYLOAD_AT + self.payload
-            or end > ring.size
-        ):
-            raise SegmentError(f"{name}: sizes that cannot be")
+        found = ring.attach(segment_name(self.job, f"ring.{row}"), self.sizes.bytes, holders)
+        ring.guard(found, self._broken_at(row), generation, self.board)
         if populate:
-            _native.populate(ring.address, ring.size)
-        return Mapped(row, generation, ring, slot_bytes, slots_at)
+            _native.populate(found.address, found.size)
+        return Mapped(row, generation, found, self.sizes.slot_bytes, ring.SLOTS_AT)
+
+    def replace(self, row: int, generation: int) -> Mapped:
+        """Zeros in the place of a ring that cannot be mapped; it counts as broken."""
+        found = ring.lost(segment_name(self.job, f"ring.{row}"), self.sizes.bytes)
+        self.break_(row, generation)
+        return Mapped(row, generation, found, self.sizes.slot_bytes, ring.SLOTS_AT)
+
+    def _broken_at(self, row: int) -> int:
+        line = self._word("ring") + row * RING_LINE.itemsize
+        return line + layout.offset(RING_LINE, "broken")
+
+    def break_(self, row: int, generation: int) -> None:
+        """No shard reads this ring any more."""
+        _native.store(self._broken_at(row), generation)
+
+    def is_broken(self, one: Mapped) -> bool:
+        """Whether its memory is lost, or it says what cannot be."""
+        return _native.load(self._broken_at(one.row)) == one.generation
 
     def show(self, one: Mapped) -> None:
         """The shards may use it from now on."""
         self.mapped[one.row] = one
-        self.board[0]["ring"][one.row] = (0, one.generation, one.slot_bytes, one.slots_at)
+        shown = self.board[0]["ring"][one.row]
+        shown["address"] = 0
+        for field_ in ("generation", "slot_bytes", "slots_at"):
+            shown[field_] = getattr(one, field_)
         # The address last: a shard may be reading the table because of another row.
         line = self._word("ring") + one.row * RING_LINE.itemsize
         _native.store(line + layout.offset(RING_LINE, "address"), one.ring.address)

@@ -6,7 +6,8 @@ of a momentum does not decay while no gradient names it, as with torch.optim.Spa
 The walk goes by tensor and row and cuts each row, or dense tensor, into pieces of at most CHUNK
 values within the shard; a single frame's rows that follow each other are cut as one. Its pieces are
 numbered like the chunks of a dense gradient, and the cursor and the undo log serve them in the same
-way. The same frames give the same walk, so recovery finds the piece that was open by walking again.
+way. The walk goes up through the weights, so recovery goes on from the place of the piece that was
+open.
 Compiled.
 """
 
@@ -29,7 +30,7 @@ from gadei_ps.server.blocks import (
 )
 from gadei_ps.server.chunks import Span, Walk, move_span
 from gadei_ps.server.constants import BFLOAT16, CHUNK, DENSE, FLOAT16, ROWS
-from gadei_ps.server.context import PAYLOAD_AT, Shard, integer
+from gadei_ps.server.context import PAYLOAD_AT, Shard, integer, is_lost
 from gadei_ps.server.payload import (
     BFLOAT16_FORM,
     FLOAT32_FORM,
@@ -42,7 +43,6 @@ from gadei_ps.server.payload import (
 )
 from gadei_ps.server.structs import WINDOW
 from gadei_ps.server.symbols import floats, words
-from gadei_ps.server.undo import restore
 
 ABSENT = 0  # no block of a frame names the tensor
 NO_ROW = 2**62
@@ -164,20 +164,13 @@ def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end:
 def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, piece: int) -> int:
     """Changes the values of a stretch, the piece-th piece and on; the next piece's number.
 
-    Pieces before walk.first are done already.
+    Values before walk.start are done already.
     """
     high = stretch.high
-    pieces = -(-(high - stretch.low) // CHUNK)
-    if piece + pieces <= walk.first:
-        return piece + pieces
+    at = max(stretch.low, walk.start)
+    if at >= high:
+        return piece
     is_parameter = stretch.low < integer(s.part[0].parameters)
-    at = stretch.low
-    if piece < walk.first:
-        at += (walk.first - piece) * CHUNK
-        piece = walk.first
-    if walk.reopen and piece == walk.first:
-        kept = s.kept if is_parameter else 0
-        restore(s.at, kept, np.uint64(piece), at, min(CHUNK, high - at))
     start = integer(tensor[0].start)
     single = walk.members == 1
     scale = scale_of(s, 0, is_parameter)
@@ -216,8 +209,11 @@ def _least_row(s: Shard, members: int) -> int:
 
 @inner
 def apply_rows(s: Shard, walk: Walk) -> None:
-    """Applies the frames in hand, at least one of which is of rows."""
-    piece = 0
+    """Applies the frames in hand, at least one of which is of rows.
+
+    A single frame that is lost on the way is left as it is then.
+    """
+    piece = walk.first
     single = walk.members == 1  # and nothing else: recovery must cut the same pieces
     for member in range(walk.members):
         s.hands[member].next = 0
@@ -231,6 +227,8 @@ def apply_rows(s: Shard, walk: Walk) -> None:
         width = (end - start) // rows_of(tensor)
         row = WHOLE if met == DENSE else _least_row(s, walk.members)
         while row != NO_ROW:
+            if single and is_lost(s):
+                return
             shift, low, high = 0, start, end
             if row != WHOLE:
                 after = row + 1

@@ -26,10 +26,10 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RING, SHARD
 from gadei_ps.server.account import depart, top_up_all
 from gadei_ps.server.apply import applier
-from gadei_ps.server.arrival import MODE, arriver, catch_up, on_arrival
+from gadei_ps.server.arrival import MODE, arriver, catch_up, on_arrival, settle_broken
 from gadei_ps.server.chunks import loops
 from gadei_ps.server.constants import COLLECT, HOLD, IDLE, ON_ARRIVAL, ONE, ZERO
-from gadei_ps.server.context import Shard, integer, shard_of
+from gadei_ps.server.context import Shard, integer, is_broken, mark_broken, shard_of
 from gadei_ps.server.known import (
     HEAD,
     entry_at,
@@ -99,6 +99,19 @@ def _empty(s: Shard, row: int, head: np.uint64) -> bool:
 
 
 @inner
+def _is_settled(s: Shard, row: int) -> bool:
+    """Whether all shards are done with a broken ring: they count the same, and nothing is in hand.
+
+    What it may still hold is not looked at.
+    """
+    for shard in range(s.c[0].shards):
+        record = s.state[0].record[shard]
+        if record.cursor != IDLE and record.ring == np.uint64(row):
+            return False
+    return _empty(s, row, s.state[0].applied[s.number, row])
+
+
+@inner
 def _keep_books(s: Shard, count: int) -> bool:
     """Shard 0: books out learners that are gone, and hands out work. True: a gone one remains."""
     again = False
@@ -113,8 +126,12 @@ def _keep_books(s: Shard, count: int) -> bool:
         if get(entry + RETIRED) >= ring.generation:
             continue
         head = get(ring.address + HEAD)
-        if _empty(s, row, head) or is_nonsense(s, head, ring.tail):
-            depart(s, row)
+        if is_nonsense(s, head, ring.tail):
+            mark_broken(s, row, ring.generation)
+        broken = is_broken(s, row, ring.generation)
+        settled = _is_settled(s, row) if broken else _empty(s, row, head)
+        if settled:
+            depart(s, row, broken)
             bell(s.control + MANAGER_BELL)
         else:
             again = True
@@ -186,7 +203,10 @@ def _pass_on_arrival(s: Shard, count: int, mode: np.uint32) -> int:
         put32(s.me + OBEYED, mode)
     for i in range(count):
         ring = s.known[i]
-        if get(ring.address + HEAD) != ring.tail:  # SYNC POINT: frame
+        if is_broken(s, ring.row, ring.generation):
+            if settle_broken(s, i):
+                found = PROGRESS
+        elif get(ring.address + HEAD) != ring.tail:  # SYNC POINT: frame
             on_arrival(s, i)
             found = PROGRESS
     return found

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from gadei_ps.kernels.optimizers import COEFFICIENTS
-from gadei_ps.memory.layout import MAX_LEARNERS, MAX_SHARDS
+from gadei_ps.memory.layout import FRAME, MAX_LEARNERS, MAX_SHARDS
 
 i64, u64, f32, f64 = "i8", "u8", "f4", "f8"
 
@@ -28,6 +28,7 @@ RING_LINE: Final = np.dtype(
         ("generation", u64),
         ("slot_bytes", u64),
         ("slots_at", u64),
+        ("broken", u64),  # generation of a ring that is not read any more (rings.py)
     ],
     align=True,
 )
@@ -51,6 +52,7 @@ HAND: Final = np.dtype(
         ("dtype", i64),
         ("kind", i64),
         ("scale", f64),  # what to multiply the gradient by, because of clipping
+        ("watch", u64),  # address of a word that is 0 once its memory is lost; 0: none
         # The rest is used if one of the frames in hand is of rows (rows.py).
         ("next", i64),  # block to look at next
         ("form", i64),  # of the tensor at hand: ABSENT, ROWS, DENSE
@@ -107,8 +109,10 @@ PART: Final = np.dtype(
         ("address", u64, (MAX_LEARNERS,)),  # of the rings in `known`, for shard_sleep
         ("head", u64, (MAX_LEARNERS,)),  # heads that the shard has acted on, for shard_sleep
         ("coefficients", f64, (COEFFICIENTS,)),  # of the gradient in hand (cpu.coefficients)
+        ("frame", FRAME),  # header of the frame in hand, as it was read, once
         ("scratch", f32, (WINDOW,)),  # decoded values
         ("mean", f32, (WINDOW,)),  # the mean of several gradients, or a clipped one
+        ("spans", i64),  # written so far: which of the record's two comes next
     ],
     align=True,
 )

@@ -7,6 +7,8 @@ The manager has checked the frames (driver.py). Compiled; runs in the thread of 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from gadei_ps.kernels import cpu
@@ -14,33 +16,56 @@ from gadei_ps.kernels.compiled import inner
 from gadei_ps.server.account import book_superstep
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
-from gadei_ps.server.constants import APPLY, MAX_LEARNERS, SKIP, ZERO
-from gadei_ps.server.context import Shard, frame_at, integer, take
+from gadei_ps.server.constants import APPLY, MAX_LEARNERS, ONE, SKIP, ZERO
+from gadei_ps.server.context import Shard, integer, is_there, read_frame, slot_of, take
 from gadei_ps.server.known import consume, oldest_slot
-from gadei_ps.server.record import VERSION, Entry, begin, finish
+from gadei_ps.server.record import VERSION, Entry, begin, finish, note_torn
 from gadei_ps.server.symbols import get
+
+
+@inner
+def count_torn(s: Shard) -> int:
+    """How many frames of the superstep in hand are not there any more.
+
+    Such a frame counts as zeros in the mean, so that the others weigh the same in every shard.
+    """
+    torn = 0
+    for row in range(MAX_LEARNERS):
+        if s.c[0].superstep_action[row] == APPLY:
+            ring = s.board[0].ring[row]
+            sequence = s.c[0].superstep_upto[row] - ONE
+            if not is_there(slot_of(s.c, ring, sequence), ring.generation, sequence):
+                torn += 1
+    return torn
 
 
 @inner
 def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
     """Applies the mean of the gradients that the sync model has chosen; consumes the others."""
     members = 0
+    scales = 0
     scale = 0.0
     for i in range(count):
         ring = s.known[i]
         if s.c[0].superstep_action[ring.row] == APPLY:
             slot = oldest_slot(s, ring)
-            take(s, members, slot)
-            scale += frame_at(slot)[0].rate_scale
+            frame = read_frame(s, slot)
+            take(s, members, slot, frame)
+            # Since the manager has checked it, the learner may have written over it.
+            one = frame[0].rate_scale
+            if is_there(slot, ring.generation, ring.tail) and one >= 0.0 and math.isfinite(one):
+                scale += one
+                scales += 1
             members += 1
     rate = 0.0
     if members > 0:
         steps = integer(s.state[0].record[s.number].steps)
-        rate = cpu.learning_rate(s.c[0].hyper, steps) * scale / members
+        rate = cpu.learning_rate(s.c[0].hyper, steps) * scale / max(scales, 1)
     version = get(s.control + VERSION)
     begin(s, Entry(MAX_LEARNERS, ZERO, number, rate, version, members))
     if members > 0:
-        apply_frames(s, Walk(members, 0, False))
+        apply_frames(s, Walk(members, 0, s.low))
+        note_torn(s, count_torn(s))
     if s.number == 0:
         book_superstep(s, version)
     finish(s)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import signal
+from multiprocessing.connection import Connection
 
 import numpy as np
-from shell import Cli
+from shell import Cli, is_running
 from support import (
+    Child,
+    config,
     eventually,
     gone,
     learner,
@@ -15,10 +20,23 @@ from support import (
     segments,
     status,
 )
-from support.supervised import TOML, VALUES, again, call, gradient_of, one_at, settled, team
+from support.quick import fork_quickly
+from support.supervised import (
+    TENSORS,
+    TOML,
+    VALUES,
+    again,
+    call,
+    gradient_of,
+    one_at,
+    settled,
+    team,
+    tell,
+)
 
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import segment
+from gadei_ps.watchdog import restart, supervisor
 
 
 def test_a_job_is_adopted(cli: Cli, job_name: str) -> None:
@@ -127,5 +145,43 @@ def test_what_no_checkpoint_took_stays(cli: Cli, job_name: str) -> None:
         client.push(gradient_of(one_at(0)))
         client.wait_applied()
     np.testing.assert_array_equal(live_weights(job_name)[:2], [-2, 0])
+    assert cli("stop", job_name).code == 0
+    assert not segments(job_name)
+
+
+def _fail(pipe: Connection, job: str) -> None:
+    """A watchdog whose waits between the starts of servers are short."""
+    delay = restart.delay
+    restart.delay = lambda *history: delay(*history) / 20  # type: ignore[assignment]
+    with fork_quickly():
+        wanted = config(job, tensors=TENSORS, standby=False)
+        pipe.send(supervisor.serve(wanted, supervisor.Options(quiet=True)))
+
+
+def test_a_job_that_has_failed_is_adopted(cli: Cli, job_name: str) -> None:
+    """Its servers died one after another; what it has learned is still there."""
+    watchdog = Child(_fail, job_name)
+    eventually(lambda: is_running(job_name))
+    with team(job_name, 1) as (child,):
+        call(child, "push", gradient_of(np.ones(VALUES, np.float32)))
+        call(child, "wait_applied")
+        tell(child, "push", gradient_of(np.ones(VALUES, np.float32)))
+
+        def failed() -> bool:
+            for server in segment.server_pids(job_name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(server, signal.SIGKILL)
+            return watchdog.has_sent
+
+        eventually(failed)
+        assert watchdog.receive() == 1
+        watchdog.join()
+    assert segments(job_name)
+    assert segment.is_kept(job_name)
+    (cli.directory / f"{job_name}.toml").write_text("standby = false\n" + TOML)
+    cli.made(job_name)
+    again(cli, job_name)
+    assert status(job_name)["version"] >= 1
+    settled(job_name)
     assert cli("stop", job_name).code == 0
     assert not segments(job_name)

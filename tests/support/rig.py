@@ -97,13 +97,13 @@ class Rig:
             self.roster[row][field] = 0
         self.roster[row]["outstanding"] = layout.NO_BATCH
         sizes = int(head["slot_bytes"]), int(head["slots_at"])
-        self.board["ring"][row] = (ring.address, generation, *sizes)
+        self.board["ring"][row] = (ring.address, generation, *sizes, 0)
         self.board["table_version"] += 1
         self.bell()
 
     def forget(self, row: int) -> None:
         """A learner that has departed is let go; its row may be taken again."""
-        self.board["ring"][row] = (0, 0, 0, 0)
+        self.board["ring"][row] = 0
         self.board["table_version"] += 1
         self.bell()
         seen = self.board["seen"][: self.shards]

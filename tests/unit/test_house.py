@@ -264,7 +264,8 @@ def test_sources_of_c_run_downwards() -> None:
     for name, included in found.items():
         assert included <= found.keys(), name
         assert not any(one.endswith(".c") for one in included), name
-    assert found["ps_layout.h"] == {"ps_codes.h"}
+    assert found["ps_layout.h"] == {"ps_codes.h", "ps_structs.h"}
+    assert found["ps_structs.h"] == set()
     assert found["ps_codes.h"] == set()
     assert found["gadei.h"] == set()
 

@@ -10,7 +10,8 @@ from support import Rig, eventually
 
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import WireType
-from gadei_ps.memory.layout import CHUNK, Action, Role
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CHUNK, Action, Reason, Role
 from gadei_ps.memory.weights import Tensor
 
 W = [Tensor("w", (10,))]
@@ -28,6 +29,9 @@ def _stopped_inside(
     record = rig.state["record"][shard]
     for field in ("ring", "generation", "sequence", "step", "rate", "version", "applies"):
         record[field] = done.state["record"][shard][field]
+    # What is cut at the first buffer would be two; their pieces are numbered on.
+    record["span"] = (layout.IDLE, 0, 0)
+    record["span"][0] = (0, low, high)
     rig.control["shard"][shard]["sequence"] += 1
     at = low + chunk * CHUNK
     streams = [(rig.weights, done.weights), *zip(rig.slots, done.slots, strict=True)]
@@ -110,6 +114,58 @@ def test_recover_at_every_chunk(kind: str, shards: int, collect: bool, job_name:
                         tails = rig.ring(row)["tail"]["value"]
                         assert (tails[:shards] == int(rig.ring(row)["head"])).all()
                     np.testing.assert_array_equal(rig.weights, final)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_recover_without_the_ring(is_open: bool, kind: str, job_name: str) -> None:
+    """The gradient is torn: what is changed stays so, the rest is left alone, and it counts."""
+    tensors = [Tensor("w", (3000,)), Tensor("b", (1500,), Role.BUFFER)]
+    how = {"optimizer": {"kind": kind, "lr": 0.1}}
+    with (
+        Rig(f"{job_name}b", tensors, **how) as after,
+        Rig(job_name, tensors, **how) as rig,
+    ):
+        gradient = noise(1, rig.model.elements)
+        with after.serving():
+            after.apply(0, gradient)
+        before = rig.kept()
+        chunk = 20
+        rig.publish(0, gradient)
+        _stopped_inside(rig, after, 0, chunk, is_open=is_open, scratch=math.nan)
+        ring = rig.memory.rings[0]
+        ring.array(np.uint8, ring.size, 0)[:] = 0
+        assert rig.recover() == [1]
+        at = chunk * CHUNK
+        for mine, first, rest in zip(rig.kept(), after.kept(), before, strict=True):
+            np.testing.assert_array_equal(mine[:at], first[:at])
+            np.testing.assert_array_equal(mine[at:], rest[at:])
+        record, entry = rig.state["record"][0], rig.roster[0]
+        assert (int(record["torn"]), int(record["steps"])) == (1, 1)
+        assert int(rig.state["applied"][0, 0]) == int(rig.control["version"]) == 1
+        assert (int(entry["applied"]), int(entry["refused"])) == (0, 1)
+        assert int(entry["reason"]) == Reason.TORN
+        assert rig.recover() == [0]
+        assert int(record["torn"]) == 1
+
+
+def test_an_open_row_is_restored_without_its_frame(job_name: str) -> None:
+    """Its learner has written other rows over the frame since: the place is the record's."""
+    tensors = [Tensor("table", (50, 10)), Tensor("w", (100,))]
+    with Rig(job_name, tensors, {"table": noise(1, 500), "w": noise(2, 100)}) as rig:
+        before = rig.weights.copy()
+        low = 30 * 10
+        record = rig.state["record"][0]
+        for field, value in (("ring", 0), ("generation", 1), ("sequence", 0), ("applies", 1)):
+            record[field] = value
+        record["span"] = (layout.IDLE, 0, 0)
+        record["span"][1] = (4, low, low + 10)
+        rig.undo(0, 0, 4)[:10] = before[low : low + 10]
+        rig.weights[low : low + 10] = math.nan
+        rig.publish_rows(0, {0: (np.array([2]), np.zeros((1, 10), np.float32))})
+        record["cursor"] = 4 << 1 | 1
+        assert rig.recover() == [1]
+        np.testing.assert_array_equal(rig.weights, before)
 
 
 def test_recover_when_all_but_the_tail_was_done(job_name: str) -> None:

@@ -1,0 +1,118 @@
+"""A learner's ring, as the processes that do not trust it map it: server and watchdog.
+
+The learner can write all of the ring, unlink its name and truncate its file. So none of its words
+says how large it is or whose it is: sizes follow from the model and from the control segment, and
+the roster tells the generation. A mapping is guarded (native/ps_guard.h): if the file is cut off
+under it, zeros take its place, and a word of the caller's says so.
+
+A ring whose name is lost or leads elsewhere is found by the descriptors that its other processes
+keep: a mapping holds one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gadei_ps import _native
+from gadei_ps.errors import SegmentError
+from gadei_ps.machine import own
+from gadei_ps.memory import layout, segment, shm
+from gadei_ps.memory.layout import RING
+from gadei_ps.memory.segment import Segment
+
+SLOTS_AT = layout.rounded(RING.itemsize, layout.PAGE)
+DELETED = " (deleted)"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of every ring of a job."""
+
+    slots: int
+    capacity: int
+    """Payload bytes of a slot."""
+
+    @property
+    def slot_bytes(self) -> int:
+        return layout.PAYLOAD_AT + self.capacity
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole segment."""
+        return layout.rounded(SLOTS_AT + self.slots * self.slot_bytes, layout.PAGE)
+
+
+def sizes(payload_bytes: int, slots: int) -> Sizes:
+    """payload_bytes: of the largest payload (weights.payload_bytes)."""
+    return Sizes(slots, layout.rounded(payload_bytes, layout.PAGE))
+
+
+def guard(ring: Segment, word: int, value: int, owner: object) -> None:
+    """If the memory of the ring is lost, `value` is stored at the address `word`, 64 bits.
+
+    owner: whose memory the word is; it lives as long as the mapping. Raises OSError.
+    """
+    _native.guard(ring.address, ring.size, word, value)
+    # The callback runs before another mapping can take the place: both need the interpreter's lock.
+    weakref.finalize(ring.memory, _release, ring.address, owner).atexit = False
+
+
+def _release(address: int, owner: object) -> None:
+    _native.unguard(address)
+
+
+def attach(name: str, size: int, holders: Iterable[int] = ()) -> Segment:
+    """Maps a ring of this size.
+
+    holders: pids of processes of the job, of which some may have it mapped; asked in this order
+    where the name does not lead to it. Raises FileNotFoundError, SegmentError if there is only a
+    file that is shorter or no file of this user's, or OSError without memory or descriptors.
+    """
+    problem: Exception
+    try:
+        return _map(shm.path_of(name), name, size)
+    except FileNotFoundError:
+        problem = FileNotFoundError(errno.ENOENT, "no such segment", name)
+    except SegmentError as error:
+        problem = error
+    for path in _kept(name, holders):
+        with contextlib.suppress(OSError, SegmentError):
+            return _map(path, name, size, kept=True)
+    raise problem
+
+
+def _map(path: Path, name: str, size: int, *, kept: bool = False) -> Segment:
+    """kept: the path is a descriptor of another process, which is a link."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if kept else shm.open_segment(name, writable=True)
+    try:
+        if own.foreign(os.fstat(fd), os.geteuid()):
+            raise SegmentError(f"{name}: not a file of this user's")
+        return segment.map_known(fd, name, size)
+    finally:
+        os.close(fd)
+
+
+def _kept(name: str, holders: Iterable[int]) -> list[Path]:
+    """Open descriptors of a file of this name, which may be unlinked."""
+    wanted = str(shm.path_of(name))
+    found = []
+    for pid in holders:
+        with contextlib.suppress(OSError):
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(path.readlink()).removesuffix(DELETED) == wanted:
+                        found.append(path)
+    return found
+
+
+def lost(name: str, size: int) -> Segment:
+    """Zeros in the place of a ring that cannot be mapped, as if its memory had just been lost."""
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return Segment(name, memory, _native.address(memory), size, 0, os.geteuid())

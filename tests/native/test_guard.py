@@ -1,0 +1,142 @@
+"""Memory that is taken away: a guarded range becomes zeros, and only that."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import Child
+
+from gadei_ps import _native
+from gadei_ps.errors import SegmentError
+from gadei_ps.memory import layout, ring, shm
+
+SIZE = 4 * layout.PAGE
+NAME = "/gadei-ps.0.guarded.ring.0"
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that stands for a ring, full of ones."""
+    monkeypatch.setattr(shm, "SHM", tmp_path)
+    made = tmp_path / NAME[1:]
+    made.write_bytes(bytes([1]) * SIZE)
+    made.chmod(0o600)
+    return made
+
+
+def _touch(pipe: Connection, path: Path, act: Callable[[Any, np.ndarray], object]) -> None:
+    """Maps two rings, one of which is guarded, and does what it is told with the guarded one."""
+    word = np.zeros(1, np.uint64)
+    mapped = ring.attach(NAME, SIZE)
+    ring.guard(mapped, word.ctypes.data, 7, word)
+    pipe.send(act(mapped, word))
+
+
+def _child(path: Path, act: Callable[[Any, np.ndarray], object]) -> Child:
+    return Child(_touch, path, act)
+
+
+def test_what_is_cut_off_becomes_zeros(path: Path) -> None:
+    def act(mapped: Any, word: np.ndarray) -> object:
+        before = int(mapped.array(np.uint8, SIZE, 0).sum()), int(word[0])
+        os.truncate(path, layout.PAGE)
+        bytes_ = mapped.array(np.uint8, SIZE, 0)
+        first = int(bytes_[0]), int(word[0])  # what is left of the file is read as ever
+        last = int(bytes_[-1]), int(word[0])
+        bytes_[-1] = 5  # it can be written, too
+        return before, first, last, int(bytes_.sum())
+
+    child = _child(path, act)
+    assert child.receive() == ((SIZE, 0), (1, 0), (0, 7), 5)
+    child.join()
+
+
+def test_in_a_call_to_c_and_without_the_interpreter(path: Path) -> None:
+    def act(mapped: Any, word: np.ndarray) -> object:
+        os.truncate(path, 0)
+        return _native.load(mapped.address), int(word[0])
+
+    child = _child(path, act)
+    assert child.receive() == (0, 7)
+    child.join()
+
+
+@pytest.mark.parametrize("handler", [True, False])
+def test_other_memory_is_no_business_of_the_guard(path: Path, handler: bool) -> None:
+    """An access elsewhere, a signal that is sent, and memory that is not guarded any more."""
+
+    def elsewhere(mapped: Any, word: np.ndarray) -> object:
+        other = ring.attach(NAME, SIZE)
+        os.truncate(path, 0)
+        return _native.load(other.address)
+
+    def sent(mapped: Any, word: np.ndarray) -> object:
+        signal.raise_signal(signal.SIGBUS)
+        return None
+
+    def let_go(mapped: Any, word: np.ndarray) -> object:
+        _native.unguard(mapped.address)
+        os.truncate(path, 0)
+        return _native.load(mapped.address)
+
+    (faulthandler.enable if handler else faulthandler.disable)()
+    try:
+        for act in (elsewhere, sent, let_go):
+            path.write_bytes(bytes(SIZE))
+            child = _child(path, act)
+            with pytest.raises((AssertionError, EOFError)):
+                child.receive()
+            assert child.join() == -signal.SIGBUS
+    finally:
+        faulthandler.enable()
+
+
+def test_guards_are_given_back(path: Path) -> None:
+    """More of them than there is room for, one after another."""
+    word = np.zeros(1, np.uint64)
+    for _ in range(1100):
+        ring.guard(ring.attach(NAME, SIZE), word.ctypes.data, 1, word)
+    assert not word[0]
+
+
+# -- finding a ring -----------------------------------------------------------------------------
+
+
+def test_a_ring_whose_name_is_gone(path: Path) -> None:
+    """It is found through a process that has it mapped."""
+    kept = ring.attach(NAME, SIZE)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        ring.attach(NAME, SIZE)
+    assert bytes(ring.attach(NAME, SIZE, [2**22, os.getpid()]).memory) == bytes(kept.memory)
+
+
+@pytest.mark.parametrize("made", ["short", "fifo", "link"])
+def test_a_name_that_leads_elsewhere(made: str, path: Path) -> None:
+    kept = ring.attach(NAME, SIZE)
+    path.unlink()
+    if made == "short":
+        path.write_bytes(b"x")
+        path.chmod(0o600)
+    elif made == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(SegmentError, match=NAME):
+        ring.attach(NAME, SIZE)
+    found = ring.attach(NAME, SIZE, [os.getpid()])
+    assert bytes(found.memory) == bytes(kept.memory)
+
+
+def test_no_word_of_a_ring_is_believed(path: Path) -> None:
+    for content in (bytes(SIZE), os.urandom(SIZE), bytes([255]) * SIZE):
+        path.write_bytes(content)
+        assert bytes(ring.attach(NAME, SIZE).memory) == content
