@@ -74,6 +74,10 @@ def _zero(client: Client) -> None:
     client.place.ring.view(RING)["header"] = np.zeros((), layout.HEADER)
 
 
+def _settle(client: Client) -> None:
+    client.wait_applied()
+
+
 def _unlink(wild: Vandal) -> None:
     segment.unlink(wild.name)
 
@@ -115,6 +119,7 @@ def _caught(team: Team, wild: Vandal) -> Iterator[None]:
                     yield
                     return
         wild.child.receive()
+        wild.do(_settle)  # else the next push might wait for a slot
     raise AssertionError("it was never seen there")
 
 
@@ -124,7 +129,7 @@ def _rest(team: Team, wild: Vandal) -> None:
     wild.child.kill()
     roster = team.control["roster"]
     eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all are let go")
-    theirs = team._buried
+    theirs = team.buried
     np.testing.assert_array_equal(team.weights[THEIRS], -theirs)
 
 
@@ -153,7 +158,7 @@ def test_the_next_server_finds_it_damaged(damage: str, job_name: str, tmp_path: 
         published = int(wild.ring.view(RING)["head"]) if damage != "truncated" else 0
         _rest(team, wild)
         if published:
-            np.testing.assert_array_equal(team.weights[MINE], -team._buried - published)
+            np.testing.assert_array_equal(team.weights[MINE], -team.buried - published)
             assert status(job_name)["gradients_refused"] == 0
 
 
