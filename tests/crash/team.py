@@ -24,6 +24,7 @@ from support import (
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job import processes
+from gadei_ps.job.config import JobConfig
 from gadei_ps.job.processes import Processes, Role, Target
 from gadei_ps.learners.client import Client
 
@@ -54,7 +55,7 @@ class Team:
         directory: Path,
         values: int = 20_000,
         learners: int = 2,
-        start: type[Daemon] = QuickDaemon,
+        start: Callable[[JobConfig], Daemon] = QuickDaemon,
         **how: Any,
     ) -> None:
         tensors = [{"name": "w", "shape": [values]}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from gadei_ps.job.processes import Role, Target
 from gadei_ps.machine import process
 from gadei_ps.memory import segment
 from gadei_ps.storage import checkpoint
+from gadei_ps.watchdog.restart import Policy
 
 SERVERS = (Role.SERVER, Role.STANDBY)
 VALUES = 2_000_000  # so that copying them takes a while
@@ -42,7 +44,8 @@ TOGETHER: list[tuple[Role, ...]] = [
 
 
 def test_deaths_alone_and_together(job_name: str, tmp_path: Path) -> None:
-    with Team(job_name, tmp_path, start=Daemon) as team:
+    start = functools.partial(Daemon, policy=Policy(limit=10_000))
+    with Team(job_name, tmp_path, start=start) as team:
         for roles in TOGETHER * (team.rounds(10) // 10):
             for target in _known(team, roles):
                 send(target)

@@ -27,7 +27,9 @@ from typing import IO, Any, NoReturn, Self
 from unittest import mock
 
 from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
+from gadei_ps.watchdog.restart import Policy
 
 # Programs by the names that they are started by, and the modules whose main() they run.
 PROGRAMS = {
@@ -248,7 +250,10 @@ def fork_quickly() -> Iterator[None]:
 
 
 class QuickDaemon(Daemon):
-    """A daemon whose processes start quickly."""
+    """A daemon whose processes start quickly, and however often they are killed."""
+
+    def __init__(self, config: JobConfig, **how: Any) -> None:
+        super().__init__(config, **({"policy": Policy(limit=10_000)} | how))
 
     def __enter__(self) -> Self:
         with fork_quickly():
