@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -307,8 +307,14 @@ def specs(draw: st.DrawFn) -> OptimizerSpec:
     )
 
 
+MANY_STEPS = OptimizerSpec(
+    Kind.SGD, lr=1.53125, schedule=Schedule.STEP, step_size=1, step_gamma=0.8082354574566509
+)
+
+
 @settings(deadline=None)
 @given(spec=specs(), t=st.integers(0, 3000))
+@example(spec=MANY_STEPS, t=1939)
 def test_compiled_learning_rate_is_the_reference(spec: OptimizerSpec, t: int) -> None:
     """To the rounding of a few float64 operations and of two mathematical libraries."""
     hyper = spec.pack()
