@@ -113,7 +113,8 @@ def learning_rate(hyper: Doubles, t: int) -> float:
     schedule = int(hyper[SCHEDULE])
     if schedule == STEP:
         # A power of an integer would be multiplied out, which adds up a rounding for each step.
-        return lr * gamma ** float(since // int(hyper[STEP_SIZE]))
+        steps = float(since // int(hyper[STEP_SIZE]))
+        return float(lr * gamma**steps)
     if schedule == COSINE:
         part = min(since / (int(hyper[TOTAL_STEPS]) - warmup), 1.0)
         return floor + (lr - floor) * (1 + math.cos(math.pi * part)) / 2
