@@ -15,36 +15,35 @@ import typer
 import gadei_ps
 from gadei_ps.cli import checkpoints, faults, jobs, machine, outcome, runtime_model, sync, training
 from gadei_ps.cli import simulate as simulation
-from gadei_ps.cli.switches import Command, Group
+from gadei_ps.cli.switches import App
 
-app = typer.Typer(
+app = App(
     name="gadei-ps",
-    cls=Group,
     help="A parameter server for one machine.",
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command(cls=Command)(training.train)
-app.command(cls=Command)(training.predict)
-app.command(cls=Command)(jobs.serve)
-app.command(cls=Command)(jobs.run)
-app.command(cls=Command)(jobs.attach)
-app.command(cls=Command)(jobs.status)
-app.command(cls=Command)(jobs.stop)
-app.command("set", cls=Command)(sync.set_job)
-app.command(cls=Command)(sync.trace)
-app.command(cls=Command)(simulation.simulate)
-app.command(cls=Command)(checkpoints.checkpoint)
-app.command(cls=Command)(checkpoints.restore)
-app.command(cls=Command)(checkpoints.export)
-app.command(cls=Command)(faults.kill)
-app.command(cls=Command)(faults.chaos)
-app.command("ls", cls=Command)(jobs.list_jobs)
-app.command(cls=Command)(jobs.gc)
-app.command(cls=Command)(machine.doctor)
-app.command(cls=Command)(machine.bench)
-app.command(cls=Command)(machine.install_unit)
+app.command()(training.train)
+app.command()(training.predict)
+app.command()(jobs.serve)
+app.command()(jobs.run)
+app.command()(jobs.attach)
+app.command()(jobs.status)
+app.command()(jobs.stop)
+app.command("set")(sync.set_job)
+app.command()(sync.trace)
+app.command()(simulation.simulate)
+app.command()(checkpoints.checkpoint)
+app.command()(checkpoints.restore)
+app.command()(checkpoints.export)
+app.command()(faults.kill)
+app.command()(faults.chaos)
+app.command("ls")(jobs.list_jobs)
+app.command()(jobs.gc)
+app.command()(machine.doctor)
+app.command()(machine.bench)
+app.command()(machine.install_unit)
 app.add_typer(runtime_model.app, name="runtime-model")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gadei_ps.cli.outcome import print_json
-from gadei_ps.cli.switches import Command, Group
+from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ DEFAULT_OUT = Path("runtime-model.safetensors")
 DEFAULT_EPOCHS = 30  # run_times.training.EPOCHS, whose module imports PyTorch
 HELP = "Train the model of learners' run times that --sync cutoff:file=FILE uses."
 
-app = typer.Typer(cls=Group, help=HELP)
+app = App(help=HELP)
 
 
 @app.callback(help=HELP)
@@ -34,7 +34,7 @@ def _group() -> None:
     """Keeps `train` a word of the command line: typer leaves out the name of a single command."""
 
 
-@app.command(cls=Command)
+@app.command()
 def train(
     trace: Annotated[
         Path,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from typer import Typer
 from typer.core import TyperCommand, TyperGroup
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
@@ -14,15 +18,21 @@ def _without_types(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
-class Command(TyperCommand):
-    """A command."""
-
+class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
 
 
-class Group(TyperGroup):
-    """A command that has commands."""
-
+class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
+
+
+class App(Typer):
+    """A Typer of such commands."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(cls=_Group, **how)
+
+    def command(self, *args: Any, **how: Any) -> Callable[[Function], Function]:
+        return super().command(*args, cls=_Command, **how)

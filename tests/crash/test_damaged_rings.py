@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import Child, Pusher, daemon, eventually, live_weights, ring_of, status
-from team import Team, apart, seen, send, stopped
+from team import Team, apart, push_ones, seen, send, stopped
 
 from gadei_ps.errors import GadeiError
 from gadei_ps.job.processes import Processes, Role
@@ -242,8 +241,7 @@ def _scribble(pipe: Connection, job: str, struct: str, name: str, at: int, size:
 
 def _push_in_turn(client: Client) -> None:
     client.wait_turn()
-    client.push(np.ones(client.model.elements, np.float32), samples=1)
-    time.sleep(0.0005)  # what is started meanwhile needs the cores
+    push_ones(client)
 
 
 @pytest.mark.parametrize("model", ["asp", "bsp"])
