@@ -157,6 +157,10 @@ class Frames(ABC):
     def _counted(self, batch: int) -> None:
         """Notes that a gradient is published, which answers `batch`."""
 
+    @abstractmethod
+    def _ended(self) -> GadeiError:
+        """What a learner is told when its job has ended."""
+
     def _wrong(self, error: Exception) -> GadeiError:
         """An error of the native half as the user reads it."""
         if isinstance(error, IndexError):
@@ -222,6 +226,9 @@ class Frames(ABC):
             if isinstance(error, ValueError):
                 raise self._wrong(error) from None
             raise
+        if sequence < 0:
+            self._taken.put_back(batch, answers)
+            raise self._ended()
         self._counted(answers)
         return sequence
 

@@ -219,6 +219,8 @@ static int publish_frame(gadei_learner *learner, struct ps_facts facts)
     facts.batch = learner->taken_count ? learner->taken[learner->taken_first] : PS_NO_BATCH;
     int64_t result = ps_frame_publish(&learner->common, &facts);
     learner->slot = NULL;
+    if (result == PS_STOPPED)
+        return ps_ended(learner, GADEI_STOPPED);
     if (result < 0)
         return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal((int)result));
     if (learner->taken_count) {

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xb9167b2983ff620full
+#define PS_BUILD 0x9bccb509d626f667ull
 
 #endif

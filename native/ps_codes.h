@@ -18,7 +18,7 @@ typedef float ps_f32;
 typedef double ps_f64;
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 7u
+#define PS_LAYOUT_VERSION 8u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
@@ -89,7 +89,8 @@ typedef double ps_f64;
 #define PS_STOPS(X)                             \
   X(PS_GO, 0, "go on")                          \
   X(PS_STOP_DRAIN, 1, "finish what is in hand") \
-  X(PS_STOP_NOW, 2, "at once")
+  X(PS_STOP_NOW, 2, "at once")                  \
+  X(PS_STOP_CLOSED, 3, "nothing is published any more")
 
 #define PS_WORKS(X)                             \
   X(PS_NO_WORK, 0, "no batches are handed out") \
@@ -115,7 +116,8 @@ typedef double ps_f64;
   X(PS_GONE_DETACHED, 1, "")                   \
   X(PS_GONE_DIED, 2, "")                       \
   X(PS_GONE_HUNG, 3, "it hung and was killed") \
-  X(PS_GONE_DAMAGED, 4, "its ring was damaged")
+  X(PS_GONE_DAMAGED, 4, "its ring was damaged") \
+  X(PS_GONE_STOPPED, 5, "the job has stopped")
 
 /* The meaning is what a learner and `status` are told. */
 #define PS_REASONS(X)                                                                \

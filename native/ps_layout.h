@@ -390,10 +390,10 @@
  *
  * 0         128      132      136          144        152        160 192     200 256
  * || header || slots | shards | slot_bytes | slots_at | capacity |   || head |   ||
- * 256           260          264    268     272         280      288         296        304 320
- * || waits_slot | waits_work | hold | wants | heartbeat | pulled | work_tail | detached |   ||
- * 320         324 384          388 448               576         4672
- * || released |   || work_head |   || work_items[16] || tail[64] ||
+ * 256           260          264    268     272         280      288         296        304
+ * || waits_slot | waits_work | hold | wants | heartbeat | pulled | work_tail | detached |
+ * 304          308 320         324 384          388 448               576         4672
+ * | publishing |   || released |   || work_head |   || work_items[16] || tail[64] ||
  */
 #define PS_RING_FIELDS(F, P, T)                                                                   \
   F(T, 0, header, header, , W, "")                                                                \
@@ -411,7 +411,8 @@
   F(T, 280, u64, pulled, , L, "version that the last frame was computed from")                    \
   F(T, 288, u64, work_tail, , L, "batches taken")                                                 \
   F(T, 296, u64, detached, , L, "1: it has detached, though perhaps no watchdog has heard it")    \
-  P(304, 16)                                                                                      \
+  F(T, 304, u32, publishing, , L, "1 while `head` is being moved, if the rings are not closed")   \
+  P(308, 12)                                                                                      \
   F(T, 320, u32, released, , s, "futex of the learner, bumped when a slot may have come free")    \
   P(324, 60)                                                                                      \
   F(T, 384, u32, work_head, , 0, "batches handed; futex of the learner") P(388, 60)               \

@@ -99,8 +99,8 @@ int ps_frame_append(struct ps_learner *learner, uint64_t number,
 void ps_frame_empty(struct ps_learner *learner, uint32_t computed);
 
 /* Publishes the frame in hand, in the slot that this thread has claimed, and begins the next
- * iteration. Returns its sequence number; or PS_UNCLAIMED, PS_OTHERS or PS_LEFT, and then nothing is
- * published. */
+ * iteration. Returns its sequence number; or PS_UNCLAIMED, PS_OTHERS, PS_LEFT or PS_STOPPED, and then
+ * nothing is published. */
 int64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts);
 
 /* Prepares `landing` for a frame that a device writes, of `bytes` payload, into the slot that this

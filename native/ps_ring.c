@@ -38,7 +38,7 @@ static uint64_t slowest_tail(const struct ps_ring *ring, const struct ps_control
 static int may_go_on(const struct ps_ring *ring, const struct ps_control *control)
 {
     uint32_t stop = __atomic_load_n(&control->stop, __ATOMIC_ACQUIRE);
-    if (stop == PS_STOP_NOW || __atomic_load_n(&control->phase, __ATOMIC_RELAXED) >= PS_PHASE_STOPPED)
+    if (stop >= PS_STOP_NOW || __atomic_load_n(&control->phase, __ATOMIC_RELAXED) >= PS_PHASE_STOPPED)
         return PS_STOPPED;
     uint32_t row = ring->header.index;
     if (__atomic_load_n(&control->roster[row].wanted, __ATOMIC_RELAXED) != ring->header.generation)
@@ -143,11 +143,19 @@ int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
         return PS_LEFT;
     if (ring->head != frame.sequence)
         return PS_UNCLAIMED;
+    /* SYNC POINT: closed. Either we see that the rings are closed, or the watchdog sees that this
+     * frame is coming, and waits for it. */
+    __atomic_exchange_n(&ring->publishing, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&control->stop, __ATOMIC_SEQ_CST) == PS_STOP_CLOSED) {
+        ps_store_release32(&ring->publishing, 0);
+        return PS_STOPPED;
+    }
     frame.generation = ring->header.generation;
     frame.flags = PS_CHECKED | (isfinite(frame.squares) ? 0u : PS_NONFINITE);
     *ps_slot(ring, frame.sequence) = frame;
     ring->pulled = frame.version;
     ps_publish(ring, control);
+    ps_store_release32(&ring->publishing, 0);
     return 0;
 }
 

@@ -57,7 +57,7 @@ def _tell_learners(job: str) -> None:
         if int(control.view(layout.CONTROL)["phase"]) < Phase.KEPT:
             # In this order: a learner that sees the stop also sees the reason.
             control.view(layout.CONTROL)["phase"] = Phase.FAILED
-            _native.store32(control.word(layout.CONTROL, "stop"), Stop.NOW)
+            _native.store32(control.word(layout.CONTROL, "stop"), Stop.CLOSED)
 
 
 def name_taken(why: str) -> JobInUse:

@@ -235,17 +235,34 @@ class Roster:
                 beat = int(ring["heartbeat"]), int(ring["work_tail"]), int(ring["pulled"])
                 signs[row, int(entry["generation"])] = (head, tail, *beat)
         for key in self._stuck.look(now, signs):
-            row = key[0]  # type: ignore[index]
-            if row not in self._killed:
-                self._killed.add(row)
-                try:
-                    if process.owner(int(self._entries[row]["pid"])) not in (None, os.geteuid()):
-                        raise PermissionError
-                    signal.pidfd_send_signal(self._pidfds[row], signal.SIGKILL)
-                except ProcessLookupError:
-                    pass  # it has just died
-                except PermissionError:
-                    self._log.error("a learner hangs and is another user's: kill it", row=row)
+            self.kill(key[0])  # type: ignore[index]
+
+    def kill(self, row: int) -> None:
+        """Kills a learner that hangs."""
+        if row in self._killed:
+            return
+        self._killed.add(row)
+        try:
+            if process.owner(int(self._entries[row]["pid"])) not in (None, os.geteuid()):
+                raise PermissionError
+            signal.pidfd_send_signal(self._pidfds[row], signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it has just died
+        except PermissionError:
+            self._log.error("a learner hangs and is another user's: kill it", row=row)
+
+    def close_rings(self, hung: bool) -> None:
+        """Lets go of all learners, of each once nothing more of it can come.
+
+        To be called again and again after the stop word says CLOSED. hung: those that are still
+        publishing are killed. What they have published is applied.
+        """
+        for row in self.rows:
+            ring = self._memory.rings[row]
+            if not _native.load32(ring.word(layout.RING, "publishing")):
+                self._leave(row, Gone.STOPPED)
+            elif hung:
+                self.kill(row)
 
     def _is_full(self, row: int) -> bool:
         assert self._memory.state is not None

@@ -2,8 +2,11 @@
 
 begin    the stop word in control: learners finish their gradient, or leave at once
 leaving  until no ring is left, or the time is up
+closed   the stop word again: nobody publishes any more; all that is published is applied
 saving   the last checkpoint, where the job file asks for one
 over     the watchdog's main loop ends
+
+So the last checkpoint has every gradient whose push has returned, and no other.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, JobStopped
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
@@ -24,6 +28,7 @@ from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.sockets import Client
 
 NOW_S = 1.0  # what learners get to leave by themselves when a stop does not drain
+PUBLISH_S = 1.0  # for moving one word; then the learner is stopped or hangs, and is killed
 SAVE_S = 600.0  # for the last checkpoint; a disk that blocks must not keep the job for ever
 ENDING_S = 15.0  # for what comes after that
 
@@ -43,6 +48,7 @@ class Stopping:
     waiting: list[Client] = field(default_factory=list)
     """Clients that are told when the job has ended."""
     _until: float = float("inf")
+    _closed_at: float = 0.0
     _saving_until: float = 0.0
     _saved: bool = False
 
@@ -76,21 +82,25 @@ class Stopping:
         drain: learners have timeout_s seconds to finish, and what they have published is applied.
         """
         self.log.info("stopping", drain=drain)
-        wanted = Stop.DRAIN if drain else Stop.NOW
-        self._control["stop"] = max(wanted, int(self._control["stop"]))
+        self._tell(Stop.DRAIN if drain else Stop.NOW)
         self._control["phase"] = Phase.DRAINING
         self._until = min(self._until, time.monotonic() + (timeout_s if drain else NOW_S))
         self.begun = True
-        self.memory.ring_bells()
         self.notify.stopping(timeout_s + ENDING_S + (SAVE_S if self.saves else 0.0))
 
     def over(self, now: float) -> bool:
         """Whether nothing is left to wait for: learners, then the last checkpoint. Every tick."""
-        if not self._saving_until:
+        if not self._closed_at:
             if self.memory.rings and now <= self._until:
                 return False
             if self.roster.rows:
                 self.log.warning("learners still attached", rows=self.roster.rows)
+            self._closed_at = now
+            self._tell(Stop.CLOSED)
+        if not self._saving_until:
+            self.roster.close_rings(hung=now > self._closed_at + PUBLISH_S)
+            if self.memory.rings:
+                return False
             self._saving_until = now + SAVE_S
             fresh = int(self._control["version"]) != int(self._control["checkpoint_version"])
             if not self.saves or not (fresh or not int(self._control["checkpoints"])):
@@ -102,6 +112,12 @@ class Stopping:
         if not self._saved and now > self._saving_until:
             self._heard({"error": f"the disk took longer than {SAVE_S:.0f} s"})
         return self._saved
+
+    def _tell(self, wanted: Stop) -> None:
+        """Stores the stop word, which never goes back, before it looks at any ring."""
+        word = self.memory.control.word(layout.CONTROL, "stop")
+        _native.store32(word, max(wanted, int(self._control["stop"])))
+        self.memory.ring_bells()  # each a full fence: SYNC POINT: closed
 
     def _heard(self, outcome: dict[str, Any]) -> None:
         self._saved = True

@@ -393,7 +393,7 @@ class Supervisor:
             phase = Phase.KEPT if self._stopping.problem else Phase.STOPPED
             # In this order: a learner that sees the stop also sees the reason.
             self._control["phase"] = Phase.FAILED if self._failed else phase
-            _native.store32(self.memory.control.word(layout.CONTROL, "stop"), Stop.NOW)
+            _native.store32(self.memory.control.word(layout.CONTROL, "stop"), Stop.CLOSED)
             self.memory.ring_bells()
         if self._learners is not None and not self._leave:
             self._learners.end()

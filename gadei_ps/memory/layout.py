@@ -101,6 +101,7 @@ class Stop(IntEnum):
     GO = 0
     DRAIN = 1
     NOW = 2
+    CLOSED = 3
 
 
 class Work(IntEnum):
@@ -135,6 +136,7 @@ class Gone(IntEnum):
     DIED = 2
     HUNG = 3
     DAMAGED = 4
+    STOPPED = 5
 
 
 class Reason(IntEnum):

@@ -18,6 +18,7 @@ import support
 from clients.both import Makers, asleep, fill, row_of, told
 from clients.drivers import ERROR, EVICTED, FAILED, FINISHED, SMALL, STOPPED, TIMEOUT, Job
 
+from gadei_ps.job import control
 from gadei_ps.job.control import StopJob, pack
 
 # -- waits -----------------------------------------------------------------------------------------
@@ -173,6 +174,19 @@ def test_a_job_that_is_stopped(client: Makers, job: Callable[..., Job]) -> None:
     assert code in (STOPPED, ERROR) and "\n" not in text
     mine.do("detach")
     asking.close()
+
+
+def test_a_gradient_that_is_written_when_the_rings_are_closed(
+    client: Makers, job: Callable[..., Job]
+) -> None:
+    running, mine = job(**SMALL), client.plain()
+    mine.do("attach", running.socket)
+    mine.do("push", 1, 1000)
+    mine.do("claim", -1)
+    report = control.ask(str(running.socket), StopJob())
+    assert mine.ask("publish", 0, 0, 1) == (STOPPED, f"job '{running.name}' has been stopped")
+    assert mine.ask("published") == (1, "")
+    assert report["version"] == 1
 
 
 def test_a_job_that_is_dead(client: Makers, job: Callable[..., Job]) -> None:

@@ -166,6 +166,7 @@ STOPPED, EVICTED = _native.PS_STOPPED, _native.PS_EVICTED
 VERDICTS: list[tuple[str, Any, int | None]] = [
     ("stop", Stop.DRAIN, None),
     ("stop", Stop.NOW, STOPPED),
+    ("stop", Stop.CLOSED, STOPPED),
     ("phase", Phase.DRAINING, None),
     ("phase", Phase.STOPPED, STOPPED),
     ("phase", Phase.FAILED, STOPPED),
