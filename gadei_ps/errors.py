@@ -23,6 +23,12 @@ class JobInUse(GadeiError):
     """A job of this name is running already."""
 
 
+class JobDiffers(JobInUse):
+    """What is in memory fits neither the job file nor this build; another try would not either."""
+
+    exit_code = 2
+
+
 class NoSharedMemory(GadeiError):
     """/dev/shm is missing, full, or too small for what is asked."""
 

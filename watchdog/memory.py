@@ -28,7 +28,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import JobInUse, NoSharedMemory, NotOurs, OtherVersion, SegmentError
+from gadei_ps.errors import (
+    JobDiffers,
+    JobInUse,
+    NoSharedMemory,
+    NotOurs,
+    OtherVersion,
+    SegmentError,
+)
 from gadei_ps.job import modes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
@@ -172,7 +179,7 @@ class JobMemory:
                 writable=True,
             )
         except OtherVersion as error:
-            raise JobInUse(
+            raise JobDiffers(
                 f"job {self.config.name!r} is still in memory, {error.what}: {OWN_BUILD}"
             ) from None
         except (FileNotFoundError, SegmentError):
@@ -189,11 +196,11 @@ class JobMemory:
             return False
         other = build.server_difference(int(control["server_build"]))
         if other is not None:
-            raise JobInUse(f"job {self.config.name!r} is still in memory, {other}: {OWN_BUILD}")
+            raise JobDiffers(f"job {self.config.name!r} is still in memory, {other}: {OWN_BUILD}")
         had = dict(zip(ADOPTED, control["config"].tolist(), strict=False))
         changed = [name for name, digest in self._digests().items() if had[name] != digest]
         if changed:
-            raise JobInUse(
+            raise JobDiffers(
                 f"job {self.config.name!r} is still in memory, with another {', '.join(changed)}: "
                 "serve it with the job file that it had, or drop it with serve --fresh"
             )

@@ -33,6 +33,7 @@ from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.memory.reserve import Cancelled, Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.counts import counted
+from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import model
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.dead import clear_dead
@@ -230,6 +231,8 @@ class Supervisor:
 
         def make(progress: Progress) -> tuple[First, tuple[Segment, Segment]] | None:
             first = None
+            if self.config.checkpoint is not None:
+                checkpoint.check(self.config.checkpoint_directory())
             if self.options.resume and not self.options.fresh:
                 first = model.from_checkpoint(self.config, self.options.checkpoint, self._log)
             first = first or model.configured(self.config)

@@ -41,6 +41,14 @@ def serve(
             "--fresh", help="Start from zero: ignore memory of a dead job and checkpoints."
         ),
     ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB",
+            help="The job's name; an error if the file gives another one.",
+            show_default="as in the file, or its name without .toml",
+        ),
+    ] = None,
     json_log: Annotated[
         bool, typer.Option("--json-log", help="Log one JSON object a line.")
     ] = False,
@@ -56,7 +64,13 @@ def serve(
     from gadei_ps.watchdog.supervisor import Options
 
     options = Options(fresh=fresh, verbose=verbose, as_json=json_log)
-    return serve_job(config.load(file), options, as_json)
+    job = config.load(file)
+    if name is not None and job.name != name:
+        raise UsageError(
+            f"{file}: it is of job {job.name!r}, and job {name!r} was asked for: leave out `name`, "
+            f"and call the file {name}.toml"
+        )
+    return serve_job(job, options, as_json)
 
 
 def serve_job(job: JobConfig, options: Options, as_json: bool) -> int:

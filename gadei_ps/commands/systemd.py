@@ -72,7 +72,7 @@ Type=notify
 NotifyAccess=main
 TimeoutStartSec=210
 WatchdogSec=30
-ExecStart=$program serve --json-log %E/gadei-ps/%i.toml
+ExecStart=$program serve --json-log --name %i %E/gadei-ps/%i.toml
 ExecReload=$program checkpoint %i
 
 # A stop lets learners finish, applies what they have published, and writes a checkpoint. The
@@ -81,7 +81,8 @@ TimeoutStopSec=90
 SuccessExitStatus=143
 Restart=on-failure
 RestartSec=500ms
-# Exit code 2 is a mistake in the job file: another start would fail as well.
+# Exit code 2 is a mistake in the job file, or memory that was made with another one or by another
+# build of gadei-ps: another start would fail as well.
 RestartPreventExitStatus=2
 
 # Signals go to the watchdog only. It ends the servers and the learners that it has started. If it

@@ -94,6 +94,18 @@ def write(directory: Path, snapshot: Snapshot, keep: int) -> Written:
     return Written(path, size, time.monotonic() - begin, problem)
 
 
+def check(directory: Path) -> None:
+    """Makes the directory. Raises CheckpointError if no checkpoint can be written into it."""
+    try:
+        _make(directory)
+        probe = _temporary(directory)
+        probe.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # a writer has tidied up meanwhile
+            probe.rmdir()
+    except OSError as error:
+        raise files.unwritten(directory, "cannot be written", error) from None
+
+
 def _write_new(directory: Path, snapshot: Snapshot) -> tuple[Path, int]:
     """Makes a new checkpoint visible. Returns its path and its bytes."""
     made = _temporary(directory)

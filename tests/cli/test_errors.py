@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from shell import Cli
+from support import segments
 
 from gadei_ps import sync
 from gadei_ps.cli import options, outcome
@@ -124,6 +125,27 @@ def test_job_file(cli: Cli, text: str, said: str) -> None:
     result = cli("serve", "job.toml")
     assert result.code == 2
     assert said in result.error
+
+
+def test_job_file_of_another_name(cli: Cli) -> None:
+    (cli.directory / "mine.toml").write_text("name = 'yours'")
+    result = cli("serve", "--name", "mine", "mine.toml")
+    assert result.code == 2
+    assert "mine.toml: it is of job 'yours', and job 'mine' was asked for" in result.error
+
+
+@pytest.mark.parametrize(("place", "why"), [("job.toml/kept", "Not a directory"), ("/proc/x", "")])
+def test_checkpoints_that_cannot_be_written(
+    place: str, why: str, cli: Cli, job_name: str, compiled: None
+) -> None:
+    """Said at the start, and not when the first one is made."""
+    text = f"name = '{job_name}'\n[checkpoint]\ndirectory = '{place}'\n"
+    (cli.directory / "job.toml").write_text(text)
+    result = cli("serve", "job.toml")
+    assert result.code == 1
+    assert f"{place}: cannot be written" in result.error
+    assert why in result.error
+    assert not segments(job_name)
 
 
 def test_job_file_that_is_not_text(cli: Cli) -> None:

@@ -90,7 +90,9 @@ def test_another_configuration_is_refused(cli: Cli, job_name: str) -> None:
         watchdog.signal(signal.SIGKILL)
         file = cli.directory / f"{job_name}.toml"
         file.write_text("standby = false\n" + TOML.replace("1.0", "0.5"))
-        said = cli("serve", file).error
+        refused = cli("serve", file)
+        said = refused.error
+        assert refused.code == 2, "another try would be refused as well"
         assert "with another optimizer:" in said
         assert "--fresh" in said
         call(child, "push", gradient_of(one_at(0)))

@@ -176,7 +176,7 @@ def test_an_upgrade_under_a_running_job(
     os.kill(status(job_name)["watchdog_pid"], signal.SIGKILL)
     eventually(lambda: gone(int(control["watchdog_pid"])))
     said = cli("serve", f"{job_name}.toml")
-    assert said.code != 0 and "is still in memory, made for servers of build" in said.err, said
+    assert said.code == 2 and "is still in memory, made for servers of build" in said.err, said
     assert len(said.err.strip().splitlines()) == 1
     assert segments(job_name), "its memory stays"
 
