@@ -37,6 +37,10 @@ POLICY = Policy(limit=20)
 CONFIG_VARIABLE = "GADEI_PS_CONFIG"
 
 
+class _Killed(JobFailed):
+    """The watchdog was killed before it was ready."""
+
+
 class Daemon:
     """A watchdog that ends with the `with` block in which it is used, or with this process.
 
@@ -86,7 +90,11 @@ class Daemon:
         absence = jobs.absence(self.config.name)
         if absence is not None:
             raise JobInUse(absence)
-        self._start(fresh=self.config.checkpoint is None)
+        try:
+            self._start(fresh=self.config.checkpoint is None)
+        except _Killed:
+            self.end()
+            raise
         return self
 
     def _start(self, *, fresh: bool) -> None:
@@ -105,6 +113,8 @@ class Daemon:
             os.close(write)
         try:
             self._wait_ready(read)
+        except _Killed:  # what it was about to adopt is for the next one
+            raise
         except BaseException:
             self.end()
             raise
@@ -144,7 +154,10 @@ class Daemon:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(0.0 if part else GONE_S)
             if code < 0:
-                what = f"was ended by {process.signal_name(-code)} before it was ready; try again"
+                raise _Killed(
+                    f"the daemon of job {self.config.name!r} was ended by "
+                    f"{process.signal_name(-code)} before it was ready; try again"
+                )
         raise JobFailed(f"the daemon of job {self.config.name!r} {what}")
 
     @property
@@ -175,6 +188,16 @@ class Daemon:
             raise JobStopped(f"job {self.config.name!r} has been stopped")
         if code > 0:
             raise JobFailed(f"the daemon of job {self.config.name!r} has failed; {self._where_why}")
+        while True:
+            self._count_death(code)
+            try:
+                self._start(fresh=False)
+                return
+            except _Killed:
+                code = self._process.returncode
+
+    def _count_death(self, code: int) -> None:
+        """Raises JobFailed if the watchdogs were killed too often."""
         now = time.monotonic()
         died = Exit(now, useful=False)
         self._deaths = restart.remembered((*self._deaths, died), self._policy)
@@ -184,7 +207,6 @@ class Daemon:
                 f"the daemon of job {self.config.name!r} was killed "
                 f"{counted(len(self._deaths), 'time')}, last by {how}; it is not started again"
             )
-        self._start(fresh=False)
 
     def request(self, message: Any, timeout_s: float = 10.0) -> dict[str, Any]:
         """Sends one request to the job; if the watchdog was killed, to the next one.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import random
 import signal
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
-from support import Child, eventually, segments, spin, status
+from support import FORK, Child, eventually, quick, segments, spin, status
 from team import Team, seen, send, stopped, tids
 
 from gadei_ps.commands.daemon import Daemon
@@ -22,6 +24,7 @@ from gadei_ps.job.processes import Role, Target
 from gadei_ps.machine import process
 from gadei_ps.memory import segment
 from gadei_ps.storage import checkpoint
+from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.restart import Policy
 
 SERVERS = (Role.SERVER, Role.STANDBY)
@@ -133,6 +136,27 @@ def test_everything_dies_and_goes_on_from_memory(job_name: str, tmp_path: Path) 
             assert status(job_name)["job_id"] == job
             team.hire()
             team.goes_on()
+        team.settle()
+
+
+def test_watchdogs_die_while_they_adopt(job_name: str, tmp_path: Path) -> None:
+    """The launcher starts one after the other, and the job keeps its memory."""
+    doomed = FORK.Value(ctypes.c_int)
+
+    def doom(program: str) -> None:
+        if program == "gadei_ps.commands.daemon" and doomed.value:
+            doomed.value -= 1
+            JobMemory.adopt = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+
+    with mock.patch.object(quick, "STARTING", [doom]), Team(job_name, tmp_path) as team:
+        team.goes_on()
+        job = status(job_name)["job_id"]
+        send(team.find(Role.WATCHDOG))
+        doomed.value = 3
+        team.watch()
+        assert not doomed.value
+        assert status(job_name)["job_id"] == job
+        team.goes_on()
         team.settle()
 
 

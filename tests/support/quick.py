@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 from unittest import mock
@@ -47,6 +47,7 @@ COMMANDS = (
     *("simulate.report", "storage.export", "watchdog.supervisor"),
 )
 PR_SET_NAME = 15
+STARTING: list[Callable[[str], None]] = []  # called in each fork with its program's name
 Stream = int | IO[bytes] | None
 
 
@@ -157,6 +158,8 @@ class Forked:
             sys.argv = command[at:]
             shown = command[at].rpartition(".")[2]
             ctypes.CDLL(None).prctl(PR_SET_NAME, shown.encode(), 0, 0, 0)
+            for call in STARTING:
+                call(command[at])
             code = _main(PROGRAMS[command[at]])
         except BaseException:
             traceback.print_exc()
@@ -233,8 +236,10 @@ def load_commands() -> None:
 def fork_quickly() -> Iterator[None]:
     """In this block the product's processes are forks of the process that starts them."""
     from gadei_ps.server import shard
+    from gadei_ps.sync import zipline
 
     shard.load()
+    zipline.load()
     for module in PROGRAMS.values():
         importlib.import_module(module)
     spawn = process.spawn
