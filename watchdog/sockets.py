@@ -64,7 +64,8 @@ class ControlServer:
         # Bound under a passing name and then renamed: no client sees the socket with another mode,
         # and the socket of a dead watchdog is replaced.
         passing = path.with_name(f".{path.name}.{os.getpid()}")
-        passing.unlink(missing_ok=True)
+        for left in path.parent.glob(f".{path.name}.*"):  # by watchdogs that died just here
+            left.unlink(missing_ok=True)
         try:
             self._listener.bind(str(passing))
             passing.chmod(0o600)
