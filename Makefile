@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.c native/*.h)
 
-.PHONY: train test test-gpu crash verify stress fuzz soak lint typing bench bench-gpu reproduce \
-	gpu-ready docs clean
+.PHONY: train test test-gpu crash crash-all verify stress fuzz soak lint typing bench bench-gpu \
+	reproduce gpu-ready docs clean
 
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents
@@ -40,6 +40,10 @@ endif
 # A thousand kills of servers and a thousand of learners (500 in each of two jobs); `test` has a short version.
 crash: $(VENV)/built
 	CRASH_ROUNDS=500 $(BIN)/python -m pytest --timeout 7200 tests/crash
+
+# The counts of tests/counts, whole: hours. `test` has a part of each.
+crash-all: $(VENV)/built
+	CRASH_ALL=1 $(BIN)/python -m pytest --timeout 7200 tests/counts
 
 # The protocol's models; needs spin and a C compiler.
 verify:

@@ -1,0 +1,332 @@
+"""What happens in the rounds of the count of statements: in each, a process dies at one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from lines import Tracer
+from served import VALUES, Job
+
+from gadei_ps.errors import CheckpointError
+from gadei_ps.job.control import Checkpoint
+from gadei_ps.storage import checkpoint
+
+Dying = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """name: for people. play: in a block with dying() a process may die. how: of the job."""
+
+    name: str
+    play: Callable[[Job, Tracer, Dying], None]
+    how: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+# -- in the life of a job -------------------------------------------------------------------------
+
+
+def _all_go(job: Job) -> None:
+    for one in job.learners:
+        one.go()
+
+
+def _all_push(job: Job, gradients: int = 2) -> None:
+    """Waits until each learner has pushed so many more."""
+    wanted = {one: one.published + gradients for one in job.learners}
+    job.until(lambda: all(one.published >= count for one, count in wanted.items()), "learners push")
+
+
+def _all_rest(job: Job) -> None:
+    for one in job.learners:
+        one.rest()
+
+
+def attached(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """A learner attaches, pushes and detaches."""
+    with dying():
+        one = job.hire()
+        _all_go(job)
+        _all_push(job)
+        _all_rest(job)
+        job.let_go(one, one.detach)
+        job.until(lambda: job.retired(one), "its row is free")
+
+
+def died(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """A learner dies while it pushes."""
+    one = job.hire()
+    _all_go(job)
+    with dying():
+        _all_push(job)
+        job.let_go(one, one.kill)
+        _all_rest(job)
+        job.until(lambda: job.retired(one), "its row is free")
+
+
+def adopted(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """The watchdog dies. A learner leaves and another dies before the next one adopts the job."""
+    leaves, dies = job.hire(), job.hire()
+    _all_go(job)
+    with job.without_watchdog():
+        job.let_go(leaves, leaves.detach)
+        job.let_go(dies, dies.kill)
+    with dying():
+        job.up()
+        _all_rest(job)
+        job.until(lambda: job.retired(leaves) and job.retired(dies), "their rows are free")
+
+
+def alone(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """Without a watchdog a learner and a server die."""
+    dies = job.hire()
+    _all_go(job)
+    with job.without_watchdog(), dying():
+        job.let_go(dies, dies.kill)
+        job.until(
+            lambda: not int(job.roster[dies.row]["wanted"]) or not job.processes.server(),
+            "it is let go",
+        )
+        job.kill(job.processes.server())
+    job.up()
+    _all_rest(job)
+    job.until(lambda: job.retired(dies), "its row is free")
+
+
+def taken_over(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """The active server dies; a learner leaves meanwhile."""
+    one = job.hire()
+    _all_go(job)
+    with dying():
+        job.kill(job.processes.server())
+        job.let_go(one, one.detach)
+        job.up()
+        _all_push(job)
+        _all_rest(job)
+        job.until(lambda: job.retired(one), "its row is free")
+
+
+def from_nothing(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """Both servers die, and new leases are made."""
+    _all_go(job)
+    with dying():
+        job.kill(job.processes.standby())
+        job.kill(job.processes.server())
+        job.up()
+        _all_push(job)
+        _all_rest(job)
+
+
+def damaged(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """A learner writes nonsense over its ring and is let go."""
+    one = job.hire()
+    _all_go(job)
+    _all_push(job)
+    job.damaged += 1
+    with dying():
+        one.damage()
+        job.until(lambda: job.retired(one), "its row is free")
+        job.let_go(one, one.kill)
+        _all_rest(job)
+
+
+def saved(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """A checkpoint is made while learners push."""
+    _all_go(job)
+    with dying():
+        while True:
+            try:
+                made = job.ask(Checkpoint())
+            except CheckpointError:
+                continue  # the saver died, say
+            break
+        _all_rest(job)
+    snapshot, path, problems = checkpoint.newest(job.checkpoints)
+    assert not problems
+    assert snapshot is not None
+    assert str(path) == made["path"]
+    assert snapshot.version == made["version"]
+    np.testing.assert_array_equal(snapshot.weights[:VALUES], -float(snapshot.steps))
+    kept = {one.name for one in job.checkpoints.iterdir()} - {".lock"}
+    assert len(kept) <= 2, kept
+
+
+def _changed(model: str) -> Callable[[Job, Tracer, Dying], None]:
+    def play(job: Job, tracer: Tracer, dying: Dying) -> None:
+        one = job.hire()
+        _all_go(job)
+        with dying():
+            job.change(model)
+            _all_push(job)
+            job.let_go(one, one.kill)
+            _all_push(job)
+            job.change("asp")
+            _all_rest(job)
+            job.until(lambda: job.retired(one), "its row is free")
+
+    return play
+
+
+def refused(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """gadei-ps is replaced under the job: a server of the other build does not serve."""
+    with dying():
+        with tracer.other_build():
+            job.kill(job.processes.standby())
+            job.until(
+                lambda: job.status["standby_missing"] or not job.processes.server(), "it is refused"
+            )
+        job.up()
+
+
+def idle(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """Nothing happens but what the count itself asks."""
+    with dying():
+        _all_go(job)
+        _all_push(job, 20)
+        _all_rest(job)
+        job.settle()
+
+
+IDLE = Scene("nothing happens", idle)
+LIVING = [
+    IDLE,
+    Scene("attach", attached),
+    Scene("death of a learner", died),
+    Scene("adopt", adopted),
+    Scene("without a watchdog", alone),
+    Scene("take-over", taken_over),
+    Scene("new leases", from_nothing),
+    Scene("ssp", _changed("ssp:s=1")),
+    Scene("bsp", _changed("bsp")),
+    Scene("cutoff", _changed("cutoff:c=1")),
+    Scene("checkpoint", saved),
+    Scene("damaged ring", damaged),
+    Scene("another build", refused),
+]
+
+
+# -- from a job's begin to its end ----------------------------------------------------------------
+#
+# Each round has a job of its own, which is stopped at the end.
+
+
+def _work(job: Job, **how: Any) -> None:
+    """A learner attaches, pushes and leaves."""
+    one = job.hire(**how)
+    one.go()
+    _all_push(job)
+    one.rest()
+    job.let_go(one, one.detach)
+
+
+def started(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """A job starts."""
+    with dying():
+        job.up()
+    _work(job)
+
+
+def offered(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """The first learner brings the model and the work, and answers a batch."""
+    job.until(job.serves, "a watchdog answers")
+    with dying():
+        one = job.hire(tensors=True)
+        one.call("set_work", 3, 1, 1)
+        one.call("take_batch")
+        one.once()
+        work = job.status["work"]
+        assert (work["state"], work["batches"], work["next"] > 0) == ("working", 3, True), work
+        job.let_go(one, one.detach)
+        job.up()
+
+
+def stopped(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """A job is stopped while learners push, of which one does not leave by itself; its last
+    checkpoint has all gradients."""
+    job.up()
+    pair = [job.hire(), job.hire(stubborn=True)]
+    _all_go(job)
+    _all_push(job)
+    with dying():
+        job.stop()
+    for one in pair:
+        job.let_go(one, one.kill)
+
+
+def restored(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """All processes have died and the memory is lost: the job goes on from its checkpoint."""
+    job.up()
+    _work(job)
+    saved = job.ask(Checkpoint())
+    assert saved["version"] == job.published
+    job.lose_memory()
+    with dying():
+        job.up()
+    _work(job)
+
+
+def from_memory(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """All processes have died: the job goes on from memory."""
+    job.up()
+    one = job.hire()
+    one.go()
+    _all_push(job)
+    job.kill_all()
+    job.let_go(one, one.kill)
+    with dying():
+        job.up()
+    _work(job)
+
+
+def afresh(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """A dead job is dropped, and another begins in its place."""
+    job.up()
+    _work(job)
+    job.kill_all()
+    job.buried = 0
+    job.forget()
+    job.flags = ("--fresh",)
+    with dying():
+        job.up()
+    job.flags = ()
+    _work(job)
+
+
+def collected(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """The dead job is removed by `gc`."""
+    job.up()
+    _work(job)
+    job.kill_all()
+    with dying():
+        job.command("gc", job.name)
+    job.nothing_left()
+    job.gone()
+
+
+def discarded(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """A job without a watchdog is stopped."""
+    job.up()
+    _work(job)
+    with job.without_watchdog(), dying():
+        job.command("stop", job.name, "--discard")
+    # If its server died too, the command says so, and the memory stays.
+    job.command("gc", job.name)
+    job.nothing_left()
+    job.gone()
+
+
+ONE = {"standby": False}  # its start is that of the other server
+BIRTHS = [
+    Scene("start", started),
+    Scene("offer", offered, ONE | {"tensors": []}),
+    Scene("stop", stopped, ONE),
+    Scene("restore", restored, ONE),
+    Scene("from memory", from_memory, ONE),
+    Scene("fresh", afresh, ONE),
+    Scene("gc", collected, ONE),
+    Scene("stop without a watchdog", discarded, ONE),
+]
