@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.c native/*.h)
 
-.PHONY: train test test-gpu crash crash-all verify stress fuzz soak lint typing bench bench-gpu \
+.PHONY: train test test-gpu test-systemd crash crash-all verify stress fuzz soak lint typing bench bench-gpu \
 	reproduce gpu-ready docs clean
 
 train: $(VENV)/built
@@ -14,7 +14,11 @@ train: $(VENV)/built
 WORKERS ?= 2  # of pytest; most tests wait for processes
 
 test: $(VENV)/built
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not systemd"
+
+# The units under a systemd that is booted in namespaces. Needs root, systemd, dbus and util-linux.
+test-systemd: $(VENV)/built
+	$(BIN)/python -m pytest -m systemd -rs tests/systemd
 
 # On a machine with a GPU; a test that lacks something is skipped and says what. CUDA: 12 or 13, what
 # the driver has. GPU_PYTHON: an interpreter that has all packages already; for it only gadei-ps is

@@ -39,14 +39,31 @@ def clear_dead(job: str) -> list[str]:
     with holds.alone(job) as alone:
         if not alone:
             raise JobInUse(f"job {job!r} has just been started by another")
-        for pid, start in segment.servers(job):
-            _kill(pid, start)
-        if segment.living(job).servers:
-            raise JobInUse(f"job {job!r} is in use: its servers do not end")
-        _tell_learners(job)
+        _end_servers(job)
         # The control segment last: without it, the others would tell nothing of who uses them.
         names = sorted((one.name for one in found), key=lambda name: name.endswith(".control"))
         return [name for name in names if segment.unlink(name)]
+
+
+def end_servers(job: str) -> None:
+    """Ends the servers of a job whose watchdog is dead, and leaves its memory as it is.
+
+    The caller holds the job's lock. Raises JobInUse as clear_dead() does.
+    """
+    if segment.living(job).elsewhere:
+        raise JobInUse(segment.elsewhere(job))
+    with holds.alone(job) as alone:
+        if not alone:
+            raise JobInUse(f"job {job!r} has just been started by another")
+        _end_servers(job)
+
+
+def _end_servers(job: str) -> None:
+    for pid, start in segment.servers(job):
+        _kill(pid, start)
+    if segment.living(job).servers:
+        raise JobInUse(f"job {job!r} is in use: its servers do not end")
+    _tell_learners(job)
 
 
 def _tell_learners(job: str) -> None:

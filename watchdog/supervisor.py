@@ -64,14 +64,15 @@ class Options:
     """How a watchdog is started.
 
     fresh: use neither the memory of a dead watchdog nor checkpoints. resume: look for checkpoints;
-    False for the jobs of commands. checkpoint: go on from this one instead of from memory.
-    quiet, verbose, as_json: of the servers' log. start_silent_s: how long the start may make no
-    progress. learners: how many are to come, where the job file does not say: their rings must fit
-    into memory beside the model.
+    False for the jobs of commands. finish: serve nothing, but end a job that is in memory without a
+    watchdog. checkpoint: go on from this one instead of from memory. quiet, verbose, as_json: of
+    the servers' log. start_silent_s: how long the start may make no progress. learners: how many
+    are to come, where the job file does not say: their rings must fit into memory beside the model.
     """
 
     fresh: bool = False
     resume: bool = True
+    finish: bool = False
     checkpoint: Path | None = None
     verbose: bool = False
     quiet: bool = False
@@ -182,6 +183,8 @@ class Supervisor:
         else:
             for name in clear_dead(self.config.name):
                 self._log.warning("removed a dead job's segment", segment=name[1:])
+            if self.options.finish:
+                raise JobStopped("nothing of the job is left to be ended")
             self.memory.create_control(sync.parse(self.config.sync))
             self._control["temporary"] = not self.options.resume
             self._make_first_model()
@@ -220,6 +223,8 @@ class Supervisor:
         if stop != Stop.GO:
             self._log.warning("finishing the stop that another watchdog had begun")
             self._stopping.begin(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
+        elif self.options.finish:
+            self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
 
     @property
     def _rings(self) -> int:

@@ -41,6 +41,13 @@ def serve(
             "--fresh", help="Start from zero: ignore memory of a dead job and checkpoints."
         ),
     ] = False,
+    finish: Annotated[
+        bool,
+        typer.Option(
+            "--finish",
+            help="Serve nothing: end a job that has lost its watchdog, with its last checkpoint.",
+        ),
+    ] = False,
     name: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +70,9 @@ def serve(
     from gadei_ps.job import config
     from gadei_ps.watchdog.supervisor import Options
 
-    options = Options(fresh=fresh, verbose=verbose, as_json=json_log)
+    if fresh and finish:
+        raise UsageError("give only one of --fresh and --finish")
+    options = Options(fresh=fresh, finish=finish, verbose=verbose, as_json=json_log)
     job = config.load(file)
     if name is not None and job.name != name:
         raise UsageError(
@@ -76,11 +85,13 @@ def serve(
 def serve_job(job: JobConfig, options: Options, as_json: bool) -> int:
     from gadei_ps.machine import log
     from gadei_ps.watchdog import supervisor
+    from gadei_ps.watchdog.finish import finish
     from gadei_ps.watchdog.notify import Notify
 
     begin = time.monotonic()
     log.set_up(as_json=options.as_json, verbose=options.verbose)
-    if supervisor.serve(job, options, Notify.from_environment()):
+    serve = finish if options.finish else supervisor.serve
+    if serve(job, options, Notify.from_environment()):
         raise JobFailed(f"job {job.name!r} has failed; its last log lines say why")
     if as_json:
         print_json({"job": job.name, "seconds": time.monotonic() - begin})

@@ -83,14 +83,14 @@ def install_unit(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace an existing unit that differs.")
+        bool, typer.Option("--force", help="Replace existing units that differ.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "--print", help="Print the unit and write nothing.")
+        bool, typer.Option("--dry-run", "--print", help="Print the units and write nothing.")
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Write the systemd unit gadei-ps@.service and print how to start a job with it."""
+    """Write the systemd units of jobs and print how to start a job with them."""
     from gadei_ps.commands import systemd
 
     if user and system:
@@ -100,9 +100,10 @@ def install_unit(
     if as_json:
         print_json(done.as_dict())
     elif dry_run:
-        print(done.text, end="")
+        print("\n".join(f"# {one.path}\n{one.text}" for one in done.units), end="")
     else:
-        print(f"{'wrote' if done.written else 'is up to date:'} {done.path}")
+        for one in done.units:
+            print(f"{'wrote' if one.written else 'is up to date:'} {one.path}")
         print("\nNext, for a job named demo:\n")
         for line in done.next:
             print(f"  {line}")

@@ -1,7 +1,8 @@
-"""The systemd unit of a job's watchdog, and where `gadei-ps install-unit` puts it.
+"""The systemd units of a job, and where `gadei-ps install-unit` puts them.
 
-A template: gadei-ps@demo.service serves the job in demo.toml. systemd/gadei-ps@.service in the
-sources is text() for the system; change it here, then write that file again.
+Templates: gadei-ps@demo.service is the watchdog of the job in demo.toml, and gadei-ps-end@demo
+ends what a dead watchdog has left. The files in systemd/ of the sources are texts() for the system;
+change them here, then write those files again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.storage import files
 
 NAME = "gadei-ps@.service"
+END_NAME = "gadei-ps-end@.service"
 SERVICE_USER = "gadei-ps"
 HIDDEN = ("/tmp", "/var/tmp")
 SYSTEM_PROGRAM = "/usr/local/bin/gadei-ps"  # pip's place for all users
@@ -62,6 +64,10 @@ TEMPLATE = """\
 Description=gadei-ps job %i
 # Creates the device files of GPUs; the processes of this unit have no right to do that.
 After=nvidia-persistenced.service
+# Ends what is left of the job when this unit is inactive, and keeps its /tmp until then.
+Wants=gadei-ps-end@%i.service
+After=gadei-ps-end@%i.service
+JoinsNamespaceOf=gadei-ps-end@%i.service
 StartLimitIntervalSec=120
 StartLimitBurst=10
 
@@ -91,10 +97,7 @@ RestartPreventExitStatus=2
 KillMode=process
 OOMPolicy=continue
 
-# Enough for the threads, files and sockets of 256 learners, and for segments pinned for GPUs.
-TasksMax=32768
-LimitNOFILE=65536
-LimitMEMLOCK=infinity
+$limits
 
 $places
 
@@ -103,6 +106,40 @@ $hardening
 [Install]
 WantedBy=$target
 """
+
+END_TEMPLATE = """\
+# Ends what gadei-ps@%i.service leaves if its watchdog is dead: servers, learners, and gradients
+# that no checkpoint has. While systemd starts the watchdog again, they go on and this unit does
+# nothing. When that unit is inactive, because it was stopped meanwhile or its starts have failed,
+# systemd stops this one: all that was published is applied, and the last checkpoint is made.
+#
+# Written by `gadei-ps install-unit --$scope`. It is started and stopped with the other unit.
+
+[Unit]
+Description=end of gadei-ps job %i
+StopWhenUnneeded=yes
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/bin/true
+ExecStop=$program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
+# While it makes progress, it asks systemd for more time than this.
+NotifyAccess=exec
+TimeoutStopSec=210
+
+$limits
+
+$places
+
+$hardening
+"""
+
+LIMITS = """\
+# Enough for the threads, files and sockets of 256 learners, and for segments pinned for GPUs.
+TasksMax=32768
+LimitNOFILE=65536
+LimitMEMLOCK=infinity"""
 
 SYSTEM_PLACES = """\
 # Learners must run as this user or as root. To see a job's status: `sudo -u $user env
@@ -177,23 +214,35 @@ USER_HARDENING = f"""\
 
 
 @dataclass(frozen=True)
-class Installed:
-    """What install() found and did. next: commands that start a job with the unit."""
+class File:
+    """One unit: what was found at its path, and whether it was written."""
 
-    scope: Scope
     path: Path
     found: Found
     written: bool
     text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "found": self.found.value,
+            "written": self.written,
+            "unit": self.text,
+        }
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What install() found and did. next: commands that start a job with the units."""
+
+    scope: Scope
+    units: tuple[File, ...]
     next: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "scope": self.scope.value,
-            "path": str(self.path),
-            "found": self.found.value,
-            "written": self.written,
-            "unit": self.text,
+            "units": [one.as_dict() for one in self.units],
             "next": list(self.next),
         }
 
@@ -218,18 +267,21 @@ def quoted(path: str) -> str:
     return f'"{path}"' if re.search(r"\s|^[-@:+!|;]", path) else path
 
 
-def text(scope: Scope, command: str, user: str = SERVICE_USER) -> str:
-    """The unit; `command` as from program()."""
+def texts(scope: Scope, command: str, user: str = SERVICE_USER) -> dict[str, str]:
+    """The units by their names; `command` as from program()."""
     system = scope == Scope.SYSTEM
-    return Template(TEMPLATE).substitute(
-        scope=scope.value,
-        flag="" if system else " --user",
-        jobs="/etc/gadei-ps" if system else "~/.config/gadei-ps",
-        program=command,
-        places=Template(SYSTEM_PLACES).substitute(user=user) if system else USER_PLACES,
-        hardening=SYSTEM_HARDENING if system else USER_HARDENING,
-        target="multi-user.target" if system else "default.target",
-    )
+    given = {
+        "scope": scope.value,
+        "flag": "" if system else " --user",
+        "jobs": "/etc/gadei-ps" if system else "~/.config/gadei-ps",
+        "program": command,
+        "limits": LIMITS,
+        "places": Template(SYSTEM_PLACES).substitute(user=user) if system else USER_PLACES,
+        "hardening": SYSTEM_HARDENING if system else USER_HARDENING,
+        "target": "multi-user.target" if system else "default.target",
+    }
+    made = {NAME: TEMPLATE, END_NAME: END_TEMPLATE}
+    return {name: Template(one).substitute(given) for name, one in made.items()}
 
 
 def directory(scope: Scope) -> Path:
@@ -247,10 +299,10 @@ def install(
     dry_run: bool = False,
     where: Path | None = None,
 ) -> Installed:
-    """Writes the unit into `where`, by default directory(scope).
+    """Writes the units into `where`, by default directory(scope).
 
-    Raises UsageError, and changes nothing, if the unit could not work, or if another unit is there
-    and `force` is not given.
+    Raises UsageError, and changes nothing, if they could not work, or if another one is there and
+    `force` is not given.
     """
     if user is not None and scope == Scope.USER:
         raise UsageError("--run-as needs --system: jobs of --user run as yourself")
@@ -261,18 +313,20 @@ def install(
         raise UsageError("--system needs root: sudo gadei-ps install-unit --system, or use --user")
     if scope == Scope.SYSTEM and not dry_run:
         check_reach(user, places())
-    unit = text(scope, program(), user)
-    path = (where or directory(scope)) / NAME
-    found = _look(path, unit)
-    if found == Found.ANOTHER and not force and not dry_run:
-        raise UsageError(
-            f"{path} exists and differs: --print shows the new unit, --force replaces the old one; "
-            "put your own changes into a drop-in (systemctl edit gadei-ps@)"
-        )
-    write = found != Found.SAME and not dry_run
-    if write:
-        _write(path, unit)
-    return Installed(scope, path, found, write, unit, tuple(_next(scope, user)))
+    units = []
+    for name, unit in texts(scope, program(), user).items():
+        path = (where or directory(scope)) / name
+        found = _look(path, unit)
+        if found == Found.ANOTHER and not force and not dry_run:
+            raise UsageError(
+                f"{path} exists and differs: --print shows the new unit, --force replaces the old "
+                "one; put your own changes into a drop-in (systemctl edit gadei-ps@)"
+            )
+        units.append(File(path, found, found != Found.SAME and not dry_run, unit))
+    for one in units:
+        if one.written:
+            _write(one.path, one.text)
+    return Installed(scope, tuple(units), tuple(_next(scope, user)))
 
 
 def _look(path: Path, unit: str) -> Found:

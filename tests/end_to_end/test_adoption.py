@@ -127,6 +127,45 @@ def test_a_stop_is_finished_by_the_next(cli: Cli, job_name: str) -> None:
     assert "version=1" in watchdog.err
 
 
+def test_a_job_without_a_watchdog_is_ended(cli: Cli, job_name: str) -> None:
+    """As its watchdog would have ended it: all that was published is in the last checkpoint."""
+    watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
+    with team(job_name, 1) as (child,):
+        call(child, "push", gradient_of(one_at(0)))
+        call(child, "wait_applied")
+        server = status(job_name)["server_pid"]
+        assert "is running already" in cli("serve", "--finish", f"{job_name}.toml").error
+        assert not gone(server)
+        watchdog.signal(signal.SIGKILL)
+        call(child, "push", gradient_of(one_at(0)))
+        ended = cli("serve", "--finish", f"{job_name}.toml")
+        assert ended.code == 0
+        assert call(child, "push", gradient_of(one_at(0))).startswith("JobStopped")
+    assert gone(server)
+    assert not segments(job_name)
+    assert "version=2" in ended.err
+    nothing = cli("serve", "--finish", f"{job_name}.toml")
+    assert nothing.code == 0
+    assert not segments(job_name)
+
+
+def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: str) -> None:
+    watchdog = cli.serve(job_name, "standby = false\n" + TOML)
+    server = status(job_name)["server_pid"]
+    watchdog.signal(signal.SIGKILL)
+    file = cli.directory / f"{job_name}.toml"
+    own = file.read_text()
+    file.write_text(own.replace("1.0", "0.5"))
+    refused = cli("serve", "--finish", file)
+    assert refused.code == 2
+    assert "with another optimizer" in refused.error
+    assert gone(server)
+    assert segments(job_name)
+    file.write_text(own)
+    assert cli("serve", "--finish", file).code == 0
+    assert not segments(job_name)
+
+
 def test_what_no_checkpoint_took_stays(cli: Cli, job_name: str) -> None:
     """A stop whose last checkpoint fails leaves the memory, and serve goes on from it."""
     watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)

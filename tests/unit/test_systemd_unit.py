@@ -50,17 +50,24 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd, "places", lambda: (Path("/usr/bin/env"),))
 
 
-def test_the_file_in_the_sources_is_the_one_that_is_written() -> None:
-    made = systemd.text(Scope.SYSTEM, systemd.SYSTEM_PROGRAM)
-    assert (ROOT / "systemd" / systemd.NAME).read_text() == made
+def text(scope: Scope, program: str = systemd.SYSTEM_PROGRAM, **how: str) -> str:
+    """The watchdog's unit."""
+    return systemd.texts(scope, program, **how)[systemd.NAME]
+
+
+def test_the_files_in_the_sources_are_those_that_are_written() -> None:
+    kept = {path.name: path.read_text() for path in (ROOT / "systemd").glob("*.service")}
+    assert kept == systemd.texts(Scope.SYSTEM, systemd.SYSTEM_PROGRAM)
 
 
 @needs_systemd
 @pytest.mark.parametrize("scope", list(Scope))
 def test_systemd_accepts_it(scope: Scope, tmp_path: Path, reachable: None) -> None:
-    written = systemd.install(scope, where=tmp_path)
-    checked = analyze(f"--{scope}", "verify", written.path, runtime=tmp_path)
+    units = systemd.install(scope, where=tmp_path).units
+    assert [one.path.name for one in units] == [systemd.NAME, systemd.END_NAME]
+    checked = analyze(f"--{scope}", "verify", *(one.path for one in units), runtime=tmp_path)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+    written = units[0]
     # The check sees mistakes.
     written.path.write_text(written.text.replace("WatchdogSec=30", "WatchdogSec=soon"))
     assert "soon" in analyze(f"--{scope}", "verify", written.path, runtime=tmp_path).stderr
@@ -68,11 +75,13 @@ def test_systemd_accepts_it(scope: Scope, tmp_path: Path, reachable: None) -> No
 
 @needs_systemd
 def test_the_system_unit_is_not_exposed(tmp_path: Path, reachable: None) -> None:
-    path = systemd.install(Scope.SYSTEM, where=tmp_path).path
+    path, end = (one.path for one in systemd.install(Scope.SYSTEM, where=tmp_path).units)
     arguments = ("security", "--offline=yes", "--no-pager")
     checked = analyze(*arguments, "--threshold=30", path, runtime=tmp_path)
     if "unrecognized option" in checked.stderr:
         pytest.skip("this systemd-analyze cannot judge a file")
+    assert checked.returncode == 0, checked.stdout.splitlines()[-1]
+    checked = analyze(*arguments, "--threshold=30", end, runtime=tmp_path)
     assert checked.returncode == 0, checked.stdout.splitlines()[-1]
     path.write_text(path.read_text().replace("ProtectSystem=strict", ""))
     assert analyze(*arguments, "--threshold=20", path, runtime=tmp_path).returncode
@@ -86,7 +95,7 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     path = tmp_path / systemd.NAME
-    path.write_text(systemd.text(Scope.USER, systemd.quoted(str(program))))
+    path.write_text(text(Scope.USER, systemd.quoted(str(program))))
     checked = analyze("--user", "verify", path, runtime=tmp_path)
     assert (checked.returncode, checked.stderr) == (0, "")
     program.unlink()
@@ -94,14 +103,14 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
 
 
 def test_time_limits_are_beyond_the_watchdogs_own() -> None:
-    said = directives(systemd.text(Scope.SYSTEM, systemd.SYSTEM_PROGRAM))
+    said = directives(text(Scope.SYSTEM))
     assert int(said["TimeoutStartSec"][0]) > supervisor.START_SILENT_S
     assert int(said["TimeoutStopSec"][0]) > daemon.END_TIMEOUT_S
 
 
 @pytest.mark.parametrize("scope", list(Scope))
 def test_what_a_job_needs_is_left_to_it(scope: Scope) -> None:
-    said = directives(systemd.text(scope, systemd.SYSTEM_PROGRAM))
+    said = directives(text(scope))
     # Compiled kernels, GPUs, learners outside of the unit.
     for name in (
         "MemoryDenyWriteExecute",
@@ -120,8 +129,9 @@ def test_what_a_job_needs_is_left_to_it(scope: Scope) -> None:
 
 
 def test_the_user_of_the_system_unit() -> None:
-    assert "User=learner\n" in systemd.text(Scope.SYSTEM, systemd.SYSTEM_PROGRAM, "learner")
-    assert "User=" not in systemd.text(Scope.USER, systemd.SYSTEM_PROGRAM)
+    made = systemd.texts(Scope.SYSTEM, systemd.SYSTEM_PROGRAM, "learner")
+    assert all("User=learner\n" in one for one in made.values())
+    assert "User=" not in text(Scope.USER)
 
 
 def test_the_program_is_this_installations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,25 +157,27 @@ def test_paths_that_systemd_cannot_be_told(path: str) -> None:
 
 def test_install(tmp_path: Path) -> None:
     where = tmp_path / "systemd/user"
-    first = systemd.install(Scope.USER, where=where)
+    done = systemd.install(Scope.USER, where=where)
+    first = done.units[0]
     assert (first.found, first.written, first.path) == (Found.NOTHING, True, where / systemd.NAME)
     assert first.path.read_text() == first.text
     assert first.path.stat().st_mode & 0o777 == 0o644
-    assert "systemctl --user enable --now gadei-ps@demo" in first.next
-    again = systemd.install(Scope.USER, where=where)
+    assert "systemctl --user enable --now gadei-ps@demo" in done.next
+    again = systemd.install(Scope.USER, where=where).units[0]
     assert (again.found, again.written) == (Found.SAME, False)
-    assert [path.name for path in where.iterdir()] == [systemd.NAME]
+    assert {path.name for path in where.iterdir()} == {systemd.NAME, systemd.END_NAME}
 
 
-def test_a_changed_unit_is_not_replaced_unasked(tmp_path: Path) -> None:
-    path = systemd.install(Scope.USER, where=tmp_path).path
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_changed_unit_is_not_replaced_unasked(which: int, tmp_path: Path) -> None:
+    path = systemd.install(Scope.USER, where=tmp_path).units[which].path
     path.write_text("# mine\n")
     with pytest.raises(UsageError, match="exists and differs"):
         systemd.install(Scope.USER, where=tmp_path)
-    seen = systemd.install(Scope.USER, where=tmp_path, dry_run=True)
+    seen = systemd.install(Scope.USER, where=tmp_path, dry_run=True).units[which]
     assert (seen.found, seen.written) == (Found.ANOTHER, False)
     assert path.read_text() == "# mine\n"
-    assert systemd.install(Scope.USER, where=tmp_path, force=True).written
+    assert systemd.install(Scope.USER, where=tmp_path, force=True).units[which].written
     assert path.read_text() == seen.text
 
 
@@ -174,7 +186,7 @@ def test_a_masked_unit_stays_masked(tmp_path: Path) -> None:
     path.symlink_to("/dev/null")
     with pytest.raises(UsageError, match="differs"):
         systemd.install(Scope.USER, where=tmp_path)
-    assert systemd.install(Scope.USER, where=tmp_path, force=True).written
+    assert systemd.install(Scope.USER, where=tmp_path, force=True).units[0].written
     assert not path.is_symlink()
 
 
@@ -186,7 +198,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UsageError, match="needs root"):
         systemd.install(Scope.SYSTEM)
-    assert systemd.install(Scope.SYSTEM, dry_run=True).path.parent == Path("/etc/systemd/system")
+    for one in systemd.install(Scope.SYSTEM, dry_run=True).units:
+        assert one.path.parent == Path("/etc/systemd/system")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,7 +217,7 @@ def test_the_system_units_user_must_reach_the_program(
         systemd.install(Scope.SYSTEM, user="no-such-user", where=where)
     assert not where.exists()
     done = systemd.install(Scope.SYSTEM, user=me, where=where)
-    assert f"User={me}\n" in done.text
+    assert all(f"User={me}\n" in one.text for one in done.units)
 
 
 def test_the_system_unit_does_not_see_tmp() -> None:
@@ -239,8 +252,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert printed.returncode == 0, printed
     assert not path.exists()
     told = json.loads(command(tmp_path, "--user", "--json").stdout)
-    assert (told["path"], told["written"], told["scope"]) == (str(path), True, "user")
-    assert path.read_text() == told["unit"] == printed.stdout
+    first, end = told["units"]
+    assert (first["path"], first["written"], told["scope"]) == (str(path), True, "user")
+    assert path.read_text() == first["unit"]
+    shown = "\n".join(f"# {one['path']}\n{one['unit']}" for one in (first, end))
+    assert printed.stdout == shown
     assert f"is up to date: {path}" in command(tmp_path, "--user").stdout
     path.write_text("# mine\n")
     refused = command(tmp_path, "--user")

@@ -1,0 +1,194 @@
+"""The units under a real systemd: an inactive job has no process, and a stop has a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from booted import Booted
+from support import eventually
+
+LEARNER = Path(__file__).with_name("learner.py")
+JOB = """\
+standby = true
+[optimizer]
+kind = "sgd"
+lr = 1.0
+[checkpoint]
+every_s = 0
+[[tensors]]
+name = "w"
+shape = [1024]
+"""
+ENVIRONMENT = ("GADEI_PS_RUNTIME_DIR=/run/gadei-ps", "GADEI_PS_STATE_DIR=/var/lib/gadei-ps")
+PATIENT = "[Service]\nRestartSec=1h\n"
+HASTY = "[Unit]\nStartLimitBurst=1\n[Service]\nRestartSec=1\n"
+
+
+class Service:
+    """A job's unit."""
+
+    def __init__(self, manager: Booted, name: str) -> None:
+        self.manager, self.name = manager, name
+        self.unit = f"gadei-ps@{name}.service"
+        self.learners: list[tuple[str, subprocess.Popen[str]]] = []
+        manager.write(f"/etc/gadei-ps/{name}.toml", JOB)
+
+    def drop_in(self, text: str) -> None:
+        self.manager.write(f"/etc/systemd/system/{self.unit}.d/test.conf", text)
+        self.manager.do("systemctl", "daemon-reload")
+
+    def systemctl(self, verb: str) -> str:
+        return self.manager.do("systemctl", verb, self.unit)
+
+    @property
+    def state(self) -> str:
+        return self.manager.show(self.unit, "ActiveState")
+
+    @property
+    def sub_state(self) -> str:
+        return self.manager.show(self.unit, "SubState")
+
+    def gadei_ps(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        program = Path(sys.executable).with_name("gadei-ps")
+        return self.manager.run("env", *ENVIRONMENT, program, *arguments)
+
+    def status(self) -> dict[str, object]:
+        done = self.gadei_ps("status", self.name, "--json")
+        assert done.returncode == 0, done.stderr
+        found: dict[str, object] = json.loads(done.stdout)
+        return found
+
+    def learn(self) -> None:
+        """Starts a learner outside of the unit, and waits until it pushes."""
+        file = f"/run/{self.name}.{len(self.learners)}"
+        command = ("env", *ENVIRONMENT, sys.executable, LEARNER, self.name, file)
+        self.learners.append((file, self.manager.start(*command)))
+        eventually(lambda: "pushed" in self.manager.run("cat", file).stdout)
+
+    def learned(self) -> int:
+        """Pushes that have returned, of all learners; each has been told that the job stopped."""
+        total = 0
+        for file, process in self.learners:
+            process.wait(60)
+            last = self.manager.do("tail", "-n", "1", file).split()
+            assert last[0] == "stopped", last
+            total += int(last[1])
+        self.learners.clear()
+        return total
+
+    def saved(self) -> int:
+        """Gradients in the newest checkpoint."""
+        names = self.manager.do("ls", f"/var/lib/gadei-ps/{self.name}").split()
+        newest = max(name for name in names if name.startswith("checkpoint-"))
+        path = f"/var/lib/gadei-ps/{self.name}/{newest}/manifest.json"
+        counts = json.loads(self.manager.do("cat", path))["counts"]
+        return int(counts["applied"])
+
+    def pids(self) -> list[int]:
+        found = self.status()
+        return [int(str(found[f"{who}_pid"])) for who in ("watchdog", "server", "standby")]
+
+    def kill(self, number: str, pid: int) -> None:
+        self.manager.do("nsenter", "-t", "1", "-p", "kill", f"-{number}", pid)
+
+    def kill_the_watchdog(self) -> None:
+        self.kill("KILL", int(self.manager.show(self.unit, "MainPID")))
+
+    def is_gone(self) -> None:
+        """Nothing of it runs, and nothing is left in /dev/shm."""
+        end = f"gadei-ps-end@{self.name}.service"
+        eventually(lambda: self.manager.show(end, "ActiveState") == "inactive", what=self.said)
+        assert self.state in ("inactive", "failed")
+        left = self.manager.run("pgrep", "-af", f"gadei_ps.*{self.name}").stdout.splitlines()
+        assert not [line for line in left if "learner.py" not in line]
+        assert self.name not in self.manager.do("ls", "/dev/shm")
+
+    def said(self) -> str:
+        return self.manager.journal("gadei-ps*")
+
+
+@pytest.fixture
+def service(manager: Booted, job_name: str) -> Iterator[Service]:
+    made = Service(manager, job_name)
+    yield made
+    manager.run("systemctl", "stop", made.unit)
+    for _, process in made.learners:
+        process.kill()
+        process.wait()
+
+
+def test_a_stop(service: Service) -> None:
+    service.systemctl("start")
+    service.learn()
+    service.learn()
+    service.systemctl("stop")
+    assert service.learned() == service.saved()
+    service.is_gone()
+
+
+def test_a_stop_while_the_watchdog_is_dead(service: Service) -> None:
+    service.drop_in(PATIENT)
+    service.systemctl("start")
+    service.learn()
+    service.kill_the_watchdog()
+    eventually(lambda: service.sub_state == "auto-restart", what=service.said)
+    service.systemctl("stop")
+    service.is_gone()
+    assert service.learned() == service.saved()
+
+
+def test_starts_that_have_failed_too_often(service: Service) -> None:
+    service.drop_in(HASTY)
+    service.systemctl("start")
+    service.learn()
+    service.kill_the_watchdog()
+    eventually(lambda: service.state == "failed", what=service.said)
+    service.is_gone()
+    assert service.learned() == service.saved()
+
+
+def test_a_watchdog_that_dies_during_a_stop(service: Service) -> None:
+    """The next start begins where the stop has ended."""
+    service.drop_in(PATIENT)
+    service.systemctl("start")
+    service.learn()
+    _, server, _ = service.pids()
+    service.kill("STOP", server)  # the stop waits for it
+    stopping = service.manager.start("systemctl", "stop", service.unit)
+    eventually(lambda: service.sub_state == "stop-sigterm", what=service.said)
+    service.kill_the_watchdog()
+    stopping.wait(100)
+    service.systemctl("start")
+    assert service.state == "active"
+    assert service.learned() == service.saved() == service.status()["version"]
+
+
+def test_a_crash_keeps_servers_learners_and_tmp(service: Service) -> None:
+    service.drop_in("[Service]\nRestartSec=1\n")
+    service.systemctl("start")
+    service.learn()
+    watchdog, server, _ = service.pids()
+    inode = service.manager.do("stat", "-c", "%i", f"/proc/{watchdog}/root/tmp")
+    service.manager.do("touch", f"/proc/{server}/root/tmp/mine")
+    service.kill_the_watchdog()
+    eventually(lambda: service.state == "active" and service.pids()[0] != watchdog)
+    after = service.pids()
+    assert after[1] == server
+    assert service.manager.do("stat", "-c", "%i", f"/proc/{after[0]}/root/tmp") == inode
+    service.manager.do("test", "-e", f"/proc/{after[0]}/root/tmp/mine")
+    service.systemctl("restart")
+    assert service.learned() == service.saved() == service.status()["version"]
+
+
+def test_a_stop_by_the_command(service: Service) -> None:
+    service.systemctl("start")
+    service.learn()
+    report = json.loads(service.gadei_ps("stop", service.name, "--json").stdout)
+    eventually(lambda: service.state == "inactive", what=service.said)
+    assert service.learned() == service.saved() == report["version"]
+    service.is_gone()
