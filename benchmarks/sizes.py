@@ -10,6 +10,7 @@ FULL: dict[str, dict[str, Any]] = {
     "apply": {"bytes": [2 * MB, 25 * MB, 100 * MB, 250 * MB], "rounds": 15, "call_s": 0.03},
     "undo": {"bytes": [2 * MB, 25 * MB, 100 * MB], "rounds": 20, "call_s": 0.005},
     "start": {"rounds": 8},
+    "attach": {"bytes": [100 * MB, 1000 * MB], "optimizers": ["sgd", "adam"], "rounds": 4},
     "ingest": {
         "bytes": [1 * MB, 5 * MB, 25 * MB, 100 * MB],
         "learners": [1, 2, 4],
@@ -67,6 +68,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "apply": {"bytes": [2 * MB], "rounds": 2, "call_s": 0.003},
     "undo": {"bytes": [2 * MB], "rounds": 2, "call_s": 0.002},
     "start": {"rounds": 1},
+    "attach": {"bytes": [4 * MB], "optimizers": ["sgd"], "rounds": 1},
     "ingest": {
         "bytes": [1 * MB],
         "learners": [2],

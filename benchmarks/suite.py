@@ -29,6 +29,7 @@ BENCHMARKS = {
     "scale": "the cost of a gradient by model size, learners and shards",
     "memory": "resident and shared memory of a job and of each learner",
     "start": "how long a daemon takes to be ready and a learner to attach",
+    "attach": "how long a large model takes to come in, against zeroing its memory",
 }
 
 

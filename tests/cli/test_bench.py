@@ -14,7 +14,7 @@ from gadei_ps.benchmarks import suite
 from gadei_ps.memory import segment
 
 # One benchmark of each kind, to save time. The others use the same processes and loops.
-RUN = ["apply", "latency", "nlc", "start"]
+RUN = ["apply", "undo", "latency", "nlc", "start", "attach"]
 RATIO = {"contender", "ratio"}
 ROW = {"contender", "unit"}
 
