@@ -112,6 +112,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     orphan_s: float = Field(
         60.0, ge=1, description="how long servers wait for a new watchdog without learners"
     )
+    core_dumps: bool = Field(False, description="of servers: a take-over waits until it is written")
     when_idle: Literal["wait", "stop"] = "wait"
     checkpoint: CheckpointConfig | None = None
     learners: LearnersConfig | None = None

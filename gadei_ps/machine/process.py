@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -84,6 +85,19 @@ def is_deeper(pid: int) -> bool:
     return len(_status(pid, "NSpid")) > 1
 
 
+def maps(pid: int, device: int, inode: int) -> bool:
+    """Whether the process has this file mapped. True also where that cannot be told.
+
+    Nothing is mapped into a process that is just ending: it counts as one that has.
+    """
+    try:
+        text = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return True
+    wanted = f" {os.major(device):02x}:{os.minor(device):02x} {inode} "
+    return not text or wanted.encode() in text
+
+
 def _status(pid: int, field: str) -> list[str]:
     """Values of a line of /proc/PID/status; none if there is no such process or line."""
     try:
@@ -98,6 +112,15 @@ def gone(pidfd: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
+
+
+def forbid_core_dump() -> None:
+    """This process writes no core if it crashes: its death would be known only once that is done.
+
+    The limit is 1 byte: at 0 the kernel still starts a program that core dumps are piped to.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (min(1, hard) if hard >= 0 else 1, hard))
 
 
 def kill_group(leader: int) -> None:

@@ -180,8 +180,12 @@ def enter_owner(header: np.void) -> None:
 
 
 def _map(fd: int, size: int, protection: int) -> mmap.mmap:
-    """A new shared mapping, with large pages if the system grants them on request (see doctor)."""
+    """A new shared mapping, with large pages if the system grants them on request (see doctor).
+
+    It is in no core dump: the memory outlives the process, and writing it would delay a take-over.
+    """
     memory = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+    memory.madvise(mmap.MADV_DONTDUMP)
     if size >= LARGE_PAGE:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
