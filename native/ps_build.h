@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x9bccb509d626f667ull
+#define PS_BUILD 0x2a6bd831dd7ecb24ull
 
 #endif

@@ -66,15 +66,16 @@
 
 /* One for each of the two server processes.
  *
- * 0      4       8       16     24 64
- * || pid | state | start | beat |  ||
+ * 0      4       8       16     24       28 64
+ * || pid | state | start | beat | reigns |  ||
  */
 #define PS_SERVER_FIELDS(F, P, T)                                                           \
   F(T, 0, i32, pid, , W, "of the process; 0: none")                                         \
   F(T, 4, u32, state, , W/server, "enum ps_server_state")                                   \
   F(T, 8, u64, start, , W, "when the process started, as `owner_start`")                    \
   F(T, 16, u64, beat, , server, "passes of its manager's loop; moves at least every 0.1 s") \
-  P(24, 40)
+  F(T, 24, u32, reigns, , W/server, "1: active, and has had the leases of all shards")      \
+  P(28, 36)
 
 /* A row of the roster. W clears the words of 0 for a new learner, before `generation`.
  *
@@ -161,6 +162,8 @@
  * || server[2] || shard[64] || roster[256] || superstep_action[256] ||
  * 207104                   208128                 210176           242944               243968
  * || superstep_reason[256] || superstep_upto[256] || requeue[4096] || sync_text[2][512] ||
+ * 243968             246016
+ * || ring_inode[256] ||
  */
 #define PS_CONTROL_FIELDS(F, P, T)                                                               \
   F(T, 0, header, header, , W, "")                                                               \
@@ -236,7 +239,9 @@
   F(T, 208128, u64, superstep_upto, [PS_MAX_LEARNERS], S, "frames consumed once it is done")     \
   F(T, 210176, u64, requeue, [PS_REQUEUE], 0, "batches to hand out again")                       \
   F(T, 242944, u8, sync_text, [2][PS_SYNC_TEXT], W,                                              \
-    "the model in force; the next or the last one")
+    "the model in force; the next or the last one")                                              \
+  F(T, 243968, u64, ring_inode, [PS_MAX_LEARNERS], W,                                            \
+    "of each ring's file: its name may lead elsewhere")
 
 /* A row of the table in the weights segment.
  *
@@ -425,7 +430,7 @@
   X(ps_shard, PS_SHARD_FIELDS, 128)        \
   X(ps_server, PS_SERVER_FIELDS, 64)       \
   X(ps_entry, PS_ENTRY_FIELDS, 768)        \
-  X(ps_control, PS_CONTROL_FIELDS, 243968) \
+  X(ps_control, PS_CONTROL_FIELDS, 246016) \
   X(ps_tensor, PS_TENSOR_FIELDS, 256)      \
   X(ps_weights, PS_WEIGHTS_FIELDS, 192)    \
   X(ps_span, PS_SPAN_FIELDS, 24)           \

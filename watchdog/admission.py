@@ -74,6 +74,7 @@ class Admission:
         self._coming: tuple[Task, Model] | None = None
         self._waiting: list[Waiting] = []  # for the model
         self._asked: dict[Client, Task] = {}  # whose model or ring is being made
+        self._learning: dict[Client, tuple[int, int]] = {}  # row and generation of its learner
         self._failed = ""
         self._told = 0
         self._told_at = 0.0
@@ -202,6 +203,7 @@ class Admission:
             self._refuse(client, error)
             return
         self._roster.admit(coming, ring)
+        self._learning[client] = coming.row, coming.generation
         assert self._memory.weights is not None
         self._sockets.reply(
             client,
@@ -215,6 +217,11 @@ class Admission:
                 "ring": ring.name,
             },
         )
+
+    def closed(self, client: Client) -> None:
+        """A connection has ended. A learner that lives keeps the one by which it attached."""
+        if client in self._learning:
+            self._roster.look_at(*self._learning.pop(client))
 
     # -- all of them ----------------------------------------------------------------------------
 

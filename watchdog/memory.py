@@ -233,17 +233,18 @@ class JobMemory:
 
     def _adopt_rings(self) -> None:
         """Adopts rings of learners that are served or leaving, and removes all others."""
-        roster = self.control.view(layout.CONTROL)["roster"]
         for row in range(layout.MAX_LEARNERS):
             name = segment.segment_name(self.config.name, f"ring.{row}")
-            if not self._adopt_ring(row, name, roster[row]):
+            if not self._adopt_ring(row, name):
                 segment.unlink(name)
 
-    def _adopt_ring(self, row: int, name: str, entry: np.void) -> bool:
+    def _adopt_ring(self, row: int, name: str) -> bool:
+        control = self.control.view(layout.CONTROL)
+        entry, inode = control["roster"][row], int(control["ring_inode"][row])
         if int(entry["generation"]) == int(entry["retired"]):
             return False
         try:
-            ring = shared.attach(name, self._ring_sizes().bytes, self._servers())
+            ring = shared.attach(name, self._ring_sizes().bytes, inode, self._servers())
         except (FileNotFoundError, SegmentError):
             return False
         self._guard(ring)

@@ -66,12 +66,15 @@ class Requests:
         self._stopping = stopping
         self._log = log
         self._maker = maker
-        self._sockets = ControlServer(path, selector, self._handle)
+        self._sockets = ControlServer(path, selector, self._handle, self._closed)
         self._admission = Admission(self._sockets, memory, roster, stopping, maker, learners, log)
 
     @property
     def _control(self) -> np.void:
         return self._memory.control.view(layout.CONTROL)
+
+    def _closed(self, client: Client) -> None:
+        self._admission.closed(client)
 
     def look(self, now: float) -> None:
         """What goes on between two requests. Every tick."""

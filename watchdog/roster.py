@@ -157,6 +157,7 @@ class Roster:
         for field in ("gone", "drained", "grant", "obsolete", "handed", *COUNTS, *STALENESS):
             entry[field] = 0
         entry["outstanding"] = layout.NO_BATCH
+        self._memory.control.view(layout.CONTROL)["ring_inode"][row] = ring.inode
         entry["wanted"] = coming.generation
         at = self._memory.control.word(layout.CONTROL, "roster")
         at += row * layout.ENTRY.itemsize + layout.offset(layout.ENTRY, "generation")
@@ -211,6 +212,24 @@ class Roster:
         self._log.warning("learner killed: it hung" if hung else "learner died", row=row, pid=pid)
         self._leave(row, Gone.HUNG if hung else Gone.DIED)
 
+    def look_at(self, row: int, generation: int) -> None:
+        """The connection has ended by which this learner attached; the learner may live."""
+        if row in self._pidfds and int(self._entries[row]["generation"]) == generation:
+            self._is_another_program(row)
+
+    def _is_another_program(self, row: int) -> bool:
+        """Lets a learner go whose process has replaced itself by another program (exec).
+
+        The pid and the start time stay, the ring does not. The program is no learner, and lives.
+        """
+        pid = int(self._entries[row]["pid"])
+        if process.maps(pid, shm.SHM.stat().st_dev, self._memory.rings[row].inode):
+            return False
+        self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
+        self._log.warning("learner died: its process runs another program", row=row, pid=pid)
+        self._leave(row, Gone.DIED)
+        return True
+
     def kill_hung(self, now: float) -> None:
         """Kills learners that hold up others and do nothing. Their death is then like any other.
 
@@ -239,7 +258,7 @@ class Roster:
 
     def kill(self, row: int) -> None:
         """Kills a learner that hangs."""
-        if row in self._killed:
+        if row in self._killed or self._is_another_program(row):
             return
         self._killed.add(row)
         try:

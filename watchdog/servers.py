@@ -114,9 +114,23 @@ class Servers:
 
     @property
     def serving(self) -> bool:
-        """Whether the active server is alive and serves."""
+        """Whether the active server is alive and serves, or is about to."""
+        line = self._active_line()
+        return line is not None and int(line["state"]) == ServerState.READY
+
+    @property
+    def _may_be_followed(self) -> bool:
+        """Whether the active server has all leases.
+
+        As long as it has not, no other one is started to stand by: if it never gets them, no server
+        may be left, so that new leases are made.
+        """
+        line = self._active_line()
+        return line is not None and self.serving and bool(int(line["reigns"]))
+
+    def _active_line(self) -> np.void | None:
         one = next((one for one in self.running.values() if one.pid == self.active_pid), None)
-        return one is not None and int(self._line(one.number)["state"]) == ServerState.READY
+        return None if one is None else self._line(one.number)
 
     def loading_s(self) -> list[float]:
         """Processor time that each server has used to load or compile the kernels, s."""
@@ -174,7 +188,7 @@ class Servers:
                 return
             self._make_leases()
         # One after the other: two would both compile, and only one can stand by.
-        if not self.running or (self.memory.config.standby and self.serving):
+        if not self.running or (self.memory.config.standby and self._may_be_followed):
             self._try_to_start(number, now)
 
     def _try_to_start(self, number: int, now: float) -> None:
@@ -248,6 +262,8 @@ class Servers:
         command = process.module_command("gadei_ps.server.manager", *where, *self.flags)
         if self.memory.config.cores:
             command += ["--cores", self.memory.config.cores]
+        if self.memory.config.core_dumps:
+            command.append("--core-dumps")
         # The log goes to stderr: stdout belongs to the command's result.
         # NumPy's own threads would have to end before the kernel hands the leases over.
         env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
@@ -256,6 +272,7 @@ class Servers:
         line = self._line(number)
         line["start"] = process.start_ticks(child.pid)
         line["state"] = ServerState.STARTING
+        line["reigns"] = 0
         line["pid"] = child.pid
         self._control["server_starts"] += 1
         one = Running(number, child.pid, os.pidfd_open(child.pid), time.monotonic(), child)
@@ -321,7 +338,9 @@ class Servers:
             line = self._line(one.number)
             # True until its death, which may become known when the next one is active already.
             one.active = one.active or one.pid == self.active_pid
-            if int(line["state"]) != ServerState.READY:
+            # One that has taken over in the middle of its start serves at once, or hangs.
+            succeeds = one.active and bool(int(self._control["lease_shards"]))
+            if int(line["state"]) != ServerState.READY and not succeeds:
                 starting[one.pid] = progress(self._loading_s(one), START_LIMIT_S)
             elif not one.active:
                 if self.active_pid not in {other.pid for other in self.running.values()}:

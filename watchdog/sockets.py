@@ -52,8 +52,16 @@ Handler = Callable[[Client, control.Request], "dict[str, Any] | None"]
 class ControlServer:
     """Accepts clients, reads requests, sends what `handler` returns; None: a reply comes later."""
 
-    def __init__(self, path: Path, selector: selectors.BaseSelector, handler: Handler) -> None:
+    def __init__(
+        self,
+        path: Path,
+        selector: selectors.BaseSelector,
+        handler: Handler,
+        closed: Callable[[Client], None],
+    ) -> None:
+        """closed: called when a connection has ended, unless this server itself ends."""
         self.path = path
+        self._closed = closed
         self._selector = selector
         self._handler = handler
         self._clients: set[Client] = set()
@@ -257,9 +265,11 @@ class ControlServer:
             self._selector.unregister(client.socket)
             client.socket.close()
             client.drop_fds()
+            self._closed(client)
 
     def shut_down(self) -> None:
         """Closes everything and removes the socket, if it is still ours."""
+        self._closed = lambda _: None
         until = time.monotonic() + LAST_WORDS_S
         for client in list(self._clients):
             with contextlib.suppress(OSError):

@@ -28,7 +28,6 @@ from gadei_ps.memory.layout import RING
 from gadei_ps.memory.segment import Segment
 
 SLOTS_AT = layout.rounded(RING.itemsize, layout.PAGE)
-DELETED = " (deleted)"
 
 
 @dataclass(frozen=True)
@@ -68,46 +67,51 @@ def _release(address: int, owner: object) -> None:
     _native.unguard(address)
 
 
-def attach(name: str, size: int, holders: Iterable[int] = ()) -> Segment:
+def attach(name: str, size: int, inode: int, holders: Iterable[int] = ()) -> Segment:
     """Maps a ring of this size.
 
+    inode: of its file, as the watchdog tells; the learner may have given the name to another file.
     holders: pids of processes of the job, of which some may have it mapped; asked in this order
     where the name does not lead to it. Raises FileNotFoundError, SegmentError if there is only a
-    file that is shorter or no file of this user's, or OSError without memory or descriptors.
+    file that is another or shorter, or no file of this user's, or OSError without memory or
+    descriptors.
     """
     problem: Exception
     try:
-        return _map(shm.path_of(name), name, size)
+        return _map(shm.path_of(name), name, size, inode)
     except FileNotFoundError:
         problem = FileNotFoundError(errno.ENOENT, "no such segment", name)
     except SegmentError as error:
         problem = error
-    for path in _kept(name, holders):
+    for path in _kept(inode, holders):
         with contextlib.suppress(OSError, SegmentError):
-            return _map(path, name, size, kept=True)
+            return _map(path, name, size, inode, kept=True)
     raise problem
 
 
-def _map(path: Path, name: str, size: int, *, kept: bool = False) -> Segment:
+def _map(path: Path, name: str, size: int, inode: int, *, kept: bool = False) -> Segment:
     """kept: the path is a descriptor of another process, which is a link."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if kept else shm.open_segment(name, writable=True)
     try:
         if own.foreign(os.fstat(fd), os.geteuid()):
             raise SegmentError(f"{name}: not a file of this user's")
+        if os.fstat(fd).st_ino != inode:
+            raise SegmentError(f"{name}: another file has taken its place")
         return segment.map_known(fd, name, size)
     finally:
         os.close(fd)
 
 
-def _kept(name: str, holders: Iterable[int]) -> list[Path]:
-    """Open descriptors of a file of this name, which may be unlinked."""
-    wanted = str(shm.path_of(name))
+def _kept(inode: int, holders: Iterable[int]) -> list[Path]:
+    """Open descriptors of this file, which may be unlinked or renamed."""
+    device = shm.SHM.stat().st_dev
     found = []
     for pid in holders:
         with contextlib.suppress(OSError):
             for path in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    if str(path.readlink()).removesuffix(DELETED) == wanted:
+                    status = path.stat()
+                    if (status.st_ino, status.st_dev) == (inode, device):
                         found.append(path)
     return found
 

@@ -33,7 +33,7 @@ from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, Se
 from gadei_ps.memory.segment import segment_name
 from gadei_ps.server import shard
 from gadei_ps.server.driver import Driver, Member
-from gadei_ps.server.rings import Rings, holders
+from gadei_ps.server.rings import Rings
 from gadei_ps.server.shards import Shards, new_board
 from gadei_ps.sync import SpecError, zipline
 
@@ -271,6 +271,7 @@ class Server:
                 self._line["state"] = ServerState.READY
                 if not self.reigns:
                     self.reigns = True  # the next server may begin to wait for us
+                    self._line["reigns"] = 1
                     _native.lease_release(self.control_segment.word(CONTROL, "heir"))
                 if not int(self.control["lease_state"]):
                     _native.store32(self.control_segment.word(CONTROL, "lease_state"), 1)
@@ -342,7 +343,7 @@ class Server:
         assert self.driver is not None
         entry = self.roster[row]
         try:
-            one = self.rings.map(row, generation, holders(self.control), populate=not self.active)
+            one = self.rings.map(row, generation, self.control, populate=not self.active)
         except (FileNotFoundError, SegmentError) as error:
             if not self.active or int(entry["retired"]) >= generation:
                 return  # a server that stands by may be late: it has just been retired
@@ -420,11 +421,14 @@ def main() -> None:
     parser.add_argument("number", type=int)
     parser.add_argument("orphan_s", type=float)
     parser.add_argument("--cores", type=placement.parse, default=[])
+    parser.add_argument("--core-dumps", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     log.set_up(as_json=args.json, verbose=args.verbose, quiet=args.quiet)
+    if not args.core_dumps:
+        process.forbid_core_dump()
     try:
         code = Server(args.job, args.number, args.orphan_s, args.cores).run()
     except OtherVersion as error:

@@ -11,7 +11,6 @@ read no frame of it any more (arrival.settle_broken), and the manager lets its l
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +22,7 @@ from gadei_ps.memory.segment import Segment, segment_name
 from gadei_ps.server.structs import BOARD, NOT_READING, RING_LINE
 
 
-def holders(control: np.void) -> list[int]:
+def _holders(control: np.void) -> list[int]:
     """Other processes that may have a ring mapped whose name is lost. control: CONTROL."""
     pids = [control["watchdog_pid"], *control["server"]["pid"]]
     return [int(pid) for pid in pids if int(pid) not in (0, os.getpid())]
@@ -77,15 +76,13 @@ class Rings:
     mapped: dict[int, Mapped] = field(default_factory=dict)
     _forgotten: list[tuple[int, Mapped]] = field(default_factory=list)
 
-    def map(
-        self, row: int, generation: int, holders: Iterable[int] = (), *, populate: bool
-    ) -> Mapped:
+    def map(self, row: int, generation: int, control: np.void, *, populate: bool) -> Mapped:
         """Maps a ring, not yet shown to the shards. populate: so that no access to it faults.
 
-        holders: pids of processes that may have it mapped. Raises FileNotFoundError, or
-        SegmentError if its learner has truncated it.
+        control: CONTROL. Raises FileNotFoundError, or SegmentError if its learner has truncated it.
         """
-        found = ring.attach(segment_name(self.job, f"ring.{row}"), self.sizes.bytes, holders)
+        name, inode = segment_name(self.job, f"ring.{row}"), int(control["ring_inode"][row])
+        found = ring.attach(name, self.sizes.bytes, inode, _holders(control))
         ring.guard(found, self._broken_at(row), generation, self.board)
         if populate:
             _native.populate(found.address, found.size)

@@ -339,7 +339,7 @@ def load(kinds: Iterable[int] = tuple(Kind)) -> None:
     applier()
     arriver()
     for kind in kinds:
-        loops(kind)
+        loops(int(kind))  # the cache tells an enum from a number
     for function in ENTRIES:
         function.compile(SIGNATURE)  # type: ignore[attr-defined]
 

@@ -7,11 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import psutil
 from support import (
     PATIENCE_S,
     Pusher,
@@ -23,10 +25,13 @@ from support import (
 )
 
 from gadei_ps.commands.daemon import Daemon
+from gadei_ps.errors import GadeiError
 from gadei_ps.job import processes
 from gadei_ps.job.config import JobConfig
+from gadei_ps.job.control import Checkpoint, ask
 from gadei_ps.job.processes import Processes, Role, Target
 from gadei_ps.learners.client import Client
+from gadei_ps.machine import process
 
 ROUNDS = int(
     os.environ.get("CRASH_ROUNDS", "0")
@@ -213,4 +218,30 @@ def seen(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:
 def tids(control: np.void) -> list[int]:
     """Threads that hold the leases of the shards."""
     found: list[int] = control["shard"]["tid"][: int(control["shards"])].tolist()
+    return found
+
+
+# -- checkpoints --------------------------------------------------------------------------------
+
+
+def asking(pipe: Connection, job: str) -> None:
+    """For a Child: asks for a checkpoint, and tells what becomes of it."""
+    try:
+        answer = ask(job, Checkpoint(), 60.0)
+    except GadeiError as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    pipe.send(answer)
+
+
+def saver_of(team: Team) -> Target:
+    """Waits for the process that makes a checkpoint."""
+    watchdog = psutil.Process(team.find(Role.WATCHDOG).pid)
+
+    def look() -> Target | None:
+        for child in watchdog.children():
+            if child.name() == "saver":  # a fork, see support.quick
+                return Target(Role.WATCHDOG, child.pid, process.start_ticks(child.pid))
+        return None
+
+    found: Target = eventually(look)
     return found

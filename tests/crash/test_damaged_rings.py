@@ -67,6 +67,7 @@ def vandal(job: str) -> Iterator[Vandal]:
         yield made
     finally:
         made.child.kill()
+        _renamed(made).unlink(missing_ok=True)
 
 
 def _zero(client: Client) -> None:
@@ -83,6 +84,26 @@ def _unlink(wild: Vandal) -> None:
 
 def _truncate(wild: Vandal) -> None:
     os.truncate(segment.SHM / wild.name[1:], 0)
+
+
+def _grow(wild: Vandal) -> None:
+    os.truncate(segment.SHM / wild.name[1:], 2 * wild.ring.size)
+
+
+def _renamed(wild: Vandal) -> Path:
+    return segment.SHM / f"{wild.name[1:]}-renamed"
+
+
+def _rename(wild: Vandal) -> None:
+    (segment.SHM / wild.name[1:]).rename(_renamed(wild))
+
+
+def _replace(wild: Vandal) -> None:
+    """By a copy, which nobody writes to."""
+    copy = _renamed(wild)
+    copy.write_bytes(bytes(wild.ring.memory))
+    copy.chmod(0o600)
+    copy.rename(segment.SHM / wild.name[1:])
 
 
 def _state(team: Team) -> np.void:
@@ -136,7 +157,12 @@ DAMAGES: dict[str, Callable[[Vandal], object]] = {
     "zeroed": lambda wild: wild.do(_zero),
     "unlinked": _unlink,
     "truncated": _truncate,
+    "grown": _grow,
+    "renamed": _rename,
+    "replaced": _replace,
 }
+UNHARMED = ("unlinked", "grown", "renamed", "replaced")
+"""The learner's own mapping is as it was."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -154,6 +180,9 @@ def test_the_next_server_finds_it_damaged(damage: str, job_name: str, tmp_path: 
             eventually(lambda: team.find(Role.STANDBY).pid != standby.pid)
             send(server)
         team.goes_on()
+        if damage in UNHARMED:
+            wild.do(3)
+            assert wild.do(_settle) == wild.do(0), "it trains on"
         published = int(wild.ring.view(RING)["head"]) if damage != "truncated" else 0
         _rest(team, wild)
         if published:

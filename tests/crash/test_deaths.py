@@ -11,13 +11,11 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import psutil
 import pytest
 from support import FORK, Child, eventually, quick, segments, spin, status
-from team import Team, seen, send, stopped, tids
+from team import Team, asking, saver_of, seen, send, stopped, tids
 
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.errors import GadeiError
 from gadei_ps.job import processes
 from gadei_ps.job.control import Checkpoint, ask
 from gadei_ps.job.processes import Role, Target
@@ -181,27 +179,6 @@ def test_everything_dies_and_goes_on_from_a_checkpoint(job_name: str, tmp_path: 
 # -- checkpoints --------------------------------------------------------------------------------
 
 
-def _ask(pipe: object, job: str) -> None:
-    try:
-        answer = ask(job, Checkpoint(), 60.0)
-    except GadeiError as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    pipe.send(answer)  # type: ignore[attr-defined]
-
-
-def _saver(team: Team) -> Target:
-    watchdog = psutil.Process(team.find(Role.WATCHDOG).pid)
-
-    def look() -> Target | None:
-        for child in watchdog.children():
-            if child.name() == "saver":  # a fork, see support.quick
-                return Target(Role.WATCHDOG, child.pid, process.start_ticks(child.pid))
-        return None
-
-    found: Target = eventually(look)
-    return found
-
-
 @pytest.mark.parametrize("victim", ["saver", Role.SERVER, Role.WATCHDOG])
 def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> None:
     """Training continues, and each checkpoint has the contents that its manifest states."""
@@ -211,14 +188,16 @@ def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> N
             tries += 1
             assert tries < 20 * team.rounds(1), "the pause ends before the test sees it"
             target = None if victim == "saver" else team.find(Role(victim))
-            asker = Child(_ask, job_name)
-            target = target or _saver(team)
+            asker = Child(asking, job_name)
+            target = target or saver_of(team)
             seen(lambda asker=asker: int(team.control["pause"]) or asker.has_sent)
             hit = bool(int(team.control["pause"])) and processes.send(target, signal.SIGKILL)
             answer = asker.receive()
             asker.join()
             if hit and victim == "saver":
                 assert "CheckpointError" in answer["error"]
+            if victim == Role.WATCHDOG:
+                team.goes_on()  # its saver has died with it: the pause ends by itself
             team.watch()
             team.goes_on()
             hits += bool(hit)
@@ -236,7 +215,7 @@ def test_a_checkpoint_taken_under_fire(job_name: str, tmp_path: Path) -> None:
         whole = 0
         for _ in range(team.rounds(3)):
             server = team.find(Role.SERVER)
-            asker = Child(_ask, job_name)
+            asker = Child(asking, job_name)
             spin(chance, 0.4)
             send(server)
             answer = asker.receive()

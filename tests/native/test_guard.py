@@ -35,7 +35,7 @@ def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def _touch(pipe: Connection, path: Path, act: Callable[[Any, np.ndarray], object]) -> None:
     """Maps two rings, one of which is guarded, and does what it is told with the guarded one."""
     word = np.zeros(1, np.uint64)
-    mapped = ring.attach(NAME, SIZE)
+    mapped = ring.attach(NAME, SIZE, path.stat().st_ino)
     ring.guard(mapped, word.ctypes.data, 7, word)
     pipe.send(act(mapped, word))
 
@@ -74,7 +74,7 @@ def test_other_memory_is_no_business_of_the_guard(path: Path, handler: bool) -> 
     """An access elsewhere, a signal that is sent, and memory that is not guarded any more."""
 
     def elsewhere(mapped: Any, word: np.ndarray) -> object:
-        other = ring.attach(NAME, SIZE)
+        other = ring.attach(NAME, SIZE, path.stat().st_ino)
         os.truncate(path, 0)
         return _native.load(other.address)
 
@@ -103,7 +103,7 @@ def test_guards_are_given_back(path: Path) -> None:
     """More of them than there is room for, one after another."""
     word = np.zeros(1, np.uint64)
     for _ in range(1100):
-        ring.guard(ring.attach(NAME, SIZE), word.ctypes.data, 1, word)
+        ring.guard(ring.attach(NAME, SIZE, path.stat().st_ino), word.ctypes.data, 1, word)
     assert not word[0]
 
 
@@ -112,31 +112,46 @@ def test_guards_are_given_back(path: Path) -> None:
 
 def test_a_ring_whose_name_is_gone(path: Path) -> None:
     """It is found through a process that has it mapped."""
-    kept = ring.attach(NAME, SIZE)
+    kept = ring.attach(NAME, SIZE, path.stat().st_ino)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        ring.attach(NAME, SIZE)
-    assert bytes(ring.attach(NAME, SIZE, [2**22, os.getpid()]).memory) == bytes(kept.memory)
+        ring.attach(NAME, SIZE, kept.inode)
+    assert bytes(ring.attach(NAME, SIZE, kept.inode, [2**22, os.getpid()]).memory) == bytes(
+        kept.memory
+    )
 
 
-@pytest.mark.parametrize("made", ["short", "fifo", "link"])
+def test_a_ring_that_is_renamed(path: Path) -> None:
+    kept = ring.attach(NAME, SIZE, path.stat().st_ino)
+    other = path.rename(path.with_name(f"{path.name}-renamed"))
+    try:
+        found = ring.attach(NAME, SIZE, kept.inode, [os.getpid()])
+        assert bytes(found.memory) == bytes(kept.memory)
+    finally:
+        other.unlink()
+
+
+@pytest.mark.parametrize("made", ["short", "fifo", "link", "copy"])
 def test_a_name_that_leads_elsewhere(made: str, path: Path) -> None:
-    kept = ring.attach(NAME, SIZE)
+    kept = ring.attach(NAME, SIZE, path.stat().st_ino)
     path.unlink()
     if made == "short":
         path.write_bytes(b"x")
         path.chmod(0o600)
     elif made == "fifo":
         os.mkfifo(path)
+    elif made == "copy":
+        path.write_bytes(bytes(kept.memory))
+        path.chmod(0o600)
     else:
         path.symlink_to("/dev/zero")
     with pytest.raises(SegmentError, match=NAME):
-        ring.attach(NAME, SIZE)
-    found = ring.attach(NAME, SIZE, [os.getpid()])
+        ring.attach(NAME, SIZE, kept.inode)
+    found = ring.attach(NAME, SIZE, kept.inode, [os.getpid()])
     assert bytes(found.memory) == bytes(kept.memory)
 
 
 def test_no_word_of_a_ring_is_believed(path: Path) -> None:
     for content in (bytes(SIZE), os.urandom(SIZE), bytes([255]) * SIZE):
         path.write_bytes(content)
-        assert bytes(ring.attach(NAME, SIZE).memory) == content
+        assert bytes(ring.attach(NAME, SIZE, path.stat().st_ino).memory) == content

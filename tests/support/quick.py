@@ -48,6 +48,7 @@ COMMANDS = (
 )
 PR_SET_NAME = 15
 STARTING: list[Callable[[str], None]] = []  # called in each fork with its program's name
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
 Stream = int | IO[bytes] | None
 
 
@@ -169,6 +170,8 @@ class Forked:
 
 def _become_plain(process_group: int | None, how: int | None, parent: int) -> None:
     """Nothing of the tests is left that a new interpreter would not have."""
+    # So that support.wounds may reach into it also where Yama forbids that (an error elsewhere).
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_long(PR_SET_PTRACER_ANY), 0, 0, 0)
     gc.freeze()  # no finalizer of the parent's objects may close a descriptor of the child
     atexit._clear()
     faulthandler.disable()

@@ -1,0 +1,63 @@
+"""A saver that comes to nothing while it lives: training goes on, whatever it waits for."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from support import Child, blocked_disk, eventually, status
+from support.blocked_disk import BlockedDisk
+from team import Team, asking, saver_of, seen, send
+
+from gadei_ps.job import processes
+from gadei_ps.job.control import Checkpoint, ask
+
+WHY_NOT = blocked_disk.why_not()
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_a_disk_that_blocks(job_name: str, tmp_path: Path) -> None:
+    """Training and the watchdog go on, and no other checkpoint is begun."""
+    with Team(job_name, tmp_path) as team:
+        with BlockedDisk(tmp_path) as disk:
+            first = Child(asking, job_name)
+            disk.waits()
+            saver = saver_of(team)
+            second = Child(asking, job_name)
+            for _ in range(3):
+                team.goes_on()
+                assert status(job_name)["checkpoint_failures"] == 0
+            assert saver_of(team) == saver
+            assert not first.has_sent
+            assert not second.has_sent
+        assert "CheckpointError" in first.receive()["error"]
+        assert second.receive()["version"] > 0, "the disk is there again"
+        for child in (first, second):
+            child.join()
+        assert status(job_name)["checkpoint_failures"] == 1
+        team.goes_on()
+        team.settle()
+
+
+def test_a_saver_that_stands_still_in_its_pause(job_name: str, tmp_path: Path) -> None:
+    """The pause is over when its time is, and the saver finds that its copy is none."""
+    with Team(job_name, tmp_path, values=500_000) as team:
+        while True:
+            asker = Child(asking, job_name)
+            saver = saver_of(team)
+            seen(lambda asker=asker: int(team.control["pause"]) or asker.has_sent)
+            sent = processes.send(saver, signal.SIGSTOP)
+            if sent is not None and int(team.control["pause"]):
+                break
+            processes.send(saver, signal.SIGCONT)
+            asker.receive()
+            asker.join()
+        team.goes_on()
+        assert int(team.control["pause"]), "nobody has withdrawn it"
+        send(saver, signal.SIGCONT)
+        assert asker.receive()["version"] > 0
+        asker.join()
+        eventually(lambda: not int(team.control["pause"]))
+        assert ask(job_name, Checkpoint(), 60.0)["version"] > 0
+        team.settle()

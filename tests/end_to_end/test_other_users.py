@@ -1,0 +1,183 @@
+"""Another user of the machine: what it tries at a job of ours, and a learner of root at its job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shell import is_running
+from support import (
+    Child,
+    Pusher,
+    config,
+    daemon,
+    eventually,
+    gone,
+    live_weights,
+    segments,
+    status,
+)
+from support.hostile import NOBODY
+from support.quick import fork_quickly
+from support.supervised import TENSORS, VALUES
+
+from gadei_ps.errors import GadeiError
+from gadei_ps.job.control import StopJob, ask
+from gadei_ps.learners.client import Client
+from gadei_ps.memory import segment
+from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.watchdog import supervisor
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def _become_another() -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+
+
+def _push(client: Client) -> None:
+    client.push({"w": np.ones(VALUES, np.float32)})
+
+
+# -- a stranger at our job ------------------------------------------------------------------------
+
+
+def _tries(path: Path, names: list[str], pids: list[int]) -> Iterator[Callable[[], object]]:
+    """Everything that a stranger may try; each raises."""
+    for name in names:
+        file = segment.SHM / name[1:]
+        for flags in (os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+            yield lambda file=file, flags=flags: os.open(file, flags)
+        yield lambda file=file: os.truncate(file, 0)
+        yield lambda file=file: file.unlink()
+        yield lambda file=file: file.rename(f"{file}-mine")
+        yield lambda file=file: file.chmod(0o666)
+        yield lambda name=name: segment.attach(name, SegmentKind.CONTROL, writable=False)
+    for pid in pids:
+        for number in (0, signal.SIGKILL, signal.SIGSTOP):
+            yield lambda pid=pid, number=number: os.kill(pid, number)
+        for what in ("mem", "maps", "fd", "map_files"):
+            file = Path(f"/proc/{pid}") / what
+            yield lambda file=file: list(file.iterdir()) if file.is_dir() else file.read_bytes()
+    yield lambda: path.unlink()
+    yield lambda: path.rename(f"{path}-mine")
+    yield lambda: Client(str(path))
+
+
+def _strange(pipe: Connection, path: Path, names: list[str], pids: list[int]) -> None:
+    _become_another()
+    done = 0
+    for number, one in enumerate(_tries(path, names, pids)):
+        try:
+            one()
+        except (OSError, GadeiError):
+            done += 1
+        else:
+            pipe.send(f"number {number} was allowed")
+            return
+    pipe.send(done)
+    pipe.recv()  # our runtime directory and its socket are open to everybody now
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(path))
+        with contextlib.suppress(OSError):
+            raw.sendall(b"\x10\0\0\0" + b"x" * 16)
+        try:
+            said = raw.recv(100)
+        except ConnectionResetError:
+            said = b""
+        pipe.send(said)
+
+
+def test_a_stranger_can_do_nothing(job_name: str, runtime_dir: Path) -> None:
+    with daemon(job_name, tensors=TENSORS, standby=True):
+        one = Pusher(job_name, _push)
+        now = status(job_name)
+        pids = [now["watchdog_pid"], now["server_pid"], one.child.pid]
+        path = runtime_dir / f"{job_name}.sock"
+        names = segments(job_name)
+        assert len(names) == 4
+        child = Child(_strange, path, names, pids)
+        assert child.receive() == len(list(_tries(path, names, pids)))
+        runtime_dir.chmod(0o777)
+        path.chmod(0o777)
+        child.send()
+        assert child.receive() == b"", "it is refused without a word"
+        child.join()
+        runtime_dir.chmod(0o700)
+        pushed = one.published
+        eventually(lambda: one.published > pushed + 20)
+        one.kill()
+        eventually(lambda: not status(job_name)["learners"])
+        end = status(job_name)
+        assert (end["server_deaths"], end["learner_deaths"]) == (0, 1)
+        np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -one.published)
+
+
+# -- root at another user's job -------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, job: str, runtime: Path) -> None:
+    os.environ |= {"GADEI_PS_RUNTIME_DIR": str(runtime), "GADEI_PS_STATE_DIR": str(runtime)}
+    wanted = config(job, tensors=TENSORS, standby=True)
+    with fork_quickly():  # the other user may not read our cache of compiled code
+        _become_another()
+        pipe.send(supervisor.serve(wanted, supervisor.Options(fresh=True, quiet=True)))
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """The other user's runtime directory."""
+    made = Path(tempfile.mkdtemp(prefix="gps-", dir="/tmp"))
+    os.chown(made, NOBODY, NOBODY)
+    yield made
+    shutil.rmtree(made)
+
+
+def test_root_trains_at_another_users_job(job_name: str, runtime: Path) -> None:
+    """Over a death of the server and of the learner, as at a job of its own."""
+    path = str(runtime / f"{job_name}.sock")
+    watchdog = Child(_serve, job_name, runtime)
+    try:
+        eventually(lambda: is_running(path) or not watchdog.alive)
+        assert status(path)["watchdog_pid"] == watchdog.pid
+        with Client(path) as client:
+            assert client.place.weights.owner == NOBODY
+            gradient = {"w": np.ones(VALUES, np.float32)}
+            client.push(gradient)
+            client.wait_applied()
+            next_ = eventually(lambda: status(path)["standby_pid"])
+            os.kill(status(path)["server_pid"], signal.SIGKILL)
+            for _ in range(5):
+                client.push(gradient)
+            client.wait_applied()
+            assert status(path)["server_pid"] == next_
+            np.testing.assert_array_equal(client.weights["w"], -6)
+        dies = Child(_dies_at, path)
+        assert dies.receive() == "pushed"
+        dies.kill()
+        eventually(lambda: status(path)["learner_deaths"] == 1)
+        eventually(lambda: status(path)["version"] == 7)
+        ask(path, StopJob())
+        assert watchdog.receive() == 0
+    finally:
+        watchdog.kill()
+    assert gone(watchdog.pid)
+    assert not [one for one in segment.find() if one.job == job_name]
+
+
+def _dies_at(pipe: Connection, path: str) -> None:
+    client = Client(path)
+    _push(client)
+    pipe.send("pushed")
+    pipe.recv()
