@@ -232,6 +232,7 @@ def serve(part: np.ndarray) -> int:
     passes = 0  # since there was anything to do
     idle_since = 0.0
     wide_awake(s.control, np.uint64(s.number))  # the server before may have died asleep
+    put(s.me + FRAMES, record.steps)  # or before it told
 
     while True:
         beat += ONE
