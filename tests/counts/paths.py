@@ -1,0 +1,175 @@
+"""What a shard may come upon: each way of a frame, for every optimizer and number format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from support import Rig, eventually
+
+from gadei_ps import _native
+from gadei_ps.kernels import reference
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import NO_BATCH, Action, FrameKind, Role, Work
+from gadei_ps.memory.weights import Tensor
+
+# With padding 128 parameters, which are whole chunks, and a buffer that is shorter than one.
+TENSORS = [Tensor("table", (4, 24)), Tensor("w", (30,)), Tensor("running", (24,), Role.BUFFER)]
+LISTED = np.array([0, 2, 3])  # rows: one alone, and two that are cut as one
+RATE = 0.05
+DECAY = 0.01
+# What becomes of the learners' frames in a superstep; the second one is a frame of rows.
+ACTIONS = {0: Action.APPLY, 1: Action.APPLY, 2: Action.DROP, 3: Action.REFUSE}
+WAYS = ("dense", "rows", "superstep", "refused", "dropped")
+# leaves: the learner is gone, and has a batch that it has not answered. last: two frames, and the
+# second one answers the last batch of all.
+OTHERS = ("leaves", "last")
+
+Gradient = tuple[np.ndarray, np.ndarray]
+"""float32 of each element, and whether the gradient names it."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way through the code of a shard."""
+
+    way: str
+    optimizer: str
+    wire: WireType
+    shards: int = 1
+    index: int = 0
+
+    def __str__(self) -> str:
+        part = f"-shard{self.index}" if self.shards > 1 else ""
+        return f"{self.way}-{self.optimizer}-{self.wire.name.lower()}{part}"
+
+
+EVERY = [Path(way, kind.name.lower(), wire) for way in WAYS for kind in Kind for wire in WireType]
+EVERY += [
+    Path(way, kind.name.lower(), wire)
+    for way, kind, wire in zip(OTHERS, (Kind.ADAM, Kind.NESTEROV), WireType, strict=False)
+]
+# The thread of another shard keeps no books.
+SECOND = [
+    Path(way, kind.name.lower(), wire, 2, 1)
+    for way, kind, wire in zip(WAYS, list(Kind)[1:], [*WireType, *WireType], strict=False)
+]
+
+
+def noise(*seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+
+
+def rig_of(name: str, path: Path) -> Rig:
+    """A rig for the path, before any gradient."""
+    collect = path.way == "superstep"
+    optimizer = {"kind": path.optimizer, "lr": RATE, "weight_decay": DECAY}
+    values = {
+        one.name: noise(at, count=one.count).reshape(one.shape) for at, one in enumerate(TENSORS)
+    }
+    learners = len(ACTIONS) if collect else 1 if path.way == "last" else 2
+    how: dict[str, Any] = {"collect": collect, "learners": learners}
+    how |= {"shards": path.shards, "slots": 2, "ahead": 2, "spin_us": 0.0}
+    return Rig(name, TENSORS, values, optimizer=optimizer, **how)
+
+
+def batch_of(rig: Rig, row: int, number: int = 0) -> int:
+    """One that the learner has to answer."""
+    return int(rig.roster[row]["outstanding"][number])
+
+
+def set_out(rig: Rig, path: Path) -> list[list[Gradient]]:
+    """Brings a rig to rest with a history behind it, and publishes the path's frames.
+
+    Returns the gradients that are to be applied, step by step; of each, their mean.
+    """
+    rows = range(len(rig.memory.rings))
+    rig.control["batches"], rig.control["epochs"] = (4, 1) if path.way == "last" else (1000, 2)
+    _native.store32(rig.word("work"), Work.WORKING)
+
+    def handed() -> bool:
+        return bool(((rig.roster["outstanding"] != NO_BATCH).sum(axis=1)[: len(rows)] == 2).all())
+
+    with rig.serving():
+        for number in range(2):
+            eventually(handed)
+            for row in rows:
+                gradient = noise(9, number, row, count=rig.model.elements)
+                rig.publish(row, gradient, batch=batch_of(rig, row))
+            if path.way == "superstep":
+                rig.superstep(dict.fromkeys(rows, Action.APPLY))
+                eventually(rig.superstep_done)
+            for row in rows:
+                rig.wait_tail(row, number + 1)
+        eventually(handed)
+    return _publish(rig, path)
+
+
+def _publish(rig: Rig, path: Path) -> list[list[Gradient]]:
+    raw = reference.encode(path.wire, noise(5, count=rig.model.elements))
+    whole = reference.decode(path.wire, raw), np.ones(rig.model.elements, bool)
+    says: dict[str, Any] = {"wire": path.wire, "loss": 1.5, "started": 1.0, "finished": 2.0}
+    if path.way == "superstep":
+        given = [whole, _publish_rows(rig, 1, says)]
+        for row in set(ACTIONS) - {1}:
+            rig.publish(row, raw, batch=batch_of(rig, row), **says)
+        rig.superstep(ACTIONS)
+        return [given]
+    if path.way == "rows":
+        return [[_publish_rows(rig, 0, says)]]
+    if path.way == "refused":
+        says["flags"] = layout.CHECKED | layout.NONFINITE
+    elif path.way == "dropped":
+        says |= {"kind": FrameKind.EMPTY, "blocks": 1}
+    rig.publish(0, raw, batch=batch_of(rig, 0), **says)
+    if path.way == "last":
+        rig.publish(0, raw, batch=batch_of(rig, 0, 1), **says)
+        return [[whole], [whole]]
+    if path.way == "leaves":
+        rig.roster[0]["wanted"] = 0
+    return [[whole]] if path.way in ("dense", "leaves") else []
+
+
+def _publish_rows(rig: Rig, row: int, says: dict[str, Any]) -> Gradient:
+    """A gradient of some rows, of one tensor whole and of no buffer."""
+    table, w = noise(6, count=LISTED.size * 24).reshape(-1, 24), noise(7, count=30)
+    rig.publish_rows(row, {0: (LISTED, table), 1: w}, batch=batch_of(rig, row), **says)
+    values = np.zeros(rig.model.elements, np.float32)
+    named = np.zeros(rig.model.elements, bool)
+    places = [*LISTED * 24, rig.model.tensors[1].start]
+    for at, given in zip(places, [*table, w], strict=True):
+        coded = reference.encode(says["wire"], given)
+        values[at : at + given.size] = reference.decode(says["wire"], coded)
+        named[at : at + given.size] = True
+    return values, named
+
+
+def by_numpy(rig: Rig, path: Path, steps: Sequence[Sequence[Gradient]]) -> list[np.ndarray]:
+    """Weights and slots after the steps, from those of now."""
+    arrays = rig.kept()
+    for number, given in enumerate(steps, int(rig.state["record"]["steps"][path.index]) + 1):
+        _step(rig, path, arrays, given, number)
+    return arrays
+
+
+def _step(
+    rig: Rig, path: Path, arrays: list[np.ndarray], given: Sequence[Gradient], number: int
+) -> None:
+    """Changes weights and slots by the mean of the gradients."""
+    spec = OptimizerSpec(Kind[path.optimizer.upper()], lr=RATE, weight_decay=DECAY)
+    low, high = rig.range(path.index)
+    here = np.arange(rig.model.elements)
+    named = np.any([one[1] for one in given], axis=0) & (here >= low) & (here < high)
+    if not all(one[1].all() for one in given):  # the padding goes with dense gradients only
+        tensors = rig.model.tensors
+        named &= np.any([(here >= t.start) & (here < t.start + t.count) for t in tensors], axis=0)
+    mean = np.sum([one[0] for one in given], axis=0) * np.float32(1 / len(given))
+    moved, added = named & (here < rig.model.parameters), named & (here >= rig.model.parameters)
+    parts = [array[moved] for array in arrays]
+    reference.step(spec, parts[0], parts[1:], mean[moved], number, RATE)
+    for array, part in zip(arrays, parts, strict=True):
+        array[moved] = part
+    arrays[0][added] += mean[added]
