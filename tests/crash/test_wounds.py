@@ -146,14 +146,23 @@ def _stopped_at_its_start(team: Team) -> Target:
 # -- all of them stand still ----------------------------------------------------------------------
 
 
+def _looks(job: str) -> None:
+    """The watchdog has looked at the servers: it does so after each answer."""
+    for _ in range(2):
+        status(job)
+
+
 def test_a_machine_that_was_suspended(job_name: str, tmp_path: Path) -> None:
     """The watchdog did not look for longer than a server may hang, and blames none."""
-    with Team(job_name, tmp_path, hang_s=2 * HANG_S) as team:
+    with Team(job_name, tmp_path, hang_s=3 * HANG_S) as team:
         team.goes_on()
         everyone = [team.find(role) for role in (Role.SERVER, Role.STANDBY, Role.WATCHDOG)]
         server, standby, watchdog = everyone
-        with stopped(server), stopped(standby), stopped(watchdog):
-            time.sleep(4 * HANG_S)
+        with stopped(server), stopped(standby):
+            _looks(job_name)
+            with stopped(watchdog):
+                time.sleep(4 * HANG_S)
+            _looks(job_name)
         team.goes_on()
         assert all(one.alive for one in everyone)
         team.settle()

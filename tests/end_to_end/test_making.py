@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -16,6 +17,7 @@ from support import FORK, Child, daemon, eventually, fork, gone, live_weights, s
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, GadeiError, JobStopped, ModelMismatch
 from gadei_ps.job.control import Attach, Checkpoint, Connection, StopJob, ask
+from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.memory.segment import segment_name
 
@@ -176,8 +178,15 @@ def test_a_stop_while_a_model_is_made(job_name: str, brake: Brake) -> None:
         asking[0].start()
         eventually(lambda: notes)
         assert notes[0]["note"] == "making"
+        control = Processes(job_name).control
         asking[1].start()
-        eventually(lambda: brake.allow(1) or (first.has_sent and said))
+        eventually(lambda: int(control["stop"]))
+        allowed = 0
+        while not (first.has_sent and said):  # slowly: the pieces in hand are to be the last ones
+            brake.allow(1)
+            allowed += 1
+            assert allowed < PIECES
+            time.sleep(0.05)
         assert (first.receive(), said) == (f"JobStopped: {told}", [told])
         for one in asking:
             one.join()
