@@ -8,19 +8,43 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 from numba import types
 
 from gadei_ps.kernels.compiled import address_of, inner
 from gadei_ps.server.chunks import Walk, prepare
-from gadei_ps.server.constants import ROWS
-from gadei_ps.server.context import Shard, shard_of
+from gadei_ps.server.constants import APPLY, MAX_LEARNERS, ONE, ROWS
+from gadei_ps.server.context import GENERATION, Shard, is_there, shard_of
 from gadei_ps.server.dense import apply_dense
-from gadei_ps.server.record import lock, unlock
+from gadei_ps.server.record import lock, note_torn, unlock
 from gadei_ps.server.rows import apply_rows
 from gadei_ps.server.structs import PART
 from gadei_ps.server.symbols import call, structs
 
 _part_at = structs(PART)
+
+
+@inner
+def _count_torn(s: Shard) -> int:
+    """How many of the frames in hand are not there any more.
+
+    In the mean of a superstep such a frame counts as zeros, so that the others weigh the same in
+    every shard.
+    """
+    record = s.state[0].record[s.number]
+    if record.ring < np.uint64(MAX_LEARNERS):
+        here = is_there(s.hands[0].watch - GENERATION, record.generation, record.sequence)
+        return 0 if here else 1
+    torn = 0
+    member = 0  # they are in hand in the order of their rows
+    for row in range(MAX_LEARNERS):
+        if s.c[0].superstep_action[row] == APPLY:
+            slot = s.hands[member].watch - GENERATION
+            sequence = s.c[0].superstep_upto[row] - ONE
+            if not is_there(slot, s.board[0].ring[row].generation, sequence):
+                torn += 1
+            member += 1
+    return torn
 
 
 def _apply(part: int, members: int, first: int, start: int) -> None:
@@ -36,6 +60,7 @@ def _apply(part: int, members: int, first: int, start: int) -> None:
         apply_rows(s, walk)
     else:
         apply_dense(s, walk)
+    note_torn(s, _count_torn(s))  # a server that finds all applied reads no frame
     unlock(s)
 
 

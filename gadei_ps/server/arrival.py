@@ -27,7 +27,6 @@ from gadei_ps.server.context import (
     consumed_at,
     integer,
     is_broken,
-    is_there,
     mark_broken,
     read_frame,
     shard_of,
@@ -35,7 +34,7 @@ from gadei_ps.server.context import (
 )
 from gadei_ps.server.frames import check_frame
 from gadei_ps.server.known import HEAD, consume, is_nonsense, oldest_slot
-from gadei_ps.server.record import VERSION, Entry, begin, finish, note_torn
+from gadei_ps.server.record import VERSION, Entry, begin, finish, is_torn
 from gadei_ps.server.structs import PART
 from gadei_ps.server.symbols import call, get, get32, structs
 
@@ -70,11 +69,8 @@ def _arrive(part: int, line: int) -> None:
         begin(s, Entry(row, ring.generation, tail, rate, version, 1))
         take(s, 0, slot, frame)
         apply_frames(s, Walk(1, 0, s.low))
-        torn = not is_there(slot, ring.generation, tail)
-        if torn:
-            note_torn(s, 1)
         if s.number == 0:
-            book_arrival(s, row, tail, frame, version, torn, more)
+            book_arrival(s, row, tail, frame, version, is_torn(s), more)
         finish(s)
     else:
         _refuse(s, row, reason, header, tail + ONE, more)

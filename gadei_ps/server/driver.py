@@ -175,6 +175,20 @@ class Driver:
         """Whether the model waits to decide on a gradient of this learner."""
         return not self.sync.on_arrival and self._applied(member) < member.reported
 
+    def is_settled(self, member: Member) -> bool:
+        """Whether all shards are done with a broken ring: they count the same, with none in hand.
+
+        Also once it is drained: a shard of a dying server may have begun a frame after that.
+        """
+        if not member.mapped.told:
+            return False
+        records = self._state["record"][: self._shards]
+        # First: what is in hand counts at last, and nothing is begun any more.
+        if ((records["cursor"] != layout.IDLE) & (records["ring"] == member.row)).any():
+            return False
+        counts = self._state["applied"][: self._shards, member.row]
+        return bool((counts == counts[0]).all())
+
     def done_with(self, member: Member) -> bool:
         """True if the model no longer refers to this learner, which is gone."""
         if member.joined:
@@ -391,6 +405,13 @@ class Driver:
             if grant != member.granted:
                 member.granted = grant
                 self.publish_grant(member.row, grant)
+
+    def note_broken(self, member: Member) -> None:
+        """The next server does not read its ring either. From now on shard 0 may let it go."""
+        at = self._segment.word(CONTROL, "roster") + member.row * ENTRY.itemsize
+        at += layout.offset(ENTRY, "broken")
+        _native.store(at, member.generation)  # SYNC POINT: broken
+        _native.bell(self._segment.word(CONTROL, "shard_bell"))
 
     def publish_obsolete(self, member: Member, below: int) -> None:
         """Tells the learner that gradients of its iterations below `below` will be dropped."""

@@ -14,13 +14,14 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RING
 from gadei_ps.server.account import show_all_work
 from gadei_ps.server.constants import MAX_LEARNERS, ZERO
-from gadei_ps.server.context import Shard, consumed_at, shown_address, slot_of
+from gadei_ps.server.context import Shard, consumed_at, mark_broken, shown_address, slot_of
 from gadei_ps.server.structs import PART
 from gadei_ps.server.symbols import clock, get, get32, release, shard_sleep
 
 ROSTER = np.uint64(layout.offset(CONTROL, "roster"))
 ENTRY_BYTES = np.uint64(ENTRY.itemsize)
 SERVED = np.uint64(layout.offset(ENTRY, "served"))
+BROKEN = np.uint64(layout.offset(ENTRY, "broken"))
 HEAD = np.uint64(layout.offset(RING, "head"))
 HOLD_AT = np.uint64(layout.offset(RING, "hold"))
 ADDRESSES = np.uint64(layout.offset(PART, "address"))
@@ -67,6 +68,8 @@ def look_up(s: Shard) -> int:
         # The ring was forgotten meanwhile: a newer table will tell.
         if shown_address(s, row) != address:
             continue
+        if get(entry_at(s, row) + BROKEN) == ring.generation:  # as the server before has found
+            mark_broken(s, row, ring.generation)
         s.part[0].address[count] = address
         s.part[0].head[count] = tail
         release(address, np.uint64(s.number), tail)

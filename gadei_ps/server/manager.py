@@ -315,8 +315,7 @@ class Server:
 
     def _follow(self) -> None:
         """Maps the rings that are there, forgets those that are not, as the roster tells."""
-        assert self.rings is not None
-        assert self.driver is not None
+        assert self.rings is not None and self.driver is not None
         rings = self.rings
         generation, retired = self.roster["generation"], self.roster["retired"]
         for row, one in list(rings.mapped.items()):
@@ -339,8 +338,7 @@ class Server:
         One that is served and cannot be mapped is replaced by zeros: a shard that has to finish a
         gradient of it must not wait.
         """
-        assert self.rings is not None
-        assert self.driver is not None
+        assert self.rings is not None and self.driver is not None
         entry = self.roster[row]
         try:
             one = self.rings.map(row, generation, self.control, populate=not self.active)
@@ -362,13 +360,14 @@ class Server:
         self.rings.show(one)
 
     def _look_at_members(self) -> None:
-        assert self.rings is not None
-        assert self.driver is not None
+        assert self.rings is not None and self.driver is not None
         members = self.driver.members
         for row, one in self.rings.mapped.items():
             if row not in members:
                 members[row] = Member(one)
             member = members[row]
+            if int(self.roster[row]["broken"]) == member.generation:
+                self.rings.break_(row, member.generation)
             if self.rings.is_broken(one) or self.driver.sees_nonsense(member):
                 self._let_go(member)
             if not member.leaving and int(self.roster[row]["wanted"]) != member.generation:
@@ -376,17 +375,17 @@ class Server:
 
     def _let_go(self, member: Member) -> None:
         """The learner's ring is damaged. It leaves, once the model has decided on what it holds."""
-        assert self.rings is not None
-        assert self.driver is not None
+        assert self.rings is not None and self.driver is not None
         entry = self.roster[member.row]
+        if not self.rings.tell_broken(member.mapped):
+            return
         if int(entry["broken"]) != member.generation:
             self.log.error(
                 "a learner has damaged its ring, or truncated it, and is let go",
                 row=member.row,
                 pid=int(entry["pid"]),
             )
-            entry["broken"] = member.generation  # the next server does not read it either
-            self.rings.break_(member.row, member.generation)
+            self.driver.note_broken(member)
         if int(entry["wanted"]) == member.generation and not self.driver.holds(member):
             entry["gone"] = Gone.DAMAGED
             entry["wanted"] = 0
@@ -394,8 +393,7 @@ class Server:
 
     def _retire(self) -> None:
         """Lets go of drained rings: first the shards forget them, then the row becomes free."""
-        assert self.rings is not None
-        assert self.driver is not None
+        assert self.rings is not None and self.driver is not None
         if self.rings.held != int(self.control["shards"]):
             return  # one that has not recovered yet may look for any ring of its record
         for row, member in list(self.driver.members.items()):
@@ -404,6 +402,8 @@ class Server:
             if not self.driver.done_with(member):
                 continue
             if row in self.rings.mapped:
+                if self.rings.is_broken(member.mapped) and not self.driver.is_settled(member):
+                    continue
                 self.rings.forget(row)
             # Also the shards that have not recovered yet: their record may name this row.
             if self.rings.seen_by_all():

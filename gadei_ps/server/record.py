@@ -4,6 +4,7 @@
     chunks    where they belong -> spans
               old weights and slots -> undo log         then cursor = chunk << 1 | 1
               update                                                      (undo.py, chunks.py)
+    note_torn  whether the frame was there to the end -> torn
     unlock                                                   cursor = ALL_APPLIED
     booking   shard 0: statistics, work ledger          then booked       (account.py)
     finish    consumed, steps, version: absolute values then cursor = IDLE
@@ -70,6 +71,13 @@ def note_torn(s: Shard, frames: int) -> None:
     """So many frames of what is in hand could not be read to their end. Twice is once."""
     record = s.state[0].record[s.number]
     record.torn = record.tear + np.uint64(frames)
+
+
+@inner
+def is_torn(s: Shard) -> bool:
+    """Whether a frame of what is in hand is noted as torn."""
+    record = s.state[0].record[s.number]
+    return bool(record.torn != record.tear)
 
 
 @inner

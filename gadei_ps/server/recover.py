@@ -25,8 +25,7 @@ from gadei_ps.server.context import (
     take,
 )
 from gadei_ps.server.journal import roll_back
-from gadei_ps.server.record import SEQUENCE, finish, note_torn
-from gadei_ps.server.superstep import count_torn
+from gadei_ps.server.record import SEQUENCE, finish, is_torn, note_torn
 from gadei_ps.server.symbols import get, put
 
 
@@ -91,7 +90,6 @@ def _finish_gradient(s: Shard) -> None:
                 members += 1
         if members > 0 and position != ALL_APPLIED:
             apply_frames(s, Walk(members, first, start))
-            note_torn(s, count_torn(s))
         if s.number == 0:
             book_superstep(s, record.version)
         return
@@ -99,14 +97,15 @@ def _finish_gradient(s: Shard) -> None:
     ring = s.board[0].ring[row]
     slot = slot_of(s.c, ring, record.sequence)
     frame = read_frame(s, slot)
-    torn = not is_there(slot, record.generation, record.sequence)
-    if not torn and position != ALL_APPLIED:
-        take(s, 0, slot, frame)
-        apply_frames(s, Walk(1, first, start))
-        torn = not is_there(slot, record.generation, record.sequence)
-    if torn and position != ALL_APPLIED:
-        note_torn(s, 1)
+    lost = not is_there(slot, record.generation, record.sequence)
+    if position != ALL_APPLIED:
+        if lost:
+            note_torn(s, 1)
+        else:
+            take(s, 0, slot, frame)
+            apply_frames(s, Walk(1, first, start))
     if s.number == 0 and record.booked == ZERO:
+        torn = lost or is_torn(s)  # of a header that is lost nothing can be booked
         book_arrival(s, row, record.sequence, frame, record.version, torn, False)
 
 

@@ -37,6 +37,8 @@ class Mapped:
     ring: Segment
     slot_bytes: int
     slots_at: int
+    told: bool = False
+    """Whether the shards have been told that it is broken."""
 
     @property
     def head(self) -> int:
@@ -101,6 +103,17 @@ class Rings:
     def break_(self, row: int, generation: int) -> None:
         """No shard reads this ring any more."""
         _native.store(self._broken_at(row), generation)
+
+    def tell_broken(self, one: Mapped) -> bool:
+        """The same, for a ring that is shown; True once every shard knows it.
+
+        Until then a shard may still be about to begin a frame, having looked just before.
+        """
+        if not one.told:
+            self.break_(one.row, one.generation)
+            self._changed()
+            one.told = True
+        return self.seen_by_all()
 
     def is_broken(self, one: Mapped) -> bool:
         """Whether its memory is lost, or it says what cannot be."""

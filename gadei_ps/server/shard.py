@@ -31,6 +31,7 @@ from gadei_ps.server.chunks import loops
 from gadei_ps.server.constants import COLLECT, HOLD, IDLE, ON_ARRIVAL, ONE, ZERO
 from gadei_ps.server.context import Shard, integer, is_broken, mark_broken, shard_of
 from gadei_ps.server.known import (
+    BROKEN,
     HEAD,
     entry_at,
     has_news,
@@ -129,7 +130,11 @@ def _keep_books(s: Shard, count: int) -> bool:
         if is_nonsense(s, head, ring.tail):
             mark_broken(s, row, ring.generation)
         broken = is_broken(s, row, ring.generation)
-        settled = _is_settled(s, row) if broken else _empty(s, row, head)
+        if broken:  # once every shard knows it, so that none is about to begin a frame of it
+            noted = get(entry + BROKEN) == ring.generation  # SYNC POINT: broken
+            settled = noted and _is_settled(s, row)
+        else:
+            settled = _empty(s, row, head)
         if settled:
             depart(s, row, broken)
             bell(s.control + MANAGER_BELL)

@@ -16,27 +16,11 @@ from gadei_ps.kernels.compiled import inner
 from gadei_ps.server.account import book_superstep
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
-from gadei_ps.server.constants import APPLY, MAX_LEARNERS, ONE, SKIP, ZERO
-from gadei_ps.server.context import Shard, integer, is_there, read_frame, slot_of, take
+from gadei_ps.server.constants import APPLY, MAX_LEARNERS, SKIP, ZERO
+from gadei_ps.server.context import Shard, integer, is_there, read_frame, take
 from gadei_ps.server.known import consume, oldest_slot
-from gadei_ps.server.record import VERSION, Entry, begin, finish, note_torn
+from gadei_ps.server.record import VERSION, Entry, begin, finish
 from gadei_ps.server.symbols import get
-
-
-@inner
-def count_torn(s: Shard) -> int:
-    """How many frames of the superstep in hand are not there any more.
-
-    Such a frame counts as zeros in the mean, so that the others weigh the same in every shard.
-    """
-    torn = 0
-    for row in range(MAX_LEARNERS):
-        if s.c[0].superstep_action[row] == APPLY:
-            ring = s.board[0].ring[row]
-            sequence = s.c[0].superstep_upto[row] - ONE
-            if not is_there(slot_of(s.c, ring, sequence), ring.generation, sequence):
-                torn += 1
-    return torn
 
 
 @inner
@@ -65,7 +49,6 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
     begin(s, Entry(MAX_LEARNERS, ZERO, number, rate, version, members))
     if members > 0:
         apply_frames(s, Walk(members, 0, s.low))
-        note_torn(s, count_torn(s))
     if s.number == 0:
         book_superstep(s, version)
     finish(s)

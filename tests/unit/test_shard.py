@@ -205,8 +205,25 @@ def test_a_head_that_is_nonsense(jump: int, job_name: str) -> None:
         np.testing.assert_array_equal(rig.weights, -1.0)
         rig.roster[0]["wanted"] = 0
         rig.bell()
+        # Until the manager says that every shard knows it, one may be about to begin a frame.
+        for _ in range(3):
+            rig.apply(1, rig.ones())
+            assert not rig.roster[0]["drained"]
+        rig.roster[0]["broken"] = 1
+        rig.bell()
         eventually(lambda: rig.roster[0]["drained"], what="the learner is let go")
         assert int(rig.control["past_refused"]) >= 1
+
+
+def test_the_next_server_reads_no_ring_that_is_known_to_be_broken(job_name: str) -> None:
+    with Rig(job_name, W, learners=2) as rig:
+        rig.publish(0, rig.ones())
+        rig.roster[0]["broken"] = 1
+        with rig.serving():
+            for _ in range(3):
+                rig.apply(1, rig.ones())
+        np.testing.assert_array_equal(rig.weights, -3.0)
+        assert rig.state["applied"][0, 0] == 0
 
 
 # -- counting -------------------------------------------------------------------------------------
