@@ -1,0 +1,322 @@
+"""What killed processes really store is what the models say: their stores are traces of the models.
+
+The words of the protocol are watched while processes of a job are killed. SPIN then looks for a run
+of the model in which the model's words have the same values in the same order (native/verify/run).
+So stores that the code does in another order than its model, or that the model lacks, are found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from clients.drivers import CC, Programs
+from support import Child, Pusher, Rig, eventually
+from support.models import verify
+from support.turns import Turns
+from team import Team, push_ones, send
+
+from gadei_ps.job.processes import Role
+from gadei_ps.learners.client import Client
+from gadei_ps.memory import layout, segment
+from gadei_ps.memory.layout import ALL_APPLIED, CHUNK, CONTROL, ENTRY, IDLE, RECORD, RING, STATE
+from gadei_ps.memory.weights import Tensor
+
+HERE = Path(__file__).parent
+ROOM = 4096  # samples
+PTRACE_TRACEME = 0
+FRAMES, SLOTS, CHUNKS = 3, 2, 3
+Trace = list[tuple[int, ...]]
+"""What the words held, in this order."""
+
+
+class _Samples(ctypes.Structure):
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("room", ctypes.c_int64),
+        ("kept", ctypes.c_int64),
+        ("words", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+    )
+
+
+class Recorder:
+    """The values of some words, one sample after the other."""
+
+    def __init__(self, library: Path, words: Sequence[tuple[int, int]]) -> None:
+        """words: of each its address and its bytes."""
+        self._code = ctypes.CDLL(str(library))
+        self._guarded = 0
+        self._words = np.array(words, np.uint64)
+        self._values = np.zeros((ROOM, len(words)), np.uint64)
+        self._samples = _Samples(
+            self._values.ctypes.data, ROOM, 0, self._words.ctypes.data, len(words)
+        )
+        self.sample()
+
+    def sample(self) -> None:
+        assert self._code.sample(ctypes.byref(self._samples))
+
+    def trace(self, pid: int) -> None:
+        """Begins with a process that has asked to be traced and has stopped itself."""
+        assert os.WIFSTOPPED(os.waitpid(pid, 0)[1])
+        self._guarded = self._code.guard(ctypes.byref(self._samples), pid)
+
+    def go_on(self, pid: int, most: int = 0) -> None:
+        """Lets it run until it has stored something else, or for `most` instructions."""
+        arguments = (ctypes.byref(self._samples), pid, self._guarded, ctypes.c_int64(most))
+        assert self._code.go_on(*arguments), "the process has ended"
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A thread samples meanwhile."""
+        stop = ctypes.c_uint32(0)
+        call = (ctypes.byref(self._samples), ctypes.byref(stop))
+        thread = threading.Thread(target=self._code.watch, args=call)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.value = 1
+            thread.join()
+            self.sample()
+
+    @property
+    def rows(self) -> list[list[int]]:
+        found: list[list[int]] = self._values[: self._samples.kept].tolist()
+        return found
+
+
+@pytest.fixture(scope="module")
+def recorder(turns: Turns) -> Callable[[list[tuple[int, int]]], Recorder]:
+    """Makes recorders of words: of each its address and its bytes."""
+    verify()
+    compiler = [*CC, "-shared", "-fPIC"]
+    library = Programs(turns).build(
+        HERE / "stores.c", "-lrt", compiler=compiler, name="libstores.so"
+    )
+    return functools.partial(Recorder, library)
+
+
+def accepts(
+    model: str, defines: str, words: Sequence[str], trace: Trace, *, gaps: bool = False
+) -> bool:
+    """gaps: a word that differs in two samples may have had other values in between."""
+    found: bool = verify().accepts(model, defines, words, trace, gaps=gaps)
+    return found
+
+
+def swapped(trace: Trace, first: tuple[int, int], then: tuple[int, int]) -> Trace:
+    """The trace with two stores, one right after the other, in the other order.
+
+    first, then: of each its word, by number, and the value stored.
+    """
+    for number in range(1, len(trace) - 1):
+        before, between, after = trace[number - 1 : number + 2]
+        one = between[first[0]] == first[1] != before[first[0]]
+        if one and after[then[0]] == then[1] != between[then[0]]:
+            other = list(before)
+            other[then[0]] = then[1]
+            return [*trace[:number], tuple(other), *trace[number + 1 :]]
+    raise AssertionError(f"they do not follow one another: {first}, {then} in {trace}")
+
+
+# -- a shard, instruction by instruction ----------------------------------------------------------
+
+CURSOR, APPLIED, TAIL, TORN, STEPS, HEAD = range(6)
+IN_APPLY = ("cursor[0]", "applied[0]", "tail[0]", "torn[0]", "steps[0]", "head")
+APPLY = f"N={SLOTS} F={FRAMES} C={CHUNKS} KILLS=2 LOSE LEARNER_LIVES"
+MODELS_IDLE, MODELS_APPLIED = 15, 2 * CHUNKS
+
+
+def _words_of_a_shard(rig: Rig) -> list[tuple[int, int]]:
+    assert rig.memory.state
+    ring, state = rig.memory.rings[0], rig.memory.state
+    record = state.word(STATE, "record")
+    cursor, torn, steps = [
+        record + layout.offset(RECORD, field) for field in ("cursor", "torn", "steps")
+    ]
+    applied, tail = state.word(STATE, "applied"), ring.word(RING, "tail")
+    # `steps` after what is watched: it is seen to change with the next of those.
+    return [(one, 8) for one in (cursor, applied, tail, torn, steps, ring.word(RING, "head"))]
+
+
+def _serve(pipe: Connection, rig: Rig) -> None:
+    """A server of one thread, to be traced from the first instruction of its recovery on."""
+    faulthandler.disable()
+    assert not ctypes.CDLL(None).ptrace(PTRACE_TRACEME, 0, None, None)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    rig.recover()
+    rig._shard.serve(rig.part(0))
+
+
+def _traced(rig: Rig, record: Recorder) -> Child:
+    child = Child(_serve, rig)
+    record.trace(child.pid)
+    return child
+
+
+def _run_a_shard(rig: Rig, record: Recorder, chance: random.Random, *, lose: bool) -> Trace:
+    """Frames are applied by servers, two of which are killed. lose: the last one becomes zeros."""
+    memory, at = rig.memory.rings[0], int(rig.ring(0)["slots_at"])
+    slots = memory.array(np.uint8, memory.size - at, at)
+    tail, cursor = rig.ring(0)["tail"]["value"], rig.state["record"]["cursor"]
+    lost_at = chance.choice([0, 1, 3, 5])
+    deaths = sorted(chance.sample(range(1, 24), 2))
+    published = 0
+    child = _traced(rig, record)
+    try:
+        while tail[0] < FRAMES:
+            waiting = published - int(tail[0])
+            if published < FRAMES and waiting < SLOTS and (not waiting or chance.random() < 0.2):
+                rig.publish(0, rig.ones())
+                record.sample()
+                published += 1
+            if lose and (tail[0], cursor[0]) == (FRAMES - 1, lost_at):
+                slots[:] = 0
+            if deaths and len(record.rows) >= deaths[0]:
+                deaths.pop(0)
+                record.go_on(child.pid, chance.randrange(1, 300))
+                child.kill()
+                child = _traced(rig, record)
+            record.go_on(child.pid)
+    finally:
+        child.kill()
+    names = {IDLE: MODELS_IDLE, ALL_APPLIED: MODELS_APPLIED}
+    return [tuple(names.get(value, value) for value in row) for row in record.rows]
+
+
+@pytest.mark.parametrize("lose", [False, True])
+def test_a_shard_stores_what_its_model_stores(
+    lose: bool, job_name: str, recorder: Callable[..., Recorder]
+) -> None:
+    for number in range(Team.rounds(1)):
+        name, chance = f"{job_name}-{number}", random.Random()
+        with Rig(name, [Tensor("w", (CHUNKS * CHUNK,))], slots=SLOTS, shards=1) as rig:
+            rig._shard.load()
+            record = recorder(_words_of_a_shard(rig))
+            trace = _run_a_shard(rig, record, chance, lose=lose)
+        assert trace[-1] == (MODELS_IDLE, FRAMES, FRAMES, lose, FRAMES, FRAMES)
+        assert accepts("apply", APPLY, IN_APPLY, trace), trace
+    if not lose:
+        applied = swapped(trace, (CURSOR, MODELS_APPLIED), (APPLIED, 2))
+        assert not accepts("apply", APPLY, IN_APPLY, applied)
+        released = swapped(trace, (CURSOR, MODELS_IDLE), (TAIL, FRAMES))
+        assert not accepts("apply", APPLY, IN_APPLY, released)
+
+
+# -- a row of the roster --------------------------------------------------------------------------
+
+GENERATION, WANTED, SERVED, RETIRED, DRAINED, BROKEN = range(6)
+IN_ROSTER = ("generation", "wanted", "served", "retired", "drained", "broken")
+
+
+def _words_of_a_row(team: Team, row: int) -> list[tuple[int, int]]:
+    entry = team.processes.segment.word(CONTROL, "roster") + row * ENTRY.itemsize
+    return [
+        (entry + layout.offset(ENTRY, field), ENTRY.fields[field][0].itemsize)
+        for field in IN_ROSTER
+    ]
+
+
+def _push_some(client: Client) -> None:
+    faulthandler.disable()  # if its ring goes, it dies of that
+    if client.published < 5:
+        push_ones(client)
+    else:
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _learner(team: Team) -> Iterator[Pusher]:
+    """Has pushed all that it pushes; is killed in the end."""
+    one = Pusher(team.name, _push_some)
+    try:
+        eventually(lambda: one.published == 5)
+        yield one
+    finally:
+        one.kill()
+
+
+def _server_dies(team: Team, entry: np.void) -> None:
+    with _learner(team):
+        send(team.find(Role.SERVER))
+    eventually(lambda: int(entry["retired"]) == 1)
+    with _learner(team):
+        pass
+    eventually(lambda: int(entry["retired"]) == 2)
+
+
+def _watchdog_dies(team: Team, entry: np.void) -> None:
+    with _learner(team):
+        send(team.find(Role.WATCHDOG))
+    eventually(lambda: int(entry["retired"]) == 1)
+    team.watch()
+    with _learner(team):
+        pass
+    eventually(lambda: int(entry["retired"]) == 2)
+
+
+def _learner_truncates(team: Team, entry: np.void) -> None:
+    with _learner(team) as one:
+        os.truncate(segment.SHM / one.ring.name[1:], 0)
+        eventually(lambda: int(entry["retired"]) == 1)
+    with _learner(team):
+        pass
+    eventually(lambda: int(entry["retired"]) == 2)
+
+
+def with_one_more(trace: Trace, store: tuple[int, int], values: dict[int, int]) -> Trace:
+    """The trace with a sample more, right before the one in which a word has this value first.
+
+    values: by word, in which it differs from the sample before.
+    """
+    number = next(at for at, sample in enumerate(trace) if sample[store[0]] == store[1])
+    other = list(trace[number - 1])
+    for word, value in values.items():
+        other[word] = value
+    return [*trace[:number], tuple(other), *trace[number:]]
+
+
+@pytest.mark.parametrize(
+    ("happens", "defines"),
+    [
+        (_server_dies, "WHOLE WATCHDOG_LIVES ALL_PUBLISH"),
+        (_watchdog_dies, "SERVER_LIVES ALL_PUBLISH"),
+        (_learner_truncates, "SERVER_LIVES WATCHDOG_LIVES TRUNCATE"),
+    ],
+)
+def test_a_row_changes_as_in_its_model(
+    happens: Callable[[Team, np.void], None],
+    defines: str,
+    job_name: str,
+    tmp_path: Path,
+    recorder: Callable[..., Recorder],
+) -> None:
+    """Two learners use it, one after the other; with the deaths of the model's run."""
+    with Team(job_name, tmp_path, learners=0) as team:
+        record = recorder(_words_of_a_row(team, 0))
+        with record.watching():
+            happens(team, team.control["roster"][0])
+    trace = [tuple(row) for row in record.rows]
+    words = IN_ROSTER if "TRUNCATE" in defines else IN_ROSTER[:BROKEN]
+    trace = [state[: len(words)] for state in trace]
+    assert trace[-1][RETIRED] == 2
+    assert accepts("roster", defines, words, trace, gaps=True), trace
+    if happens is _server_dies:
+        before_wanted = with_one_more(trace, (GENERATION, 2), {GENERATION: 2, DRAINED: 0})
+        assert not accepts("roster", defines, words, before_wanted, gaps=True)
+        before_drained = with_one_more(trace, (RETIRED, 1), {RETIRED: 1, WANTED: 0, DRAINED: 0})
+        assert not accepts("roster", defines, words, before_drained, gaps=True)
