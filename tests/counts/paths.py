@@ -54,8 +54,9 @@ EVERY += [
 ]
 # The thread of another shard keeps no books.
 SECOND = [
-    Path(way, kind.name.lower(), wire, 2, 1)
-    for way, kind, wire in zip(WAYS, list(Kind)[1:], [*WireType, *WireType], strict=False)
+    Path(way, kind.name.lower(), list(WireType)[(at + kind) % 3], 2, 1)
+    for at, way in enumerate(WAYS)
+    for kind in Kind
 ]
 
 
@@ -105,7 +106,10 @@ def set_out(rig: Rig, path: Path) -> list[list[Gradient]]:
             for row in rows:
                 rig.wait_tail(row, number + 1)
         eventually(handed)
-    return _publish(rig, path)
+    given = _publish(rig, path)
+    for row in rows:
+        rig.ring(row)["waits_slot"] = 1  # its learner sleeps until a slot is free
+    return given
 
 
 def _publish(rig: Rig, path: Path) -> list[list[Gradient]]:

@@ -57,7 +57,7 @@ class _Setting(ctypes.Structure):
         *((name, c_void_p) for name in ("can_recover", "recover", "serve", "part")),
         *((name, c_uint64) for name in ("part_bytes", "obeyed", "sleepers", "sleeper", "bell")),
         ("quit", c_void_p),
-        *((name, c_uint64) for name in ("ring", "ring_bytes")),
+        *((name, c_uint64) for name in ("released", "ring", "ring_bytes")),
         ("broken", c_void_p),
         ("generation", c_uint64),
     ]
@@ -228,6 +228,7 @@ class Stepper:
             self._at("control", CONTROL, "sleepers"), 1 << self.index,
             self._at("control", CONTROL, "shard_bell"),
             board.ctypes.data + layout.offset(BOARD, "quit"),
+            self._at("ring.0", RING, "released"),
             self._starts["ring.0"], self._segments["ring.0"].size,
             board["ring"][0, :1]["broken"].ctypes.data, int(self.rig.roster[0]["generation"]),
         )  # fmt: skip

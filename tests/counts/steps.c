@@ -285,6 +285,8 @@ int first_run(int all, uint64_t die, uint64_t *hashes, uint64_t count)
         add(&seen, hash); /* the base is known */
     int how = live();
     die_at = trail_room = 0;
+    if (how == RESTED && !is_woken())
+        how = DIFFERENT;
     memcpy(it.final, it.base, it.bytes);
     for (uint64_t i = 0; i < touched_count; i++)
         memcpy(it.final + touched[i] * (uint64_t)PAGE, it.open + touched[i] * (uint64_t)PAGE, PAGE);

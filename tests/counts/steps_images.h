@@ -48,6 +48,7 @@ struct setting {
     uint64_t sleeper;
     uint64_t bell; /* offset */
     uint64_t *quit;
+    uint64_t released; /* offset of a futex in that ring, on which its learner sleeps */
     uint64_t ring, ring_bytes; /* offset of the first learner's ring */
     uint64_t *broken;          /* word of the board: `generation` there says that it is damaged */
     uint64_t generation;
@@ -285,9 +286,18 @@ static int look(uint64_t first, uint64_t end)
     return changed;
 }
 
+/* Whether this server has woken the learner: it must, as it cannot know what the one before did. */
+static int is_woken(void)
+{
+    told.offset = it.released;
+    return *(uint32_t *)(it.open + it.released) != *(uint32_t *)(it.base + it.released);
+}
+
 /* What a run has left beside what is right; if it is not at rest yet, only the times. */
 static int compare(int at_rest)
 {
+    if (at_rest && !is_woken())
+        return DIFFERENT;
     for (uint64_t i = 0; at_rest && i < touched_count; i++) {
         uint64_t first = (uint64_t)touched[i] * PAGE / 8;
         const uint64_t *now = (const uint64_t *)it.open, *right = (const uint64_t *)it.final;
