@@ -59,7 +59,7 @@ class _Setting(ctypes.Structure):
         ("quit", c_void_p),
         *((name, c_uint64) for name in ("released", "ring", "ring_bytes")),
         ("broken", c_void_p),
-        ("generation", c_uint64),
+        *((name, c_uint64) for name in ("generation", "damaged")),
     ]
 
 
@@ -231,6 +231,7 @@ class Stepper:
             self._at("ring.0", RING, "released"),
             self._starts["ring.0"], self._segments["ring.0"].size,
             board["ring"][0, :1]["broken"].ctypes.data, int(self.rig.roster[0]["generation"]),
+            self._at("control", CONTROL, "roster") + layout.offset(layout.ENTRY, "broken"),
         )  # fmt: skip
         assert self._library.begin(ctypes.byref(setting)) == 0
 

@@ -325,12 +325,14 @@ int next_without_ring(void)
     struct image one = queue[taken++];
     for (uint64_t page = it.ring / PAGE; page < (it.ring + it.ring_bytes) / PAGE; page++)
         touch(page);
+    touch(it.damaged / PAGE);
     every = 0;
     told.ordinal = one.ordinal;
     depth = told.depth = one.depth;
     put_back(&one);
     memset(it.open + it.ring, 0, it.ring_bytes);
     memset(it.shadow + it.ring, 0, it.ring_bytes);
+    *(uint64_t *)(it.open + it.damaged) = it.generation;
     lost = 1;
     int how = live();
     lost = 0;

@@ -52,6 +52,7 @@ struct setting {
     uint64_t ring, ring_bytes; /* offset of the first learner's ring */
     uint64_t *broken;          /* word of the board: `generation` there says that it is damaged */
     uint64_t generation;
+    uint64_t damaged; /* offset of the same in its learner's entry */
 };
 
 struct told {
