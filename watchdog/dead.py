@@ -31,6 +31,11 @@ def clear_dead(job: str) -> list[str]:
         raise JobInUse(segment.elsewhere(job))
     # Without servers, a segment that is not stale is being made at this moment.
     busy = [one for one in found if one.owned or not (one.stale or living.servers)]
+    if busy and not busy[0].owner_pid:
+        raise JobInUse(
+            f"job {job!r}: {busy[0].name[1:]} is half made: another start is at work, or has just "
+            f"died; try again in {segment.HALF_MADE_S:g} s"
+        )
     if busy:
         raise JobInUse(
             f"job {job!r} is in use: process {busy[0].owner_pid} owns {busy[0].name[1:]}; "

@@ -290,7 +290,7 @@ def test_a_segment_being_made_is_not_stale(job_name: str) -> None:
         assert not segment.find(job_name)[0].stale
         path.write_bytes(raw.tobytes())
         assert not segment.find(job_name)[0].stale
-        with pytest.raises(JobInUse):
+        with pytest.raises(JobInUse, match="half made"):
             clear_dead(job_name)
         long_ago = time.time() - 2 * segment.HALF_MADE_S
         os.utime(path, (long_ago, long_ago))
