@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,9 @@ from typing import Any
 
 from support import quick
 
+from gadei_ps import errors
 from gadei_ps.memory import build
+from gadei_ps.server import shard
 
 ROOT = Path(__file__).parents[2]
 # The role of a process by the program that it runs.
@@ -58,6 +60,20 @@ HARMLESS = frozenset(
     )
 )
 
+# Modules of which a function of the same name as one of the traced files is still another one.
+SYSTEM = frozenset({"_native", "fcntl", "mmap", "os", "posix_ipc", "resource", "shutil", "signal"})
+# The traced files have functions of these names, and so have files, sockets, threads and children.
+SHARED_NAMES = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        close end kill mkdir open read register release rename remove rmdir run send start stop
+        sync touch unlink wait write
+        """,
+    )
+)
+ERRORS = frozenset(name for name in vars(errors) if name[:1].isupper())
+
 
 @dataclass(frozen=True, order=True)
 class Line:
@@ -84,7 +100,15 @@ class Tracer:
         self._plan = memoryview(memory)[: SLOTS * 8].cast("q")
         self._counts = memoryview(memory)[SLOTS * 8 : SLOTS * 8 + counts * 4].cast("I")
         self._plan[WHERE] = NOWHERE
-        self._changing = {path: _changing(path) for path in self._files}
+        trees = {path: ast.parse(path.read_text()) for path in self._files}
+        traced = {
+            node.name
+            for tree in trees.values()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        harmless = (HARMLESS | traced) - SHARED_NAMES
+        self._changing = {path: _changing(tree, harmless) for path, tree in trees.items()}
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -101,8 +125,10 @@ class Tracer:
         if role is None:
             sys.settrace(None)  # of the process that has forked this one
             return
-        if role == "server" and self._plan[REFUSE]:
-            build.of_server = lambda: 1  # as if another build had been installed
+        if role == "server":
+            shard.load = lambda kinds: None  # a fork has all of it loaded
+            if self._plan[REFUSE]:
+                build.of_server = lambda: 1  # as if another build had been installed
         begin = NAMES.index(role) * self._size
         local = {name: self._watch(begin + at) for name, at in self._at.items()}
 
@@ -177,35 +203,38 @@ class Tracer:
         return found
 
 
-def _changing(path: Path) -> list[int]:
-    """Lines of statements that may change what another process sees, or a file: each one that
-    calls something which is not known to be harmless, or stores into a field or an element."""
+def _changing(tree: ast.Module, harmless: Set[str]) -> list[int]:
+    """Lines of which a part may change what another process sees, or a file: it calls something
+    that is not known to be harmless, or stores into an element.
+
+    harmless: names of what may be called. A function of the traced files is harmless by itself: its
+    own lines count.
+    """
     found = set()
-    tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue
         for part in _own(node):
-            if (isinstance(part, ast.Call) and not _is_harmless(part.func)) or (
+            if (isinstance(part, ast.Call) and not _is_harmless(part.func, harmless)) or (
                 isinstance(part, ast.Subscript) and not isinstance(part.ctx, ast.Load)
             ):
-                found |= {node.lineno, part.lineno}
+                found.add(part.lineno)
     return sorted(found)
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
     """What belongs to a statement itself and not to the statements in it."""
-    todo: list[ast.AST] = [
-        child for child in ast.iter_child_nodes(statement) if not isinstance(child, ast.stmt)
-    ]
+    todo: list[ast.AST] = [statement]
     while todo:
-        node = todo.pop()
-        if isinstance(node, ast.stmt):
-            continue
-        yield node
-        todo += ast.iter_child_nodes(node)
+        for child in ast.iter_child_nodes(todo.pop()):
+            if not isinstance(child, ast.stmt):
+                yield child
+                todo.append(child)
 
 
-def _is_harmless(called: ast.expr) -> bool:
+def _is_harmless(called: ast.expr, harmless: Set[str]) -> bool:
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-    return name in HARMLESS or (name[:1].isupper() and name.endswith("Error"))
+    if name in HARMLESS or name in ERRORS:
+        return True
+    of = getattr(called, "value", None)
+    return name in harmless and not (isinstance(of, ast.Name) and of.id in SYSTEM)

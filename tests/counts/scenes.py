@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from counted import VALUES
 from lines import Tracer
-from served import VALUES, Job
+from served import Job
 
 from gadei_ps.errors import CheckpointError
+from gadei_ps.job import paths
 from gadei_ps.job.control import Checkpoint
+from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
 from gadei_ps.storage import checkpoint
 
 Dying = Callable[[], AbstractContextManager[None]]
@@ -296,6 +303,76 @@ def afresh(job: Job, tracer: Tracer, dying: Dying) -> None:
     _work(job)
 
 
+def restored_by_command(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """`restore` drops a dead job that is in memory, and goes on from a checkpoint."""
+    job.up()
+    _work(job)
+    saved = job.ask(Checkpoint())
+    job.kill_all()
+    job.base, job.buried = saved["version"], 0
+    job.forget()
+    job.restores = Path(saved["path"])
+    with dying():
+        job.up()
+    job.restores = None
+    _work(job)
+
+
+def kept(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """The last checkpoint cannot be written: the job ends and its memory stays for the next."""
+    job.up()
+    _work(job)
+    aside = job.checkpoints.rename(job.checkpoints.with_suffix(".aside"))
+    job.checkpoints.touch()  # no directory
+    with dying():
+        job.until(job.ends, "it ends")
+    assert job.ended == 1, job
+    job.checkpoints.unlink()
+    aside.rename(job.checkpoints)
+    job.start()
+    job.up()
+    _work(job)
+
+
+SCRIPT = 'while [ ! -e "$GADEI_PS_JOB.finish.$GADEI_PS_LEARNER" ]; do sleep 0.1; done'
+
+
+def _processes(job: Job, index: int) -> set[int]:
+    """Pids of one of the job's own learners: there should be one."""
+    job_is = f"{JOB_VARIABLE}={paths.socket_path(job.name)}".encode()
+    name_is = f"{NAME_VARIABLE}=learner-{index}".encode()
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if {job_is, name_is} <= set((path / "environ").read_bytes().split(b"\0")):
+                pid = int(path.name)
+                if os.getpgid(pid) == pid:  # not a child of the learner
+                    found.add(pid)
+    return found
+
+
+def with_learners(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """Of the job's own learners one dies and is started again, and one ends and is not."""
+    job.up()
+    job.until(lambda: _processes(job, 0) and _processes(job, 1), "its learners run")
+    first = _processes(job, 0)
+    finish = Path(f"{paths.socket_path(job.name)}.finish.1")
+    with dying():
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+        job.until(lambda: _processes(job, 0) - first, "it runs again")
+        finish.touch()
+        job.until(lambda: not _processes(job, 1), "it has ended")
+        job.kill_watchdog()
+        job.up()
+    _work(job)
+    job.until(lambda: len(_processes(job, 0)) == 1 and not _processes(job, 1), "one runs, once")
+    job.settle()
+    job.stop()
+    finish.unlink()
+    assert not _processes(job, 0)
+
+
 def collected(job: Job, tracer: Tracer, dying: Dying) -> None:
     """The dead job is removed by `gc`."""
     job.up()
@@ -320,6 +397,7 @@ def discarded(job: Job, tracer: Tracer, dying: Dying) -> None:
 
 
 ONE = {"standby": False}  # its start is that of the other server
+OWN = {"command": ["/bin/sh", "-c", SCRIPT], "count": 2}
 BIRTHS = [
     Scene("start", started),
     Scene("offer", offered, ONE | {"tensors": []}),
@@ -327,6 +405,9 @@ BIRTHS = [
     Scene("restore", restored, ONE),
     Scene("from memory", from_memory, ONE),
     Scene("fresh", afresh, ONE),
+    Scene("restore command", restored_by_command, ONE),
+    Scene("no last checkpoint", kept, ONE),
+    Scene("its own learners", with_learners, ONE | {"learners": OWN}),
     Scene("gc", collected, ONE),
     Scene("stop without a watchdog", discarded, ONE),
 ]

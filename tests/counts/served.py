@@ -12,39 +12,30 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from support import Child, config, gone, live_weights, ring_of, segments
+from counted import NO_WATCHDOG, PATIENCE_S, VALUES, Learner
+from support import config, gone, live_weights, segments
 
-from gadei_ps import _native
 from gadei_ps.commands.daemon import CONFIG_VARIABLE
 from gadei_ps.errors import (
     CheckpointError,
-    ConnectionLost,
     ControlError,
-    GadeiError,
-    JobNotFound,
-    NoAnswer,
 )
 from gadei_ps.job import control, paths
 from gadei_ps.job.control import SetSync, Status, StopJob
 from gadei_ps.job.processes import Processes, Target
 from gadei_ps.learners import attach
-from gadei_ps.learners.client import Client
 from gadei_ps.machine import process
 from gadei_ps.memory import found, layout, segment
 from gadei_ps.server import manager
 from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import restart, servers, supervisor
 
-VALUES = 1024
 TENSORS = [{"name": "w", "shape": [VALUES]}]
-PATIENCE_S = 30.0  # for what takes milliseconds on an idle machine
-NO_WATCHDOG = (JobNotFound, ConnectionLost, NoAnswer)
 
 
 @contextlib.contextmanager
@@ -73,123 +64,6 @@ def impatient() -> Iterator[None]:
         yield
 
 
-# -- learners -------------------------------------------------------------------------------------
-
-
-def patiently(call: Callable[[], Any]) -> Any:
-    """Calls until a watchdog answers."""
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return call()
-        except NO_WATCHDOG:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.002)
-
-
-def _learn(pipe: Connection, job: str, tensors: bool, stubborn: bool) -> None:
-    """Attaches, and then does as it is told: pushes until it is to rest, detaches.
-
-    tensors: it brings the model. stubborn: it does not leave by itself when the job stops.
-    """
-    how = {"tensors": {"w": np.zeros(VALUES, np.float32)}} if tensors else {}
-    client = patiently(lambda: Client(job, **how))
-    ones = np.ones(client.model.elements, np.float32)
-    pipe.send((client.row, client.generation))
-    goes = False
-    try:
-        while True:
-            if pipe.poll(0.0 if goes else None):
-                word, *args = pipe.recv()
-                if word == "go":
-                    goes = True
-                elif word == "once":
-                    client.push(ones, samples=1)
-                    client.wait_applied()
-                    pipe.send(client.published)
-                elif word == "rest":
-                    goes = False
-                    client.wait_applied()
-                    pipe.send(client.published)
-                elif word == "call":
-                    name, *rest = args
-                    pipe.send(getattr(client, name)(*rest))
-                elif word == "damage":
-                    at = client.place.ring.word(layout.RING, "head")
-                    _native.store(at, 1 << 40)
-                elif word == "detach":
-                    client.detach()
-                    pipe.send("detached")
-                    return
-            if goes and client.stopping and not stubborn:
-                client.detach()
-                return
-            if goes:
-                client.wait_turn()
-                client.push(ones, samples=1)
-                time.sleep(0.001)  # processes that start need the cores
-    except GadeiError as error:
-        pipe.send(error)
-
-
-class Learner:
-    """A learner's process, and its ring."""
-
-    def __init__(self, job: Job, *, tensors: bool = False, stubborn: bool = False) -> None:
-        self._job = job
-        self._child = Child(_learn, job.name, tensors, stubborn)
-        self.pid = self._child.pid
-        self.row, self.generation = self._hear()
-        self._ring = ring_of(job.name, self.row)
-        self._published: int | None = None  # where the ring does not tell
-
-    def _hear(self) -> Any:
-        self._job.until(lambda: self._child.has_sent, "a learner goes on")
-        said = self._child.receive()
-        if isinstance(said, Exception):
-            raise said
-        return said
-
-    @property
-    def published(self) -> int:
-        """Gradients; also after its death."""
-        if self._published is not None:
-            return self._published
-        return _native.load(self._ring.word(layout.RING, "head"))
-
-    def go(self) -> None:
-        """It pushes, one gradient after the other."""
-        self._child.send(("go",))
-
-    def rest(self) -> int:
-        """It pushes no more, and all that it has pushed is applied. Returns how many."""
-        self._child.send(("rest",))
-        return int(self._hear())
-
-    def once(self) -> None:
-        """It pushes one gradient, which is applied."""
-        self._child.send(("once",))
-        self._hear()
-
-    def call(self, name: str, *args: Any) -> Any:
-        self._child.send(("call", name, *args))
-        return self._hear()
-
-    def damage(self) -> None:
-        """It writes nonsense over the head of its ring."""
-        self._published = self.rest()
-        self._child.send(("damage",))
-
-    def detach(self) -> None:
-        self._child.send(("detach",))
-        self._hear()
-        self._child.join()
-
-    def kill(self) -> None:
-        self._child.kill()
-
-
 # -- the job --------------------------------------------------------------------------------------
 
 
@@ -210,6 +84,7 @@ class Job:
         self.saves = True  # a checkpoint when it stops
         self.ended: int | None = None  # exit code of a watchdog that was not killed
         self.flags: tuple[str, ...] = ()  # of the watchdogs to come
+        self.restores: Path | None = None  # they are of `gadei-ps restore` with this checkpoint
         self._log = directory / f"{name}.log"
         self._process: Any = None
         self._said = -1
@@ -224,10 +99,13 @@ class Job:
         """Starts a watchdog; does not wait for it."""
         read, write = os.pipe()
         command = process.module_command("gadei_ps.commands.daemon", "--verbose", *flags)
+        command.append(str(write))
+        if self.restores is not None:
+            command = process.module_command("gadei_ps", "restore", str(self.restores))
         env = os.environ | {CONFIG_VARIABLE: self.config.model_dump_json()}
         with open(self._log, "ab") as log:
             self._process = process.spawn(
-                [*command, str(write)],
+                command,
                 env=env,
                 stdout=log,
                 stderr=log,
@@ -249,7 +127,8 @@ class Job:
             self.start(*self.flags)
         elif code is not None:
             said = os.read(self._said, 4096).decode().strip()
-            if "JobInUse" in said:  # what a dead one was making is told from the living by its age
+            in_use = "JobInUse" in said or (self.restores and code == 1)
+            if in_use:  # what a dead one was making is told from the living by its age
                 self.start(*self.flags)
             else:
                 self.ended = code
@@ -421,9 +300,11 @@ class Job:
 
     def change(self, model: str) -> None:
         """Changes the synchronization model and waits until it is in force."""
+        before = self.status["sync"]
 
         def changed() -> bool:
             now = self.status
+            assert now["sync"] in (before, model), f"{now['sync']} {self!r}"
             if now["sync"] == model and now["sync_wanted"] is None:
                 return True
             if now["sync_wanted"] is None:
@@ -463,6 +344,13 @@ class Job:
         self.ended = 0
         self.saves = False
 
+    def ends(self) -> bool:
+        """Whether its watchdog has ended by itself; asks for a stop until then."""
+        with contextlib.suppress(*NO_WATCHDOG, CheckpointError, ControlError):
+            if self.serves():
+                control.ask(self.name, StopJob(drain=True, timeout_s=0.1), PATIENCE_S)
+        return self.ended is not None
+
     def end(self) -> None:
         """Stops it, if it runs, and checks that its last checkpoint has all gradients."""
         if self.ended is None:
@@ -482,9 +370,7 @@ class Job:
         while self.ended != 0:
             if self.ended:
                 self.start()
-            with contextlib.suppress(*NO_WATCHDOG, CheckpointError, ControlError):
-                if self.serves():
-                    control.ask(self.name, StopJob(drain=True, timeout_s=0.1), PATIENCE_S)
+            self.ends()
             assert time.monotonic() < end, f"it does not stop: {self!r}"
             time.sleep(0.002)
 
