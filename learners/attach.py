@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import GadeiError, JobFailed
+from gadei_ps.errors import GadeiError, JobFailed, SegmentError
 from gadei_ps.job.control import (
     Attach,
     Detach,
@@ -170,6 +170,10 @@ def _map(
         raise JobFailed(
             f"segment {reply[part][1:]} is gone; is /dev/shm shared with the daemon, and "
             "did logind remove it (RemoveIPC)? gadei-ps doctor tells"
+        ) from None
+    except OSError as error:
+        raise SegmentError(
+            f"segment {reply[part][1:]}: {error.strerror}; free some memory or descriptors"
         ) from None
 
 

@@ -212,7 +212,10 @@ METHOD(start_ticks)
 {
     UNUSED;
     TAKES(1)
-    return PyLong_FromUnsignedLongLong(arg[0] > INT32_MAX ? 0 : ps_start_ticks((int32_t)arg[0]));
+    uint64_t told = arg[0] > INT32_MAX ? 0 : ps_start_ticks((int32_t)arg[0]);
+    if (told == PS_START_UNKNOWN)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    return PyLong_FromUnsignedLongLong(told);
 }
 
 METHOD(job_lives)

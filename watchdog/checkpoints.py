@@ -91,9 +91,12 @@ class Checkpoints:
             config.model_dump(mode="json"),
         )
         self._last_at = time.monotonic()
-        read, write = os.pipe()
-        file = os.memfd_create("gadei-ps-task")
-        try:
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as done:
+            read, write = os.pipe()
+            failed.callback(os.close, read)
+            done.callback(os.close, write)
+            file = os.memfd_create("gadei-ps-task")
+            done.callback(os.close, file)
             with os.fdopen(os.dup(file), "w") as text:
                 text.write(task_line(task))
             os.lseek(file, 0, os.SEEK_SET)
@@ -103,25 +106,24 @@ class Checkpoints:
                 stdout=write,
                 pass_fds=list(self.memory.files.values()),
             )
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
-            os.close(file)
+            failed.pop_all()
         os.set_blocking(read, False)
         self._said.clear()
         self.selector.register(read, selectors.EVENT_READ, lambda _: self._hear(read))
 
     def _hear(self, pipe: int) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             part = os.read(pipe, OUTCOME_BYTES)
-            if part and len(self._said) < OUTCOME_BYTES:
-                self._said += part
-                return
-            self.selector.unregister(pipe)
-            os.close(pipe)
-            self._end()
+        except BlockingIOError:
+            return
+        except OSError:  # its outcome cannot be read
+            part = b""
+        if part and len(self._said) < OUTCOME_BYTES:
+            self._said += part
+            return
+        self.selector.unregister(pipe)
+        os.close(pipe)
+        self._end()
 
     def _end(self) -> None:
         assert self._saver is not None

@@ -135,7 +135,7 @@ class JobLearners:
             )
             one.given_up = True
             return
-        one.pid, one.start = one.child.pid, process.start_ticks(one.child.pid)
+        one.pid = one.child.pid  # of our own child, the start time is not needed
         one.since = time.monotonic()
 
     def end(self) -> None:

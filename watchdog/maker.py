@@ -101,10 +101,15 @@ class Maker:
 
     def _start_next(self) -> None:
         if self._thread is None and self._tasks:
+            task = self._tasks[0]
             self._thread = threading.Thread(
-                target=self._work, args=(self._tasks[0],), daemon=True, name="maker"
+                target=self._work, args=(task,), daemon=True, name="maker"
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads: the watchdog answers when it is done
+                self._thread = threading.current_thread()
+                self._work(task)
 
     def _work(self, task: Task) -> None:
         task.run()
@@ -113,10 +118,18 @@ class Maker:
     def _heard(self, _: int) -> None:
         os.eventfd_read(self._bell)
         if self._thread is not None:
-            self._thread.join()
+            self._join()
             self._thread = None
             self._finish_first()
         self._start_next()
+
+    def _join(self, timeout_s: float | None = None) -> bool:
+        """Waits for the thread; whether it has ended."""
+        assert self._thread is not None
+        if self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _finish_first(self) -> None:
         task = self._tasks.popleft()
@@ -129,8 +142,7 @@ class Maker:
             task.progress.cancel()
         blocked = False
         if self._thread is not None:
-            self._thread.join(END_S)
-            blocked = self._thread.is_alive()
+            blocked = not self._join(END_S)
         while self._tasks:
             self._finish_first()
         self._selector.unregister(self._bell)

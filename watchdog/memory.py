@@ -124,12 +124,13 @@ class JobMemory:
     def _own(self) -> None:
         """Enters this process as the job's watchdog and as the owner of its segments."""
         control = self.control.view(layout.CONTROL)
+        start = process.start_ticks(os.getpid())
         control["watchdog_pid"] = 0  # so that at no instant the words of two stand together
         parts = (self.control, self.weights, self.state, *self.rings.values())
         for part in parts:
             if part is not None:
                 segment.enter_owner(part.header)
-        control["watchdog_start"] = process.start_ticks(os.getpid())
+        control["watchdog_start"] = start
         control["watchdog_pid"] = os.getpid()
         control["watchdog_starts"] += 1
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import ControlError, Evicted
-from gadei_ps.machine import process
+from gadei_ps.machine import own, process
 from gadei_ps.memory import layout, shm
 from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
@@ -43,6 +43,7 @@ class Coming:
     row: int
     generation: int
     pid: int
+    start: int
     pidfd: int
     name: str
 
@@ -104,19 +105,14 @@ class Roster:
                 entry["wanted"] = 0
                 continue
             pid = int(entry["pid"])
-            try:
-                pidfd = os.pidfd_open(pid)
-            except OSError:
-                pidfd = -1
-            if pidfd >= 0 and process.alive(pid, int(entry["pid_start"])):
+            pidfd = own.watch_process(pid, int(entry["pid_start"]))
+            if pidfd is not None:
                 self._watch(row, pidfd)
                 if int(ring.view(layout.RING)["detached"]):
                     self._leave(row, Gone.DETACHED)
                 else:
                     self._log.info("learner adopted", row=row, pid=pid)
                 continue
-            if pidfd >= 0:
-                os.close(pidfd)
             entry["gone"] = Gone.DIED
             entry["wanted"] = 0
             self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
@@ -135,10 +131,10 @@ class Roster:
         if not len(free):
             raise ControlError(f"the job has {layout.MAX_LEARNERS} learners, which is the limit")
         row = self._free_name(free.tolist())
-        pidfd = self._open(pid)
+        pidfd, start = self._open(pid)
         self._generation += 1
         self.coming.add(row)
-        return Coming(row, self._generation, pid, pidfd, name)
+        return Coming(row, self._generation, pid, start, pidfd, name)
 
     def give_up(self, coming: Coming) -> None:
         """There is no ring for it, or nobody wants it any more."""
@@ -152,7 +148,7 @@ class Roster:
         self._memory.enter_ring(row, ring)
         entry = self._entries[row]
         entry["pid"] = pid
-        entry["pid_start"] = process.start_ticks(pid)
+        entry["pid_start"] = coming.start
         entry["name"] = coming.name.encode()[:31]
         for field in ("gone", "drained", "grant", "obsolete", "handed", *COUNTS, *STALENESS):
             entry[field] = 0
@@ -167,16 +163,22 @@ class Roster:
         self._log.info("learner attached", row=row, pid=pid)
 
     @staticmethod
-    def _open(pid: int) -> int:
-        """A pidfd of a learner. Raises ControlError where its pid and ours do not mean the same."""
+    def _open(pid: int) -> tuple[int, int]:
+        """A pidfd of a learner, and its start time.
+
+        Raises ControlError where its pid and ours do not mean the same, or without descriptors.
+        """
         try:
             if process.is_deeper(pid):
                 raise OSError(errno.EXDEV, "it is in a pid namespace of its own")
-            return os.pidfd_open(pid)
+            start = process.start_ticks(pid)
+            return os.pidfd_open(pid), start
         except OSError as error:
+            remedy = "learners must share the daemon's pid namespace"
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                remedy = "attach again when some are free"
             raise ControlError(
-                f"cannot watch process {pid}: {error.strerror}; learners must share the "
-                "daemon's pid namespace"
+                f"the watchdog cannot watch process {pid}: {error.strerror}; {remedy}"
             ) from None
 
     def _free_name(self, rows: list[int]) -> int:

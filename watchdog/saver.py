@@ -224,7 +224,7 @@ def main() -> None:
     """`python -m gadei_ps.watchdog.saver`: started by the watchdog, its task on standard input."""
     try:
         outcome = Saver(Task(**json.load(sys.stdin))).save()
-    except (GadeiError, OSError, MemoryError) as error:
+    except (GadeiError, OSError, MemoryError, RuntimeError) as error:  # the last: no more threads
         outcome = {"ok": False, "error": str(error) or type(error).__name__}
     print(json.dumps(outcome), flush=True)
     sys.exit(0 if outcome["ok"] else 1)

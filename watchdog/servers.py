@@ -184,7 +184,11 @@ class Servers:
             self._say_refused()
             return
         if not self.running:
-            if self._unknown_holder():
+            try:
+                if self._unknown_holder():
+                    return
+            except OSError as error:
+                self._not_started(error, now)
                 return
             self._make_leases()
         # One after the other: two would both compile, and only one can stand by.
@@ -198,11 +202,14 @@ class Servers:
             return
         try:
             self._start(number)
-        except OSError as error:  # no memory or no process is available
-            self.log.error("cannot start a server", reason=str(error))
-            self._last_exit = now
-            exit_ = Exit(now, useful=False)
-            self._exits = restart.remembered((*self._exits, exit_), self.policy)
+        except OSError as error:  # no memory, process or descriptor is available
+            self._not_started(error, now)
+
+    def _not_started(self, error: OSError, now: float) -> None:
+        self.log.error("cannot start a server", reason=str(error))
+        self._last_exit = now
+        exit_ = Exit(now, useful=False)
+        self._exits = restart.remembered((*self._exits, exit_), self.policy)
 
     def _is_refused(self, now: float) -> bool:
         """Whether the files on the disk are still those of another build than the job's.
@@ -236,7 +243,7 @@ class Servers:
         return "the installed gadei-ps is another build than the job's"
 
     def _unknown_holder(self) -> bool:
-        """Whether an unknown server holds leases; if so, kills it."""
+        """Whether an unknown server holds leases; if so, kills it. Raises OSError."""
         pidfd = own.open_process(self.active_pid, int(self._control["lease_start"]))
         if pidfd is None:
             return False
@@ -269,13 +276,19 @@ class Servers:
         env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
         files = build.files()
         child = process.spawn(command, env=env, stdout=2, how=None)
+        try:
+            pidfd, start = os.pidfd_open(child.pid), process.start_ticks(child.pid)
+        except OSError:  # it cannot be watched, and nothing knows of it yet
+            child.kill()
+            child.wait()
+            raise
         line = self._line(number)
-        line["start"] = process.start_ticks(child.pid)
+        line["start"] = start
         line["state"] = ServerState.STARTING
         line["reigns"] = 0
         line["pid"] = child.pid
         self._control["server_starts"] += 1
-        one = Running(number, child.pid, os.pidfd_open(child.pid), time.monotonic(), child)
+        one = Running(number, child.pid, pidfd, time.monotonic(), child)
         one.version = int(self._control["version"])
         one.files = files
         self._watch(one)
@@ -391,7 +404,7 @@ class Servers:
 
     def private_bytes(self) -> int:
         """Bytes of memory that the active server does not share."""
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             memory = psutil.Process(self.active_pid).memory_info()
             return int(memory.rss - memory.shared)
         return 0

@@ -203,6 +203,9 @@ class ControlServer:
                 answer = self._handler(client, control.parse_request(raw))
             except GadeiError as error:
                 answer = failure(error)
+            except OSError as error:  # no memory or descriptor is free, say
+                log.get().error("a request failed", reason=str(error))
+                answer = failure(ControlError(f"the watchdog could not do it: {error}"))
             except Exception as error:  # one bad request must not end the job
                 log.get().exception("a request failed", request=raw[:200])
                 answer = failure(ControlError(f"the watchdog could not do it: {error}"))

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from gadei_ps.errors import UsageError
 from gadei_ps.show.counts import counted
+from gadei_ps.storage import files
 
 PADDING = 0
 UNKNOWN = 1
@@ -369,8 +370,9 @@ class Vocabulary:
         return {word: number for number, word in enumerate(self.words, start=2)}
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write JSON: {"words": [...]}. Raises OSError."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write JSON, {"words": [...]}, whole or not at all. Raises OSError."""
+        with files.replacing(Path(path)) as file:
+            file.write(self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Vocabulary:

@@ -276,10 +276,11 @@ def save_result(
     """Write the result directory whole or not at all, replacing an earlier result.
 
     config: the training settings, written as "training" in config.json. metrics: any JSON values;
-    NaN and infinities are written as null. The files are written and flushed beside `directory`,
-    and then renamed. An earlier result is first renamed to `.<name>.<hex>.old`, and deleted last. A
-    kill between the two renames leaves it whole under that name. Raises ModelDirectoryError if
-    `check_result_directory` does or if a write fails; then nothing has changed.
+    NaN and infinities are written as null. The files are written beside `directory`, in a directory
+    that then changes names with an earlier result by one call; that is deleted last. Where the file
+    system cannot exchange names, a kill may leave the earlier result whole as
+    `.<name>.<hex>.new.old`. Raises ModelDirectoryError if `check_result_directory` does or if a
+    write fails; then nothing has changed.
     """
     check_result_directory(directory)
     path = _resolved(directory)
@@ -294,29 +295,16 @@ def save_result(
     }
     mark = secrets.token_hex(4)
     fresh = path.with_name(f".{path.name}.{mark}.new")
-    old = path.with_name(f".{path.name}.{mark}.old")
     try:
-        fresh.mkdir(parents=True)
+        files.make_directory(path.parent)
+        fresh.mkdir()
         for name, data in contents.items():
             files.write(fresh / name, [data])
-        _replace(fresh, path, old)
+        files.replace_directory(fresh, path)
     except OSError as error:
-        shutil.rmtree(fresh, ignore_errors=True)
         raise _error(path, f"cannot be written ({error.strerror})", _ELSEWHERE) from None
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _replace(fresh: Path, path: Path, old: Path) -> None:
-    replacing = path.exists()
-    if replacing:
-        path.rename(old)
-    try:
-        fresh.rename(path)
-    except OSError:
-        if replacing:
-            old.rename(path)
-        raise
-    files.sync(path.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)  # what could not be written, or the earlier one
 
 
 def load_result(directory: str | os.PathLike[str]) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
+import io
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -15,6 +15,7 @@ import numpy as np
 from gadei_ps.classifier import dataset, network
 from gadei_ps.classifier.dataset import Table
 from gadei_ps.errors import UsageError
+from gadei_ps.storage import files
 
 CHUNK = 1024  # number of sentences of a pipe that are labelled at once
 
@@ -89,12 +90,7 @@ def write_csv(table: Table, predictions: Sequence[Prediction], out: Path | None)
         with open(out, "w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)
         return
-    out = out.resolve()  # so that a link is kept
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
-    try:
-        with open(fresh, "w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(rows)
-        fresh.replace(out)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+    with files.replacing(out.resolve()) as raw:  # resolved, so that a link is kept
+        file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+        csv.writer(file, lineterminator="\n").writerows(rows)
+        file.detach()

@@ -109,6 +109,9 @@ class Daemon:
                 pass_fds=[write],
                 how=signal.SIGTERM,
             )
+        except BaseException:
+            os.close(read)
+            raise
         finally:
             os.close(write)
         try:

@@ -3,6 +3,10 @@
 To tell whether kept code is still right, Numba compares only the file of the compiled function, not
 the functions and constants from other files that were compiled into it. Therefore the directory is
 named by a digest of all these files, and a process never loads code that was compiled from others.
+
+Numba gives a file its name before the file is on the disk, and raises an error for one that it
+cannot read or write. Here a file is on the disk before it gets its name, one that cannot be read is
+compiled again, and what cannot be written is used without being kept.
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import numba
 import platformdirs
+from numba.core import caching
 
 from gadei_ps import _native
 
@@ -133,4 +140,49 @@ def _prune(here: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
+class _Kept(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """The files of one function."""
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            found: dict[Any, str] = super()._load_index()
+        except Exception:  # whatever unpickling bytes of any kind raises
+            return {}
+        return found
+
+    def _load_data(self, name: str) -> Any:
+        try:
+            return super()._load_data(name)
+        except Exception as error:
+            raise OSError(f"{name} is damaged") from error  # for which Numba compiles it again
+
+    @contextlib.contextmanager
+    def _open_for_write(self, filepath: str) -> Iterator[IO[bytes]]:
+        with super()._open_for_write(filepath) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # before it gets its name
+
+
+_problems: list[str] = []
+
+
+@contextlib.contextmanager
+def _guarded(cache: caching.Cache) -> Iterator[None]:
+    """Around loading and keeping the code of a function; what has failed is not there."""
+    try:
+        yield
+    except OSError as error:
+        _problems.append(str(error))
+
+
+def tell(log: Any) -> None:
+    """Warns if code could not be loaded or kept since this was called last."""
+    if _problems:
+        log.warning("compiled code cannot be kept for the next start", reason=_problems[-1])
+        _problems.clear()
+
+
+caching.IndexDataCacheFile = _Kept
+caching.Cache._guard_against_spurious_io_errors = _guarded
 numba.config.CACHE_DIR = str(directory())

@@ -73,15 +73,34 @@ def foreign(status: os.stat_result, owner: int) -> str:
 
 
 def open_process(pid: int, start: int) -> int | None:
-    """A pidfd of the very process, to signal it; None if it has ended or is another user's."""
-    if pid <= 0:
+    """A pidfd of the very process, to signal it; None if it has ended or is another user's.
+
+    Raises OSError as watch_process() does.
+    """
+    pidfd = watch_process(pid, start)
+    if pidfd is not None and process.owner(pid) != os.geteuid():
+        os.close(pidfd)
+        return None
+    return pidfd
+
+
+def watch_process(pid: int, start: int) -> int | None:
+    """A pidfd of the very process, to hear of its death; None if it has ended.
+
+    Raises OSError if that cannot be told: no file descriptor or memory is free.
+    """
+    if pid <= 0 or start <= 0:
         return None
     try:
         pidfd = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
         return None
     # The descriptor was opened before: a process that is alive now is the one behind it.
-    if process.alive(pid, start) and process.owner(pid) == os.geteuid():
-        return pidfd
+    try:
+        if process.start_ticks(pid) == start:
+            return pidfd
+    except BaseException:
+        os.close(pidfd)
+        raise
     os.close(pidfd)
     return None

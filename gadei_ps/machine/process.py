@@ -27,7 +27,8 @@ def cores() -> int:
 def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks after boot; 0 if there is no such process.
 
-    A process is there as long as any of its threads runs, also if its main thread has ended.
+    A process is there as long as any of its threads runs, also if its main thread has ended. Raises
+    OSError if the kernel does not say: no file descriptor or memory is free.
     """
     return _native.start_ticks(pid)
 
@@ -52,8 +53,14 @@ def signal_name(number: int) -> str:
 
 
 def alive(pid: int, start: int) -> bool:
-    """Whether this very process still runs: any thread of it. A zombie does not."""
-    return pid > 0 and start > 0 and start_ticks(pid) == start
+    """Whether this very process still runs: any thread of it. A zombie does not.
+
+    If the kernel does not say, it may run: no process is to be replaced for that.
+    """
+    try:
+        return pid > 0 and start > 0 and start_ticks(pid) == start
+    except OSError:
+        return True
 
 
 def namespace() -> int:

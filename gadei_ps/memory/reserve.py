@@ -159,10 +159,13 @@ def _in_parallel(count: int, work: Callable[[int], None]) -> None:
         threading.Thread(target=go, daemon=True)
         for _ in range(min(count, MOST_THREADS, process.cores()) - 1)
     ]
+    started = []
     for helper in helpers:
-        helper.start()
+        with contextlib.suppress(RuntimeError):  # no more threads: the others do it
+            helper.start()
+            started.append(helper)
     go()
-    for helper in helpers:
+    for helper in started:
         helper.join()
     if failures:
         raise failures[0]

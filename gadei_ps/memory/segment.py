@@ -132,9 +132,11 @@ def create(
             filling = None if fill is None else functools.partial(fill, segment)
             reserve.take(shared.fd, segment.address, size, progress, filling)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise reserve.no_space({"": size}, name[1:]) from None
-            what = f"cannot reserve {size >> 20} MiB for {name}: {error.strerror}"
+            room = reserve.room()
+            full = error.errno in (errno.ENOSPC, errno.EFBIG)
+            if full or (error.errno == errno.ENOMEM and room.free < size):
+                raise reserve.no_space({"": size}, name[1:], room) from None
+            what = f"cannot reserve {reserve.mib(size)} MiB for {name}: {error.strerror}"
             raise NoSharedMemory(what) from None
     except BaseException:
         posix_ipc.unlink_shared_memory(name)
@@ -172,10 +174,11 @@ def _write_header(
 
 def enter_owner(header: np.void) -> None:
     """Watchdog: enters this process as the owner of a segment."""
+    namespace, start = process.namespace(), process.start_ticks(os.getpid())
     header["owner_pid"] = 0  # so that at no instant the words of two owners stand together
-    header["owner_namespace"] = process.namespace()
+    header["owner_namespace"] = namespace
     # Start time before pid: an owner without a start time would count as dead.
-    header["owner_start"] = process.start_ticks(os.getpid())
+    header["owner_start"] = start
     header["owner_pid"] = os.getpid()
 
 
@@ -204,7 +207,7 @@ def attach(
 
     owner: user whose it must be, by default ours. Raises FileNotFoundError, or SegmentError if the
     segment is not ours, foreign, truncated, half made, or of another layout version, or if a
-    control segment is of another build.
+    control segment is of another build, or OSError without memory or descriptors.
     """
     fd = shm.open_segment(name, writable=writable, owner=owner)
     try:
@@ -221,7 +224,9 @@ def attach_file(
     writable: bool,
     job_id: bytes | None = None,
 ) -> Segment:
-    """Maps a segment that is open already, even if its name is lost. Raises SegmentError.
+    """Maps a segment that is open already, even if its name is lost.
+
+    Raises SegmentError, or OSError without memory.
 
     fd: stays open.
     """
@@ -232,8 +237,10 @@ def attach_file(
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
         memory = _map(fd, size, protection)
-    except (OSError, OverflowError) as error:
+    except OverflowError as error:
         raise SegmentError(f"{name}: {size} bytes cannot be mapped: {error}") from None
+    except OSError as error:  # of the machine: the segment may be whole, and must not be given up
+        raise OSError(error.errno, f"cannot be mapped: {error.strerror}", name) from None
     segment = Segment(name, memory, _native.address(memory), size, status.st_ino, status.st_uid)
     header = segment.header
     if _native.load(segment.address) != layout.MAGIC:  # SYNC POINT: made whole

@@ -27,6 +27,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, OtherVersion, SegmentError
+from gadei_ps.kernels import cache
 from gadei_ps.machine import log, placement, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
@@ -103,6 +104,7 @@ class Server:
         begin = time.monotonic()
         shard.load([int(self.control["optimizer"])])
         zipline.load()
+        cache.tell(self.log)
         self.log.debug("kernels loaded", seconds=round(time.monotonic() - begin, 2))
 
     def main_loop(self) -> None:
@@ -186,15 +188,13 @@ class Server:
 
     def _is_found(self) -> bool:
         """Whether the job's name still leads to this memory, so that a watchdog can adopt it."""
+        name = segment_name(self.job, "control")
         try:
-            segment.attach(
-                segment_name(self.job, "control"),
-                SegmentKind.CONTROL,
-                writable=False,
-                job_id=self.job_id,
-            )
+            segment.attach(name, SegmentKind.CONTROL, writable=False, job_id=self.job_id)
         except (FileNotFoundError, SegmentError):
             return False
+        except OSError:  # no descriptor is free
+            return True
         return True
 
     # -- leases -------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Server:
         if self._take(word(CONTROL, "lease"), LEASE_WAIT_NS if succeeding else 0):
             self.active = True
             self.control["lease_pid"] = os.getpid()
-            self.control["lease_start"] = process.start_ticks(os.getpid())
+            self.control["lease_start"] = self._start
             _native.store(word(CONTROL, "lease_generation"), self._generation + 1)
             if self._generation > 1:
                 self.log.warning("taken over", server=os.getpid(), generation=self._generation)

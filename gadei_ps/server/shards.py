@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 
@@ -88,7 +89,10 @@ class Shards:
                 name=f"shard-{index}",
                 daemon=True,
             )
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                raise OSError(errno.EAGAIN, "no more threads can be started") from None
             self._threads.append(thread)
 
     def stop(self) -> None:

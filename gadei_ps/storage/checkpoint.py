@@ -80,11 +80,9 @@ def write(directory: Path, snapshot: Snapshot, keep: int) -> Written:
     begin = time.monotonic()
     try:
         snapshot.check()
-        _make(directory)
+        files.make_directory(directory)
         with _locked(directory):
-            # This process holds the lock: temporary files are of writers that died.
-            for left in directory.glob(".tmp-*"):
-                _delete(left)
+            _sweep(directory)
             path, size = _write_new(directory, snapshot)
             problem = _remove_old(directory, path, snapshot.version, keep)
     except ValueError as error:
@@ -97,13 +95,24 @@ def write(directory: Path, snapshot: Snapshot, keep: int) -> Written:
 def check(directory: Path) -> None:
     """Makes the directory. Raises CheckpointError if no checkpoint can be written into it."""
     try:
-        _make(directory)
+        files.make_directory(directory)
         probe = _temporary(directory)
         probe.mkdir()
         with contextlib.suppress(FileNotFoundError):  # a writer has tidied up meanwhile
             probe.rmdir()
     except OSError as error:
         raise files.unwritten(directory, "cannot be written", error) from None
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what writers that died have left. The caller holds the lock."""
+    left = list(directory.glob(".tmp-*"))
+    if left:
+        # It may be a checkpoint whose renaming is not on the disk yet, and which a power failure
+        # would make visible again.
+        files.sync(directory)
+    for one in left:
+        _delete(one)
 
 
 def _write_new(directory: Path, snapshot: Snapshot) -> tuple[Path, int]:
@@ -121,13 +130,11 @@ def _write_new(directory: Path, snapshot: Snapshot) -> tuple[Path, int]:
             sums += f"{digest}  {name}\n"
             total += size
         total += files.write(made / SUMS, [sums.encode()])[1]
-        files.sync(made)
         path = directory / _next_name(directory, snapshot.version)
-        made.rename(path)
+        files.replace_directory(made, path)
     except BaseException:
         _delete(made)
         raise
-    files.sync(directory)
     return path, total
 
 
@@ -172,14 +179,6 @@ def _unused(path: Path) -> Path:
 
 def _temporary(directory: Path) -> Path:
     return directory / f".tmp-{os.getpid()}-{secrets.token_hex(6)}"
-
-
-def _make(directory: Path) -> None:
-    """Makes a directory and its parents, there to stay."""
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    for one in reversed(missing):
-        one.mkdir(exist_ok=True)
-        files.sync(one.parent)
 
 
 def _delete(path: Path) -> None:

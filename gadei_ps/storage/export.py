@@ -31,7 +31,6 @@ def export(snapshot: Snapshot, out: Path) -> None:
         save = prepare(snapshot)
         with files.replacing(out) as file:
             save(file)
-        files.sync(out.parent)
     except ValueError as error:
         raise UsageError(f"{out}: {error}") from None
     except OSError as error:

@@ -8,6 +8,7 @@ the disk kills the process. Little-endian machines only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import io
@@ -28,6 +29,10 @@ _MOST_TEXT: Final = 100 << 20  # bytes of a manifest or a header; the library's 
 _CODES: Final = {np.dtype(np.float32): "F32", np.dtype(np.uint64): "U64"}
 _RESERVED: Final = "__metadata__"
 ANOTHER: Final = "use another checkpoint"
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_EXCHANGE = "renameat2"
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
 
 Tensors = Mapping[str, tuple[tuple[int, ...], np.ndarray]]
 """By name: shape, and the values, (count,) and contiguous."""
@@ -78,7 +83,7 @@ def write(path: Path, blocks: Iterable[memoryview | bytes]) -> tuple[str, int]:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` once the block is through: whole, or not at all.
 
-    Raises OSError.
+    It is on the disk then. Raises OSError.
     """
     made = path.with_name(f".{secrets.token_hex(6)}.tmp")
     try:
@@ -90,6 +95,71 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         made.unlink(missing_ok=True)
         raise
+    sync(path.parent)
+
+
+def replace_directory(made: Path, path: Path) -> None:
+    """Gives the directory `made`, whose files are on the disk, the name `path`; there to stay.
+
+    A directory that has this name gets the name `made` by the same call: at every moment one of the
+    two is there, whole. Where the file system cannot exchange names, that one is renamed before.
+    Raises OSError, after which both have the names that they had.
+    """
+    sync(made)
+    replaces = path.exists()
+    if replaces:
+        _swap(made, path)
+    else:
+        made.rename(path)
+    try:
+        sync(path.parent)
+    except OSError:
+        if replaces:
+            _swap(made, path)
+        else:
+            path.rename(made)
+        raise
+
+
+def _swap(one: Path, other: Path) -> None:
+    """Swaps the names of two directories."""
+    try:
+        _exchange(one, other)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        aside = one.with_name(f"{one.name}.old")
+        other.rename(aside)
+        try:
+            one.rename(other)
+        except OSError:
+            aside.rename(other)
+            raise
+        aside.rename(one)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    call = getattr(_LIBC, _EXCHANGE, None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(other))
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory and its parents, there to stay. Raises OSError."""
+    path = path.absolute()
+    for one in reversed((path, *path.parents[:-1])):
+        made = not one.exists()
+        if made:
+            one.mkdir(exist_ok=True)
+        # Also where it is there: the process that made it may have died before it was synced.
+        try:
+            sync(one.parent)
+        except OSError:
+            if made:
+                raise
 
 
 def sync(directory: Path) -> None:
@@ -244,6 +314,8 @@ def unwritten(path: Path, what: str, error: OSError) -> CheckpointError:
         remedy = "free some space or name another place"
     elif error.errno == errno.EFBIG:
         remedy = "raise the limit of file sizes (ulimit -f)"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise the limit of open files (ulimit -n)"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = "make it writable or name another place"
     else:

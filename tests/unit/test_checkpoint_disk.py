@@ -19,11 +19,10 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import support
-from support.snapshots import FILES, names, one, same, sha256sum
+from support.snapshots import names, one, same, sha256sum
 
 from gadei_ps.errors import CheckpointError
 from gadei_ps.memory.layout import Role
@@ -115,42 +114,6 @@ def test_a_kill_before_each_step(tmp_path: Path, version: int) -> None:
     assert step > 12
     again = ".2" if version == 20 else ""
     assert seen == {"checkpoint-000000000020", f"checkpoint-{version:012}{again}"}
-
-
-def test_the_order_of_what_reaches_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files, their directory, the rename, the parent; then old ones go, and then their files."""
-    write(tmp_path, one(1), keep=1)
-    done: list[tuple[str, str]] = []
-    fsync, rename, unlink = os.fsync, os.rename, os.unlink
-
-    def seen_fsync(fd: int) -> None:
-        fsync(fd)
-        done.append(("fsync", Path(f"/proc/self/fd/{fd}").readlink().name[:5]))
-
-    def seen_rename(old: Path, new: Path) -> None:
-        rename(old, new)
-        done.append(("rename", Path(new).name[:5]))
-
-    def seen_unlink(path: Any, **options: Any) -> None:
-        unlink(path, **options)
-        done.append(("unlink", ""))
-
-    monkeypatch.setattr(os, "fsync", seen_fsync)
-    monkeypatch.setattr(os, "rename", seen_rename)
-    monkeypatch.setattr(os, "unlink", seen_unlink)
-    write(tmp_path, one(2), keep=1)
-    parent = ("fsync", tmp_path.name[:5])
-    assert done == [
-        *[("fsync", name[:5]) for name in [*FILES[1:], FILES[0]]],
-        ("fsync", ".tmp-"),
-        ("rename", "check"),
-        parent,
-        ("rename", ".tmp-"),
-        parent,
-        *[("unlink", "")] * 4,
-    ]
 
 
 # -- disks that do not take it --------------------------------------------------------------------

@@ -27,6 +27,7 @@ from gadei_ps.classifier.network import (  # noqa: E402
     predict,
     save_result,
 )
+from gadei_ps.storage import files  # noqa: E402
 
 
 def small(classes: int = 3, **options: Any) -> SentenceClassifier:
@@ -289,7 +290,12 @@ def test_a_result_is_read_back_whole(tmp_path: Path) -> None:
     assert result.metrics == {"loss": [None, 1.5, {"a": None}]}
 
 
-def test_an_earlier_result_or_an_empty_directory_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["renameat2", "none"])
+def test_an_earlier_result_or_an_empty_directory_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Also where the system has no call that exchanges names."""
+    monkeypatch.setattr(files, "_EXCHANGE", call)
     directory = tmp_path / "result"
     directory.mkdir()
     for accuracy in (0.25, 0.75):
@@ -366,6 +372,7 @@ def test_a_failed_write_changes_nothing(
             patched.setattr("os.fsync", fail)
         else:
             patched.setattr(Path, "rename", fail_at_the_new)
+            patched.setattr(files, "_exchange", fail)
         with pytest.raises(ModelDirectoryError, match="No space left on device"):
             save(directory)
     assert [p.name for p in tmp_path.iterdir()] == ["result"] * earlier

@@ -1,0 +1,289 @@
+"""Lives of a job in which one call of one of its processes fails; see test_failing_calls.py.
+
+Run with faults.c preloaded. Each line of standard input names the role, the kind of call, its
+number (0: none fails, and all are listed) and the error. A fork lives that life; the answer says
+what failed, and all that is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import Child, QuickDaemon, config, eventually, live_weights, quick, status
+from support.processes import children
+
+from gadei_ps.commands import jobs
+from gadei_ps.errors import GadeiError
+from gadei_ps.learners.client import Client
+from gadei_ps.memory import segment
+from gadei_ps.storage import checkpoint
+
+ROLES = ("", "watchdog", "server", "saver", "learner", "command")
+PROGRAMS = {
+    "gadei_ps.commands.daemon": "watchdog",
+    "gadei_ps.server.manager": "server",
+    "gadei_ps.watchdog.saver": "saver",
+    "gadei_ps.cli.app": "command",
+}
+KINDS = (
+    *("open", "mmap", "ftruncate", "fallocate", "fsync", "rename", "read", "write"),
+    *("pidfd_open", "clone"),
+)
+PR_SET_CHILD_SUBREAPER = 36
+VALUES = 304  # as the model is padded
+PUSHES = 3
+LIFE_S = 60.0
+shim = ctypes.CDLL(None)
+shim.counts_failed.restype = ctypes.c_char_p
+shim.counts_all.restype = ctypes.c_char_p
+shim.counts_seen.restype = ctypes.c_long
+
+
+def become(role: str) -> None:
+    """The calling process has this role."""
+    shim.counts_role(ROLES.index(role))
+
+
+def _in_roles(main: Callable[[str], int]) -> Callable[[str], int]:
+    def told(module: str) -> int:
+        become(PROGRAMS.get(module, ""))
+        return main(module)
+
+    return told
+
+
+def _learn(pipe: Connection, job: str) -> None:
+    """Pushes ones; sends what went wrong, and how many gradients it has published."""
+    become("learner")
+    client = None
+    wrong = ""
+    try:
+        client = Client(job)
+        for _ in range(PUSHES):
+            client.push(np.ones(VALUES, np.float32), samples=1)
+        client.pull(consistent=True)
+    except (GadeiError, OSError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+    except BaseException:
+        wrong = traceback.format_exc()
+    published = 0
+    if client is not None:
+        published = client.published
+        client.detach()
+    become("")
+    pipe.send((wrong, published))
+
+
+class Life:
+    """One job from its start to its end."""
+
+    def __init__(self, directory: Path, commands: bool) -> None:
+        self.directory = directory
+        self.job = f"t{os.getpid()}-calls"
+        self.saved = directory / "saved"
+        self.config = config(
+            self.job,
+            tensors=[{"name": "w", "shape": [VALUES]}],
+            shards=1,
+            standby=False,
+            checkpoint={"every_s": 0, "directory": str(self.saved)},
+        )
+        self.commands = commands
+        self.daemon = QuickDaemon(self.config)
+        self.total = 0
+        self.wrong: list[str] = []
+        self.said: list[str] = []
+
+    def live(self) -> None:
+        self.twice("start", self._start)
+        for _ in range(2):
+            self.twice("learner", self._teach)
+        self._settle()
+        if self.commands:
+            for words in (
+                ["status", self.job],
+                ["ls"],
+                ["checkpoint", self.job],
+                ["export", self.job, str(self.directory / "out.npz")],
+                ["gc"],
+                ["stop", self.job, "--drain"],
+            ):
+                self.twice(words[0], lambda words=words: self._command(words))
+        else:
+            self.twice("checkpoint", lambda: jobs.checkpoint(self.job))
+            self._settle()
+            self.twice("stop", self._stop)
+        snapshot, _, problems = checkpoint.newest(self.saved)
+        if snapshot is None or problems or snapshot.version != self.total:
+            self.wrong.append(f"saved: {problems}, not version {self.total}")
+        elif (snapshot.weights[:VALUES] != -self.total).any():
+            self.wrong.append(f"saved weights are {snapshot.weights[:3]}, not {-self.total}")
+        self.daemon.end()
+        if left := [one.name for one in segment.find() if one.job == self.job]:
+            self.wrong.append(f"left in memory: {left}")
+        if names := list(Path(os.environ["GADEI_PS_RUNTIME_DIR"]).iterdir()):
+            self.wrong.append(f"left behind: {names}")
+
+    def twice(self, what: str, do: Callable[[], object]) -> None:
+        """What has failed once succeeds when it is done again."""
+        for _ in range(3):
+            try:
+                do()
+                return
+            except (GadeiError, OSError) as error:
+                self.said.append(f"{what}: {type(error).__name__}: {error}")
+                if "\n" in str(error).strip():
+                    self.wrong.append(f"{what}: {error}")
+                if not what.startswith("start"):
+                    self._watch()
+        raise AssertionError(f"{what}: {self.said[-1]}")
+
+    def _start(self) -> None:
+        with quick.fork_quickly():
+            self.daemon._start(fresh=False)
+
+    def _watch(self) -> None:
+        """Starts another watchdog if this one has ended, as systemd does."""
+        process = self.daemon._process
+        if process is None or process.poll() is None:
+            return
+        self.said.append(f"the watchdog has ended with {process.returncode}")
+        self.twice("start again", self._start)
+
+    def _teach(self) -> None:
+        child = Child(_learn, self.job)
+        try:
+            wrong, published = child.receive(LIFE_S)
+        finally:
+            child.kill()
+        self.total += published
+        if wrong:
+            if "Traceback" in wrong:
+                self.wrong.append(f"learner: {wrong}")
+            raise GadeiError(wrong)
+
+    def _settle(self) -> None:
+        """Every gradient is applied once."""
+
+        def settled() -> bool:
+            self._watch()
+            with contextlib.suppress(GadeiError):
+                now = status(self.job)
+                return now["version"] >= self.total and not now["learners"]
+            return False
+
+        eventually(settled, LIFE_S / 3, "not all gradients are applied")
+        now = status(self.job)
+        if now["version"] != self.total or (live_weights(self.job)[:VALUES] != -self.total).any():
+            self.wrong.append(f"{self.total} gradients were pushed, {now['version']} are applied")
+
+    def _command(self, words: list[str]) -> None:
+        paths = [self.directory / name for name in ("out", "err")]
+        with open(paths[0], "wb") as out, open(paths[1], "wb") as err:
+            child = quick.Forked(
+                [sys.executable, "-P", "-m", "gadei_ps", *words], stdout=out, stderr=err
+            )
+            code = child.wait(LIFE_S)
+        said = paths[1].read_text()
+        if code not in (0, 1, 2) or said.count("\n") > 1 or "internal error" in said:
+            self.wrong.append(f"{words[0]} has ended with {code}: {said}")
+        if code:
+            if not said:
+                self.wrong.append(f"{words[0]} has ended with {code} and said nothing")
+            raise GadeiError(f"{words[0]} has ended with {code}: {said}")
+
+    def _stop(self) -> None:
+        process = self.daemon._process
+        assert process is not None
+        if process.poll() is not None:
+            self._start()
+        jobs.stop(self.job, drain=True, timeout_s=10.0)
+
+
+def _live(asked: dict[str, Any]) -> dict[str, Any]:
+    """In the fork."""
+    directory = Path(tempfile.mkdtemp(prefix="gps-life-", dir="/dev/shm"))
+    runtime = Path(tempfile.mkdtemp(prefix="gps-", dir="/dev/shm"))
+    os.environ["GADEI_PS_RUNTIME_DIR"] = str(runtime)
+    os.environ["GADEI_PS_STATE_DIR"] = str(directory / "state")
+    shim.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    log = directory / "log"
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    shim.counts_plan(
+        ROLES.index(asked["role"]),
+        KINDS.index(asked["kind"]),
+        ctypes.c_long(asked["number"]),
+        asked["error"],
+    )
+    life = Life(directory, asked["role"] == "command")
+    try:
+        life.live()
+    except BaseException:
+        life.wrong.append(traceback.format_exc())
+        life.daemon.end()
+    with contextlib.suppress(AssertionError):
+        eventually(lambda: not children(), 5.0)
+    if left := children():
+        life.wrong.append(f"left running: {left}")
+        for one in psutil.Process().children(recursive=True):
+            one.kill()
+        with contextlib.suppress(GadeiError):
+            jobs.drop(life.job)
+    text = log.read_text(errors="replace")
+    if "Traceback" in text:
+        life.wrong.append(text)
+    shutil.rmtree(directory)
+    shutil.rmtree(runtime)
+    return {
+        "failed": shim.counts_failed().decode(errors="replace"),
+        "seen": shim.counts_seen(),
+        "calls": shim.counts_all().decode(errors="replace").splitlines(),
+        "wrong": life.wrong,
+        "said": life.said + [line for line in text.splitlines() if "error" in line],
+    }
+
+
+def main() -> None:
+    quick._main = _in_roles(quick._main)
+    with quick.fork_quickly():
+        quick.load_commands()
+        for line in sys.stdin:
+            read, write = os.pipe()
+            pid = os.fork()
+            if not pid:
+                try:
+                    os.close(read)
+                    begin = time.monotonic()
+                    told = _live(json.loads(line))
+                    told["seconds"] = time.monotonic() - begin
+                    with os.fdopen(write, "wb") as answer:
+                        answer.write(json.dumps(told).encode())
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+            os.close(write)
+            with os.fdopen(read, "rb") as answer:
+                print(answer.read().decode(), flush=True)
+            os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

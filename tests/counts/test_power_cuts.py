@@ -1,0 +1,364 @@
+"""Power cuts: every legal state of the disk, at every moment of what is written to it.
+
+Real writers are recorded (recorder.c). Of each moment between two of their operations, every state
+is made in which a disk may be found then (disk.py), and what is read from it is compared: the old
+or the new, whole; and what was said to be written is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from disk import Disk, State, found, put
+from support.snapshots import one, same
+from writers import MODEL, NEW, OLD, signature, toy
+
+from gadei_ps.commands import saved
+from gadei_ps.errors import CheckpointError
+from gadei_ps.job.config import from_mapping
+from gadei_ps.storage import checkpoint
+from gadei_ps.storage.export import export
+from gadei_ps.watchdog import model
+from gadei_ps.watchdog.lock import NameLock
+from gadei_ps.watchdog.sockets import ControlServer
+
+HERE = Path(__file__).parent
+EVERY = 40  # of so many states a short run looks at one, besides the extremes of each moment
+EVERY_DEATH = 8
+CUT = pytest.mark.timeout(3600)
+
+
+class Recorder:
+    """The process whose forks are recorded."""
+
+    def __init__(self, directory: Path) -> None:
+        shim = directory / "recorder.so"
+        subprocess.run(
+            ["cc", "-O1", "-shared", "-fPIC", "-Wall", "-o", shim, HERE / "recorder.c", "-ldl"],
+            check=True,
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", HERE / "writers.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"LD_PRELOAD": str(shim)},
+        )
+
+    def record(self, task: str, root: Path, to: Path, die: int = 0) -> int:
+        """Has a task done; returns its exit code. Several tasks may be recorded in one file."""
+        to.touch()
+        asked = {"task": task, "root": str(root), "log": str(to), "die": die}
+        assert self._process.stdin
+        assert self._process.stdout
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Iterator[Recorder]:
+    if not shutil.which("cc"):
+        pytest.skip("needs a C compiler")
+    directory = Path(tempfile.mkdtemp(prefix="gps-recorder-"))
+    made = Recorder(directory)
+    yield made
+    made.close()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory in memory, where thousands of small files cost little."""
+    path = Path(tempfile.mkdtemp(prefix="gps-cuts-", dir="/dev/shm"))
+    (path / "root").mkdir()
+    yield path
+    shutil.rmtree(path)
+
+
+class Count:
+    """The states of one recorded life of a disk, and what is expected of them.
+
+    old: name of what is there before. A writer marks in the record which name it begins to write
+    and which it has written; `allowed` are those that may be found: the last one that was written,
+    and all that were begun since.
+    """
+
+    def __init__(self, place: Path, whole: bool, old: object = None) -> None:
+        self.place = place
+        self.whole = whole
+        self.root = place / "root"
+        self.disk = Disk(self.root)
+        self.log = place / "log"
+        self.allowed: tuple[Any, ...] = (old,)
+        self.moments = self.states = self.looked = 0
+
+    def _hear(self, told: str) -> None:
+        what, name = told.split()
+        self.allowed = (name,) if what == "end" else (*self.allowed, name)
+
+    def run(
+        self,
+        check: Callable[[Path, tuple[Any, ...]], None],
+        seen_as: Callable[[State], object] = lambda state: state,
+        every: int = EVERY,
+    ) -> None:
+        """Looks at each state, once for what is allowed. seen_as: what the reader sees of it."""
+        known: set[int] = set()
+        scratch = self.place / "scratch"
+        for told in self.disk.play(self.log):
+            if told is not None:
+                self._hear(told)
+            self.moments += 1
+            states = list(self.disk.states())
+            for number, state in enumerate(states):
+                key = hash((seen_as(state), self.allowed))
+                if key in known:
+                    continue
+                known.add(key)
+                self.states += 1
+                extreme = number in (0, len(states) - 1)
+                if not (self.whole or extreme or self.states % every == 0):
+                    continue
+                self.looked += 1
+                put(state, scratch)
+                try:
+                    check(scratch, self.allowed)
+                except BaseException as error:
+                    error.add_note(f"moment {self.moments}, allowed {self.allowed}, in the state:")
+                    for path, data in state:
+                        error.add_note(f"  {path} {'/' if data is None else len(data)}")
+                    raise
+        assert self.disk.now() == found(self.root), "the record has all that was done"
+
+    def figures(self, what: str) -> str:
+        return (
+            f"power cuts, {what}: {self.moments} moments, {self.states} states of the disk, "
+            f"{self.looked} looked at"
+        )
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def read_newest(root: Path, allowed: tuple[str | None, ...]) -> None:
+    """What `serve`, `restore` and `export` find; then another checkpoint is written."""
+    directory = root / "jobs" / "a"
+    given = {"name": "a-job", "checkpoint": {"every_s": 0, "directory": str(directory)}}
+    log = Mock()
+    first = model.from_checkpoint(from_mapping(given, "test"), None, log)
+    assert not log.error.called, log.error.call_args
+    if first is None:
+        assert None in allowed, "a checkpoint that was written is gone"
+        with pytest.raises(CheckpointError, match=r"no checkpoint in this|no such directory"):
+            saved.find(str(directory))
+    else:
+        assert first.snapshot is not None
+        version = first.snapshot.version
+        assert str(version) in allowed, f"found version {version}"
+        same(first.snapshot, one(version, MODEL))
+        known = saved.find(str(directory))
+        assert known.problems == ()
+        assert known.snapshot.version == version
+    for each in checkpoint.found(directory):
+        assert checkpoint.read(each.path).version == each.version
+    made = checkpoint.write(directory, one(9, MODEL), keep=1)
+    assert made.problem is None
+    left = {path.name for path in directory.iterdir() if not path.name.startswith("superseded")}
+    assert left == {".lock", made.path.name}
+
+
+@CUT
+def test_checkpoints(recorder: Recorder, place: Path, whole: bool, told: list[str]) -> None:
+    """From none on: pruned, written again at the same version, superseded."""
+    count = Count(place, whole)
+    assert recorder.record("checkpoints", count.root, count.log) == 0
+    count.run(read_newest)
+    told.append(count.figures("checkpoints"))
+
+
+@CUT
+@pytest.mark.parametrize("there", [False, True], ids=["the first", "another"])
+def test_a_writer_is_killed_before(
+    recorder: Recorder, place: Path, there: bool, whole: bool, told: list[str]
+) -> None:
+    """A writer is killed before each of its operations; the next one writes; the power is cut."""
+    sums = [0, 0, 0]
+    for die in range(1, 100):
+        path = place / str(die)
+        (path / "root").mkdir(parents=True)
+        if there:
+            assert recorder.record("two", path / "root", path / "before") == 0
+        count = Count(path, whole, "2" if there else None)
+        if recorder.record("fourth", count.root, count.log, die) == 0:
+            break
+        # Told apart: what was renamed last is not synced, so it may have both names.
+        renamed = b"rename " in count.log.read_bytes().splitlines()[-1]
+        assert recorder.record("fifth", count.root, count.log) == 0
+        if whole or renamed or die % EVERY_DEATH == 2:
+            count.run(read_newest)
+        counted = count.moments, count.states, count.looked
+        sums = [sum(pair) for pair in zip(sums, counted, strict=True)]
+        shutil.rmtree(path)
+    assert die > 15
+    told.append(
+        f"power cuts after {die - 1} deaths of a writer: {sums[0]} moments, {sums[1]} states of "
+        f"the disk, {sums[2]} looked at"
+    )
+
+
+# -- single files ---------------------------------------------------------------------------------
+
+
+class Files(Count):
+    """Several files, each replaced in turn; `allowed`: what was begun, and what is done (!)."""
+
+    def __init__(self, place: Path, whole: bool, names: tuple[str, ...]) -> None:
+        self.names = names
+        for name in names:
+            if not (place / "root" / name).exists():
+                (place / "root" / name).write_bytes(f"old {name}".encode() * 50)
+        self.old = {name: (place / "root" / name).read_bytes() for name in names}
+        super().__init__(place, whole)
+        self.allowed = ()
+
+    def _hear(self, told: str) -> None:
+        what, name = told.split()
+        self.allowed = (*self.allowed, name if what == "begin" else f"{name}!")
+
+    def check(self, root: Path, allowed: tuple[str, ...]) -> None:
+        """Each file is the old one or, once it is begun, the new one; once written, the new one."""
+        for name in self.names:
+            held = (root / name).read_bytes()
+            new = (self.root / name).read_bytes()
+            if f"{name}!" in allowed:
+                assert held == new, f"{name} was written"
+            elif name in allowed:
+                assert held in (self.old[name], new), f"{name} is neither the old nor the new one"
+            else:
+                assert held == self.old[name], f"{name} is not the old one"
+
+
+@CUT
+def test_exports(recorder: Recorder, place: Path, whole: bool, told: list[str]) -> None:
+    names = ["out.safetensors", "out.npz"]
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401
+
+        names.append("out.pt")
+    for name in names:
+        export(one(OLD, MODEL), place / "root" / name)
+    count = Files(place, whole, tuple(names))
+    assert recorder.record("exports", count.root, count.log) == 0
+    count.run(count.check)
+    told.append(count.figures("exports"))
+
+
+@CUT
+def test_single_files(recorder: Recorder, place: Path, whole: bool, told: list[str]) -> None:
+    count = Files(place, whole, ("trace.csv", "model.npz", "unit.service", "words.json"))
+    assert recorder.record("singles", count.root, count.log) == 0
+    count.run(count.check)
+    told.append(count.figures("single files"))
+
+
+@CUT
+def test_what_train_and_predict_write(
+    recorder: Recorder, place: Path, whole: bool, told: list[str]
+) -> None:
+    pytest.importorskip("torch")
+    from gadei_ps.classifier import network
+
+    assert recorder.record("result_of_old", place / "root", place / "before") == 0
+    count = Files(place, whole, ("labels.csv",))
+
+    def version(path: Path) -> int | None:
+        return network.load_result(path).config["training"]["version"] if path.exists() else None
+
+    def check(root: Path, allowed: tuple[str, ...]) -> None:
+        count.check(root, allowed)
+        for name, old in (("new/first", None), ("again", OLD)):
+            held = version(root / name)
+            if f"{name}!" in allowed:
+                assert held == NEW, f"{name} was written"
+            else:
+                assert held == old or (name in allowed and held == NEW), f"{name} is of {held}"
+
+    assert recorder.record("results", count.root, count.log) == 0
+    count.run(check)
+    told.append(count.figures("results of train and predict"))
+
+
+# -- what a start needs ---------------------------------------------------------------------------
+
+
+@CUT
+def test_lock_and_socket(
+    recorder: Recorder, place: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, told: list[str]
+) -> None:
+    """A watchdog starts, whatever is left of the lock and the socket of another one."""
+
+    def check(root: Path, allowed: tuple[str, ...]) -> None:
+        monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(root / "run"))
+        lock = NameLock("a-job")
+        with selectors.DefaultSelector() as selector:
+            ControlServer(root / "run" / "a-job.sock", selector, lambda *_: None).shut_down()
+        lock.release()
+
+    count = Count(place, whole)
+    assert recorder.record("watchdog", count.root, count.log) == 0
+    count.run(check)
+    told.append(count.figures("lock and socket"))
+
+
+@CUT
+def test_compiled_code(
+    recorder: Recorder, place: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, told: list[str]
+) -> None:
+    """A server loads its code or compiles it again, and what it has compiled then is kept."""
+    import numba
+    from numba.core import caching
+    from numba.core.registry import cpu_target
+
+    from gadei_ps.kernels import compiled
+
+    context = cpu_target.target_context
+
+    def load(root: Path) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(numba.config, "CACHE_DIR", str(root / "cache"))
+            return caching.FunctionCache(toy).load_overload(signature(), context)
+
+    def check(root: Path, allowed: tuple[str, ...]) -> None:
+        code = load(root)
+        if code is None:
+            with monkeypatch.context() as patch:
+                patch.setattr(numba.config, "CACHE_DIR", str(root / "cache"))
+                compiled.compiled(toy).compile(signature())
+            code = load(root)
+            assert code is not None, "compiled, but not kept"
+        assert code.entry_point(20) == 41
+
+    count = Count(place, whole)
+    assert recorder.record("code", count.root, count.log) == 0
+    assert load(count.root) is not None
+
+    def seen(state: State) -> object:
+        return tuple(one for one in state if ".tmp." not in one[0])
+
+    count.run(check, seen, every=4)
+    told.append(count.figures("compiled code"))

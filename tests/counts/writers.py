@@ -1,0 +1,190 @@
+"""What writes to the disk, as programs whose operations are recorded: see test_power_cuts.py.
+
+Run with recorder.c preloaded. Each line of standard input is a task: what is done, in which
+directory, where it is recorded, before which operation it dies. A fork does it; its exit code is
+printed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import selectors
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.snapshots import one
+
+from gadei_ps.memory.layout import Role
+from gadei_ps.memory.weights import Tensor, place
+from gadei_ps.storage import checkpoint
+from gadei_ps.storage.export import export
+
+MODEL = place([Tensor("a", (2500,)), Tensor("b", (10,), Role.BUFFER)])
+OLD, NEW = 11, 12  # versions of what is replaced and of what replaces it
+LOG = Path()
+
+
+def mark(text: str) -> None:
+    """Enters into the record that this is done."""
+    with open(LOG, "ab") as file:
+        file.write(f"mark {text}\n".encode())
+
+
+def _write(directory: Path, version: int, keep: int = 2) -> None:
+    mark(f"begin {version}")
+    checkpoint.write(directory, one(version, MODEL), keep)
+    mark(f"end {version}")
+
+
+def checkpoints(root: Path) -> None:
+    """A life: first ones, pruning, the same version again, an older one after a restore."""
+    for version, keep in ((1, 2), (2, 2), (3, 2), (3, 2), (2, 2), (4, 1)):
+        _write(root / "jobs" / "a", version, keep)
+
+
+def two(root: Path) -> None:
+    for version in (1, 2):
+        _write(root / "jobs" / "a", version)
+
+
+def fourth(root: Path) -> None:
+    _write(root / "jobs" / "a", 4)
+
+
+def fifth(root: Path) -> None:
+    _write(root / "jobs" / "a", 5)
+
+
+def exports(root: Path) -> None:
+    """Replaces the files that are there, one of each format."""
+    for suffix in ("safetensors", "npz", "pt"):
+        if (root / f"out.{suffix}").exists():
+            mark(f"begin out.{suffix}")
+            export(one(NEW, MODEL), root / f"out.{suffix}")
+            mark(f"end out.{suffix}")
+
+
+def singles(root: Path) -> None:
+    """Single files of commands: an older one of each is replaced."""
+    from gadei_ps.classifier.dataset import Vocabulary
+    from gadei_ps.commands import systemd
+    from gadei_ps.run_times import traces, training
+
+    def trace() -> None:
+        times = np.full((400, 2), float(NEW))
+        traces.write(root / "trace.csv", traces.Trace(times, times > NEW, ("a", "b")))
+
+    for name, write in (
+        ("trace.csv", trace),
+        ("model.npz", lambda: training._write(root / "model.npz", b"12" * 4000)),
+        ("unit.service", lambda: systemd._write(root / "unit.service", "12" * 4000)),
+        ("words.json", lambda: Vocabulary(tuple(map(str, range(3000)))).save(root / "words.json")),
+    ):
+        mark(f"begin {name}")
+        write()
+        mark(f"end {name}")
+
+
+def _result(path: Path, version: int) -> None:
+    from gadei_ps.classifier import network
+    from gadei_ps.classifier.dataset import Vocabulary
+
+    words = Vocabulary(("a", "b"))
+    made = network.SentenceClassifier(len(words), 2, embedding=4, maps=4)
+    network.save_result(path, made, words, ["x", "y"], {"version": version}, {})
+
+
+def result_of_old(root: Path) -> None:
+    _result(root / "again", OLD)
+
+
+def results(root: Path) -> None:
+    """What `train` and `predict` write; an older one is replaced of all but the first."""
+    from gadei_ps.classifier import predict
+    from gadei_ps.classifier.dataset import Table
+
+    for name in ("new/first", "again"):
+        mark(f"begin {name}")
+        _result(root / name, NEW)
+        mark(f"end {name}")
+    table = Table(["text"], [[f"{number}"] for number in range(3000)], [])
+    mark("begin labels.csv")
+    predict.write_csv(table, [predict.Prediction("x", "y", 1.0)] * 3000, root / "labels.csv")
+    mark("end labels.csv")
+
+
+def watchdog(root: Path) -> None:
+    """The files by which a watchdog is found."""
+    from gadei_ps.watchdog.lock import NameLock
+    from gadei_ps.watchdog.sockets import ControlServer
+
+    os.environ["GADEI_PS_RUNTIME_DIR"] = str(root / "run")
+    lock = NameLock("a-job")
+    with selectors.DefaultSelector() as selector:
+        ControlServer(root / "run" / "a-job.sock", selector, lambda *_: None).shut_down()
+    lock.release()
+
+
+def toy(number: int) -> int:
+    """Is compiled."""
+    return 2 * number + 1
+
+
+def signature() -> Any:
+    """Of `toy`, as Numba has it."""
+    from numba import types
+
+    return types.int64(types.int64)
+
+
+def code(root: Path) -> None:
+    """What Numba keeps of a compiled function."""
+    from gadei_ps.kernels import compiled
+
+    compiled.numba.config.CACHE_DIR = str(root / "cache")
+    compiled.compiled(toy).compile(signature())
+
+
+TASKS: dict[str, Callable[[Path], None]] = {
+    task.__name__: task
+    for task in (
+        *(checkpoints, two, fourth, fifth, exports, singles),
+        *(results, result_of_old, watchdog, code),
+    )
+}
+
+
+def _do(task: str, root: str, log: str, die: int) -> int:
+    """In a fork; returns its exit code, negative for a signal."""
+    global LOG
+    LOG = Path(log)
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            ctypes.CDLL(None).counts_record(root.encode(), log.encode(), ctypes.c_long(die))
+            TASKS[task](Path(root))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main() -> None:
+    for line in sys.stdin:
+        print(_do(**json.loads(line)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
