@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x2a6bd831dd7ecb24ull
+#define PS_BUILD 0x961b2507aa959b8cull
 
 #endif
