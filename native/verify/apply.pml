@@ -163,6 +163,9 @@ inline apply_chunks() {
             x = 0;
             c++ /* and stays open until the next one is */
         }
+#ifdef LOSE
+    :: c < C && lost -> atomic { c = C; x = 0 } /* seen at a look between two stretches */
+#endif
 #if defined(LOSE) && !defined(TORN_LATE)
     :: c == C -> note_torn(); atomic { cursor[k] = C * 2; c = 0 }; break
 #else
