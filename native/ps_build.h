@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x961b2507aa959b8cull
+#define PS_BUILD 0x5f94b7b75ca5b69eull
 
 #endif

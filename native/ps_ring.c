@@ -143,10 +143,11 @@ int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
         return PS_LEFT;
     if (ring->head != frame.sequence)
         return PS_UNCLAIMED;
-    /* SYNC POINT: closed. Either we see that the rings are closed, or the watchdog sees that this
-     * frame is coming, and waits for it. */
-    __atomic_exchange_n(&ring->publishing, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&control->stop, __ATOMIC_SEQ_CST) == PS_STOP_CLOSED) {
+    /* Either we see that the rings are closed, or the watchdog sees that this frame is coming, and
+     * waits for it. */
+    __atomic_store_n(&ring->publishing, 1, __ATOMIC_RELAXED);
+    ps_fence();
+    if (ps_load_acquire32(&control->stop) == PS_STOP_CLOSED) { /* SYNC POINT: closed */
         ps_store_release32(&ring->publishing, 0);
         return PS_STOPPED;
     }

@@ -116,8 +116,9 @@ class Stopping:
     def _tell(self, wanted: Stop) -> None:
         """Stores the stop word, which never goes back, before it looks at any ring."""
         word = self.memory.control.word(layout.CONTROL, "stop")
-        _native.store32(word, max(wanted, int(self._control["stop"])))
-        self.memory.ring_bells()  # each a full fence: SYNC POINT: closed
+        last = max(wanted, int(self._control["stop"]))
+        _native.store32(word, last)  # SYNC POINT: closed
+        self.memory.ring_bells()  # each a full fence, before a look at any ring
 
     def _heard(self, outcome: dict[str, Any]) -> None:
         self._saved = True
