@@ -1,0 +1,80 @@
+"""The C extension under AddressSanitizer and UndefinedBehaviorSanitizer: tests of it, again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+# Those that run in one process: others would preload the sanitizers into every daemon.
+TESTS = ("test_ring.py", "test_ring_machine.py", "test_module.py", "test_copy.py")
+
+
+def _runtime() -> str:
+    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True)
+    path = found.stdout.strip()
+    return path if Path(path).is_absolute() else ""
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extension, built with both."""
+    if not shutil.which("gcc") or not _runtime():
+        pytest.skip("needs gcc and its libasan")
+    out = tmp_path_factory.mktemp("sanitized")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "-b", out / "lib", "-t", out / "temp"],
+        cwd=ROOT,
+        env=os.environ | {"CC": "gcc", "CFLAGS": FLAGS, "LDFLAGS": FLAGS},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    built: Path = next((out / "lib").rglob("_native*.so"))
+    return built
+
+
+def _run(extension: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "preload", "-q", "-s", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "PYTHONPATH": str(HERE / "sanitizers"),
+            "TESTED_NATIVE": str(extension),
+            "LD_PRELOAD": _runtime(),
+            # Python keeps what it needs until its end; the guard has SIGBUS for itself.
+            "ASAN_OPTIONS": "detect_leaks=0:handle_sigbus=0:allocator_may_return_null=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        },
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_extension(extension: Path) -> None:
+    done = _run(extension, *(HERE / name for name in TESTS))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+
+
+def test_what_is_wrong_is_seen(extension: Path, tmp_path: Path) -> None:
+    """A store behind the end of what was allocated."""
+    (tmp_path / "test_broken.py").write_text(
+        "import ctypes\n"
+        "from gadei_ps import _native\n"
+        "def test_it():\n"
+        "    libc = ctypes.CDLL(None)\n"
+        "    libc.malloc.restype = ctypes.c_void_p\n"
+        "    at = libc.malloc(24)\n"
+        "    _native.store(at + 24, 1)\n"
+    )
+    done = _run(extension, tmp_path / "test_broken.py")
+    assert done.returncode
+    assert "heap-buffer-overflow" in done.stdout + done.stderr
