@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x5f94b7b75ca5b69eull
+#define PS_BUILD 0xf6c0e1ea0a177005ull
 
 #endif

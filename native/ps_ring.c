@@ -131,6 +131,7 @@ struct ps_frame *ps_claim(struct ps_ring *ring, const struct ps_control *control
 void ps_publish(struct ps_ring *ring, const struct ps_control *control)
 {
     ps_store_release(&ring->head, ring->head + 1); /* SYNC POINT: frame */
+    ps_store_release32(&ring->publishing, 0);
     ps_fence(); /* SYNC POINT: sleepers. Either we see it asleep or it sees head. */
     if (__atomic_load_n(&control->sleepers, __ATOMIC_RELAXED))
         ps_futex_wake(ps_low_half(&ring->head));
@@ -156,7 +157,6 @@ int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
     *ps_slot(ring, frame.sequence) = frame;
     ring->pulled = frame.version;
     ps_publish(ring, control);
-    ps_store_release32(&ring->publishing, 0);
     return 0;
 }
 

@@ -79,7 +79,7 @@ def test_a_directory_that_is_not_one(cli: Cli, job_name: str) -> None:
     (cli.directory / "file").write_text("")
     text = COUNTED + "[checkpoint]\nevery_s = 0\ndirectory = 'file/below'\n"
     (cli.directory / f"{job_name}.toml").write_text(text)
-    assert "file/below: cannot be read" in refused(cli, job_name)
+    assert "file/below: cannot be written" in refused(cli, job_name)
 
 
 @pytest.mark.parametrize("before", ["sgd", "adam"])

@@ -316,7 +316,9 @@ def test_lock_and_socket(
         monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(root / "run"))
         lock = NameLock("a-job")
         with selectors.DefaultSelector() as selector:
-            ControlServer(root / "run" / "a-job.sock", selector, lambda *_: None).shut_down()
+            ControlServer(
+                root / "run" / "a-job.sock", selector, lambda *_: None, lambda _: None
+            ).shut_down()
         lock.release()
 
     count = Count(place, whole)

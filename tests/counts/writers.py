@@ -130,7 +130,9 @@ def watchdog(root: Path) -> None:
     os.environ["GADEI_PS_RUNTIME_DIR"] = str(root / "run")
     lock = NameLock("a-job")
     with selectors.DefaultSelector() as selector:
-        ControlServer(root / "run" / "a-job.sock", selector, lambda *_: None).shut_down()
+        ControlServer(
+            root / "run" / "a-job.sock", selector, lambda *_: None, lambda _: None
+        ).shut_down()
     lock.release()
 
 

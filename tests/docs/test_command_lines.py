@@ -168,6 +168,7 @@ STAGES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "trained": lambda words: words[0] == "train",
     "predicted": lambda words: words[0] == "predict",
     "run": lambda words: words[0] == "run",
+    "ended": lambda words: words[0] == "serve" and "--finish" in words,
     "served": lambda words: words[0] == "serve",
     "watched": lambda words: words[0] in ("status", "attach", "checkpoint", "export"),
     "traced": lambda words: words[0] == "trace",
@@ -272,6 +273,10 @@ def test_lines_with_a_job(bench: Bench, compiled: None) -> None:
         bench.run(*words)
         assert watchdog.wait().code == 0
     team.wait()
+    watchdog = bench.serve(*last)
+    bench.run("kill", job, "--watchdog")
+    assert watchdog.wait().code < 0
+    bench.all("ended")
     for words in lines_of("restored", job):
         path = next((cli.directory / "state" / job).glob("checkpoint-*"))
         words = tuple(

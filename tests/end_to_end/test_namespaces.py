@@ -185,7 +185,7 @@ def test_a_learner_of_a_deeper_namespace_is_refused_at_once(
     done = subprocess.run(
         [*APART, sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
-    assert "ControlError: cannot watch process" in done.stderr
+    assert "ControlError: the watchdog cannot watch process" in done.stderr
     assert "must share the daemon's pid namespace" in done.stderr
     assert not status(job_name)["learners"]
 
