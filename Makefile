@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.c native/*.h)
 
-.PHONY: train test test-gpu test-systemd crash crash-all verify stress fuzz soak lint typing bench bench-gpu \
+.PHONY: train test test-gpu test-systemd crash crash-all mutants verify stress fuzz soak lint typing bench bench-gpu \
 	reproduce gpu-ready docs clean
 
 train: $(VENV)/built
@@ -48,6 +48,10 @@ crash: $(VENV)/built
 # The counts of tests/counts, whole: hours. `test` has a part of each.
 crash-all: $(VENV)/built
 	CRASH_ALL=1 $(BIN)/python -m pytest --timeout 7200 tests/counts
+
+# Leaves out stores, fences, leases and checks of generations one by one: hours. Needs root.
+mutants: $(VENV)/built
+	$(BIN)/python tests/counts/mutants.py
 
 # The protocol's models; needs spin and a C compiler.
 verify:
