@@ -93,9 +93,9 @@ class Admission:
 
     def _offer(self, client: Client, offered: list[Tensor], file: File | None) -> Answer:
         self._stopping.refuse()
-        there = self._memory.model or (self._coming[1] if self._coming is not None else None)
-        if there is not None:
-            weights.check_same(there, offered)
+        model = self._memory.model or (self._coming[1] if self._coming is not None else None)
+        if model is not None:
+            weights.check_same(model, offered)
         if self._memory.model is not None:
             return {"made": False}
         if file is None:

@@ -9,21 +9,15 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
-import os
 import re
-import shutil
 import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import ask, preloaded
 
-HERE = Path(__file__).parent
 # Errors that each kind of call may have, the likeliest first. EINTR: nothing may come of it.
 ERRORS = {
     "open": ("EMFILE", "ENOMEM", "EIO", "EINTR"),
@@ -55,42 +49,20 @@ SHORT = {
 class Lives:
     """The process whose forks live with a failing call."""
 
-    def __init__(self, directory: Path) -> None:
-        shim = directory / "faults.so"
-        subprocess.run(
-            ["cc", "-O1", "-shared", "-fPIC", "-Wall", "-o", shim, HERE / "faults.c", "-ldl"],
-            check=True,
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", HERE / "lives.py"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"LD_PRELOAD": str(shim)},
-        )
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
 
     def live(self, role: str, kind: str, number: int, error: str) -> dict[str, Any]:
         """What became of a job in which this call fails; see lives.py."""
         asked = {"role": role, "kind": kind, "number": number, "error": getattr(errno, error)}
-        assert self._process.stdin
-        assert self._process.stdout
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        told: dict[str, Any] = json.loads(self._process.stdout.readline())
+        told: dict[str, Any] = ask(self._process, asked)
         return told
-
-    def close(self) -> None:
-        self._process.communicate()
 
 
 @pytest.fixture(scope="module")
 def lives() -> Iterator[Lives]:
-    if not shutil.which("cc"):
-        pytest.skip("needs a C compiler")
-    directory = Path(tempfile.mkdtemp(prefix="gps-faults-"))
-    made = Lives(directory)
-    yield made
-    made.close()
-    shutil.rmtree(directory)
+    with preloaded("faults.c", "lives.py") as process:
+        yield Lives(process)
 
 
 def numbers(calls: list[str]) -> list[int]:

@@ -8,12 +8,9 @@ or the new, whole; and what was said to be written is there.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import selectors
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 from disk import Disk, State, found, put
+from preloaded import ask, preloaded
 from support.snapshots import one, same
 from writers import MODEL, NEW, OLD, signature, toy
 
@@ -34,7 +32,6 @@ from gadei_ps.watchdog import model
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.sockets import ControlServer
 
-HERE = Path(__file__).parent
 EVERY = 40  # of so many states a short run looks at one, besides the extremes of each moment
 EVERY_DEATH = 8
 CUT = pytest.mark.timeout(3600)
@@ -43,42 +40,20 @@ CUT = pytest.mark.timeout(3600)
 class Recorder:
     """The process whose forks are recorded."""
 
-    def __init__(self, directory: Path) -> None:
-        shim = directory / "recorder.so"
-        subprocess.run(
-            ["cc", "-O1", "-shared", "-fPIC", "-Wall", "-o", shim, HERE / "recorder.c", "-ldl"],
-            check=True,
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", HERE / "writers.py"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"LD_PRELOAD": str(shim)},
-        )
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
 
     def record(self, task: str, root: Path, to: Path, die: int = 0) -> int:
         """Has a task done; returns its exit code. Several tasks may be recorded in one file."""
         to.touch()
         asked = {"task": task, "root": str(root), "log": str(to), "die": die}
-        assert self._process.stdin
-        assert self._process.stdout
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.communicate()
+        return int(ask(self._process, asked))
 
 
 @pytest.fixture(scope="module")
 def recorder() -> Iterator[Recorder]:
-    if not shutil.which("cc"):
-        pytest.skip("needs a C compiler")
-    directory = Path(tempfile.mkdtemp(prefix="gps-recorder-"))
-    made = Recorder(directory)
-    yield made
-    made.close()
-    shutil.rmtree(directory)
+    with preloaded("recorder.c", "writers.py") as process:
+        yield Recorder(process)
 
 
 @pytest.fixture
