@@ -210,11 +210,25 @@ def test_a_shard_stores_what_its_model_stores(
             trace = _run_a_shard(rig, record, chance, lose=lose)
         assert trace[-1] == (MODELS_IDLE, FRAMES, FRAMES, lose, FRAMES, FRAMES)
         assert accepts("apply", APPLY, IN_APPLY, trace), trace
-    if not lose:
-        applied = swapped(trace, (CURSOR, MODELS_APPLIED), (APPLIED, 2))
-        assert not accepts("apply", APPLY, IN_APPLY, applied)
-        released = swapped(trace, (CURSOR, MODELS_IDLE), (TAIL, FRAMES))
-        assert not accepts("apply", APPLY, IN_APPLY, released)
+
+
+# Two gradients of a shard that nobody kills, seen after each store; the second was published while
+# the first was applied.
+EACH_STORE_OF_A_SHARD: Trace = [
+    *[(15, 0, 0, 0, 0, 0), (15, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 1), (1, 0, 0, 0, 0, 1)],
+    *[(1, 0, 0, 0, 0, 2), (3, 0, 0, 0, 0, 2), (5, 0, 0, 0, 0, 2), (6, 0, 0, 0, 0, 2)],
+    *[(6, 1, 0, 0, 0, 2), (15, 1, 0, 0, 1, 2), (15, 1, 1, 0, 1, 2), (0, 1, 1, 0, 1, 2)],
+    *[(1, 1, 1, 0, 1, 2), (3, 1, 1, 0, 1, 2), (5, 1, 1, 0, 1, 2), (6, 1, 1, 0, 1, 2)],
+    *[(6, 2, 1, 0, 1, 2), (15, 2, 1, 0, 2, 2), (15, 2, 2, 0, 2, 2)],
+]
+
+
+def test_a_shard_that_stores_in_another_order_is_seen() -> None:
+    assert accepts("apply", APPLY, IN_APPLY, EACH_STORE_OF_A_SHARD)
+    applied = swapped(EACH_STORE_OF_A_SHARD, (CURSOR, MODELS_APPLIED), (APPLIED, 2))
+    assert not accepts("apply", APPLY, IN_APPLY, applied)
+    released = swapped(EACH_STORE_OF_A_SHARD, (CURSOR, MODELS_IDLE), (TAIL, 2))
+    assert not accepts("apply", APPLY, IN_APPLY, released)
 
 
 # -- a row of the roster --------------------------------------------------------------------------
