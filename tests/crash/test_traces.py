@@ -191,6 +191,7 @@ def _run_a_shard(rig: Rig, record: Recorder, chance: random.Random, *, lose: boo
                 record.go_on(child.pid, chance.randrange(1, 300))
                 child.kill()
                 child = _traced(rig, record)
+                continue  # its last store may have been the last of all that is published
             record.go_on(child.pid)
     finally:
         child.kill()
