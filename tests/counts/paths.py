@@ -25,8 +25,9 @@ DECAY = 0.01
 ACTIONS = {0: Action.APPLY, 1: Action.APPLY, 2: Action.DROP, 3: Action.REFUSE}
 WAYS = ("dense", "rows", "superstep", "refused", "dropped")
 # leaves: the learner is gone, and has a batch that it has not answered. last: two frames, and the
-# second one answers the last batch of all.
-OTHERS = ("leaves", "last")
+# second one answers the last batch of all. mixed: a dense frame after one of a single row, so that
+# the pieces of one do not lie where those of the other do.
+OTHERS = ("leaves", "last", "mixed")
 
 Gradient = tuple[np.ndarray, np.ndarray]
 """float32 of each element, and whether the gradient names it."""
@@ -50,7 +51,9 @@ class Path:
 EVERY = [Path(way, kind.name.lower(), wire) for way in WAYS for kind in Kind for wire in WireType]
 EVERY += [
     Path(way, kind.name.lower(), wire)
-    for way, kind, wire in zip(OTHERS, (Kind.ADAM, Kind.NESTEROV), WireType, strict=False)
+    for way, kind, wire in zip(
+        OTHERS, (Kind.ADAM, Kind.NESTEROV, Kind.MOMENTUM), WireType, strict=True
+    )
 ]
 # The thread of another shard keeps no books.
 SECOND = [
@@ -116,6 +119,11 @@ def _publish(rig: Rig, path: Path) -> list[list[Gradient]]:
     raw = reference.encode(path.wire, noise(5, count=rig.model.elements))
     whole = reference.decode(path.wire, raw), np.ones(rig.model.elements, bool)
     says: dict[str, Any] = {"wire": path.wire, "loss": 1.5, "started": 1.0, "finished": 2.0}
+    if path.way == "mixed":
+        row = noise(6, count=24)
+        rig.publish_rows(0, {0: (np.array([1]), row[None])}, batch=batch_of(rig, 0), **says)
+        rig.publish(0, raw, batch=batch_of(rig, 0, 1), **says)
+        return [[_spread(rig, path.wire, {24: row})], [whole]]
     if path.way == "superstep":
         given = [whole, _publish_rows(rig, 1, says)]
         for row in set(ACTIONS) - {1}:
@@ -141,13 +149,17 @@ def _publish_rows(rig: Rig, row: int, says: dict[str, Any]) -> Gradient:
     """A gradient of some rows, of one tensor whole and of no buffer."""
     table, w = noise(6, count=LISTED.size * 24).reshape(-1, 24), noise(7, count=30)
     rig.publish_rows(row, {0: (LISTED, table), 1: w}, batch=batch_of(rig, row), **says)
+    places = [*(LISTED * 24).tolist(), rig.model.tensors[1].start]
+    return _spread(rig, says["wire"], dict(zip(places, [*table, w], strict=True)))
+
+
+def _spread(rig: Rig, wire: WireType, given: dict[int, np.ndarray]) -> Gradient:
+    """The gradient that names these values. given: by the place of the first of them."""
     values = np.zeros(rig.model.elements, np.float32)
     named = np.zeros(rig.model.elements, bool)
-    places = [*LISTED * 24, rig.model.tensors[1].start]
-    for at, given in zip(places, [*table, w], strict=True):
-        coded = reference.encode(says["wire"], given)
-        values[at : at + given.size] = reference.decode(says["wire"], coded)
-        named[at : at + given.size] = True
+    for at, some in given.items():
+        values[at : at + some.size] = reference.decode(wire, reference.encode(wire, some))
+        named[at : at + some.size] = True
     return values, named
 
 
