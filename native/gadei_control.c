@@ -52,11 +52,14 @@ static int find_socket(gadei_learner *learner, const char *job)
     if (length < 0 || (size_t)length >= sizeof directory)
         return ps_fail(learner, GADEI_ERROR,
                        "GADEI_PS_RUNTIME_DIR is too long for a socket's path");
-    if (!lstat(directory, &status) && (!S_ISDIR(status.st_mode) || status.st_uid != getuid() ||
-                                       (status.st_mode & (S_IWGRP | S_IWOTH))))
+    if (!lstat(directory, &status) &&
+        (!S_ISDIR(status.st_mode) || (status.st_uid != getuid() && getuid()) ||
+         (status.st_mode & (S_IWGRP | S_IWOTH))))
         return ps_fail(learner, GADEI_ERROR,
-                       "%s is not a directory that only you may write; remove it or set "
-                       "GADEI_PS_RUNTIME_DIR", directory);
+                       "%s is not a directory that only you may write (owner %u, mode %04o): run "
+                       "the program as its owner, make it private (chmod go-w), or set "
+                       "GADEI_PS_RUNTIME_DIR to a directory of your own", directory,
+                       (unsigned)status.st_uid, (unsigned)status.st_mode & 07777);
     snprintf(path, sizeof path, "%s/%s.sock", directory, job);
     if (strlen(path) >= sizeof learner->path)
         return ps_fail(learner, GADEI_ERROR, "%s: too long for a socket's path", path);

@@ -15,6 +15,7 @@ class NameLock:
 
     def __init__(self, job: str) -> None:
         """Raises JobInUse if another watchdog holds it, ControlError if it cannot be a lock."""
+        paths.check_own()
         self._path = paths.lock_path(job)
         while True:
             self._fd = paths.open_lock(self._path, create=True)

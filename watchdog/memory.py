@@ -36,7 +36,7 @@ from gadei_ps.errors import (
     OtherVersion,
     SegmentError,
 )
-from gadei_ps.job import modes
+from gadei_ps.job import modes, paths
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import process
@@ -166,8 +166,11 @@ class JobMemory:
         control = segment.peek(name)
         if control is None or not segment.is_here(control["header"]):
             return segment.elsewhere(name)
+        pid = int(control["watchdog_pid"])
+        where = paths.of_watchdog(name, pid)
+        at = f" (with GADEI_PS_RUNTIME_DIR={where})" if where else ""
         return (
-            f"job {name!r} is in use: its watchdog is process {int(control['watchdog_pid'])}; "
+            f"job {name!r} is in use: its watchdog is process {pid}{at}; "
             "choose another name or stop it (gadei-ps stop)"
         )
 

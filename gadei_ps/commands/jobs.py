@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import sync
+from gadei_ps.commands.absence import absence, how, locked, of_others
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import control, paths
 from gadei_ps.job.control import Checkpoint, Connection, SetSync, Status, StopJob
@@ -34,7 +34,6 @@ CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
 SAVE_S = 600.0  # as long as the watchdog waits for the last checkpoint
 CHANGE_POLL_S = 0.02
 STOP_MARGIN_S = 20.0  # for what a stop does after the learners have left
-PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def status(job: str) -> dict[str, Any]:
     try:
         return _plain(control.ask(job, Status(), ANSWER_TIMEOUT_S))
     except JobNotFound as error:
-        raise JobNotFound(absence(job) or str(error)) from None
+        raise JobNotFound(absence(job) or of_others(job) or str(error)) from None
     except NoAnswer as error:
         raise NoAnswer(
             f"{error}; if this lasts, kill it (gadei-ps kill {Path(job).stem} --watchdog) and "
@@ -77,38 +76,6 @@ def status(job: str) -> dict[str, Any]:
         if _answers(job):
             raise
         raise JobNotFound(f"job {job!r} has just ended") from None
-
-
-def absence(job: str) -> str | None:
-    """Why no watchdog answers, and what to do; None if there is nothing of the job."""
-    if "/" in job:
-        return None
-    if _locked(paths.lock_path(job)):
-        return f"job {job!r} is starting or ending: try again in a moment"
-    other = segment.other_build(job)
-    living = segment.living(job)
-    if living.watchdog or living.elsewhere:
-        return (
-            f"job {job!r} is running elsewhere (in another container or pid namespace, or with "
-            "another runtime directory): ask there, or set GADEI_PS_RUNTIME_DIR as it is there"
-        )
-    if living.servers:
-        stop_ = f"gadei-ps stop {job}" + (" --discard" if other else "")
-        return (
-            f"job {job!r} has lost its watchdog and continues without it: serve it again "
-            f"{_how(other)}, or stop it ({stop_})"
-        )
-    if segment.is_kept(job):
-        return (
-            f"job {job!r} is still in memory, but its processes are dead: continue it "
-            f"{_how(other)}, or drop it (gadei-ps gc {job})"
-        )
-    return None
-
-
-def _how(other: str | None) -> str:
-    """How a job is served again. other: how its build differs from this program's."""
-    return "(gadei-ps serve)" if other is None else f"with its own gadei-ps (it was {other})"
 
 
 def statuses() -> list[dict[str, Any]]:
@@ -125,13 +92,14 @@ def _names() -> set[str]:
     for path in paths.directory().iterdir():
         if path.suffix in (".sock", ".lock") and segment.JOB_NAME.fullmatch(path.stem):
             names.add(path.stem)
-        elif match := PASSING.fullmatch(path.name):
+        elif match := paths.PASSING.fullmatch(path.name):
             names.add(match["job"])
     return names
 
 
 def _segments(job: str | None = None) -> list[segment.Found]:
-    return [one for one in segment.find(job) if one.uid == os.getuid()]
+    uid = paths.owner()
+    return [one for one in segment.find(job, uid) if one.uid == uid]
 
 
 def _look(name: str) -> Job:
@@ -144,7 +112,7 @@ def _look(name: str) -> Job:
     try:
         report = status(name)
     except JobNotFound:
-        if _locked(paths.lock_path(name)):
+        if locked(paths.lock_path(name)):
             state = "starting"
         else:
             owned = any(one.owned or one.elsewhere for one in living)
@@ -164,20 +132,6 @@ def _look(name: str) -> Job:
         size,
         names,
     )
-
-
-def _locked(path: Path) -> bool:
-    try:
-        fd = paths.open_lock(path, create=False)
-    except (OSError, ControlError):
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 # -- change ---------------------------------------------------------------------------------------
@@ -221,11 +175,12 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     try:
         report = status(job)
     except JobNotFound:
-        if "/" in job or _locked(paths.lock_path(job)):
+        if "/" in job or locked(paths.lock_path(job)):
             raise
-        living = segment.living(job)
+        living = segment.living(job, paths.owner())
         if living.watchdog or living.elsewhere or not living.servers:
             raise
+        paths.check_own()
         return _stop_orphan(job, discard)
     if discard:
         raise UsageError(
@@ -284,15 +239,16 @@ def _check_saved(job: str) -> None:
         ).view(CONTROL)
     except OtherVersion as error:
         raise ControlError(
-            f"{problem} {_how(error.what)} and then stop it, or lose what no checkpoint has "
+            f"{problem} {how(error.what)} and then stop it, or lose what no checkpoint has "
             f"{command}"
         ) from None
     version, saved = int(control_["version"]), int(control_["checkpoint_version"])
     kept = int(control_["saves"]) or int(control_["checkpoints"])
     if kept and saved != version:
         raise ControlError(
-            f"{problem} {_how(segment.other_build(job))} and then stop it, or lose "
-            f"{counted(version - saved, 'gradient')} {command}"
+            f"{problem} {how(segment.other_build(job))} and then stop it, end it with its job file "
+            f"(gadei-ps serve --finish JOB.toml), or lose {counted(version - saved, 'gradient')} "
+            f"{command}"
         )
 
 
@@ -363,8 +319,10 @@ def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftove
     """
     found: list[Leftover] = []
     given = [segment.check_job_name(one) for one in names]
+    if not dry_run:
+        paths.check_own()
     for name in given or [one for one in sorted(_names()) if not segment.is_kept(one)]:
-        if segment.living(name).anyone:
+        if segment.living(name, paths.owner()).anyone:
             continue  # its servers run until a watchdog adopts them or the job is stopped
         with _nobody(name, dry_run) as lock:
             if lock is not None:
@@ -438,7 +396,7 @@ def _leftovers(job: str, dry_run: bool) -> list[Leftover]:
             ]
     sockets = [paths.socket_path(job)]
     for path in paths.directory().glob(f".{job}.sock.*"):
-        match = PASSING.fullmatch(path.name)
+        match = paths.PASSING.fullmatch(path.name)
         if match and not Path(f"/proc/{match['pid']}").exists():
             sockets.append(path)
     for path in sockets:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps.errors import CheckpointError, ControlError, JobNotFound, OtherVersion, UsageError
-from gadei_ps.job import config, control
+from gadei_ps.job import config, control, paths
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Status
 from gadei_ps.memory import segment, weights
@@ -57,7 +57,8 @@ def find(source: str, version: int | None = None) -> Saved:
             raise UsageError(f"{path} is one checkpoint; --version needs a directory of them")
         return Saved(path, checkpoint.read(path), job)
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory; give a directory of checkpoints")
+        state = "" if job or "/" in source else " or set GADEI_PS_STATE_DIR as the job has it"
+        raise CheckpointError(f"{path}: no such directory; give a directory of checkpoints{state}")
     if version is not None:
         for one in checkpoint.found(path):
             if one.version == version:
@@ -115,14 +116,16 @@ def _in_memory(job: str) -> Snapshot | None:
 
     Raises CheckpointError for a job without a model, or of another build of gadei-ps.
     """
-    if not (segment.server_pids(job) or segment.is_kept(job)):
+    uid = paths.owner()
+    if not (segment.living(job, uid).anyone or segment.is_kept(job, uid)):
         return None
-    names = [segment.segment_name(job, part) for part in ("control", "weights")]
+    names = [segment.segment_name(job, part, uid) for part in ("control", "weights")]
     try:
-        words = segment.attach(names[0], SegmentKind.CONTROL, writable=False).view(CONTROL)
+        control_ = segment.attach(names[0], SegmentKind.CONTROL, writable=False, owner=uid)
+        words = control_.view(CONTROL)
         if not int(words["model_ready"]):
             raise CheckpointError(f"job {job!r} has no model yet; attach a learner first")
-        mapped = segment.attach(names[1], SegmentKind.WEIGHTS, writable=False)
+        mapped = segment.attach(names[1], SegmentKind.WEIGHTS, writable=False, owner=uid)
     except FileNotFoundError:
         return None
     except OtherVersion as error:

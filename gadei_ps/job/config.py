@@ -13,12 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gadei_ps import sync
 from gadei_ps.errors import UsageError
+from gadei_ps.job import paths
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.machine import placement, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import JOB_NAME, check_job_name
 
 LEAST_HANG_S = 0.5  # a server shows a sign of life ten times a second
+SYSTEM_STATE = Path("/var/lib/gadei-ps")  # of the system's unit
 
 
 class _Table(BaseModel):
@@ -175,8 +177,13 @@ class JobConfig(_Table, allow_inf_nan=False):
 
 
 def state_directory() -> Path:
-    """$GADEI_PS_STATE_DIR, else gadei-ps in $XDG_STATE_HOME or ~/.local/state."""
+    """$GADEI_PS_STATE_DIR, else gadei-ps in $XDG_STATE_HOME or ~/.local/state.
+
+    With the runtime directory of the system's unit, its state directory.
+    """
     given = os.environ.get("GADEI_PS_STATE_DIR")
+    if not given and Path(os.environ.get("GADEI_PS_RUNTIME_DIR", "")) == paths.SYSTEM:
+        return SYSTEM_STATE
     return Path(given) if given else platformdirs.user_state_path("gadei-ps")
 
 

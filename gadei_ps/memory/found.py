@@ -55,7 +55,7 @@ class Living:
 def living(job: str, uid: int | None = None) -> Living:
     """What the kernel says of the job's processes."""
     try:
-        fd = shm.open_segment(segment_name(job, "control", uid), writable=False)
+        fd = shm.open_segment(segment_name(job, "control", uid), writable=False, owner=uid)
     except (NotOurs, OSError):
         return Living()
     try:
@@ -84,7 +84,7 @@ def peek(job: str, uid: int | None = None) -> np.void | None:
     None if there is none, or if it is not ours, half made or of another layout version.
     """
     try:
-        fd = shm.open_segment(segment_name(job, "control", uid), writable=False)
+        fd = shm.open_segment(segment_name(job, "control", uid), writable=False, owner=uid)
     except (NotOurs, OSError):
         return None
     try:
@@ -127,8 +127,9 @@ def is_here(header: np.void) -> bool:
     return int(header["owner_namespace"]) == process.namespace()
 
 
-def find(job: str | None = None) -> list[Found]:
-    """All segments of this project in /dev/shm, or one job's (of this user)."""
+def find(job: str | None = None, uid: int | None = None) -> list[Found]:
+    """All segments of this project in /dev/shm, or one job's (of this user, or of user `uid`)."""
+    wanted = os.getuid() if uid is None else uid
     found = []
     try:
         names = sorted(path.name for path in shm.SHM.iterdir())
@@ -136,9 +137,7 @@ def find(job: str | None = None) -> list[Found]:
         return []
     for name in names:
         match = shm.SEGMENT_NAME.fullmatch(name)
-        if not match or (
-            job is not None and (match["job"] != job or int(match["uid"]) != os.getuid())
-        ):
+        if not match or (job is not None and (match["job"] != job or int(match["uid"]) != wanted)):
             continue
         found.append(_look(name, match["job"], match["part"], int(match["uid"])))
     looked = [one for one in found if one is not None]
@@ -159,7 +158,7 @@ def _look(name: str, job: str, part: str, uid: int) -> Found | None:
     """One of them by itself; its job's processes may tell more."""
     path = shm.path_of(name)
     try:
-        fd = shm.open_segment(name, writable=False)
+        fd = shm.open_segment(name, writable=False, owner=uid if not os.geteuid() else None)
     except FileNotFoundError:
         return None
     except (NotOurs, OSError) as error:

@@ -291,17 +291,18 @@ def unlink(name: str) -> bool:
     return True
 
 
-def is_kept(job: str) -> bool:
+def is_kept(job: str, uid: int | None = None) -> bool:
     """Whether the next `serve` of this job, by its own build, would continue with its memory.
 
     Memory of another layout version cannot be read, and counts as kept.
     """
     control: np.void | None
     try:
-        found = attach(segment_name(job, "control"), layout.SegmentKind.CONTROL, writable=False)
+        name = segment_name(job, "control", uid)
+        found = attach(name, layout.SegmentKind.CONTROL, writable=False, owner=uid)
         control = found.view(layout.CONTROL)
     except OtherVersion:
-        control = peek(job)
+        control = peek(job, uid)
         if control is None:
             return True
     except (FileNotFoundError, SegmentError):
@@ -310,10 +311,11 @@ def is_kept(job: str) -> bool:
     return not stopped and bool(int(control["model_ready"])) and not int(control["temporary"])
 
 
-def other_build(job: str) -> str | None:
+def other_build(job: str, uid: int | None = None) -> str | None:
     """How the job's build differs from this program's; None if it does not, or without a job."""
     try:
-        found = attach(segment_name(job, "control"), layout.SegmentKind.CONTROL, writable=False)
+        name = segment_name(job, "control", uid)
+        found = attach(name, layout.SegmentKind.CONTROL, writable=False, owner=uid)
     except OtherVersion as error:
         return error.what
     except (FileNotFoundError, SegmentError):

@@ -101,6 +101,11 @@ def test_job_of_another_runtime_directory(cli: Cli, job_name: str) -> None:
     other = cli.directory / "other"
     found = cli("ls", "--json", GADEI_PS_RUNTIME_DIR=str(other)).json["jobs"]
     assert [one["state"] for one in found if one["name"] == job_name] == ["elsewhere"]
+    right = f"GADEI_PS_RUNTIME_DIR={os.environ['GADEI_PS_RUNTIME_DIR']}"
+    for command in ("status", "stop", "checkpoint"):
+        assert right in cli(command, job_name, GADEI_PS_RUNTIME_DIR=str(other)).error
+    refused = cli("serve", f"{job_name}.toml", GADEI_PS_RUNTIME_DIR=str(other)).error
+    assert right in refused
     assert not cli("gc", job_name, "--json", GADEI_PS_RUNTIME_DIR=str(other)).json["removed"]
     assert support.segments(job_name)
     assert not list(other.iterdir()), "gc leaves no lock of its own"
@@ -170,7 +175,9 @@ def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert "has a watchdog" in cli("stop", job_name, "--discard").error
     os.kill(report["watchdog_pid"], signal.SIGKILL)
     support.eventually(lambda: support.gone(report["watchdog_pid"]))
-    assert f"gadei-ps stop {job_name} --discard" in cli("stop", job_name).error
+    refused = cli("stop", job_name).error
+    assert f"gadei-ps stop {job_name} --discard" in refused
+    assert "gadei-ps serve --finish" in refused
     stopped = cli("stop", job_name, "--discard", "--json").json
     assert stopped["gradients_applied"] >= report["version"]
     assert attached.wait().code != 0

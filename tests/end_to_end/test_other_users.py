@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shell import is_running
+from shell import Cli, is_running
 from support import (
     Child,
     Pusher,
@@ -174,6 +175,32 @@ def test_root_trains_at_another_users_job(job_name: str, runtime: Path) -> None:
         watchdog.kill()
     assert gone(watchdog.pid)
     assert not [one for one in segment.find() if one.job == job_name]
+
+
+def test_root_looks_at_another_users_job(cli: Cli, job_name: str, runtime: Path) -> None:
+    """With its runtime directory root may do all but what leaves files of root there."""
+    there = {"GADEI_PS_RUNTIME_DIR": str(runtime)}
+    watchdog = Child(_serve, job_name, runtime)
+    try:
+        path = runtime / f"{job_name}.sock"
+        eventually(lambda: is_running(str(path)) or not watchdog.alive)
+        hint = cli("status", job_name).error
+        assert f"user {pwd.getpwuid(NOBODY).pw_name}" in hint
+        assert f"GADEI_PS_RUNTIME_DIR={runtime}" in hint
+        assert cli("status", job_name, "--json", **there).json["watchdog_pid"] == watchdog.pid
+        (job,) = cli("ls", "--json", **there).json["jobs"]
+        assert (job["state"], job["watchdog_pid"]) == ("running", watchdog.pid)
+        assert job["shared_bytes"] > 0
+        exported = cli("export", job_name, "out.npz", "--json", **there).json
+        assert exported["from"] == f"memory of job {job_name}"
+        (cli.directory / f"{job_name}.toml").write_text("standby = false\n")
+        for command in (("serve", f"{job_name}.toml"), ("gc", job_name)):
+            assert "sudo -u" in cli(*command, **there).error
+        assert {one.name for one in runtime.iterdir()} == {path.name, f"{job_name}.lock"}
+        assert cli("stop", job_name, **there).code == 0
+        assert watchdog.receive() == 0
+    finally:
+        watchdog.kill()
 
 
 def _dies_at(pipe: Connection, path: str) -> None:

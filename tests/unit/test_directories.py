@@ -72,3 +72,11 @@ def test_the_runtime_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert paths.lock_path("demo") == home / "gadei-ps" / "demo.lock"
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(home / "given"))
     assert paths.directory() == home / "given"
+
+
+def test_checkpoints_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """The documented command names only the unit's runtime directory."""
+    monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", "/run/gadei-ps/")
+    assert config.state_directory() == Path("/var/lib/gadei-ps")
+    monkeypatch.setenv("GADEI_PS_STATE_DIR", str(home))
+    assert config.state_directory() == home
