@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from gadei_ps import errors
 from gadei_ps.commands import jobs
+from gadei_ps.commands.absence import absence
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound, JobStopped
 from gadei_ps.job import control, paths
 from gadei_ps.job.config import JobConfig, from_mapping
@@ -87,9 +88,9 @@ class Daemon:
                 f"job {self.config.name!r} is running already; choose another name, or stop it: "
                 f"gadei-ps stop {self.config.name}"
             )
-        absence = jobs.absence(self.config.name)
-        if absence is not None:
-            raise JobInUse(absence)
+        why = absence(self.config.name)
+        if why is not None:
+            raise JobInUse(why)
         try:
             self._start(fresh=self.config.checkpoint is None)
         except _Killed:

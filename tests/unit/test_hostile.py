@@ -18,6 +18,7 @@ from support import config
 from support.hostile import DAMAGED, FOREIGN, NOBODY, OF_OTHERS, Kind, control, file, naming
 
 from gadei_ps.commands import jobs
+from gadei_ps.commands.absence import absence
 from gadei_ps.errors import ControlError, GadeiError, JobInUse, JobNotFound, SegmentError
 from gadei_ps.job import paths
 from gadei_ps.job.control import Connection
@@ -91,7 +92,7 @@ def look_at_all(job: str) -> None:
     segment.is_kept(job)
     segment.other_build(job)
     line(lambda: Processes(job))
-    jobs.absence(job)
+    absence(job)
     jobs.jobs()
     line(lambda: jobs.stop(job, drain=False, timeout_s=1.0, discard=True))
     jobs.collect(dry_run=True)
@@ -224,7 +225,7 @@ def test_what_has_a_locks_name_is_no_lock(runtime_dir: Path, job_name: str, kind
     LOCKS[kind](path)
     before = identity(path)
     try:
-        assert jobs.absence(job_name) is None
+        assert absence(job_name) is None
         assert not jobs.collect([job_name])
         assert _states(job_name) == ["stale"]
         with pytest.raises(ControlError) as info:
