@@ -44,6 +44,7 @@ app.command()(jobs.gc)
 app.command()(machine.doctor)
 app.command()(machine.bench)
 app.command()(machine.install_unit)
+app.command()(machine.uninstall_unit)
 app.add_typer(runtime_model.app, name="runtime-model")
 
 

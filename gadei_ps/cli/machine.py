@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gadei_ps.cli.options import Json, tell
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
+
+if TYPE_CHECKING:
+    from gadei_ps.commands.units import Scope
 
 
 def doctor(as_json: Json = False) -> int:
@@ -69,17 +72,37 @@ def bench(
     return 0
 
 
+User = Annotated[
+    bool, typer.Option("--user", help="For your own jobs; the default unless you are root.")
+]
+System = Annotated[
+    bool, typer.Option("--system", help="For jobs of the whole machine; the default for root.")
+]
+
+
+def _scope(user: bool, system: bool) -> Scope:
+    from gadei_ps.commands.units import Scope
+
+    if user and system:
+        raise UsageError("give --user or --system, not both")
+    return Scope.USER if user or (os.geteuid() and not system) else Scope.SYSTEM
+
+
 def install_unit(
-    user: Annotated[
-        bool, typer.Option("--user", help="For your own jobs; the default unless you are root.")
-    ] = False,
-    system: Annotated[
-        bool, typer.Option("--system", help="For jobs of the whole machine; the default for root.")
-    ] = False,
+    user: User = False,
+    system: System = False,
     run_as: Annotated[
         str | None,
         typer.Option(
             metavar="USER", help="With --system: user that runs the jobs.", show_default="gadei-ps"
+        ),
+    ] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB",
+            help="Also write a job file for this job, unless it has one.",
+            show_default="demo, if there is no job file",
         ),
     ] = None,
     force: Annotated[
@@ -93,18 +116,45 @@ def install_unit(
     """Write the systemd units of jobs and print how to start a job with them."""
     from gadei_ps.commands import systemd
 
-    if user and system:
-        raise UsageError("give --user or --system, not both")
-    scope = systemd.Scope.USER if user or (os.geteuid() and not system) else systemd.Scope.SYSTEM
-    done = systemd.install(scope, user=run_as, force=force, dry_run=dry_run)
+    done = systemd.install(_scope(user, system), user=run_as, job=job, force=force, dry_run=dry_run)
     if as_json:
         print_json(done.as_dict())
     elif dry_run:
         print("\n".join(f"# {one.path}\n{one.text}" for one in done.units), end="")
     else:
-        for one in done.units:
+        for one in (*done.units, *((done.job_file,) if done.job_file else ())):
             print(f"{'wrote' if one.written else 'is up to date:'} {one.path}")
-        print("\nNext, for a job named demo:\n")
+        print(f"\nNext, for a job named {done.job}:\n")
         for line in done.next:
             print(f"  {line}")
+    return 0
+
+
+def uninstall_unit(
+    user: User = False,
+    system: System = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even if jobs are enabled or running.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Remove what install-unit has written; job files and checkpoints stay."""
+    from gadei_ps.commands import systemd
+
+    done = systemd.uninstall(_scope(user, system), force=force, dry_run=dry_run)
+    if as_json:
+        print_json(done.as_dict())
+        return 0
+    for path in done.removed:
+        print(f"{'would remove' if dry_run else 'removed'} {path}")
+    if not done.removed:
+        print("there is nothing to remove")
+    for path, why in done.left:
+        print(f"stays: {path}: {why}")
+    print("\nNext:\n")
+    for line in done.next:
+        print(f"  {line}")
     return 0

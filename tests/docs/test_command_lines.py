@@ -26,7 +26,7 @@ import typer
 from shell import Cli, Result, is_running, learning
 
 from gadei_ps.cli.app import app
-from gadei_ps.commands import systemd
+from gadei_ps.commands import units
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -148,6 +148,7 @@ MORE = {
     "simulate": ["--iterations", "4"],
     "runtime-model": ["--epochs", "1"],
     "install-unit": ["--dry-run"],
+    "uninstall-unit": ["--dry-run"],
 }
 
 
@@ -164,7 +165,9 @@ def substituted(text: str, job: str) -> tuple[str, ...]:
 
 # In this order; each is a condition on the words. A line belongs to the first stage that takes it.
 STAGES: dict[str, Callable[[tuple[str, ...]], bool]] = {
-    "alone": lambda words: words[0] in ("doctor", "ls", "install-unit", "bench", "chaos"),
+    "alone": lambda words: (
+        words[0] in ("doctor", "ls", "install-unit", "uninstall-unit", "bench", "chaos")
+    ),
     "trained": lambda words: words[0] == "train",
     "predicted": lambda words: words[0] == "predict",
     "run": lambda words: words[0] == "run",
@@ -363,10 +366,10 @@ def test_extras_of_pip() -> None:
 VERBS = {"daemon-reload", "edit", "restart", "reset-failed", "start", "status", "stop"}
 
 
-@pytest.mark.parametrize("scope", systemd.Scope)
-def test_units_of_systemctl(scope: systemd.Scope) -> None:
+@pytest.mark.parametrize("scope", units.Scope)
+def test_units_of_systemctl(scope: units.Scope) -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
-    unit.read_string(systemd.texts(scope, "/usr/local/bin/gadei-ps")[systemd.NAME])
+    unit.read_string(units.texts(scope, "/usr/local/bin/gadei-ps")[units.NAME])
     verbs = VERBS | ({"enable"} if unit.has_section("Install") else set())
     verbs |= {"reload"} if unit.has_option("Service", "ExecReload") else set()
     lines = [one for one in documented() if one.text.startswith("systemctl ")]
@@ -377,5 +380,5 @@ def test_units_of_systemctl(scope: systemd.Scope) -> None:
         for name in names:
             template = re.sub(r"@[\w-]*(\.service)?$", "@.service", name)
             foreign = name == "systemd-logind"
-            ours = template in (systemd.NAME, systemd.END_NAME)
+            ours = template in (units.NAME, units.END_NAME, units.LEARNER_NAME)
             assert foreign or ours, f"{line.page}: {line.text}"

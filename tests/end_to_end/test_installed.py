@@ -19,7 +19,7 @@ import pytest
 from gadei_ps.machine import process
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("gadei_ps", "learners", "watchdog", "benchmarks", "native")
+PARTS = ("gadei_ps", "learners", "watchdog", "benchmarks", "native", "systemd")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 LIMIT_S = 900  # for a build and for compiled kernels, on a busy machine
 NEVER = 1_000_000_000  # a time of files; compiled code is found again where it is the same

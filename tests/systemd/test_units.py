@@ -192,3 +192,49 @@ def test_a_stop_by_the_command(service: Service) -> None:
     eventually(lambda: service.state == "inactive", what=service.said)
     assert service.learned() == service.saved() == report["version"]
     service.is_gone()
+
+
+def test_a_learners_unit(service: Service) -> None:
+    """It begins and ends with its job, and goes on when the job's watchdog dies."""
+    manager, name = service.manager, service.name
+    learner = f"gadei-ps-learner@{name}.service"
+    file = f"/var/lib/gadei-ps/{name}.count"
+    program = f"PROGRAM={sys.executable} {LEARNER} {name} {file}\n"
+    manager.write(f"/etc/gadei-ps/{name}.learner", program)
+    manager.do("systemctl", "enable", learner)
+    service.drop_in("[Service]\nRestartSec=1\n")
+    service.systemctl("start")
+    eventually(lambda: "pushed" in manager.run("cat", file).stdout, what=service.said)
+    pid = manager.show(learner, "MainPID")
+    before = service.pids()[0]
+    service.kill_the_watchdog()
+    eventually(lambda: service.state == "active" and service.pids()[0] != before)
+    assert manager.show(learner, "MainPID") == pid
+    manager.do("systemctl", "is-active", learner)
+    service.systemctl("stop")
+    eventually(lambda: manager.show(learner, "ActiveState") == "inactive", what=service.said)
+    said, count = manager.do("tail", "-n", "1", file).split()
+    assert (said, int(count)) == ("stopped", service.saved())
+    service.is_gone()
+    manager.do("systemctl", "disable", learner)
+
+
+def test_boot_does_not_wait(service: Service) -> None:
+    manager = service.manager
+    manager.do("systemctl", "enable", service.unit)
+    manager.do("systemctl", "daemon-reload")
+    assert service.unit in manager.show("multi-user.target", "Wants").split()
+    assert service.unit not in manager.show("multi-user.target", "After").split()
+    with_defaults = "systemd-journald.service"
+    assert with_defaults in manager.show("sysinit.target", "After").split()
+    manager.do("systemctl", "disable", service.unit)
+
+
+def test_units_are_removed_when_no_job_runs(service: Service) -> None:
+    service.systemctl("start")
+    refused = service.gadei_ps("uninstall-unit", "--dry-run")
+    assert (refused.returncode, service.unit in refused.stderr) == (2, True), refused
+    service.systemctl("stop")
+    service.is_gone()
+    done = service.gadei_ps("uninstall-unit", "--dry-run", "--json")
+    assert len(json.loads(done.stdout)["removed"]) == 4, done

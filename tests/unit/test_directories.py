@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gadei_ps.commands import systemd
+from gadei_ps.commands.units import Scope
 from gadei_ps.errors import ControlError
 from gadei_ps.job import config, paths
 from gadei_ps.kernels import cache
@@ -17,7 +18,11 @@ Where = Callable[[], Path]
 
 
 def units() -> Path:
-    return systemd.directory(systemd.Scope.USER)
+    return systemd.directory(Scope.USER)
+
+
+def jobs() -> Path:
+    return systemd.job_directory(Scope.USER)
 
 
 DIRECTORIES: list[tuple[Where, str, str, str, str]] = [
@@ -25,6 +30,7 @@ DIRECTORIES: list[tuple[Where, str, str, str, str]] = [
     (config.state_directory, "GADEI_PS_STATE_DIR", "XDG_STATE_HOME", ".local/state", "gadei-ps"),
     (cache.base, "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", ".cache", "gadei-ps"),
     (units, "", "XDG_CONFIG_HOME", ".config", "systemd/user"),
+    (jobs, "", "XDG_CONFIG_HOME", ".config", "gadei-ps"),
 ]
 
 

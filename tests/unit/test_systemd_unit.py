@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import daemon, systemd
-from gadei_ps.commands.systemd import Found, Scope
+from gadei_ps.commands import daemon, systemd, units
+from gadei_ps.commands.systemd import Found
+from gadei_ps.commands.units import END_NAME, LEARNER_NAME, NAME, Scope
 from gadei_ps.errors import UsageError
+from gadei_ps.job import config
 from gadei_ps.watchdog import supervisor
 
 ROOT = Path(__file__).parents[2]
@@ -50,41 +53,69 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd, "places", lambda: (Path("/usr/bin/env"),))
 
 
-def text(scope: Scope, program: str = systemd.SYSTEM_PROGRAM, **how: str) -> str:
+def text(scope: Scope, program: str = units.PROGRAM, **how: str) -> str:
     """The watchdog's unit."""
-    return systemd.texts(scope, program, **how)[systemd.NAME]
+    return units.texts(scope, program, **how)[NAME]
 
 
 def test_the_files_in_the_sources_are_those_that_are_written() -> None:
-    kept = {path.name: path.read_text() for path in (ROOT / "systemd").glob("*.service")}
-    assert kept == systemd.texts(Scope.SYSTEM, systemd.SYSTEM_PROGRAM)
+    kept = {
+        str(path.relative_to(ROOT / "systemd")): path.read_text()
+        for path in (ROOT / "systemd").rglob("*")
+        if path.is_file()
+    }
+    assert kept == units.packaged()
 
 
 @needs_systemd
 @pytest.mark.parametrize("scope", list(Scope))
 def test_systemd_accepts_it(scope: Scope, tmp_path: Path, reachable: None) -> None:
-    units = systemd.install(scope, where=tmp_path).units
-    assert [one.path.name for one in units] == [systemd.NAME, systemd.END_NAME]
-    checked = analyze(f"--{scope}", "verify", *(one.path for one in units), runtime=tmp_path)
+    made = systemd.install(scope, where=tmp_path).units
+    services = [one for one in made if one.path.parent == tmp_path]
+    assert [one.path.name for one in services] == [NAME, END_NAME, LEARNER_NAME]
+    # The manual may not be installed where the tests run.
+    verify = (f"--{scope}", "--man=no", "verify")
+    checked = analyze(*verify, *(one.path for one in services), runtime=tmp_path)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
-    written = units[0]
+    written = services[0]
     # The check sees mistakes.
     written.path.write_text(written.text.replace("WatchdogSec=30", "WatchdogSec=soon"))
-    assert "soon" in analyze(f"--{scope}", "verify", written.path, runtime=tmp_path).stderr
+    assert "soon" in analyze(*verify, written.path, runtime=tmp_path).stderr
 
 
 @needs_systemd
-def test_the_system_unit_is_not_exposed(tmp_path: Path, reachable: None) -> None:
-    path, end = (one.path for one in systemd.install(Scope.SYSTEM, where=tmp_path).units)
-    arguments = ("security", "--offline=yes", "--no-pager")
-    checked = analyze(*arguments, "--threshold=30", path, runtime=tmp_path)
+@pytest.mark.parametrize(("name", "exposure"), [(NAME, 1.5), (END_NAME, 1.5), (LEARNER_NAME, 2.1)])
+def test_the_system_units_are_not_exposed(name: str, exposure: float, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(units.texts(Scope.SYSTEM, units.PROGRAM)[name])
+    security = ("security", "--offline=yes", "--no-pager", f"--threshold={round(exposure * 10)}")
+    checked = analyze(*security, path, runtime=tmp_path)
     if "unrecognized option" in checked.stderr:
         pytest.skip("this systemd-analyze cannot judge a file")
     assert checked.returncode == 0, checked.stdout.splitlines()[-1]
-    checked = analyze(*arguments, "--threshold=30", end, runtime=tmp_path)
-    assert checked.returncode == 0, checked.stdout.splitlines()[-1]
-    path.write_text(path.read_text().replace("ProtectSystem=strict", ""))
-    assert analyze(*arguments, "--threshold=20", path, runtime=tmp_path).returncode
+    path.write_text(path.read_text().replace("CapabilityBoundingSet=", ""))
+    assert analyze(*security, path, runtime=tmp_path).returncode
+
+
+@needs_systemd
+def test_what_is_exposed_has_its_reason(tmp_path: Path) -> None:
+    text_ = text(Scope.SYSTEM)
+    path = tmp_path / NAME
+    path.write_text(text_)
+    said = analyze("security", "--offline=yes", "--no-pager", path, runtime=tmp_path).stdout
+    names = set(re.findall(r"^✗ (\w+)=", said, re.M))
+    assert "MemoryDenyWriteExecute" in names or not said
+    comments = "\n".join(line for line in text_.splitlines() if line.startswith("#"))
+    assert [name for name in sorted(names) if name not in comments] == []
+
+
+@pytest.mark.parametrize("scope", list(Scope))
+def test_boot_does_not_wait_until_learners_can_attach(scope: Scope) -> None:
+    """A target waits for the units that it wants, unless they are without defaults."""
+    said = directives(text(scope))
+    assert said["DefaultDependencies"] == ["no"]
+    assert said["Conflicts"] == said["Before"] == ["shutdown.target"]
+    assert said["WantedBy"][0] not in " ".join(said["Before"] + said["After"])
 
 
 @needs_systemd
@@ -94,12 +125,12 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
     program = folder / "gadei-ps"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    path = tmp_path / systemd.NAME
+    path = tmp_path / NAME
     path.write_text(text(Scope.USER, systemd.quoted(str(program))))
-    checked = analyze("--user", "verify", path, runtime=tmp_path)
+    checked = analyze("--user", "--man=no", "verify", path, runtime=tmp_path)
     assert (checked.returncode, checked.stderr) == (0, "")
     program.unlink()
-    assert str(program) in analyze("--user", "verify", path, runtime=tmp_path).stderr
+    assert str(program) in analyze("--user", "--man=no", "verify", path, runtime=tmp_path).stderr
 
 
 def test_time_limits_are_beyond_the_watchdogs_own() -> None:
@@ -129,8 +160,10 @@ def test_what_a_job_needs_is_left_to_it(scope: Scope) -> None:
 
 
 def test_the_user_of_the_system_unit() -> None:
-    made = systemd.texts(Scope.SYSTEM, systemd.SYSTEM_PROGRAM, "learner")
-    assert all("User=learner\n" in one for one in made.values())
+    made = units.texts(Scope.SYSTEM, units.PROGRAM, "learner")
+    assert all("User=learner\n" in made[name] for name in (NAME, END_NAME, LEARNER_NAME))
+    assert "d /run/gadei-ps 0700 learner - -\n" in made[units.DIRECTORIES]
+    assert units.USERS not in made, "that user is somebody else's matter"
     assert "User=" not in text(Scope.USER)
 
 
@@ -159,13 +192,61 @@ def test_install(tmp_path: Path) -> None:
     where = tmp_path / "systemd/user"
     done = systemd.install(Scope.USER, where=where)
     first = done.units[0]
-    assert (first.found, first.written, first.path) == (Found.NOTHING, True, where / systemd.NAME)
+    assert (first.found, first.written, first.path) == (Found.NOTHING, True, where / NAME)
     assert first.path.read_text() == first.text
     assert first.path.stat().st_mode & 0o777 == 0o644
     assert "systemctl --user enable --now gadei-ps@demo" in done.next
     again = systemd.install(Scope.USER, where=where).units[0]
     assert (again.found, again.written) == (Found.SAME, False)
-    assert {path.name for path in where.iterdir()} == {systemd.NAME, systemd.END_NAME}
+    assert {path.name for path in where.iterdir()} == {NAME, END_NAME, LEARNER_NAME, "gadei-ps"}
+    assert done.job_file is not None
+    assert done.job_file.written
+    assert done.job_file.path == where / "gadei-ps" / "demo.toml"
+    assert config.load(done.job_file.path).checkpoint is not None
+    assert systemd.install(Scope.USER, where=where).job_file is None, "there is one"
+
+
+def test_a_job_file_is_never_replaced(tmp_path: Path) -> None:
+    mine = tmp_path / "gadei-ps" / "mine.toml"
+    mine.parent.mkdir()
+    mine.write_text("# mine\n")
+    done = systemd.install(Scope.USER, job="mine", force=True, where=tmp_path)
+    assert done.job_file is not None
+    assert (done.job_file.found, done.job_file.written) == (Found.ANOTHER, False)
+    assert mine.read_text() == "# mine\n"
+    assert "systemctl --user enable --now gadei-ps@mine" in done.next
+    systemd.install(Scope.USER, job="other", where=tmp_path)
+    assert config.load(mine.with_name("other.toml")).name == "other"
+    with pytest.raises(UsageError):
+        systemd.install(Scope.USER, job="a/b", where=tmp_path)
+
+
+def test_uninstall(tmp_path: Path, reachable: None) -> None:
+    done = systemd.install(Scope.SYSTEM, where=tmp_path)
+    (tmp_path / "gadei-ps@.service.d").mkdir()
+    (tmp_path / END_NAME).unlink()
+    (tmp_path / END_NAME).symlink_to("/dev/null")
+    (tmp_path / LEARNER_NAME).write_text("# mine\n")
+    wants = tmp_path / "multi-user.target.wants"
+    wants.mkdir()
+    (wants / "gadei-ps@demo.service").symlink_to(tmp_path / NAME)
+    with pytest.raises(UsageError, match=r"disable --now gadei-ps@demo\.service"):
+        systemd.uninstall(Scope.SYSTEM, where=tmp_path)
+    (wants / "gadei-ps@demo.service").unlink()
+    would = systemd.uninstall(Scope.SYSTEM, where=tmp_path, dry_run=True)
+    assert all(one.path.exists() for one in done.units)
+    seen = systemd.uninstall(Scope.SYSTEM, where=tmp_path)
+    assert would.removed == seen.removed
+    assert set(seen.removed) == {tmp_path / name for name in (NAME, units.USERS, units.DIRECTORIES)}
+    assert not any(path.exists() for path in seen.removed)
+    assert {path.name for path, _ in seen.left} == {
+        END_NAME,
+        LEARNER_NAME,
+        "gadei-ps@.service.d",
+        "gadei-ps",
+    }
+    assert (tmp_path / "gadei-ps" / "demo.toml").exists()
+    assert systemd.uninstall(Scope.SYSTEM, where=tmp_path).removed == ()
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -182,7 +263,7 @@ def test_a_changed_unit_is_not_replaced_unasked(which: int, tmp_path: Path) -> N
 
 
 def test_a_masked_unit_stays_masked(tmp_path: Path) -> None:
-    path = tmp_path / systemd.NAME
+    path = tmp_path / NAME
     path.symlink_to("/dev/null")
     with pytest.raises(UsageError, match="differs"):
         systemd.install(Scope.USER, where=tmp_path)
@@ -198,8 +279,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UsageError, match="needs root"):
         systemd.install(Scope.SYSTEM)
+    with pytest.raises(UsageError, match="needs root"):
+        systemd.uninstall(Scope.SYSTEM)
     for one in systemd.install(Scope.SYSTEM, dry_run=True).units:
-        assert one.path.parent == Path("/etc/systemd/system")
+        assert one.path.parent in (
+            Path("/etc/systemd/system"),
+            Path("/etc/sysusers.d"),
+            Path("/etc/tmpfiles.d"),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -217,7 +304,7 @@ def test_the_system_units_user_must_reach_the_program(
         systemd.install(Scope.SYSTEM, user="no-such-user", where=where)
     assert not where.exists()
     done = systemd.install(Scope.SYSTEM, user=me, where=where)
-    assert all(f"User={me}\n" in one.text for one in done.units)
+    assert all(f"User={me}\n" in one.text for one in done.units[:3])
 
 
 def test_the_system_unit_does_not_see_tmp() -> None:
@@ -229,6 +316,8 @@ def test_a_service_user_that_is_not_there_is_to_be_made(tmp_path: Path, reachabl
     done = systemd.install(Scope.SYSTEM, user="no-such-user", where=tmp_path)
     assert done.next[0].startswith("useradd --system")
     assert done.next[0].endswith(" no-such-user")
+    usual = systemd.install(Scope.SYSTEM, where=tmp_path / "usual")
+    assert "systemd-sysusers gadei-ps.conf" in usual.next
     done = systemd.install(Scope.SYSTEM, user="root", where=tmp_path / "other")
     assert not any("useradd" in line for line in done.next)
 
@@ -236,9 +325,11 @@ def test_a_service_user_that_is_not_there_is_to_be_made(tmp_path: Path, reachabl
 # -- the command ----------------------------------------------------------------------------------
 
 
-def command(config_home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(
+    config_home: Path, *arguments: str, what: str = "install-unit"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "gadei_ps", "install-unit", *arguments],
+        [sys.executable, "-m", "gadei_ps", what, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -247,15 +338,15 @@ def command(config_home: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def test_the_command(tmp_path: Path) -> None:
-    path = tmp_path / "systemd/user" / systemd.NAME
+    path = tmp_path / "systemd/user" / NAME
     printed = command(tmp_path, "--user", "--print")
     assert printed.returncode == 0, printed
     assert not path.exists()
     told = json.loads(command(tmp_path, "--user", "--json").stdout)
-    first, end = told["units"]
+    first, end, learner = told["units"]
     assert (first["path"], first["written"], told["scope"]) == (str(path), True, "user")
     assert path.read_text() == first["unit"]
-    shown = "\n".join(f"# {one['path']}\n{one['unit']}" for one in (first, end))
+    shown = "\n".join(f"# {one['path']}\n{one['unit']}" for one in (first, end, learner))
     assert printed.stdout == shown
     assert f"is up to date: {path}" in command(tmp_path, "--user").stdout
     path.write_text("# mine\n")
@@ -266,3 +357,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert forced.stdout.startswith(f"wrote {path}\n")
     assert "  systemctl --user daemon-reload\n" in forced.stdout
     assert command(tmp_path, "--user", "--system").returncode == 2
+    removed = command(tmp_path, "--user", "--json", what="uninstall-unit")
+    assert removed.returncode == 0, removed
+    assert str(path) in json.loads(removed.stdout)["removed"]
+    assert not path.exists()

@@ -1,0 +1,363 @@
+"""The text of everything that systemd reads of gadei-ps: units, users, directories, and a job file.
+
+Templates: gadei-ps@demo.service is the watchdog of the job in demo.toml, gadei-ps-end@demo ends
+what a dead watchdog has left, and gadei-ps-learner@demo is a learner. The files in systemd/ of the
+sources are those of packaged(); change them here, then write those files again.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from string import Template
+
+NAME = "gadei-ps@.service"
+END_NAME = "gadei-ps-end@.service"
+LEARNER_NAME = "gadei-ps-learner@.service"
+USERS = "sysusers.d/gadei-ps.conf"
+DIRECTORIES = "tmpfiles.d/gadei-ps.conf"
+SERVICE_USER = "gadei-ps"
+PROGRAM = "gadei-ps"  # for packages: systemd looks in /usr/local/bin, then in /usr/bin
+
+
+class Scope(StrEnum):
+    """The service manager that runs the job."""
+
+    SYSTEM = "system"
+    USER = "user"
+
+
+TEMPLATE = """\
+# A gadei-ps job for each instance: gadei-ps@demo.service serves the job demo of the file
+# $jobs/demo.toml. The name of a job is that of its file: leave `name` out of the file.
+# Letters, digits, '-' and '_' stand for themselves in an instance's name, so that no job's name
+# needs systemd-escape; %i is used everywhere, because %I would read '-' as '/'.
+#
+# As `gadei-ps install-unit --$scope` writes it. Put your own changes into a drop-in:
+# `systemctl$flag edit gadei-ps@` for all jobs, `systemctl$flag edit gadei-ps@demo` for one.
+
+[Unit]
+Description=gadei-ps job %i
+Documentation=man:gadei-ps(1) man:gadei-ps-serve(1)
+# Creates the device files of GPUs; the processes of this unit have no right to do that.
+After=nvidia-persistenced.service
+# Ends what is left of the job when this unit is inactive, and keeps its /tmp until then.
+Wants=gadei-ps-end@%i.service
+After=gadei-ps-end@%i.service
+JoinsNamespaceOf=gadei-ps-end@%i.service
+StartLimitIntervalSec=120
+StartLimitBurst=10
+# The defaults would make $target wait until learners can attach. These are the others of
+# them.
+DefaultDependencies=no
+$base
+Conflicts=shutdown.target
+Before=shutdown.target
+
+[Service]
+# Ready when learners can attach. The first start of an installation compiles for half a minute or
+# longer; while it makes progress, it asks systemd for more time than this.
+Type=notify
+NotifyAccess=main
+TimeoutStartSec=210
+WatchdogSec=30
+ExecStart=$program serve --json-log --name %i %E/gadei-ps/%i.toml
+ExecReload=$program checkpoint %i
+
+# A stop lets learners finish, applies what they have published, and writes a checkpoint. The
+# watchdog limits each of these steps; this time is more than the sum.
+TimeoutStopSec=90
+SuccessExitStatus=143
+Restart=on-failure
+RestartSec=500ms
+# Exit code 2 is a mistake in the job file, or memory that was made with another one or by another
+# build of gadei-ps: another start would fail as well.
+RestartPreventExitStatus=2
+
+# Signals go to the watchdog only. It ends the servers and the learners that it has started. If it
+# dies itself, they continue, and the next start adopts them with all their work. systemd then
+# reports left-over processes, which is intended.
+KillMode=process
+OOMPolicy=continue
+
+$limits
+
+$places
+
+$hardening
+
+[Install]
+WantedBy=$target
+"""
+
+END_TEMPLATE = """\
+# Ends what gadei-ps@%i.service leaves if its watchdog is dead: servers, learners, and gradients
+# that no checkpoint has. While systemd starts the watchdog again, they go on and this unit does
+# nothing. When that unit is inactive, because it was stopped meanwhile or its starts have failed,
+# systemd stops this one: all that was published is applied, and the last checkpoint is made.
+#
+# As `gadei-ps install-unit --$scope` writes it. It is started and stopped with the other unit.
+
+[Unit]
+Description=end of gadei-ps job %i
+Documentation=man:gadei-ps(1) man:gadei-ps-serve(1)
+StopWhenUnneeded=yes
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/bin/true
+ExecStop=$program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
+# While it makes progress, it asks systemd for more time than this.
+NotifyAccess=exec
+TimeoutStopSec=210
+
+$limits
+
+$places
+
+$hardening
+"""
+
+LEARNER_TEMPLATE = """\
+# A learner of the job demo for the instance gadei-ps-learner@demo.service. It is started with the
+# job when it is enabled (`systemctl$flag enable gadei-ps-learner@demo`), goes on while the job's
+# watchdog is started again, and ends with the job. The file $jobs/demo.learner says what
+# it runs, and how often; this program needs no right to write to that file:
+#
+#   PROGRAM=/srv/demo/venv/bin/python /srv/demo/train.py
+#   LEARNERS=2
+#
+# As `gadei-ps install-unit --$scope` writes it. Put your own changes into a drop-in:
+# `systemctl$flag edit gadei-ps-learner@demo`.
+
+[Unit]
+Description=learner of gadei-ps job %i
+Documentation=man:gadei-ps(1) man:gadei-ps-run(1)
+# A stop ends learners first. No BindsTo=, Requires= or PartOf=: systemd would end the learners
+# whenever the watchdog dies, and they can continue.
+Wants=gadei-ps@%i.service
+After=gadei-ps@%i.service
+StopPropagatedFrom=gadei-ps-end@%i.service
+StartLimitIntervalSec=120
+StartLimitBurst=10
+DefaultDependencies=no
+$base
+Conflicts=shutdown.target
+Before=shutdown.target
+
+[Service]
+Type=exec
+Environment=LEARNERS=1
+EnvironmentFile=%E/gadei-ps/%i.learner
+# A path instead of the job's name: learners join the job, and start none if it is not there.
+ExecStart=$program run %t/gadei-ps/%i.sock --learners $${LEARNERS} --restart 100 -- $$PROGRAM
+KillMode=mixed
+TimeoutStopSec=30
+SuccessExitStatus=143
+Restart=on-failure
+RestartSec=2
+# Exit code 2 is a mistake in the command.
+RestartPreventExitStatus=2
+
+$limits
+
+$places
+
+$learner_hardening
+
+[Install]
+WantedBy=gadei-ps@%i.service
+"""
+
+USERS_TEXT = """\
+# The user of gadei-ps's jobs, for systemd-sysusers; as `gadei-ps install-unit --system` writes it.
+u gadei-ps - "gadei-ps jobs" /var/lib/gadei-ps
+"""
+
+DIRECTORIES_TEXT = """\
+# Directories of gadei-ps's jobs, for systemd-tmpfiles; as `gadei-ps install-unit --system` writes
+# it. Units make them as well; here they are made before the first start, for commands by hand.
+d /etc/gadei-ps 0755 root root -
+d /run/gadei-ps 0700 $user $group -
+d /var/lib/gadei-ps 0700 $user $group -
+d /var/cache/gadei-ps 0700 $user $group -
+# Sockets and locks of users without a directory in /run/user. They must not be cleaned up.
+x /tmp/gadei-ps-*
+"""
+
+JOB_FILE = """\
+# A job of gadei-ps, named as this file. The first learner brings the model, unless [[tensors]] or
+# `weights` name one here.
+
+[optimizer]
+kind = "sgd"
+lr = 0.01
+
+# Checkpoints lie in $state/ followed by the job's name.
+[checkpoint]
+every_s = 300
+keep = 3
+on_stop = true
+"""
+
+BASE = {
+    Scope.SYSTEM: "Requires=sysinit.target\nAfter=sysinit.target basic.target",
+    Scope.USER: "Requires=basic.target\nAfter=basic.target",
+}
+
+LIMITS = """\
+# Enough for the threads, files and sockets of 256 learners, and for segments pinned for GPUs.
+TasksMax=32768
+LimitNOFILE=65536
+LimitMEMLOCK=infinity"""
+
+SYSTEM_PLACES = """\
+# Learners must run as this user or as root. To see a job's status: `sudo -u $user env
+# GADEI_PS_RUNTIME_DIR=/run/gadei-ps gadei-ps status demo`. logind does not remove the shared
+# memory of a system user.
+User=$user
+UMask=0077
+# Job files.
+ConfigurationDirectory=gadei-ps
+# All jobs share the directories, so the end of one must not remove them.
+RuntimeDirectory=gadei-ps
+RuntimeDirectoryMode=0700
+RuntimeDirectoryPreserve=yes
+Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps
+# Checkpoints.
+StateDirectory=gadei-ps
+StateDirectoryMode=0700
+WorkingDirectory=%S/gadei-ps
+Environment=GADEI_PS_STATE_DIR=%S/gadei-ps
+# Compiled kernels, in the directory gadei-ps below this one.
+CacheDirectory=gadei-ps
+CacheDirectoryMode=0700
+Environment=NUMBA_CACHE_DIR=%C"""
+
+USER_PLACES = """\
+# Job files.
+ConfigurationDirectory=gadei-ps
+WorkingDirectory=%h
+# The same runtime directory as in a shell, so that commands find the job. Checkpoints and compiled
+# kernels need no setting: they lie where commands look for them.
+RuntimeDirectory=gadei-ps
+RuntimeDirectoryMode=0700
+RuntimeDirectoryPreserve=yes
+Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps"""
+
+# These settings need no privilege: seccomp and prctl.
+COMMON_HARDENING = """\
+NoNewPrivileges=yes
+LockPersonality=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM"""
+
+# Of the watchdog's units and of the learner's.
+SYSTEM_PROTECTION = f"""\
+RemoveIPC=no
+PrivateIPC=no
+PrivateDevices=no
+PrivateTmp=yes
+PrivateMounts=yes
+ProtectSystem=strict
+ProtectHome=read-only
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+{COMMON_HARDENING}
+SystemCallFilter=~@privileged"""
+
+SYSTEM_HARDENING = f"""\
+# Learners of the job file and servers inherit all of this. `systemd-analyze security` names these,
+# which stay as they are:
+#   MemoryDenyWriteExecute  Numba compiles the kernels when it loads them.
+#   PrivateDevices, DevicePolicy, DeviceAllow, ProtectClock  would hide the GPUs
+#                           (ProtectClock because it implies a DeviceAllow).
+#   PrivateIPC, PrivateUsers  learners outside of this unit attach: they need the segments, and the
+#                           watchdog must know whose they are.
+#   ProtectProc             would hide learners that run as root from the watchdog.
+#   ProcSubset              the watchdog reads /proc/meminfo before it makes memory.
+#   RemoveIPC               would remove the segments of servers that still run.
+#   SystemCallFilter        without @resources there are no bound shards (sched_setaffinity), and
+#                           CUDA cannot place memory (mbind).
+#   RestrictAddressFamilies AF_UNIX is how learners reach the watchdog.
+#   ProtectHome             programs and data of learners may lie there.
+#   IPAddressDeny           with a network of its own there is nothing to deny.
+#   RootDirectory           the installation lies in the machine's own file system.
+# /dev/shm stays writable under ProtectSystem. If a job's learners write to other directories than
+# those above, name these in a drop-in: ReadWritePaths=/srv/models. If learners of the job file need
+# the network: PrivateNetwork=no and RestrictAddressFamilies=AF_INET AF_INET6, there as well as in
+# a drop-in of gadei-ps-end@.service. Learners of gadei-ps-learner@.service have it.
+PrivateNetwork=yes
+RestrictAddressFamilies=AF_UNIX
+{SYSTEM_PROTECTION}"""
+
+SYSTEM_LEARNER_HARDENING = f"""\
+# As gadei-ps@.service, where the reasons stand, but with the network: it is your program. Name
+# directories that it writes to in a drop-in: ReadWritePaths=/srv/models.
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+{SYSTEM_PROTECTION}"""
+
+USER_HARDENING = f"""\
+# Only settings that need no privilege. File system protection would put the job into a user
+# namespace of its own, where it cannot watch learners outside. Do not set MemoryDenyWriteExecute:
+# Numba compiles the kernels when it loads them.
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
+{COMMON_HARDENING}"""
+
+USER_LEARNER_HARDENING = """\
+# None: it is your program.
+NoNewPrivileges=yes"""
+
+
+def texts(scope: Scope, command: str, user: str = SERVICE_USER) -> dict[str, str]:
+    """What is installed for this scope, by name.
+
+    A name with a slash is relative to /etc or to lib of a package; the others are units. command:
+    the beginning of a command line that runs gadei-ps, quoted for systemd.
+    """
+    system = scope == Scope.SYSTEM
+    given = {
+        "scope": scope.value,
+        "flag": "" if system else " --user",
+        "jobs": "/etc/gadei-ps" if system else "~/.config/gadei-ps",
+        "program": command,
+        "base": BASE[scope],
+        "limits": LIMITS,
+        "places": Template(SYSTEM_PLACES).substitute(user=user) if system else USER_PLACES,
+        "hardening": SYSTEM_HARDENING if system else USER_HARDENING,
+        "learner_hardening": SYSTEM_LEARNER_HARDENING if system else USER_LEARNER_HARDENING,
+        "target": "multi-user.target" if system else "default.target",
+    }
+    made = {NAME: TEMPLATE, END_NAME: END_TEMPLATE, LEARNER_NAME: LEARNER_TEMPLATE}
+    found = {name: Template(one).substitute(given) for name, one in made.items()}
+    if system:
+        found[DIRECTORIES] = Template(DIRECTORIES_TEXT).substitute(
+            user=user, group=user if user == SERVICE_USER else "-"
+        )
+        if user == SERVICE_USER:
+            found[USERS] = USERS_TEXT
+    return found
+
+
+def packaged() -> dict[str, str]:
+    """The files in systemd/ of the sources, by their paths there. The wheel has them in lib/."""
+    found = {}
+    for scope in Scope:
+        for name, text in texts(scope, PROGRAM).items():
+            found[name if "/" in name else f"{scope.value}/{name}"] = text
+    return found
+
+
+def job_file(scope: Scope) -> str:
+    """A job file to begin with. It has checkpoints."""
+    state = "/var/lib/gadei-ps" if scope == Scope.SYSTEM else "~/.local/state/gadei-ps"
+    return Template(JOB_FILE).substitute(state=state)
