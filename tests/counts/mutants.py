@@ -5,9 +5,10 @@
     mutants.py --list        what would be left out
     mutants.py record.py:65  only those whose name contains one of these words
 
-Each mutant runs in a copy of this tree that has an environment, /dev/shm and pids of its own; that
-needs root. One that no test notices must stand in EQUIVALENT, with the reason. Exit code: 0 if all
-others are noticed, 1 if one survives, 2 if nothing can be run.
+All are built into one copy of this tree, with a number each; a variable of the environment says
+which one is left out, so that nothing is compiled anew. Each runs with a /dev/shm and pids of its
+own; that needs root. One that no test notices must stand in EQUIVALENT, with the reason. Exit code:
+0 if all others are noticed, 1 if one survives, 2 if nothing can be run.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def _in(folder: str, ending: str, *names: str) -> tuple[str, ...]:
 
 
 ROOMS = (
-    Room(  # compiled: each mutant compiles anew
+    Room(
         _in(
             "gadei_ps/server",
             "py",
@@ -231,29 +231,90 @@ def _of_c(file: str, text: str) -> Iterator[Mutant]:
         yield made(match, "1")
 
 
-# -- running them ---------------------------------------------------------------------------------
+# -- the tree that has them all --------------------------------------------------------------------
+
+LEFT_OUT = "GADEI_PS_LEFT_OUT"  # the number of the mutant; none is 0
+# Appended to the bridge between compiled Python and C.
+BRIDGE = f"""
+
+def left_out() -> int:
+    import os
+    return int(os.environ.get("{LEFT_OUT}", "0"))
 
 
-@dataclass
-class Slot:
-    """A copy of the tree in which one mutant at a time is tried."""
+_left_out = types.ExternalFunction("ps_left_out_now", types.int64())
 
-    home: Path
-    kept: set[str] = field(default_factory=set)  # compiled code of the unchanged tree
 
-    @property
-    def tree(self) -> Path:
-        return self.home / "tree"
+@__import__("numba").extending.overload(left_out)
+def _compiled_left_out() -> Any:
+    def code() -> int:
+        return _left_out()
+    return code
+"""
+HEADER = f"""#ifndef PS_LEFT_OUT_H
+#define PS_LEFT_OUT_H
+#include <stdlib.h>
+static inline int ps_left_out(void)
+{{
+    static int known;
+    int number = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (!number) {{
+        const char *given = getenv("{LEFT_OUT}");
+        number = given ? atoi(given) : -1;
+        __atomic_store_n(&known, number, __ATOMIC_RELAXED);
+    }}
+    return number;
+}}
+#endif
+"""
+EXPORTED = """
+#include <stdint.h>
+int64_t ps_left_out_now(void);
+int64_t ps_left_out_now(void) { return ps_left_out(); }
+"""
 
-    @property
-    def python(self) -> str:
-        return str(self.tree / ".venv/bin/python")
 
-    @property
-    def cache(self) -> Path:
-        return self.home / "cache/gadei-ps"
+def with_all(text: str, chosen: list[tuple[int, Mutant]], compiled: bool) -> str:
+    """A file in which each mutant can be chosen by its number. compiled: by Numba, if Python."""
+    in_c = chosen[0][1].file.endswith(".c")
+    now = "ps_left_out()" if in_c else "left_out()" if compiled else "_left_out()"
+    places: dict[tuple[int, int], list[tuple[int, Mutant]]] = {}
+    for number, one in chosen:
+        places.setdefault((one.begin, one.end), []).append((number, one))
+    before = len(text)
+    for begin, end in sorted(places, reverse=True):
+        assert end <= before, f"two places overlap: {places[begin, end]}"
+        new, before = text[begin:end], begin
+        for number, one in places[begin, end]:
+            if one.instead == "(void)0;":
+                new = f"do {{ if ({now} != {number}) {{ {new} }} }} while (0);"
+            elif one.instead == "pass":
+                new = f"if {now} != {number}: {new}"
+            elif in_c:
+                new = f"({now} == {number} ? {one.instead} : ({new}))"
+            else:
+                new = f"({one.instead} if {now} == {number} else {new})"
+        text = text[:begin] + new + text[end:]
+    if in_c:
+        last = [line for line in text.splitlines() if line.startswith("#include")][-1]
+        text = text.replace(last, f'{last}\n#include "ps_left_out.h"', 1)
+    else:
+        source = "from gadei_ps.server.symbols import left_out"
+        if not compiled:
+            source = f"_left_out = lambda: int(__import__('os').environ.get('{LEFT_OUT}', 0))"
+        future = "from __future__ import annotations\n"
+        text = text.replace(future, f"{future}\n{source}\n", 1)
+    return text
 
-    def make(self) -> None:
+
+class Tree:
+    """A copy of this tree, with all mutants and an environment of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.tree, self.cache = home / "tree", home / "cache"
+        self.python = str(self.tree / ".venv/bin/python")
+
+    def make(self, numbered: list[tuple[int, Mutant]]) -> None:
         files = subprocess.check_output(
             ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, text=True
         )
@@ -261,15 +322,32 @@ class Slot:
             if (ROOT / name).is_file():
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.tree / name)
+        self._change(numbered)
         subprocess.run(
             [sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=self.tree, check=True
         )
         ours = next((self.tree / ".venv/lib").glob("python*/site-packages"))
         theirs = [path for path in sys.path if path.endswith("site-packages")]
         (ours / "zz-base.pth").write_text("\n".join(theirs) + "\n")
-        self.build()
+        self.cache.mkdir()
+        self._build()
 
-    def build(self) -> None:
+    def _change(self, numbered: list[tuple[int, Mutant]]) -> None:
+        by_file: dict[str, list[tuple[int, Mutant]]] = {}
+        for number, one in numbered:
+            by_file.setdefault(one.file, []).append((number, one))
+        compiled = (ROOT / "gadei_ps/kernels/cache.py").read_text()
+        for file, chosen in by_file.items():
+            path = self.tree / file
+            in_numba = f'"{file.removeprefix("gadei_ps/")}"' in compiled
+            path.write_text(with_all(path.read_text(), chosen, in_numba))
+        (self.tree / "native/ps_left_out.h").write_text(HEADER)
+        with (self.tree / "native/ps_lease.c").open("a") as out:
+            out.write('#include "ps_left_out.h"\n' + EXPORTED)
+        with (self.tree / "gadei_ps/server/symbols.py").open("a") as out:
+            out.write(BRIDGE)
+
+    def _build(self) -> None:
         subprocess.run(
             [self.python, "native/build_identity.py"],
             cwd=self.tree,
@@ -281,23 +359,23 @@ class Slot:
         if done.returncode:
             raise RuntimeError(f"cannot be built: {done.stderr.strip()[-500:]}")
 
-    def run(self, tests: tuple[str, ...], limit_s: float) -> tuple[str, str]:
-        """passed, failed, hung or broken, and the line that says so."""
-        self.cache.parent.mkdir(exist_ok=True)
+    def run(self, number: int, tests: tuple[str, ...], limit_s: float) -> tuple[str, str]:
+        """passed, failed, hung or broken, and the line that says so. number: 0 for no mutant."""
         script = (
             "mount -t tmpfs -o size=4g tmpfs /dev/shm && mkdir -m 700 /dev/shm/run && "
             'export XDG_RUNTIME_DIR=/dev/shm/run && exec "$@"'
         )
         command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         command += ["bash", "-c", script, "mutant", self.python, "-m", "pytest", "-x", "-q"]
-        command += ["-p", "no:cacheprovider", "--timeout", "150", *tests]
+        a_test_s = "100" if number else "900"  # the first run compiles
+        command += ["-p", "no:cacheprovider", "--timeout", a_test_s, *tests]
         with tempfile.TemporaryFile("w+") as out:
             child = subprocess.Popen(
                 command,
                 cwd=self.tree,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"NUMBA_CACHE_DIR": str(self.cache.parent)},
+                env=os.environ | {"NUMBA_CACHE_DIR": str(self.cache), LEFT_OUT: str(number)},
                 start_new_session=True,
             )
             try:
@@ -314,27 +392,8 @@ class Slot:
         found = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or lines[-1:]
         return {0: "passed", 1: "failed"}.get(code, "broken"), "".join(found[:1])
 
-    def keep_compiled(self) -> None:
-        """To be called after a run of the unchanged tree."""
-        self.kept = {path.name for path in self.cache.iterdir()}
 
-    def attempt(self, mutant: Mutant, room: Room, limit_s: float) -> tuple[str, str]:
-        path = self.tree / mutant.file
-        text, times = path.read_text(), path.stat()
-        path.write_text(text[: mutant.begin] + mutant.instead + text[mutant.end :])
-        try:
-            if path.suffix == ".c":
-                self.build()
-            return self.run(room.tests, limit_s)
-        finally:
-            path.write_text(text)
-            # Compiled code is taken as that of its file while this is as old as it was.
-            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-            if path.suffix == ".c":
-                self.build()
-            for made in self.cache.iterdir():
-                if made.name not in self.kept:
-                    shutil.rmtree(made)
+# -- running them ---------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -343,51 +402,42 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     how = parser.parse_args()
+    every = list(mutants())
     chosen = [
-        (one, room)
-        for one, room in mutants()
+        (number, one, room)
+        for number, (one, room) in enumerate(every, 1)
         if not how.words or any(word in one.name for word in how.words)
     ]
     if not chosen:
         print("mutants: no place has such a name", file=sys.stderr)
         return 2
     if how.list:
-        print(*(one.name for one, _ in chosen), sep="\n")
+        print(*(one.name for _, one, _ in chosen), sep="\n")
         return 0
     if os.geteuid() != 0 or not shutil.which("unshare"):
         print("mutants: needs root and unshare", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="gadei-ps-mutants-") as folder:
-        return _run(Path(folder), chosen, how.jobs)
+        tree = Tree(Path(folder))
+        tree.make([(number, one) for number, (one, _) in enumerate(every, 1)])
+        return _run(tree, chosen, how.jobs)
 
 
-def _run(folder: Path, chosen: list[tuple[Mutant, Room]], jobs: int) -> int:
-    slots = [Slot(folder / str(number)) for number in range(jobs)]
+def _run(tree: Tree, chosen: list[tuple[int, Mutant, Room]], jobs: int) -> int:
     limits: dict[Room, float] = {}
-    for slot in slots:
-        slot.make()
-        for room in dict.fromkeys(room for _, room in chosen):
-            begin = time.monotonic()
-            verdict, line = slot.run(room.tests, 1800.0)
-            if verdict != "passed":
-                print(f"mutants: the unchanged tree {verdict}: {line}", file=sys.stderr)
-                return 2
-            seconds = time.monotonic() - begin
-            limits[room] = max(limits.get(room, 0.0), 3 * seconds + 120)
-            print(f"unchanged: passed in {seconds:.0f} s", flush=True)
-        slot.keep_compiled()
-    free = list(slots)
-    lock = threading.Lock()
-
-    def attempt(one: Mutant, room: Room) -> str:
-        with lock:
-            slot = free.pop()
+    for room in dict.fromkeys(room for _, _, room in chosen):
         begin = time.monotonic()
-        try:
-            verdict, line = slot.attempt(one, room, limits[room])
-        finally:
-            with lock:
-                free.append(slot)
+        verdict, line = tree.run(0, room.tests, 1800.0)
+        if verdict != "passed":
+            print(f"mutants: with nothing left out, a test {verdict}: {line}", file=sys.stderr)
+            return 2
+        seconds = time.monotonic() - begin
+        limits[room] = 3 * seconds + 120
+        print(f"nothing left out: passed in {seconds:.0f} s", flush=True)
+
+    def attempt(number: int, one: Mutant, room: Room) -> str:
+        begin = time.monotonic()
+        verdict, line = tree.run(number, room.tests, limits[room])
         if verdict == "passed":
             verdict = "equivalent" if one.key in EQUIVALENT else "SURVIVES"
             line = EQUIVALENT.get(one.key, "")

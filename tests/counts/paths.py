@@ -24,10 +24,6 @@ DECAY = 0.01
 # What becomes of the learners' frames in a superstep; the second one is a frame of rows.
 ACTIONS = {0: Action.APPLY, 1: Action.APPLY, 2: Action.DROP, 3: Action.REFUSE}
 WAYS = ("dense", "rows", "superstep", "refused", "dropped")
-# leaves: the learner is gone, and has a batch that it has not answered. last: two frames, and the
-# second one answers the last batch of all. mixed: a dense frame after one of a single row, so that
-# the pieces of one do not lie where those of the other do.
-OTHERS = ("leaves", "last", "mixed")
 
 Gradient = tuple[np.ndarray, np.ndarray]
 """float32 of each element, and whether the gradient names it."""
@@ -50,10 +46,13 @@ class Path:
 
 EVERY = [Path(way, kind.name.lower(), wire) for way in WAYS for kind in Kind for wire in WireType]
 EVERY += [
-    Path(way, kind.name.lower(), wire)
-    for way, kind, wire in zip(
-        OTHERS, (Kind.ADAM, Kind.NESTEROV, Kind.MOMENTUM), WireType, strict=True
-    )
+    # Its learner is gone, and has a batch that it has not answered.
+    Path("leaves", "adam", WireType.FLOAT32),
+    # Two frames, and the second one answers the last batch of all.
+    Path("last", "nesterov", WireType.BFLOAT16),
+    # A dense frame after one of a row or of two, so that the pieces of one lie elsewhere.
+    Path("after1", "momentum", WireType.FLOAT16),
+    Path("after2", "sgd", WireType.FLOAT32),
 ]
 # The thread of another shard keeps no books.
 SECOND = [
@@ -119,11 +118,13 @@ def _publish(rig: Rig, path: Path) -> list[list[Gradient]]:
     raw = reference.encode(path.wire, noise(5, count=rig.model.elements))
     whole = reference.decode(path.wire, raw), np.ones(rig.model.elements, bool)
     says: dict[str, Any] = {"wire": path.wire, "loss": 1.5, "started": 1.0, "finished": 2.0}
-    if path.way == "mixed":
-        row = noise(6, count=24)
-        rig.publish_rows(0, {0: (np.array([1]), row[None])}, batch=batch_of(rig, 0), **says)
+    if path.way.startswith("after"):
+        listed = {"after1": [1], "after2": [1, 3]}[path.way]
+        values = noise(6, count=len(listed) * 24).reshape(-1, 24)
+        rig.publish_rows(0, {0: (np.array(listed), values)}, batch=batch_of(rig, 0), **says)
         rig.publish(0, raw, batch=batch_of(rig, 0, 1), **says)
-        return [[_spread(rig, path.wire, {24: row})], [whole]]
+        places = dict(zip([24 * one for one in listed], values, strict=True))
+        return [[_spread(rig, path.wire, places)], [whole]]
     if path.way == "superstep":
         given = [whole, _publish_rows(rig, 1, says)]
         for row in set(ACTIONS) - {1}:

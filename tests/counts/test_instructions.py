@@ -41,7 +41,8 @@ SUBSET = [
     Path("dropped", "sgd", WireType.BFLOAT16),
     Path("leaves", "adam", WireType.FLOAT32),
     Path("last", "nesterov", WireType.BFLOAT16),
-    Path("mixed", "momentum", WireType.FLOAT16),
+    Path("after1", "momentum", WireType.FLOAT16),
+    Path("after2", "sgd", WireType.FLOAT32),
     Path("dense", "nesterov", WireType.BFLOAT16, 2, 1),
 ]
 WHOLE = bool(os.environ.get("CRASH_ALL"))
