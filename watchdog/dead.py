@@ -26,6 +26,7 @@ def clear_dead(job: str) -> list[str]:
     for one in found:
         if one.foreign:
             raise name_taken(one.foreign)
+    _end_nameless(job)
     living = segment.living(job)
     if living.elsewhere:
         raise JobInUse(segment.elsewhere(job))
@@ -69,6 +70,19 @@ def _end_servers(job: str) -> None:
     if segment.living(job).servers:
         raise JobInUse(f"job {job!r} is in use: its servers do not end")
     _tell_learners(job)
+
+
+def _end_nameless(job: str) -> None:
+    """Ends servers of the job whose memory has lost its names: no watchdog could find it again."""
+    there = holds.nameless(job)
+    for pid, byte in there.items():
+        if byte == holds.WATCHDOG:
+            raise JobInUse(
+                f"job {job!r} is in use: its memory has lost its names, but its watchdog lives: "
+                f"end it, which makes a last checkpoint (kill {pid}), then serve the job again"
+            )
+    for pid in there:
+        _kill(pid, process.start_ticks(pid))
 
 
 def _tell_learners(job: str) -> None:

@@ -266,9 +266,7 @@ class JobMemory:
         Not those of rings: a learner may remove its own, and servers find it without (ring.py).
         """
         parts = (self.control, self.weights, self.state)
-        return [
-            part.name for part in parts if part is not None and not shm.path_of(part.name).exists()
-        ]
+        return [part.name for part in parts if part is not None and not segment.is_named(part)]
 
     # -- making ---------------------------------------------------------------------------------
     #

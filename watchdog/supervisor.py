@@ -374,7 +374,8 @@ class Supervisor:
         self._rate = (now, version)
         rate = (version - before) / (now - since) if since else 0.0
         learners = counted(len(self._roster.rows), "learner")
-        self._notify.status(f"{learners}, version {version}, {rate:.0f}/s")
+        lost = "; segments have lost their names: stop the job" if self.memory.unnamed else ""
+        self._notify.status(f"{learners}, version {version}, {rate:.0f}/s{lost}")
 
     @property
     def _stays(self) -> bool:

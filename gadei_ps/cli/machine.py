@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 from gadei_ps.cli.options import Json, tell
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
+from gadei_ps.job import paths
 
 if TYPE_CHECKING:
     from gadei_ps.commands.units import Scope
@@ -114,11 +116,16 @@ def install_unit(
     as_json: Json = False,
 ) -> int:
     """Write the systemd units of jobs and print how to start a job with them."""
-    from gadei_ps.commands import systemd
+    from gadei_ps.commands import linger, systemd, units
 
     done = systemd.install(_scope(user, system), user=run_as, job=job, force=force, dry_run=dry_run)
+    own = done.scope == units.Scope.USER
+    who = paths.user(os.getuid()) if own else run_as or units.SERVICE_USER
+    warning = linger.warning(who, own_manager=own)
+    if warning:
+        print(f"gadei-ps: warning: {warning}", file=sys.stderr)
     if as_json:
-        print_json(done.as_dict())
+        print_json(done.as_dict() | {"warning": warning})
     elif dry_run:
         print("\n".join(f"# {one.path}\n{one.text}" for one in done.units), end="")
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gadei_ps.errors import ControlError
 from gadei_ps.job import paths
-from gadei_ps.memory import segment
+from gadei_ps.memory import holds, segment
 
 
 def absence(job: str) -> str | None:
@@ -36,6 +36,11 @@ def absence(job: str) -> str | None:
         return (
             f"job {job!r} has lost its watchdog and continues without it: serve it again "
             f"{how(other)}, or stop it ({stop})"
+        )
+    if uid == os.getuid() and holds.nameless(job):
+        return (
+            f"job {job!r} runs on without its names in {segment.SHM} (see gadei-ps doctor): serve "
+            "it again, which ends what is left and continues from the newest checkpoint"
         )
     if segment.is_kept(job, uid):
         return (

@@ -15,9 +15,11 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import signal
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from gadei_ps.errors import NotOurs
@@ -27,6 +29,8 @@ WATCHDOG: Final = 0
 SERVERS: Final = (1, 2)
 """Bytes of the file, by the server's line in control."""
 
+# A line of /proc/PID/fdinfo/FD.
+HELD = re.compile(r"lock:.*OFDLCK.* WRITE .* (?P<byte>\d+) \d+$")
 LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 
@@ -84,6 +88,29 @@ def alone(job: str) -> Iterator[bool]:
         yield True
     finally:
         hold.release()
+
+
+def nameless(job: str) -> dict[int, int]:
+    """Which byte each process has locked of a control segment of this job that has lost its name.
+
+    By pid, of this user's processes that can be seen here. /proc tells it: such a file cannot
+    be opened.
+    """
+    path = shm.path_of(shm.segment_name(job, "control"))
+    gone, device, found = f"{path} (deleted)", path.parent.stat().st_dev, {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # another user's, or it has just ended
+            if folder.stat().st_uid != os.geteuid():
+                continue
+            for fd in (folder / "fd").iterdir():
+                if str(fd.readlink()) != gone or fd.stat().st_dev != device:
+                    continue
+                for line in (folder / "fdinfo" / fd.name).read_text().splitlines():
+                    if match := HELD.match(line):
+                        found[int(folder.name)] = int(match["byte"])
+    return found
 
 
 def held(fd: int, byte: int) -> bool:

@@ -291,6 +291,14 @@ def unlink(name: str) -> bool:
     return True
 
 
+def is_named(mapped: Segment) -> bool:
+    """Whether the segment's name still leads to it."""
+    try:
+        return shm.path_of(mapped.name).lstat().st_ino == mapped.inode
+    except FileNotFoundError:
+        return False
+
+
 def is_kept(job: str, uid: int | None = None) -> bool:
     """Whether the next `serve` of this job, by its own build, would continue with its memory.
 

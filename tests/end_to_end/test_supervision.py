@@ -13,6 +13,7 @@ from support import (
     Stopped,
     daemon,
     eventually,
+    gone,
     live_weights,
     segments,
     status,
@@ -180,6 +181,21 @@ def test_segments_without_names(cli: Cli, job_name: str) -> None:
     assert cli("stop", job_name, "--json").json["gradients_applied"] == version
     assert watchdog.wait().code == 0
     assert not segments(job_name)
+
+
+def test_no_second_job_without_names(cli: Cli, job_name: str) -> None:
+    """Another watchdog finds what runs on, though nothing in /dev/shm leads to it."""
+    watchdog = cli.serve(job_name, "standby = false\n" + TOML)
+    server = status(job_name)["server_pid"]
+    for name in segments(job_name):
+        segment.unlink(name)
+    elsewhere = {"GADEI_PS_RUNTIME_DIR": str(cli.directory / "other")}
+    assert f"kill {watchdog.pid}" in cli("serve", f"{job_name}.toml", **elsewhere).error
+    assert not gone(server)
+    assert watchdog.signal(signal.SIGKILL).code == -signal.SIGKILL
+    assert "without its names" in cli("status", job_name).error
+    cli.serve(job_name, "standby = false\n" + TOML)
+    assert gone(server)
 
 
 def test_the_last_server_without_names(cli: Cli, job_name: str) -> None:

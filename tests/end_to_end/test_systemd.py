@@ -17,7 +17,7 @@ from shell import Cli, Running
 from support import Manager, eventually, gone, segments, status
 
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import segment
+from gadei_ps.memory import segment, shm
 
 MODEL = "standby = false\n[[tensors]]\nname = 'w'\nshape = [100]\n"
 WATCHDOG_S = 2.0
@@ -98,6 +98,19 @@ def test_a_stop_by_command_is_announced(cli: Cli, manager: Systemd, job_name: st
     assert manager.said("STOPPING") == ["1"]
     (limit,) = manager.said("EXTEND_TIMEOUT_USEC")
     assert int(limit) > 600e6, "the last checkpoint may take its time"
+
+
+def test_names_that_are_lost_are_told(cli: Cli, manager: Systemd, job_name: str) -> None:
+    service = start(cli, manager, job_name, MODEL)
+    manager.wait("READY")
+    control = shm.path_of(segment.segment_name(job_name, "control"))
+    control.unlink()
+    control.write_bytes(b"another file")  # also where something else has the name
+    eventually(lambda: "lost their names" in "".join(manager.said("STATUS")[-1:]))
+    control.unlink()
+    assert "lost their names" in cli("status", job_name).out
+    service.process.terminate()
+    assert service.wait().code == 0
 
 
 def test_what_cannot_start_is_never_ready(cli: Cli, manager: Systemd, job_name: str) -> None:

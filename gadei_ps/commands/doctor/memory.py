@@ -65,7 +65,7 @@ def logind(root: Path, uid: int) -> Found:
         return Level.OK, f"logind leaves the segments of system users ({name}) alone", ""
     if not removes_ipc(root):
         return Level.OK, "RemoveIPC=no", ""
-    if (root / "var/lib/systemd/linger" / name).exists():
+    if lingers(root, name):
         return Level.OK, f"{name} lingers: logind leaves the segments alone", ""
     return (
         Level.WARNING,
@@ -73,6 +73,11 @@ def logind(root: Path, uid: int) -> Found:
         f"loginctl enable-linger {name}; or RemoveIPC=no in /etc/systemd/logind.conf and "
         "systemctl restart systemd-logind; or run jobs as a system user",
     )
+
+
+def lingers(root: Path, user: str) -> bool:
+    """Whether the user's manager starts with the machine and outlives the user's sessions."""
+    return (root / "var/lib/systemd/linger" / user).exists()
 
 
 def system_uid_max(root: Path) -> int:
