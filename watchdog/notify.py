@@ -77,6 +77,10 @@ class Notify:
             self._status = text
             self._say(STATUS=text)
 
+    def failed(self, why: object) -> None:
+        """The reason of the end, which `systemctl status` shows afterwards."""
+        self.status(f"failed: {why}")
+
     def watchdog(self) -> None:
         """Still alive. Called on every turn of the main loop; sends once in `interval_s`."""
         if self.interval_s is None:

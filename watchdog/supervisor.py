@@ -154,7 +154,8 @@ class Supervisor:
         except JobStopped:
             self._keep = self.memory.adopted  # for the next watchdog: this one never owned it
             raise
-        except BaseException:
+        except BaseException as error:
+            self._notify.failed(str(error) or type(error).__name__)
             # An error in this program, or a machine out of memory, must not cost the job: the next
             # watchdog finds it as it is.
             self._leave = self._begun or self.memory.adopted
@@ -319,6 +320,7 @@ class Supervisor:
                 self._learners.look(now, self._stopping.begun)
             if self._failed:
                 self._log.error("the job has failed", reason=self._failed)
+                self._notify.failed(self._failed)
                 if self._stays and not self.memory.names_lost():
                     self._log.error(
                         "its memory stays: continue with gadei-ps serve, or drop it with "
@@ -328,6 +330,7 @@ class Supervisor:
             if self._stopping.begun and self._stopping.over(now):
                 if self._stopping.problem:
                     self._log.error("stopped", reason=self._stopping.report())
+                    self._notify.failed(self._stopping.report())
                 return 1 if self._stopping.problem else 0
             if now >= self._slow_at:
                 self._slow_at = now + SLOW_TICK_S

@@ -27,6 +27,7 @@ from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
 
 if TYPE_CHECKING:
     from gadei_ps.job.config import JobConfig
+    from gadei_ps.watchdog.notify import Notify
     from gadei_ps.watchdog.supervisor import Options
 
 WATCH_S = 1.0
@@ -68,21 +69,28 @@ def serve(
     all its processes are dead, it goes on from shared memory or from its newest checkpoint.
     """
     from gadei_ps.job import config
+    from gadei_ps.watchdog.notify import Notify
     from gadei_ps.watchdog.supervisor import Options
 
     if fresh and finish:
         raise UsageError("give only one of --fresh and --finish")
     options = Options(fresh=fresh, finish=finish, verbose=verbose, as_json=json_log)
-    job = config.load(file)
-    if name is not None and job.name != name:
-        raise UsageError(
-            f"{file}: it is of job {job.name!r}, and job {name!r} was asked for: leave out `name`, "
-            f"and call the file {name}.toml"
-        )
-    return serve_job(job, options, as_json)
+    notify = Notify.from_environment()
+    try:
+        job = config.load(file)
+        if name is not None and job.name != name:
+            raise UsageError(
+                f"{file}: it is of job {job.name!r}, and job {name!r} was asked for: leave out "
+                f"`name`, and call the file {name}.toml"
+            )
+    except UsageError as error:
+        notify.failed(error)
+        notify.close()
+        raise
+    return serve_job(job, options, as_json, notify)
 
 
-def serve_job(job: JobConfig, options: Options, as_json: bool) -> int:
+def serve_job(job: JobConfig, options: Options, as_json: bool, notify: Notify | None = None) -> int:
     from gadei_ps.machine import log
     from gadei_ps.watchdog import supervisor
     from gadei_ps.watchdog.finish import finish
@@ -91,7 +99,7 @@ def serve_job(job: JobConfig, options: Options, as_json: bool) -> int:
     begin = time.monotonic()
     log.set_up(as_json=options.as_json, verbose=options.verbose)
     serve = finish if options.finish else supervisor.serve
-    if serve(job, options, Notify.from_environment()):
+    if serve(job, options, notify or Notify.from_environment()):
         raise JobFailed(f"job {job.name!r} has failed; its last log lines say why")
     if as_json:
         print_json({"job": job.name, "seconds": time.monotonic() - begin})

@@ -1,7 +1,7 @@
 """How a command ends: exit codes, errors in one line, and JSON on stdout.
 
 0: done. 1: failed. 2: wrong usage. 128 + N: ended by signal N, after cleaning up. A traceback is
-shown only if GADEI_PS_TRACEBACK is 1.
+shown only if GADEI_PS_TRACEBACK is 1. With --json-log, the error on stderr is JSON as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from gadei_ps.errors import GadeiError
-from gadei_ps.machine import interrupts
+from gadei_ps.machine import interrupts, log
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.show.strict_json import finite
 
@@ -29,7 +29,8 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if our parent closed it
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    as_json = "--json" in args[: args.index("--") if "--" in args else len(args)]
+    ours = args[: args.index("--") if "--" in args else len(args)]
+    as_json, json_log = "--json" in ours, "--json-log" in ours
     try:
         code = typer.main.get_command(app).main(
             list(args), prog_name="gadei-ps", standalone_mode=False
@@ -47,15 +48,20 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        return _report(error, as_json)
+        return _report(error, as_json, json_log)
     return code if isinstance(code, int) else 0
 
 
-def _report(error: Exception, as_json: bool) -> int:
-    """Prints the error in one line; returns the exit code."""
+def _report(error: Exception, as_json: bool, json_log: bool = False) -> int:
+    """Prints the error in one line, or as the log's last object; returns the exit code."""
     kind, message, code = _told(error)
     line = " ".join(message.split())
-    print(f"gadei-ps: {line}", file=sys.stderr)
+    if json_log:
+        log.set_up(as_json=True)
+        log.get(kind=kind, exit_code=code).critical(line)
+    else:
+        said = f"gadei-ps: {line}"
+        print(log.prioritized("critical", said) if log.in_journal() else said, file=sys.stderr)
     if as_json:
         try:
             print_json({"error": line, "kind": kind})

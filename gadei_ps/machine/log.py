@@ -1,4 +1,4 @@
-"""Log lines on stderr: readable ones, or JSON for the journal.
+"""Log lines on stderr: readable ones, or JSON for the journal, which is told their priorities.
 
 structlog is imported when a process logs. It takes as long as NumPy to import, which commands that
 only ask a job are spared.
@@ -8,8 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from typing import Any, TextIO, cast
+
+# Of sd-daemon(3), which are those of syslog, by the names of structlog's methods.
+PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "exception": 3, "critical": 2}
+
+
+def in_journal() -> bool:
+    """Whether stderr is the journal: systemd says in JOURNAL_STREAM which file that is."""
+    try:
+        status = os.fstat(2)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+
+
+def prioritized(method: str, text: str) -> str:
+    """The text as the journal wants it: each line is an entry of its own."""
+    prefix = f"<{PRIORITIES.get(method, 6)}>"
+    return "\n".join(prefix + line for line in text.splitlines())
 
 
 class _Patient:
@@ -35,9 +54,17 @@ def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False)
         structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
     ]
     if as_json:
-        processors.append(structlog.processors.JSONRenderer())
+        processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0))
+        processors.append(
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(),
+                pad_event_to=0,
+                exception_formatter=structlog.dev.plain_traceback,
+            )
+        )
+    if in_journal():
+        processors.append(lambda _, method, text: prioritized(method, text))
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(

@@ -21,7 +21,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 
 import numpy as np
 
@@ -438,7 +437,7 @@ def main() -> None:
         log.get(job=args.job).error("parameter server", reason=str(error))
         code = 1
     except Exception:
-        traceback.print_exc()
+        log.get(job=args.job).exception("parameter server")
         code = 1
     # At once: the interpreter would unmap the leases that threads hold before these end, and the
     # kernel could not tell the next server that their holder is dead.

@@ -253,3 +253,12 @@ def test_bug_is_one_line(
 def test_module_runs_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "gadei_ps", "--version"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_an_error_is_the_last_object_of_a_json_log(cli: Cli) -> None:
+    for arguments, code in ((("serve", "nowhere.toml"), 2), (("serve", "--fast", "x.toml"), 2)):
+        result = cli(*arguments, "--json-log")
+        assert result.code == code
+        told = json.loads(result.err)
+        assert (told["level"], told["kind"], told["exit_code"]) == ("critical", "UsageError", code)
+        assert "nowhere.toml" in told["event"] or "--fast" in told["event"]

@@ -117,6 +117,16 @@ def test_what_cannot_start_is_never_ready(cli: Cli, manager: Systemd, job_name: 
     service = start(cli, manager, job_name, MODEL + "weights = 'nowhere'\n[optimizer]\nlr = -1\n")
     assert service.wait().code != 0
     assert not manager.said("READY")
+    (status,) = manager.said("STATUS")
+    assert status.startswith(f"failed: {cli.directory / job_name}.toml: tensors.0.weights: ")
+
+
+def test_what_fails_later_says_why(cli: Cli, manager: Systemd, job_name: str) -> None:
+    service = start(cli, manager, job_name, "weights = 'nowhere.npz'\n")
+    assert service.wait().code != 0
+    (status,) = manager.said("STATUS")
+    assert status.startswith("failed: ")
+    assert "nowhere.npz" in status
 
 
 def test_pings(cli: Cli, manager: Systemd, job_name: str) -> None:

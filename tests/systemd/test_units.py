@@ -238,3 +238,18 @@ def test_units_are_removed_when_no_job_runs(service: Service) -> None:
     service.is_gone()
     done = service.gadei_ps("uninstall-unit", "--dry-run", "--json")
     assert len(json.loads(done.stdout)["removed"]) == 4, done
+
+
+def test_a_failure_is_told(service: Service) -> None:
+    """In the state of the unit, and in the journal as an object of its priority."""
+    manager = service.manager
+    manager.write(f"/etc/gadei-ps/{service.name}.toml", "slots = 0\n")
+    assert manager.run("systemctl", "start", service.unit).returncode
+    why = f"/etc/gadei-ps/{service.name}.toml: slots: "
+    assert manager.show(service.unit, "StatusText").startswith(f"failed: {why}")
+    told = manager.do(
+        *("journalctl", "--no-pager", "-o", "cat", "-p", "warning", "-u", service.unit),
+        "_COMM=gadei-ps",
+    )
+    (line,) = told.splitlines()
+    assert json.loads(line)["event"].startswith(why)
