@@ -4,6 +4,7 @@
     mutants.py               all of them, for hours; also `make mutants`
     mutants.py --list        what would be left out
     mutants.py record.py:65  only those whose name contains one of these words
+    mutants.py --known FILE  not those that were noticed in a run that printed these lines
 
 All are built into one copy of this tree, with a number each; a variable of the environment says
 which one is left out, so that nothing is compiled anew. Each runs with a /dev/shm and pids of its
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import concurrent.futures
+import contextlib
 import os
 import re
 import shutil
@@ -313,6 +315,7 @@ class Tree:
     def __init__(self, home: Path) -> None:
         self.tree, self.cache = home / "tree", home / "cache"
         self.python = str(self.tree / ".venv/bin/python")
+        self.running: set[int] = set()  # groups of processes
 
     def make(self, numbered: list[tuple[int, Mutant]]) -> None:
         files = subprocess.check_output(
@@ -359,6 +362,12 @@ class Tree:
         if done.returncode:
             raise RuntimeError(f"cannot be built: {done.stderr.strip()[-500:]}")
 
+    def stop(self) -> None:
+        """Ends what still runs."""
+        for group in list(self.running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
     def run(self, number: int, tests: tuple[str, ...], limit_s: float) -> tuple[str, str]:
         """passed, failed, hung or broken, and the line that says so. number: 0 for no mutant."""
         script = (
@@ -378,15 +387,14 @@ class Tree:
                 env=os.environ | {"NUMBA_CACHE_DIR": str(self.cache), LEFT_OUT: str(number)},
                 start_new_session=True,
             )
+            self.running.add(child.pid)
             try:
                 code = child.wait(limit_s)
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
                 return "hung", f"after {limit_s:.0f} s"
-            except BaseException:
-                os.killpg(child.pid, signal.SIGKILL)
-                raise
+            self.running.discard(child.pid)
             out.seek(0)
             lines = out.read().splitlines()
         found = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or lines[-1:]
@@ -401,15 +409,19 @@ def main() -> int:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--known", type=Path)
     how = parser.parse_args()
     every = list(mutants())
+    known = how.known.read_text().splitlines() if how.known else []
+    noticed = [line for line in known if line.startswith(("failed", "hung", "equivalent"))]
     chosen = [
         (number, one, room)
         for number, (one, room) in enumerate(every, 1)
         if not how.words or any(word in one.name for word in how.words)
+        if not any(f" s  {one.name}  " in line for line in noticed)
     ]
     if not chosen:
-        print("mutants: no place has such a name", file=sys.stderr)
+        print("mutants: no place is left that has such a name", file=sys.stderr)
         return 2
     if how.list:
         print(*(one.name for _, one, _ in chosen), sep="\n")
@@ -417,10 +429,14 @@ def main() -> int:
     if os.geteuid() != 0 or not shutil.which("unshare"):
         print("mutants: needs root and unshare", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="gadei-ps-mutants-") as folder:
         tree = Tree(Path(folder))
         tree.make([(number, one) for number, (one, _) in enumerate(every, 1)])
-        return _run(tree, chosen, how.jobs)
+        try:
+            return _run(tree, chosen, how.jobs)
+        finally:
+            tree.stop()
 
 
 def _run(tree: Tree, chosen: list[tuple[int, Mutant, Room]], jobs: int) -> int:
@@ -447,8 +463,13 @@ def _run(tree: Tree, chosen: list[tuple[int, Mutant, Room]], jobs: int) -> int:
         print(f"{verdict:14}  {seconds:4.0f} s  {one.name}  {line}", flush=True)
         return verdict
 
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
         verdicts = Counter(pool.map(lambda each: attempt(*each), chosen))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        tree.stop()
+        pool.shutdown()
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())))
     return 1 if set(verdicts) - {"failed", "hung", "equivalent"} else 0
 
