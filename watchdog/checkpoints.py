@@ -18,12 +18,14 @@ from gadei_ps import _native
 from gadei_ps.errors import CheckpointError
 from gadei_ps.machine import process
 from gadei_ps.memory.layout import CONTROL
+from gadei_ps.watchdog.liveness import progress
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.saver import Task, task_line
+from gadei_ps.watchdog.saver import MOVED, Task, task_line
 
 KEEP = 3  # of those asked for by hand, where the job file says nothing
 OUTCOME_BYTES = 1 << 16
 EXIT_S = 2.0
+SILENT_S = 10.0  # in which a saver that computes uses a part of a core
 RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
 Heard = Callable[[dict[str, Any]], None]
@@ -38,6 +40,7 @@ class Checkpoints:
     log: Any
     last: dict[str, Any] = field(default_factory=dict)
     """The outcome of the last one."""
+    _dots: int = 0
     _saver: subprocess.Popen[bytes] | None = None
     _heard: list[Heard] = field(default_factory=list)
     _next: list[Heard] = field(default_factory=list)
@@ -48,6 +51,13 @@ class Checkpoints:
     @property
     def _control(self) -> np.void:
         return self.memory.control.view(CONTROL)
+
+    @property
+    def moved(self) -> int:
+        """Changes as long as the saver computes, or what it has written reaches the disk."""
+        if self._saver is None:
+            return self._dots
+        return self._dots + progress(process.cpu_s(self._saver.pid), SILENT_S)
 
     def ask(self, heard: Heard) -> None:
         """Begins a checkpoint; `heard` is called with its outcome.
@@ -119,7 +129,8 @@ class Checkpoints:
         except OSError:  # its outcome cannot be read
             part = b""
         if part and len(self._said) < OUTCOME_BYTES:
-            self._said += part
+            self._dots += 1
+            self._said += part if self._said else part.lstrip(MOVED)
             return
         self.selector.unregister(pipe)
         os.close(pipe)

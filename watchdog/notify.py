@@ -15,6 +15,7 @@ from collections.abc import MutableMapping
 from typing import Self
 
 DIGITS = re.compile("[0-9]{1,19}")  # of an unsigned 64-bit number
+AGAIN_S = 5.0  # a manager that is executed anew forgets that it was asked for more time
 PASSING = ("WATCHDOG", "EXTEND_TIMEOUT_USEC")  # true at this moment only
 
 
@@ -28,6 +29,7 @@ class Notify:
         self._socket: socket.socket | None = None
         self._status = ""
         self._pinged = -float("inf")
+        self._until = self._asked = -float("inf")  # more time is asked for; when it was last
         # What the manager could not take yet. A lost READY would fail the whole start.
         self._unsaid: dict[str, str] = {}
         if address and address[0] in "/@":
@@ -67,8 +69,22 @@ class Notify:
 
     def stopping(self, timeout_s: float = 0.0) -> None:
         """The end begins, and takes at most `timeout_s` where that is more than the unit allows."""
-        extension = {"EXTEND_TIMEOUT_USEC": str(round(timeout_s * 1e6))} if timeout_s > 0 else {}
-        self._say(STOPPING="1", **extension)
+        now = time.monotonic()
+        self._until = now + timeout_s
+        self._say(STOPPING="1", **self._extension(now))
+
+    def more_time(self, timeout_s: float) -> None:
+        """The end has got on: from now it takes at most `timeout_s`, or this is called again.
+
+        watchdog() tells the manager, and says it again as long as it holds.
+        """
+        self._until = max(self._until, time.monotonic() + timeout_s)
+
+    def _extension(self, now: float) -> dict[str, str]:
+        if now >= self._until:
+            return {}
+        self._asked = now
+        return {"EXTEND_TIMEOUT_USEC": str(round((self._until - now) * 1e6))}
 
     def status(self, text: str) -> None:
         """One line for `systemctl status`; sent only when it is another one."""
@@ -83,10 +99,13 @@ class Notify:
 
     def watchdog(self) -> None:
         """Still alive. Called on every turn of the main loop; sends once in `interval_s`."""
+        now = time.monotonic()
+        if now >= self._asked + AGAIN_S and (extension := self._extension(now)):
+            self._say(**extension)
         if self.interval_s is None:
             if self._unsaid:
                 self._say()
-        elif (now := time.monotonic()) >= self._pinged + self.interval_s:
+        elif now >= self._pinged + self.interval_s:
             self._pinged = now
             self._say(WATCHDOG="1")
 

@@ -2,7 +2,7 @@
 
 A process of its own, because a disk may block a process that writes to it. The shards pause for it
 until a deadline, so that a saver that dies does not hold them. It prints the outcome as one line of
-JSON on standard output.
+JSON on standard output, and before that a dot whenever more has reached the disk.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ATTEMPTS_S = 20.0  # a take-over or a long gradient may come in between
 REST_S = 0.05  # between two attempts, for training
 COPY_BYTES = 4 << 20  # a piece that one thread copies at a time
 SLEEP_NS = 1_000_000
+MOVED = b"."  # before the outcome: more of the checkpoint is on the disk
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ class Saver:
         """Writes the checkpoint; returns the outcome. Raises CheckpointError."""
         snapshot, pause_s = self._take()
         os.nice(5)  # training goes first, now that the shards go on
-        written = checkpoint.write(Path(self.task.directory), snapshot, self.task.keep)
+        written = checkpoint.write(
+            Path(self.task.directory), snapshot, self.task.keep, lambda: os.write(1, MOVED)
+        )
         return {
             "ok": True,
             "path": str(written.path),

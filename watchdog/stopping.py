@@ -6,6 +6,9 @@ closed   the stop word again: nobody publishes any more; all that is published i
 saving   the last checkpoint, where the job file asks for one
 over     the watchdog's main loop ends
 
+After `closed` the stop goes on as long as it makes progress, and gives up where it makes none: the
+memory stays then.
+
 So the last checkpoint has every gradient whose push has returned, and no other.
 """
 
@@ -22,6 +25,7 @@ from gadei_ps.errors import CheckpointError, JobStopped
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.liveness import LATE_S, Watch
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.roster import Roster
@@ -29,7 +33,9 @@ from gadei_ps.watchdog.sockets import Client
 
 NOW_S = 1.0  # what learners get to leave by themselves when a stop does not drain
 PUBLISH_S = 1.0  # for moving one word; then the learner is stopped or hangs, and is killed
-SAVE_S = 600.0  # for the last checkpoint; a disk that blocks must not keep the job for ever
+# How long a stop goes on without progress, where a disk blocks, say. With the times above, that and
+# the end of the servers, it is less than the TimeoutStopSec of the unit.
+SILENT_S = 45.0
 ENDING_S = 15.0  # for what comes after that
 
 
@@ -49,8 +55,10 @@ class Stopping:
     """Clients that are told when the job has ended."""
     _until: float = float("inf")
     _closed_at: float = 0.0
-    _saving_until: float = 0.0
+    _saving: bool = False
     _saved: bool = False
+    _watch: Watch = field(default_factory=lambda: Watch(SILENT_S, LATE_S))
+    _sign: object = None
 
     @property
     def _control(self) -> np.void:
@@ -59,7 +67,7 @@ class Stopping:
     @property
     def learners_leave(self) -> bool:
         """Whether learners are awaited now."""
-        return self.begun and not self._saving_until
+        return self.begun and not self._saving
 
     @property
     def saves(self) -> bool:
@@ -86,7 +94,7 @@ class Stopping:
         self._control["phase"] = Phase.DRAINING
         self._until = min(self._until, time.monotonic() + (timeout_s if drain else NOW_S))
         self.begun = True
-        self.notify.stopping(timeout_s + ENDING_S + (SAVE_S if self.saves else 0.0))
+        self.notify.stopping(timeout_s + ENDING_S)
 
     def over(self, now: float) -> bool:
         """Whether nothing is left to wait for: learners, then the last checkpoint. Every tick."""
@@ -97,11 +105,14 @@ class Stopping:
                 self.log.warning("learners still attached", rows=self.roster.rows)
             self._closed_at = now
             self._tell(Stop.CLOSED)
-        if not self._saving_until:
+        stuck = self._is_stuck(now)
+        if not self._saving:
             self.roster.close_rings(hung=now > self._closed_at + PUBLISH_S)
             if self.memory.rings:
-                return False
-            self._saving_until = now + SAVE_S
+                if stuck:
+                    self.problem = f"published gradients were not applied for {SILENT_S:.0f} s"
+                return stuck
+            self._saving = True
             fresh = int(self._control["version"]) != int(self._control["checkpoint_version"])
             if not self.saves or not (fresh or not int(self._control["checkpoints"])):
                 return True
@@ -109,9 +120,19 @@ class Stopping:
                 self.checkpoints.ask(self._heard)
             except CheckpointError as error:
                 self._heard({"error": str(error)})
-        if not self._saved and now > self._saving_until:
-            self._heard({"error": f"the disk took longer than {SAVE_S:.0f} s"})
+        elif stuck and not self._saved:
+            directory = self.memory.config.checkpoint_directory()
+            self._heard({"error": f"{directory}: the disk has not got on for {SILENT_S:.0f} s"})
         return self._saved
+
+    def _is_stuck(self, now: float) -> bool:
+        """Whether the end has not got on for too long. Asks the manager for more time if it has."""
+        sign = (len(self.memory.rings), int(self._control["version"]), self.checkpoints.moved)
+        if sign != self._sign:
+            if self._sign is not None:
+                self.notify.more_time(SILENT_S + ENDING_S)
+            self._sign = sign
+        return bool(self._watch.look(now, {"stop": (self._saving, *sign)}))
 
     def _tell(self, wanted: Stop) -> None:
         """Stores the stop word, which never goes back, before it looks at any ring."""
@@ -133,8 +154,8 @@ class Stopping:
             else "what it has learned stays in memory: go on with gadei-ps serve, or drop it with "
             f"gadei-ps gc {job}"
         )
+        what = f"its last checkpoint failed: {self.problem}" if self._saving else self.problem
         return (
-            f"job {job!r} has stopped at version {int(self._control['version'])}, but "
-            f"its last checkpoint failed: {self.problem}; the newest is of version "
-            f"{int(self._control['checkpoint_version'])}; {rest}"
+            f"job {job!r} has stopped at version {int(self._control['version'])}, but {what}; the "
+            f"newest checkpoint is of version {int(self._control['checkpoint_version'])}; {rest}"
         )

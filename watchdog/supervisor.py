@@ -30,7 +30,7 @@ from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import log, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
-from gadei_ps.memory.reserve import Cancelled, Progress
+from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.counts import counted
 from gadei_ps.storage import checkpoint
@@ -251,16 +251,14 @@ class Supervisor:
         tell_at = time.monotonic() + TELL_S
         while not outcome:
             self._poll(TICK_S)
-            if self._signalled:
-                task.progress.cancel()
+            if self._signalled:  # shutdown() waits for the piece in hand, unless a disk blocks it
+                raise JobStopped("stopped before the job was ready")
             if time.monotonic() >= tell_at:
                 tell_at = time.monotonic() + TELL_S
                 self._log.warning(f"still starting: {task.text}")
                 self._notify.starting(self.options.start_silent_s + TELL_S)
             self._notify.watchdog()
         found, error = outcome[0]
-        if isinstance(error, Cancelled):
-            raise JobStopped("stopped before the job was ready")
         if error is not None:
             raise error
         if found is not None:

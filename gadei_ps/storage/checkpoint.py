@@ -24,7 +24,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -66,8 +66,15 @@ class Found(NamedTuple):
 # -- writing --------------------------------------------------------------------------------------
 
 
-def write(directory: Path, snapshot: Snapshot, keep: int) -> Written:
+def write(
+    directory: Path,
+    snapshot: Snapshot,
+    keep: int,
+    on_disk: Callable[[], object] | None = None,
+) -> Written:
     """Writes a checkpoint, then removes all but the newest `keep`.
+
+    on_disk: called whenever more of it has reached the disk.
 
     An older one of the same version is replaced. Those of a higher version are of a run that was
     given up when an older checkpoint was restored; they are set aside as superseded-*, or the next
@@ -83,7 +90,7 @@ def write(directory: Path, snapshot: Snapshot, keep: int) -> Written:
         files.make_directory(directory)
         with _locked(directory):
             _sweep(directory)
-            path, size = _write_new(directory, snapshot)
+            path, size = _write_new(directory, snapshot, on_disk)
             problem = _remove_old(directory, path, snapshot.version, keep)
     except ValueError as error:
         raise CheckpointError(f"{directory}: no checkpoint written: {error}") from None
@@ -115,7 +122,9 @@ def _sweep(directory: Path) -> None:
         _delete(one)
 
 
-def _write_new(directory: Path, snapshot: Snapshot) -> tuple[Path, int]:
+def _write_new(
+    directory: Path, snapshot: Snapshot, on_disk: Callable[[], object] | None
+) -> tuple[Path, int]:
     """Makes a new checkpoint visible. Returns its path and its bytes."""
     made = _temporary(directory)
     try:
@@ -126,7 +135,7 @@ def _write_new(directory: Path, snapshot: Snapshot) -> tuple[Path, int]:
             (STATE, files.safetensors(snapshot.state_tensors())),
             (WEIGHTS, files.safetensors(snapshot.weight_tensors())),
         ):
-            digest, size = files.write(made / name, blocks)
+            digest, size = files.write(made / name, blocks, on_disk)
             sums += f"{digest}  {name}\n"
             total += size
         total += files.write(made / SUMS, [sums.encode()])[1]

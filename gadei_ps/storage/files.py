@@ -15,7 +15,7 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -25,6 +25,7 @@ from gadei_ps.errors import CheckpointError
 from gadei_ps.show.counts import counted
 
 _BLOCK: Final = 4 << 20  # bytes hashed and written at once
+_PIECE: Final = 64 << 20  # bytes between two looks at how far the disk is
 _MOST_TEXT: Final = 100 << 20  # bytes of a manifest or a header; the library's own limit
 _CODES: Final = {np.dtype(np.float32): "F32", np.dtype(np.uint64): "U64"}
 _RESERVED: Final = "__metadata__"
@@ -66,13 +67,27 @@ def safetensors(tensors: Tensors) -> Iterator[memoryview]:
                 yield view[begin : begin + _BLOCK]
 
 
-def write(path: Path, blocks: Iterable[memoryview | bytes]) -> tuple[str, int]:
-    """Writes a new file to the disk. Returns its SHA-256 and its bytes."""
+def write(
+    path: Path,
+    blocks: Iterable[memoryview | bytes],
+    on_disk: Callable[[], object] | None = None,
+) -> tuple[str, int]:
+    """Writes a new file to the disk. Returns its SHA-256 and its bytes.
+
+    on_disk: called for each piece of _PIECE bytes that is on the disk, and not only in memory.
+    """
     digest = hashlib.sha256()
+    pending = 0
     with open(path, "xb") as file:
         for block in blocks:
             digest.update(block)
             file.write(block)
+            pending += len(block)
+            if on_disk is not None and pending >= _PIECE:
+                file.flush()
+                os.fdatasync(file.fileno())
+                on_disk()
+                pending = 0
         size = file.tell()
         file.flush()
         os.fsync(file.fileno())

@@ -14,13 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from shell import Cli, Running
-from support import Manager, eventually, gone, segments, status
+from support import Manager, blocked_disk, eventually, gone, segments, status
+from support.blocked_disk import BlockedDisk
 
+from gadei_ps.job import paths
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import segment, shm
+from gadei_ps.storage import files
+from gadei_ps.storage.checkpoint import newest
+from gadei_ps.watchdog import maker, notify, stopping
 
 MODEL = "standby = false\n[[tensors]]\nname = 'w'\nshape = [100]\n"
 WATCHDOG_S = 2.0
+WHY_NOT = blocked_disk.why_not()
 
 
 class Systemd(Manager):
@@ -84,20 +90,72 @@ def test_ready_means_that_a_learner_can_attach(cli: Cli, manager: Systemd, job_n
     service.process.terminate()
     assert service.wait().code == 0
     assert manager.said("READY") == manager.said("STOPPING") == ["1"]
-    (limit,) = manager.said("EXTEND_TIMEOUT_USEC")
-    assert int(limit) > 10e6
+    assert int(manager.said("EXTEND_TIMEOUT_USEC")[0]) > 10e6
     names = manager.names()
     assert names.index("READY") < names.index("STOPPING")
 
 
-def test_a_stop_by_command_is_announced(cli: Cli, manager: Systemd, job_name: str) -> None:
+def test_a_stop_by_command_is_announced(
+    cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "AGAIN_S", 0.0)  # also in the commands, which are forks
+    monkeypatch.setattr(files, "_PIECE", 1)
     service = start(cli, manager, job_name, MODEL + "[checkpoint]\nevery_s = 0\n")
     manager.wait("READY")
     cli("stop", job_name)
     assert service.wait().code == 0
     assert manager.said("STOPPING") == ["1"]
-    (limit,) = manager.said("EXTEND_TIMEOUT_USEC")
-    assert int(limit) > 600e6, "the last checkpoint may take its time"
+    limits = [int(one) for one in manager.said("EXTEND_TIMEOUT_USEC")]
+    assert limits[0] < 60e6, "more only if the last checkpoint makes progress"
+    assert max(limits) > 55e6
+    found, _, _ = newest(Path(os.environ["GADEI_PS_STATE_DIR"]) / job_name)
+    assert found is not None
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_a_stop_on_a_disk_that_blocks(
+    cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends in its time, and says what was not saved. The memory stays."""
+    monkeypatch.setattr(stopping, "SILENT_S", 0.5)
+    directory = Path(os.environ["GADEI_PS_STATE_DIR"]) / job_name
+    text = MODEL + "[checkpoint]\nevery_s = 0\n"
+    service = start(cli, manager, job_name, text)
+    manager.wait("READY")
+    with Client(job_name) as client:
+        client.push({"w": np.ones(100, np.float32)})
+        client.wait_applied()
+    with BlockedDisk(directory) as disk:
+        service.process.terminate()
+        disk.waits()
+        assert service.wait().code == 1
+    assert "the disk has not got on" in service.err
+    assert "stopped at version 1" in service.err
+    assert max(map(int, manager.said("EXTEND_TIMEOUT_USEC"))) < 90e6
+    service = start(cli, manager, job_name, text)
+    manager.wait("READY", 2)
+    service.process.terminate()
+    assert service.wait().code == 0
+    found, _, _ = newest(directory)
+    assert found is not None
+    assert found.version == 1
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_a_start_on_a_disk_that_blocks(
+    cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop ends it: nothing of the job is left, though the kernel may still hold the process."""
+    monkeypatch.setattr(maker, "END_S", 0.1)
+    directory = Path(os.environ["GADEI_PS_STATE_DIR"]) / job_name
+    directory.mkdir(parents=True)
+    with BlockedDisk(directory) as disk:
+        service = start(cli, manager, job_name, MODEL + "[checkpoint]\n")
+        disk.waits()
+        service.process.terminate()
+        eventually(lambda: not segments(job_name))
+        eventually(lambda: not paths.lock_path(job_name).exists())
+    assert service.wait().code == 0
 
 
 def test_names_that_are_lost_are_told(cli: Cli, manager: Systemd, job_name: str) -> None:

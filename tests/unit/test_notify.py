@@ -171,3 +171,28 @@ def test_a_start_that_goes_on(runtime_dir: Path) -> None:
     assert manager.heard() == ["EXTEND_TIMEOUT_USEC=195000000", "READY=1"]
     manager.close()
     notify.close()
+
+
+def test_more_time_is_asked_for_again(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager that is executed anew has forgotten it. Without progress no more is asked for."""
+    manager = Manager(str(runtime_dir / "notify"))
+    notify = Notify(str(runtime_dir / "notify"))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    notify.watchdog()
+    notify.stopping(8.0)
+    notify.watchdog()
+    now += 6
+    notify.watchdog()
+    notify.watchdog()
+    now += 6
+    notify.watchdog()
+    notify.more_time(60.0)
+    notify.watchdog()
+    assert manager.heard() == [
+        "STOPPING=1\nEXTEND_TIMEOUT_USEC=8000000",
+        "EXTEND_TIMEOUT_USEC=2000000",
+        "EXTEND_TIMEOUT_USEC=60000000",
+    ]
+    manager.close()
+    notify.close()
