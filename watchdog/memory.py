@@ -9,7 +9,7 @@ The next watchdog of a job adopts the memory that a dead one has left if all of 
 - the control segment is whole, and of this layout and this build of gadei-ps (`server_build`);
 - the job has not been stopped (`phase` is not STOPPED), and its model is there;
 - weights and state carry the job's id;
-- the fields ADOPTED of the job file have the same digests as when the memory was made.
+- the fields settings.ADOPTED of the job file have the same digests as when the memory was made.
 
 Nothing else of the job file is compared. The synchronization model stays the one in memory. A ring
 is adopted if the roster's row holds a learner and the ring is of the same generation.
@@ -18,11 +18,9 @@ is adopted if the roster's row holds a learner and the ring is of the same gener
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import time
-import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,13 +47,11 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
-from gadei_ps.watchdog import elsewhere, making
+from gadei_ps.watchdog import elsewhere, making, settings
 from gadei_ps.watchdog.dead import name_taken
 from gadei_ps.watchdog.making import First
 
 OWN_BUILD = "serve it with its own gadei-ps, or drop it with serve --fresh"
-# Fields of the job file that must stay the same while its memory is used.
-ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
 
 
 @dataclass(eq=False)
@@ -106,20 +102,11 @@ class JobMemory:
         control["staleness_aware"] = spec.staleness_aware
         control["optimizer"] = spec.kind
         control["spin_ns"] = int(self.config.resolved_spin_us() * 1e3)
-        control["hyper"][: optimizers.PACKED] = spec.pack()
         control["roster"]["outstanding"] = layout.NO_BATCH
-        control["config"][: len(ADOPTED)] = list(self._digests().values())
         control["started"] = int(time.time())
-        saves = self.config.checkpoint is not None and self.config.checkpoint.on_stop
-        control["saves"] = saves
+        settings.enter(self.control, self.config)
         self._own()
         self.control.publish()
-
-    def _digests(self) -> dict[str, int]:
-        """Digests of the fields ADOPTED, which the next watchdog compares with its own."""
-        fields = self.config.model_dump(mode="json", include=set(ADOPTED))
-        texts = {name: json.dumps(fields[name], sort_keys=True).encode() for name in ADOPTED}
-        return {name: zlib.crc32(text) for name, text in texts.items()}
 
     def _own(self) -> None:
         """Enters this process as the job's watchdog and as the owner of its segments."""
@@ -201,8 +188,8 @@ class JobMemory:
         other = build.server_difference(int(control["server_build"]))
         if other is not None:
             raise JobDiffers(f"job {self.config.name!r} is still in memory, {other}: {OWN_BUILD}")
-        had = dict(zip(ADOPTED, control["config"].tolist(), strict=False))
-        changed = [name for name, digest in self._digests().items() if had[name] != digest]
+        had = dict(zip(settings.ADOPTED, control["config"].tolist(), strict=False))
+        changed = [name for name, one in settings.digests(self.config).items() if had[name] != one]
         if changed:
             raise JobDiffers(
                 f"job {self.config.name!r} is still in memory, with another {', '.join(changed)}: "
@@ -219,6 +206,7 @@ class JobMemory:
             self.job_id = secrets.token_bytes(16)
             return False
         self.control, self.adopted = found, True
+        settings.enter(self.control, self.config)
         self._open_files()
         if not here:
             elsewhere.forget_processes(control)

@@ -21,6 +21,7 @@ from gadei_ps.job.control import (
     Checkpoint,
     Detach,
     Offer,
+    Reload,
     SetSync,
     SetWork,
     Status,
@@ -28,7 +29,7 @@ from gadei_ps.job.control import (
 )
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Work
-from gadei_ps.watchdog import status
+from gadei_ps.watchdog import settings, status
 from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.maker import Maker
@@ -109,6 +110,8 @@ class Requests:
                 return self._admission.attach(client, request)
             case Detach():
                 return self._detach(client, request)
+            case Reload():
+                return self._reload(request)
             case SetSync():
                 return self._set_sync(request)
             case SetWork():
@@ -149,6 +152,18 @@ class Requests:
     def _detach(self, client: Client, request: Detach) -> dict[str, Any]:
         self._roster.detach(client.pid, request.row, request.generation)
         return {}
+
+    def _reload(self, request: Reload) -> dict[str, Any]:
+        self._stopping.refuse()
+        memory = self._memory
+        new, changed = settings.changed(memory.control, memory.config, request.config)
+        if changed:
+            memory.config = new
+            settings.enter(memory.control, new)
+            self._roster.limit(new.learner_timeout_s)
+            self._servers.limit(new.hang_s)
+            self._log.info("the job file has changed", **changed)
+        return {"changed": changed}
 
     def _set_sync(self, request: SetSync) -> dict[str, Any]:
         self._stopping.refuse()

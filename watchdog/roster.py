@@ -75,6 +75,10 @@ class Roster:
         self.coming: set[int] = set()
         """Rows of learners whose rings are being made."""
 
+    def limit(self, timeout_s: float) -> None:
+        """From now on, learners that hold up others for so long are killed; 0: never."""
+        self._timeout_s = self._stuck.limit_s = timeout_s
+
     @property
     def _entries(self) -> np.ndarray:
         entries: np.ndarray = self._memory.control.view(layout.CONTROL)["roster"]

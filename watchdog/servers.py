@@ -87,6 +87,11 @@ class Servers:
         self._stuck = Watch(START_LIMIT_S)
         self._idle = Watch(max(STANDBY_LIMIT_S, self.hang_s))
 
+    def limit(self, hang_s: float) -> None:
+        """From now on, servers that stand still for so long are killed."""
+        self.hang_s = self._hung.limit_s = hang_s
+        self._idle.limit_s = max(STANDBY_LIMIT_S, hang_s)
+
     @property
     def _control(self) -> np.void:
         return self.memory.control.view(CONTROL)

@@ -359,7 +359,7 @@ class Supervisor:
 
     def _is_idle(self) -> bool:
         """Whether the last learner has left and the job ends then."""
-        if self.config.when_idle != "stop" or self._roster.rows or self._roster.leaving:
+        if self.memory.config.when_idle != "stop" or self._roster.rows or self._roster.leaving:
             return False
         if self._roster.coming:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
     from gadei_ps.watchdog.notify import Notify
     from gadei_ps.watchdog.supervisor import Options
 
+Name = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JOB",
+        help="The job's name; an error if the file gives another one.",
+        show_default="as in the file, or its name without .toml",
+    ),
+]
 WATCH_S = 1.0
 MOST_SILENT = 3  # --watch gives up after more unanswered requests in a row
 
@@ -49,14 +58,7 @@ def serve(
             help="Serve nothing: end a job that has lost its watchdog, with its last checkpoint.",
         ),
     ] = False,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JOB",
-            help="The job's name; an error if the file gives another one.",
-            show_default="as in the file, or its name without .toml",
-        ),
-    ] = None,
+    name: Name = None,
     json_log: Annotated[
         bool, typer.Option("--json-log", help="Log one JSON object a line.")
     ] = False,
@@ -68,7 +70,6 @@ def serve(
     If only the watchdog of the job was killed, the job is adopted with its servers and learners. If
     all its processes are dead, it goes on from shared memory or from its newest checkpoint.
     """
-    from gadei_ps.job import config
     from gadei_ps.watchdog.notify import Notify
     from gadei_ps.watchdog.supervisor import Options
 
@@ -77,17 +78,45 @@ def serve(
     options = Options(fresh=fresh, finish=finish, verbose=verbose, as_json=json_log)
     notify = Notify.from_environment()
     try:
-        job = config.load(file)
-        if name is not None and job.name != name:
-            raise UsageError(
-                f"{file}: it is of job {job.name!r}, and job {name!r} was asked for: leave out "
-                f"`name`, and call the file {name}.toml"
-            )
+        job = _load(file, name)
     except UsageError as error:
         notify.failed(error)
         notify.close()
         raise
     return serve_job(job, options, as_json, notify)
+
+
+def _load(file: Path, name: str | None) -> JobConfig:
+    from gadei_ps.job import config
+
+    job = config.load(file)
+    if name is not None and job.name != name:
+        raise UsageError(
+            f"{file}: it is of job {job.name!r}, and job {name!r} was asked for: leave out "
+            f"`name`, and call the file {name}.toml"
+        )
+    return job
+
+
+def reload(
+    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
+    name: Name = None,
+    as_json: Json = False,
+) -> int:
+    """Have a running job take over changes of its job file.
+
+    These may change: lr of [optimizer]; every_s, every_gradients, keep and on_stop of [checkpoint];
+    learner_timeout_s, hang_s and when_idle. If anything else differs, nothing is changed.
+    """
+    from gadei_ps.commands import jobs
+
+    result = jobs.reload(_load(file, name))
+    if as_json:
+        print_json(result)
+        return 0
+    changed = [f"{field} = {json.dumps(value)}" for field, value in result["changed"].items()]
+    print(f"{result['job']}: {', '.join(changed) or 'nothing has changed'}")
+    return 0
 
 
 def serve_job(job: JobConfig, options: Options, as_json: bool, notify: Notify | None = None) -> int:

@@ -22,7 +22,8 @@ from gadei_ps import sync
 from gadei_ps.commands.absence import absence, how, locked, of_others
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import control, paths
-from gadei_ps.job.control import Checkpoint, Connection, SetSync, Status, StopJob
+from gadei_ps.job.config import JobConfig
+from gadei_ps.job.control import Checkpoint, Connection, Reload, SetSync, Status, StopJob
 from gadei_ps.machine import process
 from gadei_ps.memory import holds, segment
 from gadei_ps.memory.layout import CONTROL, SegmentKind
@@ -161,6 +162,15 @@ def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
             )
         time.sleep(CHANGE_POLL_S)
     return {"job": job, "sync": reply["sync"], "before": before, "changed": reply["changes"]}
+
+
+def reload(job: JobConfig) -> dict[str, Any]:
+    """Has a running job take over its changed file; returns the fields that have changed.
+
+    Raises UsageError or ControlError, and changes nothing, if a field may not change; JobNotFound.
+    """
+    reply = _plain(control.ask(job.name, Reload(config=job.model_dump(mode="json"))))
+    return {"job": job.name, "changed": reply["changed"]}
 
 
 # -- stop -----------------------------------------------------------------------------------------

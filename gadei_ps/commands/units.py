@@ -61,7 +61,8 @@ NotifyAccess=main
 TimeoutStartSec=210
 WatchdogSec=30
 ExecStart=$program serve --json-log --name %i %E/gadei-ps/%i.toml
-ExecReload=$program checkpoint %i
+# What may change while the job runs: the rate, times of checkpoints, limits.
+ExecReload=$program reload --name %i %E/gadei-ps/%i.toml
 
 # A stop lets learners finish, applies what they have published, and writes a checkpoint. The
 # watchdog limits each of these steps; this time is more than the sum.

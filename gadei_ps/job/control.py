@@ -85,6 +85,13 @@ class SetSync(_Message):
     sync: str = Field(max_length=1024)
 
 
+class Reload(_Message):
+    """The job file as it is now, all fields; what may not change while the job runs is refused."""
+
+    op: Literal["reload"] = "reload"
+    config: dict[str, Any]
+
+
 class Status(_Message):
     op: Literal["status"] = "status"
 
@@ -104,7 +111,7 @@ class StopJob(_Message):
 
 
 Request = Annotated[
-    Attach | Checkpoint | Detach | Offer | SetSync | SetWork | Status | StopJob,
+    Attach | Checkpoint | Detach | Offer | Reload | SetSync | SetWork | Status | StopJob,
     Field(discriminator="op"),
 ]
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

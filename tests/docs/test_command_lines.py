@@ -173,7 +173,7 @@ STAGES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "run": lambda words: words[0] == "run",
     "ended": lambda words: words[0] == "serve" and "--finish" in words,
     "served": lambda words: words[0] == "serve",
-    "watched": lambda words: words[0] in ("status", "attach", "checkpoint", "export"),
+    "watched": lambda words: words[0] in ("status", "attach", "checkpoint", "export", "reload"),
     "traced": lambda words: words[0] == "trace",
     "learned": lambda words: words[0] in ("runtime-model", "simulate"),
     "set": lambda words: words[0] == "set",

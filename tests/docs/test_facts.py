@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from gadei_ps.cli.app import app
 from gadei_ps.job import config, control
-from gadei_ps.watchdog import memory
+from gadei_ps.watchdog import settings
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("gadei_ps", "learners", "watchdog", "benchmarks", "native")
@@ -131,10 +131,10 @@ def test_what_adoption_compares_is_said() -> None:
     text = section("docs/fault-tolerance.md", "The watchdog")
     found = re.search(r"and the\s+same\s+((?:`\w+`(?:,\s+|\s+and\s+)?)+)", text)
     assert found
-    assert set(code(found[1])) == set(memory.ADOPTED)
+    assert set(code(found[1])) == set(settings.ADOPTED)
     step = re.search(r"^2\. .*?\((.*?)\)", section("docs/protocol.md", "Adoption"), re.M | re.S)
     assert step
-    assert set(code(step[1])) == set(memory.ADOPTED)
+    assert set(code(step[1])) == set(settings.ADOPTED)
 
 
 @cache

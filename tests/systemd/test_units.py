@@ -253,3 +253,17 @@ def test_a_failure_is_told(service: Service) -> None:
     )
     (line,) = told.splitlines()
     assert json.loads(line)["event"].startswith(why)
+
+
+def test_a_reload(service: Service) -> None:
+    service.systemctl("start")
+    path = f"/etc/gadei-ps/{service.name}.toml"
+    service.manager.write(path, JOB.replace("lr = 1.0", "lr = 0.5"))
+    service.systemctl("reload")
+    assert '"optimizer.lr": 0.5' in service.said()
+    service.manager.write(path, "slots = 7\n" + JOB)
+    assert service.manager.run("systemctl", "reload", service.unit).returncode
+    assert "slots cannot change while job" in service.said()
+    service.systemctl("is-active")
+    service.systemctl("stop")
+    service.is_gone()

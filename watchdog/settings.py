@@ -1,0 +1,88 @@
+"""A job file and the memory made with it: what must stay the same, and what may change.
+
+ADOPTED must stay the same while the memory is used, CHANGEABLE may change while the job runs.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from gadei_ps import sync
+from gadei_ps.errors import ControlError
+from gadei_ps.job import modes
+from gadei_ps.job.config import JobConfig, from_mapping
+from gadei_ps.kernels import optimizers
+from gadei_ps.memory import layout
+from gadei_ps.memory.segment import Segment
+
+ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
+CHANGEABLE = frozenset(
+    {
+        "optimizer.lr",
+        "checkpoint.every_s",
+        "checkpoint.every_gradients",
+        "checkpoint.keep",
+        "checkpoint.on_stop",
+        "learner_timeout_s",
+        "hang_s",
+        "when_idle",
+    }
+)
+NO_CHECKPOINTS = {"every_s": 0.0, "every_gradients": 0, "keep": None, "on_stop": False}
+
+
+def digests(config: JobConfig) -> dict[str, int]:
+    """Digests of the fields ADOPTED, which the next watchdog compares with its own."""
+    fields = config.model_dump(mode="json", include=set(ADOPTED))
+    texts = {name: json.dumps(fields[name], sort_keys=True).encode() for name in ADOPTED}
+    return {name: zlib.crc32(text) for name, text in texts.items()}
+
+
+def enter(memory: Segment, config: JobConfig) -> None:
+    """Enters them into the control segment. Servers read the rate there for each gradient.
+
+    The digests come first: the next watchdog enters the rest again, whenever this one dies.
+    """
+    control = memory.view(layout.CONTROL)
+    control["config"][: len(ADOPTED)] = list(digests(config).values())
+    control["hyper"][: optimizers.PACKED] = config.optimizer.spec().pack()
+    control["saves"] = config.checkpoint is not None and config.checkpoint.on_stop
+
+
+def changed(
+    memory: Segment, old: JobConfig, mapping: dict[str, Any]
+) -> tuple[JobConfig, dict[str, Any]]:
+    """The configuration of a running job's file as it is now, and the fields that differ.
+
+    Raises UsageError if the file is wrong, ControlError if another field than CHANGEABLE differs.
+    """
+    new = from_mapping(mapping, "job file")
+    before, after = (dict(_flat(one)) for one in (old, new))
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    if str(sync.parse(new.sync)) == modes.text(memory, modes.wanted(memory)):
+        names = [name for name in names if name != "sync"]  # gadei-ps set has been there first
+    fixed = sorted(set(names) - CHANGEABLE)
+    if fixed:
+        advice = "gadei-ps set changes it" if fixed == ["sync"] else "restart the job for that"
+        raise ControlError(
+            f"{', '.join(fixed)} cannot change while job {old.name!r} runs: {advice}; "
+            "nothing is changed"
+        )
+    return new, {name: after.get(name) for name in names}
+
+
+def _flat(config: JobConfig) -> Iterator[tuple[str, Any]]:
+    """Fields of the job file; those of a table as TABLE.FIELD."""
+    values = config.model_dump(mode="json")
+    values["sync"] = str(sync.parse(config.sync))
+    values["checkpoint"] = (values["checkpoint"] or NO_CHECKPOINTS) | {
+        "directory": str(config.checkpoint_directory())
+    }
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", one) for key, one in value.items())
+        else:
+            yield name, value
