@@ -16,7 +16,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError
-from gadei_ps.machine import process
+from gadei_ps.machine import cgroups, process
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.watchdog.liveness import progress
 from gadei_ps.watchdog.memory import JobMemory
@@ -40,6 +40,7 @@ class Checkpoints:
     log: Any
     last: dict[str, Any] = field(default_factory=dict)
     """The outcome of the last one."""
+    _kills: cgroups.Kills = field(default_factory=cgroups.Kills)
     _dots: int = 0
     _saver: subprocess.Popen[bytes] | None = None
     _heard: list[Heard] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Checkpoints:
             config.model_dump(mode="json"),
         )
         self._last_at = time.monotonic()
+        self._kills = cgroups.Kills()  # of the time in which the saver lives
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as done:
             read, write = os.pipe()
             failed.callback(os.close, read)
@@ -147,7 +149,8 @@ class Checkpoints:
         try:
             outcome = json.loads(self._said)
         except ValueError:
-            outcome = {"ok": False, "error": f"the saver ended with code {code}"}
+            why = self._kills.told() or f"it ended with code {code}"
+            outcome = {"ok": False, "error": f"the saver made no checkpoint: {why}"}
         self._tell(outcome)
 
     def _tell(self, outcome: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from gadei_ps import _native, sync
 from gadei_ps.errors import GadeiError, JobFailed, JobStopped
 from gadei_ps.job import modes, paths
 from gadei_ps.job.config import JobConfig
-from gadei_ps.machine import log, process
+from gadei_ps.machine import cgroups, log, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.memory.reserve import Progress
@@ -125,6 +125,7 @@ class Supervisor:
         self._signalled = False
         self._had_learners = False
         self._slow_at = 0.0
+        self._kills = cgroups.Kills()
         self._rate = (0.0, 0)
 
     @property
@@ -355,6 +356,8 @@ class Supervisor:
                 "remove them (RemoveIPC)? gadei-ps doctor tells",
                 segment=lost[0][1:],
             )
+        if killed := self._kills.told():
+            self._log.error("a process of this control group is dead", reason=killed)
         self._tell_status(now)
 
     def _is_idle(self) -> bool:

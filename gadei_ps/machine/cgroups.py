@@ -26,19 +26,32 @@ class Limit:
 
 @dataclass(frozen=True)
 class _Names:
-    """Files of a group. cached: names in `stat` of pages that the kernel drops before it kills."""
+    """Files of a group. cached: names in `stat` of pages that the kernel drops before it kills.
+
+    kills, hits: file and name of what counts killed processes, and allocations beyond the limit.
+    """
 
     limits: tuple[str, ...]
     used: str
     cached: tuple[str, ...]
+    kills: tuple[str, str]
+    hits: tuple[str, str]
 
 
 # Above memory.high the kernel slows the group down until it stands nearly still.
-V2 = _Names(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+V2 = _Names(
+    ("memory.max", "memory.high"),
+    "memory.current",
+    ("inactive_file", "active_file"),
+    ("memory.events", "oom_kill"),
+    ("memory.events", "oom"),
+)
 V1 = _Names(
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
+    ("memory.oom_control", "oom_kill"),
+    ("memory.failcnt", ""),
 )
 
 
@@ -54,6 +67,52 @@ def tightest(root: Path = Path("/")) -> Limit | None:
         if (limit := _limit(group, name, names)) is not None
     ]
     return min(limits, key=lambda limit: limit.free, default=None)
+
+
+class Kills:
+    """Tells whether the kernel has killed a process of this process' groups for want of memory."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._seen = self._look()
+
+    def _look(self) -> dict[tuple[Path, _Names], tuple[int, int]]:
+        return {
+            (group, names): (_count(group, *names.kills), _count(group, *names.hits))
+            for group, names in _groups(self._root)
+        }
+
+    def told(self) -> str:
+        """Why, in words, if there was one since the last look; else empty."""
+        before, self._seen = self._seen, self._look()
+        rises = {
+            key: (kills - before.get(key, (0, 0))[0], hits - before.get(key, (0, 0))[1])
+            for key, (kills, hits) in self._seen.items()
+        }
+        if not any(kills > 0 for kills, _ in rises.values()):
+            return ""
+        reached = [
+            limit
+            for (group, names), (_, hits) in rises.items()
+            if hits > 0 and (limit := _limit(group, names.limits[0], names)) is not None
+        ]
+        if not reached:
+            return "the kernel killed it because no memory was left"
+        least = min(reached, key=lambda limit: limit.limit)
+        return (
+            f"the kernel killed it because the memory limit {least.file} of "
+            f"{least.limit / 2**20:.1f} MiB was reached: raise it (docker run --memory=..., "
+            "MemoryMax= of systemd)"
+        )
+
+
+def _count(group: Path, file: str, name: str) -> int:
+    """A number in a file of a group: that of the line `name`, or the only one; 0 without it."""
+    try:
+        lines = [line.split() for line in (group / file).read_text().splitlines()]
+        return next(int(words[-1]) for words in lines if words[:-1] == ([name] if name else []))
+    except (OSError, ValueError, StopIteration, IndexError):
+        return 0
 
 
 def _limit(group: Path, name: str, names: _Names) -> Limit | None:

@@ -9,7 +9,9 @@ kernel is done with the pieces in hand.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,6 +101,20 @@ def no_space(needs: Mapping[str, int], what: str, found: Room | None = None) -> 
         f"{mib(sum(needs.values()))} MiB{f' ({parts})' if parts else ''}: "
         f"free some (gadei-ps gc), {found.remedy}, or use fewer ring slots"
     )
+
+
+def own_limit(error: OSError, size: int) -> str:
+    """Which limit of this process an error comes from that met `size` bytes; empty if from none."""
+    if error.errno == errno.EFBIG:
+        soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if soft != resource.RLIM_INFINITY and size > soft:
+            return f"the limit of file sizes is {mib(soft)} MiB: raise it (ulimit -f, LimitFSIZE=)"
+    if error.errno == errno.ENOMEM:
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        if soft != resource.RLIM_INFINITY and pages * resource.getpagesize() + size > soft:
+            return f"the limit of address space is {mib(soft)} MiB: raise it (ulimit -v, LimitAS=)"
+    return ""
 
 
 def mib(size: int) -> str:

@@ -132,6 +132,9 @@ def create(
             filling = None if fill is None else functools.partial(fill, segment)
             reserve.take(shared.fd, segment.address, size, progress, filling)
         except OSError as error:
+            if limit := reserve.own_limit(error, size):
+                what = f"cannot reserve {reserve.mib(size)} MiB for {name}: {limit}"
+                raise NoSharedMemory(what) from None
             room = reserve.room()
             full = error.errno in (errno.ENOSPC, errno.EFBIG)
             if full or (error.errno == errno.ENOMEM and room.free < size):
@@ -240,7 +243,8 @@ def attach_file(
     except OverflowError as error:
         raise SegmentError(f"{name}: {size} bytes cannot be mapped: {error}") from None
     except OSError as error:  # of the machine: the segment may be whole, and must not be given up
-        raise OSError(error.errno, f"cannot be mapped: {error.strerror}", name) from None
+        why = reserve.own_limit(error, size) or error.strerror
+        raise OSError(error.errno, f"cannot be mapped: {why}", name) from None
     segment = Segment(name, memory, _native.address(memory), size, status.st_ino, status.st_uid)
     header = segment.header
     if _native.load(segment.address) != layout.MAGIC:  # SYNC POINT: made whole

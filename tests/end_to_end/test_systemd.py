@@ -19,6 +19,7 @@ from support.blocked_disk import BlockedDisk
 
 from gadei_ps.job import paths
 from gadei_ps.learners.client import Client
+from gadei_ps.machine import cgroups
 from gadei_ps.memory import segment, shm
 from gadei_ps.storage import files
 from gadei_ps.storage.checkpoint import newest
@@ -158,7 +159,10 @@ def test_a_start_on_a_disk_that_blocks(
     assert service.wait().code == 0
 
 
-def test_names_that_are_lost_are_told(cli: Cli, manager: Systemd, job_name: str) -> None:
+def test_names_and_processes_that_are_lost_are_told(
+    cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroups.Kills, "told", lambda _: "the memory limit was reached")
     service = start(cli, manager, job_name, MODEL)
     manager.wait("READY")
     control = shm.path_of(segment.segment_name(job_name, "control"))
@@ -166,6 +170,7 @@ def test_names_that_are_lost_are_told(cli: Cli, manager: Systemd, job_name: str)
     control.write_bytes(b"another file")  # also where something else has the name
     eventually(lambda: "lost their names" in "".join(manager.said("STATUS")[-1:]))
     control.unlink()
+    eventually(lambda: "memory limit" in service.err)
     assert "lost their names" in cli("status", job_name).out
     service.process.terminate()
     assert service.wait().code == 0

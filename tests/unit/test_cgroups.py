@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from support import segments
+from support import ring_of, segments
 
 from gadei_ps.machine import cgroups
 from gadei_ps.machine.cgroups import Limit
@@ -133,6 +133,20 @@ def test_odd_names_and_files(tmp_path: Path) -> None:
     assert cgroups.tightest(tmp_path / "nothing") is None
 
 
+def test_who_was_killed_and_why(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "0::/system.slice/job.service\n", V2_MOUNT)
+    kills = cgroups.Kills(tmp_path)
+    assert not kills.told()
+    machine.group("system.slice", v2(200 * MB, MB) | {"memory.events": "oom 0\noom_kill 0"})
+    machine.group("system.slice/job.service", v2("max", MB))
+    assert not kills.told()
+    machine.group("system.slice", {"memory.events": "oom 0\noom_kill 1"})
+    assert kills.told() == "the kernel killed it because no memory was left"
+    assert not kills.told(), "it is told once"
+    machine.group("system.slice", {"memory.events": "oom 1\noom_kill 2"})
+    assert re.search(r"memory limit .*system.slice/memory.max of 200.0 MiB", kills.told())
+
+
 # -- the kernel's own -----------------------------------------------------------------------------
 
 
@@ -221,4 +235,76 @@ def test_a_job_beyond_the_limit_is_refused(group: tuple[Path, str], job_name: st
     assert done.stdout.startswith(f"the memory limit {directory / name} has "), done
     assert re.search(rf"job '{job_name}' needs \d+.\d MiB \(weights 76.3, optimizer", done.stdout)
     assert done.stdout.count("\n") == 1
+    assert not segments(job_name)
+
+
+KILLED = """
+import os, subprocess, sys
+open(sys.argv[1], "w").write(str(os.getpid()))
+from gadei_ps.machine import cgroups
+kills = cgroups.Kills()
+print(subprocess.run([sys.executable, "-S", "-c", "bytearray(200 << 20)"]).returncode)
+print(kills.told())
+"""
+
+
+def test_a_real_kill_names_the_limit(group: tuple[Path, str]) -> None:
+    directory, name = group
+    (directory / name).write_text(str(64 * MB))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", KILLED, str(directory / "cgroup.procs")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    code, told = done.stdout.splitlines()
+    assert code == "-9"
+    assert f"the memory limit {directory / name} of 64.0 MiB was reached" in told
+
+
+MAKER = """
+import os, sys
+open(sys.argv[1], "w").write(str(os.getpid()))
+from gadei_ps.job.config import from_mapping
+from gadei_ps.memory.weights import Tensor, place
+from gadei_ps.sync import parse
+from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.memory import JobMemory
+memory = JobMemory(from_mapping({"name": sys.argv[2], "slots": 2}, "test"))
+memory.create_control(parse("asp"))
+first = First(place([Tensor("w", (1 << 20,))]), None)
+memory.enter_model(first, memory.make_model(first))
+for said in ("model", memory.create_ring):
+    if callable(said):
+        said = said(0, 1).size
+    print(said, flush=True)
+    sys.stdin.readline()
+memory.remove()
+"""
+
+
+def test_a_ring_is_charged_to_the_watchdogs_group(group: tuple[Path, str], job_name: str) -> None:
+    """Also that of a learner in another group, which only writes to it."""
+    directory, limit = group
+    used = directory / ("memory.current" if limit == "memory.max" else "memory.usage_in_bytes")
+    maker = subprocess.Popen(
+        [sys.executable, "-P", "-c", MAKER, str(directory / "cgroup.procs"), job_name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with maker:
+        assert maker.stdin is not None
+        assert maker.stdout is not None
+        assert maker.stdout.readline() == "model\n"
+        before = int(used.read_text())
+        print(file=maker.stdin, flush=True)
+        size = int(maker.stdout.readline())
+        assert size > 8 * MB
+        assert int(used.read_text()) - before > 0.9 * size
+        before = int(used.read_text())
+        ring = ring_of(job_name, 0)
+        assert len(bytes(ring.memory)) == size, "every page is mapped here too"
+        assert abs(int(used.read_text()) - before) < 0.1 * size
+        print(file=maker.stdin, flush=True)
     assert not segments(job_name)

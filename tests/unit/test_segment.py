@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -364,3 +365,28 @@ def test_two_claim_one_name(job_name: str) -> None:
 def test_names_fit_in_shm(job_name: str) -> None:
     long = "a" * 48
     assert len(Path(segment_name(long, "ring.255")).name) < 255
+
+
+def _limited(kind: int, size: int, job: str, said: Any) -> None:
+    resource.setrlimit(kind, (size, size))
+    try:
+        segment.create(job, "weights", SegmentKind.WEIGHTS, 64 << 20, job_id=JOB_ID)
+    except NoSharedMemory as error:
+        said.send(str(error))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "name"),
+    [(resource.RLIMIT_FSIZE, 1 << 20, "ulimit -f"), (resource.RLIMIT_AS, 1 << 20, "ulimit -v")],
+    ids=["file sizes", "address space"],
+)
+def test_a_limit_of_the_process_is_named(kind: int, size: int, name: str, job_name: str) -> None:
+    ours, theirs = FORK.Pipe()
+    child = FORK.Process(target=_limited, args=(kind, size, job_name, theirs))
+    child.start()
+    child.join()
+    assert ours.poll()
+    said = ours.recv()
+    assert name in said
+    assert "1.0 MiB" in said
+    assert not segments(job_name)
