@@ -19,7 +19,7 @@ import pytest
 from gadei_ps.machine import process
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("gadei_ps", "learners", "watchdog", "benchmarks", "native", "systemd")
+PARTS = ("gadei_ps", "learners", "watchdog", "benchmarks", "native", "systemd", "docs/share")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 LIMIT_S = 900  # for a build and for compiled kernels, on a busy machine
 NEVER = 1_000_000_000  # a time of files; compiled code is found again where it is the same
@@ -100,6 +100,17 @@ def test_installed(environment: Environment, job_name: str) -> None:
     environment.pip("wheel", "--no-deps", "--no-build-isolation", "-w", "dist", ".")
     (wheel,) = (environment.checkout / "dist").glob("*.whl")
     environment.install(str(wheel))
+    for name in (
+        "lib/systemd/system/gadei-ps@.service",
+        "lib/systemd/user/gadei-ps-learner@.service",
+        "lib/sysusers.d/gadei-ps.conf",
+        "lib/tmpfiles.d/gadei-ps.conf",
+        "share/man/man1/gadei-ps-serve.1",
+        "share/bash-completion/completions/gadei-ps",
+        "share/zsh/site-functions/_gadei-ps",
+        "share/fish/vendor_completions.d/gadei-ps.fish",
+    ):
+        assert (environment.directory / name).is_file(), name
     check_that_jobs_run(environment, job_name)
     assert "arning" not in environment.install(".")
     check_that_jobs_run(environment, job_name)

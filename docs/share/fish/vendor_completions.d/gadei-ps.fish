@@ -1,0 +1,1 @@
+complete --command gadei-ps --no-files --arguments "(env _GADEI_PS_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) gadei-ps)" --condition "env _GADEI_PS_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) gadei-ps"
