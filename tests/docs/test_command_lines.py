@@ -363,7 +363,7 @@ def test_extras_of_pip() -> None:
                 assert extra in project["optional-dependencies"], f"{line.page}: {line.text}"
 
 
-VERBS = {"daemon-reload", "edit", "restart", "reset-failed", "start", "status", "stop"}
+VERBS = {"daemon-reload", "disable", "edit", "restart", "reset-failed", "start", "status", "stop"}
 
 
 @pytest.mark.parametrize("scope", units.Scope)
@@ -378,7 +378,7 @@ def test_units_of_systemctl(scope: units.Scope) -> None:
         verb, *names = [one for one in line.words[1:] if not one.startswith("-")] or [""]
         assert verb in verbs | {""}, f"{line.page}: {line.text}"
         for name in names:
-            template = re.sub(r"@[\w-]*(\.service)?$", "@.service", name)
+            template = re.sub(r"@[\w*-]*(\.service)?$", "@.service", name)
             foreign = name == "systemd-logind"
             ours = template in (units.NAME, units.END_NAME, units.LEARNER_NAME)
             assert foreign or ours, f"{line.page}: {line.text}"
