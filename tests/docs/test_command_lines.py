@@ -363,7 +363,17 @@ def test_extras_of_pip() -> None:
                 assert extra in project["optional-dependencies"], f"{line.page}: {line.text}"
 
 
-VERBS = {"daemon-reload", "disable", "edit", "restart", "reset-failed", "start", "status", "stop"}
+VERBS = {
+    "daemon-reexec",
+    "daemon-reload",
+    "disable",
+    "edit",
+    "restart",
+    "reset-failed",
+    "start",
+    "status",
+    "stop",
+}
 
 
 @pytest.mark.parametrize("scope", units.Scope)
