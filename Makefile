@@ -17,6 +17,7 @@ test: $(VENV)/built
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not systemd"
 
 # The units under a systemd that is booted in namespaces. Needs root, systemd, dbus and util-linux.
+# WALK_ROUNDS=500: a long random walk instead of one of 15 rounds, an hour or so.
 test-systemd: $(VENV)/built
 	$(BIN)/python -m pytest -m systemd -rs tests/systemd
 

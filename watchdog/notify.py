@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Hashable, MutableMapping
 from typing import Self
 
 DIGITS = re.compile("[0-9]{1,19}")  # of an unsigned 64-bit number
@@ -28,6 +28,7 @@ class Notify:
         self._address = ""
         self._socket: socket.socket | None = None
         self._status = ""
+        self._done: Hashable = None
         self._pinged = -float("inf")
         self._until = self._asked = -float("inf")  # more time is asked for; when it was last
         # What the manager could not take yet. A lost READY would fail the whole start.
@@ -57,15 +58,18 @@ class Notify:
         """The start is complete."""
         self._say(READY="1")
 
-    def starting(self, timeout_s: float) -> None:
-        """The start goes on, and takes at most `timeout_s` until it is complete or says so again.
+    def starting(self, timeout_s: float, done: Hashable) -> None:
+        """The start has got on to `done`, and takes at most `timeout_s` until it does so again.
 
         The manager then waits beyond the unit's TimeoutStartSec, if it is told before that.
         """
-        self._say(EXTEND_TIMEOUT_USEC=str(round(timeout_s * 1e6)))
+        if done != self._done:
+            self._done = done
+            self._say(EXTEND_TIMEOUT_USEC=str(round(timeout_s * 1e6)))
 
-    def progress(self) -> None:
-        """The start has begun to wait for servers, or got on. systemd has no word for it."""
+    def progress(self, timeout_s: float) -> None:
+        """The start has begun to wait for servers, or got on, as in starting()."""
+        self.starting(timeout_s, object())
 
     def stopping(self, timeout_s: float = 0.0) -> None:
         """The end begins, and takes at most `timeout_s` where that is more than the unit allows."""

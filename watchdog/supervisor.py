@@ -38,7 +38,7 @@ from gadei_ps.watchdog import model
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.dead import clear_dead
 from gadei_ps.watchdog.learners import JobLearners
-from gadei_ps.watchdog.liveness import Start
+from gadei_ps.watchdog.liveness import Start, progress
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.making import First
@@ -254,10 +254,11 @@ class Supervisor:
             self._poll(TICK_S)
             if self._signalled:  # shutdown() waits for the piece in hand, unless a disk blocks it
                 raise JobStopped("stopped before the job was ready")
+            done = task.progress.done, progress(time.process_time(), self.options.start_silent_s)
+            self._notify.starting(self.options.start_silent_s, done)
             if time.monotonic() >= tell_at:
                 tell_at = time.monotonic() + TELL_S
                 self._log.warning(f"still starting: {task.text}")
-                self._notify.starting(self.options.start_silent_s + TELL_S)
             self._notify.watchdog()
         found, error = outcome[0]
         if error is not None:
@@ -290,7 +291,7 @@ class Supervisor:
                 )
             if start.cpu_s > said_s and now >= say_at:
                 say_at, said_s = now + SAY_S, start.cpu_s
-                self._notify.progress()
+                self._notify.progress(start.silent_s)
             if now >= tell_at:
                 tell_at = now + TELL_S
                 # A warning, so that commands that log no more than that show it.
@@ -299,7 +300,6 @@ class Supervisor:
                     "which takes half a minute of processor time",
                     processor_s=round(start.cpu_s),
                 )
-                self._notify.starting(start.silent_s + TELL_S)
             self._notify.watchdog()
         self._control["phase"] = Phase.SERVING
 

@@ -261,7 +261,7 @@ class NotifyLauncher(Notify):
         super().__init__()
         self._say_to = say
 
-    def progress(self) -> None:
+    def progress(self, timeout_s: float) -> None:
         with contextlib.suppress(OSError):  # nobody waits any more
             os.write(self._say_to, b"\n")
 

@@ -108,6 +108,9 @@ Type=oneshot
 RemainAfterExit=yes
 ExecStart=/bin/true
 ExecStop=$program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
+# Once more if it was killed itself.
+ExecStopPost=/bin/sh -c 'case $$$$SERVICE_RESULT in signal|core-dump|oom-kill) \
+    exec "$$$$@";; esac' end $program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
 # While it makes progress, it asks systemd for more time than this.
 NotifyAccess=exec
 TimeoutStopSec=210

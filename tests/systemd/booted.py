@@ -2,7 +2,8 @@
 
 It sees this machine's files read-only. What it may write is in memory and goes with it: /run, /tmp,
 /var, /etc and /dev/shm. Of the units of this machine it has only those in UNITS, so that nothing is
-cleaned up, mounted or configured that is not its own.
+cleaned up, mounted or configured that is not its own. With a folder to keep /var, /etc and /dev/shm
+in, it can be booted again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ UNITS = (
     "slices.target sockets.target sysinit.target system.slice "
     "systemd-journald-dev-log.socket systemd-journald.service systemd-journald.socket "
     "timers.target paths.target umount.target multi-user.target exit.target "
-    "systemd-exit.service"
+    "systemd-exit.service systemd-logind.service user.slice user@.service user-runtime-dir@.service"
 )
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = next(
@@ -48,16 +49,26 @@ for name in $UNITS; do
 done
 mount --bind /run/own/units "$LIBRARY/system"
 mount -t tmpfs tmpfs "$LIBRARY/system-generators"
-mount -t overlay overlay -o lowerdir=/etc,upperdir=/run/own/etc,workdir=/run/own/work /etc
-mount -t tmpfs tmpfs /etc/systemd/system
+if [ -n "$KEPT" ]; then
+    mkdir -p "$KEPT/etc" "$KEPT/work" "$KEPT/units" "$KEPT/var" "$KEPT/shm"
+    chmod 1777 "$KEPT/shm"
+    mount -t overlay overlay -o "lowerdir=/etc,upperdir=$KEPT/etc,workdir=$KEPT/work" /etc
+    mount --bind "$KEPT/units" /etc/systemd/system
+    mount --bind "$KEPT/var" /var
+    mount --bind "$KEPT/shm" /dev/shm
+else
+    mount -t overlay overlay -o lowerdir=/etc,upperdir=/run/own/etc,workdir=/run/own/work /etc
+    mount -t tmpfs tmpfs /etc/systemd/system
+    mount -t tmpfs tmpfs /var
+    mount -t tmpfs -o size=4g,mode=1777 tmpfs /dev/shm
+fi
 mount -t tmpfs -o mode=1777 tmpfs /tmp
-mount -t tmpfs -o size=4g,mode=1777 tmpfs /dev/shm
-mount -t tmpfs tmpfs /var
 mkdir -p /var/lib /var/cache /var/log /var/tmp
-cp -r "$KERNELS" /var/cache/gadei-ps
-ln -s /run /var/run
+[ -e /var/cache/gadei-ps ] || cp -r "$KERNELS" /var/cache/gadei-ps
+[ -e /var/run ] || ln -s /run /var/run
 mkdir /run/systemd/system/multi-user.target.d
-printf '[Unit]\\nWants=dbus.socket systemd-journald.socket systemd-journald-dev-log.socket\\n' \\
+printf '[Unit]\\nWants=%s %s\\n' "dbus.socket systemd-logind.service" \\
+    "systemd-journald.socket systemd-journald-dev-log.socket" \\
     > /run/systemd/system/multi-user.target.d/own.conf
 mount -o remount,bind,ro /
 export container=gadei-ps-test
@@ -90,9 +101,13 @@ def _cgroups() -> Path | None:
 class Booted:
     """A running systemd; `with` ends it and everything in it."""
 
-    def __init__(self, kernels: Path) -> None:
-        """kernels: compiled ones, so that the first start inside need not compile."""
+    def __init__(self, kernels: Path, kept: Path | None = None) -> None:
+        """kernels: compiled ones, so that the first start inside need not compile.
+
+        kept: a folder of a tmpfs for what is on the disk and in /dev/shm, for boot() after halt().
+        """
         self._kernels = str(kernels)
+        self._kept = kept
         found = _cgroups()
         assert found is not None
         self._cgroup = found / f"gadei-ps-test-{os.getpid()}"
@@ -106,7 +121,9 @@ class Booted:
                 *("--mount", "--pid", "--fork", "--kill-child", "--cgroup", "--uts", "--ipc"),
                 *("bash", "-c", SCRIPT),
             ],
-            env=os.environ | {"UNITS": UNITS, "LIBRARY": str(LIBRARY), "KERNELS": self._kernels},
+            env=os.environ
+            | {"UNITS": UNITS, "LIBRARY": str(LIBRARY), "KERNELS": self._kernels}
+            | {"KEPT": str(self._kept or "")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -127,6 +144,17 @@ class Booted:
             self._process.stderr.close()
         for folder, _, _ in os.walk(self._cgroup, topdown=False):
             eventually(lambda folder=folder: _removed(Path(folder)), what=f"{folder} is not empty")
+
+    def halt(self, *, orderly: bool) -> None:
+        """Until `with` or boot(). orderly: units are stopped first; otherwise the power fails."""
+        if orderly:
+            self.run("systemctl", "exit")
+            eventually(lambda: self._process.poll() is not None, what=self._said)
+        self.__exit__()
+
+    def boot(self) -> None:
+        """Again, with what was kept."""
+        self.__enter__()
 
     def _is_up(self) -> bool:
         assert self._process.poll() is None, self._said()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import booted`
-pytest.register_assert_rewrite("booted")
+pytest.register_assert_rewrite("booted", "service", "walk")
 
 import booted  # noqa: E402
+from service import Service  # noqa: E402
 
 from gadei_ps.kernels import cache  # noqa: E402
 
@@ -32,3 +33,13 @@ def manager(compiled: None) -> Iterator[booted.Booted]:
         made.do(program, "install-unit", "--system", "--run-as", "root")
         made.do("systemctl", "daemon-reload")
         yield made
+
+
+@pytest.fixture
+def service(manager: booted.Booted, job_name: str) -> Iterator[Service]:
+    made = Service(manager, job_name)
+    yield made
+    manager.run("systemctl", "stop", made.unit)
+    for _, process in made.learners:
+        process.kill()
+        process.wait()

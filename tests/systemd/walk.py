@@ -1,0 +1,403 @@
+"""A random walk of a job's unit, and what must hold after each step of it.
+
+Learners count (counting.py): each adds ones to a value of its own, so the weights of a checkpoint
+tell how many gradients of each are in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from booted import Booted
+from counting import COUNTS, mapped
+from support import PATIENCE_S, eventually
+
+from gadei_ps.errors import ControlError, JobNotFound
+from gadei_ps.job import control
+from gadei_ps.storage import checkpoint
+
+LEARNER = Path(__file__).with_name("counting.py")
+ENVIRONMENT = ("GADEI_PS_RUNTIME_DIR=/run/gadei-ps", "GADEI_PS_STATE_DIR=/var/lib/gadei-ps")
+LANES = 4096
+JOB = f"""\
+standby = true
+[optimizer]
+kind = "sgd"
+lr = 1.0
+[checkpoint]
+every_s = 0
+[[tensors]]
+name = "w"
+shape = [{LANES}]
+"""
+MOST_LEARNERS = 2
+LOGIN = ("systemd-run", "--quiet", "--wait", "--collect", "-p", "PAMName=walk", "-p", "User=root")
+PAM = "account required pam_permit.so\nsession required pam_systemd.so class=user\n"
+SETTLE_S = 3 * PATIENCE_S
+
+
+@dataclass
+class Counted:
+    """A learner and what may be in the weights of it once it is dead."""
+
+    lane: int
+    process: subprocess.Popen[str]
+    counts: np.ndarray
+    session: bool
+    low: int = 0
+    high: int = 0
+    dead: bool = False
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.counts[COUNTS.index(name)])
+
+    def bury(self) -> None:
+        """It has been killed. A shutdown stops processes first, and nsenter stops with its own."""
+
+        def over() -> bool:
+            self.process.send_signal(signal.SIGCONT)
+            return self.process.poll() is not None
+
+        eventually(over)
+        self.dead = True
+        self.low, self.high = self["returned"], self["begun"]
+
+
+class Walk:
+    """One job, its learners, and what has been confirmed to them."""
+
+    def __init__(self, manager: Booted, folder: Path, job: str, seed: int) -> None:
+        self.manager, self.folder, self.job = manager, folder, job
+        self.unit, self.end = f"gadei-ps@{job}.service", f"gadei-ps-end@{job}.service"
+        self.chance = random.Random(seed)
+        self.learners: list[Counted] = []
+        self.confirmed = np.zeros(LANES, np.int64)  # by a stop or a checkpoint that has returned
+        self.done: list[str] = []
+        manager.write(f"/etc/gadei-ps/{job}.toml", JOB)
+        manager.write("/etc/pam.d/walk", PAM)
+        manager.do("systemctl", "enable", self.unit)
+
+    # -- what there is --------------------------------------------------------------------------
+
+    def states(self) -> tuple[str, str, str, str]:
+        """Of the unit: active state, sub-state, result; active state of the end's unit."""
+        asked = ("-p", "Id", "-p", "ActiveState", "-p", "SubState", "-p", "Result")
+        said = self.manager.do("systemctl", "show", self.unit, self.end, *asked)
+        one, two = (
+            dict(line.split("=", 1) for line in part.splitlines())
+            for part in said.strip().split("\n\n")
+        )
+        return one["ActiveState"], one["SubState"], one["Result"], two["ActiveState"]
+
+    def ask(self, request: Any) -> dict[str, Any] | None:
+        """The watchdog's answer; None if there is no watchdog."""
+        path = f"/proc/{self.manager.pid}/root/run/gadei-ps/{self.job}.sock"
+        with contextlib.suppress(JobNotFound, ControlError), control.Connection(path) as asked:
+            return asked.request(request)
+        return None
+
+    def processes(self) -> dict[int, str]:
+        """Those of the job inside, without learners: pids here, and command lines."""
+        return {
+            pid: text
+            for pid, text in self._inside(self.job)
+            if "gadei" in text and not any(word in text for word in (LEARNER.name, "systemctl"))
+        }
+
+    def _inside(self, words: str) -> Iterator[tuple[int, str]]:
+        """Pids here and command lines of processes inside whose command line has these words."""
+        inside = Path(f"/proc/{self.manager.pid}/ns/pid").readlink()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                text = (folder / "cmdline").read_text().replace("\0", " ")
+                if words in text and (folder / "ns/pid").readlink() == inside:
+                    yield int(folder.name), text.strip()
+
+    def _pids(self, one: Counted) -> list[int]:
+        """Of a learner, here; it may just start."""
+        words = f"{LEARNER.name} {self.job} {one.lane} "
+
+        def found() -> list[int]:
+            return [pid for pid, text in self._inside(words) if LOGIN[0] not in text]
+
+        pids: list[int] = eventually(found)
+        return pids
+
+    def segments(self) -> list[str]:
+        found = (path.name for path in (self.folder / "shm").iterdir())
+        return [name for name in found if self.job in name]
+
+    def saved(self) -> np.ndarray:
+        """Gradients of each lane in the newest checkpoint, int64 (LANES,)."""
+        folder = self.folder / "var/lib/gadei-ps" / self.job
+        snapshot, _, problems = checkpoint.newest(folder)
+        assert not problems, problems
+        if snapshot is None:
+            return np.zeros(LANES, np.int64)
+        lanes = snapshot.weights[:LANES].astype(np.int64)
+        assert lanes.sum() == snapshot.counts["applied"], "lost or doubled within a checkpoint"
+        return lanes
+
+    @property
+    def living(self) -> list[Counted]:
+        return [one for one in self.learners if not one.dead]
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def systemctl(self, verb: str, *flags: str) -> int:
+        return self.manager.run("systemctl", verb, *flags, self.unit).returncode
+
+    def start(self) -> None:
+        self.manager.run("systemctl", "reset-failed", self.unit, self.end)
+        assert self.systemctl("start") == 0
+        assert self.settled() == "active"
+
+    def stop(self) -> None:
+        assert self.systemctl("stop") == 0
+        assert self.settled() in ("inactive", "failed")
+
+    def restart(self) -> None:
+        self.manager.run("systemctl", "reset-failed", self.unit, self.end)
+        before = {one.lane: one["left"] for one in self.living if one["attached"]}
+        assert self.systemctl("restart") == 0
+        saved = self.saved()
+        for one in self.living:
+            if one.lane in before:
+                eventually(lambda one=one: one["left"] > before[one.lane])
+                assert saved[one.lane] == one["told"]
+        self.confirm(saved)
+
+    def reload(self) -> None:
+        if self.states()[0] == "active":
+            assert self.systemctl("reload") == 0
+
+    def checkpoint(self) -> None:
+        if self.states()[0] != "active":
+            return
+        before = self.ask(control.Status())
+        program = Path(sys.executable).with_name("gadei-ps")
+        self.manager.do("env", *ENVIRONMENT, program, "checkpoint", self.job)
+        assert before is not None
+        saved = self.saved()
+        assert saved.sum() >= before["version"]
+        self.confirm(saved)
+
+    def kill(self, *words: str) -> None:
+        """words: of `watchdog`, `server` and `standby`."""
+        status = self.ask(control.Status())
+        if status is None:
+            return
+        inside = {int(status[f"{word}_pid"]) for word in words} - {0}
+        here = [pid for pid in self.processes() if _pid_inside(pid) in inside]
+        for pid in here:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill_any(self) -> None:
+        """Whatever of the job runs, by its process: also one that starts, stops or ends it."""
+        found = list(self.processes())
+        if found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.chance.choice(found), signal.SIGKILL)
+
+    def kill_a_learner(self) -> None:
+        if self.living:
+            one = self.chance.choice(self.living)
+            for pid in self._pids(one):
+                os.kill(pid, signal.SIGKILL)
+            one.bury()
+
+    def logout(self) -> None:
+        """Ends all sessions, and with them the learners that were started there."""
+        for one in self.living:
+            self._pids(one)
+        for line in self.manager.do("loginctl", "list-sessions", "--no-legend").splitlines():
+            self.manager.run("loginctl", "terminate-session", line.split()[0])
+        for one in self.living:
+            if one.session:
+                one.bury()
+
+    def learn(self) -> None:
+        if len(self.living) >= MOST_LEARNERS:
+            return
+        lane = len(self.learners)
+        name = f"/var/{self.job}.{lane}"
+        counts = mapped(self.folder / name[1:])
+        command = ("env", *ENVIRONMENT, sys.executable, LEARNER, self.job, lane, name)
+        session = self.chance.random() < 0.5
+        before = LOGIN if session else ()
+        process = self.manager.start(*before, *command)
+        self.learners.append(Counted(lane, process, counts, session))
+
+    def boot(self, *, orderly: bool, memory: bool) -> None:
+        """memory: /dev/shm stays, as in a container that has it from elsewhere."""
+        running = self.states()[0] == "active"
+        before = self.ask(control.Status())
+        self.manager.halt(orderly=orderly)
+        for one in self.living:
+            one.bury()
+        saved = self.saved()
+        if orderly:
+            assert not self.segments()
+            if running and before is not None:
+                assert saved.sum() >= before["version"]
+            self.exact(saved)
+        elif not memory:
+            assert (saved >= self.confirmed).all()
+            for one in self.learners:
+                assert saved[one.lane] <= one.high
+                one.low = one.high = int(saved[one.lane])
+        if not memory:
+            for path in (self.folder / "shm").iterdir():
+                path.unlink()
+        self.manager.boot()
+        eventually(lambda: self.states()[0] == "active", SETTLE_S, self.said)
+        assert self.settled() == "active"
+
+    def during(self, verb: str, disturb: Callable[[], None]) -> None:
+        """Something happens while systemctl does something."""
+        if verb != "stop":
+            self.manager.run("systemctl", "reset-failed", self.unit, self.end)
+        process = self.manager.start("systemctl", verb, self.unit)
+        time.sleep(self.chance.random() * self.chance.choice((0.1, 1.0, 4.0)))
+        disturb()
+        process.wait(SETTLE_S)
+
+    # -- what must hold -------------------------------------------------------------------------
+
+    def settled(self) -> str:
+        """Waits until systemd has nothing to do for the job; returns the unit's state."""
+        last: list[object] = [None]
+
+        def still() -> bool:
+            now = self.states()
+            jobs = self.manager.run("systemctl", "list-jobs", "--no-legend").stdout
+            steady = now[1] in ("running", "dead", "failed") and "gadei-ps" not in jobs
+            if now[0] != "active":
+                steady = steady and now[3] in ("inactive", "failed")
+            before, last[0] = last[0], now
+            return steady and before == now
+
+        eventually(still, SETTLE_S, self.said)
+        return self.states()[0]
+
+    def exact(self, saved: np.ndarray) -> None:
+        """Nobody is attached: what each learner was told is what the checkpoint has."""
+        for one in self.learners:
+            if one.dead:
+                assert one.low <= saved[one.lane] <= one.high, self.tell(one, saved)
+                one.low = one.high = int(saved[one.lane])
+            else:
+                eventually(lambda one=one: not one["attached"], what=self.said)
+                assert saved[one.lane] == one["told"] == one["begun"], self.tell(one, saved)
+        self.confirm(saved)
+
+    def confirm(self, saved: np.ndarray) -> None:
+        assert (saved >= self.confirmed).all(), "a confirmed gradient is lost"
+        for one in self.learners:
+            assert saved[one.lane] <= (one.high if one.dead else one["begun"])
+        self.confirmed = saved
+
+    def tell(self, one: Counted, saved: np.ndarray) -> str:
+        counts = {name: one[name] for name in COUNTS}
+        return f"lane {one.lane}: saved {saved[one.lane]}, {counts}, {one.low}-{one.high}"
+
+    def check(self) -> None:
+        """The unit's state is true."""
+        state, _, result, end = self.states()
+        if self.settled() == "active":
+            assert end == "active", end
+            eventually(lambda: self.ask(control.Status()), what=self.said)
+            for one in self.living:
+                before = one["returned"]
+                eventually(lambda one=one, before=before: one["returned"] > before, what=self.said)
+            return
+        assert result in ("success", "signal", "start-limit-hit"), (state, result, self.said())
+        assert not self.processes(), (self.processes(), self.said())
+        assert not self.segments(), (self.segments(), self.said())
+        self.exact(self.saved())
+
+    def said(self) -> str:
+        units = ("-u", self.unit, "-u", self.end)
+        text = self.manager.run("journalctl", "--no-pager", "-b", "-n", 60, *units).stdout
+        return f"{self.done[-10:]}, {self.states()}\n{text}"
+
+    def step(self) -> str:
+        """One random step, and the look afterwards. Returns what was done."""
+        steps: list[tuple[float, str, Callable[[], object]]] = [
+            (2, "start", self.start),
+            (2, "stop", self.stop),
+            (1, "restart", self.restart),
+            (0.5, "reload", self.reload),
+            (2, "checkpoint", self.checkpoint),
+            (1, "kill watchdog", lambda: self.kill("watchdog")),
+            (1, "kill server", lambda: self.kill("server")),
+            (1, "kill standby", lambda: self.kill("standby")),
+            (1, "kill servers", lambda: self.kill("server", "standby")),
+            (1, "kill all", lambda: self.kill("watchdog", "server", "standby")),
+            (1, "kill learner", self.kill_a_learner),
+            (1, "logout", self.logout),
+            (0.5, "daemon-reexec", lambda: self.manager.do("systemctl", "daemon-reexec")),
+            (0.5, "daemon-reload", lambda: self.manager.do("systemctl", "daemon-reload")),
+            (0.5, "reboot", lambda: self.boot(orderly=True, memory=False)),
+            (0.5, "container again", lambda: self.boot(orderly=True, memory=True)),
+            (0.7, "power cut", lambda: self.boot(orderly=False, memory=False)),
+            (0.7, "container killed", lambda: self.boot(orderly=False, memory=True)),
+        ]
+        disturbances: dict[str, Callable[[], None]] = {
+            "kill any": self.kill_any,
+            "kill watchdog": lambda: self.kill("watchdog"),
+            "kill server": lambda: self.kill("server"),
+            "kill all": lambda: self.kill("watchdog", "server", "standby"),
+            "daemon-reexec": lambda: void(self.manager.do("systemctl", "daemon-reexec")),
+        }
+        for verb in ("start", "stop", "restart", "reload"):
+            for name, disturb in disturbances.items():
+
+                def both(verb: str = verb, disturb: Callable[[], None] = disturb) -> None:
+                    self.during(verb, disturb)
+
+                steps.append((0.6 if verb == "stop" else 0.2, f"{verb} and {name}", both))
+
+        def stop_dead() -> None:
+            self.kill("watchdog")
+            self.during("stop", self.kill_any if self.chance.random() < 0.5 else lambda: None)
+
+        steps.append((1.5, "kill watchdog, stop", stop_dead))
+        idle = self.states()[0] != "active"  # then most of it would do nothing
+        weights = [
+            weight / 10
+            if idle and name.startswith(("stop", "reload", "check", "kill", "log"))
+            else weight
+            for weight, name, _ in steps
+        ]
+        _, name, do = self.chance.choices(steps, weights)[0]
+        self.done.append(name)
+        do()
+        self.check()
+        self.learn()
+        return name
+
+
+def void(_: object) -> None:
+    """Forgets a value."""
+
+
+def _pid_inside(pid: int) -> int:
+    """A process's id in its own pid namespace."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return 0
