@@ -52,5 +52,5 @@ def test_a_walk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 done = walk.step()
                 seconds = time.monotonic() - begun
                 print(f"{number + 1} {done}: {seconds:.0f} s", flush=True)
-            total = int(walk.confirmed.sum())
+            total = walk.finish()
             print(f"{ROUNDS} rounds, {len(walk.learners)} learners, {total} gradients confirmed")

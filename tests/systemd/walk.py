@@ -387,7 +387,16 @@ class Walk:
         do()
         self.check()
         self.learn()
+        self.check()
         return name
+
+    def finish(self) -> int:
+        """The last stop; returns how many gradients have been confirmed in all."""
+        self.start()
+        self.check()
+        self.stop()
+        self.check()
+        return int(self.confirmed.sum())
 
 
 def void(_: object) -> None:
