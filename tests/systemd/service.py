@@ -22,7 +22,11 @@ every_s = 0
 name = "w"
 shape = [1024]
 """
-ENVIRONMENT = ("GADEI_PS_RUNTIME_DIR=/run/gadei-ps", "GADEI_PS_STATE_DIR=/var/lib/gadei-ps")
+ENVIRONMENT = (
+    "GADEI_PS_RUNTIME_DIR=/run/gadei-ps",
+    "GADEI_PS_STATE_DIR=/var/lib/gadei-ps",
+    "NUMBA_CACHE_DIR=/var/cache",
+)
 
 
 class Service:
