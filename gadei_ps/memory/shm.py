@@ -15,8 +15,11 @@ from gadei_ps.machine import own
 
 SHM = Path("/dev/shm")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
+NUMBER = r"(?:0|[1-9][0-9]{0,9})"
+# Only what segment_name() makes: any user can give any name to a file.
 SEGMENT_NAME = re.compile(
-    r"gadei-ps\.(?P<uid>\d+)\.(?P<job>[A-Za-z0-9_-]+)\.(?P<part>control|weights|state|ring\.\d+)"
+    rf"gadei-ps\.(?P<uid>{NUMBER})\.(?P<job>{JOB_NAME.pattern})\."
+    rf"(?P<part>control|weights|state|ring\.{NUMBER})"
 )
 
 

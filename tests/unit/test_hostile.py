@@ -287,3 +287,50 @@ def test_commands_end_with_a_line(
     assert "left alone" in cli("run", job_name, "--device", "host", "--", "true").error
     assert identity(place("control")) == before
     assert victim.poll() is None
+
+
+ODD = (
+    *("\n", "\r", "\t", "\x1b[31m", "\x7f", " ", "$(id)", "`id`", "%n%s", "\\", "'", '"', ";"),
+    *("*", "?", "[a]", "\u202e", "\u0660", "\udcff", "--", "-rf", "..", "0" * 100, "x" * 200),
+)
+
+
+def odd_names(job: str) -> list[str]:
+    """Beside the names of a job's segments, lock and socket, and in their place."""
+    uid, control = os.getuid(), segment_name(job, "control")[1:]
+    return [
+        name
+        for odd in ODD
+        for name in (
+            f"{control}{odd}",
+            f"gadei-ps.{uid}{odd}.{job}.control"[:255],
+            f"gadei-ps.{uid}.{odd}.control",
+            f"gadei-ps.{uid}.{job}.ring.{odd}",
+            f"{odd}.lock",
+            f"{job}{odd}.sock",
+        )
+    ]
+
+
+@needs_root
+def test_odd_names_of_another_user(
+    cli: Cli, runtime_dir: Path, job_name: str, victim: subprocess.Popen[bytes]
+) -> None:
+    """Each with memory that names a process of ours as the job's server."""
+    data = file(naming(job_name, victim.pid), 0o666, NOBODY)
+    made = {place / name: data for name in odd_names(job_name) for place in (SHM, runtime_dir)}
+    try:
+        for path, make in made.items():
+            make(path)
+        before = {path: identity(path) for path in made}
+        look_at_all(job_name)
+        jobs.collect([job_name])
+        for command in (("ls",), ("gc",), ("gc", job_name), ("status", job_name)):
+            told = cli(*command)
+            assert told.code in (0, 1), told
+            assert (told.out + told.err).replace("\n", "").isprintable(), told
+        assert {path: identity(path) for path in made} == before
+        assert victim.poll() is None
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)
