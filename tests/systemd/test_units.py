@@ -157,3 +157,61 @@ def test_a_reload(service: Service) -> None:
     service.systemctl("is-active")
     service.systemctl("stop")
     service.is_gone()
+
+
+def test_the_documented_commands(service: Service) -> None:
+    """With the runtime directory of the unit, or with none."""
+    manager, program = service.manager, Path(sys.executable).with_name("gadei-ps")
+    service.systemctl("start")
+    service.learn()
+    clean = ("env", "-u", "GADEI_PS_STATE_DIR", "-u", "GADEI_PS_RUNTIME_DIR")
+    told = manager.run(*clean, program, "status", service.name).stderr
+    assert "set GADEI_PS_RUNTIME_DIR=/run/gadei-ps" in told
+    service.systemctl("stop")
+    service.is_gone()
+    given = (*clean, "GADEI_PS_RUNTIME_DIR=/run/gadei-ps", program, "export", service.name)
+    done = json.loads(manager.do(*given, f"/run/{service.name}.npz", "--json"))
+    assert done["version"] == service.saved() == service.learned()
+
+
+@pytest.mark.timeout(300)
+def test_names_that_are_lost(service: Service) -> None:
+    """They are told, and the next watchdog ends what runs on: there is one job."""
+    manager = service.manager
+    service.drop_in("[Service]\nRestartSec=1\n")
+    service.systemctl("start")
+    service.learn()
+    watchdog, *servers = service.pids()
+    manager.do("bash", "-c", f"rm /dev/shm/gadei-ps.*.{service.name}.*")
+    eventually(lambda: "lost their names" in manager.show(service.unit, "StatusText"))
+    service.kill_the_watchdog()
+    eventually(
+        lambda: service.state == "active" and service.pids()[0] != watchdog, what=service.said
+    )
+    for pid in servers:
+        assert manager.run("nsenter", "-t", "1", "-p", "kill", "-0", pid).returncode
+    for _, process in service.learners:
+        process.kill()
+        process.wait()
+    service.learners.clear()
+    service.systemctl("stop")
+    service.is_gone()
+
+
+@pytest.mark.timeout(300)
+def test_a_stop_without_progress(service: Service) -> None:
+    """As on a disk that blocks, and over a new start of systemd itself: it ends in its time."""
+    manager = service.manager
+    service.systemctl("start")
+    service.learn()
+    saver = "gadei_ps.watchdog.saver"
+    catching = manager.start("bash", "-c", f"until pkill -STOP -f '[ ]{saver}'; do :; done")
+    stopping = manager.start("systemctl", "stop", service.unit)
+    assert catching.wait(60) == 0
+    manager.do("systemctl", "daemon-reexec")
+    stopping.wait(100)  # it has lost the manager that it spoke with
+    eventually(lambda: service.state != "deactivating", 120, what=service.said)
+    assert manager.show(service.unit, "Result") == "exit-code", "and not a time-out"
+    assert "the disk has not got on" in service.said()
+    service.is_gone()
+    assert service.learned() == service.saved(), "the other unit has tried again"
