@@ -181,7 +181,7 @@ def test_names_that_are_lost(service: Service) -> None:
     service.drop_in("[Service]\nRestartSec=1\n")
     service.systemctl("start")
     service.learn()
-    watchdog, *servers = service.pids()
+    watchdog, *servers = eventually(lambda: all(found := service.pids()) and found)
     manager.do("bash", "-c", f"rm /dev/shm/gadei-ps.*.{service.name}.*")
     eventually(lambda: "lost their names" in manager.show(service.unit, "StatusText"))
     service.kill_the_watchdog()
