@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
+import pytest
 from service import JOB, LEARNER, Service
 from support import eventually
 
