@@ -108,6 +108,7 @@ class Booted:
         """
         self._kernels = str(kernels)
         self._kept = kept
+        self._started: list[subprocess.Popen[str]] = []
         found = _cgroups()
         assert found is not None
         self._cgroup = found / f"gadei-ps-test-{os.getpid()}"
@@ -149,8 +150,14 @@ class Booted:
         """Until `with` or boot(). orderly: units are stopped first; otherwise the power fails."""
         if orderly:
             self.run("systemctl", "exit")
-            eventually(lambda: self._process.poll() is not None, what=self._said)
+            eventually(self._is_down, what=self._said)
         self.__exit__()
+
+    def _is_down(self) -> bool:
+        # A shutdown stops processes before it kills them, and nsenter stops with its own.
+        for one in self._started:
+            one.send_signal(signal.SIGCONT)
+        return self._process.poll() is not None
 
     def boot(self) -> None:
         """Again, with what was kept."""
@@ -191,13 +198,15 @@ class Booted:
         )
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        started = subprocess.Popen(
             self._inside(arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        self._started.append(started)
+        return started
 
     def do(self, *arguments: object) -> str:
         """What a command that succeeds prints."""

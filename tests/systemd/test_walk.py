@@ -38,7 +38,7 @@ def folder(compiled: None) -> Iterator[Path]:
 def test_a_walk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learners: list[Counted] = []
     with contextlib.ExitStack() as ending:
-        ending.callback(lambda: [one.process.wait() for one in learners])
+        ending.callback(lambda: [one.bury() for one in learners if not one.dead])
         manager = ending.enter_context(booted.Booted(cache.base(), folder))
         program = Path(sys.executable).with_name("gadei-ps")
         manager.do(program, "install-unit", "--system", "--run-as", "root")
