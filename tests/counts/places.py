@@ -1,4 +1,4 @@
-"""Where a store, a fence, a lease or a check of a generation may be left out, and what must notice."""
+"""What may be left out, a store, a fence, a lease or a check of a generation, and what notices."""
 
 from __future__ import annotations
 
