@@ -42,6 +42,8 @@ def clear_dead(job: str) -> list[str]:
             f"job {job!r} is in use: process {busy[0].owner_pid} owns {busy[0].name[1:]}; "
             "choose another name or stop it (gadei-ps stop)"
         )
+    if not found:
+        return []  # and no look at the lock, which another start may be about to take
     with holds.alone(job) as alone:
         if not alone:
             raise JobInUse(f"job {job!r} has just been started by another")
