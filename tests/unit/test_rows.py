@@ -181,12 +181,15 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
     def holds(data: st.DataObject, shards: int, seed: int) -> None:
         tensors = data.draw(models())
         model = place(tensors)
-        optimizer = {
+        optimizer: dict[str, Any] = {
             "kind": kind,
             "lr": 0.05,
             "weight_decay": data.draw(st.sampled_from([0.0, 0.01])),
             "clip_norm": data.draw(st.sampled_from([0.0, 3.0])),
         }
+        if kind.startswith("ada"):
+            # Where gradients cancel out but for a rounding, the default divides by next to nothing.
+            optimizer["eps"] = 1e-3
         named_kind = {"kind": Kind[kind.upper()]}
         spec = OptimizerSpec(**{**optimizer, **named_kind})
         values = {one.name: noise(seed + at, *one.shape) for at, one in enumerate(tensors)}
