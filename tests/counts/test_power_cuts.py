@@ -8,7 +8,6 @@ or the new, whole; and what was said to be written is there.
 from __future__ import annotations
 
 import contextlib
-import selectors
 import shutil
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import writers
 from disk import Disk, State, found, put
 from preloaded import ask, preloaded
 from support.snapshots import one, same
@@ -29,8 +29,6 @@ from gadei_ps.job.config import from_mapping
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.export import export
 from gadei_ps.watchdog import model
-from gadei_ps.watchdog.lock import NameLock
-from gadei_ps.watchdog.sockets import ControlServer
 
 EVERY = 40  # of so many states a short run looks at one, besides the extremes of each moment
 EVERY_DEATH = 8
@@ -289,12 +287,7 @@ def test_lock_and_socket(
 
     def check(root: Path, allowed: tuple[str, ...]) -> None:
         monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(root / "run"))
-        lock = NameLock("a-job")
-        with selectors.DefaultSelector() as selector:
-            ControlServer(
-                root / "run" / "a-job.sock", selector, lambda *_: None, lambda _: None
-            ).shut_down()
-        lock.release()
+        writers.watchdog(root)
 
     count = Count(place, whole)
     assert recorder.record("watchdog", count.root, count.log) == 0

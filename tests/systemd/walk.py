@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import service
 from booted import Booted
 from counting import COUNTS, mapped
 from support import PATIENCE_S, eventually
@@ -30,17 +31,7 @@ from gadei_ps.storage import checkpoint
 LEARNER = Path(__file__).with_name("counting.py")
 ENVIRONMENT = ("GADEI_PS_RUNTIME_DIR=/run/gadei-ps", "GADEI_PS_STATE_DIR=/var/lib/gadei-ps")
 LANES = 4096
-JOB = f"""\
-standby = true
-[optimizer]
-kind = "sgd"
-lr = 1.0
-[checkpoint]
-every_s = 0
-[[tensors]]
-name = "w"
-shape = [{LANES}]
-"""
+JOB = service.JOB.replace("[1024]", f"[{LANES}]")
 MOST_LEARNERS = 2
 LOGIN = ("systemd-run", "--quiet", "--wait", "--collect", "-p", "PAMName=walk", "-p", "User=root")
 PAM = "account required pam_permit.so\nsession required pam_systemd.so class=user\n"

@@ -188,7 +188,7 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
             "clip_norm": data.draw(st.sampled_from([0.0, 3.0])),
         }
         if kind.startswith("ada"):
-            # Where gradients cancel out but for a rounding, the default divides by next to nothing.
+            # With the default, gradients that cancel each other would show how they were rounded.
             optimizer["eps"] = 1e-3
         named_kind = {"kind": Kind[kind.upper()]}
         spec = OptimizerSpec(**{**optimizer, **named_kind})
