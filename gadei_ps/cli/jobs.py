@@ -396,8 +396,8 @@ def gc(
     from gadei_ps.commands import jobs
     from gadei_ps.show import view
 
-    left = jobs.collect(names or (), dry_run=dry_run)
-    for why in jobs.foreign(names or ()):
+    left = jobs.collect(names, dry_run=dry_run)
+    for why in jobs.foreign(names):
         print(f"gadei-ps: left alone: {why}", file=sys.stderr)
     result = {
         "dry_run": dry_run,

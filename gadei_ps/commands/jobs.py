@@ -321,17 +321,20 @@ class Leftover:
         return asdict(self)
 
 
-def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftover]:
+def collect(names: Iterable[str] | None = None, *, dry_run: bool = False) -> list[Leftover]:
     """Removes what dead jobs have left; with `dry_run` only lists it. Living jobs stay.
 
-    names: of jobs. Without names, all jobs of this user except those that `serve` could continue.
+    names: of jobs. None for all jobs of this user except those that `serve` could continue.
     Raises UsageError for a name that no job can have.
     """
     found: list[Leftover] = []
-    given = [segment.check_job_name(one) for one in names]
+    if names is None:
+        given = [one for one in sorted(_names()) if not segment.is_kept(one)]
+    else:
+        given = [segment.check_job_name(one) for one in names]
     if not dry_run:
         paths.check_own()
-    for name in given or [one for one in sorted(_names()) if not segment.is_kept(one)]:
+    for name in given:
         if segment.living(name, paths.owner()).anyone:
             continue  # its servers run until a watchdog adopts them or the job is stopped
         with _nobody(name, dry_run) as lock:
@@ -340,10 +343,14 @@ def collect(names: Iterable[str] = (), *, dry_run: bool = False) -> list[Leftove
     return found
 
 
-def foreign(names: Iterable[str] = ()) -> list[str]:
+def foreign(names: Iterable[str] | None = None) -> list[str]:
     """Why files with names of segments are left alone, a line for each. names: as in collect()."""
-    wanted = set(names)
-    return [one.foreign for one in _segments() if one.foreign and one.job in (wanted or {one.job})]
+    wanted = None if names is None else set(names)
+    return [
+        one.foreign
+        for one in _segments()
+        if one.foreign and (wanted is None or one.job in wanted)
+    ]
 
 
 @contextlib.contextmanager

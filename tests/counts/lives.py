@@ -122,7 +122,7 @@ class Life:
                 ["ls"],
                 ["checkpoint", self.job],
                 ["export", self.job, str(self.directory / "out.npz")],
-                ["gc"],
+                ["gc", self.job],
                 ["stop", self.job, "--drain"],
             ):
                 self.twice(words[0], lambda words=words: self._command(words))

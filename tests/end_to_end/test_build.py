@@ -198,7 +198,9 @@ def test_memory_of_another_build_stays(cli: Cli, job_name: str) -> None:
     kill_all(job_name)
     of_another_build(job_name)
     before = segments(job_name)
-    assert not [one for one in cli("gc", "--json").json["removed"] if one["job"] == job_name]
+    # Not without --dry-run: other tests leave things behind for a moment, which are theirs.
+    wanted = cli("gc", "--dry-run", "--json").json["removed"]
+    assert not [one for one in wanted if one["job"] == job_name]
     assert segments(job_name) == before
     difference = f"made by build {0xABC:016x} of gadei-ps, this program is build"
     assert difference in cli("export", job_name, "out.npz").error

@@ -289,6 +289,18 @@ def test_commands_end_with_a_line(
     assert victim.poll() is None
 
 
+def test_no_name_at_all_is_not_every_name(
+    cli: Cli, place: Callable[[str], Path], job_name: str
+) -> None:
+    """A list of names that is empty removes nothing; `gadei-ps gc` without names means all."""
+    DAMAGED["one byte"](place("control"))
+    assert not jobs.collect([])
+    assert not jobs.foreign([])
+    assert place("control").exists()
+    every = cli("gc", "--dry-run", "--json").json["removed"]
+    assert job_name in {one["job"] for one in every}
+
+
 ODD = (
     *("\n", "\r", "\t", "\x1b[31m", "\x7f", " ", "$(id)", "`id`", "%n%s", "\\", "'", '"', ";"),
     *("*", "?", "[a]", "\u202e", "\u0660", "\udcff", "--", "-rf", "..", "0" * 100, "x" * 200),
@@ -325,7 +337,8 @@ def test_odd_names_of_another_user(
         before = {path: identity(path) for path in made}
         look_at_all(job_name)
         jobs.collect([job_name])
-        for command in (("ls",), ("gc",), ("gc", job_name), ("status", job_name)):
+        everyones = ("gc", "--dry-run")  # a real one would take what other tests have left
+        for command in (("ls",), everyones, ("gc", job_name), ("status", job_name)):
             told = cli(*command)
             assert told.code in (0, 1), told
             assert (told.out + told.err).replace("\n", "").isprintable(), told
