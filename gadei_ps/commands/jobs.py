@@ -347,9 +347,7 @@ def foreign(names: Iterable[str] | None = None) -> list[str]:
     """Why files with names of segments are left alone, a line for each. names: as in collect()."""
     wanted = None if names is None else set(names)
     return [
-        one.foreign
-        for one in _segments()
-        if one.foreign and (wanted is None or one.job in wanted)
+        one.foreign for one in _segments() if one.foreign and (wanted is None or one.job in wanted)
     ]
 
 
