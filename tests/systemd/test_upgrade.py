@@ -3,58 +3,26 @@
 from __future__ import annotations
 
 import json
-import shutil
-import site
-import sys
-import venv
 from pathlib import Path
 
 import pytest
+import versions
 from booted import Booted
 from service import Service
 from support import eventually
-
-ROOT = Path(__file__).parents[2]
-UPGRADED = Path("/var/lib/upgraded")  # inside
-
-
-def made(directory: Path, place: Path) -> None:
-    """An environment, to be used at `place`, with a version whose servers are of another build."""
-    venv.create(directory, with_pip=False)
-    (packages,) = directory.glob("lib/python*/site-packages")
-    others = [path for path in (*sys.path, *site.getsitepackages()) if "site-packages" in path]
-    (packages / "others.pth").write_text("\n".join(others))
-    package = packages / "gadei_ps"
-    ignored = shutil.ignore_patterns("__pycache__")
-    for room in ("gadei_ps", "learners", "watchdog"):
-        into = package if room == "gadei_ps" else package / room
-        shutil.copytree(ROOT / room, into, ignore=ignored, dirs_exist_ok=True)
-    with (package / "server" / "driver.py").open("a") as source:
-        source.write("# of another build\n")
-    program = directory / "bin" / "gadei-ps"
-    program.write_text(
-        f"#!{place}/bin/python -P\n"
-        "import sys\nfrom gadei_ps.cli.app import main\nsys.exit(main())\n"
-    )
-    program.chmod(0o755)
+from versions import OWN, UPGRADED
 
 
 @pytest.fixture
 def upgraded(manager: Booted, tmp_path: Path) -> Path:
     """The program of the other version, inside."""
-    made(tmp_path / "upgraded", UPGRADED)
-    shutil.copytree(
-        tmp_path / "upgraded", Path(f"/proc/{manager.pid}/root{UPGRADED}"), symlinks=True
-    )
-    return UPGRADED / "bin" / "gadei-ps"
+    versions.install(Path(f"/proc/{manager.pid}/root"), tmp_path / "upgraded")
+    return UPGRADED
 
 
 def use(service: Service, program: Path) -> None:
     """From the next start on; the end's unit keeps its own."""
-    begin = f"{program} serve --json-log --name %i %E/gadei-ps/%i.toml"
-    reload = f"{program} reload --name %i %E/gadei-ps/%i.toml"
-    text = f"[Service]\nExecStart=\nExecStart={begin}\nExecReload=\nExecReload={reload}\n"
-    service.drop_in(text + "TimeoutStartSec=600\n")
+    service.drop_in(versions.of_unit(program))
 
 
 @pytest.mark.timeout(900)
@@ -77,11 +45,10 @@ def test_an_upgrade_and_a_downgrade(service: Service, upgraded: Path) -> None:
     assert service.state == "active", service.said()
     assert service.status()["version"] == learned
     main = service.manager.show(service.unit, "MainPID")
-    assert str(UPGRADED) in service.manager.do("cat", f"/proc/{main}/cmdline")
+    assert str(UPGRADED.parent) in service.manager.do("cat", f"/proc/{main}/cmdline")
 
     # Both versions are of one protocol, so either can stop the job; a restart comes back.
-    own = Path(sys.executable).with_name("gadei-ps")
-    use(service, own)
+    use(service, OWN)
     service.systemctl("restart")
     assert service.status()["version"] == learned == service.saved()
 
@@ -89,8 +56,7 @@ def test_an_upgrade_and_a_downgrade(service: Service, upgraded: Path) -> None:
     service.learn()
     service.drop_in("")
     end = f"/etc/systemd/system/{service.end}.d/test.conf"
-    finish = f"{upgraded} serve --finish --json-log --name %i %E/gadei-ps/%i.toml"
-    service.manager.write(end, f"[Service]\nExecStop=\nExecStop={finish}\n")
+    service.manager.write(end, versions.of_end(upgraded))
     use(service, upgraded)
     service.kill_the_watchdog()
     eventually(lambda: service.state == "failed", what=service.said)

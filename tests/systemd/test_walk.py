@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import booted
 import pytest
+import versions
 from walk import Counted, Walk
 
 from gadei_ps.kernels import cache
@@ -35,13 +35,13 @@ def folder(compiled: None) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(600 + 120 * ROUNDS)
-def test_a_walk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_walk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learners: list[Counted] = []
     with contextlib.ExitStack() as ending:
         ending.callback(lambda: [one.bury() for one in learners if not one.dead])
         manager = ending.enter_context(booted.Booted(cache.base(), folder))
-        program = Path(sys.executable).with_name("gadei-ps")
-        manager.do(program, "install-unit", "--system", "--run-as", "root")
+        versions.install(Path(f"/proc/{manager.pid}/root"), tmp_path / "upgraded")
+        manager.do(versions.OWN, "install-unit", "--system", "--run-as", "root")
         manager.do("systemctl", "daemon-reload")
         walk = Walk(manager, folder, "walk", SEED)
         learners = walk.learners

@@ -20,9 +20,11 @@ from typing import Any
 
 import numpy as np
 import service
+import versions
 from booted import Booted
 from counting import COUNTS, mapped
 from support import PATIENCE_S, eventually
+from versions import OWN, UPGRADED
 
 from gadei_ps.errors import ControlError, JobNotFound
 from gadei_ps.job import control
@@ -36,6 +38,7 @@ MOST_LEARNERS = 2
 LOGIN = ("systemd-run", "--quiet", "--wait", "--collect", "-p", "PAMName=walk", "-p", "User=root")
 PAM = "account required pam_permit.so\nsession required pam_systemd.so class=user\n"
 SETTLE_S = 3 * PATIENCE_S
+COMPILE_S = 600.0  # for the first start of a version
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Walk:
         self.learners: list[Counted] = []
         self.confirmed = np.zeros(LANES, np.int64)  # by a stop or a checkpoint that has returned
         self.done: list[str] = []
+        self.program = OWN  # which version the unit starts
         manager.write(f"/etc/gadei-ps/{job}.toml", JOB)
         manager.write("/etc/pam.d/walk", PAM)
         manager.do("systemctl", "enable", self.unit)
@@ -151,7 +155,8 @@ class Walk:
 
     def start(self) -> None:
         self.manager.run("systemctl", "reset-failed", self.unit, self.end)
-        assert self.systemctl("start") == 0
+        asked = ("systemctl", "start", self.unit)
+        assert self.manager.run(*asked, timeout_s=COMPILE_S).returncode == 0, self.said()
         assert self.settled() == "active"
 
     def stop(self) -> None:
@@ -177,8 +182,7 @@ class Walk:
         if self.states()[0] != "active":
             return
         before = self.ask(control.Status())
-        program = Path(sys.executable).with_name("gadei-ps")
-        self.manager.do("env", *ENVIRONMENT, program, "checkpoint", self.job)
+        self.manager.do("env", *ENVIRONMENT, OWN, "checkpoint", self.job)
         assert before is not None
         saved = self.saved()
         assert saved.sum() >= before["version"]
@@ -255,6 +259,36 @@ class Walk:
         self.manager.boot()
         eventually(lambda: self.states()[0] == "active", SETTLE_S, self.said)
         assert self.settled() == "active"
+
+    def upgrade(self) -> None:
+        """To the other version, or back: with a restart, with a stop, or with no orderly end."""
+        self.program = UPGRADED if self.program == OWN else OWN
+        self._write("unit", self.unit, versions.of_unit(self.program))
+        how = self.chance.choice(("restart", "stop", "kill watchdog", "kill all"))
+        self.done.append(f"to {self.program} with {how}")
+        if self.states()[0] != "active" or how == "stop":
+            self.stop()
+        elif how == "restart":
+            self.manager.run("systemctl", "reset-failed", self.unit, self.end)
+            asked = ("systemctl", "restart", self.unit)
+            assert self.manager.run(*asked, timeout_s=COMPILE_S).returncode == 0, self.said()
+        else:
+            # The new version refuses the memory, and the end's unit, still of the old one, ends it.
+            self.kill("watchdog", *(("server", "standby") if how == "kill all" else ()))
+            eventually(lambda: self.states()[0] == "failed", SETTLE_S, self.said)
+            assert self.settled() == "failed"
+            assert not self.processes(), (self.processes(), self.said())
+            assert not self.segments(), (self.segments(), self.said())
+            self.exact(self.saved())
+        self._write("end", self.end, versions.of_end(self.program))
+        self.start()
+        main = self.manager.show(self.unit, "MainPID")
+        assert str(self.program.parent) in self.manager.do("cat", f"/proc/{main}/cmdline")
+
+    def _write(self, name: str, unit: str, text: str) -> None:
+        """A drop-in."""
+        self.manager.write(f"/etc/systemd/system/{unit}.d/{name}.conf", text)
+        self.manager.do("systemctl", "daemon-reload")
 
     def during(self, verb: str, disturb: Callable[[], None]) -> None:
         """Something happens while systemctl does something."""
@@ -339,6 +373,7 @@ class Walk:
             (1, "kill all", lambda: self.kill("watchdog", "server", "standby")),
             (1, "kill learner", self.kill_a_learner),
             (1, "logout", self.logout),
+            (1, "upgrade", self.upgrade),
             (0.5, "daemon-reexec", lambda: self.manager.do("systemctl", "daemon-reexec")),
             (0.5, "daemon-reload", lambda: self.manager.do("systemctl", "daemon-reload")),
             (0.5, "reboot", lambda: self.boot(orderly=True, memory=False)),
