@@ -121,6 +121,7 @@ class Tree:
         self.tree, self.cache = home / "tree", home / "cache"
         self.python = str(self.tree / ".venv/bin/python")
         self.running: set[int] = set()  # groups of processes
+        self.said: list[str] = []  # by the last run with nothing left out
 
     def make(self, numbered: list[tuple[int, Mutant]]) -> None:
         files = subprocess.check_output(
@@ -202,6 +203,8 @@ class Tree:
             self.running.discard(child.pid)
             out.seek(0)
             lines = out.read().splitlines()
+        if not number:
+            self.said = lines
         found = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or lines[-1:]
         return {0: "passed", 1: "failed"}.get(code, "broken"), "".join(found[:1])
 
@@ -250,6 +253,7 @@ def _run(tree: Tree, chosen: list[tuple[int, Mutant, Room]], jobs: int) -> int:
         begin = time.monotonic()
         verdict, line = tree.run(0, room.tests, 1800.0)
         if verdict != "passed":
+            print(*tree.said, sep="\n")
             print(f"mutants: with nothing left out, a test {verdict}: {line}", file=sys.stderr)
             return 2
         seconds = time.monotonic() - begin
