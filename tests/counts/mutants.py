@@ -206,7 +206,9 @@ class Tree:
         if not number:
             self.said = lines
         found = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or lines[-1:]
-        return {0: "passed", 1: "failed"}.get(code, "broken"), "".join(found[:1])
+        crashed = code < 0 or code > 128  # by a signal, of pytest's own process
+        verdict = "failed" if crashed else {0: "passed", 1: "failed"}.get(code, "broken")
+        return verdict, "".join(found[:1])
 
 
 # -- running them ---------------------------------------------------------------------------------

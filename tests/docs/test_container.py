@@ -31,6 +31,9 @@ def test_the_recipe_copies_all_that_is_built() -> None:
     needed += [path for paths in project["data-files"].values() for path in paths]
     missing = [one for one in needed if not any(Path(one).is_relative_to(made) for made in copied)]
     assert missing == []
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    sent = [line[1:] for line in lines if line.startswith("!")]
+    assert sorted(sent) == sorted(copied)
 
 
 def test_learners_share_all_that_they_need_with_the_job() -> None:
