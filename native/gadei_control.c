@@ -41,19 +41,22 @@ static int find_socket(gadei_learner *learner, const char *job)
 {
     const char *given = getenv("GADEI_PS_RUNTIME_DIR"), *session = getenv("XDG_RUNTIME_DIR");
     char directory[sizeof learner->path], path[2 * sizeof learner->path];
+    static const char roots[] = "/run/gadei-ps-root"; /* no other user can make it */
     struct stat status;
-    int length;
-    if (given && *given)
+    int length, named = given && *given;
+    if (named)
         length = snprintf(directory, sizeof directory, "%s", given);
     else if (session && *session)
         length = snprintf(directory, sizeof directory, "%s/gadei-ps", session);
+    else if (!getuid() && !lstat(roots, &status) && !status.st_uid)
+        length = snprintf(directory, sizeof directory, "%s", roots);
     else
         length = snprintf(directory, sizeof directory, "/tmp/gadei-ps-%u", (unsigned)getuid());
     if (length < 0 || (size_t)length >= sizeof directory)
         return ps_fail(learner, GADEI_ERROR,
                        "GADEI_PS_RUNTIME_DIR is too long for a socket's path");
     if (!lstat(directory, &status) &&
-        (!S_ISDIR(status.st_mode) || (status.st_uid != getuid() && getuid()) ||
+        (!S_ISDIR(status.st_mode) || (status.st_uid != getuid() && (getuid() || !named)) ||
          (status.st_mode & (S_IWGRP | S_IWOTH))))
         return ps_fail(learner, GADEI_ERROR,
                        "%s is not a directory that only you may write (owner %u, mode %04o): run "

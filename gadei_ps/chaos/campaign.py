@@ -152,7 +152,7 @@ class _Chaos:
         target = self._chance.choice(found)
         number = self._round_number if first else self._chance.choice(list(self.options.signals))
         self._announce(target, number)
-        if processes.send(target, number) is None:
+        if processes.send(target, number, owner=self._processes.owner) is None:
             return True
         self.hits[target.role, number] += 1
         if number == signal.SIGSTOP:
@@ -216,7 +216,7 @@ class _Chaos:
             if everyone or now >= until or not target.alive:
                 self._stopped.remove(entry)
                 with contextlib.suppress(GadeiError):
-                    processes.send(target, signal.SIGCONT)
+                    processes.send(target, signal.SIGCONT, owner=self._processes.owner)
 
     # -- telling ------------------------------------------------------------------------------
 

@@ -61,8 +61,9 @@ class Observer(threading.Thread):
         control = processes.control
         self._control = control
         self._shards = slice(int(control["shards"]))
-        name = segment_name(processes.job, "state")
-        self._segment = segment.attach(name, SegmentKind.STATE, writable=False)
+        owner = processes.owner
+        name = segment_name(processes.job, "state", owner)
+        self._segment = segment.attach(name, SegmentKind.STATE, writable=False, owner=owner)
         self._applied = self._segment.view(STATE)["applied"][self._shards]
         self._tids = control["shard"]["tid"][self._shards]
         self._retired = control["roster"]["retired"]

@@ -76,11 +76,12 @@ def trace(
     The recording ends with the job, after --for, or at Ctrl-C.
     """
     from gadei_ps.commands import quantities
+    from gadei_ps.job import paths
     from gadei_ps.run_times import record
     from gadei_ps.show.counts import counted
 
     seconds = None if time_ is None else quantities.duration(time_)
-    result = record.record(job, out or Path(f"{job}-trace.csv"), seconds)
+    result = record.record(job, out or Path(f"{job}-trace.csv"), seconds, paths.owner())
     if as_json:
         print_json(result)
         return 0

@@ -329,7 +329,8 @@ def collect(names: Iterable[str] | None = None, *, dry_run: bool = False) -> lis
     """
     found: list[Leftover] = []
     if names is None:
-        given = [one for one in sorted(_names()) if not segment.is_kept(one)]
+        uid = paths.owner()
+        given = [one for one in sorted(_names()) if not segment.is_kept(one, uid)]
     else:
         given = [segment.check_job_name(one) for one in names]
     if not dry_run:
@@ -403,7 +404,7 @@ def _leftovers(job: str, dry_run: bool) -> list[Leftover]:
     found = []
     # A watchdog with another runtime directory does not see the lock file.
     with contextlib.nullcontext(True) if dry_run else holds.alone(job) as alone:
-        if alone and not segment.living(job).servers:
+        if alone and not segment.living(job, paths.owner()).servers:
             found = [
                 Leftover("segment", job, one.name[1:], one.size)
                 for one in dead

@@ -158,7 +158,7 @@ class _Attached:
         with Connection(job) as connection:
             self.socket = str(connection.path.absolute())
         self.before = jobs.status(self.socket)
-        self._processes = Processes(self.before["job"])
+        self._processes = Processes(self.socket)
 
     def report(self) -> dict[str, Any] | None:
         """The job's status; None once it has ended.

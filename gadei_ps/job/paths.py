@@ -15,40 +15,89 @@ from gadei_ps.machine import own
 # A socket's name while it is made: the kernel goes on telling this one.
 PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
 SYSTEM = Path("/run/gadei-ps")  # of the system's unit
+ROOTS = Path("/run/gadei-ps-root")  # of root: unlike in /tmp, no other user can make it
+TEMPORARY = Path("/tmp")
 
 
 def directory() -> Path:
-    """The user's directory for sockets, mode 0700; made if there is none.
+    """The directory for sockets, mode 0700; made if there is none.
 
-    $GADEI_PS_RUNTIME_DIR, else $XDG_RUNTIME_DIR/gadei-ps, else /tmp/gadei-ps-UID. Root may name
-    another user's. Raises ControlError if other users can write there: they could pose as the
-    watchdog.
+    $GADEI_PS_RUNTIME_DIR, else $XDG_RUNTIME_DIR/gadei-ps, else /tmp/gadei-ps-UID; for root, in
+    place of the last, ROOTS if it can be made. Only GADEI_PS_RUNTIME_DIR may lead root to another
+    user's. Raises ControlError if other users can write there: they could pose as the watchdog.
     """
     given = os.environ.get("GADEI_PS_RUNTIME_DIR")
-    if given:
-        path = Path(given)
-    elif os.environ.get("XDG_RUNTIME_DIR"):
-        path = Path(os.environ["XDG_RUNTIME_DIR"]) / "gadei-ps"
-    else:
-        path = Path(f"/tmp/gadei-ps-{os.getuid()}")
+    path = Path(given) if given else _default()
     try:
+        if not path.exists():
+            _check_before_making(path)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
     except OSError as error:
         raise ControlError(
             f"{path}: {error.strerror}; set GADEI_PS_RUNTIME_DIR to a directory you may write"
         ) from None
+    named = bool(given)
+    uid = os.getuid()
+    strange = status.st_uid != uid and not (named and uid == 0)
     if (
         not stat.S_ISDIR(status.st_mode)
-        or status.st_uid != os.getuid() != 0
+        or strange
         or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     ):
         raise ControlError(
             f"{path} is not a directory that only you may write (owner {user(status.st_uid)}, mode "
-            f"{stat.S_IMODE(status.st_mode):04o}): run the command as its owner, make it private "
-            "(chmod go-w), or set GADEI_PS_RUNTIME_DIR to a directory of your own"
+            f"{stat.S_IMODE(status.st_mode):04o}): {_advice(path, status, named=named)}"
         )
     return path
+
+
+def _default() -> Path:
+    """The directory if none is named. Raises ControlError."""
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    uid = os.getuid()
+    if session:
+        with contextlib.suppress(FileNotFoundError):
+            whose = Path(session).stat().st_uid
+            if whose not in (0, uid):  # as after su: our files would be in that user's way
+                raise ControlError(
+                    f"XDG_RUNTIME_DIR={session} belongs to user {user(whose)}: unset it, or, to "
+                    f"see that user's jobs, set GADEI_PS_RUNTIME_DIR={session}/gadei-ps"
+                )
+        return Path(session) / "gadei-ps"
+    if uid == 0:
+        with contextlib.suppress(OSError):
+            ROOTS.mkdir(mode=0o700, exist_ok=True)
+        # In a user namespace or a container, /run may be another's, or not writable.
+        with contextlib.suppress(OSError):
+            if ROOTS.lstat().st_uid == uid:
+                return ROOTS
+    return TEMPORARY / f"gadei-ps-{uid}"
+
+
+def _check_before_making(path: Path) -> None:
+    """Raises ControlError for root where another user's first job is to make the directory."""
+    there = next(one for one in path.absolute().parents if one.exists())
+    whose = there.stat().st_uid
+    if os.getuid() == 0 and whose != 0:
+        raise ControlError(
+            f"{path}: there is no such directory, so user {user(whose)} has no job there; look at "
+            "GADEI_PS_RUNTIME_DIR"
+        )
+
+
+def _advice(path: Path, status: os.stat_result, *, named: bool) -> str:
+    """What to do about a directory that is not used."""
+    other = "set GADEI_PS_RUNTIME_DIR to a directory of your own"
+    if not stat.S_ISDIR(status.st_mode):
+        return f"remove it, or {other}"
+    if status.st_uid == os.getuid() or (named and os.getuid() == 0):
+        return f"make it private (chmod go-w {path}), or {other}"
+    if named:
+        return f"run the command as its owner, or {other}"
+    if os.getuid() == 0:
+        return f"{other}, or to this one to see the jobs of user {user(status.st_uid)}"
+    return other
 
 
 def owner() -> int:

@@ -17,7 +17,7 @@ from gadei_ps.errors import JobNotFound, SegmentError, UsageError
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import CONTROL, STATE, Action, Phase, SegmentKind
-from gadei_ps.memory.segment import segment_name
+from gadei_ps.memory.segment import Segment, segment_name
 from gadei_ps.run_times import traces
 
 POLL_S: Final = 0.01
@@ -37,15 +37,17 @@ class _Learner:
 class Recorder:
     """Records one job. Raises JobNotFound if the job is not running or has no model yet."""
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, owner: int | None = None) -> None:
+        """owner: the user whose job it is, by default ourselves."""
         segment.check_job_name(job)
+
+        def attach(part: str, kind: SegmentKind) -> Segment:
+            name = segment_name(job, part, owner)
+            return segment.attach(name, kind, writable=False, owner=owner)
+
         try:
-            self._control = segment.attach(
-                segment_name(job, "control"), SegmentKind.CONTROL, writable=False
-            )
-            self._state = segment.attach(
-                segment_name(job, "state"), SegmentKind.STATE, writable=False
-            )
+            self._control = attach("control", SegmentKind.CONTROL)
+            self._state = attach("state", SegmentKind.STATE)
         except FileNotFoundError:
             raise JobNotFound(
                 f"no job {job!r} with a model is running; gadei-ps ls shows the jobs there are"
@@ -107,13 +109,14 @@ class Recorder:
         return lines
 
 
-def record(job: str, out: Path, seconds: float | None) -> dict[str, Any]:
+def record(job: str, out: Path, seconds: float | None, owner: int | None = None) -> dict[str, Any]:
     """Records into the file `out` until `seconds` are over, the job ends, or SIGINT arrives.
 
-    Returns what `gadei-ps trace --json` prints. Raises JobNotFound, and UsageError if the file
+    owner: the user whose job it is, by default ourselves. Returns what `gadei-ps trace --json`
+    prints. Raises JobNotFound, and UsageError if the file
     cannot be written.
     """
-    recorder = Recorder(job)
+    recorder = Recorder(job, owner)
     begin = time.monotonic()
     until = begin + seconds if seconds is not None else float("inf")
     try:

@@ -8,6 +8,7 @@ import pwd
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -199,6 +200,44 @@ def test_root_looks_at_another_users_job(cli: Cli, job_name: str, runtime: Path)
             assert "sudo -u" in cli(*command, **there).error
         assert {one.name for one in runtime.iterdir()} == {path.name, f"{job_name}.lock"}
         assert cli("stop", job_name, **there).code == 0
+        assert watchdog.receive() == 0
+    finally:
+        watchdog.kill()
+
+
+ONCE = (
+    "import os, numpy as np\n"
+    "from gadei_ps.learners.client import Client\n"
+    "with Client(os.environ['GADEI_PS_JOB']) as client:\n"
+    "    client.push(np.ones(client.model.elements, np.float32))\n"
+)
+
+
+def test_root_acts_on_another_users_job(cli: Cli, job_name: str, runtime: Path) -> None:
+    """By its name with its runtime directory, or by its socket alone."""
+    there = {"GADEI_PS_RUNTIME_DIR": str(runtime)}
+    learner = ("--json", "--device", "host", "--", sys.executable, "-c", ONCE)
+    watchdog = Child(_serve, job_name, runtime)
+    try:
+        path = str(runtime / f"{job_name}.sock")
+        eventually(lambda: is_running(path) or not watchdog.alive)
+        for command in (("attach", job_name), ("run", job_name), ("run", path)):
+            done = cli(*command, *learner, **({} if path in command else there))
+            assert (done.code, done.json["gradients_applied"]) == (0, 1), done
+        file = cli.directory / "trace.csv"
+        recorded = cli("trace", job_name, "--for", "1ms", "--out", file, "--json", **there)
+        assert recorded.json["file"] == str(file)
+        assert cli("set", job_name, "sync=ssp:2", "--json", **there).json["changed"]
+        assert cli("gc", job_name, "--dry-run", "--json", **there).json["removed"] == []
+        hit = ("--targets", "server", "--every", "10ms", "--for", "100ms")
+        assert cli("chaos", job_name, *hit, "--json", **there).code == 0
+        before = eventually(lambda: (now := status(path))["standby_pid"] and now)
+        killed = cli("kill", job_name, "--server", "--json", **there).json
+        assert killed["pid"] == before["server_pid"]
+        with Client(path) as client:  # what the other user's memory names is not hit for that
+            refused = cli("kill", path, "--learner", client.row).error
+            assert f"process {os.getpid()}, the learner, is not of the job's user" in refused
+        cli("kill", path, "--watchdog", "--signal", "TERM")
         assert watchdog.receive() == 0
     finally:
         watchdog.kill()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import support
 from clients.drivers import ERROR, FAILED
+from support.hostile import NOBODY
 
 from gadei_ps.job import paths
 from gadei_ps.job.config import load
@@ -200,6 +201,14 @@ def test_no_such_job(
     (tmp_path / "gadei-ps").mkdir()
     (tmp_path / "gadei-ps").chmod(0o777)
     assert "only you may write" in mine.ask("attach", "nobody")[1]
+    if os.getuid() == 0:  # for root, another user's only by its name
+        (tmp_path / "gadei-ps").chmod(0o700)
+        os.chown(tmp_path / "gadei-ps", NOBODY, NOBODY)
+        assert "only you may write" in mine.ask("attach", "nobody")[1]
+        monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(tmp_path / "gadei-ps"))
+        assert (
+            learner().ask("attach", "nobody")[1] == looked + "gadei-ps ls shows the jobs there are"
+        )
 
 
 def test_by_path_and_by_environment(

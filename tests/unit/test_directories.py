@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.hostile import NOBODY
 
 from gadei_ps.commands import systemd
 from gadei_ps.commands.units import Scope
@@ -78,6 +79,71 @@ def test_the_runtime_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert paths.lock_path("demo") == home / "gadei-ps" / "demo.lock"
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(home / "given"))
     assert paths.directory() == home / "given"
+
+
+@pytest.fixture
+def roots(monkeypatch: pytest.MonkeyPatch, home: Path) -> Path:
+    """In place of /run/gadei-ps-root; /tmp is the directory home."""
+    if os.getuid() != 0:
+        pytest.skip("only root can have files of other users")
+    monkeypatch.setattr(paths, "ROOTS", home / "run" / "gadei-ps-root")
+    monkeypatch.setattr(paths, "TEMPORARY", home)
+    (home / "run").mkdir()
+    return paths.ROOTS
+
+
+def _of_nobody(path: Path) -> Path:
+    path.mkdir(0o700)
+    os.chown(path, NOBODY, NOBODY)
+    return path
+
+
+def test_nobody_makes_roots_directory(roots: Path, home: Path) -> None:
+    _of_nobody(home / "gadei-ps-0")
+    assert paths.directory() == roots
+    assert (roots.stat().st_mode & 0o777, paths.owner()) == (0o700, 0)
+
+
+def test_root_where_run_cannot_be_written(roots: Path, home: Path) -> None:
+    """As in a container, or a user namespace, where it is another's."""
+    roots.parent.rmdir()
+    assert paths.directory() == home / "gadei-ps-0"
+    paths.directory().rmdir()
+    occupied = _of_nobody(home / "gadei-ps-0")
+    with pytest.raises(ControlError, match=r"not a directory that only you .* to see the jobs of"):
+        paths.directory()
+    roots.parent.mkdir()
+    _of_nobody(roots)
+    with pytest.raises(ControlError, match=f"{occupied} is not a directory"):
+        paths.directory()
+
+
+def test_root_and_the_session_of_another_user(
+    roots: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = _of_nobody(home / "session")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    with pytest.raises(ControlError, match=f"set GADEI_PS_RUNTIME_DIR={session}/gadei-ps"):
+        paths.directory()
+    monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", f"{session}/gadei-ps")
+    with pytest.raises(ControlError, match="there is no such directory, so user "):
+        paths.directory()
+    assert not list(session.iterdir()), "it would be in that user's way"
+    _of_nobody(session / "gadei-ps")
+    assert paths.directory() == session / "gadei-ps"
+    assert paths.owner() == NOBODY
+    with pytest.raises(ControlError, match="sudo -u"):
+        paths.check_own()
+
+
+def test_a_user_whose_directory_another_one_has_made(
+    roots: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _of_nobody(home / "gadei-ps-1234")
+    monkeypatch.setattr(os, "getuid", lambda: 1234)
+    with pytest.raises(ControlError) as said:
+        paths.directory()
+    assert str(said.value).endswith("): set GADEI_PS_RUNTIME_DIR to a directory of your own")
 
 
 def test_checkpoints_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
