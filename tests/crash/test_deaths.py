@@ -196,6 +196,7 @@ def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> N
             asker.join()
             if hit and victim == "saver":
                 assert "CheckpointError" in answer["error"]
+                eventually(lambda: not int(team.control["pause"]))
             if victim == Role.WATCHDOG:
                 team.goes_on()  # its saver has died with it: the pause ends by itself
             team.watch()

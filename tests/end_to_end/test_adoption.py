@@ -35,7 +35,7 @@ from support.supervised import (
 )
 
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import segment
+from gadei_ps.memory import layout, segment
 from gadei_ps.watchdog import restart, supervisor
 
 
@@ -153,6 +153,8 @@ def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: s
     watchdog = cli.serve(job_name, "standby = false\n" + TOML)
     server = status(job_name)["server_pid"]
     watchdog.signal(signal.SIGKILL)
+    name = segment.segment_name(job_name, "control")
+    told = segment.attach(name, layout.SegmentKind.CONTROL, writable=False).view(layout.CONTROL)
     file = cli.directory / f"{job_name}.toml"
     own = file.read_text()
     file.write_text(own.replace("1.0", "0.5"))
@@ -160,6 +162,7 @@ def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: s
     assert refused.code == 2
     assert "with another optimizer" in refused.error
     assert gone(server)
+    assert (told["phase"], told["stop"]) == (layout.Phase.FAILED, layout.Stop.CLOSED)
     assert segments(job_name)
     file.write_text(own)
     assert cli("serve", "--finish", file).code == 0

@@ -141,6 +141,10 @@ class Rig:
         """For each shard whether a gradient was in hand."""
         return [self._recover.recover(self.part(index)) for index in range(self.shards)]
 
+    def can_recover(self, index: int) -> bool:
+        """Whether a shard has all rings that its recovery needs."""
+        return bool(self._recover.can_recover(self.part(index)))
+
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Shard threads in this process."""

@@ -116,6 +116,23 @@ def test_recover_at_every_chunk(kind: str, shards: int, collect: bool, job_name:
                     np.testing.assert_array_equal(rig.weights, final)
 
 
+def test_recovery_awaits_the_ring_of_its_gradient(job_name: str) -> None:
+    """Not another one, which has its row by now; and none if it needs none."""
+    with Rig(job_name, W) as rig:
+        record, ring = rig.state["record"][0], rig.board["ring"][0]
+        assert rig.can_recover(0)
+        record["ring"], record["generation"], record["cursor"] = 0, 1, 0
+        assert rig.can_recover(0)
+        ring["generation"] = 2
+        assert not rig.can_recover(0)
+        record["generation"] = 2
+        assert rig.can_recover(0)
+        ring["address"] = 0
+        assert not rig.can_recover(0)
+        record["booked"], record["cursor"] = 1, layout.IDLE
+        assert rig.can_recover(0)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_recover_without_the_ring(is_open: bool, kind: str, job_name: str) -> None:

@@ -313,6 +313,20 @@ def test_a_batch_that_was_not_asked_for(job_name: str) -> None:
         assert _handed(rig, 0) == [batch]
 
 
+def test_a_refused_gradient_answers_its_batch(job_name: str) -> None:
+    """Not one whose header is lost: what that says of a batch is not believed."""
+    with Rig(job_name, W, learners=1, ahead=1, slots=2) as rig, rig.serving():
+        _set_work(rig, 3, 1)
+        (first,) = eventually(lambda: _handed(rig, 0))
+        assert first == 0
+        rig.apply(0, rig.ones(), batch=first, generation=0)
+        assert (_handed(rig, 0), int(rig.roster[0]["refused"])) == ([first], 1)
+        rig.apply(0, rig.ones(), batch=first, flags=layout.CHECKED | layout.NONFINITE)
+        eventually(lambda: _handed(rig, 0) not in ([], [first]))
+        assert rig.control["requeued_total"] == rig.roster[0]["unasked"] == 0
+        np.testing.assert_array_equal(rig.weights, 0.0)
+
+
 @pytest.mark.parametrize("depart_first", [True, False])
 def test_who_publishes_after_leaving_takes_no_batch_along(
     depart_first: bool, job_name: str

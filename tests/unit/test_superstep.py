@@ -100,6 +100,23 @@ def test_a_dropped_gradients_batch_is_handed_out_again(job_name: str) -> None:
         assert rig.control["requeued"] == 0
 
 
+def test_a_refused_gradients_batch_is_answered(job_name: str) -> None:
+    """Not one whose header is lost: what that says of a batch is not believed."""
+    with Rig(job_name, W, learners=2, ahead=1, collect=True) as rig, rig.serving():
+        _set_work(rig, 3, 1)
+        eventually(lambda: _handed(rig, 0) and _handed(rig, 1))
+        both = [*_handed(rig, 0), *_handed(rig, 1)]
+        assert sorted(both) == [0, 1]
+        lost, refused = both.index(0), both.index(1)
+        rig.publish(lost, rig.ones(), batch=0, generation=0)
+        rig.publish(refused, rig.ones(), batch=1, flags=layout.CHECKED | layout.NONFINITE)
+        rig.superstep({lost: Action.REFUSE, refused: Action.REFUSE})
+        eventually(rig.superstep_done)
+        eventually(lambda: _handed(rig, refused) == [2])
+        assert _handed(rig, lost) == [0]
+        assert rig.control["requeued_total"] == rig.roster[lost]["unasked"] == 0
+
+
 @numba.njit(nogil=True)
 def _as_soon_as_counted(
     record: int, number: int, actions: np.ndarray, then: np.ndarray, word: int
