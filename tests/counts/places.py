@@ -71,6 +71,7 @@ ROOMS = (
     Room(
         ("watchdog/*.py", "gadei_ps/memory/segment.py", "learners/attach.py"),
         (
+            "tests/unit/test_roster.py",
             "tests/unit/test_segment.py",
             "tests/end_to_end/test_clean_stop.py",
             "tests/end_to_end/test_supervision.py",
