@@ -117,6 +117,25 @@ def test_a_refused_gradients_batch_is_answered(job_name: str) -> None:
         assert rig.control["requeued_total"] == rig.roster[lost]["unasked"] == 0
 
 
+def test_a_superstep_awaits_the_ring_of_a_newcomer(job_name: str) -> None:
+    """A row may have another learner than the one whose ring is known here."""
+    with Rig(job_name, W, learners=2, collect=True) as rig, rig.serving():
+        beats = rig.control["shard"]["heartbeat"]
+        rig.publish(0, rig.ones())
+        rig.publish(1, rig.ones())
+        rig.roster[1]["generation"] = 9
+        rig.superstep({0: Action.APPLY, 1: Action.APPLY})
+        for _ in range(3):
+            before = int(beats[0])
+            rig.bell()
+            eventually(lambda before=before: int(beats[0]) > before)
+        assert not rig.superstep_done()
+        rig.roster[1]["generation"] = 2
+        rig.bell()
+        eventually(rig.superstep_done)
+        np.testing.assert_array_equal(rig.weights, -1.0)
+
+
 @numba.njit(nogil=True)
 def _as_soon_as_counted(
     record: int, number: int, actions: np.ndarray, then: np.ndarray, word: int
