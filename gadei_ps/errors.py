@@ -90,5 +90,14 @@ class PushTimeout(GadeiError):
     """No slot came free, or no grant came, within the time asked for."""
 
 
+class NotSaved(GadeiError):
+    """The job has stopped without its last checkpoint: what it has learned stays in memory.
+
+    The service manager must not start it again, for it was stopped.
+    """
+
+    exit_code = 3
+
+
 class CheckpointError(GadeiError):
     """A checkpoint cannot be written, or is damaged or foreign."""

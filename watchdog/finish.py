@@ -1,32 +1,122 @@
-"""Ends a job that has lost its watchdog, as that would have: with its last checkpoint."""
+"""Ends jobs that have lost their watchdog, as that would have: with their last checkpoints.
+
+The job's memory tells how (recorded.py), so that no mistake in a job file keeps a job from its end.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from gadei_ps.errors import GadeiError, JobDiffers, JobInUse
+from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageError
 from gadei_ps.job.config import JobConfig
-from gadei_ps.watchdog import supervisor
-from gadei_ps.watchdog.dead import end_servers
+from gadei_ps.machine import interrupts, log
+from gadei_ps.memory import segment
+from gadei_ps.memory.layout import Phase, Stop
+from gadei_ps.watchdog import recorded, supervisor
+from gadei_ps.watchdog.dead import clear_dead, end_servers
 from gadei_ps.watchdog.lock import NameLock
-from gadei_ps.watchdog.notify import Notify
-from gadei_ps.watchdog.supervisor import Options
+from gadei_ps.watchdog.notify import Earlier, Notify
+from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.supervisor import Supervisor
 
 
-def finish(config: JobConfig, options: Options, notify: Notify) -> int:
+def finish(job: str, file: JobConfig | UsageError, options: Options, notify: Notify) -> int:
     """Does nothing if nothing of the job is there. Returns the exit code.
 
-    Whatever goes wrong, no server goes on afterwards; memory with gradients that no checkpoint has
-    stays then. Raises GadeiError, JobInUse where another watchdog has the job.
+    file: what the job file says, or why it cannot be used; it counts where the job's memory does
+    not tell its configuration. Whatever goes wrong, no server goes on afterwards; memory with
+    gradients that no checkpoint has stays then. Raises GadeiError, JobInUse where another watchdog
+    has the job, OSError or MemoryError.
     """
     try:
-        return supervisor.serve(config, replace(options, finish=True), notify)
-    except GadeiError as error:
+        own = recorded.read(job)
+        if own is not None:
+            if isinstance(file, UsageError):
+                log.get(job=job).warning(
+                    "the job file cannot be used: the job ends with the configuration that it has",
+                    reason=str(file),
+                )
+            return _finish(own, replace(options, recorded=True), notify).code
+        if isinstance(file, JobConfig):
+            return _finish(file, options, notify).code
+        _clear(job, file)
+        return 0
+    except BaseException as error:
         if isinstance(error, JobInUse) and not isinstance(error, JobDiffers):
             raise
-        lock = NameLock(config.name)
-        try:
-            end_servers(config.name)
-        finally:
-            lock.release()
+        end(job)
+        notify.failed(str(error) or type(error).__name__)
         raise
+
+
+def end(job: str) -> None:
+    """Ends the servers of a job without a watchdog at once, and keeps its memory.
+
+    Raises JobInUse where a watchdog has the job, ControlError or OSError.
+    """
+    lock = NameLock(job)
+    try:
+        end_servers(job)
+    finally:
+        lock.release()
+
+
+def _clear(job: str, why: UsageError) -> None:
+    """Removes what is of no use. Raises UsageError where memory is: nothing tells how to end it."""
+    lock = NameLock(job)
+    try:
+        if segment.is_kept(job):
+            raise UsageError(
+                f"job {job!r} is in memory, but neither its memory nor its job file tells how it "
+                f"ends: its servers are ended and its memory stays; mend the file and repeat, or "
+                f"drop it with gadei-ps gc {job} ({why})"
+            )
+        clear_dead(job)
+    finally:
+        lock.release()
+
+
+class _Finished:
+    """The outcome of a watchdog that ends a job. signalled: it was told to end meanwhile."""
+
+    def __init__(self, code: int, signalled: bool) -> None:
+        self.code, self.signalled = code, signalled
+
+
+def _finish(config: JobConfig, options: Options, notify: Notify) -> _Finished:
+    watchdog = Supervisor(config, replace(options, finish=True), notify)
+    try:
+        code = watchdog.run()
+    except JobStopped:
+        if watchdog.memory.adopted:
+            raise JobFailed(
+                f"the end of job {config.name!r} was interrupted before its last checkpoint; its "
+                "memory stays: repeat it, or continue with gadei-ps serve"
+            ) from None
+        code = 0
+    return _Finished(code, watchdog.signalled)
+
+
+def serve(config: JobConfig, options: Options, notify: Notify) -> int:
+    """As supervisor.serve(), but a stop that a dead watchdog had begun is completed before.
+
+    The job then begins anew, from the last checkpoint of that stop. If that has failed, the job
+    goes on from memory.
+    """
+    if not options.fresh and options.checkpoint is None and _is_stopping(config.name):
+        own = recorded.read(config.name)
+        given = replace(options, recorded=own is not None)
+        finished = _finish(own or config, given, Earlier(notify))
+        interrupts.install()  # the watchdog's own handling of signals has ended with it
+        if finished.signalled:
+            return finished.code
+    return supervisor.serve(config, options, notify)
+
+
+def _is_stopping(job: str) -> bool:
+    """Whether a watchdog of the job has died during a stop."""
+    control = segment.peek(job)
+    if control is None or not int(control["model_ready"]):
+        return False
+    over = int(control["phase"]) in (Phase.KEPT, Phase.STOPPED, Phase.FAILED)
+    return int(control["stop"]) != Stop.GO and not over

@@ -47,7 +47,7 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
-from gadei_ps.watchdog import elsewhere, making, settings
+from gadei_ps.watchdog import elsewhere, making, recorded, settings
 from gadei_ps.watchdog.dead import name_taken
 from gadei_ps.watchdog.making import First
 
@@ -85,7 +85,7 @@ class JobMemory:
                 self.config.name,
                 "control",
                 SegmentKind.CONTROL,
-                layout.CONTROL.itemsize,
+                layout.CONTROL.itemsize + recorded.room(self.config),
                 job_id=self.job_id,
             )
             hold = holds.take(self.config.name, holds.WATCHDOG)
@@ -123,12 +123,13 @@ class JobMemory:
 
     # -- adoption -------------------------------------------------------------------------------
 
-    def adopt(self) -> bool:
+    def adopt(self, *, is_own: bool = False) -> bool:
         """Takes over the memory that a dead watchdog has left; False if there is none to use.
 
-        The caller holds the job's lock. Raises JobInUse where the memory is of another
-        configuration or version; only --fresh drops it then. Raises it too where a process of the
-        job lives in another pid namespace, or a name is taken by what is not ours.
+        is_own: the configuration was read from this memory. The caller holds the job's lock. Raises
+        JobInUse where the memory is of another configuration or version; only --fresh drops it
+        then. Raises it too where a process of the job lives in another pid namespace, or a name is
+        taken by what is not ours.
         """
         name = self.config.name
         try:
@@ -140,7 +141,7 @@ class JobMemory:
         if hold is None:
             raise JobInUse(self._who_holds())
         try:
-            self.adopted = self._adopt(hold)
+            self.adopted = self._adopt(hold, is_own)
         finally:
             if self.adopted:
                 self._hold = hold
@@ -161,7 +162,7 @@ class JobMemory:
             "choose another name or stop it (gadei-ps stop)"
         )
 
-    def _adopt(self, hold: Hold) -> bool:
+    def _adopt(self, hold: Hold, is_own: bool) -> bool:
         try:
             # Kept in a local name until it is accepted: a start that fails removes self.control.
             found = segment.attach(
@@ -190,7 +191,7 @@ class JobMemory:
             raise JobDiffers(f"job {self.config.name!r} is still in memory, {other}: {OWN_BUILD}")
         had = dict(zip(settings.ADOPTED, control["config"].tolist(), strict=False))
         changed = [name for name, one in settings.digests(self.config).items() if had[name] != one]
-        if changed:
+        if changed and not is_own:  # only a reload that was under way can differ then
             raise JobDiffers(
                 f"job {self.config.name!r} is still in memory, with another {', '.join(changed)}: "
                 "serve it with the job file that it had, or drop it with serve --fresh"

@@ -131,3 +131,39 @@ class Notify:
                 self._unsaid.pop(name, None)
         else:
             self._unsaid.clear()
+
+
+class Earlier(Notify):
+    """For the end of an earlier life of the service, which is a part of its start.
+
+    It asks for the time that this takes, and is neither ready nor stopping.
+    """
+
+    def __init__(self, notify: Notify) -> None:
+        super().__init__()
+        self._notify = notify
+
+    @property
+    def enabled(self) -> bool:
+        return self._notify.enabled
+
+    def ready(self) -> None:
+        pass
+
+    def starting(self, timeout_s: float, done: Hashable) -> None:
+        self._notify.starting(timeout_s, done)
+
+    def stopping(self, timeout_s: float = 0.0) -> None:
+        self._notify.more_time(timeout_s)
+
+    def more_time(self, timeout_s: float) -> None:
+        self._notify.more_time(timeout_s)
+
+    def status(self, text: str) -> None:
+        self._notify.status(f"completing an interrupted stop: {text}")
+
+    def watchdog(self) -> None:
+        self._notify.watchdog()
+
+    def close(self) -> None:
+        pass

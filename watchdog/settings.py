@@ -17,6 +17,7 @@ from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.kernels import optimizers
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import Segment
+from gadei_ps.watchdog import recorded
 
 ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
 CHANGEABLE = frozenset(
@@ -50,6 +51,7 @@ def enter(memory: Segment, config: JobConfig) -> None:
     control["config"][: len(ADOPTED)] = list(digests(config).values())
     control["hyper"][: optimizers.PACKED] = config.optimizer.spec().pack()
     control["saves"] = config.checkpoint is not None and config.checkpoint.on_stop
+    recorded.write(memory, config)
 
 
 def changed(

@@ -12,19 +12,18 @@ watchdog of the job adopts them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import selectors
 import signal
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import GadeiError, JobFailed, JobStopped
+from gadei_ps.errors import GadeiError, JobFailed, JobStopped, NotSaved
 from gadei_ps.job import modes, paths
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import cgroups, log, process
@@ -44,6 +43,7 @@ from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
+from gadei_ps.watchdog.options import Options as Options
 from gadei_ps.watchdog.requests import Requests
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
@@ -53,37 +53,9 @@ TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
 FILES = 4096
 SLOW_TICK_S = 1.0  # for what may be seen a second late
-START_SILENT_S = 180.0  # how long a start may go without progress
 TELL_S = 15.0  # between two lines on a start that takes long
 SAY_S = 0.5  # between two notes that the start makes progress
 LEAVE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a watchdog is started.
-
-    fresh: use neither the memory of a dead watchdog nor checkpoints. resume: look for checkpoints;
-    False for the jobs of commands. finish: serve nothing, but end a job that is in memory without a
-    watchdog. checkpoint: go on from this one instead of from memory. quiet, verbose, as_json: of
-    the servers' log. start_silent_s: how long the start may make no progress. learners: how many
-    are to come, where the job file does not say: their rings must fit into memory beside the model.
-    """
-
-    fresh: bool = False
-    resume: bool = True
-    finish: bool = False
-    checkpoint: Path | None = None
-    verbose: bool = False
-    quiet: bool = False
-    as_json: bool = False
-    start_silent_s: float = START_SILENT_S
-    learners: int = 1
-
-    @property
-    def flags(self) -> list[str]:
-        given = {"--verbose": self.verbose, "--quiet": self.quiet, "--json": self.as_json}
-        return [flag for flag, wanted in given.items() if wanted]
 
 
 class Supervisor:
@@ -122,7 +94,7 @@ class Supervisor:
         self._begun = False
         self._leave = False  # servers, learners and memory go on without this process
         self._keep = False  # the memory does
-        self._signalled = False
+        self.signalled = False
         self._had_learners = False
         self._slow_at = 0.0
         self._kills = cgroups.Kills()
@@ -158,8 +130,9 @@ class Supervisor:
         except BaseException as error:
             self._notify.failed(str(error) or type(error).__name__)
             # An error in this program, or a machine out of memory, must not cost the job: the next
-            # watchdog finds it as it is.
-            self._leave = self._begun or self.memory.adopted
+            # watchdog finds it as it is. Where the job is to end, there is no next one.
+            self._keep = self._begun or self.memory.adopted
+            self._leave = self._keep and not self.options.finish
             raise
         finally:
             self.shutdown()
@@ -168,7 +141,7 @@ class Supervisor:
             os.close(wake_write)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._signalled = True
+        self.signalled = True
 
     def startup(self) -> None:
         """Raises GadeiError when the job cannot be started; shutdown() then cleans up."""
@@ -176,7 +149,7 @@ class Supervisor:
         self._lock = NameLock(self.config.name)
         anew = self.options.fresh or self.options.checkpoint is not None
         if not anew:
-            self.memory.adopt()
+            self.memory.adopt(is_own=self.options.recorded)
         stop = Stop.GO
         if self.memory.adopted:
             stop = Stop(int(self._control["stop"]))
@@ -252,7 +225,7 @@ class Supervisor:
         tell_at = time.monotonic() + TELL_S
         while not outcome:
             self._poll(TICK_S)
-            if self._signalled:  # shutdown() waits for the piece in hand, unless a disk blocks it
+            if self.signalled:  # shutdown() waits for the piece in hand, unless a disk blocks it
                 raise JobStopped("stopped before the job was ready")
             done = task.progress.done, progress(time.process_time(), self.options.start_silent_s)
             self._notify.starting(self.options.start_silent_s, done)
@@ -282,7 +255,7 @@ class Supervisor:
                     "no server can start: gadei-ps has been replaced since this start began; "
                     "serve the job again"
                 )
-            if self._signalled:
+            if self.signalled:
                 raise JobStopped("stopped before the job was ready")
             if start.hangs(now, self._servers.loading_s()):
                 raise JobFailed(
@@ -304,7 +277,7 @@ class Supervisor:
         self._control["phase"] = Phase.SERVING
 
     def main_loop(self) -> int:
-        """Returns 0 after a stop that was asked for, 1 after a failure."""
+        """Returns the exit code: 0 after a stop, 1 after a failure, or that of NotSaved."""
         while True:
             busy = self._stopping.learners_leave or self._roster.leaving
             self._poll(BUSY_TICK_S if busy else TICK_S)
@@ -312,7 +285,7 @@ class Supervisor:
             self._roster.free_rows()
             if self._requests is not None:
                 self._requests.look(now)
-            if self._signalled and not self._stopping.begun:
+            if self.signalled and not self._stopping.begun:
                 self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
             self._servers.look(now)
             if self._learners is not None:
@@ -330,7 +303,7 @@ class Supervisor:
                 if self._stopping.problem:
                     self._log.error("stopped", reason=self._stopping.report())
                     self._notify.failed(self._stopping.report())
-                return 1 if self._stopping.problem else 0
+                return NotSaved.exit_code if self._stopping.problem else 0
             if now >= self._slow_at:
                 self._slow_at = now + SLOW_TICK_S
                 self._look_around(now)
@@ -399,8 +372,21 @@ class Supervisor:
 
         The memory stays if the last checkpoint failed, because it holds what the checkpoint lacks,
         and if the job has failed, because the next start may continue with it. A command's own job
-        has no next start.
+        has no next start. Whatever fails here, the job's name and memory are free afterwards.
         """
+        with contextlib.ExitStack() as last:
+            last.callback(self._notify.close)
+            last.callback(self._selector.close)
+            if self._lock is not None:
+                last.callback(self._lock.release)
+            last.callback(self.memory.release)
+            last.callback(self.memory.close)
+            ended = self._end()
+        if self._begun and ended:
+            self._log.info("stopped")
+
+    def _end(self) -> bool:
+        """Whether the job has ended, and does not wait for another watchdog."""
         made = hasattr(self.memory, "control") and not (self._leave or self._keep)
         if made:
             phase = Phase.KEPT if self._stopping.problem else Phase.STOPPED
@@ -421,14 +407,7 @@ class Supervisor:
         # Memory without names cannot be adopted.
         if made and (not self._stays or self.memory.names_lost()):
             self.memory.remove()
-        self.memory.close()
-        self.memory.release()
-        if self._lock is not None:
-            self._lock.release()
-        self._selector.close()
-        self._notify.close()
-        if self._begun and made:
-            self._log.info("stopped")
+        return made
 
 
 def _allow_files() -> None:

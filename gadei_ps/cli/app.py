@@ -13,7 +13,17 @@ from typing import Annotated
 import typer
 
 import gadei_ps
-from gadei_ps.cli import checkpoints, faults, jobs, machine, outcome, runtime_model, sync, training
+from gadei_ps.cli import (
+    checkpoints,
+    faults,
+    jobs,
+    machine,
+    outcome,
+    runtime_model,
+    serving,
+    sync,
+    training,
+)
 from gadei_ps.cli import simulate as simulation
 from gadei_ps.cli.switches import App
 
@@ -26,13 +36,13 @@ app = App(
 
 app.command()(training.train)
 app.command()(training.predict)
-app.command()(jobs.serve)
+app.command()(serving.serve)
 app.command()(jobs.run)
 app.command()(jobs.attach)
 app.command()(jobs.status)
 app.command()(jobs.stop)
 app.command("set")(sync.set_job)
-app.command()(jobs.reload)
+app.command()(serving.reload)
 app.command()(sync.trace)
 app.command()(simulation.simulate)
 app.command()(checkpoints.checkpoint)

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from gadei_ps.cli.jobs import serve_job
 from gadei_ps.cli.options import JobArgument, Json, tell
+from gadei_ps.cli.serving import serve_job
 
 
 def checkpoint(job: JobArgument, as_json: Json = False) -> int:
@@ -48,7 +48,7 @@ def restore(
     Stop the job first if it is running. If it is dead, its shared memory is discarded.
     """
     from gadei_ps.commands import saved
-    from gadei_ps.watchdog.supervisor import Options
+    from gadei_ps.watchdog.options import Options
 
     found = saved.find(source, version)
     _warn(found.problems)

@@ -1,12 +1,11 @@
-"""Commands that start, watch, stop and tidy up jobs."""
+"""Commands that start learners, and that watch, stop and tidy up jobs."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -24,115 +23,10 @@ from gadei_ps.cli.options import (
     tell,
 )
 from gadei_ps.cli.outcome import print_json
-from gadei_ps.errors import ControlError, JobFailed, JobNotFound, UsageError
+from gadei_ps.errors import ControlError, JobNotFound, UsageError
 
-if TYPE_CHECKING:
-    from gadei_ps.job.config import JobConfig
-    from gadei_ps.watchdog.notify import Notify
-    from gadei_ps.watchdog.supervisor import Options
-
-Name = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JOB",
-        help="The job's name; an error if the file gives another one.",
-        show_default="as in the file, or its name without .toml",
-    ),
-]
 WATCH_S = 1.0
 MOST_SILENT = 3  # --watch gives up after more unanswered requests in a row
-
-
-def serve(
-    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh", help="Start from zero: ignore memory of a dead job and checkpoints."
-        ),
-    ] = False,
-    finish: Annotated[
-        bool,
-        typer.Option(
-            "--finish",
-            help="Serve nothing: end a job that has lost its watchdog, with its last checkpoint.",
-        ),
-    ] = False,
-    name: Name = None,
-    json_log: Annotated[
-        bool, typer.Option("--json-log", help="Log one JSON object a line.")
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log details.")] = False,
-    as_json: Json = False,
-) -> int:
-    """Serve a job in the foreground until SIGTERM, Ctrl-C or gadei-ps stop.
-
-    If only the watchdog of the job was killed, the job is adopted with its servers and learners. If
-    all its processes are dead, it goes on from shared memory or from its newest checkpoint.
-    """
-    from gadei_ps.watchdog.notify import Notify
-    from gadei_ps.watchdog.supervisor import Options
-
-    if fresh and finish:
-        raise UsageError("give only one of --fresh and --finish")
-    options = Options(fresh=fresh, finish=finish, verbose=verbose, as_json=json_log)
-    notify = Notify.from_environment()
-    try:
-        job = _load(file, name)
-    except UsageError as error:
-        notify.failed(error)
-        notify.close()
-        raise
-    return serve_job(job, options, as_json, notify)
-
-
-def _load(file: Path, name: str | None) -> JobConfig:
-    from gadei_ps.job import config
-
-    job = config.load(file)
-    if name is not None and job.name != name:
-        raise UsageError(
-            f"{file}: it is of job {job.name!r}, and job {name!r} was asked for: leave out "
-            f"`name`, and call the file {name}.toml"
-        )
-    return job
-
-
-def reload(
-    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
-    name: Name = None,
-    as_json: Json = False,
-) -> int:
-    """Have a running job take over changes of its job file.
-
-    These may change: lr of [optimizer]; every_s, every_gradients, keep and on_stop of [checkpoint];
-    learner_timeout_s, hang_s and when_idle. If anything else differs, nothing is changed.
-    """
-    from gadei_ps.commands import jobs
-
-    result = jobs.reload(_load(file, name))
-    if as_json:
-        print_json(result)
-        return 0
-    changed = [f"{field} = {json.dumps(value)}" for field, value in result["changed"].items()]
-    print(f"{result['job']}: {', '.join(changed) or 'nothing has changed'}")
-    return 0
-
-
-def serve_job(job: JobConfig, options: Options, as_json: bool, notify: Notify | None = None) -> int:
-    from gadei_ps.machine import log
-    from gadei_ps.watchdog import supervisor
-    from gadei_ps.watchdog.finish import finish
-    from gadei_ps.watchdog.notify import Notify
-
-    begin = time.monotonic()
-    log.set_up(as_json=options.as_json, verbose=options.verbose)
-    serve = finish if options.finish else supervisor.serve
-    if serve(job, options, notify or Notify.from_environment()):
-        raise JobFailed(f"job {job.name!r} has failed; its last log lines say why")
-    if as_json:
-        print_json({"job": job.name, "seconds": time.monotonic() - begin})
-    return 0
 
 
 def run(

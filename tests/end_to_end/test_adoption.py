@@ -6,9 +6,13 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
+import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
+import pytest
 from shell import Cli, is_running
 from support import (
     Child,
@@ -35,8 +39,9 @@ from support.supervised import (
 )
 
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import layout, segment
-from gadei_ps.watchdog import restart, supervisor
+from gadei_ps.memory import layout, segment, shm
+from gadei_ps.storage.checkpoint import newest
+from gadei_ps.watchdog import recorded, restart, supervisor
 
 
 def test_a_job_is_adopted(cli: Cli, job_name: str) -> None:
@@ -110,21 +115,31 @@ def test_another_configuration_is_refused(cli: Cli, job_name: str) -> None:
 
 
 def test_a_stop_is_finished_by_the_next(cli: Cli, job_name: str) -> None:
-    """With the last checkpoint, which the watchdog that began it did not live to make."""
-    watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
+    """With the last checkpoint, which the watchdog that began it did not live to make. The job then
+    begins anew, as the job file now says."""
+    text = "standby = false\n[checkpoint]\n" + TOML
+    watchdog = cli.serve(job_name, text)
     with team(job_name, 1) as (child,):
         call(child, "push", gradient_of(one_at(0)))
         call(child, "wait_applied")
+        before = status(job_name)
         stop = cli.start("stop", job_name)
         eventually(lambda: status(job_name)["phase"] == "draining")
         watchdog.signal(signal.SIGKILL)
         stop.wait()
-        watchdog = cli.start("serve", f"{job_name}.toml")
-        assert watchdog.wait().code == 0
+        (cli.directory / f"{job_name}.toml").write_text(text.replace("1.0", "0.5"))
+        watchdog = again(cli, job_name)
         assert "finishing the stop" in watchdog.err
         assert call(child, "push", gradient_of(one_at(0))).startswith("JobStopped")
-    assert not segments(job_name)
-    assert "version=1" in watchdog.err
+    eventually(lambda: " ready " in watchdog.err, what=lambda: watchdog.err)
+    now = status(job_name)
+    assert (now["version"], now["checkpoint_version"]) == (1, 1)
+    assert now["job_id"] != before["job_id"]
+    assert now["learners"] == []
+    with Client(job_name) as client:
+        client.push(gradient_of(one_at(0)))
+        client.wait_applied()
+    np.testing.assert_array_equal(live_weights(job_name)[:2], [-1.5, 0])
 
 
 def test_a_job_without_a_watchdog_is_ended(cli: Cli, job_name: str) -> None:
@@ -149,24 +164,126 @@ def test_a_job_without_a_watchdog_is_ended(cli: Cli, job_name: str) -> None:
     assert not segments(job_name)
 
 
+@pytest.mark.parametrize("mistake", ["typo", "removed", "another rate"])
+def test_no_mistake_in_a_job_file_keeps_a_job_from_its_end(
+    mistake: str, cli: Cli, job_name: str, tmp_path: Path
+) -> None:
+    """It ends with the configuration that it has, also one that it got while it ran."""
+    text = f"standby = false\n[checkpoint]\ndirectory = '{tmp_path}/kept'\nevery_s = 0\n" + TOML
+    watchdog = cli.serve(job_name, text)
+    file = cli.directory / f"{job_name}.toml"
+    file.write_text(text.replace("1.0", "0.25"))
+    cli("reload", file)
+    with Client(job_name) as client:
+        client.push(gradient_of(one_at(0)))
+        client.wait_applied()
+    server = status(job_name)["server_pid"]
+    watchdog.signal(signal.SIGKILL)
+    if mistake == "removed":
+        file.unlink()
+    else:
+        file.write_text("slots = \n" if mistake == "typo" else text)
+    ended = cli("serve", "--finish", "--name", job_name, file)
+    assert ended.code == 0, ended.err
+    assert ("the job file cannot be used" in ended.err) == (mistake != "another rate")
+    assert gone(server)
+    assert not segments(job_name)
+    snapshot, _, _ = newest(tmp_path / "kept")
+    assert snapshot is not None
+    assert (snapshot.version, snapshot.weights[0]) == (1, -0.25)
+    assert snapshot.config["optimizer"]["lr"] == 0.25
+    nothing = cli("serve", "--finish", "--name", job_name, file)
+    assert nothing.code == 0, nothing.err
+
+
 def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: str) -> None:
+    """Neither its memory nor its job file tells how it ends."""
     watchdog = cli.serve(job_name, "standby = false\n" + TOML)
     server = status(job_name)["server_pid"]
     watchdog.signal(signal.SIGKILL)
     name = segment.segment_name(job_name, "control")
     told = segment.attach(name, layout.SegmentKind.CONTROL, writable=False).view(layout.CONTROL)
+    path = shm.path_of(name)
+    with path.open("r+b") as raw:
+        raw.seek(recorded.AT)
+        raw.write(bytes(path.stat().st_size - recorded.AT))
     file = cli.directory / f"{job_name}.toml"
     own = file.read_text()
-    file.write_text(own.replace("1.0", "0.5"))
+    file.write_text("slots = \n")
     refused = cli("serve", "--finish", file)
     assert refused.code == 2
-    assert "with another optimizer" in refused.error
+    assert "its servers are ended and its memory stays" in refused.error
     assert gone(server)
     assert (told["phase"], told["stop"]) == (layout.Phase.FAILED, layout.Stop.CLOSED)
     assert segments(job_name)
+    file.write_text(own.replace("1.0", "0.5"))
+    assert "with another optimizer" in cli("serve", "--finish", file).error
     file.write_text(own)
     assert cli("serve", "--finish", file).code == 0
     assert not segments(job_name)
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("where", ["_wait_until_serving", "main_loop", "_end"])
+def test_an_end_that_fails_leaves_no_server(
+    where: str, cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
+    with team(job_name, 1) as (child,):
+        call(child, "push", gradient_of(one_at(0)))
+        call(child, "wait_applied")
+        server = status(job_name)["server_pid"]
+        watchdog.signal(signal.SIGKILL)
+        with monkeypatch.context() as failing:
+            failing.setattr(supervisor.Supervisor, where, _no_memory)
+            if where == "_end":
+                failing.setattr(supervisor.Supervisor, "main_loop", _no_memory)
+            ended = cli("serve", "--finish", f"{job_name}.toml")
+        assert (ended.code, ended.err.splitlines()[-1]) == (1, "gadei-ps: not enough memory")
+        assert gone(server)
+        assert call(child, "push", gradient_of(one_at(0))).startswith("Job")
+    assert cli("serve", "--finish", f"{job_name}.toml").code == 0
+    assert not segments(job_name)
+
+
+def test_an_end_without_descriptors_leaves_no_server(cli: Cli, job_name: str) -> None:
+    watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
+    server = status(job_name)["server_pid"]
+    watchdog.signal(signal.SIGKILL)
+    command = ("prlimit", "--nofile=12", sys.executable, "-m", "gadei_ps")
+    ended = subprocess.run(
+        [*command, "serve", "--finish", f"{job_name}.toml"],
+        cwd=cli.directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "Too many open files" in ended.stderr
+    assert gone(server)
+    assert segments(job_name)
+    assert cli("serve", "--finish", f"{job_name}.toml").code == 0
+
+
+def test_an_end_at_once(cli: Cli, job_name: str) -> None:
+    """The last resort of the unit: no checkpoint, no server, and all memory."""
+    watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
+    with team(job_name, 1) as (child,):
+        call(child, "push", gradient_of(one_at(0)))
+        call(child, "wait_applied")
+        server = status(job_name)["server_pid"]
+        end = ("serve", "--finish", "--keep-memory", f"{job_name}.toml")
+        assert "is running already" in cli(*end).error
+        assert not gone(server)
+        watchdog.signal(signal.SIGKILL)
+        assert cli(*end).code == 0
+        assert gone(server)
+        assert call(child, "push", gradient_of(one_at(0))).startswith("JobFailed")
+    again(cli, job_name)
+    assert status(job_name)["version"] == 1
 
 
 def test_what_no_checkpoint_took_stays(cli: Cli, job_name: str) -> None:
@@ -181,7 +298,9 @@ def test_what_no_checkpoint_took_stays(cli: Cli, job_name: str) -> None:
         assert call(child, "push", gradient_of(one_at(0))).startswith("JobStopped")
     assert "File too large" in said
     assert f"gadei-ps gc {job_name}" in said
-    assert watchdog.wait().code == 1
+    ended = watchdog.wait()
+    assert ended.code == 3, "a service manager must not start again what was stopped"
+    assert "its memory stays" in ended.err.splitlines()[-1]
     assert not segment.server_pids(job_name)
     watchdog = again(cli, job_name)
     assert status(job_name)["version"] == 1

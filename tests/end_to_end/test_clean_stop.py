@@ -124,7 +124,10 @@ def test_a_learner_that_hangs_in_a_push_is_killed(cli: Cli, job_name: str, tmp_p
 def test_a_watchdog_that_dies_once_the_rings_are_closed(
     cli: Cli, job_name: str, tmp_path: Path
 ) -> None:
-    """The next one finishes the stop, and the rings stay closed meanwhile."""
+    """The next one finishes the stop, and the rings stay closed meanwhile.
+
+    If it is told to end meanwhile, the job does not begin anew.
+    """
     _serve(cli, job_name, tmp_path / "kept")
     with fork(2, _push_for_ever, job_name) as learners:
         for one in learners:
@@ -134,8 +137,10 @@ def test_a_watchdog_that_dies_once_the_rings_are_closed(
             stop = cli.start("stop", job_name)
             published = sum(one.receive() for one in learners)
             cli.start("kill", job_name, "--watchdog").wait()
+            again = cli.start("serve", f"{job_name}.toml")
+            eventually(lambda: "finishing the stop" in again.err)
+            again.process.terminate()
         stop.wait()
-        again = cli.start("serve", f"{job_name}.toml")
         assert again.wait().code == 0
     snapshot, _, _ = newest(tmp_path / "kept")
     assert snapshot is not None

@@ -17,6 +17,7 @@ from shell import Cli, Running
 from support import Manager, blocked_disk, eventually, gone, segments, status
 from support.blocked_disk import BlockedDisk
 
+from gadei_ps.errors import NotSaved
 from gadei_ps.job import paths
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import cgroups
@@ -135,7 +136,7 @@ def test_a_stop_on_a_disk_that_blocks(
     with BlockedDisk(directory) as disk:
         service.process.terminate()
         disk.waits()
-        assert service.wait().code == 1
+        assert service.wait().code == NotSaved.exit_code
     assert "the disk has not got on" in service.err
     assert "stopped at version 1" in service.err
     assert max(manager.extensions()) < 90e6
@@ -255,3 +256,29 @@ def test_a_restart_adopts(cli: Cli, manager: Systemd, job_name: str) -> None:
     assert service.wait().code == 0
     assert gone(server)
     assert not segments(job_name)
+
+
+def test_a_start_over_an_interrupted_stop(cli: Cli, manager: Systemd, job_name: str) -> None:
+    """It is ready once the stop is complete and the job has begun anew, and goes on then."""
+    text = MODEL + "[checkpoint]\nevery_s = 0\n"
+    service = start(cli, manager, job_name, text)
+    manager.wait("READY")
+    with Client(job_name) as client:
+        client.push({"w": np.ones(100, np.float32)})
+        client.wait_applied()
+        stop = cli.start("stop", job_name, "--drain")
+        manager.wait("STOPPING")
+        service.signal(signal.SIGKILL)
+        stop.wait()
+    before = len(manager.names())
+    service = start(cli, manager, job_name, text)
+    manager.wait("READY", 2)
+    said = [(name, value) for name, value, _ in manager.assigned()[before:]]
+    meanwhile = said[: said.index(("READY", "1"))]
+    assert any(name == "EXTEND_TIMEOUT_USEC" for name, _ in meanwhile)
+    assert any(value.startswith("completing an interrupted stop: ") for _, value in meanwhile)
+    assert status(job_name)["checkpoint_version"] == status(job_name)["version"] == 1
+    manager.wait("WATCHDOG", len(manager.said("WATCHDOG")) + 2)
+    assert manager.said("STOPPING") == ["1"], "of the first watchdog"
+    service.process.terminate()
+    assert service.wait().code == 0

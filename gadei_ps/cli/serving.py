@@ -1,0 +1,171 @@
+"""Commands that run a job's daemon, end what a dead one has left, and change what one does."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gadei_ps.cli.options import Json
+from gadei_ps.cli.outcome import print_json
+from gadei_ps.errors import JobFailed, NotSaved, UsageError
+
+if TYPE_CHECKING:
+    from gadei_ps.job.config import JobConfig
+    from gadei_ps.watchdog.notify import Notify
+    from gadei_ps.watchdog.options import Options
+
+Name = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JOB",
+        help="The job's name; an error if the file gives another one.",
+        show_default="as in the file, or its name without .toml",
+    ),
+]
+
+
+def serve(
+    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", help="Start from zero: ignore memory of a dead job and checkpoints."
+        ),
+    ] = False,
+    finish: Annotated[
+        bool,
+        typer.Option(
+            "--finish",
+            help="Serve nothing: end a job that has lost its watchdog, with its last checkpoint.",
+        ),
+    ] = False,
+    keep_memory: Annotated[
+        bool,
+        typer.Option(
+            "--keep-memory",
+            help="With --finish: make no checkpoint; end the servers at once and keep the memory.",
+        ),
+    ] = False,
+    name: Name = None,
+    json_log: Annotated[
+        bool, typer.Option("--json-log", help="Log one JSON object a line.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log details.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Serve a job in the foreground until SIGTERM, Ctrl-C or gadei-ps stop.
+
+    If only the watchdog of the job was killed, the job is adopted with its servers and learners. If
+    all its processes are dead, it goes on from shared memory or from its newest checkpoint.
+    """
+    from gadei_ps.watchdog.notify import Notify
+    from gadei_ps.watchdog.options import Options
+
+    if fresh and finish:
+        raise UsageError("give only one of --fresh and --finish")
+    if keep_memory and not finish:
+        raise UsageError("--keep-memory: give it with --finish")
+    options = Options(fresh=fresh, finish=finish, verbose=verbose, as_json=json_log)
+    notify = Notify.from_environment()
+    try:
+        if finish:
+            return _finish(file, name, options, keep_memory, as_json, notify)
+        job = _load(file, name)
+    except UsageError as error:
+        notify.failed(error)
+        notify.close()
+        raise
+    return serve_job(job, options, as_json, notify)
+
+
+def _finish(
+    file: Path,
+    name: str | None,
+    options: Options,
+    keep_memory: bool,
+    as_json: bool,
+    notify: Notify,
+) -> int:
+    """Needs only the job's name: a job file with a mistake does not keep a job from its end."""
+    from gadei_ps.machine import log
+    from gadei_ps.memory import segment
+    from gadei_ps.watchdog.finish import end, finish
+
+    begin = time.monotonic()
+    log.set_up(as_json=options.as_json, verbose=options.verbose)
+    found: JobConfig | UsageError
+    try:
+        found = _load(file, name)
+        job = found.name
+    except UsageError as error:
+        found, job = error, segment.check_job_name(name or file.stem)
+        if name is None and not segment.find(job):
+            raise
+    if keep_memory:
+        end(job)
+    else:
+        _check(job, finish(job, found, options, notify))
+    if as_json:
+        print_json({"job": job, "seconds": time.monotonic() - begin})
+    return 0
+
+
+def _check(job: str, code: int) -> None:
+    """Raises NotSaved or JobFailed where a watchdog has ended with this exit code."""
+    if code == NotSaved.exit_code:
+        raise NotSaved(
+            f"job {job!r} has stopped without its last checkpoint, and its memory stays; its last "
+            "log lines say why"
+        )
+    if code:
+        raise JobFailed(f"job {job!r} has failed; its last log lines say why")
+
+
+def _load(file: Path, name: str | None) -> JobConfig:
+    from gadei_ps.job import config
+
+    job = config.load(file)
+    if name is not None and job.name != name:
+        raise UsageError(
+            f"{file}: it is of job {job.name!r}, and job {name!r} was asked for: leave out "
+            f"`name`, and call the file {name}.toml"
+        )
+    return job
+
+
+def reload(
+    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
+    name: Name = None,
+    as_json: Json = False,
+) -> int:
+    """Have a running job take over changes of its job file.
+
+    These may change: lr of [optimizer]; every_s, every_gradients, keep and on_stop of [checkpoint];
+    learner_timeout_s, hang_s and when_idle. If anything else differs, nothing is changed.
+    """
+    from gadei_ps.commands import jobs
+
+    result = jobs.reload(_load(file, name))
+    if as_json:
+        print_json(result)
+        return 0
+    changed = [f"{field} = {json.dumps(value)}" for field, value in result["changed"].items()]
+    print(f"{result['job']}: {', '.join(changed) or 'nothing has changed'}")
+    return 0
+
+
+def serve_job(job: JobConfig, options: Options, as_json: bool, notify: Notify | None = None) -> int:
+    from gadei_ps.machine import log
+    from gadei_ps.watchdog.finish import serve
+    from gadei_ps.watchdog.notify import Notify
+
+    begin = time.monotonic()
+    log.set_up(as_json=options.as_json, verbose=options.verbose)
+    _check(job.name, serve(job, options, notify or Notify.from_environment()))
+    if as_json:
+        print_json({"job": job.name, "seconds": time.monotonic() - begin})
+    return 0

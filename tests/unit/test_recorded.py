@@ -1,0 +1,49 @@
+"""The configuration in a job's memory, whatever instant its writer dies at."""
+
+from __future__ import annotations
+
+import pytest
+from support import config
+
+from gadei_ps.job.config import JobConfig
+from gadei_ps.memory import layout, segment
+from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.segment import Segment
+from gadei_ps.watchdog import recorded
+
+
+def _made(job: JobConfig, request: pytest.FixtureRequest) -> Segment:
+    size = layout.CONTROL.itemsize + recorded.room(job)
+    made = segment.create(job.name, "control", SegmentKind.CONTROL, size, job_id=bytes(16))
+    request.addfinalizer(lambda: segment.unlink(made.name))
+    return made
+
+
+def test_the_last_whole_one_counts(job_name: str, request: pytest.FixtureRequest) -> None:
+    configs = [config(job_name, slots=slots) for slots in (1, 2, 3)]
+    control = _made(configs[0], request)
+    assert recorded.read(job_name) is None
+    for one in configs:
+        before = bytes(control.memory[recorded.AT :])
+        recorded.write(control, one)
+        assert recorded.read(job_name) == one
+    after = bytes(control.memory[recorded.AT :])
+    changed = [at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    for until in changed:  # it died here
+        control.memory[recorded.AT : recorded.AT + until] = after[:until]
+        control.memory[recorded.AT + until :] = before[until:]
+        assert recorded.read(job_name) == configs[1], until
+
+
+def test_no_record(job_name: str, request: pytest.FixtureRequest) -> None:
+    """There is no memory; it has grown too long; it is of a version that has other fields."""
+    assert recorded.read(job_name) is None
+    job = config(job_name)
+    control = _made(job, request)
+    recorded.write(control, job)
+    recorded.write(control, config(job_name, learners={"command": ["x" * 100_000]}))
+    assert recorded.read(job_name) is None
+    recorded.write(control, job)
+    assert recorded.read(job_name) == job
+    recorded.write(control, job.model_copy(update={"sync": "of another version"}))
+    assert recorded.read(job_name) is None

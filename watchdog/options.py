@@ -1,0 +1,37 @@
+"""How a watchdog is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+START_SILENT_S = 180.0  # how long a start may go without progress
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a watchdog is started.
+
+    fresh: use neither the memory of a dead watchdog nor checkpoints. resume: look for checkpoints;
+    False for the jobs of commands. finish: serve nothing, but end a job that is in memory without a
+    watchdog. recorded: the configuration was read from that memory. checkpoint: go on from this one
+    instead of from memory. quiet, verbose, as_json: of the servers' log. start_silent_s: how long
+    the start may make no progress. learners: how many are to come, where the job file does not say:
+    their rings must fit into memory beside the model.
+    """
+
+    fresh: bool = False
+    resume: bool = True
+    finish: bool = False
+    recorded: bool = False
+    checkpoint: Path | None = None
+    verbose: bool = False
+    quiet: bool = False
+    as_json: bool = False
+    start_silent_s: float = START_SILENT_S
+    learners: int = 1
+
+    @property
+    def flags(self) -> list[str]:
+        given = {"--verbose": self.verbose, "--quiet": self.quiet, "--json": self.as_json}
+        return [flag for flag, wanted in given.items() if wanted]

@@ -1,0 +1,86 @@
+"""A job's configuration in its own memory, so that the job can be ended without its job file.
+
+It lies in the control segment behind the control record, in two places of equal size. Each place
+holds a number, the length of the text, a CRC-32 of all three, and the text (JSON). The whole place
+with the higher number counts: a watchdog may die while it writes the other one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+
+from pydantic import ValidationError
+
+from gadei_ps.errors import NotOurs
+from gadei_ps.job.config import JobConfig
+from gadei_ps.memory import layout, segment, shm
+from gadei_ps.memory.segment import Segment
+
+AT = layout.CONTROL.itemsize
+HEAD = struct.Struct("<QII")  # number, bytes of the text, CRC-32
+SPARE = 4096  # bytes by which the text may grow: what a watchdog that adopts the job may change
+
+
+def room(config: JobConfig) -> int:
+    """Bytes that both places of this job take."""
+    return 2 * layout.rounded(HEAD.size + len(_text(config)) + SPARE, 8)
+
+
+def write(control: Segment, config: JobConfig) -> None:
+    """Enters the configuration; one that has grown too long leaves no record."""
+    text, memory = _text(config), control.memory
+    size = _place(len(memory))
+    if size < HEAD.size:
+        return
+    places = AT, AT + size
+    numbers = [_read(memory[at : at + size])[0] for at in places]
+    if HEAD.size + len(text) > size:
+        for at in places:
+            memory[at : at + HEAD.size] = bytes(HEAD.size)
+        return
+    at, number = places[numbers.index(min(numbers))], max(numbers) + 1
+    memory[at : at + HEAD.size] = bytes(HEAD.size)
+    memory[at + HEAD.size : at + HEAD.size + len(text)] = text
+    HEAD.pack_into(memory, at, number, len(text), _sum(number, text))
+
+
+def read(job: str) -> JobConfig | None:
+    """The configuration of the job in memory; None if there is none that this program can use."""
+    try:
+        fd = shm.open_segment(segment.segment_name(job, "control"), writable=False)
+    except (FileNotFoundError, NotOurs):
+        return None
+    try:
+        size = _place(os.fstat(fd).st_size)
+        found = [_read(os.pread(fd, size, at)) for at in (AT, AT + size)]
+    finally:
+        os.close(fd)
+    try:
+        config = JobConfig.model_validate_json(max(found)[1])
+    except ValidationError:
+        return None
+    return config if config.name == job else None
+
+
+def _text(config: JobConfig) -> bytes:
+    return config.model_dump_json().encode()
+
+
+def _place(segment_bytes: int) -> int:
+    """Bytes of each place."""
+    return max(0, (segment_bytes - AT) // 2)
+
+
+def _read(place: bytes) -> tuple[int, bytes]:
+    """Number and text of a place; 0 if it is not whole."""
+    if len(place) < HEAD.size:
+        return 0, b""
+    number, length, told = HEAD.unpack_from(place)
+    text = place[HEAD.size : HEAD.size + length]
+    return (number, text) if len(text) == length and told == _sum(number, text) else (0, b"")
+
+
+def _sum(number: int, text: bytes) -> int:
+    return zlib.crc32(HEAD.pack(number, len(text), 0) + text)
