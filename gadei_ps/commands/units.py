@@ -71,8 +71,9 @@ SuccessExitStatus=143
 Restart=on-failure
 RestartSec=500ms
 # Exit code 2 is a mistake in the job file, or memory that was made with another one or by another
-# build of gadei-ps: another start would fail as well.
-RestartPreventExitStatus=2
+# build of gadei-ps: another start would fail as well. 3 is a stop without its last checkpoint:
+# another start would undo the stop. gadei-ps-end@.service tries to save the job once more.
+RestartPreventExitStatus=2 3
 
 # Signals go to the watchdog only. It ends the servers and the learners that it has started. If it
 # dies itself, they continue, and the next start adopts them with all their work. systemd then
@@ -108,9 +109,11 @@ Type=oneshot
 RemainAfterExit=yes
 ExecStart=/bin/true
 ExecStop=$program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
-# Once more if it was killed itself.
-ExecStopPost=/bin/sh -c 'case $$$$SERVICE_RESULT in signal|core-dump|oom-kill) \
-    exec "$$$$@";; esac' end $program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
+# Once more if it was killed itself. If that was in vain, or if it has failed: the servers are ended
+# without a checkpoint, and the memory stays.
+ExecStopPost=/bin/sh -c 'case $$$$SERVICE_RESULT in success) exit;; \
+    signal|core-dump|oom-kill) "$$$$@" && exit;; esac; \
+    exec "$$$$@" --keep-memory' end $program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
 # While it makes progress, it asks systemd for more time than this.
 NotifyAccess=exec
 TimeoutStopSec=210

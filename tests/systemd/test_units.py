@@ -60,6 +60,82 @@ def test_a_watchdog_that_dies_during_a_stop(service: Service) -> None:
     assert service.learned() == service.saved() == service.status()["version"]
 
 
+def test_a_watchdog_that_dies_during_the_stop_of_a_restart(service: Service) -> None:
+    """The unit of the end does not run in between: the new watchdog completes the stop."""
+    service.systemctl("start")
+    service.learn()
+    watchdog, server, _ = service.pids()
+    service.kill("STOP", server)  # the stop waits for it
+    restarting = service.manager.start("systemctl", "restart", service.unit)
+    eventually(lambda: service.sub_state == "stop-sigterm", what=service.said)
+    service.kill("KILL", watchdog)
+    assert restarting.wait(100) == 0, service.said()
+    assert service.state == "active"
+    assert service.learned() == service.saved() == service.status()["version"]
+    assert service.state == "active", service.said()
+
+
+def test_a_mistake_in_the_job_file(service: Service) -> None:
+    """The watchdog dies, and cannot be started again: the job ends as it would have ended."""
+    service.drop_in("[Service]\nRestartSec=1\n")
+    service.systemctl("start")
+    service.learn()
+    service.manager.write(f"/etc/gadei-ps/{service.name}.toml", "slots = \n")
+    service.kill_the_watchdog()
+    eventually(lambda: service.state == "failed", what=service.said)
+    service.is_gone()
+    assert service.manager.show(service.end, "ActiveState") == "inactive", service.said()
+    assert service.learned() == service.saved()
+
+
+def test_an_end_that_fails(service: Service) -> None:
+    """It ends servers and learners all the same, and the next start goes on from memory."""
+    end = f"/etc/systemd/system/{service.end}.d/test.conf"
+    service.manager.write(end, "[Service]\nExecStop=\nExecStop=/bin/false\n")
+    service.drop_in(PATIENT)
+    service.systemctl("start")
+    service.learn()
+    _, *servers = service.pids()
+    service.kill_the_watchdog()
+    eventually(lambda: service.sub_state == "auto-restart", what=service.said)
+    service.systemctl("stop")
+    eventually(lambda: service.manager.show(service.end, "ActiveState") == "failed")
+    for pid in servers:
+        assert service.manager.run("nsenter", "-t", "1", "-p", "kill", "-0", pid).returncode
+    (file, process), service.learners = service.learners[0], []
+    process.wait(60)
+    word, told, *_ = service.manager.do("tail", "-n", "1", file).split()
+    assert word == "failed"
+    service.manager.do("rm", end)
+    service.drop_in("")
+    service.systemctl("start")
+    assert service.status()["version"] == int(told)
+
+
+def test_a_stop_without_its_last_checkpoint(service: Service) -> None:
+    """It stays a stop. The unit of the end tries once more, and the memory waits."""
+    manager, directory = service.manager, f"/var/lib/gadei-ps/{service.name}"
+    service.systemctl("start")
+    service.learn()
+    manager.do("bash", "-c", f"rm -rf {directory}; touch {directory}")
+    told = service.gadei_ps("stop", service.name)
+    assert (told.returncode, "stays in memory" in told.stderr) == (1, True)
+    over = "failed"
+    eventually(lambda: manager.show(service.end, "ActiveState") == over, what=service.said)
+    assert service.state == over
+    assert manager.show(service.unit, "ExecMainStatus") == "3"
+    assert manager.show(service.unit, "NRestarts") == "0"
+    assert "stays in memory" in manager.show(service.unit, "StatusText")
+    assert service.name in manager.do("ls", "/dev/shm")
+    learned = service.learned()
+    manager.do("rm", directory)
+    service.systemctl("start")
+    assert service.status()["version"] == learned
+    service.systemctl("stop")
+    assert service.saved() == learned
+    service.is_gone()
+
+
 def test_a_crash_keeps_servers_learners_and_tmp(service: Service) -> None:
     service.drop_in("[Service]\nRestartSec=1\n")
     service.systemctl("start")

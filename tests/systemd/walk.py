@@ -167,6 +167,7 @@ class Walk:
         self.manager.run("systemctl", "reset-failed", self.unit, self.end)
         before = {one.lane: one["left"] for one in self.living if one["attached"]}
         assert self.systemctl("restart") == 0
+        assert self.settled() == "active", self.said()
         saved = self.saved()
         for one in self.living:
             if one.lane in before:
@@ -291,13 +292,17 @@ class Walk:
         self.manager.do("systemctl", "daemon-reload")
 
     def during(self, verb: str, disturb: Callable[[], None]) -> None:
-        """Something happens while systemctl does something."""
+        """Something happens while systemctl does something. What it has confirmed is true."""
         if verb != "stop":
             self.manager.run("systemctl", "reset-failed", self.unit, self.end)
         process = self.manager.start("systemctl", verb, self.unit)
         time.sleep(self.chance.random() * self.chance.choice((0.1, 1.0, 4.0)))
         disturb()
-        process.wait(SETTLE_S)
+        code = process.wait(SETTLE_S)
+        # A watchdog that is killed afterwards is started again: after reset-failed, no limit of
+        # starts is near.
+        if verb in ("start", "restart") and code == 0:
+            assert self.settled() == "active", self.said()
 
     # -- what must hold -------------------------------------------------------------------------
 

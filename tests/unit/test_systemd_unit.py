@@ -18,7 +18,7 @@ from gadei_ps.commands.systemd import Found
 from gadei_ps.commands.units import END_NAME, LEARNER_NAME, NAME, Scope
 from gadei_ps.errors import UsageError
 from gadei_ps.job import config
-from gadei_ps.watchdog import supervisor
+from gadei_ps.watchdog import options
 
 ROOT = Path(__file__).parents[2]
 ANALYZE = shutil.which("systemd-analyze")
@@ -135,7 +135,7 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
 
 def test_time_limits_are_beyond_the_watchdogs_own() -> None:
     said = directives(text(Scope.SYSTEM))
-    assert int(said["TimeoutStartSec"][0]) > supervisor.START_SILENT_S
+    assert int(said["TimeoutStartSec"][0]) > options.START_SILENT_S
     assert int(said["TimeoutStopSec"][0]) > daemon.END_TIMEOUT_S
 
 
