@@ -5,7 +5,7 @@ The job's memory tells how (recorded.py), so that no mistake in a job file keeps
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageError
 from gadei_ps.job.config import JobConfig
@@ -30,17 +30,22 @@ def finish(job: str, file: JobConfig | UsageError, options: Options, notify: Not
     """
     try:
         own = recorded.read(job)
-        if own is not None:
-            if isinstance(file, UsageError):
-                log.get(job=job).warning(
-                    "the job file cannot be used: the job ends with the configuration that it has",
-                    reason=str(file),
-                )
-            return _finish(own, replace(options, recorded=True), notify).code
-        if isinstance(file, JobConfig):
-            return _finish(file, options, notify).code
-        _clear(job, file)
-        return 0
+        if own is not None and isinstance(file, UsageError):
+            log.get(job=job).warning(
+                "the job file cannot be used: the job ends with the configuration that it has",
+                reason=str(file),
+            )
+        config = own or file
+        if isinstance(config, UsageError):
+            _clear(job, config)
+            return 0
+        done = _finish(config, replace(options, recorded=own is not None), notify)
+        if done.interrupted:
+            raise JobFailed(
+                f"the end of job {job!r} was interrupted before its last checkpoint; its memory "
+                "stays: repeat it, or continue with gadei-ps serve"
+            )
+        return done.code
     except BaseException as error:
         if isinstance(error, JobInUse) and not isinstance(error, JobDiffers):
             raise
@@ -76,11 +81,16 @@ def _clear(job: str, why: UsageError) -> None:
         lock.release()
 
 
+@dataclass(frozen=True)
 class _Finished:
-    """The outcome of a watchdog that ends a job. signalled: it was told to end meanwhile."""
+    """What came of a watchdog that ends a job.
 
-    def __init__(self, code: int, signalled: bool) -> None:
-        self.code, self.signalled = code, signalled
+    signalled: it was told to end meanwhile; interrupted: before it could begin.
+    """
+
+    code: int = 0
+    signalled: bool = False
+    interrupted: bool = False
 
 
 def _finish(config: JobConfig, options: Options, notify: Notify) -> _Finished:
@@ -88,12 +98,7 @@ def _finish(config: JobConfig, options: Options, notify: Notify) -> _Finished:
     try:
         code = watchdog.run()
     except JobStopped:
-        if watchdog.memory.adopted:
-            raise JobFailed(
-                f"the end of job {config.name!r} was interrupted before its last checkpoint; its "
-                "memory stays: repeat it, or continue with gadei-ps serve"
-            ) from None
-        code = 0
+        return _Finished(0, watchdog.signalled, watchdog.memory.adopted)
     return _Finished(code, watchdog.signalled)
 
 
@@ -106,10 +111,10 @@ def serve(config: JobConfig, options: Options, notify: Notify) -> int:
     if not options.fresh and options.checkpoint is None and _is_stopping(config.name):
         own = recorded.read(config.name)
         given = replace(options, recorded=own is not None)
-        finished = _finish(own or config, given, Earlier(notify))
+        done = _finish(own or config, given, Earlier(notify))
         interrupts.install()  # the watchdog's own handling of signals has ended with it
-        if finished.signalled:
-            return finished.code
+        if done.signalled:
+            return done.code
     return supervisor.serve(config, options, notify)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -38,6 +39,7 @@ from support.supervised import (
     tell,
 )
 
+from gadei_ps.errors import JobStopped
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.storage.checkpoint import newest
@@ -223,14 +225,26 @@ def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: s
     assert not segments(job_name)
 
 
-def _no_memory(*_: object) -> None:
-    raise MemoryError
-
-
-@pytest.mark.parametrize("where", ["_wait_until_serving", "main_loop", "_end"])
+@pytest.mark.parametrize(
+    ("where", "error", "told"),
+    [
+        ("_wait_until_serving", MemoryError(), "not enough memory"),
+        ("_wait_until_serving", JobStopped("a signal has come"), "was interrupted before its last"),
+        ("main_loop", OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+        ("_end", MemoryError(), "not enough memory"),
+    ],
+)
 def test_an_end_that_fails_leaves_no_server(
-    where: str, cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch
+    where: str,
+    error: Exception,
+    told: str,
+    cli: Cli,
+    job_name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
     watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
     with team(job_name, 1) as (child,):
         call(child, "push", gradient_of(one_at(0)))
@@ -238,11 +252,11 @@ def test_an_end_that_fails_leaves_no_server(
         server = status(job_name)["server_pid"]
         watchdog.signal(signal.SIGKILL)
         with monkeypatch.context() as failing:
-            failing.setattr(supervisor.Supervisor, where, _no_memory)
-            if where == "_end":
-                failing.setattr(supervisor.Supervisor, "main_loop", _no_memory)
+            failing.setattr(supervisor.Supervisor, where, fail)
+            if where == "_end":  # after another error
+                failing.setattr(supervisor.Supervisor, "main_loop", fail)
             ended = cli("serve", "--finish", f"{job_name}.toml")
-        assert (ended.code, ended.err.splitlines()[-1]) == (1, "gadei-ps: not enough memory")
+        assert (ended.code, told in ended.err.splitlines()[-1]) == (1, True), ended.err
         assert gone(server)
         assert call(child, "push", gradient_of(one_at(0))).startswith("Job")
     assert cli("serve", "--finish", f"{job_name}.toml").code == 0
