@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageError
+from gadei_ps.job import paths
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import interrupts, log
 from gadei_ps.memory import segment
@@ -17,6 +18,7 @@ from gadei_ps.watchdog.dead import clear_dead, end_servers
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.notify import Earlier, Notify
 from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.sockets import remove_dead
 from gadei_ps.watchdog.supervisor import Supervisor
 
 
@@ -77,6 +79,7 @@ def _clear(job: str, why: UsageError) -> None:
                 f"drop it with gadei-ps gc {job} ({why})"
             )
         clear_dead(job)
+        remove_dead(paths.socket_path(job))
     finally:
         lock.release()
 

@@ -29,6 +29,18 @@ MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
 LAST_WORDS_S = 1.0  # for all clients together, at the end
 
 
+def remove_dead(path: Path) -> None:
+    """Removes what dead watchdogs have left of a job's socket. The caller holds the job's lock."""
+    path.unlink(missing_ok=True)
+    _remove_passing(path)
+
+
+def _remove_passing(path: Path) -> None:
+    """Of watchdogs that died while they made their socket."""
+    for left in path.parent.glob(f".{path.name}.*"):
+        left.unlink(missing_ok=True)
+
+
 @dataclass(eq=False)
 class Client:
     """One connection. `pid`: of the process that connected, as the kernel tells."""
@@ -72,8 +84,7 @@ class ControlServer:
         # Bound under a passing name and then renamed: no client sees the socket with another mode,
         # and the socket of a dead watchdog is replaced.
         passing = path.with_name(f".{path.name}.{os.getpid()}")
-        for left in path.parent.glob(f".{path.name}.*"):  # by watchdogs that died just here
-            left.unlink(missing_ok=True)
+        _remove_passing(path)
         try:
             self._listener.bind(str(passing))
             passing.chmod(0o600)

@@ -47,6 +47,7 @@ from gadei_ps.watchdog.options import Options as Options
 from gadei_ps.watchdog.requests import Requests
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
+from gadei_ps.watchdog.sockets import remove_dead
 from gadei_ps.watchdog.stopping import Stopping
 
 TICK_S = 0.1
@@ -159,6 +160,7 @@ class Supervisor:
             for name in clear_dead(self.config.name):
                 self._log.warning("removed a dead job's segment", segment=name[1:])
             if self.options.finish:
+                remove_dead(paths.socket_path(self.config.name))
                 raise JobStopped("nothing of the job is left to be ended")
             self.memory.create_control(sync.parse(self.config.sync))
             self._control["temporary"] = not self.options.resume

@@ -15,8 +15,9 @@ import numpy as np
 from counted import VALUES
 from lines import Tracer
 from served import Job
+from support import segments
 
-from gadei_ps.errors import CheckpointError
+from gadei_ps.errors import CheckpointError, NotSaved
 from gadei_ps.job import paths
 from gadei_ps.job.control import Checkpoint
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
@@ -326,7 +327,7 @@ def kept(job: Job, tracer: Tracer, dying: Dying) -> None:
     job.checkpoints.touch()  # no directory
     with dying():
         job.until(job.ends, "it ends")
-    assert job.ended == 1, job
+    assert job.ended == NotSaved.exit_code, job
     job.checkpoints.unlink()
     aside.rename(job.checkpoints)
     job.start()
@@ -396,6 +397,20 @@ def discarded(job: Job, tracer: Tracer, dying: Dying) -> None:
     job.gone()
 
 
+def finished(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """A job without a watchdog and without a job file is ended; its last checkpoint has all."""
+    job.up()
+    _work(job)
+    with job.without_watchdog(), dying():
+        job.until(lambda: _finishes(job), "it ends")
+    job.ended = 0
+
+
+def _finishes(job: Job) -> bool:
+    job.command("serve", "--finish", "--name", job.name, "nowhere.toml")
+    return not segments(job.name)
+
+
 ONE = {"standby": False}  # its start is that of the other server
 OWN = {"command": ["/bin/sh", "-c", SCRIPT], "count": 2}
 BIRTHS = [
@@ -410,4 +425,5 @@ BIRTHS = [
     Scene("its own learners", with_learners, ONE | {"learners": OWN}),
     Scene("gc", collected, ONE),
     Scene("stop without a watchdog", discarded, ONE),
+    Scene("finish", finished, ONE),
 ]
