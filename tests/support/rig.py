@@ -116,6 +116,14 @@ class Rig:
     def bell(self) -> None:
         _native.bell(self.word("shard_bell"))
 
+    def let_look(self) -> None:
+        """Returns when the first shard, which serves, has looked at everything some times."""
+        beats = self.control["shard"]["heartbeat"]
+        for _ in range(3):
+            before = int(beats[0])
+            self.bell()
+            eventually(lambda before=before: int(beats[0]) > before)
+
     def ring(self, row: int) -> np.void:
         return self.memory.rings[row].view(layout.RING)
 

@@ -268,6 +268,32 @@ def test_what_a_dead_learner_has_published_is_applied(job_name: str) -> None:
         assert rig.roster[0]["applied"] == 0
 
 
+def test_a_ring_that_is_not_served_yet_is_not_read(job_name: str) -> None:
+    """What stands in `applied` for its row is another learner's."""
+    with Rig(job_name, W) as rig:
+        rig.publish(0, rig.ones())
+        rig.roster[0]["served"] = 9
+        with rig.serving():
+            rig.let_look()
+            np.testing.assert_array_equal(rig.weights, 0.0)
+            rig.roster[0]["served"] = 1
+            rig.board["table_version"] += 1
+            rig.bell()
+            rig.wait_applied(0, 0)
+        np.testing.assert_array_equal(rig.weights, -1.0)
+
+
+def test_a_retired_learner_does_not_depart_again(job_name: str) -> None:
+    """Its entry is the next learner's, which the manager of this process does not know yet."""
+    with Rig(job_name, W, ahead=1) as rig:
+        entry = rig.roster[0]
+        entry["retired"], entry["wanted"], entry["generation"] = 1, 9, 9
+        entry["applied"] = 5
+        with rig.serving():
+            rig.let_look()
+        assert (entry["drained"], entry["applied"], rig.control["past_applied"]) == (0, 5, 0)
+
+
 def _set_work(rig: Rig, batches: int, epochs: int) -> None:
     for row in rig.memory.rings:
         rig.ring(row)["wants"] = layout.WANTS_WORK
