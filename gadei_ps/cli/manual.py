@@ -26,6 +26,7 @@ EXIT = (
     ("0", "Done."),
     ("1", "Failed; the reason is one line on standard error."),
     ("2", "Wrong usage, or a job file that does not fit: nothing was changed."),
+    ("3", "A job was stopped, but its last checkpoint failed: its memory stays."),
     ("128 + N", "Ended by signal N, after cleaning up."),
 )
 COMPLETIONS = {
