@@ -168,7 +168,7 @@ RestartPreventExitStatus=2
 
 $limits
 
-$places
+$learner_places
 
 $learner_hardening
 
@@ -240,6 +240,18 @@ Environment=GADEI_PS_STATE_DIR=%S/gadei-ps
 CacheDirectory=gadei-ps
 CacheDirectoryMode=0700
 Environment=NUMBA_CACHE_DIR=%C"""
+
+SYSTEM_LEARNER_PLACES = """\
+# The user of the job, or root (in a drop-in: User=root and CapabilityBoundingSet=CAP_DAC_OVERRIDE).
+# The directories are the job's, which makes them; StateDirectory= and the like would give them to
+# the user of this unit.
+User=$user
+UMask=0077
+Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps
+WorkingDirectory=%S/gadei-ps
+Environment=GADEI_PS_STATE_DIR=%S/gadei-ps
+Environment=NUMBA_CACHE_DIR=%C
+ReadWritePaths=-%t/gadei-ps -%S/gadei-ps -%C/gadei-ps"""
 
 USER_PLACES = """\
 # Job files.
@@ -339,7 +351,10 @@ def texts(scope: Scope, command: str, user: str = SERVICE_USER) -> dict[str, str
         "program": command,
         "base": BASE[scope],
         "limits": LIMITS,
-        "places": Template(SYSTEM_PLACES).substitute(user=user) if system else USER_PLACES,
+        "places": Template(SYSTEM_PLACES if system else USER_PLACES).substitute(user=user),
+        "learner_places": Template(SYSTEM_LEARNER_PLACES if system else USER_PLACES).substitute(
+            user=user
+        ),
         "hardening": SYSTEM_HARDENING if system else USER_HARDENING,
         "learner_hardening": SYSTEM_LEARNER_HARDENING if system else USER_LEARNER_HARDENING,
         "target": "multi-user.target" if system else "default.target",

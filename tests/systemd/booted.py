@@ -13,11 +13,14 @@ import os
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from pathlib import Path
 
 from support import eventually
+
+from gadei_ps.commands import systemd
 
 UNITS = (
     "basic.target dbus.service dbus.socket final.target kill.target shutdown.target "
@@ -62,6 +65,12 @@ else
     mount -t tmpfs tmpfs /var
     mount -t tmpfs -o size=4g,mode=1777 tmpfs /dev/shm
 fi
+if [ -n "$CLOSED" ]; then
+    mkdir -p /run/own/open /run/own/open-work
+    mount -t overlay overlay \\
+        -o "lowerdir=$CLOSED,upperdir=/run/own/open,workdir=/run/own/open-work" "$CLOSED"
+    chmod a+x "$CLOSED"
+fi
 mount -t tmpfs -o mode=1777 tmpfs /tmp
 mkdir -p /var/lib /var/cache /var/log /var/tmp
 [ -e /var/cache/gadei-ps ] || cp -r "$KERNELS" /var/cache/gadei-ps
@@ -87,7 +96,16 @@ def impossible() -> str:
         return "there is no systemd: install the package systemd"
     if ROOT.is_relative_to("/tmp") or ROOT.is_relative_to("/var"):
         return f"{ROOT} is hidden from a service that has a /tmp of its own: take another place"
+    if (closed := _closed()) and ROOT.is_relative_to(closed):
+        return f"{ROOT} cannot be reached by other users ({closed} is closed): take another place"
     return "" if _cgroups() else "no cgroup2 file system is mounted"
+
+
+def _closed() -> Path | None:
+    """The folder that keeps others from this interpreter, such as /root; inside it is open."""
+    folders = {folder for place in systemd.places() for folder in place.parents}
+    closed = [one for one in sorted(folders) if not one.stat().st_mode & stat.S_IXOTH]
+    return closed[0] if closed else None
 
 
 def _cgroups() -> Path | None:
@@ -124,7 +142,7 @@ class Booted:
             ],
             env=os.environ
             | {"UNITS": UNITS, "LIBRARY": str(LIBRARY), "KERNELS": self._kernels}
-            | {"KEPT": str(self._kept or "")},
+            | {"KEPT": str(self._kept or ""), "CLOSED": str(_closed() or "")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

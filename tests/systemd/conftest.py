@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `import booted`
 pytest.register_assert_rewrite("booted", "service", "versions", "walk")
 
 import booted  # noqa: E402
-from service import Service  # noqa: E402
+from service import Service, install  # noqa: E402
 
 from gadei_ps.kernels import cache  # noqa: E402
 
@@ -29,9 +29,7 @@ def manager(compiled: None) -> Iterator[booted.Booted]:
     if why := booted.impossible():
         pytest.skip(f"no systemd can be booted here: {why}")
     with booted.Booted(cache.base()) as made:
-        program = Path(sys.executable).with_name("gadei-ps")
-        made.do(program, "install-unit", "--system", "--run-as", "root")
-        made.do("systemctl", "daemon-reload")
+        install(made)
         yield made
 
 

@@ -1,7 +1,8 @@
-"""A job's unit in a booted systemd, with learners outside of it."""
+"""The installed units in a booted systemd, and one job with learners outside of its unit."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -27,6 +28,53 @@ ENVIRONMENT = (
     "GADEI_PS_STATE_DIR=/var/lib/gadei-ps",
     "NUMBA_CACHE_DIR=/var/cache",
 )
+PAM = "account required pam_permit.so\nsession required pam_systemd.so class=user\n"
+USER = "gadei-ps"
+PROGRAM = Path(sys.executable).with_name("gadei-ps")
+
+
+def become(user: str) -> tuple[str, ...]:
+    """The beginning of a command that runs as this user; inside, there may be no sudo."""
+    group = "65534" if user == "nobody" else user  # its name differs from system to system
+    return ("setpriv", f"--reuid={user}", f"--regid={group}", "--init-groups")
+
+
+def install(manager: Booted) -> None:
+    """As an administrator does: the units, and what install-unit says is next, without the job."""
+    told = json.loads(manager.do(PROGRAM, "install-unit", "--system", "--json"))
+    *before, start = told["next"]
+    assert "enable" in start
+    for command in before:
+        manager.do(*command.split())
+    # Kernels that were compiled before, as if this user had done it.
+    manager.do("chown", "-R", f"{USER}:{USER}", "/var/cache/gadei-ps")
+
+
+def add_user(manager: Booted, name: str) -> int:
+    """An ordinary one, whose memory logind removes at its logout; returns the uid."""
+    home = f"/var/{name}"
+    manager.do("useradd", "--user-group", "--create-home", "--home-dir", home, name)
+    return int(manager.do("id", "-u", name))
+
+
+def login(user: str) -> tuple[str, ...]:
+    """The beginning of a command that runs in a session of its own, of this user."""
+    session = ("systemd-run", "--quiet", "--wait", "--collect", "-p", "PAMName=gadei-ps-test")
+    return (*session, "-p", f"User={user}")
+
+
+def logout(manager: Booted) -> None:
+    """Ends all sessions with all that runs in them."""
+    for line in manager.do("loginctl", "list-sessions", "--no-legend").splitlines():
+        manager.run("loginctl", "terminate-session", line.split()[0])
+
+
+def forget_users_at_once(manager: Booted) -> None:
+    """logind ends what is left of a user 10 s after the last logout: not in tests."""
+    manager.write("/etc/pam.d/gadei-ps-test", PAM)
+    now = "[Login]\nUserStopDelaySec=0\n"
+    manager.write("/etc/systemd/logind.conf.d/gadei-ps-test.conf", now)
+    manager.do("systemctl", "restart", "systemd-logind")
 
 
 class Service:
@@ -35,6 +83,7 @@ class Service:
     def __init__(self, manager: Booted, name: str) -> None:
         self.manager, self.name = manager, name
         self.unit, self.end = f"gadei-ps@{name}.service", f"gadei-ps-end@{name}.service"
+        self._users = itertools.cycle((USER, "root"))
         self._started = 0
         self.learners: list[tuple[str, subprocess.Popen[str]]] = []
         manager.write(f"/etc/gadei-ps/{name}.toml", JOB)
@@ -54,9 +103,8 @@ class Service:
     def sub_state(self) -> str:
         return self.manager.show(self.unit, "SubState")
 
-    def gadei_ps(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        program = Path(sys.executable).with_name("gadei-ps")
-        return self.manager.run("env", *ENVIRONMENT, program, *arguments)
+    def gadei_ps(self, *arguments: object, user: str = USER) -> subprocess.CompletedProcess[str]:
+        return self.manager.run(*become(user), "env", *ENVIRONMENT, PROGRAM, *arguments)
 
     def status(self) -> dict[str, object]:
         done = self.gadei_ps("status", self.name, "--json")
@@ -65,11 +113,14 @@ class Service:
         return found
 
     def learn(self) -> None:
-        """Starts a learner outside of the unit, and waits until it pushes."""
+        """Starts a learner outside of the unit, and waits until it pushes.
+
+        The first one of a job runs as the job's user, the second one as root, and so on.
+        """
         self._started += 1
-        file = f"/run/{self.name}.{self._started}"
-        command = ("env", *ENVIRONMENT, sys.executable, LEARNER, self.name, file)
-        self.learners.append((file, self.manager.start(*command)))
+        file = f"/tmp/{self.name}.{self._started}"
+        command = (*become(next(self._users)), "env", *ENVIRONMENT, sys.executable, LEARNER)
+        self.learners.append((file, self.manager.start(*command, self.name, file)))
         eventually(lambda: "pushed" in self.manager.run("cat", file).stdout)
 
     def learned(self) -> int:

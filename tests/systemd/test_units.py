@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
-from service import JOB, LEARNER, Service
+from service import JOB, LEARNER, PROGRAM, USER, Service, become
 from support import eventually
 
 PATIENT = "[Service]\nRestartSec=1h\n"
@@ -162,10 +161,14 @@ def test_a_stop_by_the_command(service: Service) -> None:
     service.is_gone()
 
 
-def test_a_learners_unit(service: Service) -> None:
+@pytest.mark.parametrize("user", [USER, "root"])
+def test_a_learners_unit(service: Service, user: str) -> None:
     """It begins and ends with its job, and goes on when the job's watchdog dies."""
     manager, name = service.manager, service.name
     learner = f"gadei-ps-learner@{name}.service"
+    if user == "root":  # as documented
+        text = "[Service]\nUser=root\nCapabilityBoundingSet=CAP_DAC_OVERRIDE\n"
+        manager.write(f"/etc/systemd/system/{learner}.d/test.conf", text)
     file = f"/var/lib/gadei-ps/{name}.count"
     program = f"PROGRAM={sys.executable} {LEARNER} {name} {file}\n"
     manager.write(f"/etc/gadei-ps/{name}.learner", program)
@@ -200,12 +203,12 @@ def test_boot_does_not_wait(service: Service) -> None:
 
 def test_units_are_removed_when_no_job_runs(service: Service) -> None:
     service.systemctl("start")
-    refused = service.gadei_ps("uninstall-unit", "--dry-run")
+    refused = service.gadei_ps("uninstall-unit", "--dry-run", user="root")
     assert (refused.returncode, service.unit in refused.stderr) == (2, True), refused
     service.systemctl("stop")
     service.is_gone()
-    done = service.gadei_ps("uninstall-unit", "--dry-run", "--json")
-    assert len(json.loads(done.stdout)["removed"]) == 4, done
+    done = service.gadei_ps("uninstall-unit", "--dry-run", "--json", user="root")
+    assert len(json.loads(done.stdout)["removed"]) == 5, done
 
 
 def test_a_failure_is_told(service: Service) -> None:
@@ -239,7 +242,7 @@ def test_a_reload(service: Service) -> None:
 
 def test_the_documented_commands(service: Service) -> None:
     """With the runtime directory of the unit, or with none."""
-    manager, program = service.manager, Path(sys.executable).with_name("gadei-ps")
+    manager, program = service.manager, PROGRAM
     service.systemctl("start")
     service.learn()
     clean = ("env", "-u", "GADEI_PS_STATE_DIR", "-u", "GADEI_PS_RUNTIME_DIR")
@@ -248,8 +251,44 @@ def test_the_documented_commands(service: Service) -> None:
     service.systemctl("stop")
     service.is_gone()
     given = (*clean, "GADEI_PS_RUNTIME_DIR=/run/gadei-ps", program, "export", service.name)
-    done = json.loads(manager.do(*given, f"/run/{service.name}.npz", "--json"))
-    assert done["version"] == service.saved() == service.learned()
+    learned = service.learned()
+    for user in (USER, "root"):
+        done = manager.do(*become(user), *given, f"/tmp/{service.name}.{user}.npz", "--json")
+        assert json.loads(done)["version"] == service.saved() == learned
+
+
+def test_users_and_their_directories(service: Service) -> None:
+    """What is the job's is of its user alone; another user can make root see nothing else."""
+    manager = service.manager
+    service.systemctl("start")
+    for path in ("/run", "/var/lib", "/var/cache"):
+        said = manager.do("stat", "-c", "%U %G %a", f"{path}/gadei-ps").strip()
+        assert said == f"{USER} {USER} 700", path
+    main = manager.show(service.unit, "MainPID")
+    assert manager.do("stat", "-c", "%U", f"/proc/{main}").strip() == USER
+    assert service.name in service.gadei_ps("ls").stdout
+    assert service.name in service.gadei_ps("ls", user="root").stdout
+    stranger = service.gadei_ps("status", service.name, user="nobody")
+    assert "run the command as its owner" in stranger.stderr, stranger
+    clean = ("env", "-u", "GADEI_PS_RUNTIME_DIR", "-u", "XDG_RUNTIME_DIR", "HOME=/tmp")
+    manager.do(*become("nobody"), "mkdir", "-m", "700", "/tmp/gadei-ps-0")
+    manager.write("/tmp/theirs.toml", JOB)
+    occupying = ("GADEI_PS_RUNTIME_DIR=/tmp/gadei-ps-0", "NUMBA_CACHE_DIR=/tmp/nobodys")
+    manager.do("mkdir", "/tmp/nobodys")
+    manager.do("cp", "-r", "/var/cache/gadei-ps", "/tmp/nobodys")
+    manager.do("chown", "-R", "nobody", "/tmp/nobodys")
+    theirs = manager.start(
+        *become("nobody"), *clean, *occupying, PROGRAM, "serve", "/tmp/theirs.toml"
+    )
+    ready = (*become("nobody"), *clean, *occupying, PROGRAM, "status", "theirs")
+    eventually(lambda: manager.run(*ready).returncode == 0)
+    assert "theirs" not in manager.do(*clean, PROGRAM, "ls", "--json")
+    for verb in ("status", "stop", "checkpoint"):
+        refused = manager.run(*clean, PROGRAM, verb, "theirs")
+        assert (refused.returncode, "user nobody has one" in refused.stderr) == (1, True), refused
+    manager.do(*ready)
+    manager.do(*clean, occupying[0], PROGRAM, "stop", "theirs")
+    theirs.wait(60)
 
 
 @pytest.mark.timeout(300)
