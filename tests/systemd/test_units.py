@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
 from service import JOB, LEARNER, PROGRAM, USER, Service, become
 from support import eventually
+from versions import ROOT
 
 PATIENT = "[Service]\nRestartSec=1h\n"
 HASTY = "[Unit]\nStartLimitBurst=1\n[Service]\nRestartSec=1\n"
@@ -255,6 +257,26 @@ def test_the_documented_commands(service: Service) -> None:
     for user in (USER, "root"):
         done = manager.do(*become(user), *given, f"/tmp/{service.name}.{user}.npz", "--json")
         assert json.loads(done)["version"] == service.saved() == learned
+
+
+def test_the_administrators_page(service: Service) -> None:
+    """Its commands see the job, with the variable that it begins with."""
+    text = (ROOT / "docs/operations.md").read_text()
+    page = text[text.index("## For administrators") :]
+    (variable,) = re.findall(r"^export (\w+=\S+)$", page, re.M)
+    (tidy,) = re.findall(r"`(sudo -u gadei-ps env [^`]* gc)`", page)
+    commands = re.findall(r"`gadei-ps ((?:status demo|ls|checkpoint demo)[^`]*)`", page)
+    assert len(commands) == 3
+    service.systemctl("start")
+    for command in commands:
+        words = command.replace("demo", service.name).split()
+        done = service.manager.do("env", "-u", "XDG_RUNTIME_DIR", variable, PROGRAM, *words)
+        assert service.name in done, command
+    words = tidy.replace("gadei-ps gc", f"{PROGRAM} gc --dry-run").split()
+    assert words[:3] == ["sudo", "-u", USER]
+    service.manager.do(*become(USER), *words[3:])
+    service.systemctl("stop")
+    assert service.saved() == 0
 
 
 def test_users_and_their_directories(service: Service) -> None:

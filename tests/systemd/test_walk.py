@@ -17,6 +17,7 @@ from pathlib import Path
 import booted
 import pytest
 import versions
+from service import install
 from walk import Counted, Walk
 
 from gadei_ps.kernels import cache
@@ -41,8 +42,7 @@ def test_a_walk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ending.callback(lambda: [one.bury() for one in learners if not one.dead])
         manager = ending.enter_context(booted.Booted(cache.base(), folder))
         versions.install(Path(f"/proc/{manager.pid}/root"), tmp_path / "upgraded")
-        manager.do(versions.OWN, "install-unit", "--system", "--run-as", "root")
-        manager.do("systemctl", "daemon-reload")
+        install(manager)
         walk = Walk(manager, folder, "walk", SEED)
         learners = walk.learners
         with capsys.disabled():

@@ -7,6 +7,7 @@ tell how many gradients of each are in it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -35,8 +36,8 @@ ENVIRONMENT = ("GADEI_PS_RUNTIME_DIR=/run/gadei-ps", "GADEI_PS_STATE_DIR=/var/li
 LANES = 4096
 JOB = service.JOB.replace("[1024]", f"[{LANES}]")
 MOST_LEARNERS = 2
-LOGIN = ("systemd-run", "--quiet", "--wait", "--collect", "-p", "PAMName=walk", "-p", "User=root")
-PAM = "account required pam_permit.so\nsession required pam_systemd.so class=user\n"
+GUEST = "guest"  # an ordinary user, who may become the job's as with sudo
+LOGIN = (*service.login(GUEST), "-p", "AmbientCapabilities=CAP_SETUID CAP_SETGID")
 SETTLE_S = 3 * PATIENCE_S
 COMPILE_S = 600.0  # for the first start of a version
 
@@ -80,7 +81,9 @@ class Walk:
         self.done: list[str] = []
         self.program = OWN  # which version the unit starts
         manager.write(f"/etc/gadei-ps/{job}.toml", JOB)
-        manager.write("/etc/pam.d/walk", PAM)
+        service.forget_users_at_once(manager)
+        service.add_user(manager, GUEST)
+        self.uid = int(manager.do("id", "-u", service.USER))
         manager.do("systemctl", "enable", self.unit)
 
     # -- what there is --------------------------------------------------------------------------
@@ -176,8 +179,22 @@ class Walk:
         self.confirm(saved)
 
     def reload(self) -> None:
-        if self.states()[0] == "active":
-            assert self.systemctl("reload") == 0
+        self.change()
+        if self.states()[0] != "active":
+            return
+        assert self.systemctl("reload") == 0, self.said()
+        # All of the file has been taken over.
+        again = (*service.become(service.USER), "env", *ENVIRONMENT, OWN, "reload", "--json")
+        said = json.loads(self.manager.do(*again, f"/etc/gadei-ps/{self.job}.toml"))
+        assert said["changed"] == {}, said
+
+    def change(self) -> None:
+        """Half of the time, another job file, in what may change while counts stay exact."""
+        if self.chance.random() < 0.5:
+            keep, timeout_s = self.chance.randint(3, 9), self.chance.randint(30, 90)
+            text = JOB.replace("[checkpoint]\n", f"[checkpoint]\nkeep = {keep}\n")
+            text = f"learner_timeout_s = {timeout_s}\n{text}"
+            self.manager.write(f"/etc/gadei-ps/{self.job}.toml", text)
 
     def checkpoint(self) -> None:
         if self.states()[0] != "active":
@@ -215,11 +232,15 @@ class Walk:
             one.bury()
 
     def logout(self) -> None:
-        """Ends all sessions, and with them the learners that were started there."""
+        """Ends all sessions of an ordinary user, and with them the learners started there.
+
+        logind then removes what that user has in /dev/shm.
+        """
         for one in self.living:
             self._pids(one)
-        for line in self.manager.do("loginctl", "list-sessions", "--no-legend").splitlines():
-            self.manager.run("loginctl", "terminate-session", line.split()[0])
+        service.logout(self.manager)
+        shown = ("loginctl", "show-user", GUEST)
+        eventually(lambda: self.manager.run(*shown).returncode, SETTLE_S, self.said)
         for one in self.living:
             if one.session:
                 one.bury()
@@ -231,8 +252,10 @@ class Walk:
         name = f"/var/{self.job}.{lane}"
         counts = mapped(self.folder / name[1:])
         command = ("env", *ENVIRONMENT, sys.executable, LEARNER, self.job, lane, name)
+        os.chown(self.folder / name[1:], self.uid, self.uid)
         session = self.chance.random() < 0.5
-        before = LOGIN if session else ()
+        user = service.USER if session or self.chance.random() < 0.5 else "root"
+        before = (*(LOGIN if session else ()), *service.become(user))
         process = self.manager.start(*before, *command)
         self.learners.append(Counted(lane, process, counts, session))
 
@@ -295,6 +318,8 @@ class Walk:
         """Something happens while systemctl does something. What it has confirmed is true."""
         if verb != "stop":
             self.manager.run("systemctl", "reset-failed", self.unit, self.end)
+        if verb == "reload":
+            self.change()
         process = self.manager.start("systemctl", verb, self.unit)
         time.sleep(self.chance.random() * self.chance.choice((0.1, 1.0, 4.0)))
         disturb()
