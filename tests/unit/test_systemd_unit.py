@@ -109,6 +109,13 @@ def test_what_is_exposed_has_its_reason(tmp_path: Path) -> None:
     assert [name for name in sorted(names) if name not in comments] == []
 
 
+def test_a_learner_of_another_user_is_not_given_the_jobs_directories() -> None:
+    """systemd gives these directories, with all in them, to the user of the unit."""
+    said = directives(units.texts(Scope.SYSTEM, units.PROGRAM)[LEARNER_NAME])
+    assert not {"RuntimeDirectory", "StateDirectory", "CacheDirectory"} & said.keys()
+    assert said["ReadWritePaths"] == ["-%t/gadei-ps -%S/gadei-ps -%C/gadei-ps"]
+
+
 @pytest.mark.parametrize("scope", list(Scope))
 def test_boot_does_not_wait_until_learners_can_attach(scope: Scope) -> None:
     """A target waits for the units that it wants, unless they are without defaults."""
