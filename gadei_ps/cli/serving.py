@@ -97,14 +97,18 @@ def _finish(
 
     begin = time.monotonic()
     log.set_up(as_json=options.as_json, verbose=options.verbose)
-    found: JobConfig | UsageError
-    try:
-        found = _load(file, name)
-        job = found.name
-    except UsageError as error:
-        found, job = error, segment.check_job_name(name or file.stem)
-        if name is None and not segment.find(job):
-            raise
+    found: JobConfig | UsageError = UsageError(f"{file}: not read")
+    job = name or file.stem
+    if not keep_memory or name is None:
+        try:
+            found = _load(file, name)
+            job = found.name
+        except Exception as error:  # whatever the file is
+            why = f"{file}: {error or type(error).__name__}"
+            found = error if isinstance(error, UsageError) else UsageError(why)
+            if name is None and not segment.find(job):
+                raise
+    segment.check_job_name(job)
     if keep_memory:
         end(job)
     else:

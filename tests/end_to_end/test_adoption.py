@@ -166,7 +166,7 @@ def test_a_job_without_a_watchdog_is_ended(cli: Cli, job_name: str) -> None:
     assert not segments(job_name)
 
 
-@pytest.mark.parametrize("mistake", ["typo", "removed", "another rate"])
+@pytest.mark.parametrize("mistake", ["typo", "too deep", "removed", "another rate"])
 def test_no_mistake_in_a_job_file_keeps_a_job_from_its_end(
     mistake: str, cli: Cli, job_name: str, tmp_path: Path
 ) -> None:
@@ -184,7 +184,8 @@ def test_no_mistake_in_a_job_file_keeps_a_job_from_its_end(
     if mistake == "removed":
         file.unlink()
     else:
-        file.write_text("slots = \n" if mistake == "typo" else text)
+        mistakes = {"typo": "slots = \n", "too deep": "slots = " + 10_000 * "["}
+        file.write_text(mistakes.get(mistake, text))
     ended = cli("serve", "--finish", "--name", job_name, file)
     assert ended.code == 0, ended.err
     assert ("the job file cannot be used" in ended.err) == (mistake != "another rate")
