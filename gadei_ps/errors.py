@@ -77,6 +77,8 @@ class DeviceError(GadeiError):
 class JobStopped(GadeiError):
     """The job has been stopped; there is nothing left to do for a learner."""
 
+    exit_code = 4
+
 
 class JobFailed(GadeiError):
     """The job has failed: it has no parameter server, and nobody will start one."""

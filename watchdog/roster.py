@@ -74,6 +74,8 @@ class Roster:
         self._generation = 0
         self.coming: set[int] = set()
         """Rows of learners whose rings are being made."""
+        self.had_any = False
+        """Whether a learner has been attached, however briefly."""
 
     def limit(self, timeout_s: float) -> None:
         """From now on, learners that hold up others for so long are killed; 0: never."""
@@ -194,6 +196,7 @@ class Roster:
         raise ControlError("the names of all free rings are taken in /dev/shm: gadei-ps ls")
 
     def _watch(self, row: int, pidfd: int) -> None:
+        self.had_any = True
         self._pidfds[row] = pidfd
         self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._died(row))
 

@@ -25,6 +25,7 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "sync": modes.text(memory.control, in_force),
         "sync_wanted": modes.text(memory.control, wanted) if wanted != in_force else None,
         "optimizer": memory.config.optimizer.kind,
+        "when_idle": memory.config.when_idle,
         "shards": int(control["shards"]),
         "version": int(control["version"]),
         "gradients_applied": int(control["past_applied"]) + now["applied"],

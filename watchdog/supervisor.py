@@ -96,7 +96,6 @@ class Supervisor:
         self._leave = False  # servers, learners and memory go on without this process
         self._keep = False  # the memory does
         self.signalled = False
-        self._had_learners = False
         self._slow_at = 0.0
         self._kills = cgroups.Kills()
         self._rate = (0.0, 0)
@@ -318,7 +317,6 @@ class Supervisor:
         self._roster.kill_hung(now)
         if not self._stopping.begun:
             self._checkpoints.look(now)
-        self._had_learners = self._had_learners or bool(self._roster.rows)
         if self._is_idle() and not self._stopping.begun:
             self._log.info("the last learner has left: stopping")
             self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
@@ -343,7 +341,7 @@ class Supervisor:
             return False
         if self._learners is not None:
             return self._learners.over
-        return self._had_learners
+        return self._roster.had_any
 
     def _tell_status(self, now: float) -> None:
         if not self._notify.enabled:

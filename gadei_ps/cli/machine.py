@@ -96,7 +96,9 @@ def install_unit(
     run_as: Annotated[
         str | None,
         typer.Option(
-            metavar="USER", help="With --system: user that runs the jobs.", show_default="gadei-ps"
+            metavar="USER",
+            help="With --system: user that runs the jobs.",
+            show_default="that of the units that are there, or gadei-ps",
         ),
     ] = None,
     job: Annotated[
@@ -116,12 +118,16 @@ def install_unit(
     as_json: Json = False,
 ) -> int:
     """Write the systemd units of jobs and print how to start a job with them."""
-    from gadei_ps.commands import linger, systemd, units
+    from gadei_ps.commands import linger, systemd
 
     done = systemd.install(_scope(user, system), user=run_as, job=job, force=force, dry_run=dry_run)
-    own = done.scope == units.Scope.USER
-    who = paths.user(os.getuid()) if own else run_as or units.SERVICE_USER
-    warning = linger.warning(who, own_manager=own)
+    if done.kept:
+        print(
+            f"gadei-ps: the units keep their user {done.user}; --run-as USER changes it",
+            file=sys.stderr,
+        )
+    own = done.user is None
+    warning = linger.warning(done.user or paths.user(os.getuid()), own_manager=own)
     if warning:
         print(f"gadei-ps: warning: {warning}", file=sys.stderr)
     if as_json:

@@ -56,7 +56,8 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
     """Runs the learners to their end; returns the summary that `run --json` prints.
 
     job: name or socket of a running job, a job file, or the name of a new job. `exit_code` of the
-    summary is 1 if a learner failed or all were killed. Raises GadeiError.
+    summary is 1 if a learner failed or all were killed, and 4 if the job is another process's and
+    was stopped while they ran. Raises GadeiError.
     """
     check_command(command)
     if not job.endswith(".toml") and ("/" in job or daemon.running(job)):
@@ -158,6 +159,7 @@ class _Attached:
         with Connection(job) as connection:
             self.socket = str(connection.path.absolute())
         self.before = jobs.status(self.socket)
+        self._ends_idle = self.before["when_idle"] == "stop"
         self._processes = Processes(self.socket)
 
     def report(self) -> dict[str, Any] | None:
@@ -169,7 +171,10 @@ class _Attached:
             found = jobs.status(self.socket)
         except (JobNotFound, ControlError):
             return self._remembered() if self._goes_on() else None
-        return found if found["job_id"] == self.before["job_id"] else None
+        if found["job_id"] != self.before["job_id"]:
+            return None
+        self._ends_idle = found["when_idle"] == "stop"  # a reload may change it
+        return found
 
     def _goes_on(self) -> bool:
         if int(self._processes.control["phase"]) > Phase.DRAINING:
@@ -188,6 +193,11 @@ class _Attached:
             "watchdog_pid": None,
         }
         return self.before | jobs.counts(control) | told
+
+    def was_stopped(self) -> bool:
+        """Whether the job's stop has ended the learners, and not the learners' end the job."""
+        stopped = (Phase.DRAINING, Phase.KEPT, Phase.STOPPED)
+        return int(self._processes.control["phase"]) in stopped and not self._ends_idle
 
     def finish(self, pids: set[int]) -> dict[str, Any] | None:
         """The status once the ended learners' gradients are applied."""
@@ -214,6 +224,10 @@ class _Served:
             return self._daemon.request(Status())
         except JobStopped:
             return None
+
+    def was_stopped(self) -> bool:
+        """No: it ends with `run`, and the exit codes of the learners are what counts."""
+        return False
 
     def finish(self, pids: set[int]) -> dict[str, Any] | None:
         """Stops the job; its final report."""
@@ -249,6 +263,7 @@ class _Run:
         self.reported = 0.0
         self.making = Lines()
         self.end = 0.0
+        self.stopped = False
 
     def run(self) -> dict[str, Any]:
         """Raises GadeiError."""
@@ -261,6 +276,7 @@ class _Run:
                 self._look_at_learners(learners, self.options.restart)
                 time.sleep(POLL_S)
             self.end = time.monotonic()
+            self.stopped = self.job.was_stopped()
             self.last = self.job.finish(self.pids) or self.last
         return self._summary()
 
@@ -341,5 +357,5 @@ class _Run:
                 {"learner": index, "pid": one.pid, "exit_code": one.code}
                 for index, one in sorted(self.ended.items())
             ],
-            "exit_code": int(failed),
+            "exit_code": JobStopped.exit_code if self.stopped else int(failed),
         }

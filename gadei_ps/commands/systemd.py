@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import pwd
 import re
 import stat
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ from typing import Any
 
 import platformdirs
 
-from gadei_ps.commands import units
+from gadei_ps.commands import manager, units
+from gadei_ps.commands.manager import INSTANCE
 from gadei_ps.commands.units import SERVICE_USER, Scope
 from gadei_ps.errors import UsageError
 from gadei_ps.memory.segment import check_job_name
@@ -26,7 +27,6 @@ from gadei_ps.storage import files
 HIDDEN = ("/tmp", "/var/tmp")
 MARK = "gadei-ps install-unit"  # stands in all that install() writes
 EXAMPLE = "demo"
-INSTANCE = re.compile(r"gadei-ps(-end|-learner)?@[\w-]+\.service", re.ASCII)
 USER_NAME = re.compile(r"[a-z_][a-z0-9_-]{0,30}", re.IGNORECASE)
 # systemd interprets quotes, backslashes and dollars in a command line, and allows no line breaks.
 UNFIT = re.compile(r"[\x00-\x1f\x7f\"'\\$]")
@@ -62,7 +62,9 @@ class File:
 class Installed:
     """What install() found and did.
 
-    job_file: the job's, which is never replaced. next: commands that start the job with the units.
+    user: that the jobs run as, None for one's own. kept: it is not the usual one, but that of the
+    units that were there. job_file: the job's, which is never replaced. next: commands that start
+    the job with the units.
     """
 
     scope: Scope
@@ -70,10 +72,13 @@ class Installed:
     units: tuple[File, ...]
     job_file: File | None
     next: tuple[str, ...]
+    user: str | None
+    kept: bool
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "scope": self.scope.value,
+            "user": self.user,
             "job": self.job,
             "units": [one.as_dict() for one in self.units],
             "job_file": None if self.job_file is None else self.job_file.as_dict(),
@@ -150,22 +155,26 @@ def install(
     """Writes all files of units.texts() to their places, or below `where`.
 
     Also writes a file for the job, unless it has one; without `job`, one for EXAMPLE if there is no
-    job file at all. Raises UsageError, and changes nothing, if the units could not work, or if
-    another one is there and `force` is not given.
+    job file at all. Without `user`, units of the system keep the user that they have. Raises
+    UsageError, and changes nothing, if the units could not work, or if another one is there and
+    `force` is not given.
     """
     if user is not None and scope == Scope.USER:
         raise UsageError("--run-as needs --system: jobs of --user run as yourself")
-    user = user or SERVICE_USER
+    kept = None if user or scope == Scope.USER else _user(_place(scope, units.NAME, where))
+    user = user or kept or SERVICE_USER
     if not USER_NAME.fullmatch(user):
         raise UsageError(f"--run-as: {user!r} is not a valid name of a user")
     if job is not None:
         check_job_name(job)
     if scope == Scope.SYSTEM and not dry_run and where is None and os.geteuid():
         raise UsageError("--system needs root: sudo gadei-ps install-unit --system, or use --user")
+    if not dry_run and (old := manager.too_old()):
+        raise UsageError(f"{old}; start the job with `gadei-ps serve` instead")
     if scope == Scope.SYSTEM and not dry_run:
         check_reach(user, places())
     found = []
-    for name, text in units.texts(scope, program(), user).items():
+    for name, text in units.texts(scope, program(), user, _group(user)).items():
         path = _place(scope, name, where)
         there = _look(path, text)
         if there == Found.ANOTHER and not force and not dry_run:
@@ -184,7 +193,10 @@ def install(
         if one.written:
             _write(one.path, one.text)
     name = job or EXAMPLE
-    return Installed(scope, name, tuple(found), file, tuple(_next(scope, user, name)))
+    who = user if scope == Scope.SYSTEM else None
+    told = tuple(_next(scope, user, name))
+    kept = None if kept == SERVICE_USER else kept
+    return Installed(scope, name, tuple(found), file, told, who, kept is not None)
 
 
 def uninstall(
@@ -192,7 +204,8 @@ def uninstall(
 ) -> Removed:
     """Removes what install() has written. Job files, checkpoints and drop-ins stay.
 
-    Raises UsageError, and changes nothing, if a unit is enabled or runs, unless `force` is given.
+    Waits until what stopped jobs have left has ended. Raises UsageError, and changes nothing, if a
+    unit is enabled or runs, unless `force` is given.
     """
     if scope == Scope.SYSTEM and not dry_run and where is None and os.geteuid():
         raise UsageError(
@@ -200,12 +213,16 @@ def uninstall(
         )
     flag = "" if scope == Scope.SYSTEM else " --user"
     base = where or directory(scope)
-    used = sorted({*_enabled(base), *(_active(scope) if where is None else ())})
+    asks = where is None and not force
+    used = sorted({*_enabled(base), *(manager.instances(scope).used if asks else ())})
     if used and not force:
         raise UsageError(
             f"{used[0]} is enabled or running; first: systemctl{flag} disable --now "
             + " ".join(used)
         )
+    if asks and not dry_run:
+        manager.wait_for_ends(scope, _say)
+    user = _user(_place(scope, units.NAME, where)) or SERVICE_USER
     ours, left = [], []
     for name in units.texts(scope, ""):
         path = _place(scope, name, where)
@@ -227,7 +244,8 @@ def uninstall(
     if scope == Scope.SYSTEM:
         told += [
             "rm -r /var/lib/gadei-ps  # the checkpoints of all jobs, for ever",
-            f"rm -r /var/cache/gadei-ps && userdel {SERVICE_USER}",
+            "rm -r /run/gadei-ps /var/cache/gadei-ps",
+            *([f"userdel {SERVICE_USER}"] if user == SERVICE_USER else []),
         ]
     return Removed(scope, tuple(ours), tuple(left), tuple(told))
 
@@ -239,23 +257,24 @@ def _enabled(base: Path) -> Iterator[str]:
             yield path.name
 
 
-def _active(scope: Scope) -> Iterator[str]:
-    """Instances that run. None if this machine has no systemd to be asked."""
+def _user(path: Path) -> str | None:
+    """That of the system's unit at this path; None if there is no such unit."""
+    if path.is_symlink() or not path.is_file():
+        return None
+    found = re.search(r"^User=(\S+)$", path.read_text(errors="replace"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def _group(user: str) -> str:
+    """The user's own, which may be still to be made."""
     try:
-        done = subprocess.run(
-            ["systemctl", f"--{scope}", "list-units", "--plain", "--no-legend", "gadei-ps*@*"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    for line in done.stdout.splitlines() if done.returncode == 0 else ():
-        name, _, state, *_ = line.split()
-        if INSTANCE.fullmatch(name) and state not in ("inactive", "failed"):
-            yield name
+        return grp.getgrgid(pwd.getpwnam(user).pw_gid).gr_name
+    except KeyError:
+        return user
+
+
+def _say(text: str) -> None:
+    print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
 
 
 def _look(path: Path, unit: str) -> Found:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from enum import StrEnum
 from string import Template
 
+from gadei_ps.errors import JobStopped
+
 NAME = "gadei-ps@.service"
 END_NAME = "gadei-ps-end@.service"
 LEARNER_NAME = "gadei-ps-learner@.service"
@@ -46,8 +48,8 @@ After=gadei-ps-end@%i.service
 JoinsNamespaceOf=gadei-ps-end@%i.service
 StartLimitIntervalSec=120
 StartLimitBurst=10
-# The defaults would make $target wait until learners can attach. These are the others of
-# them.
+# With the default dependencies, $target would wait until learners can attach. The lines
+# below are the defaults without that one.
 DefaultDependencies=no
 $base
 Conflicts=shutdown.target
@@ -64,8 +66,8 @@ ExecStart=$program serve --json-log --name %i %E/gadei-ps/%i.toml
 # What may change while the job runs: the rate, times of checkpoints, limits.
 ExecReload=$program reload --name %i %E/gadei-ps/%i.toml
 
-# A stop lets learners finish, applies what they have published, and writes a checkpoint. The
-# watchdog limits each of these steps; this time is more than the sum.
+# A stop lets learners finish, applies what they have published, and writes a checkpoint. While it
+# makes progress, it asks systemd for more time than this.
 TimeoutStopSec=90
 SuccessExitStatus=143
 Restart=on-failure
@@ -107,13 +109,15 @@ StopWhenUnneeded=yes
 [Service]
 Type=oneshot
 RemainAfterExit=yes
-ExecStart=/bin/true
+# The file is for gadei-ps-learner@%i.service.
+ExecStart=-/bin/touch %t/gadei-ps/%i.wanted
+ExecStop=-/bin/rm -f %t/gadei-ps/%i.wanted
 ExecStop=$program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
 # Once more if it was killed itself. If that was in vain, or if it has failed: the servers are ended
 # without a checkpoint, and the memory stays.
 ExecStopPost=/bin/sh -c 'case $$$$SERVICE_RESULT in success) exit;; \
-    signal|core-dump|oom-kill) "$$$$@" && exit;; esac; \
-    exec "$$$$@" --keep-memory' end $program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
+signal|core-dump|oom-kill) "$$$$@" && exit;; esac; \
+exec "$$$$@" --keep-memory' end $program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
 # While it makes progress, it asks systemd for more time than this.
 NotifyAccess=exec
 TimeoutStopSec=210
@@ -126,10 +130,12 @@ $hardening
 """
 
 LEARNER_TEMPLATE = """\
-# A learner of the job demo for the instance gadei-ps-learner@demo.service. It is started with the
-# job when it is enabled (`systemctl$flag enable gadei-ps-learner@demo`), goes on while the job's
-# watchdog is started again, and ends with the job. The file $jobs/demo.learner says what
-# it runs, and how often; this program needs no right to write to that file:
+# A learner of the job demo for the instance gadei-ps-learner@demo.service. If it is enabled
+# (`systemctl$flag enable gadei-ps-learner@demo`), each start of the job starts it. It continues
+# while the job's watchdog is replaced, is started again after a restart of the job, and ends with
+# the job. If it has finished (exit code 0), it stays so until it is started by hand, or the job is
+# stopped and started. The file $jobs/demo.learner says what it runs, and how often;
+# this program needs no right to write to that file:
 #
 #   PROGRAM=/srv/demo/venv/bin/python /srv/demo/train.py
 #   LEARNERS=2
@@ -140,11 +146,14 @@ LEARNER_TEMPLATE = """\
 [Unit]
 Description=learner of gadei-ps job %i
 Documentation=man:gadei-ps(1) man:gadei-ps-run(1)
-# A stop ends learners first. No BindsTo=, Requires= or PartOf=: systemd would end the learners
-# whenever the watchdog dies, and they can continue.
-Wants=gadei-ps@%i.service
+# The job tells its learners when it ends, so nothing else stops this unit. Wants= would start the
+# job again when a learner is started again during its stop. With BindsTo=, Requires= or PartOf=,
+# systemd would end learners whenever the watchdog dies, and they can continue. With
+# StopPropagatedFrom= on gadei-ps-end@%i.service, a learner that waits to be started again would
+# prevent that unit from being stopped.
 After=gadei-ps@%i.service
-StopPropagatedFrom=gadei-ps-end@%i.service
+# While gadei-ps-end@%i.service is active, which is as long as the job is wanted.
+ConditionPathExists=%t/gadei-ps/%i.wanted
 StartLimitIntervalSec=120
 StartLimitBurst=10
 DefaultDependencies=no
@@ -160,9 +169,11 @@ EnvironmentFile=%E/gadei-ps/%i.learner
 ExecStart=$program run %t/gadei-ps/%i.sock --learners $${LEARNERS} --restart 100 -- $$PROGRAM
 KillMode=mixed
 TimeoutStopSec=30
-SuccessExitStatus=143
 Restart=on-failure
 RestartSec=2
+# Exit code $stopped: the job was stopped. If it was a restart, learners continue after it.
+SuccessExitStatus=143 $stopped
+RestartForceExitStatus=$stopped
 # Exit code 2 is a mistake in the command.
 RestartPreventExitStatus=2
 
@@ -173,7 +184,9 @@ $learner_places
 $learner_hardening
 
 [Install]
-WantedBy=gadei-ps@%i.service
+# Not of gadei-ps@%i.service: whenever its watchdog is replaced, systemd would also start learners
+# that have finished.
+WantedBy=gadei-ps-end@%i.service
 """
 
 USERS_TEXT = """\
@@ -280,6 +293,9 @@ SYSTEM_PROTECTION = f"""\
 RemoveIPC=no
 PrivateIPC=no
 PrivateDevices=no
+DevicePolicy=closed
+DeviceAllow=char-* rw
+ProtectClock=yes
 PrivateTmp=yes
 PrivateMounts=yes
 ProtectSystem=strict
@@ -291,15 +307,14 @@ ProtectKernelModules=yes
 ProtectKernelTunables=yes
 CapabilityBoundingSet=
 AmbientCapabilities=
-{COMMON_HARDENING}
-SystemCallFilter=~@privileged"""
+{COMMON_HARDENING}"""
 
 SYSTEM_HARDENING = f"""\
-# Learners of the job file and servers inherit all of this. `systemd-analyze security` names these,
-# which stay as they are:
+# Servers and learners of the job file inherit all of this. `systemd-analyze security` gives
+# EXPOSURE, because these stay as they are:
 #   MemoryDenyWriteExecute  Numba compiles the kernels when it loads them.
-#   PrivateDevices, DevicePolicy, DeviceAllow, ProtectClock  would hide the GPUs
-#                           (ProtectClock because it implies a DeviceAllow).
+#   PrivateDevices          would hide the GPUs.
+#   DeviceAllow             GPUs of all kinds are character devices. Disks are refused.
 #   PrivateIPC, PrivateUsers  learners outside of this unit attach: they need the segments, and the
 #                           watchdog must know whose they are.
 #   ProtectProc             would hide learners that run as root from the watchdog.
@@ -317,13 +332,33 @@ SYSTEM_HARDENING = f"""\
 # a drop-in of gadei-ps-end@.service. Learners of gadei-ps-learner@.service have it.
 PrivateNetwork=yes
 RestrictAddressFamilies=AF_UNIX
-{SYSTEM_PROTECTION}"""
+{SYSTEM_PROTECTION}
+SystemCallFilter=~@privileged"""
 
 SYSTEM_LEARNER_HARDENING = f"""\
-# As gadei-ps@.service, where the reasons stand, but with the network: it is your program. Name
-# directories that it writes to in a drop-in: ReadWritePaths=/srv/models.
-RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
-{SYSTEM_PROTECTION}"""
+# `systemd-analyze security` gives EXPOSURE, because these stay as they are:
+#   PrivateNetwork, IPAddressDeny  your program may need the network.
+#   RestrictAddressFamilies the same; AF_UNIX is how learners reach the watchdog.
+#   PrivateDevices          would hide the GPUs.
+#   DeviceAllow             GPUs of all kinds are character devices. Disks are refused.
+#   PrivateUsers            the watchdog could not look at its learners (/proc/PID/ns).
+#   PrivateIPC              learners need the job's segments.
+#   RemoveIPC               would remove these.
+#   MemoryDenyWriteExecute  PyTorch, CUDA and Numba compile while they run.
+#   ProcSubset              PyTorch reads /proc/cpuinfo, and CUDA /proc/driver.
+#   ProtectHome             your program and its data may lie there.
+#   RootDirectory           the installation lies in the machine's own file system.
+# In a drop-in, name directories that your program writes to: ReadWritePaths=/srv/models. Some
+# programs need more there:
+#   RestrictAddressFamilies=AF_NETLINK  to list network interfaces (getifaddrs, torch.distributed).
+#   SystemCallFilter=@resources  to bind threads to cores (OMP_PROC_BIND, sched_setaffinity), place
+#                           memory on NUMA nodes, or change priorities. With it, a learner also
+#                           moves away from the core of a shard: pushes of small models return
+#                           earlier. CPUAffinity= and NUMAPolicy= do not need it.
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
+ProtectProc=invisible
+{SYSTEM_PROTECTION}
+SystemCallFilter=~@privileged @resources"""
 
 USER_HARDENING = f"""\
 # Only settings that need no privilege. File system protection would put the job into a user
@@ -333,15 +368,20 @@ RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
 {COMMON_HARDENING}"""
 
 USER_LEARNER_HARDENING = """\
-# None: it is your program.
+# Nothing else is restricted: the program is your own.
 NoNewPrivileges=yes"""
 
+# What `systemd-analyze security` of systemd 252 gives for the units of the system.
+EXPOSURE = {NAME: "1.1", END_NAME: "1.1", LEARNER_NAME: "1.5"}
 
-def texts(scope: Scope, command: str, user: str = SERVICE_USER) -> dict[str, str]:
+
+def texts(
+    scope: Scope, command: str, user: str = SERVICE_USER, group: str = SERVICE_USER
+) -> dict[str, str]:
     """What is installed for this scope, by name.
 
     A name with a slash is relative to /etc or to lib of a package; the others are units. command:
-    the beginning of a command line that runs gadei-ps, quoted for systemd.
+    the beginning of a command line that runs gadei-ps, quoted for systemd. group: the user's.
     """
     system = scope == Scope.SYSTEM
     given = {
@@ -358,13 +398,15 @@ def texts(scope: Scope, command: str, user: str = SERVICE_USER) -> dict[str, str
         "hardening": SYSTEM_HARDENING if system else USER_HARDENING,
         "learner_hardening": SYSTEM_LEARNER_HARDENING if system else USER_LEARNER_HARDENING,
         "target": "multi-user.target" if system else "default.target",
+        "stopped": str(JobStopped.exit_code),
     }
     made = {NAME: TEMPLATE, END_NAME: END_TEMPLATE, LEARNER_NAME: LEARNER_TEMPLATE}
-    found = {name: Template(one).substitute(given) for name, one in made.items()}
+    found = {}
+    for name, one in made.items():
+        text = Template(one).substitute(given)
+        found[name] = text.replace("EXPOSURE", EXPOSURE[name])
     if system:
-        found[DIRECTORIES] = Template(DIRECTORIES_TEXT).substitute(
-            user=user, group=user if user == SERVICE_USER else "-"
-        )
+        found[DIRECTORIES] = Template(DIRECTORIES_TEXT).substitute(user=user, group=group)
         if user == SERVICE_USER:
             found[USERS] = USERS_TEXT
     return found

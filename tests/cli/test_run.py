@@ -120,6 +120,27 @@ def test_job_stopped_meanwhile(cli: Cli, job_name: str, learner: list[str]) -> N
     assert report["gradients_applied"] >= result.json["gradients_applied"] > 0
 
 
+@pytest.mark.parametrize("drain", [(), ("--drain",)])
+def test_anothers_job_stopped_meanwhile(
+    cli: Cli, job_name: str, learner: list[str], drain: tuple[str, ...]
+) -> None:
+    """It has an exit code of its own, also if all learners end well."""
+    cli.serve(job_name)
+    running = cli.start("run", job_name, "--json", "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 1))
+    cli("stop", job_name, *drain)
+    result = running.wait()
+    assert result.code == result.json["exit_code"] == 4, result
+
+
+def test_anothers_job_that_ends_with_its_learners(
+    cli: Cli, job_name: str, learner: list[str]
+) -> None:
+    daemon = cli.serve(job_name, 'when_idle = "stop"\n')
+    assert cli("run", job_name, "--json", "--", *learner, 5).code == 0
+    assert daemon.wait().code == 0
+
+
 @pytest.mark.parametrize("who", ["server_pid", "watchdog_pid"])
 def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str) -> None:
     """After the death of server or watchdog, learners continue, and all gradients are applied."""

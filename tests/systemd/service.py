@@ -142,9 +142,23 @@ class Service:
         counts = json.loads(self.manager.do("cat", path))["counts"]
         return int(counts["applied"])
 
+    def attached(self) -> set[int]:
+        """Pids of the learners."""
+        found = self.status()["learners"]
+        assert isinstance(found, list)
+        return {int(one["pid"]) for one in found}
+
     def pids(self) -> list[int]:
         found = self.status()
         return [int(str(found[f"{who}_pid"])) for who in ("watchdog", "server", "standby")]
+
+    def replaced(self, watchdog: int) -> None:
+        """Waits until there is another watchdog than this one."""
+        old = ("0", str(watchdog))
+        eventually(
+            lambda: self.state == "active" and self.manager.show(self.unit, "MainPID") not in old,
+            what=self.said,
+        )
 
     def kill(self, number: str, pid: int) -> None:
         self.manager.do("nsenter", "-t", "1", "-p", "kill", f"-{number}", pid)

@@ -145,7 +145,7 @@ def test_a_crash_keeps_servers_learners_and_tmp(service: Service) -> None:
     inode = service.manager.do("stat", "-c", "%i", f"/proc/{watchdog}/root/tmp")
     service.manager.do("touch", f"/proc/{server}/root/tmp/mine")
     service.kill_the_watchdog()
-    eventually(lambda: service.state == "active" and service.pids()[0] != watchdog)
+    service.replaced(watchdog)
     after = service.pids()
     assert after[1] == server
     assert service.manager.do("stat", "-c", "%i", f"/proc/{after[0]}/root/tmp") == inode
@@ -181,7 +181,7 @@ def test_a_learners_unit(service: Service, user: str) -> None:
     pid = manager.show(learner, "MainPID")
     before = service.pids()[0]
     service.kill_the_watchdog()
-    eventually(lambda: service.state == "active" and service.pids()[0] != before)
+    service.replaced(before)
     assert manager.show(learner, "MainPID") == pid
     manager.do("systemctl", "is-active", learner)
     service.systemctl("stop")
@@ -207,10 +207,21 @@ def test_units_are_removed_when_no_job_runs(service: Service) -> None:
     service.systemctl("start")
     refused = service.gadei_ps("uninstall-unit", "--dry-run", user="root")
     assert (refused.returncode, service.unit in refused.stderr) == (2, True), refused
+    go = f"/run/{service.name}.go"
+    slow = f"[Service]\nExecStop=/bin/sh -c 'until [ -e {go} ]; do sleep 0.1; done'\n"
+    service.manager.write(f"/etc/systemd/system/{service.end}.d/test.conf", slow)
+    service.manager.do("systemctl", "daemon-reload")
     service.systemctl("stop")
-    service.is_gone()
     done = service.gadei_ps("uninstall-unit", "--dry-run", "--json", user="root")
     assert len(json.loads(done.stdout)["removed"]) == 5, done
+    file = f"/run/{service.name}.said"
+    removing = service.manager.start("sh", "-c", f"{PROGRAM} uninstall-unit 2> {file}")
+    eventually(lambda: f"for {service.end} to end" in service.manager.run("cat", file).stdout)
+    service.manager.do("touch", go)
+    assert removing.wait(60) == 0
+    service.manager.do(PROGRAM, "install-unit", "--system")
+    service.manager.do("systemctl", "daemon-reload")
+    service.is_gone()
 
 
 def test_a_failure_is_told(service: Service) -> None:
@@ -324,9 +335,7 @@ def test_names_that_are_lost(service: Service) -> None:
     manager.do("bash", "-c", f"rm /dev/shm/gadei-ps.*.{service.name}.*")
     eventually(lambda: "lost their names" in manager.show(service.unit, "StatusText"))
     service.kill_the_watchdog()
-    eventually(
-        lambda: service.state == "active" and service.pids()[0] != watchdog, what=service.said
-    )
+    service.replaced(watchdog)
     for pid in servers:
         assert manager.run("nsenter", "-t", "1", "-p", "kill", "-0", pid).returncode
     for _, process in service.learners:

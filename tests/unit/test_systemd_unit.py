@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import pwd
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import daemon, systemd, units
+from gadei_ps.commands import daemon, manager, systemd, units
+from gadei_ps.commands.doctor import Level, packages
 from gadei_ps.commands.systemd import Found
 from gadei_ps.commands.units import END_NAME, LEARNER_NAME, NAME, Scope
 from gadei_ps.errors import UsageError
@@ -84,7 +86,9 @@ def test_systemd_accepts_it(scope: Scope, tmp_path: Path, reachable: None) -> No
 
 
 @needs_systemd
-@pytest.mark.parametrize(("name", "exposure"), [(NAME, 1.5), (END_NAME, 1.5), (LEARNER_NAME, 2.1)])
+@pytest.mark.parametrize(
+    ("name", "exposure"), [(name, float(said)) for name, said in units.EXPOSURE.items()]
+)
 def test_the_system_units_are_not_exposed(name: str, exposure: float, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(units.texts(Scope.SYSTEM, units.PROGRAM)[name])
@@ -93,14 +97,16 @@ def test_the_system_units_are_not_exposed(name: str, exposure: float, tmp_path: 
     if "unrecognized option" in checked.stderr:
         pytest.skip("this systemd-analyze cannot judge a file")
     assert checked.returncode == 0, checked.stdout.splitlines()[-1]
+    assert exposure <= 1.5
     path.write_text(path.read_text().replace("CapabilityBoundingSet=", ""))
     assert analyze(*security, path, runtime=tmp_path).returncode
 
 
 @needs_systemd
-def test_what_is_exposed_has_its_reason(tmp_path: Path) -> None:
-    text_ = text(Scope.SYSTEM)
-    path = tmp_path / NAME
+@pytest.mark.parametrize("name", [NAME, LEARNER_NAME])
+def test_what_is_exposed_has_its_reason(name: str, tmp_path: Path) -> None:
+    text_ = units.texts(Scope.SYSTEM, units.PROGRAM)[name]
+    path = tmp_path / name
     path.write_text(text_)
     said = analyze("security", "--offline=yes", "--no-pager", path, runtime=tmp_path).stdout
     names = set(re.findall(r"^✗ (\w+)=", said, re.M))
@@ -150,16 +156,10 @@ def test_time_limits_are_beyond_the_watchdogs_own() -> None:
 def test_what_a_job_needs_is_left_to_it(scope: Scope) -> None:
     said = directives(text(scope))
     # Compiled kernels, GPUs, learners outside of the unit.
-    for name in (
-        "MemoryDenyWriteExecute",
-        "ProtectClock",
-        "DevicePolicy",
-        "DeviceAllow",
-        "PrivateUsers",
-        "ProtectProc",
-        "ProcSubset",
-    ):
+    for name in ("MemoryDenyWriteExecute", "PrivateUsers", "ProtectProc", "ProcSubset"):
         assert name not in said, name
+    # With ProtectClock or DevicePolicy alone, there would be no GPUs.
+    assert said.get("DeviceAllow", []) == ["char-* rw"] * (scope == Scope.SYSTEM)
     for name in ("PrivateDevices", "PrivateIPC", "RemoveIPC"):
         assert said.get(name, ["no"]) == ["no"], name
     assert said["KillMode"] == ["process"]
@@ -167,11 +167,24 @@ def test_what_a_job_needs_is_left_to_it(scope: Scope) -> None:
 
 
 def test_the_user_of_the_system_unit() -> None:
-    made = units.texts(Scope.SYSTEM, units.PROGRAM, "learner")
+    made = units.texts(Scope.SYSTEM, units.PROGRAM, "learner", "team")
     assert all("User=learner\n" in made[name] for name in (NAME, END_NAME, LEARNER_NAME))
-    assert "d /run/gadei-ps 0700 learner - -\n" in made[units.DIRECTORIES]
+    assert "d /run/gadei-ps 0700 learner team -\n" in made[units.DIRECTORIES]
     assert units.USERS not in made, "that user is somebody else's matter"
     assert "User=" not in text(Scope.USER)
+
+
+def test_learners_cannot_start_or_hold_their_job() -> None:
+    """A learner's unit that waits to be started again must not be in a stop of another unit."""
+    for scope in Scope:
+        made = units.texts(scope, units.PROGRAM)
+        said = directives(made[LEARNER_NAME])
+        assert [one for one in said["After"] if "gadei-ps" in one] == ["gadei-ps@%i.service"]
+        for name in ("Wants", "BindsTo", "PartOf", "StopPropagatedFrom"):
+            assert name not in said, name
+        assert "gadei-ps" not in said["Requires"][0]
+        assert said["WantedBy"] == [END_NAME.replace("@", "@%i")]
+        assert "gadei-ps-learner" not in made[NAME].partition("[Service]")[0]
 
 
 def test_the_program_is_this_installations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -254,6 +267,80 @@ def test_uninstall(tmp_path: Path, reachable: None) -> None:
     }
     assert (tmp_path / "gadei-ps" / "demo.toml").exists()
     assert systemd.uninstall(Scope.SYSTEM, where=tmp_path).removed == ()
+
+
+def test_the_units_keep_their_user(tmp_path: Path, reachable: None) -> None:
+    nobody = pwd.getpwuid(65534)
+    first = systemd.install(Scope.SYSTEM, user=nobody.pw_name, where=tmp_path)
+    assert (first.user, first.kept) == (nobody.pw_name, False)
+    own = grp.getgrgid(nobody.pw_gid).gr_name
+    directory = f"d /run/gadei-ps 0700 {nobody.pw_name} {own} -\n"
+    assert directory in (tmp_path / units.DIRECTORIES).read_text()
+    (tmp_path / NAME).write_text(f"# changed\n{first.units[0].text}")
+    again = systemd.install(Scope.SYSTEM, force=True, where=tmp_path)
+    assert (again.user, again.kept) == (nobody.pw_name, True)
+    assert [one.text for one in again.units] == [one.text for one in first.units]
+    removed = systemd.uninstall(Scope.SYSTEM, where=tmp_path, dry_run=True)
+    assert not any("userdel" in line for line in removed.next)
+    assert any(line.startswith("rm -r /run/gadei-ps ") for line in removed.next)
+    other = systemd.install(Scope.SYSTEM, user="gadei-ps", force=True, where=tmp_path)
+    assert (other.user, other.kept) == ("gadei-ps", False)
+    assert systemd.install(Scope.SYSTEM, where=tmp_path).kept is False
+    assert "userdel gadei-ps" in systemd.uninstall(Scope.SYSTEM, where=tmp_path).next
+
+
+@pytest.fixture
+def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A systemctl that prints a file for each of its first or second arguments."""
+    (folder := tmp_path / "bin").mkdir()
+    program = folder / "systemctl"
+    program.write_text(f'#!/bin/sh\ncat "{folder}/$1"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def test_a_systemd_that_is_too_old(systemctl: Path, tmp_path: Path) -> None:
+    (systemctl / "--version").write_text("systemd 247 (247.3-7+deb11u4)\n+PAM +AUDIT\n")
+    with pytest.raises(UsageError, match=r"^systemd is 247, and the units .* need 248 or newer"):
+        systemd.install(Scope.USER, where=tmp_path)
+    assert systemd.install(Scope.USER, where=tmp_path, dry_run=True).units
+    assert packages.systemd()[0] == Level.WARNING
+    (systemctl / "--version").write_text("systemd 248 (v248.13-r0)\n")
+    assert systemd.install(Scope.USER, where=tmp_path).units[0].written
+    assert packages.systemd() == (Level.OK, "systemd 248", "")
+
+
+def test_what_a_stopped_job_has_left_is_waited_for(
+    systemctl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {
+        "gadei-ps@a.service": "active",
+        "gadei-ps-end@a.service": "active",
+        "gadei-ps-learner@a.service": "activating",
+        "gadei-ps@b.service": "failed",
+        "gadei-ps-end@b.service": "deactivating",
+        "gadei-ps-learner@c.service": "active",
+        "gadei-ps@d.service": "deactivating",
+    }
+    lines = [f"{name} loaded {state} x described\n" for name, state in states.items()]
+    (systemctl / "--user").write_text("".join(lines))
+    found = manager.instances(Scope.USER)
+    assert found.used == ("gadei-ps-learner@a.service", "gadei-ps@a.service")
+    ending = ("gadei-ps-end@b.service", "gadei-ps-learner@c.service", "gadei-ps@d.service")
+    assert found.ending == ending
+    told: list[str] = []
+
+    def say(text: str) -> None:
+        told.append(text)
+        (systemctl / "--user").write_text("".join(lines[:3]))
+
+    manager.wait_for_ends(Scope.USER, say)
+    assert told == [f"waiting for {' '.join(ending)} to end, at most 120 s"]
+    (systemctl / "--user").write_text("".join(lines))
+    monkeypatch.setattr(manager, "ENDING_S", 0.0)
+    with pytest.raises(UsageError, match=r"gadei-ps-end@b\.service has not ended"):
+        manager.wait_for_ends(Scope.USER, told.append)
 
 
 @pytest.mark.parametrize("which", [0, 1])

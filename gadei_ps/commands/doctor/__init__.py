@@ -22,6 +22,7 @@ CHECKS: dict[str, Callable[[], Found]] = {
     "robust mutexes": kernel.robust_mutex,
     "open files": kernel.files,
     "runtime directory": kernel.runtime_directory,
+    "systemd": packages.systemd,
     "RemoveIPC": memory.remove_ipc,
     "PyTorch": packages.torch,
     "GPU": graphics.driver_shows,

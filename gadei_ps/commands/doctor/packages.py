@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import gadei_ps
+from gadei_ps.commands import manager
 from gadei_ps.commands.doctor.result import Found, Level
 
 
@@ -58,3 +59,12 @@ def torch() -> Found:
             "pip install 'gadei-ps[torch]'",
         )
     return Level.OK, importlib.metadata.version("torch"), ""
+
+
+def systemd() -> Found:
+    found = manager.version()
+    if found is None:
+        return Level.OK, "no systemd here", ""
+    if old := manager.too_old():
+        return Level.WARNING, old, "start jobs with gadei-ps serve"
+    return Level.OK, f"systemd {found}", ""
