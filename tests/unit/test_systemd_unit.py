@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import daemon, manager, systemd, units
-from gadei_ps.commands.doctor import Level, packages
+from gadei_ps.commands import daemon, systemd, units
 from gadei_ps.commands.systemd import Found
 from gadei_ps.commands.units import END_NAME, LEARNER_NAME, NAME, Scope
 from gadei_ps.errors import UsageError
@@ -287,60 +286,6 @@ def test_the_units_keep_their_user(tmp_path: Path, reachable: None) -> None:
     assert (other.user, other.kept) == ("gadei-ps", False)
     assert systemd.install(Scope.SYSTEM, where=tmp_path).kept is False
     assert "userdel gadei-ps" in systemd.uninstall(Scope.SYSTEM, where=tmp_path).next
-
-
-@pytest.fixture
-def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A systemctl that prints a file for each of its first or second arguments."""
-    (folder := tmp_path / "bin").mkdir()
-    program = folder / "systemctl"
-    program.write_text(f'#!/bin/sh\ncat "{folder}/$1"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder
-
-
-def test_a_systemd_that_is_too_old(systemctl: Path, tmp_path: Path) -> None:
-    (systemctl / "--version").write_text("systemd 247 (247.3-7+deb11u4)\n+PAM +AUDIT\n")
-    with pytest.raises(UsageError, match=r"^systemd is 247, and the units .* need 248 or newer"):
-        systemd.install(Scope.USER, where=tmp_path)
-    assert systemd.install(Scope.USER, where=tmp_path, dry_run=True).units
-    assert packages.systemd()[0] == Level.WARNING
-    (systemctl / "--version").write_text("systemd 248 (v248.13-r0)\n")
-    assert systemd.install(Scope.USER, where=tmp_path).units[0].written
-    assert packages.systemd() == (Level.OK, "systemd 248", "")
-
-
-def test_what_a_stopped_job_has_left_is_waited_for(
-    systemctl: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = {
-        "gadei-ps@a.service": "active",
-        "gadei-ps-end@a.service": "active",
-        "gadei-ps-learner@a.service": "activating",
-        "gadei-ps@b.service": "failed",
-        "gadei-ps-end@b.service": "deactivating",
-        "gadei-ps-learner@c.service": "active",
-        "gadei-ps@d.service": "deactivating",
-    }
-    lines = [f"{name} loaded {state} x described\n" for name, state in states.items()]
-    (systemctl / "--user").write_text("".join(lines))
-    found = manager.instances(Scope.USER)
-    assert found.used == ("gadei-ps-learner@a.service", "gadei-ps@a.service")
-    ending = ("gadei-ps-end@b.service", "gadei-ps-learner@c.service", "gadei-ps@d.service")
-    assert found.ending == ending
-    told: list[str] = []
-
-    def say(text: str) -> None:
-        told.append(text)
-        (systemctl / "--user").write_text("".join(lines[:3]))
-
-    manager.wait_for_ends(Scope.USER, say)
-    assert told == [f"waiting for {' '.join(ending)} to end, at most 120 s"]
-    (systemctl / "--user").write_text("".join(lines))
-    monkeypatch.setattr(manager, "ENDING_S", 0.0)
-    with pytest.raises(UsageError, match=r"gadei-ps-end@b\.service has not ended"):
-        manager.wait_for_ends(Scope.USER, told.append)
 
 
 @pytest.mark.parametrize("which", [0, 1])
