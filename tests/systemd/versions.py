@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import site
 import sys
@@ -14,7 +13,6 @@ OWN = Path(sys.executable).with_name("gadei-ps")
 UPGRADED = Path("/var/lib/upgraded/bin/gadei-ps")  # inside
 SERVE = "serve --json-log --name %i %E/gadei-ps/%i.toml"
 RELOAD = "reload --name %i %E/gadei-ps/%i.toml"
-FINISH = "serve --finish --json-log --name %i %E/gadei-ps/%i.toml"
 
 
 def install(root: Path, directory: Path) -> None:
@@ -55,9 +53,7 @@ def of_unit(program: Path) -> str:
 
 def of_end(program: Path) -> str:
     """A drop-in of gadei-ps-end@, which uses this version from its next stop on."""
-    unit = (ROOT / "systemd/system/gadei-ps-end@.service").read_text()
-    (again,) = re.findall(r"^ExecStopPost=(.*)gadei-ps serve --finish", unit, re.M)
-    return (
-        f"[Service]\nExecStop=\nExecStop={program} {FINISH}\n"
-        f"ExecStopPost=\nExecStopPost={again}{program} {FINISH}\n"
-    )
+    unit = (ROOT / "systemd/system/gadei-ps-end@.service").read_text().replace("\\\n", " ")
+    lines = [line for line in unit.splitlines() if line.startswith(("ExecStop=", "ExecStopPost="))]
+    text = "\n".join(lines).replace("gadei-ps serve", f"{program} serve")
+    return f"[Service]\nExecStop=\nExecStopPost=\n{text}\n"
