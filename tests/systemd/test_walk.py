@@ -17,8 +17,9 @@ from pathlib import Path
 import booted
 import pytest
 import versions
+from counted import Counted
 from service import install
-from walk import Counted, Walk
+from walk import Walk
 
 from gadei_ps.kernels import cache
 

@@ -11,11 +11,9 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import numpy as np
 import service
 import versions
 from booted import Booted
+from counted import Counted
 from counting import COUNTS, mapped
 from support import PATIENCE_S, eventually
 from versions import OWN, UPGRADED
@@ -40,33 +39,6 @@ GUEST = "guest"  # an ordinary user, who may become the job's as with sudo
 LOGIN = (*service.login(GUEST), "-p", "AmbientCapabilities=CAP_SETUID CAP_SETGID")
 SETTLE_S = 3 * PATIENCE_S
 COMPILE_S = 600.0  # for the first start of a version
-
-
-@dataclass
-class Counted:
-    """A learner and what may be in the weights of it once it is dead."""
-
-    lane: int
-    process: subprocess.Popen[str]
-    counts: np.ndarray
-    session: bool
-    low: int = 0
-    high: int = 0
-    dead: bool = False
-
-    def __getitem__(self, name: str) -> int:
-        return int(self.counts[COUNTS.index(name)])
-
-    def bury(self) -> None:
-        """It has been killed. A shutdown stops processes first, and nsenter stops with its own."""
-
-        def over() -> bool:
-            self.process.send_signal(signal.SIGCONT)
-            return self.process.poll() is not None
-
-        eventually(over)
-        self.dead = True
-        self.low, self.high = self["returned"], self["begun"]
 
 
 class Walk:
