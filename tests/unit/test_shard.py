@@ -14,6 +14,7 @@ from support import Rig, eventually
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError
+from gadei_ps.job import modes
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
 from gadei_ps.memory import layout
@@ -22,6 +23,7 @@ from gadei_ps.memory.layout import (
     NO_BATCH,
     Action,
     FrameKind,
+    Mode,
     Reason,
     Role,
     Work,
@@ -292,6 +294,24 @@ def test_a_retired_learner_does_not_depart_again(job_name: str) -> None:
         with rig.serving():
             rig.let_look()
         assert (entry["drained"], entry["applied"], rig.control["past_applied"]) == (0, 5, 0)
+
+
+def test_shards_say_which_mode_they_obey(job_name: str) -> None:
+    """The manager changes the model of synchronization once all have said so."""
+    with Rig(job_name, [Tensor("w", (1000,))], shards=2) as rig, rig.serving():
+        assert rig.shards == 2
+        obeyed = rig.control["shard"]["mode"][:2]
+        for number, mode in enumerate((Mode.HOLD, Mode.ON_ARRIVAL, Mode.HOLD, Mode.ON_ARRIVAL)):
+            before = rig.weights.copy()
+            word = modes.set_mode(rig.memory.control, number, mode)
+            eventually(lambda word=word: (obeyed == word).all())
+            if mode == Mode.HOLD:
+                sequence = rig.publish(0, rig.ones())
+                rig.let_look()
+                np.testing.assert_array_equal(rig.weights, before)
+            else:
+                rig.wait_applied(0, sequence)
+        np.testing.assert_array_equal(rig.weights, -2.0)
 
 
 def _set_work(rig: Rig, batches: int, epochs: int) -> None:
