@@ -156,4 +156,7 @@ def nothing_left() -> Iterator[None]:
     support.eventually(
         lambda: not support.children() - before, 15, lambda: support.described(before)
     )
-    support.eventually(lambda: not support.segments(JOBS), 5, lambda: support.segments(JOBS))
+    try:
+        support.eventually(lambda: not support.segments(JOBS), 5, lambda: support.segments(JOBS))
+    finally:  # so that only the test fails that has left them
+        support.remove_segments(JOBS)

@@ -144,7 +144,7 @@ def test_watchdogs_die_while_they_adopt(job_name: str, tmp_path: Path) -> None:
     def doom(program: str) -> None:
         if program == "gadei_ps.commands.daemon" and doomed.value:
             doomed.value -= 1
-            JobMemory.adopt = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+            JobMemory.adopt = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
 
     with mock.patch.object(quick, "STARTING", [doom]), Team(job_name, tmp_path) as team:
         team.goes_on()

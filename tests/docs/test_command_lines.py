@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import support
 import typer
@@ -27,6 +28,7 @@ from shell import Cli, Result, is_running, learning
 
 from gadei_ps.cli.app import app
 from gadei_ps.commands import units
+from gadei_ps.run_times import traces
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -230,6 +232,18 @@ class Bench:
         for words in lines_of(stage, self.job):
             self.run(*words)
 
+    def trace(self) -> None:
+        """Traces of a second each, repeated until they have a run time of both learners."""
+        for words in lines_of("traced", self.job):
+            out = words[words.index("--out") + 1] if "--out" in words else f"{self.job}-trace.csv"
+
+            def whole(words: tuple[str, ...] = words, out: str = out) -> bool:
+                self.run(*words)
+                known = ~np.isnan(traces.read(self.cli.directory / out).times)
+                return known.shape[1] == 2 and bool(known.any(axis=0).all())
+
+            support.eventually(whole)
+
     def serve(self, *words: str) -> Any:
         """Serves or restores the job until somebody stops it."""
         self._see(words[0])
@@ -262,8 +276,10 @@ def test_lines_with_a_job(bench: Bench, compiled: None) -> None:
         *("run", job, "--learners", "2", "--", "python", "my_train.py", "for-ever"), **bench.env
     )
     support.eventually(learning(job, team, 2))
-    for stage in ("watched", "traced", "learned", "set"):
-        bench.all(stage)
+    bench.all("watched")
+    bench.trace()
+    bench.all("learned")
+    bench.all("set")
     version = bench.run("checkpoint", job, "--json").json["version"]
     for words in sorted(lines_of("killed", job), key=lambda words: words[-1] == "--watchdog"):
         support.eventually(lambda: support.status(job)["standby_pid"])

@@ -29,6 +29,12 @@ def segments(prefix: str) -> list[str]:
     return [found.name for found in segment.find() if found.job.startswith(prefix)]
 
 
+def remove_segments(prefix: str) -> None:
+    """Of the jobs whose name begins so."""
+    for name in segments(prefix):
+        segment.unlink(name)
+
+
 def config(name: str, **values: Any) -> JobConfig:
     """SGD with a rate of 1, so that integer gradients give integer weights, unless told."""
     return from_mapping({"optimizer": {"kind": "sgd", "lr": 1.0}, "name": name} | values, "test")
