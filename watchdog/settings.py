@@ -59,7 +59,8 @@ def changed(
 ) -> tuple[JobConfig, dict[str, Any]]:
     """The configuration of a running job's file as it is now, and the fields that differ.
 
-    Raises UsageError if the file is wrong, ControlError if another field than CHANGEABLE differs.
+    Raises UsageError if the file is wrong, ControlError if another field than CHANGEABLE differs
+    or the job would make no checkpoints any more.
     """
     new = from_mapping(mapping, "job file")
     before, after = (dict(_flat(one)) for one in (old, new))
@@ -72,6 +73,11 @@ def changed(
         raise ControlError(
             f"{', '.join(fixed)} cannot change while job {old.name!r} runs: {advice}; "
             "nothing is changed"
+        )
+    if old.checkpoint is not None and new.checkpoint is None:
+        raise ControlError(
+            f"the file has no [checkpoint] any more, and job {old.name!r} would not make its "
+            "last one: keep the table, with on_stop = false if that is meant; nothing is changed"
         )
     return new, {name: after.get(name) for name in names}
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from gadei_ps.watchdog.notify import Notify
     from gadei_ps.watchdog.options import Options
 
+# Whether it can be read is looked at by what reads it: `--finish` does without the file.
+JobFile = Annotated[
+    Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.", readable=False)
+]
 Name = Annotated[
     str | None,
     typer.Option(
@@ -29,7 +33,7 @@ Name = Annotated[
 
 
 def serve(
-    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
+    file: JobFile,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -142,7 +146,7 @@ def _load(file: Path, name: str | None) -> JobConfig:
 
 
 def reload(
-    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.")],
+    file: JobFile,
     name: Name = None,
     as_json: Json = False,
 ) -> int:

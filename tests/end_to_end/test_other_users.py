@@ -32,6 +32,7 @@ from support.hostile import NOBODY
 from support.quick import fork_quickly
 from support.supervised import TENSORS, VALUES
 
+from gadei_ps.cli import app, outcome
 from gadei_ps.errors import GadeiError
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners.client import Client
@@ -248,3 +249,27 @@ def _dies_at(pipe: Connection, path: str) -> None:
     _push(client)
     pipe.send("pushed")
     pipe.recv()
+
+
+def _finishes(pipe: Connection, job: str, file: Path) -> None:
+    _become_another()
+    pipe.send(outcome.execute(app.app, ["serve", "--finish", "--name", job, str(file)]))
+
+
+def test_a_job_file_that_its_user_cannot_read(
+    job_name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It keeps no job from its end; there is nothing to be ended here."""
+    directory = Path(tempfile.mkdtemp(prefix="gps-", dir="/tmp"))
+    try:
+        os.chown(directory, NOBODY, NOBODY)
+        monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(directory))
+        file = directory / f"{job_name}.toml"
+        file.write_text("")
+        file.chmod(0o600)
+        with fork_quickly():
+            child = Child(_finishes, job_name, file)
+        assert child.receive() == 0, capfd.readouterr().err
+        child.join()
+    finally:
+        shutil.rmtree(directory)

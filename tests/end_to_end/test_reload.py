@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import numpy as np
@@ -52,6 +53,11 @@ def test_a_changed_job_file(cli: Cli, job_name: str) -> None:
         assert push() == -2.0
         cli("checkpoint", job_name)
         assert len(list((cli.directory / "state" / job_name).glob("checkpoint-*"))) == 1
+        for text in ("", FILE.format(lr=0.5, keep=1, size=8).replace("[checkpoint]", "[other]")):
+            file.write_text(text)
+            assert cli("reload", file).error, "its last checkpoint would not be made"
+        file.write_text(re.sub(r"\[checkpoint\][^[]*", "", FILE.format(lr=0.5, keep=1, size=8)))
+        assert "has no [checkpoint] any more" in cli("reload", file).error
         write(lr=0.25, size=9)
         assert "tensors cannot change while job" in cli("reload", file).error
         assert push() == -2.5

@@ -45,6 +45,20 @@ def test_starts_that_have_failed_too_often(service: Service) -> None:
     assert service.learned() == service.saved()
 
 
+@pytest.mark.parametrize("units", [("{end}",), ("{end}", "{unit}"), ("gadei-ps*@{name}.service",)])
+def test_a_stop_of_the_ends_unit(units: tuple[str, ...], service: Service) -> None:
+    """It stops the job, first: that unit has nothing to do while the job's watchdog lives."""
+    service.systemctl("start")
+    service.learn()
+    known = {"end": service.end, "unit": service.unit, "name": service.name}
+    service.manager.do("systemctl", "stop", *(one.format(**known) for one in units))
+    eventually(lambda: service.state == "inactive", what=service.said)
+    service.is_gone()
+    assert service.learned() == service.saved()
+    assert service.manager.show(service.end, "Result") == "success"
+    assert "is running already" not in service.said()
+
+
 def test_a_watchdog_that_dies_during_a_stop(service: Service) -> None:
     """The next start begins where the stop has ended."""
     service.drop_in(PATIENT)

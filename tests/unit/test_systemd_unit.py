@@ -138,7 +138,9 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     path = tmp_path / NAME
-    path.write_text(text(Scope.USER, systemd.quoted(str(program))))
+    made = units.texts(Scope.USER, systemd.quoted(str(program)))
+    for name in (NAME, END_NAME):
+        (tmp_path / name).write_text(made[name])
     checked = analyze("--user", "--man=no", "verify", path, runtime=tmp_path)
     assert (checked.returncode, checked.stderr) == (0, "")
     program.unlink()
