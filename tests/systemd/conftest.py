@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import booted`
-pytest.register_assert_rewrite("booted", "counted", "service", "versions", "walk")
+pytest.register_assert_rewrite("booted", "lanes", "service", "versions", "walk")
 
 import booted  # noqa: E402
 from service import Service, install  # noqa: E402

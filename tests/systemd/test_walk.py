@@ -17,7 +17,7 @@ from pathlib import Path
 import booted
 import pytest
 import versions
-from counted import Counted
+from lanes import Counted
 from service import install
 from walk import Walk
 

@@ -21,8 +21,8 @@ import numpy as np
 import service
 import versions
 from booted import Booted
-from counted import Counted
 from counting import COUNTS, mapped
+from lanes import Counted
 from support import PATIENCE_S, eventually
 from versions import OWN, UPGRADED
 
