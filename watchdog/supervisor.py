@@ -43,7 +43,7 @@ from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
-from gadei_ps.watchdog.options import Options as Options
+from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.requests import Requests
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers

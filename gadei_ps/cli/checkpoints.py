@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gadei_ps.cli.options import JobArgument, Json, tell
+from gadei_ps.cli.options import Details, JobArgument, Json, JsonLog, tell
 from gadei_ps.cli.serving import serve_job
 
 
@@ -37,10 +37,8 @@ def restore(
             metavar="N", help="Version to take, if there are several.", show_default="newest"
         ),
     ] = None,
-    json_log: Annotated[
-        bool, typer.Option("--json-log", help="Log one JSON object a line.")
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log details.")] = False,
+    json_log: JsonLog = False,
+    verbose: Details = False,
     as_json: Json = False,
 ) -> int:
     """Serve a job from a checkpoint, with the configuration of the checkpoint or of the job file.

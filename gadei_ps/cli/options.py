@@ -49,6 +49,8 @@ class DeviceName(StrEnum):
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+JsonLog = Annotated[bool, typer.Option("--json-log", help="Log one JSON object a line.")]
+Details = Annotated[bool, typer.Option("--verbose", help="Log details.")]
 JobArgument = Annotated[
     str, typer.Argument(metavar="JOB", help="The job's name, or the path of its socket.")
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gadei_ps.cli.options import Json
+from gadei_ps.cli.options import Details, Json, JsonLog
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import JobFailed, NotSaved, UsageError
 
@@ -55,10 +55,8 @@ def serve(
         ),
     ] = False,
     name: Name = None,
-    json_log: Annotated[
-        bool, typer.Option("--json-log", help="Log one JSON object a line.")
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log details.")] = False,
+    json_log: JsonLog = False,
+    verbose: Details = False,
     as_json: Json = False,
 ) -> int:
     """Serve a job in the foreground until SIGTERM, Ctrl-C or gadei-ps stop.

@@ -282,7 +282,8 @@ def _error_class(name: str) -> type[GadeiError]:
 
 def main() -> None:
     """The child. Its last argument is the descriptor for the reason why it could not start."""
-    from gadei_ps.watchdog.supervisor import Options, serve
+    from gadei_ps.watchdog.options import Options
+    from gadei_ps.watchdog.supervisor import serve
 
     say = int(sys.argv[-1])
     os.set_inheritable(say, False)

@@ -42,8 +42,8 @@ Description=gadei-ps job %i
 Documentation=man:gadei-ps(1) man:gadei-ps-serve(1)
 # Creates the device files of GPUs; the processes of this unit have no right to do that.
 After=nvidia-persistenced.service
-# Ends what is left of the job when this unit is inactive, and keeps its /tmp until then. Whoever
-# stops that unit stops this one, and first.
+# Ends what is left of the job when this unit is inactive, and keeps its /tmp until then. A stop of
+# that unit stops this one first.
 Requires=gadei-ps-end@%i.service
 After=gadei-ps-end@%i.service
 JoinsNamespaceOf=gadei-ps-end@%i.service

@@ -113,8 +113,7 @@ def record(job: str, out: Path, seconds: float | None, owner: int | None = None)
     """Records into the file `out` until `seconds` are over, the job ends, or SIGINT arrives.
 
     owner: the user whose job it is, by default ourselves. Returns what `gadei-ps trace --json`
-    prints. Raises JobNotFound, and UsageError if the file
-    cannot be written.
+    prints. Raises JobNotFound, and UsageError if the file cannot be written.
     """
     recorder = Recorder(job, owner)
     begin = time.monotonic()

@@ -44,6 +44,7 @@ from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.storage.checkpoint import newest
 from gadei_ps.watchdog import recorded, restart, supervisor
+from gadei_ps.watchdog.options import Options
 
 
 def test_a_job_is_adopted(cli: Cli, job_name: str) -> None:
@@ -333,7 +334,7 @@ def _fail(pipe: Connection, job: str) -> None:
     restart.delay = lambda *history: delay(*history) / 20  # type: ignore[assignment]
     with fork_quickly():
         wanted = config(job, tensors=TENSORS, standby=False)
-        pipe.send(supervisor.serve(wanted, supervisor.Options(quiet=True)))
+        pipe.send(supervisor.serve(wanted, Options(quiet=True)))
 
 
 def test_a_job_that_has_failed_is_adopted(cli: Cli, job_name: str) -> None:

@@ -39,6 +39,7 @@ from gadei_ps.learners.client import Client
 from gadei_ps.memory import segment
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.watchdog import supervisor
+from gadei_ps.watchdog.options import Options
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -135,7 +136,7 @@ def _serve(pipe: Connection, job: str, runtime: Path) -> None:
     wanted = config(job, tensors=TENSORS, standby=True)
     with fork_quickly():  # the other user may not read our cache of compiled code
         _become_another()
-        pipe.send(supervisor.serve(wanted, supervisor.Options(fresh=True, quiet=True)))
+        pipe.send(supervisor.serve(wanted, Options(fresh=True, quiet=True)))
 
 
 @pytest.fixture

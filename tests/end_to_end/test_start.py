@@ -15,6 +15,7 @@ from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import JobFailed
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.watchdog import supervisor
+from gadei_ps.watchdog.options import Options
 
 SILENT_S = 1.5
 COMPILED_S = 500.0  # the kernels, if no test has needed them before
@@ -50,7 +51,7 @@ def before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Before:
 
 
 def _serve(pipe: Connection, job: str) -> None:
-    options = supervisor.Options(fresh=True, quiet=True, start_silent_s=SILENT_S)
+    options = Options(fresh=True, quiet=True, start_silent_s=SILENT_S)
     try:
         supervisor.serve(config(job, standby=False), options)
         pipe.send("stopped")

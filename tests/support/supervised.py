@@ -17,6 +17,7 @@ from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners.client import Client
 from gadei_ps.watchdog import servers, supervisor
 from gadei_ps.watchdog.notify import Notify
+from gadei_ps.watchdog.options import Options
 from support import (
     FORK,
     Child,
@@ -137,7 +138,7 @@ def _supervise(pipe: Connection, job: str, looks: Any, values: dict[str, Any]) -
     servers.STANDBY_LIMIT_S = TIMEOUT_S
     wanted = config(job, tensors=TENSORS, **({"standby": False} | values))
     with fork_quickly():
-        supervisor.serve(wanted, supervisor.Options(fresh=True, quiet=True), Looks(looks))
+        supervisor.serve(wanted, Options(fresh=True, quiet=True), Looks(looks))
 
 
 class Watched:
