@@ -6,6 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from gadei_ps import homes
 from gadei_ps.errors import ControlError
 from gadei_ps.job import paths
 from gadei_ps.memory import holds, segment
@@ -88,7 +89,7 @@ def _directory(job: str, uid: int) -> Path | None:
 def _of_unit(uid: int) -> Path | None:
     """The runtime directory of the system's unit, if that is this user's."""
     try:
-        return paths.SYSTEM if paths.SYSTEM.stat().st_uid == uid else None
+        return homes.RUNTIME if homes.RUNTIME.stat().st_uid == uid else None
     except OSError:
         return None
 

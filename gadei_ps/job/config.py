@@ -11,16 +11,14 @@ from typing import Annotated, Any, Literal
 import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from gadei_ps import sync
+from gadei_ps import homes, sync
 from gadei_ps.errors import UsageError
-from gadei_ps.job import paths
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.machine import placement, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import JOB_NAME, check_job_name
 
 LEAST_HANG_S = 0.5  # a server shows a sign of life ten times a second
-SYSTEM_STATE = Path("/var/lib/gadei-ps")  # of the system's unit
 
 
 class _Table(BaseModel):
@@ -182,8 +180,8 @@ def state_directory() -> Path:
     With the runtime directory of the system's unit, its state directory.
     """
     given = os.environ.get("GADEI_PS_STATE_DIR")
-    if not given and Path(os.environ.get("GADEI_PS_RUNTIME_DIR", "")) == paths.SYSTEM:
-        return SYSTEM_STATE
+    if not given and homes.of_the_system():
+        return homes.STATE
     return Path(given) if given else platformdirs.user_state_path("gadei-ps")
 
 

@@ -14,7 +14,6 @@ from gadei_ps.machine import own
 
 # A socket's name while it is made: the kernel goes on telling this one.
 PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
-SYSTEM = Path("/run/gadei-ps")  # of the system's unit
 ROOTS = Path("/run/gadei-ps-root")  # of root: unlike in /tmp, no other user can make it
 TEMPORARY = Path("/tmp")
 

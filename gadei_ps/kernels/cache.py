@@ -28,7 +28,7 @@ import numba
 import platformdirs
 from numba.core import caching
 
-from gadei_ps import _native
+from gadei_ps import _native, homes
 
 KEPT = 3  # directories of other versions that stay, the most recently used
 UNUSED_S = 86400.0  # the others go when they were unused for that long
@@ -38,6 +38,7 @@ _PACKAGE = Path(__file__).parents[1]
 SOURCES = tuple(
     _PACKAGE / name
     for name in (
+        "homes.py",
         "kernels/borrow.py",
         "kernels/cache.py",
         "kernels/compiled.py",
@@ -75,18 +76,24 @@ SOURCES = tuple(
 def base() -> Path:
     """A gadei-ps directory in $NUMBA_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
 
-    If that cannot be written, a temporary directory that this process removes at its end. Numba's
-    files are pickles, so a directory that another user owns is never used.
+    With the runtime directory of the system's units, the one of their user, for that user. If none
+    can be written, a temporary directory that this process removes at its end. Numba's files are
+    pickles, so a directory that another user owns is never used.
     """
     given = os.environ.get("NUMBA_CACHE_DIR")
+    if not given and homes.of_the_system() and _is_ours(homes.CACHE):
+        return homes.CACHE
     home = Path(given) / "gadei-ps" if given else platformdirs.user_cache_path("gadei-ps")
-    try:
+    with contextlib.suppress(OSError):
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if home.stat().st_uid == os.getuid() and os.access(home, os.W_OK):
-            return home
+    return home if _is_ours(home) else _temporary()
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid() and os.access(path, os.W_OK)
     except OSError:
-        pass
-    return _temporary()
+        return False
 
 
 @functools.cache

@@ -18,8 +18,8 @@ REFUSED = 3
 """Exit code of a server that another build's job has been given to."""
 
 _PACKAGE = Path(__file__).parents[1]
-# The rooms whose code a server runs; a test compares them with what it imports. errors.py is left
-# out: the names and texts of errors do not touch a job's records.
+# The rooms whose code a server runs; a test compares them with what it imports. errors.py and
+# homes.py are left out: texts of errors and names of directories do not touch a job's records.
 _ROOMS = ("job", "kernels", "machine", "memory", "server", "sync")
 
 

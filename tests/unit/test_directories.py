@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from support.hostile import NOBODY
 
+from gadei_ps import homes
 from gadei_ps.commands import systemd
+from gadei_ps.commands.doctor import packages
 from gadei_ps.commands.units import Scope
 from gadei_ps.errors import ControlError
 from gadei_ps.job import config, paths
@@ -152,3 +154,20 @@ def test_checkpoints_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home: 
     assert config.state_directory() == Path("/var/lib/gadei-ps")
     monkeypatch.setenv("GADEI_PS_STATE_DIR", str(home))
     assert config.state_directory() == home
+
+
+def test_compiled_code_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """By the same rule; but only for the units' user, who alone may trust what lies there."""
+    unit = home / "var/cache/gadei-ps"
+    monkeypatch.setattr(homes, "CACHE", unit)
+    monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", "/run/gadei-ps/")
+    own = home / ".cache/gadei-ps"
+    assert cache.base() == own, "the units' directory is not there, and is not made"
+    unit.mkdir(parents=True)
+    assert cache.base() == unit
+    assert str(cache.directory()) in packages.numba()[1], "doctor shows it"
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(home))
+    assert cache.base() == home / "gadei-ps"
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    os.chown(unit, NOBODY, NOBODY)
+    assert cache.base() == own, "pickles of another user"
