@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from gadei_ps.machine import placement, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import JOB_NAME, check_job_name
 
+_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 LEAST_HANG_S = 0.5  # a server shows a sign of life ten times a second
 
 
@@ -228,12 +230,7 @@ def load(path: Path) -> JobConfig:
         raw = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    try:
-        values = tomllib.loads(raw.decode())
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: {error}") from None
+    values = _parsed(path, raw)
     values.setdefault("name", path.stem)
     check_job_name(str(values["name"]))
     if isinstance(values.get("weights"), str):
@@ -247,3 +244,24 @@ def load(path: Path) -> JobConfig:
         given = Path(checkpoint["directory"]).expanduser()
         checkpoint["directory"] = (path.parent / given).absolute()
     return from_mapping(values, str(path))
+
+
+def _parsed(path: Path, raw: bytes) -> dict[str, Any]:
+    """The values of a TOML file. Raises UsageError with the file, the line and the column."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{path}:{line}: not UTF-8 text; give a TOML file") from None
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise UsageError(f"{path}: nested too deeply; give a job file") from None
+    except ValueError as error:  # not only TOMLDecodeError: a number may have too many digits
+        found = _PLACE.fullmatch(str(error))
+        if found is None:
+            what, at = str(error).partition(";")[0], ""
+        else:
+            end = text.rstrip().count("\n") + 1
+            what, at = found[1], f":{found[2]}:{found[3]}" if found[2] else f":{end}"
+        raise UsageError(f"{path}{at}: {what}; correct it (https://toml.io)") from None

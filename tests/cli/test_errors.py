@@ -116,7 +116,7 @@ def test_unknown_job(cli: Cli, job_name: str, arguments: str) -> None:
         ("[optimizer]\nkind = 'newton'", "optimizer.kind: Input should be 'sgd'"),
         ("[optimizer]\nlr = nan", "optimizer: lr must be"),
         ("name = 'a b'", "job name 'a b'"),
-        ("slots = ", "Invalid value"),
+        ("shards = 1\nslots = ", "job.toml:2: Invalid value; correct it"),
         ("[[tensors]]\nname = 'w'\nshape = [0]", "shape"),
     ],
 )
@@ -150,7 +150,7 @@ def test_checkpoints_that_cannot_be_written(
 
 def test_job_file_that_is_not_text(cli: Cli) -> None:
     (cli.directory / "job.toml").write_bytes(b"name = '\xff'")
-    assert cli("serve", "job.toml").error == "job.toml: not UTF-8 text"
+    assert cli("serve", "job.toml").error == "job.toml:1: not UTF-8 text; give a TOML file"
 
 
 @pytest.mark.parametrize("command", ["serve {} --json", "run {} --json -- true"])

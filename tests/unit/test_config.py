@@ -111,6 +111,37 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load(write(tmp_path / "a b.toml", ""))
 
 
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ("slots = 2\nlr = \nname = 'x'", ":2:6: ", "Invalid value; correct"),
+        ("slots = 2\n[optimizer\nlr = 1", ":2:11: ", "Expected ']'"),
+        ("slots = 2\nslots = 3\n", ":2:10: ", "Cannot overwrite a value"),
+        ("\n\nsync = 'asp", ":3: ", 'Expected "\'"'),
+        ("slots = 1" + "0" * 5000, ": ", "limit"),
+        ("slots = " + "[" * 5000, ": ", "nested"),
+    ],
+    ids=["value", "table", "twice", "unclosed", "digits", "depth"],
+)
+def test_a_mistake_in_toml_is_named_by_its_place(
+    text: str, where: str, what: str, tmp_path: Path
+) -> None:
+    """As in the other files that users write: file, line, and column where it is known."""
+    path = write(tmp_path / "job.toml", text)
+    with pytest.raises(UsageError) as info:
+        load(path)
+    assert str(info.value).startswith(f"{path}{where}")
+    assert what in str(info.value)
+    assert "(at " not in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_text_that_is_not_utf_8_is_named_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"slots = 2\nname = '\xff'")
+    with pytest.raises(UsageError, match=r"job\.toml:2: not UTF-8 text; "):
+        load(tmp_path / "job.toml")
+
+
 @given(elements=st.integers(1, 10**7), shards=st.integers(0, layout.MAX_SHARDS))
 def test_shards_share_the_values(elements: int, shards: int) -> None:
     count = JobConfig(name="x", shards=shards).resolved_shards(elements)
