@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+# What stays so until a person changes something; all else may pass: space and descriptors come
+# back, and a disk may answer again.
+_LASTING: Final = frozenset(
+    (
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG),
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+        *(errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),
+    )
+)
+
+
+def is_lasting(error: OSError) -> bool:
+    """Whether another try would fail as well: then it is a mistake, with exit code 2."""
+    return error.errno in _LASTING
+
 
 class GadeiError(Exception):
     """Base of all errors that gadei-ps raises on purpose. `exit_code` is the command line's."""
@@ -58,6 +76,12 @@ class ControlError(GadeiError):
     """The watchdog refused a request, or does not answer."""
 
 
+class DirectoryMistake(ControlError):
+    """The runtime directory is none that can be used; another try would fail as well."""
+
+    exit_code = 2
+
+
 class ConnectionLost(ControlError):
     """The watchdog has gone away, perhaps to be replaced by another one."""
 
@@ -103,3 +127,12 @@ class NotSaved(GadeiError):
 
 class CheckpointError(GadeiError):
     """A checkpoint cannot be written, or is damaged or foreign."""
+
+    may_be_whole = False
+    """Whether it says nothing of the checkpoint itself: no older one takes its place then."""
+
+
+class CheckpointMistake(CheckpointError):
+    """Another try would fail as well: the checkpoint, its place or the job file must change."""
+
+    exit_code = 2

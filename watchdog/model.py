@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gadei_ps.errors import CheckpointError, ModelMismatch, UsageError
+from gadei_ps.errors import (
+    CheckpointError,
+    CheckpointMistake,
+    JobFailed,
+    ModelMismatch,
+    UsageError,
+    is_lasting,
+)
 from gadei_ps.job.config import JobConfig
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
@@ -24,15 +31,24 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
 
     Raises CheckpointError if the checkpoint cannot be used.
     """
-    snapshot = checkpoint.read(path) if path is not None else _newest(config, log)
-    if snapshot is None:
+    if path is not None:
+        snapshot: Snapshot | None = checkpoint.read(path)
+    else:
+        snapshot, path = _newest(config, log)
+    if snapshot is None or path is None:
         return None
+    check_fits(config, snapshot, path)
+    return First(snapshot.model, making.copied(snapshot.weights), snapshot)
+
+
+def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
+    """Raises CheckpointMistake if the job cannot go on from the checkpoint at `path`."""
     made_by = snapshot.config.get("optimizer")
     kind = made_by.get("kind") if isinstance(made_by, dict) else None
     if kind != config.optimizer.kind:
         # Slots and step count of one optimizer mean nothing to another.
-        raise CheckpointError(
-            f"the checkpoint is of optimizer {kind}, the job of {config.optimizer.kind}: "
+        raise CheckpointMistake(
+            f"{path}: the checkpoint is of optimizer {kind}, the job of {config.optimizer.kind}: "
             "begin anew (serve --fresh), or export the weights (gadei-ps export) and give them "
             "as `weights`"
         )
@@ -40,30 +56,33 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
         try:
             weights.check_same(snapshot.model, _tensors(config))
         except ModelMismatch as error:
-            raise CheckpointError(
-                f"the checkpoint is of another model: {error}; begin anew with serve --fresh, or "
-                "give the job file the tensors that it had"
+            raise CheckpointMistake(
+                f"{path}: the checkpoint is of another model: {error}; begin anew with serve "
+                "--fresh, or give the job file the tensors that it had"
             ) from None
-    return First(snapshot.model, making.copied(snapshot.weights), snapshot)
 
 
-def _newest(config: JobConfig, log: Any) -> Snapshot | None:
+def _newest(config: JobConfig, log: Any) -> tuple[Snapshot | None, Path | None]:
     directory = config.checkpoint_directory()
     snapshot, path, problems = checkpoint.newest(directory)
     for problem in problems:
-        log.error("a checkpoint cannot be used", problem=problem)
+        log.error("a checkpoint cannot be used", problem=str(problem))
     if problems and snapshot is None:
-        raise CheckpointError(
+        lasts = all(isinstance(one, CheckpointMistake) for one in problems)
+        raise (CheckpointMistake if lasts else CheckpointError)(
             f"{directory}: none of {counted(len(problems), 'checkpoint')} can be used; begin anew "
             "with serve --fresh, or put a whole one there"
         )
     if path is not None:
         log.warning("going on from a checkpoint", path=str(path))
-    return snapshot
+    return snapshot, path
 
 
 def configured(config: JobConfig) -> First | None:
-    """The model of the job file; None if the first learner brings it. Raises UsageError."""
+    """The model of the job file; None if the first learner brings it.
+
+    Raises UsageError, or JobFailed if its file cannot be read for now.
+    """
     if config.weights is not None:
         return _of_file(config, config.weights)
     if config.tensors:
@@ -80,9 +99,12 @@ def _of_file(config: JobConfig, path: Path) -> First:
     from safetensors.numpy import load_file
 
     try:
-        arrays = load_file(path)
+        with path.open("rb"):  # tells why not; the library's errors have no number
+            arrays = load_file(path)
     except Exception as error:
-        raise UsageError(f"{path}: {error}") from None
+        passes = isinstance(error, OSError) and error.errno and not is_lasting(error)
+        what = error.strerror if isinstance(error, OSError) and error.errno else error
+        raise (JobFailed if passes else UsageError)(f"{path}: {what}") from None
     missing = set(config.buffers) - arrays.keys()
     if missing:
         raise UsageError(f"{path} has no tensor {min(missing)!r} (buffers)")

@@ -1,8 +1,8 @@
 """How a command ends: exit codes, errors in one line, and JSON on stdout.
 
-0: done. 1: failed. 2: wrong usage. 3: a job was stopped, but is not saved. 4: the job was stopped
-meanwhile. 128 + N: ended by signal N, after cleaning up. A traceback is shown only if
-GADEI_PS_TRACEBACK is 1. With --json-log, the error on stderr is JSON as well.
+0: done. 1: failed. 2: a mistake; another try would fail as well. 3: a job was stopped, but is not
+saved. 4: the job was stopped meanwhile. 128 + N: ended by signal N, after cleaning up. A traceback
+is shown only if GADEI_PS_TRACEBACK is 1. With --json-log, the error on stderr is JSON as well.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import typer
 
 from gadei_ps.cli.options import Details, Json, JsonLog
 from gadei_ps.cli.outcome import print_json
-from gadei_ps.errors import JobFailed, NotSaved, UsageError
+from gadei_ps.errors import GadeiError, JobFailed, NotSaved, UsageError
 
 if TYPE_CHECKING:
     from gadei_ps.job.config import JobConfig
@@ -77,7 +77,7 @@ def serve(
         if finish:
             return _finish(file, name, options, keep_memory, as_json, notify)
         job = _load(file, name)
-    except UsageError as error:
+    except GadeiError as error:
         notify.failed(error)
         notify.close()
         raise

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.errors import CheckpointError, ControlError, JobNotFound, OtherVersion, UsageError
+from gadei_ps.errors import (
+    CheckpointError,
+    CheckpointMistake,
+    ControlError,
+    JobNotFound,
+    OtherVersion,
+    UsageError,
+)
 from gadei_ps.job import config, control, paths
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Status
@@ -58,18 +65,21 @@ def find(source: str, version: int | None = None) -> Saved:
         return Saved(path, checkpoint.read(path), job)
     if not path.is_dir():
         state = "" if job or "/" in source else " or set GADEI_PS_STATE_DIR as the job has it"
-        raise CheckpointError(f"{path}: no such directory; give a directory of checkpoints{state}")
+        raise CheckpointMistake(
+            f"{path}: no such directory; give a directory of checkpoints{state}"
+        )
     if version is not None:
         for one in checkpoint.found(path):
             if one.version == version:
                 return Saved(one.path, checkpoint.read(one.path), job)
         there = ", ".join(str(one.version) for one in checkpoint.found(path)[:8]) or "none"
-        raise CheckpointError(f"{path}: no checkpoint of version {version}; there are: {there}")
+        raise CheckpointMistake(f"{path}: no checkpoint of version {version}; there are: {there}")
     snapshot, newest, problems = checkpoint.newest(path)
     if snapshot is None or newest is None:
-        what = problems[0] if problems else f"{path}: there is no checkpoint in this directory"
-        raise CheckpointError(what)
-    return Saved(newest, snapshot, job, tuple(problems))
+        if problems:
+            raise problems[0]
+        raise CheckpointMistake(f"{path}: there is no checkpoint in this directory")
+    return Saved(newest, snapshot, job, tuple(map(str, problems)))
 
 
 def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]:

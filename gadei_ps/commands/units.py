@@ -73,9 +73,10 @@ TimeoutStopSec=90
 SuccessExitStatus=143
 Restart=on-failure
 RestartSec=500ms
-# Exit code 2 is a mistake in the job file, or memory that was made with another one or by another
-# build of gadei-ps: another start would fail as well. 3 is a stop without its last checkpoint:
-# another start would undo the stop. gadei-ps-end@.service tries to save the job once more.
+# Exit code 2 is a mistake in the job file or in the directory of its checkpoints, or memory that
+# was made with another file or by another build of gadei-ps: another start would fail as well. 3 is
+# a stop without its last checkpoint: another start would undo the stop. gadei-ps-end@.service tries
+# to save the job once more.
 RestartPreventExitStatus=2 3
 
 # Signals go to the watchdog only. It ends the servers and the learners that it has started. If it

@@ -13,7 +13,7 @@ import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gadei_ps import homes, sync
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import JobFailed, UsageError, is_lasting
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.machine import placement, process
 from gadei_ps.memory import layout
@@ -225,11 +225,16 @@ def check_room(model: sync.SyncModel) -> None:
 
 
 def load(path: Path) -> JobConfig:
-    """Reads a job file. Its name defaults to the file's."""
+    """Reads a job file. Its name defaults to the file's.
+
+    Raises UsageError, or JobFailed if it cannot be read for now.
+    """
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        raise (UsageError if is_lasting(error) else JobFailed)(
+            f"{path}: {error.strerror}"
+        ) from None
     values = _parsed(path, raw)
     values.setdefault("name", path.stem)
     check_job_name(str(values["name"]))

@@ -9,7 +9,7 @@ import re
 import stat
 from pathlib import Path
 
-from gadei_ps.errors import ControlError, NotOurs
+from gadei_ps.errors import ControlError, DirectoryMistake, NotOurs, is_lasting
 from gadei_ps.machine import own
 
 # A socket's name while it is made: the kernel goes on telling this one.
@@ -33,7 +33,7 @@ def directory() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        raise ControlError(
+        raise (DirectoryMistake if is_lasting(error) else ControlError)(
             f"{path}: {error.strerror}; set GADEI_PS_RUNTIME_DIR to a directory you may write"
         ) from None
     named = bool(given)
@@ -44,7 +44,7 @@ def directory() -> Path:
         or strange
         or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     ):
-        raise ControlError(
+        raise DirectoryMistake(
             f"{path} is not a directory that only you may write (owner {user(status.st_uid)}, mode "
             f"{stat.S_IMODE(status.st_mode):04o}): {_advice(path, status, named=named)}"
         )
@@ -52,14 +52,14 @@ def directory() -> Path:
 
 
 def _default() -> Path:
-    """The directory if none is named. Raises ControlError."""
+    """The directory if none is named. Raises DirectoryMistake."""
     session = os.environ.get("XDG_RUNTIME_DIR")
     uid = os.getuid()
     if session:
         with contextlib.suppress(FileNotFoundError):
             whose = Path(session).stat().st_uid
             if whose not in (0, uid):  # as after su: our files would be in that user's way
-                raise ControlError(
+                raise DirectoryMistake(
                     f"XDG_RUNTIME_DIR={session} belongs to user {user(whose)}: unset it, or, to "
                     f"see that user's jobs, set GADEI_PS_RUNTIME_DIR={session}/gadei-ps"
                 )
@@ -75,11 +75,11 @@ def _default() -> Path:
 
 
 def _check_before_making(path: Path) -> None:
-    """Raises ControlError for root where another user's first job is to make the directory."""
+    """Raises DirectoryMistake for root where another user's first job is to make the directory."""
     there = next(one for one in path.absolute().parents if one.exists())
     whose = there.stat().st_uid
     if os.getuid() == 0 and whose != 0:
-        raise ControlError(
+        raise DirectoryMistake(
             f"{path}: there is no such directory, so user {user(whose)} has no job there; look at "
             "GADEI_PS_RUNTIME_DIR"
         )
@@ -105,10 +105,10 @@ def owner() -> int:
 
 
 def check_own() -> None:
-    """Raises ControlError for root in another user's directory: it would leave its own files."""
+    """Raises DirectoryMistake for root in another user's directory: it would leave files there."""
     if owner() != os.getuid():
         name = user(owner())
-        raise ControlError(
+        raise DirectoryMistake(
             f"{directory()} belongs to user {name}: run the command as that user "
             f"(sudo -u {name} env GADEI_PS_RUNTIME_DIR={directory()} gadei-ps ...)"
         )

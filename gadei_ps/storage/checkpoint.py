@@ -208,10 +208,11 @@ def _locked(directory: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
+            except BlockingIOError as error:
                 if time.monotonic() > until:
                     what = "no checkpoint written (another process is writing one)"
-                    raise files.failure(directory, what, "give each job its directory") from None
+                    remedy = "give each job its directory"
+                    raise files.failure(directory, what, remedy, error) from None
                 time.sleep(0.02)
         try:
             yield
@@ -235,7 +236,7 @@ def found(directory: Path) -> list[Found]:
         return []
     except OSError as error:
         what = f"cannot be read ({files.reason(error)})"
-        raise files.failure(directory, what, "name a directory of checkpoints") from None
+        raise files.failure(directory, what, "name a directory of checkpoints", error) from None
     ranked = sorted(((rank, path) for path in paths if (rank := _rank(path))), reverse=True)
     return [Found(path, rank[0]) for rank, path in ranked]
 
@@ -246,13 +247,14 @@ def _rank(path: Path) -> tuple[int, int] | None:
     return (int(name[1]), int(name[2] or 1)) if name else None
 
 
-def newest(directory: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
-    """The newest checkpoint that is whole, its path, and a line for each newer one that is not.
+def newest(directory: Path) -> tuple[Snapshot | None, Path | None, list[CheckpointError]]:
+    """The newest checkpoint that is whole, its path, and what is wrong with each newer one.
 
-    Raises CheckpointError if the directory cannot be read.
+    Raises CheckpointError if the directory cannot be read, or if a checkpoint that may be whole
+    cannot be: an older one would lose what it has.
     """
     tried: set[Path] = set()
-    problems: list[str] = []
+    problems: list[CheckpointError] = []
     # Listed anew after each failure: a writer may have replaced this one by a newer.
     while fresh := [one.path for one in found(directory) if one.path not in tried]:
         path = fresh[0]
@@ -260,8 +262,10 @@ def newest(directory: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
         try:
             return read(path), path, problems
         except CheckpointError as error:
+            if error.may_be_whole:
+                raise
             if path.exists():
-                problems.append(str(error))
+                problems.append(error)
     return None, None, problems
 
 

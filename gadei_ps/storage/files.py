@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from gadei_ps.errors import CheckpointError
+from gadei_ps.errors import CheckpointError, CheckpointMistake, is_lasting
 from gadei_ps.show.counts import counted
 
 _BLOCK: Final = 4 << 20  # bytes hashed and written at once
@@ -30,6 +30,10 @@ _MOST_TEXT: Final = 100 << 20  # bytes of a manifest or a header; the library's 
 _CODES: Final = {np.dtype(np.float32): "F32", np.dtype(np.uint64): "U64"}
 _RESERVED: Final = "__metadata__"
 ANOTHER: Final = "use another checkpoint"
+# These say something of this process, and not of the file.
+_NOT_THE_FILES: Final = frozenset(
+    (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+)
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _EXCHANGE = "renameat2"
 _AT_FDCWD: Final = -100
@@ -293,7 +297,11 @@ def opened(path: Path) -> Iterator[File]:
             yield File(raw)
     except OSError as error:
         what = "missing" if error.errno == errno.ENOENT else f"cannot be read ({reason(error)})"
-        raise failure(path, what, ANOTHER) from None
+        forbidden = error.errno in (errno.EACCES, errno.EPERM)
+        remedy = "make it readable for the job's user" if forbidden else ANOTHER
+        failed = failure(path, what, remedy, error)
+        failed.may_be_whole = error.errno in _NOT_THE_FILES
+        raise failed from None
 
 
 @contextlib.contextmanager
@@ -331,11 +339,13 @@ def unwritten(path: Path, what: str, error: OSError) -> CheckpointError:
         remedy = "raise the limit of file sizes (ulimit -f)"
     elif error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "raise the limit of open files (ulimit -n)"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    elif error.errno == errno.EROFS:
+        remedy = "make it writable (of a unit: ReadWritePaths= in a drop-in) or name another place"
+    elif error.errno in (errno.EACCES, errno.EPERM):
         remedy = "make it writable or name another place"
     else:
         remedy = "name another place"
-    return failure(path, f"{what} ({reason(error)})", remedy)
+    return failure(path, f"{what} ({reason(error)})", remedy, error)
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
@@ -343,6 +353,7 @@ def damaged(path: Path, what: str) -> CheckpointError:
     return failure(path, f"damaged ({what})", ANOTHER)
 
 
-def failure(path: Path, what: str, remedy: str) -> CheckpointError:
-    """One line, whatever stands in it."""
-    return CheckpointError(" ".join(f"{path}: {what}; {remedy}".split()))
+def failure(path: Path, what: str, remedy: str, error: OSError | None = None) -> CheckpointError:
+    """One line, whatever stands in it. CheckpointMistake, unless the error may pass by itself."""
+    kind = CheckpointMistake if error is None or is_lasting(error) else CheckpointError
+    return kind(" ".join(f"{path}: {what}; {remedy}".split()))

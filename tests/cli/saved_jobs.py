@@ -62,9 +62,12 @@ def again(cli: Cli, job: str, *options: str) -> Running:
 
 
 def refused(cli: Cli, job: str) -> str:
-    """The error of serving the job file. Checks that nothing of the job is left."""
+    """The error of serving the job file. Checks that nothing of the job is left.
+
+    The exit code is the one after which no unit starts it again.
+    """
     done = cli("serve", f"{job}.toml")
-    assert done.code == 1, done
+    assert done.code == 2, done
     assert not support.segments(job)
     line = done.err.splitlines()[-1]
     assert line.startswith("gadei-ps: ")

@@ -134,15 +134,18 @@ def test_job_file_of_another_name(cli: Cli) -> None:
     assert "mine.toml: it is of job 'yours', and job 'mine' was asked for" in result.error
 
 
-@pytest.mark.parametrize(("place", "why"), [("job.toml/kept", "Not a directory"), ("/proc/x", "")])
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [("job.toml/kept", "Not a directory"), ("job.toml", "Not a directory"), ("/proc/x", "")],
+)
 def test_checkpoints_that_cannot_be_written(
     place: str, why: str, cli: Cli, job_name: str, compiled: None
 ) -> None:
-    """Said at the start, and not when the first one is made."""
+    """Said at the start, and not when the first one is made; and no unit starts it again."""
     text = f"name = '{job_name}'\n[checkpoint]\ndirectory = '{place}'\n"
     (cli.directory / "job.toml").write_text(text)
     result = cli("serve", "job.toml")
-    assert result.code == 1
+    assert result.code == 2
     assert f"{place}: cannot be written" in result.error
     assert why in result.error
     assert not segments(job_name)
@@ -215,7 +218,7 @@ def test_no_permission(cli: Cli, job_name: str) -> None:
 def test_runtime_directory_of_others(cli: Cli, job_name: str) -> None:
     cli.directory.chmod(0o777)
     result = cli("status", job_name, "--json", GADEI_PS_RUNTIME_DIR=str(cli.directory))
-    assert result.code == 1
+    assert result.code == 2
     assert "not a directory that only you may write" in result.json["error"]
 
 

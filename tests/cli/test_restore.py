@@ -57,7 +57,7 @@ def test_damaged_ones_are_named_and_passed_over(dead: str, cli: Cli) -> None:
     (middle / "manifest.json").write_bytes(b"{}")
     (oldest / "SHA256SUMS").unlink()
     failed = cli("serve", f"{dead}.toml")
-    assert failed.code == 1
+    assert failed.code == 2
     for path in (newest, middle, oldest):
         assert f"{path}/" in failed.err, "each is named"
     last = failed.err.splitlines()[-1]

@@ -97,8 +97,8 @@ def test_the_one_before_is_used(tmp_path: Path) -> None:
     assert snapshot is not None
     same(snapshot, one(2))
     assert len(problems) == 2
-    assert "checkpoint-000000000004/weights.safetensors: damaged" in problems[0]
-    assert "checkpoint-000000000003/SHA256SUMS: missing" in problems[1]
+    assert "checkpoint-000000000004/weights.safetensors: damaged" in str(problems[0])
+    assert "checkpoint-000000000003/SHA256SUMS: missing" in str(problems[1])
     write(tmp_path, one(3), keep=1)
     assert names(tmp_path) == ["checkpoint-000000000003.2", "superseded-checkpoint-000000000004"]
 

@@ -6,6 +6,8 @@ Real files, real SIGKILLs, a file system that is really full.
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import itertools
 import os
 import random
@@ -24,10 +26,11 @@ import pytest
 import support
 from support.snapshots import names, one, same, sha256sum
 
-from gadei_ps.errors import CheckpointError
+from gadei_ps.errors import CheckpointError, CheckpointMistake
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.storage.checkpoint import found, newest, read, write
+from gadei_ps.storage import files
+from gadei_ps.storage.checkpoint import check, found, newest, read, write
 from gadei_ps.storage.export import export
 
 # -- kills ----------------------------------------------------------------------------------------
@@ -155,6 +158,7 @@ def test_a_full_disk(mount: Callable[[str], Path]) -> None:
         f"{directory}: no checkpoint written (No space left on device); "
         "free some space or name another place"
     )
+    assert info.value.exit_code == 1, "space may come back: a service manager tries again"
     kept(directory, before)
     shutil.rmtree(directory / before[0])
     (directory / ".tmp-1-dead").write_bytes(bytes(5 << 20))  # swept, or there is no room
@@ -179,7 +183,7 @@ def test_a_read_only_file_system(mount: Callable[[str], Path]) -> None:
     write(directory, one(1, BIG), keep=1)
     before = names(directory)
     mount("remount,ro")
-    with pytest.raises(CheckpointError, match="Read-only file system"):
+    with pytest.raises(CheckpointMistake, match=r"Read-only file system.*ReadWritePaths"):
         write(directory, one(2, BIG), keep=1)
     kept(directory, before)
     with pytest.raises(CheckpointError, match="Read-only file system"):
@@ -213,12 +217,13 @@ def _as_nobody(pipe: Connection, directory: Path) -> None:
         lambda: write(directory / "new", one(2, BIG), keep=1),
         lambda: export(one(2, BIG), directory / "x.npz"),
         lambda: found(directory / "closed"),
+        lambda: newest(directory),
     ]
     for attempt in attempts:
         try:
             attempt()
             said.append("done")
-        except CheckpointError as error:
+        except CheckpointMistake as error:
             said.append(str(error))
     pipe.send(said)
 
@@ -231,15 +236,19 @@ def test_no_permission() -> None:
         write(directory, one(1, BIG), keep=1)
         before = names(directory)
         (directory / "closed").mkdir(mode=0)
+        write(directory, one(3, BIG), keep=2)
+        closed = found(directory)[0].path
+        (closed / "SHA256SUMS").chmod(0)  # whole, but not for us: not to be passed over
         directory.chmod(0o555)
         with support.fork(1, _as_nobody, directory) as (child,):
             said = child.receive()
-        assert len(said) == 4
+        assert len(said) == 5
         for line in said:
             assert "Permission denied" in line
             assert "\n" not in line
         directory.chmod(0o755)
         (directory / "closed").rmdir()
+        shutil.rmtree(closed)
         kept(directory, before)
     finally:
         shutil.rmtree(base)
@@ -248,12 +257,45 @@ def test_no_permission() -> None:
 def test_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(CheckpointError, match="Not a directory"):
+        with pytest.raises(CheckpointMistake, match="Not a directory"):
             write(directory, one(1), keep=1)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="File exists"):
+    with pytest.raises(CheckpointMistake, match="File exists"):
         write(tmp_path / "link", one(1), keep=1)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("number", "lasts"),
+    [
+        *((one, True) for one in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.ELOOP)),
+        *((one, False) for one in (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)),
+        *((one, False) for one in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)),
+    ],
+)
+def test_mistakes_and_what_may_pass(
+    number: int, lasts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where checkpoints are written and where they are read; only mistakes are for a person."""
+    write(tmp_path, one(1), keep=2)
+    write(tmp_path, one(2), keep=2)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    kind = CheckpointMistake if lasts else CheckpointError
+    with monkeypatch.context() as failing:
+        failing.setattr(files, "sync", fail)
+        with pytest.raises(CheckpointError) as wrote:
+            check(tmp_path / "new")
+    monkeypatch.setattr(io, "FileIO", fail)
+    if number in (errno.EACCES, errno.EMFILE, errno.ENOMEM):  # it says nothing of the file
+        with pytest.raises(CheckpointError) as found_:
+            newest(tmp_path)
+        assert type(found_.value) is kind
+    else:
+        assert len(newest(tmp_path)[2]) == 2, "an older one may do"
+    assert type(wrote.value) is kind
 
 
 def test_an_old_one_that_cannot_be_removed(mount: Callable[[str], Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import JobFailed, UsageError
 from gadei_ps.job import config
 from gadei_ps.job.config import JobConfig, from_mapping, load
 from gadei_ps.kernels.optimizers import Kind, Schedule
 from gadei_ps.memory import layout
+from gadei_ps.watchdog.model import configured
 
 
 def write(path: Path, text: str) -> Path:
@@ -109,6 +111,30 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path / "bad.toml")
     with pytest.raises(UsageError, match="job name"):
         load(write(tmp_path / "a b.toml", ""))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
+def test_a_file_that_cannot_be_read_for_now(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not the file's mistake: a service manager tries again."""
+    path = write(tmp_path / "job.toml", "")
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    job = JobConfig(name="job", weights=path)
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "read_bytes", fail)
+        failing.setattr(Path, "open", fail)
+        with pytest.raises(JobFailed, match=os.strerror(number)):
+            load(path)
+        with pytest.raises(JobFailed, match=os.strerror(number)):
+            configured(job)
+    with pytest.raises(UsageError, match=str(path)):
+        configured(job)
+    with pytest.raises(UsageError, match="No such file"):
+        configured(JobConfig(name="job", weights=tmp_path / "none"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gadei_ps import homes
 from gadei_ps.commands import systemd
 from gadei_ps.commands.doctor import packages
 from gadei_ps.commands.units import Scope
-from gadei_ps.errors import ControlError
+from gadei_ps.errors import DirectoryMistake
 from gadei_ps.job import config, paths
 from gadei_ps.kernels import cache
 
@@ -73,7 +73,7 @@ def test_the_runtime_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getuid", lambda: 12345678)
         patch.setattr(Path, "mkdir", lambda path, **how: None)  # not in the real /tmp
-        with pytest.raises(ControlError, match="/tmp/gadei-ps-12345678"):
+        with pytest.raises(DirectoryMistake, match="/tmp/gadei-ps-12345678"):
             paths.directory()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
     assert paths.directory() == home / "gadei-ps"
@@ -112,11 +112,13 @@ def test_root_where_run_cannot_be_written(roots: Path, home: Path) -> None:
     assert paths.directory() == home / "gadei-ps-0"
     paths.directory().rmdir()
     occupied = _of_nobody(home / "gadei-ps-0")
-    with pytest.raises(ControlError, match=r"not a directory that only you .* to see the jobs of"):
+    with pytest.raises(
+        DirectoryMistake, match=r"not a directory that only you .* to see the jobs of"
+    ):
         paths.directory()
     roots.parent.mkdir()
     _of_nobody(roots)
-    with pytest.raises(ControlError, match=f"{occupied} is not a directory"):
+    with pytest.raises(DirectoryMistake, match=f"{occupied} is not a directory"):
         paths.directory()
 
 
@@ -125,16 +127,16 @@ def test_root_and_the_session_of_another_user(
 ) -> None:
     session = _of_nobody(home / "session")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
-    with pytest.raises(ControlError, match=f"set GADEI_PS_RUNTIME_DIR={session}/gadei-ps"):
+    with pytest.raises(DirectoryMistake, match=f"set GADEI_PS_RUNTIME_DIR={session}/gadei-ps"):
         paths.directory()
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", f"{session}/gadei-ps")
-    with pytest.raises(ControlError, match="there is no such directory, so user "):
+    with pytest.raises(DirectoryMistake, match="there is no such directory, so user "):
         paths.directory()
     assert not list(session.iterdir()), "it would be in that user's way"
     _of_nobody(session / "gadei-ps")
     assert paths.directory() == session / "gadei-ps"
     assert paths.owner() == NOBODY
-    with pytest.raises(ControlError, match="sudo -u"):
+    with pytest.raises(DirectoryMistake, match="sudo -u"):
         paths.check_own()
 
 
@@ -143,7 +145,7 @@ def test_a_user_whose_directory_another_one_has_made(
 ) -> None:
     _of_nobody(home / "gadei-ps-1234")
     monkeypatch.setattr(os, "getuid", lambda: 1234)
-    with pytest.raises(ControlError) as said:
+    with pytest.raises(DirectoryMistake) as said:
         paths.directory()
     assert str(said.value).endswith("): set GADEI_PS_RUNTIME_DIR to a directory of your own")
 
