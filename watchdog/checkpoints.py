@@ -17,7 +17,7 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError
 from gadei_ps.machine import cgroups, process
-from gadei_ps.memory.layout import CONTROL
+from gadei_ps.memory.layout import CONTROL, Phase
 from gadei_ps.watchdog.liveness import progress
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.saver import MOVED, Task, task_line
@@ -169,7 +169,9 @@ class Checkpoints:
         else:
             control["checkpoint_failures"] += 1
             self._failed_at = time.monotonic()
-            self.log.error("no checkpoint; training goes on", reason=outcome["error"])
+            ends = int(control["phase"]) == Phase.DRAINING
+            rest = "the job is stopping" if ends else "training goes on"
+            self.log.error(f"no checkpoint; {rest}", reason=outcome["error"])
         self.last = outcome | {"time": time.time()}
         heard, self._heard = self._heard, []
         for one in heard:

@@ -7,7 +7,8 @@ import os
 import signal
 
 from gadei_ps import _native
-from gadei_ps.errors import JobInUse, SegmentError
+from gadei_ps.errors import JobDiffers, JobInUse, SegmentError
+from gadei_ps.job import service
 from gadei_ps.machine import own, process
 from gadei_ps.memory import holds, layout, segment
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
@@ -96,6 +97,20 @@ def _tell_learners(job: str) -> None:
             # In this order: a learner that sees the stop also sees the reason.
             control.view(layout.CONTROL)["phase"] = Phase.FAILED
             _native.store32(control.word(layout.CONTROL, "stop"), Stop.CLOSED)
+
+
+def differs(job: str, how: str, remedy: str) -> JobDiffers:
+    """For memory that this watchdog cannot use. remedy: what to do where no unit ends the job."""
+    unit = service.here(job)
+    if service.runs_in(job, watchdog=True):
+        remedy = (
+            f"{unit.end} ends it, with its last checkpoint if it can; "
+            f"{unit.systemctl('status', unit.end)} tells, and {unit.systemctl('start')} begins anew"
+        )
+    elif service.runs_in(job):
+        drop = service.command(job, f"gc {job}")
+        remedy = f"save it with its own gadei-ps (serve --finish), or drop it with {drop}"
+    return JobDiffers(f"job {job!r} {how}: {remedy}")
 
 
 def name_taken(why: str) -> JobInUse:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageError
-from gadei_ps.job import paths
+from gadei_ps.job import paths, service
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import interrupts, log
 from gadei_ps.memory import segment
@@ -45,7 +45,7 @@ def finish(job: str, file: JobConfig | UsageError, options: Options, notify: Not
         if done.interrupted:
             raise JobFailed(
                 f"the end of job {job!r} was interrupted before its last checkpoint; its memory "
-                "stays: repeat it, or continue with gadei-ps serve"
+                f"stays: repeat it, or continue with {service.serve(job)}"
             )
         return done.code
     except BaseException as error:
@@ -76,7 +76,7 @@ def _clear(job: str, why: UsageError) -> None:
             raise UsageError(
                 f"job {job!r} is in memory, but neither its memory nor its job file tells how it "
                 f"ends: its servers are ended and its memory stays; mend the file and repeat, or "
-                f"drop it with gadei-ps gc {job} ({why})"
+                f"drop it with {service.command(job, f'gc {job}')} ({why})"
             )
         clear_dead(job)
         remove_dead(paths.socket_path(job))

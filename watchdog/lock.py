@@ -7,7 +7,7 @@ import fcntl
 import os
 
 from gadei_ps.errors import JobInUse
-from gadei_ps.job import paths
+from gadei_ps.job import paths, service
 
 
 class NameLock:
@@ -25,7 +25,7 @@ class NameLock:
                 os.close(self._fd)
                 raise JobInUse(
                     f"job {job!r} is running already; choose another name, or stop "
-                    f"it: gadei-ps stop {job}"
+                    f"it: {service.command(job, f'stop {job}')}"
                 ) from None
             # The holder before us may have removed the file since we opened it.
             with contextlib.suppress(FileNotFoundError):

@@ -27,7 +27,6 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import (
-    JobDiffers,
     JobInUse,
     NoSharedMemory,
     NotOurs,
@@ -48,9 +47,10 @@ from gadei_ps.memory.weights import Model
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
 from gadei_ps.watchdog import elsewhere, making, recorded, settings
-from gadei_ps.watchdog.dead import name_taken
+from gadei_ps.watchdog.dead import differs, name_taken
 from gadei_ps.watchdog.making import First
 
+OWN_FILE = "serve it with the job file that it had, or drop it with serve --fresh"
 OWN_BUILD = "serve it with its own gadei-ps, or drop it with serve --fresh"
 
 
@@ -171,8 +171,8 @@ class JobMemory:
                 writable=True,
             )
         except OtherVersion as error:
-            raise JobDiffers(
-                f"job {self.config.name!r} is still in memory, {error.what}: {OWN_BUILD}"
+            raise differs(
+                self.config.name, f"is still in memory, {error.what}", OWN_BUILD
             ) from None
         except (FileNotFoundError, SegmentError):
             return False  # half made, or damaged
@@ -188,13 +188,12 @@ class JobMemory:
             return False
         other = build.server_difference(int(control["server_build"]))
         if other is not None:
-            raise JobDiffers(f"job {self.config.name!r} is still in memory, {other}: {OWN_BUILD}")
+            raise differs(self.config.name, f"is still in memory, {other}", OWN_BUILD)
         had = dict(zip(settings.ADOPTED, control["config"].tolist(), strict=False))
         changed = [name for name, one in settings.digests(self.config).items() if had[name] != one]
         if changed and not is_own:  # only a reload that was under way can differ then
-            raise JobDiffers(
-                f"job {self.config.name!r} is still in memory, with another {', '.join(changed)}: "
-                "serve it with the job file that it had, or drop it with serve --fresh"
+            raise differs(
+                self.config.name, f"is still in memory, with another {', '.join(changed)}", OWN_FILE
             )
         self.job_id = control["header"]["job_id"].tobytes()
         try:

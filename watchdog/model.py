@@ -49,16 +49,16 @@ def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
         # Slots and step count of one optimizer mean nothing to another.
         raise CheckpointMistake(
             f"{path}: the checkpoint is of optimizer {kind}, the job of {config.optimizer.kind}: "
-            "begin anew (serve --fresh), or export the weights (gadei-ps export) and give them "
-            "as `weights`"
+            "begin anew (serve --fresh, or move the checkpoints away), or export the weights "
+            "(gadei-ps export) and give them as `weights`"
         )
     if config.tensors:
         try:
             weights.check_same(snapshot.model, _tensors(config))
         except ModelMismatch as error:
             raise CheckpointMistake(
-                f"{path}: the checkpoint is of another model: {error}; begin anew with serve "
-                "--fresh, or give the job file the tensors that it had"
+                f"{path}: the checkpoint is of another model: {error}; begin anew (serve "
+                "--fresh, or move the checkpoints away), or give the job file the tensors that it had"
             ) from None
 
 
@@ -71,7 +71,7 @@ def _newest(config: JobConfig, log: Any) -> tuple[Snapshot | None, Path | None]:
         lasts = all(isinstance(one, CheckpointMistake) for one in problems)
         raise (CheckpointMistake if lasts else CheckpointError)(
             f"{directory}: none of {counted(len(problems), 'checkpoint')} can be used; begin anew "
-            "with serve --fresh, or put a whole one there"
+            "(serve --fresh, or move them away), or put a whole one there"
         )
     if path is not None:
         log.warning("going on from a checkpoint", path=str(path))

@@ -22,6 +22,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, JobStopped
+from gadei_ps.job import service
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.watchdog.checkpoints import Checkpoints
@@ -145,15 +146,32 @@ class Stopping:
         self._saved = True
         self.problem = outcome.get("error", "")
 
+    def done(self) -> str:
+        """What a stop tells that has done all it was to do."""
+        control = self._control
+        saved = (
+            f"the newest checkpoint has version {int(control['checkpoint_version'])}"
+            if int(control["checkpoints"])
+            else "there is no checkpoint"
+        )
+        return f"stopped at version {int(control['version'])}; {saved}"
+
     def report(self) -> str:
         """What a stop without its last checkpoint tells."""
         job = self.memory.config.name
-        rest = (
-            "its segments have lost their names, so what came after is gone"
-            if self.memory.unnamed
-            else "what it has learned stays in memory: go on with gadei-ps serve, or drop it with "
-            f"gadei-ps gc {job}"
-        )
+        if self.memory.unnamed:
+            rest = "its segments have lost their names, so what came after is gone"
+        elif service.runs_in(job, watchdog=True):
+            end = service.here(job).end
+            rest = (
+                f"{end} tries once more to save what is in memory: "
+                f"{service.here(job).systemctl('status', end)} tells whether it has"
+            )
+        else:
+            rest = (
+                "what it has learned stays in memory: go on with "
+                f"{service.serve(job)}, or drop it with {service.command(job, f'gc {job}')}"
+            )
         what = f"its last checkpoint failed: {self.problem}" if self._saving else self.problem
         return (
             f"job {job!r} has stopped at version {int(self._control['version'])}, but {what}; the "

@@ -24,7 +24,7 @@ import numpy as np
 
 from gadei_ps import _native, sync
 from gadei_ps.errors import GadeiError, JobFailed, JobStopped, NotSaved
-from gadei_ps.job import modes, paths
+from gadei_ps.job import modes, paths, service
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import cgroups, log, process
 from gadei_ps.memory import layout
@@ -49,6 +49,7 @@ from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.sockets import remove_dead
 from gadei_ps.watchdog.stopping import Stopping
+from gadei_ps.watchdog.wanted import Wanted
 
 TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
@@ -98,6 +99,7 @@ class Supervisor:
         self.signalled = False
         self._slow_at = 0.0
         self._kills = cgroups.Kills()
+        self._wanted = Wanted(config.name, self._log)
         self._rate = (0.0, 0)
 
     @property
@@ -160,6 +162,7 @@ class Supervisor:
                 self._log.warning("removed a dead job's segment", segment=name[1:])
             if self.options.finish:
                 remove_dead(paths.socket_path(self.config.name))
+                self._notify.status("nothing of the job was left to be ended")
                 raise JobStopped("nothing of the job is left to be ended")
             self.memory.create_control(sync.parse(self.config.sync))
             self._control["temporary"] = not self.options.resume
@@ -182,6 +185,7 @@ class Supervisor:
             self._learners = JobLearners(self.config.learners, self.memory, str(path), self._log)
             if self.memory.adopted:
                 self._learners.adopt()
+        self._wanted.look()  # before units of learners that wait for this one
         self._notify.ready()
         self._log.info(
             "adopted" if self.memory.adopted else "ready",
@@ -295,16 +299,15 @@ class Supervisor:
                 self._log.error("the job has failed", reason=self._failed)
                 self._notify.failed(self._failed)
                 if self._stays and not self.memory.names_lost():
-                    self._log.error(
-                        "its memory stays: continue with gadei-ps serve, or drop it with "
-                        f"gadei-ps gc {self.config.name}"
-                    )
+                    self._log.error(f"its memory stays: {self._way_on}")
                 return 1
             if self._stopping.begun and self._stopping.over(now):
-                if self._stopping.problem:
-                    self._log.error("stopped", reason=self._stopping.report())
-                    self._notify.failed(self._stopping.report())
-                return NotSaved.exit_code if self._stopping.problem else 0
+                if not self._stopping.problem:
+                    self._notify.status(self._stopping.done())
+                    return 0
+                self._log.error("stopped", reason=self._stopping.report())
+                self._notify.failed(self._stopping.report())
+                return NotSaved.exit_code
             if now >= self._slow_at:
                 self._slow_at = now + SLOW_TICK_S
                 self._look_around(now)
@@ -323,14 +326,18 @@ class Supervisor:
         lost = self.memory.names_lost()
         if lost and not self.memory.unnamed:
             self.memory.unnamed = True
+            unit = service.of(self.config.name)
+            again = unit.systemctl("restart") if unit else "gadei-ps serve"
             self._log.error(
                 "segments have lost their names: what runs goes on, but no learner or server can "
-                "be added; stop the job, and serve it again from its last checkpoint. Did logind "
-                "remove them (RemoveIPC)? gadei-ps doctor tells",
+                f"be added; stop the job, and serve it again from its last checkpoint ({again}). "
+                "Did logind remove them (RemoveIPC)? gadei-ps doctor tells",
                 segment=lost[0][1:],
             )
         if killed := self._kills.told():
             self._log.error("a process of this control group is dead", reason=killed)
+        if not self._stopping.begun:
+            self._wanted.look()
         self._tell_status(now)
 
     def _is_idle(self) -> bool:
@@ -351,8 +358,19 @@ class Supervisor:
         self._rate = (now, version)
         rate = (version - before) / (now - since) if since else 0.0
         learners = counted(len(self._roster.rows), "learner")
-        lost = "; segments have lost their names: stop the job" if self.memory.unnamed else ""
-        self._notify.status(f"{learners}, version {version}, {rate:.0f}/s{lost}")
+        told = [f"{learners}, version {version}, {rate:.0f}/s", self._wanted.problem]
+        if self.memory.unnamed:
+            told.append("segments have lost their names: stop the job")
+        self._notify.status("; ".join(filter(None, told)))
+
+    @property
+    def _way_on(self) -> str:
+        """What becomes of the memory of a job that has failed."""
+        name = self.config.name
+        if service.runs_in(name, watchdog=True):
+            return f"systemd starts the job again, or {service.here(name).end} ends it"
+        drop = service.command(name, f"gc {name}")
+        return f"continue with {service.serve(name)}, or drop it with {drop}"
 
     @property
     def _stays(self) -> bool:

@@ -63,6 +63,8 @@ Type=notify
 NotifyAccess=main
 TimeoutStartSec=210
 WatchdogSec=30
+# Messages then advise commands that fit a unit, and the file for learners' units is looked after.
+Environment=GADEI_PS_UNIT=%n
 ExecStart=$program serve --json-log --name %i %E/gadei-ps/%i.toml
 # What may change while the job runs: the rate, times of checkpoints, limits.
 ExecReload=$program reload --name %i %E/gadei-ps/%i.toml
@@ -111,7 +113,8 @@ StopWhenUnneeded=yes
 [Service]
 Type=oneshot
 RemainAfterExit=yes
-# The file is for gadei-ps-learner@%i.service.
+Environment=GADEI_PS_UNIT=%n
+# The file is for gadei-ps-learner@%i.service. While the job runs, its watchdog looks after it.
 ExecStart=-/bin/touch %t/gadei-ps/%i.wanted
 ExecStop=-/bin/rm -f %t/gadei-ps/%i.wanted
 ExecStop=$program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
@@ -165,6 +168,7 @@ Before=shutdown.target
 
 [Service]
 Type=exec
+Environment=GADEI_PS_UNIT=%n
 Environment=LEARNERS=1
 EnvironmentFile=%E/gadei-ps/%i.learner
 # A path instead of the job's name: learners join the job, and start none if it is not there.

@@ -110,8 +110,14 @@ def check_own() -> None:
         name = user(owner())
         raise DirectoryMistake(
             f"{directory()} belongs to user {name}: run the command as that user "
-            f"(sudo -u {name} env GADEI_PS_RUNTIME_DIR={directory()} gadei-ps ...)"
+            f"({as_owner('...')})"
         )
+
+
+def as_owner(arguments: str) -> str:
+    """The command line by which root runs a command as the runtime directory's owner."""
+    where = f"GADEI_PS_RUNTIME_DIR={directory()}"
+    return f"sudo -u {user(owner())} env {where} gadei-ps {arguments}"
 
 
 def user(uid: int) -> str:

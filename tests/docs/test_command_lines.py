@@ -384,6 +384,7 @@ VERBS = {
     "daemon-reload",
     "disable",
     "edit",
+    "is-failed",
     "restart",
     "reset-failed",
     "start",

@@ -24,7 +24,7 @@ from gadei_ps.machine import cgroups
 from gadei_ps.memory import segment, shm
 from gadei_ps.storage import files
 from gadei_ps.storage.checkpoint import newest
-from gadei_ps.watchdog import maker, notify, stopping
+from gadei_ps.watchdog import maker, notify, stopping, supervisor
 
 MODEL = "standby = false\n[[tensors]]\nname = 'w'\nshape = [100]\n"
 WATCHDOG_S = 2.0
@@ -70,7 +70,9 @@ def manager(runtime_dir: Path) -> Iterator[Systemd]:
     made.close()
 
 
-def start(cli: Cli, manager: Systemd, job: str, text: str) -> Running:
+def start(
+    cli: Cli, manager: Systemd, job: str, text: str, *options: str, unit: str = "gadei-ps"
+) -> Running:
     """As the unit does; WATCHDOG_PID would be the child's, which nobody knows yet."""
     file = cli.directory / f"{job}.toml"
     file.write_text(text)
@@ -78,6 +80,8 @@ def start(cli: Cli, manager: Systemd, job: str, text: str) -> Running:
     return cli.start(
         "serve",
         file,
+        *options,
+        GADEI_PS_UNIT=f"{unit}@{job}.service",
         NOTIFY_SOCKET=manager.address,
         WATCHDOG_USEC=str(int(WATCHDOG_S * 1e6)),
     )
@@ -180,6 +184,82 @@ def test_names_and_processes_that_are_lost_are_told(
     eventually(lambda: "memory limit" in service.err)
     assert "lost their names" in cli("status", job_name).out
     service.process.terminate()
+    assert service.wait().code == 0
+
+
+def test_a_lost_marker_for_learners(
+    cli: Cli, manager: Systemd, job_name: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made again, before the unit is ready and later; where it cannot be, that is told."""
+    monkeypatch.setattr(supervisor, "SLOW_TICK_S", 0.05)
+    service = start(cli, manager, job_name, MODEL)
+    manager.wait("READY")
+    marker = runtime_dir / f"{job_name}.wanted"
+    assert marker.exists()
+    marker.unlink()
+    eventually(marker.exists)
+    assert "was lost" in service.err
+    marker.unlink()
+    marker.symlink_to(runtime_dir / "no" / "where")
+    told = f"units of learners do not start: {marker} cannot be made"
+    eventually(lambda: told in manager.said("STATUS")[-1])
+    marker.unlink()
+    eventually(lambda: told not in manager.said("STATUS")[-1])
+    service.process.terminate()
+    assert service.wait().code == 0
+    marker.unlink()
+    by_hand = cli.serve(job_name, MODEL)
+    assert not marker.exists()
+    assert by_hand.signal(signal.SIGTERM).code == 0
+
+
+def test_advice_fits_the_unit(cli: Cli, manager: Systemd, job_name: str) -> None:
+    """A stop without its last checkpoint, and what the unit of the end then makes of it."""
+    text = MODEL + "[checkpoint]\nevery_s = 0\n"
+    service = start(cli, manager, job_name, text)
+    manager.wait("READY")
+    with Client(job_name) as client:
+        client.push({"w": np.ones(100, np.float32)})
+        client.wait_applied()
+    directory = Path(os.environ["GADEI_PS_STATE_DIR"]) / job_name
+    directory.rmdir()
+    directory.write_text("")
+    service.process.terminate()
+    assert service.wait().code == NotSaved.exit_code
+    end = f"gadei-ps-end@{job_name}"
+    status = manager.said("STATUS")[-1]
+    assert f"systemctl --user status {end}" in status
+    assert "gadei-ps serve" not in status
+    assert "no checkpoint; the job is stopping" in service.err
+    assert "training goes on" not in service.err
+    service = start(cli, manager, job_name, text, "--finish", unit="gadei-ps-end")
+    assert service.wait().code == NotSaved.exit_code
+    status = manager.said("STATUS")[-1]
+    assert f"systemctl --user start gadei-ps@{job_name}" in status
+    assert f"gadei-ps gc {job_name}" in status
+    directory.unlink()
+    service = start(cli, manager, job_name, text, "--finish", unit="gadei-ps-end")
+    assert service.wait().code == 0
+    saved = "stopped at version 1; the newest checkpoint has version 1"
+    assert manager.said("STATUS")[-1] == saved
+    service = start(cli, manager, job_name, text, "--finish", unit="gadei-ps-end")
+    assert service.wait().code == 0
+    assert manager.said("STATUS")[-1] == "nothing of the job was left to be ended"
+
+
+def test_memory_of_another_file_is_left_to_the_end(
+    cli: Cli, manager: Systemd, job_name: str
+) -> None:
+    service = start(cli, manager, job_name, MODEL)
+    manager.wait("READY")
+    service.process.kill()
+    service.process.wait()
+    service = start(cli, manager, job_name, MODEL.replace("100", "101"))
+    assert service.wait().code == 2
+    status = manager.said("STATUS")[-1]
+    assert f"gadei-ps-end@{job_name} ends it" in status
+    assert "--fresh" not in status
+    service = start(cli, manager, job_name, MODEL, "--finish", unit="gadei-ps-end")
     assert service.wait().code == 0
 
 

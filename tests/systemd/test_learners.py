@@ -131,3 +131,32 @@ def test_a_learner_without_its_job(service: Service, learner: Learner) -> None:
     learner.settled()
     assert learner.show("ActiveState") == "inactive"
     assert service.state == "inactive"
+
+
+def test_a_lost_marker(service: Service, learner: Learner) -> None:
+    """The job's watchdog makes it again, and says so: no learner is kept away for long."""
+    marker = f"/run/gadei-ps/{service.name}.wanted"
+    service.systemctl("start")
+    learner.learns()
+    service.manager.do("systemctl", "stop", learner.unit)
+    service.manager.do("rm", marker)
+    there = ("test", "-e", marker)
+    eventually(lambda: service.manager.run(*there).returncode == 0, what=service.said)
+    assert f"systemctl start gadei-ps-learner@{service.name}" in service.said()
+    service.manager.do("systemctl", "start", learner.unit)
+    learner.learns()
+    service.systemctl("stop")
+    service.is_gone()
+    assert service.manager.run(*there).returncode
+    eventually(lambda: learner.show("ActiveState") == "inactive", what=service.said)
+
+
+def test_a_marker_that_the_end_cannot_make(service: Service, learner: Learner) -> None:
+    """The watchdog makes it before learners may start."""
+    text = "[Service]\nExecStart=\nExecStart=-/bin/false\n"
+    service.manager.write(f"/etc/systemd/system/{service.end}.d/test.conf", text)
+    service.manager.do("systemctl", "daemon-reload")
+    service.systemctl("start")
+    learner.learns()
+    service.systemctl("stop")
+    service.is_gone()

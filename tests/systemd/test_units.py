@@ -127,20 +127,33 @@ def test_an_end_that_fails(service: Service) -> None:
     assert service.status()["version"] == int(told)
 
 
-def test_a_stop_without_its_last_checkpoint(service: Service) -> None:
+@pytest.mark.parametrize("by", ["gadei-ps", "systemctl"])
+def test_a_stop_without_its_last_checkpoint(service: Service, by: str) -> None:
     """It stays a stop. The unit of the end tries once more, and the memory waits."""
     manager, directory = service.manager, f"/var/lib/gadei-ps/{service.name}"
     service.systemctl("start")
     service.learn()
     manager.do("bash", "-c", f"rm -rf {directory}; touch {directory}")
-    told = service.gadei_ps("stop", service.name)
-    assert (told.returncode, "stays in memory" in told.stderr) == (1, True)
+    if by == "gadei-ps":
+        told = service.gadei_ps("stop", service.name)
+        assert (told.returncode, service.end[:-8] in told.stderr) == (1, True), told
+    else:  # systemctl tells only whether the unit is stopped
+        service.systemctl("stop")
+        assert service.manager.do("systemctl", "is-failed", service.unit) == "failed\n"
     over = "failed"
     eventually(lambda: manager.show(service.end, "ActiveState") == over, what=service.said)
     assert service.state == over
     assert manager.show(service.unit, "ExecMainStatus") == "3"
     assert manager.show(service.unit, "NRestarts") == "0"
-    assert "stays in memory" in manager.show(service.unit, "StatusText")
+    status = manager.show(service.unit, "StatusText")
+    assert f"systemctl status {service.end[:-8]}" in status
+    assert "gadei-ps serve" not in status
+    status = manager.show(service.end, "StatusText")
+    assert "stays in memory" in status
+    assert f"systemctl start {service.unit[:-8]}" in status
+    (drop,) = re.findall(r"drop it with (sudo .*)", status)
+    dry = drop.replace("gadei-ps gc", f"{PROGRAM} gc --dry-run").split()
+    assert service.name in manager.do(*become(dry[2]), *dry[3:])
     assert service.name in manager.do("ls", "/dev/shm")
     learned = service.learned()
     manager.do("rm", directory)
@@ -376,4 +389,8 @@ def test_a_stop_without_progress(service: Service) -> None:
     assert manager.show(service.unit, "Result") == "exit-code", "and not a time-out"
     assert "the disk has not got on" in service.said()
     service.is_gone()
-    assert service.learned() == service.saved(), "the other unit has tried again"
+    learned = service.learned()
+    assert learned == service.saved(), "the other unit has tried again"
+    saved = f"the newest checkpoint has version {learned}"
+    assert manager.show(service.end, "StatusText").endswith(saved)
+    assert f"systemctl status {service.end[:-8]}" in manager.show(service.unit, "StatusText")
