@@ -58,7 +58,7 @@ def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
         except ModelMismatch as error:
             raise CheckpointMistake(
                 f"{path}: the checkpoint is of another model: {error}; begin anew (serve "
-                "--fresh, or move the checkpoints away), or give the job file the tensors that it had"
+                "--fresh, or move the checkpoints away), or give the job file the tensors it had"
             ) from None
 
 
