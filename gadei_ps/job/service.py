@@ -8,6 +8,7 @@ from pathlib import Path
 
 import platformdirs
 
+from gadei_ps import homes
 from gadei_ps.errors import ControlError
 from gadei_ps.job import paths
 
@@ -64,7 +65,7 @@ def runs_in(job: str, *, watchdog: bool = False) -> bool:
 
 def _is_system() -> bool:
     try:
-        return paths.directory() == paths.SYSTEM
+        return paths.directory() == homes.RUNTIME
     except ControlError:
         return False
 
