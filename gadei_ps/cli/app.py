@@ -54,8 +54,9 @@ app.command("ls")(jobs.list_jobs)
 app.command()(jobs.gc)
 app.command()(machine.doctor)
 app.command()(machine.bench)
-app.command()(machine.install_unit)
-app.command()(machine.uninstall_unit)
+# They refuse the name of a job with better words than the parser's.
+app.command(context_settings={"allow_extra_args": True})(machine.install_unit)
+app.command(context_settings={"allow_extra_args": True})(machine.uninstall_unit)
 app.add_typer(runtime_model.app, name="runtime-model")
 
 

@@ -90,7 +90,16 @@ def _scope(user: bool, system: bool) -> Scope:
     return Scope.USER if user or (os.geteuid() and not system) else Scope.SYSTEM
 
 
+def _no_name(names: list[str], advice: str) -> None:
+    """Raises UsageError if a job was named where none is expected."""
+    if names:
+        raise UsageError(
+            f"the units are those of all jobs, and {names[0]!r} is one too many: {advice}"
+        )
+
+
 def install_unit(
+    context: typer.Context,
     user: User = False,
     system: System = False,
     run_as: Annotated[
@@ -120,12 +129,18 @@ def install_unit(
     """Write the systemd units of jobs and print how to start a job with them."""
     from gadei_ps.commands import linger, systemd
 
+    _no_name(
+        context.args,
+        "--job JOB writes a job file, and systemctl enable --now gadei-ps@JOB starts one",
+    )
     done = systemd.install(_scope(user, system), user=run_as, job=job, force=force, dry_run=dry_run)
     if done.kept:
         print(
             f"gadei-ps: the units keep their user {done.user}; --run-as USER changes it",
             file=sys.stderr,
         )
+    for note in done.notes:
+        print(f"gadei-ps: warning: {note}", file=sys.stderr)
     own = done.user is None
     warning = linger.warning(done.user or paths.user(os.getuid()), own_manager=own)
     if warning:
@@ -137,6 +152,8 @@ def install_unit(
     else:
         for one in (*done.units, *((done.job_file,) if done.job_file else ())):
             print(f"{'wrote' if one.written else 'is up to date:'} {one.path}")
+            if one.written and one.differs:
+                print(f"  the one before differed: {one.differs}")
         print(f"\nNext, for a job named {done.job}:\n")
         for line in done.next:
             print(f"  {line}")
@@ -144,6 +161,7 @@ def install_unit(
 
 
 def uninstall_unit(
+    context: typer.Context,
     user: User = False,
     system: System = False,
     force: Annotated[
@@ -155,9 +173,10 @@ def uninstall_unit(
     as_json: Json = False,
 ) -> int:
     """Remove what install-unit has written; job files and checkpoints stay."""
-    from gadei_ps.commands import systemd
+    from gadei_ps.commands import uninstall
 
-    done = systemd.uninstall(_scope(user, system), force=force, dry_run=dry_run)
+    _no_name(context.args, "to end one job: systemctl disable --now gadei-ps@JOB")
+    done = uninstall.uninstall(_scope(user, system), force=force, dry_run=dry_run)
     if as_json:
         print_json(done.as_dict())
         return 0
@@ -167,6 +186,8 @@ def uninstall_unit(
         print("there is nothing to remove")
     for path, why in done.left:
         print(f"stays: {path}: {why}")
+    for one in done.memory:
+        print(f"stays: {one['what']}")
     print("\nNext:\n")
     for line in done.next:
         print(f"  {line}")

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -22,6 +23,8 @@ from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.show.strict_json import finite
 
 TRACEBACK_VARIABLE = "GADEI_PS_TRACEBACK"
+# Set by gadei-ps-learner@.service: the file that its command line is made of.
+LEARNER_FILE_VARIABLE = "GADEI_PS_LEARNER_FILE"
 
 
 def execute(app: typer.Typer, args: Sequence[str]) -> int:
@@ -31,6 +34,7 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
         if stream is not None:  # None if our parent closed it
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     ours = args[: args.index("--") if "--" in args else len(args)]
+    learner_file = os.environ.pop(LEARNER_FILE_VARIABLE, "")  # learners start other commands
     as_json, json_log = "--json" in ours, "--json-log" in ours
     try:
         code = typer.main.get_command(app).main(
@@ -49,13 +53,15 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        return _report(error, as_json, json_log)
+        return _report(error, as_json, json_log, learner_file)
     return code if isinstance(code, int) else 0
 
 
-def _report(error: Exception, as_json: bool, json_log: bool = False) -> int:
+def _report(error: Exception, as_json: bool, json_log: bool, learner_file: str) -> int:
     """Prints the error in one line, or as the log's last object; returns the exit code."""
     kind, message, code = _told(error)
+    if learner_file and code == 2:
+        message = _with_file(learner_file, message)
     line = " ".join(message.split())
     if json_log:
         log.set_up(as_json=True)
@@ -70,6 +76,14 @@ def _report(error: Exception, as_json: bool, json_log: bool = False) -> int:
         except BrokenPipeError:
             _discard_stdout()
     return code
+
+
+def _with_file(file: str, message: str) -> str:
+    """What is wrong with a command line that was made of the learner's file, for its author."""
+    says = "PROGRAM= says what the learner runs, LEARNERS= how many of it"
+    if not Path(file).exists():
+        return f"{file}: there is no such file: {says}"
+    return f"{file}: {message.partition('; see gadei-ps')[0]}: {says}"
 
 
 def _told(error: Exception) -> tuple[str, str, int]:

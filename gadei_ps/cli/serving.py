@@ -133,7 +133,10 @@ def _check(job: str, code: int) -> None:
 
 def _load(file: Path, name: str | None) -> JobConfig:
     from gadei_ps.job import config
+    from gadei_ps.memory import segment
 
+    if name is not None:
+        segment.check_job_name(name)
     job = config.load(file)
     if name is not None and job.name != name:
         raise UsageError(

@@ -12,7 +12,8 @@ from gadei_ps.commands.units import Scope
 from gadei_ps.errors import UsageError
 
 OLDEST = 248  # of systemd: ProtectProc= is of 247, PrivateIPC= of 248
-INSTANCE = re.compile(r"gadei-ps(?P<kind>-end|-learner)?@(?P<job>[\w-]+)\.service", re.ASCII)
+# Also of names that no job can have: such a unit can be enabled, and fail.
+INSTANCE = re.compile(r"gadei-ps(?P<kind>-end|-learner)?@(?P<job>[^/\s]+)\.service")
 ENDING_S = 120.0  # how long units that end are waited for
 POLL_S = 0.2
 

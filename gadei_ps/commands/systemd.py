@@ -1,4 +1,7 @@
-"""Where install-unit puts the files of units.py, and how uninstall-unit removes them."""
+"""Where install-unit puts the files of units.py, and what is next for a job.
+
+What jobs have besides these files is in belongings.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import grp
 import os
 import pwd
 import re
+import shlex
 import stat
 import sys
 import sysconfig
@@ -17,16 +21,19 @@ from typing import Any
 
 import platformdirs
 
-from gadei_ps.commands import manager, units
-from gadei_ps.commands.manager import INSTANCE
+from gadei_ps.commands import differences, manager, units
+from gadei_ps.commands.belongings import Belongings
+from gadei_ps.commands.doctor.memory import lingers
 from gadei_ps.commands.units import SERVICE_USER, Scope
 from gadei_ps.errors import UsageError
-from gadei_ps.memory.segment import check_job_name
+from gadei_ps.job import paths
+from gadei_ps.memory.segment import JOB_NAME, check_job_name
 from gadei_ps.storage import files
 
 HIDDEN = ("/tmp", "/var/tmp")
 MARK = "gadei-ps install-unit"  # stands in all that install() writes
 EXAMPLE = "demo"
+ROOT = Path("/")
 USER_NAME = re.compile(r"[a-z_][a-z0-9_-]{0,30}", re.IGNORECASE)
 # systemd interprets quotes, backslashes and dollars in a command line, and allows no line breaks.
 UNFIT = re.compile(r"[\x00-\x1f\x7f\"'\\$]")
@@ -42,18 +49,23 @@ class Found(StrEnum):
 
 @dataclass(frozen=True)
 class File:
-    """One unit: what was found at its path, and whether it was written."""
+    """One unit: what was found at its path, and whether it was written.
+
+    differs: what of the file that was found is not as in `text`; empty unless it is another.
+    """
 
     path: Path
     found: Found
     written: bool
     text: str
+    differs: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
             "found": self.found.value,
             "written": self.written,
+            "differs": self.differs,
             "unit": self.text,
         }
 
@@ -64,7 +76,7 @@ class Installed:
 
     user: that the jobs run as, None for one's own. kept: it is not the usual one, but that of the
     units that were there. job_file: the job's, which is never replaced. next: commands that start
-    the job with the units.
+    the job with the units. notes: what is wrong with files that are there, a line for each.
     """
 
     scope: Scope
@@ -74,6 +86,7 @@ class Installed:
     next: tuple[str, ...]
     user: str | None
     kept: bool
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -83,34 +96,23 @@ class Installed:
             "units": [one.as_dict() for one in self.units],
             "job_file": None if self.job_file is None else self.job_file.as_dict(),
             "next": list(self.next),
+            "notes": list(self.notes),
         }
 
 
-@dataclass(frozen=True)
-class Removed:
-    """What uninstall() removed, and what it left: files that are not its own, with the reason."""
-
-    scope: Scope
-    removed: tuple[Path, ...]
-    left: tuple[tuple[Path, str], ...]
-    next: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "scope": self.scope.value,
-            "removed": [str(path) for path in self.removed],
-            "left": [{"path": str(path), "why": why} for path, why in self.left],
-            "next": list(self.next),
-        }
-
-
-def program() -> str:
-    """The beginning of a command line that runs this installation, quoted for systemd."""
+def program() -> list[str]:
+    """The beginning of a command line that runs this installation."""
     found = [Path(sys.argv[0]).absolute(), Path(sysconfig.get_path("scripts")) / "gadei-ps"]
     for path in found:
         if path.name == "gadei-ps" and path.is_file() and os.access(path, os.X_OK):
-            return quoted(str(path))
-    return f"{quoted(sys.executable)} -P -m gadei_ps"
+            return [str(path)]
+    return [sys.executable, *shlex.split("-P -m gadei_ps")]
+
+
+def unit_program() -> str:
+    """The same, quoted for systemd."""
+    path, *words = program()
+    return " ".join([quoted(path), *words])
 
 
 def quoted(path: str) -> str:
@@ -138,7 +140,7 @@ def job_directory(scope: Scope) -> Path:
     return platformdirs.user_config_path("gadei-ps")
 
 
-def _place(scope: Scope, name: str, where: Path | None) -> Path:
+def place(scope: Scope, name: str, where: Path | None) -> Path:
     """The path of a file of units.texts()."""
     return ((where or Path("/etc")) if "/" in name else (where or directory(scope))) / name
 
@@ -161,7 +163,8 @@ def install(
     """
     if user is not None and scope == Scope.USER:
         raise UsageError("--run-as needs --system: jobs of --user run as yourself")
-    kept = None if user or scope == Scope.USER else _user(_place(scope, units.NAME, where))
+    before = None if scope == Scope.USER else user_of(place(scope, units.NAME, where))
+    kept = None if user else before
     user = user or kept or SERVICE_USER
     if not USER_NAME.fullmatch(user):
         raise UsageError(f"--run-as: {user!r} is not a valid name of a user")
@@ -174,16 +177,20 @@ def install(
     if scope == Scope.SYSTEM and not dry_run:
         check_reach(user, places())
     found = []
-    for name, text in units.texts(scope, program(), user, _group(user)).items():
-        path = _place(scope, name, where)
+    for name, text in units.texts(scope, unit_program(), user, _group(user)).items():
+        path = place(scope, name, where)
         there = _look(path, text)
-        if there == Found.ANOTHER and not force and not dry_run:
-            raise UsageError(
-                f"{path} exists and differs: --print shows the new unit, --force replaces the old "
-                "one; put your own changes into a drop-in (systemctl edit gadei-ps@)"
-            )
-        found.append(File(path, there, there != Found.SAME and not dry_run, text))
+        differs = differences.of(path, text) if there == Found.ANOTHER else ""
+        found.append(File(path, there, there != Found.SAME and not dry_run, text, differs))
+    if not force and not dry_run:
+        _check_same(found)
     jobs = where / "gadei-ps" if where else job_directory(scope)
+    theirs = Belongings.of(scope, jobs, where)
+    hand_over: list[str] = []
+    if scope == Scope.SYSTEM:
+        if not dry_run:
+            _check_nobody_runs(theirs, user, before, asks=where is None)
+        hand_over = _hand_over(theirs, user, before)
     file = None
     if job is not None or not any(jobs.glob("*.toml")):
         path, text = jobs / f"{job or EXAMPLE}.toml", units.job_file(scope)
@@ -194,70 +201,69 @@ def install(
             _write(one.path, one.text)
     name = job or EXAMPLE
     who = user if scope == Scope.SYSTEM else None
-    told = tuple(_next(scope, user, name))
+    told = tuple(_next(scope, user, name, hand_over))
     kept = None if kept == SERVICE_USER else kept
-    return Installed(scope, name, tuple(found), file, told, who, kept is not None)
+    notes = tuple(_notes(jobs))
+    return Installed(scope, name, tuple(found), file, told, who, kept is not None, notes)
 
 
-def uninstall(
-    scope: Scope, *, force: bool = False, dry_run: bool = False, where: Path | None = None
-) -> Removed:
-    """Removes what install() has written. Job files, checkpoints and drop-ins stay.
+def _check_same(found: Sequence[File]) -> None:
+    """Raises UsageError if one of the files that are there differs."""
+    another = [one for one in found if one.found == Found.ANOTHER]
+    if another:
+        told = "; ".join(f"{one.path} exists and differs: {one.differs}" for one in another)
+        raise UsageError(
+            f"{told}. --print shows the new units, --force replaces the old ones; put your own "
+            "changes into a drop-in (systemctl edit gadei-ps@)"
+        )
 
-    Waits until what stopped jobs have left has ended. Raises UsageError, and changes nothing, if a
-    unit is enabled or runs, unless `force` is given.
+
+def _check_nobody_runs(theirs: Belongings, user: str, before: str | None, *, asks: bool) -> None:
+    """Raises UsageError if a job runs that another user is about to get. asks: systemd, too.
+
+    A job that has just been stopped is waited for.
     """
-    if scope == Scope.SYSTEM and not dry_run and where is None and os.geteuid():
-        raise UsageError(
-            "--system needs root: sudo gadei-ps uninstall-unit --system, or use --user"
-        )
-    flag = "" if scope == Scope.SYSTEM else " --user"
-    base = where or directory(scope)
-    asks = where is None and not force
-    used = sorted({*_enabled(base), *(manager.instances(scope).used if asks else ())})
-    if used and not force:
-        raise UsageError(
-            f"{used[0]} is enabled or running; first: systemctl{flag} disable --now "
-            + " ".join(used)
-        )
-    if asks and not dry_run:
-        manager.wait_for_ends(scope, _say)
-    user = _user(_place(scope, units.NAME, where)) or SERVICE_USER
-    ours, left = [], []
-    for name in units.texts(scope, ""):
-        path = _place(scope, name, where)
-        if path.is_symlink():
-            left.append((path, "it is a link: masked, or somebody else's"))
-        elif path.is_file():
-            if MARK in path.read_text(errors="replace"):
-                ours.append(path)
-            else:
-                left.append((path, "gadei-ps has not written it"))
-    left += [(path, "it holds your own changes") for path in sorted(base.glob("gadei-ps*.d"))]
-    jobs = where / "gadei-ps" if where else job_directory(scope)
-    if jobs.is_dir():
-        left.append((jobs, "it holds job files"))
-    if not dry_run:
-        for path in ours:
-            path.unlink()
-    told = [f"systemctl{flag} daemon-reload"]
-    if scope == Scope.SYSTEM:
-        told += [
-            "rm -r /var/lib/gadei-ps  # the checkpoints of all jobs, for ever",
-            "rm -r /run/gadei-ps /var/cache/gadei-ps",
-            *([f"userdel {SERVICE_USER}"] if user == SERVICE_USER else []),
-        ]
-    return Removed(scope, tuple(ours), tuple(left), tuple(told))
+    former = before or theirs.owner()
+    if former in (None, user):
+        return
+    running = list(manager.instances(Scope.SYSTEM).used) if asks else []
+    if not running and asks:
+        manager.wait_for_ends(Scope.SYSTEM, say)
+    living = [one for one in theirs.memory([former or user]) if one.living and one.user != user]
+    if running:
+        what, stop = f"{running[0]} runs", f"systemctl stop {shlex.join(running)}"
+    elif living:
+        job = living[0].job
+        what, stop = f"job {job!r} of user {living[0].user} runs", theirs.stop(program(), living[0])
+    else:
+        return
+    raise UsageError(
+        f"{what}, and user {user} could not go on with what is user {former}'s: stop it first "
+        f"({stop}), then install the units for user {user}"
+    )
 
 
-def _enabled(base: Path) -> Iterator[str]:
-    """Instances that are started by another unit."""
-    for path in base.glob("*.wants/gadei-ps*@*.service"):
-        if path.is_symlink() and INSTANCE.fullmatch(path.name):
-            yield path.name
+def _hand_over(theirs: Belongings, user: str, before: str | None) -> list[str]:
+    """Commands after which this user's jobs go on where those of other users have ended."""
+    users = [one for one in (before,) if one is not None]
+    memory = [one for one in theirs.memory(users) if one.user != user and not one.living]
+    lines = theirs.settle(program(), memory)
+    if directories := theirs.of_others(user):
+        lines.append(f"chown -R {user}: {shlex.join(map(str, directories))}")
+    return lines
 
 
-def _user(path: Path) -> str | None:
+def _notes(jobs: Path) -> Iterator[str]:
+    """What is wrong with the names of files in the directory of job files."""
+    rule = "1 to 48 letters, digits, '-' and '_', beginning with a letter or digit"
+    for path in sorted(one for one in jobs.glob("*") if one.suffix in (".toml", ".learner")):
+        if not JOB_NAME.fullmatch(path.stem):
+            yield f"{str(path)!r}: no job can be called {path.stem!r}: rename the file ({rule})"
+        elif path.suffix == ".learner" and not path.with_suffix(".toml").exists():
+            yield f"{path}: there is no job file {path.stem}.toml beside it"
+
+
+def user_of(path: Path) -> str | None:
     """That of the system's unit at this path; None if there is no such unit."""
     if path.is_symlink() or not path.is_file():
         return None
@@ -273,7 +279,7 @@ def _group(user: str) -> str:
         return user
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
 
 
@@ -329,27 +335,37 @@ def _belongs(status: os.stat_result, user: str) -> bool:
     return status.st_gid in groups and bool(status.st_mode & stat.S_IXGRP)
 
 
-def _next(scope: Scope, user: str, job: str) -> Sequence[str]:
-    """Commands that start the job with the unit."""
+def _next(scope: Scope, user: str, job: str, hand_over: Sequence[str]) -> Sequence[str]:
+    """Commands that start the job with the unit. hand_over: those that go before."""
     if scope == Scope.USER:
-        return (
+        commands = [
             "systemctl --user daemon-reload",
             f"systemctl --user enable --now gadei-ps@{job}",
-            "loginctl enable-linger  # or the job and its memory end with your last session",
-        )
-    commands = [
+        ]
+        if not lingers(ROOT, paths.user(os.getuid())):
+            end = "or the job and its memory end with your last session"
+            commands.append(f"loginctl enable-linger  # {end}")
+        return commands
+    make = []
+    if not exists(user):
+        make = [
+            "systemd-sysusers gadei-ps.conf"
+            if user == SERVICE_USER
+            else "useradd --system --user-group --home-dir /var/lib/gadei-ps "
+            f"--shell /usr/sbin/nologin {user}"
+        ]
+    return [
+        *make,
+        *hand_over,
         "systemd-tmpfiles --create gadei-ps.conf",
         "systemctl daemon-reload",
         f"systemctl enable --now gadei-ps@{job}",
     ]
+
+
+def exists(user: str) -> bool:
     try:
         pwd.getpwnam(user)
     except KeyError:
-        commands.insert(
-            0,
-            "systemd-sysusers gadei-ps.conf"
-            if user == SERVICE_USER
-            else "useradd --system --user-group --home-dir /var/lib/gadei-ps "
-            f"--shell /usr/sbin/nologin {user}",
-        )
-    return commands
+        return False
+    return True

@@ -170,7 +170,9 @@ Before=shutdown.target
 Type=exec
 Environment=GADEI_PS_UNIT=%n
 Environment=LEARNERS=1
-EnvironmentFile=%E/gadei-ps/%i.learner
+# If it is not there, or wrong, the program's message says so.
+EnvironmentFile=-%E/gadei-ps/%i.learner
+Environment=GADEI_PS_LEARNER_FILE=%E/gadei-ps/%i.learner
 # A path instead of the job's name: learners join the job, and start none if it is not there.
 ExecStart=$program run %t/gadei-ps/%i.sock --learners $${LEARNERS} --restart 100 -- $$PROGRAM
 KillMode=mixed

@@ -237,7 +237,10 @@ def load(path: Path) -> JobConfig:
         ) from None
     values = _parsed(path, raw)
     values.setdefault("name", path.stem)
-    check_job_name(str(values["name"]))
+    try:
+        check_job_name(str(values["name"]))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
     if isinstance(values.get("weights"), str):
         values["weights"] = path.parent / values["weights"]
     try:

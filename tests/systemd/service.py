@@ -39,6 +39,11 @@ def become(user: str) -> tuple[str, ...]:
     return ("setpriv", f"--reuid={user}", f"--regid={group}", "--init-groups")
 
 
+def learner(job: str, file: str) -> tuple[object, ...]:
+    """The command of a learner that writes what it has done into this file."""
+    return (sys.executable, LEARNER, job, file)
+
+
 def install(manager: Booted) -> None:
     """As an administrator does: the units, and what install-unit says is next, without the job."""
     told = json.loads(manager.do(PROGRAM, "install-unit", "--system", "--json"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import daemon, systemd, units
+from gadei_ps.commands import daemon, systemd, uninstall, units
 from gadei_ps.commands.systemd import Found
 from gadei_ps.commands.units import END_NAME, LEARNER_NAME, NAME, Scope
 from gadei_ps.errors import UsageError
@@ -193,11 +193,11 @@ def test_the_program_is_this_installations(monkeypatch: pytest.MonkeyPatch, tmp_
     script.write_text("")
     monkeypatch.setattr(sys, "argv", [str(script)])
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    assert systemd.program() == f"{sys.executable} -P -m gadei_ps"
+    assert systemd.unit_program() == f"{sys.executable} -P -m gadei_ps"
     script.chmod(0o755)
-    assert systemd.program() == str(script)
+    assert systemd.unit_program() == str(script)
     monkeypatch.setattr(sys, "argv", ["-c"])
-    assert systemd.program() == str(script)
+    assert systemd.program() == [str(script)]
 
 
 @pytest.mark.parametrize("path", ['/a"b/gadei-ps', "/a$b/gadei-ps", "/a\\b/x", "/a\nb/x", "/a'b/x"])
@@ -244,7 +244,14 @@ def test_a_job_file_is_never_replaced(tmp_path: Path) -> None:
 
 def test_uninstall(tmp_path: Path, reachable: None) -> None:
     done = systemd.install(Scope.SYSTEM, where=tmp_path)
-    (tmp_path / "gadei-ps@.service.d").mkdir()
+    for name in (
+        "gadei-ps@.service.d",
+        "gadei-ps-end@demo.service.wants",
+        "gadei-ps@demo.service.d",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / "gadei-ps@demo.service.d/override.conf").write_text("[Service]\nNice=5\n")
+    (tmp_path / "gadei-ps@mine.service").write_text("# my copy\n")
     (tmp_path / END_NAME).unlink()
     (tmp_path / END_NAME).symlink_to("/dev/null")
     (tmp_path / LEARNER_NAME).write_text("# mine\n")
@@ -252,25 +259,38 @@ def test_uninstall(tmp_path: Path, reachable: None) -> None:
     wants.mkdir()
     (wants / "gadei-ps@demo.service").symlink_to(tmp_path / NAME)
     with pytest.raises(UsageError, match=r"disable --now gadei-ps@demo\.service"):
-        systemd.uninstall(Scope.SYSTEM, where=tmp_path)
+        uninstall.uninstall(Scope.SYSTEM, where=tmp_path)
     (wants / "gadei-ps@demo.service").unlink()
-    would = systemd.uninstall(Scope.SYSTEM, where=tmp_path, dry_run=True)
+    strange = wants / "gadei-ps@my\\x20job.service"  # as systemd writes a name with a blank
+    strange.symlink_to(tmp_path / NAME)
+    with pytest.raises(UsageError, match=r"disable --now 'gadei-ps@my\\x20job\.service'"):
+        uninstall.uninstall(Scope.SYSTEM, where=tmp_path)
+    forced = uninstall.uninstall(Scope.SYSTEM, where=tmp_path, force=True, dry_run=True)
+    assert forced.next[:2] == (f"rm '{strange}'", "systemctl daemon-reload")
+    strange.unlink()
+    would = uninstall.uninstall(Scope.SYSTEM, where=tmp_path, dry_run=True)
     assert all(one.path.exists() for one in done.units)
-    seen = systemd.uninstall(Scope.SYSTEM, where=tmp_path)
+    seen = uninstall.uninstall(Scope.SYSTEM, where=tmp_path)
     assert would.removed == seen.removed
-    assert set(seen.removed) == {tmp_path / name for name in (NAME, units.USERS, units.DIRECTORIES)}
+    empty = ("gadei-ps@.service.d", "gadei-ps-end@demo.service.wants")
+    assert set(seen.removed) == {
+        tmp_path / name for name in (NAME, units.USERS, units.DIRECTORIES, *empty)
+    }
     assert not any(path.exists() for path in seen.removed)
     assert {path.name for path, _ in seen.left} == {
         END_NAME,
         LEARNER_NAME,
-        "gadei-ps@.service.d",
+        "gadei-ps@demo.service.d",
+        "gadei-ps@mine.service",
         "gadei-ps",
     }
     assert (tmp_path / "gadei-ps" / "demo.toml").exists()
-    assert systemd.uninstall(Scope.SYSTEM, where=tmp_path).removed == ()
+    assert uninstall.uninstall(Scope.SYSTEM, where=tmp_path).removed == ()
 
 
-def test_the_units_keep_their_user(tmp_path: Path, reachable: None) -> None:
+def test_the_units_keep_their_user(
+    tmp_path: Path, reachable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nobody = pwd.getpwuid(65534)
     first = systemd.install(Scope.SYSTEM, user=nobody.pw_name, where=tmp_path)
     assert (first.user, first.kept) == (nobody.pw_name, False)
@@ -281,13 +301,25 @@ def test_the_units_keep_their_user(tmp_path: Path, reachable: None) -> None:
     again = systemd.install(Scope.SYSTEM, force=True, where=tmp_path)
     assert (again.user, again.kept) == (nobody.pw_name, True)
     assert [one.text for one in again.units] == [one.text for one in first.units]
-    removed = systemd.uninstall(Scope.SYSTEM, where=tmp_path, dry_run=True)
+    removed = uninstall.uninstall(Scope.SYSTEM, where=tmp_path, dry_run=True)
     assert not any("userdel" in line for line in removed.next)
-    assert any(line.startswith("rm -r /run/gadei-ps ") for line in removed.next)
     other = systemd.install(Scope.SYSTEM, user="gadei-ps", force=True, where=tmp_path)
     assert (other.user, other.kept) == ("gadei-ps", False)
     assert systemd.install(Scope.SYSTEM, where=tmp_path).kept is False
-    assert "userdel gadei-ps" in systemd.uninstall(Scope.SYSTEM, where=tmp_path).next
+    assert not any("userdel" in line for line in _next(tmp_path)), "there is no such user"
+    monkeypatch.setattr(systemd, "exists", lambda _: True)
+    assert _next(tmp_path)[-1] == "userdel gadei-ps"
+    for name in ("run", "var/cache", "var/lib"):
+        (tmp_path / name / "gadei-ps").mkdir(parents=True)
+    state, others, user = _next(tmp_path)[-3:]
+    assert state.startswith(f"rm -r {tmp_path}/var/lib/gadei-ps  # the checkpoints of all jobs")
+    assert others == f"rm -r {tmp_path}/run/gadei-ps {tmp_path}/var/cache/gadei-ps"
+    assert user.startswith("userdel gadei-ps  # last: ")
+
+
+def _next(where: Path) -> tuple[str, ...]:
+    """What uninstall-unit says is next."""
+    return uninstall.uninstall(Scope.SYSTEM, where=where, dry_run=True).next
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -306,7 +338,7 @@ def test_a_changed_unit_is_not_replaced_unasked(which: int, tmp_path: Path) -> N
 def test_a_masked_unit_stays_masked(tmp_path: Path) -> None:
     path = tmp_path / NAME
     path.symlink_to("/dev/null")
-    with pytest.raises(UsageError, match="differs"):
+    with pytest.raises(UsageError, match="differs: it is a link to /dev/null"):
         systemd.install(Scope.USER, where=tmp_path)
     assert systemd.install(Scope.USER, where=tmp_path, force=True).units[0].written
     assert not path.is_symlink()
@@ -321,7 +353,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match="needs root"):
         systemd.install(Scope.SYSTEM)
     with pytest.raises(UsageError, match="needs root"):
-        systemd.uninstall(Scope.SYSTEM)
+        uninstall.uninstall(Scope.SYSTEM)
     for one in systemd.install(Scope.SYSTEM, dry_run=True).units:
         assert one.path.parent in (
             Path("/etc/systemd/system"),
@@ -395,9 +427,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "--force" in refused.stderr
     forced = command(tmp_path, "--user", "--force")
-    assert forced.stdout.startswith(f"wrote {path}\n")
+    assert forced.stdout.startswith(f"wrote {path}\n  the one before differed: it lacks ")
     assert "  systemctl --user daemon-reload\n" in forced.stdout
     assert command(tmp_path, "--user", "--system").returncode == 2
+    for what, advice in (("install-unit", "--job JOB"), ("uninstall-unit", "disable --now")):
+        refused = command(tmp_path, "--user", "demo", what=what)
+        assert (refused.returncode, advice in refused.stderr) == (2, True), refused
+        assert "'demo' is one too many" in refused.stderr
     removed = command(tmp_path, "--user", "--json", what="uninstall-unit")
     assert removed.returncode == 0, removed
     assert str(path) in json.loads(removed.stdout)["removed"]

@@ -1,0 +1,274 @@
+"""What jobs of the units have on this machine: directories, checkpoints, and memory of dead ones.
+
+It belongs to the user that the jobs ran as. So another user, and a machine without the units, need
+commands that hand it on, save it, or remove it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from gadei_ps.commands.units import Scope
+from gadei_ps.errors import CheckpointError, UsageError
+from gadei_ps.job import config, paths
+from gadei_ps.memory import segment
+from gadei_ps.memory.shm import JOB_NAME
+from gadei_ps.show.counts import counted
+from gadei_ps.show.tables import size
+from gadei_ps.storage import checkpoint
+
+OF_FILE_SYSTEMS = "lost+found"  # of root, and for no job
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a job in /dev/shm.
+
+    kept: whether it is more than the rest of a stopped job, so that it can be saved. living:
+    whether processes of the job run. build: how its build differs from this program's.
+    """
+
+    job: str
+    uid: int
+    bytes: int
+    kept: bool
+    living: bool
+    build: str | None
+
+    @property
+    def user(self) -> str:
+        return paths.user(self.uid)
+
+    def __str__(self) -> str:
+        found = f"memory of job {self.job} of user {self.user}, {size(self.bytes)}"
+        if self.living:
+            return f"{found}: the job runs"
+        what = "it may be more than any checkpoint has" if self.kept else "nothing can be saved"
+        return f"{found}: {what}"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Checkpoints of a job in a directory. bytes: of all files there."""
+
+    job: str
+    path: Path
+    count: int
+    bytes: int
+
+    def __str__(self) -> str:
+        found = counted(self.count, "checkpoint")
+        return f"it holds {found} of job {self.job}, {size(self.bytes)}"
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """Where jobs of the units have what is theirs. jobs: directory of job files."""
+
+    scope: Scope
+    jobs: Path
+    state: Path
+    cache: Path
+    runtime: Path
+
+    @classmethod
+    def of(cls, scope: Scope, jobs: Path, where: Path | None = None) -> Belongings:
+        """where: what stands for the root directory, in tests."""
+        if scope == Scope.SYSTEM:
+            root = where or Path("/")
+            state, cache, runtime = "var/lib/gadei-ps", "var/cache/gadei-ps", "run/gadei-ps"
+            return cls(scope, jobs, root / state, root / cache, root / runtime)
+        if where:
+            return cls(scope, jobs, where / "state", where / "cache", where / "runtime")
+        state_directory, cache_directory = config.state_directory(), platformdirs.user_cache_path()
+        return cls(
+            scope,
+            jobs,
+            state_directory,
+            cache_directory / "gadei-ps",
+            platformdirs.user_runtime_path(),
+        )
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Those of all jobs that are there."""
+        return tuple(one for one in (self.state, self.cache, self.runtime) if one.is_dir())
+
+    def job_file(self, job: str) -> Path:
+        return self.jobs / f"{job}.toml"
+
+    def owner(self) -> str | None:
+        """The user whose the directories are; None without them, or if they are root's."""
+        for one in self.directories:
+            if uid := one.stat().st_uid:
+                return paths.user(uid)
+        return None
+
+    def _known(self) -> set[str]:
+        """Names of jobs that the units have served, or may have."""
+        found = {path.stem for path in self.jobs.glob("*.toml")}
+        if self.scope == Scope.SYSTEM:  # a user's own directories are not those of the units only
+            with contextlib.suppress(OSError):
+                found |= {path.name for path in self.state.iterdir()}
+            found |= {path.stem for path in self.runtime.glob("[!.]*.*")}
+        return {one for one in found if JOB_NAME.fullmatch(one)}
+
+    def memory(self, users: Iterable[str]) -> tuple[Memory, ...]:
+        """Of the units' jobs; users: that they ran as, in addition to the directories' owners."""
+        owners = {os.getuid()}
+        if self.scope == Scope.SYSTEM:
+            owners = {one.stat().st_uid for one in self.directories} | set(_uids(users))
+        known, bytes_ = self._known(), dict[tuple[str, int], int]()
+        for one in segment.find():
+            if not one.foreign and one.uid in owners and one.job in known:
+                bytes_[one.job, one.uid] = bytes_.get((one.job, one.uid), 0) + one.size
+        return tuple(
+            Memory(
+                job,
+                uid,
+                total,
+                segment.is_kept(job, uid),
+                segment.living(job, uid).anyone,
+                segment.other_build(job, uid),
+            )
+            for (job, uid), total in sorted(bytes_.items())
+        )
+
+    def _elsewhere(self) -> Iterator[tuple[str, Path]]:
+        """Job and directory of checkpoints that a job file has put somewhere else."""
+        for path in sorted(self.jobs.glob("*.toml")):
+            with contextlib.suppress(UsageError):
+                told = config.load(path).checkpoint
+                if told is not None and told.directory is not None and told.directory.is_dir():
+                    yield path.stem, told.directory
+
+    def checkpoints(self) -> tuple[Checkpoints, ...]:
+        """All of the units' jobs, of others, too, for a user's own."""
+        folders = list(self._elsewhere())
+        with contextlib.suppress(OSError):
+            folders += [(path.name, path) for path in sorted(self.state.iterdir()) if path.is_dir()]
+        found = []
+        for job, path in folders:
+            with contextlib.suppress(OSError, CheckpointError):
+                if count := len(checkpoint.found(path)):
+                    found.append(Checkpoints(job, path, count, _bytes(path)))
+        return tuple(found)
+
+    def of_others(self, user: str) -> tuple[Path, ...]:
+        """Directories with files that the jobs of this user could not write."""
+        uid = next(iter(_uids([user])), None)
+        elsewhere = [path for _, path in self._elsewhere() if path.stat().st_uid not in (0, uid)]
+        found = (one.resolve() for one in (*self.directories, *elsewhere))
+        return tuple(one for one in found if _is_of_others(one, uid))
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def _command(self, program: Sequence[str], uid: int, *words: str) -> str:
+        """A command of gadei-ps that sees the units' jobs, as the user of the memory."""
+        line = [*program, *words]
+        if self.scope == Scope.SYSTEM:
+            given = (
+                f"GADEI_PS_RUNTIME_DIR={self.runtime}",
+                f"GADEI_PS_STATE_DIR={self.state}",
+                f"NUMBA_CACHE_DIR={self.cache.parent}",
+            )
+            line = [*_as(uid), "env", *given, *line]
+        return shlex.join(line)
+
+    def save(self, program: Sequence[str], one: Memory) -> str:
+        """The command that saves this memory as a checkpoint, and ends the job."""
+        file = str(self.job_file(one.job))
+        return self._command(program, one.uid, "serve", "--finish", "--name", one.job, file)
+
+    def discard(self, program: Sequence[str], one: Memory) -> str:
+        """The command that removes this memory."""
+        return self._command(program, one.uid, "gc", one.job)
+
+    def stop(self, program: Sequence[str], one: Memory) -> str:
+        """The command that stops the job of this memory."""
+        return self._command(program, one.uid, "stop", one.job)
+
+    def settle(self, program: Sequence[str], found: Iterable[Memory]) -> list[str]:
+        """Lines that leave nothing of this memory: commands, and comments before them."""
+        lines = []
+        for one in found:
+            if one.living:
+                lines += [f"# {one}. Stop it:", self.stop(program, one)]
+            elif one.kept:
+                own = f", with its own gadei-ps (it was {one.build})" if one.build else ""
+                lines.append(f"# {one}. Save it{own}:")
+                lines.append(self.save(program, one))
+                lines.append(f"# or discard it: {self.discard(program, one)}")
+            else:
+                lines += [f"# {one}. Remove it:", self.discard(program, one)]
+        return lines
+
+    def told(self, program: Sequence[str], found: Iterable[Memory]) -> list[dict[str, Any]]:
+        """The same for programs."""
+        return [
+            {
+                "what": str(one),
+                "job": one.job,
+                "user": one.user,
+                "bytes": one.bytes,
+                "save": self.save(program, one) if one.kept else None,
+                "discard": self.discard(program, one),
+            }
+            for one in found
+        ]
+
+
+def _uids(users: Iterable[str]) -> Iterator[int]:
+    """Of those that there are."""
+    for one in users:
+        with contextlib.suppress(KeyError):
+            yield pwd.getpwnam(one).pw_uid
+
+
+def _as(uid: int) -> list[str]:
+    """The beginning of a command that root runs as this user, who may have been removed."""
+    try:
+        return ["runuser", "-u", pwd.getpwuid(uid).pw_name, "--"]
+    except KeyError:
+        return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+
+
+def _is_of_others(directory: Path, uid: int | None) -> bool:
+    """Whether the directory or something in it is of neither this user nor root.
+
+    What is root's counts too where the directory itself is not the user's: it was never handed on.
+    """
+    mine = directory.stat().st_uid == uid
+    allowed = {uid, 0} if mine else {uid}
+    entries = (
+        path
+        for folder, folders, files in os.walk(directory)
+        for path in (Path(folder, name) for name in (*folders, *files))
+        if path.name != OF_FILE_SYSTEMS
+    )
+    if not mine and directory.stat().st_uid:
+        return True
+    for path in entries:
+        with contextlib.suppress(FileNotFoundError):
+            if path.lstat().st_uid not in allowed:
+                return True
+    return False
+
+
+def _bytes(directory: Path) -> int:
+    """Of all files in it."""
+    total = 0
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += Path(folder, name).lstat().st_size
+    return total

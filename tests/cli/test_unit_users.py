@@ -1,0 +1,69 @@
+"""Jobs that run, or whose memory is left, when their units get another user or are removed."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import support
+from saved_jobs import COUNTED, there
+from shell import Cli, is_running
+
+from gadei_ps.commands import systemd, uninstall
+from gadei_ps.commands.units import Scope
+from gadei_ps.errors import UsageError
+from gadei_ps.memory import segment
+
+
+@pytest.fixture
+def units(tmp_path: Path, job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Units of this user with a job file."""
+    monkeypatch.setattr(systemd, "places", lambda: (Path("/usr/bin/env"),))
+    monkeypatch.setattr(systemd, "program", lambda: [sys.executable, "-m", "gadei_ps"])
+    where = tmp_path / "root"
+    me = pwd.getpwuid(os.getuid()).pw_name
+    systemd.install(Scope.SYSTEM, user=me, job=job_name, where=where)
+    yield where
+    for name in support.segments(job_name):
+        segment.unlink(name)
+
+
+def test_a_job_is_neither_broken_nor_forgotten(
+    cli: Cli, job_name: str, units: Path, compiled: None
+) -> None:
+    (cli.directory / f"{job_name}.toml").write_text(COUNTED)
+    daemon = cli.start("serve", f"{job_name}.toml")
+    support.eventually(lambda: is_running(job_name), what=lambda: daemon.err)
+    with pytest.raises(UsageError, match=f"job '{job_name}' of user .* runs.*stop it first"):
+        systemd.install(Scope.SYSTEM, user="nobody", force=True, where=units)
+    assert "User=nobody" not in (units / "gadei-ps@.service").read_text()
+    support.kill_all(job_name)
+    # Memory comes before what makes its own user a stranger.
+    lines = list(systemd.install(Scope.SYSTEM, user="nobody", force=True, where=units).next)
+    save = next(line for line in lines if "serve --finish" in line)
+    assert f"--name {job_name} " in save
+    assert any(line.startswith("# or discard it: ") and line.endswith(job_name) for line in lines)
+    assert lines.index(save) < lines.index("systemd-tmpfiles --create gadei-ps.conf")
+    # Removed units: the memory is named, and the user stays until it is gone.
+    me = pwd.getpwuid(os.getuid()).pw_name
+    systemd.install(Scope.SYSTEM, user=me, force=True, where=units)
+    done = uninstall.uninstall(Scope.SYSTEM, where=units)
+    (memory,) = done.memory
+    assert memory["job"] == job_name
+    assert memory["bytes"] > 4000
+    assert "it may be more than any checkpoint has" in memory["what"]
+    assert memory["save"] in done.next
+    assert not any("userdel" in line or line.startswith("rm -r") for line in done.next)
+    assert "uninstall-unit --system  # again" in done.next[-1]
+    # The commands, without the change of the user, which the root directory of tests needs no more.
+    words = shlex.split(memory["save"])
+    saved = cli(*words[words.index("serve") : -1], f"{job_name}.toml")
+    assert saved.code == 0, saved.err
+    assert there(job_name, cli)
+    assert not support.segments(job_name)
+    assert uninstall.uninstall(Scope.SYSTEM, where=units).memory == ()

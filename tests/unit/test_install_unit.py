@@ -1,0 +1,104 @@
+"""What install-unit says of what is there: other files, strange names, directories of others."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from gadei_ps.commands import systemd
+from gadei_ps.commands.units import Scope
+from gadei_ps.errors import UsageError
+
+ELSEWHERE = '[checkpoint]\ndirectory = "{}"\n'
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Units of this user, who has had jobs; stands for the root directory."""
+    monkeypatch.setattr(systemd, "places", lambda: (Path("/usr/bin/env"),))
+    me = pwd.getpwuid(os.getuid()).pw_name
+    systemd.install(Scope.SYSTEM, user=me, job="demo", where=tmp_path)
+    for path in ("var/lib/gadei-ps/demo", "var/cache/gadei-ps", "run/gadei-ps", "elsewhere/x"):
+        (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "var/cache/gadei-ps/kernel").touch()
+    return tmp_path
+
+
+def steps(place: Path, user: str) -> list[str]:
+    return list(systemd.install(Scope.SYSTEM, user=user, force=True, where=place).next)
+
+
+def test_directories_are_handed_on(place: Path) -> None:
+    """With all in them, and before systemd sees them: it looks at the directories only."""
+    state, cache = place / "var/lib/gadei-ps", place / "var/cache/gadei-ps"
+    found = steps(place, "nobody")
+    (line,) = [one for one in found if one.startswith("chown -R nobody: ")]
+    assert {str(state), str(cache)} <= set(line.split())
+    assert found.index(line) < found.index("systemd-tmpfiles --create gadei-ps.conf")
+    (place / "gadei-ps/far.toml").write_text(ELSEWHERE.format(place / "elsewhere"))
+    moved = steps(place, "nobody")
+    if os.getuid():  # root's other directories are not former jobs'
+        assert any(str(place / "elsewhere") in one.split() for one in moved)
+    me = pwd.getpwuid(os.getuid()).pw_name
+    assert not any("chown" in one for one in steps(place, me))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
+def test_what_lies_deeper_counts(place: Path) -> None:
+    """As where systemd-tmpfiles has given only the directory itself to the new user."""
+    nobody = pwd.getpwnam("nobody").pw_uid
+    state = place / "var/lib/gadei-ps"
+    for path in (state, place / "var/cache/gadei-ps", place / "run/gadei-ps"):
+        os.chown(path, nobody, -1)
+    (state / "demo/of-root").touch()
+    assert not any("chown" in one for one in steps(place, "nobody")), "a learner of root may write"
+    os.chown(state / "demo", 12345, -1)
+    assert f"chown -R nobody: {state}" in steps(place, "nobody")
+    (place / "gadei-ps/far.toml").write_text(ELSEWHERE.format(place / "elsewhere"))
+    os.chown(place / "elsewhere", 12345, -1)
+    assert f"chown -R nobody: {state} {place}/elsewhere" in steps(place, "nobody")
+
+
+def test_it_is_told_what_differs(tmp_path: Path) -> None:
+    """Of all files at once, in one line."""
+    first, second, third = (one.path for one in systemd.install(Scope.USER, where=tmp_path).units)
+    text_ = first.read_text()
+    first.write_text(text_.replace("WatchdogSec=30", "WatchdogSec=60\nNice=5"))
+    second.write_text("# mine\n" + second.read_text())
+    with pytest.raises(UsageError) as refused:
+        systemd.install(Scope.USER, where=tmp_path)
+    told = str(refused.value)
+    assert f"{first} exists and differs: it has WatchdogSec=60, Nice=5 instead of Watchdog" in told
+    assert f"{second} exists and differs: only in comments" in told
+    assert str(third) not in told
+    first.write_text(text_.replace("WatchdogSec=30\n", ""))
+    forced = systemd.install(Scope.USER, where=tmp_path, force=True).units[0]
+    assert (forced.written, forced.differs) == (True, "it lacks WatchdogSec=30")
+
+
+def test_linger_is_advised_only_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def advised() -> bool:
+        done = systemd.install(Scope.USER, where=tmp_path / "units")
+        return any("enable-linger" in line for line in done.next)
+
+    monkeypatch.setattr(systemd, "ROOT", tmp_path)
+    assert advised()
+    folder = tmp_path / "var/lib/systemd/linger"
+    folder.mkdir(parents=True)
+    (folder / pwd.getpwuid(os.getuid()).pw_name).touch()
+    assert not advised()
+
+
+def test_files_of_jobs_that_cannot_be(tmp_path: Path) -> None:
+    jobs = tmp_path / "gadei-ps"
+    jobs.mkdir()
+    for name in ("demo.toml", "demo.learner", "my job.learner", "a.b.toml", "other.learner"):
+        (jobs / name).touch()
+    told = systemd.install(Scope.USER, where=tmp_path).notes
+    assert len(told) == 3
+    assert "no job can be called 'a.b': rename the file" in told[0]
+    assert "no job can be called 'my job': rename the file" in told[1]
+    assert told[2] == f"{jobs}/other.learner: there is no job file other.toml beside it"
