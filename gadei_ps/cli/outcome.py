@@ -57,7 +57,7 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _report(error: Exception, as_json: bool, json_log: bool, learner_file: str) -> int:
+def _report(error: Exception, as_json: bool, json_log: bool = False, learner_file: str = "") -> int:
     """Prints the error in one line, or as the log's last object; returns the exit code."""
     kind, message, code = _told(error)
     if learner_file and code == 2:

@@ -33,14 +33,16 @@ OF_FILE_SYSTEMS = "lost+found"  # of root, and for no job
 class Memory:
     """Memory of a job in /dev/shm.
 
-    kept: whether it is more than the rest of a stopped job, so that it can be saved. living:
-    whether processes of the job run. build: how its build differs from this program's.
+    kept: whether it is more than the rest of a stopped job, so that it can be saved. saves: whether
+    the job makes a last checkpoint. living: whether processes of the job run. build: how its build
+    differs from this program's.
     """
 
     job: str
     uid: int
     bytes: int
     kept: bool
+    saves: bool
     living: bool
     build: str | None
 
@@ -137,6 +139,7 @@ class Belongings:
                 uid,
                 total,
                 segment.is_kept(job, uid),
+                _saves(job, uid),
                 segment.living(job, uid).anyone,
                 segment.other_build(job, uid),
             )
@@ -185,7 +188,14 @@ class Belongings:
         return shlex.join(line)
 
     def save(self, program: Sequence[str], one: Memory) -> str:
-        """The command that saves this memory as a checkpoint, and ends the job."""
+        """The command that saves this memory and ends the job.
+
+        Of a job without a last checkpoint, it saves the weights, and the memory stays.
+        """
+        if not one.saves:
+            folder = self.state if self.scope == Scope.SYSTEM else Path()
+            out = str(folder / f"{one.job}.safetensors")
+            return self._command(program, one.uid, "export", one.job, out)
         file = str(self.job_file(one.job))
         return self._command(program, one.uid, "serve", "--finish", "--name", one.job, file)
 
@@ -205,9 +215,11 @@ class Belongings:
                 lines += [f"# {one}. Stop it:", self.stop(program, one)]
             elif one.kept:
                 own = f", with its own gadei-ps (it was {one.build})" if one.build else ""
-                lines.append(f"# {one}. Save it{own}:")
+                how = "Save it" if one.saves else "Save its weights, and remove it"
+                lines.append(f"# {one}. {how}{own}:")
                 lines.append(self.save(program, one))
-                lines.append(f"# or discard it: {self.discard(program, one)}")
+                discard = self.discard(program, one)
+                lines.append(f"# or discard it: {discard}" if one.saves else discard)
             else:
                 lines += [f"# {one}. Remove it:", self.discard(program, one)]
         return lines
@@ -225,6 +237,12 @@ class Belongings:
             }
             for one in found
         ]
+
+
+def _saves(job: str, uid: int) -> bool:
+    """Whether the job makes a last checkpoint; its own gadei-ps tells if this one cannot."""
+    control = segment.peek(job, uid)
+    return control is None or bool(int(control["saves"]))
 
 
 def _uids(users: Iterable[str]) -> Iterator[int]:

@@ -33,10 +33,11 @@ def units(tmp_path: Path, job_name: str, monkeypatch: pytest.MonkeyPatch) -> Ite
         segment.unlink(name)
 
 
+@pytest.mark.parametrize("saves", [True, False])
 def test_a_job_is_neither_broken_nor_forgotten(
-    cli: Cli, job_name: str, units: Path, compiled: None
+    cli: Cli, job_name: str, units: Path, saves: bool, compiled: None
 ) -> None:
-    (cli.directory / f"{job_name}.toml").write_text(COUNTED)
+    (cli.directory / f"{job_name}.toml").write_text(COUNTED + ("[checkpoint]\n" if saves else ""))
     daemon = cli.start("serve", f"{job_name}.toml")
     support.eventually(lambda: is_running(job_name), what=lambda: daemon.err)
     with pytest.raises(UsageError, match=f"job '{job_name}' of user .* runs.*stop it first"):
@@ -45,9 +46,11 @@ def test_a_job_is_neither_broken_nor_forgotten(
     support.kill_all(job_name)
     # Memory comes before what makes its own user a stranger.
     lines = list(systemd.install(Scope.SYSTEM, user="nobody", force=True, where=units).next)
-    save = next(line for line in lines if "serve --finish" in line)
-    assert f"--name {job_name} " in save
-    assert any(line.startswith("# or discard it: ") and line.endswith(job_name) for line in lines)
+    verb = "serve --finish --name" if saves else "export"
+    save = next(line for line in lines if f" {verb} {job_name} " in line)
+    discard = lines[lines.index(save) + 1]
+    assert discard.endswith(f" gc {job_name}")
+    assert discard.startswith("# or discard it: ") == saves
     assert lines.index(save) < lines.index("systemd-tmpfiles --create gadei-ps.conf")
     # Removed units: the memory is named, and the user stays until it is gone.
     me = pwd.getpwuid(os.getuid()).pw_name
@@ -60,10 +63,15 @@ def test_a_job_is_neither_broken_nor_forgotten(
     assert memory["save"] in done.next
     assert not any("userdel" in line or line.startswith("rm -r") for line in done.next)
     assert "uninstall-unit --system  # again" in done.next[-1]
-    # The commands, without the change of the user, which the root directory of tests needs no more.
+    # The commands, without the change of the user, and with this test's paths.
     words = shlex.split(memory["save"])
-    saved = cli(*words[words.index("serve") : -1], f"{job_name}.toml")
+    file = f"{job_name}.toml" if saves else "weights.safetensors"
+    saved = cli(*words[words.index("gadei_ps") + 1 : -1], file)
     assert saved.code == 0, saved.err
-    assert there(job_name, cli)
+    if saves:
+        assert there(job_name, cli)
+    else:
+        assert (cli.directory / file).exists()
+        assert cli("gc", job_name).code == 0
     assert not support.segments(job_name)
     assert uninstall.uninstall(Scope.SYSTEM, where=units).memory == ()
