@@ -96,7 +96,7 @@ def test_an_impossible_name(manager: Booted) -> None:
         assert manager.run("systemctl", "start", made).returncode
         instance = made.partition("@")[2].removesuffix(".service")
         told = manager.show(made, "StatusText")
-        assert told.startswith(f"failed: job name {instance!r}: use 1 to 48 letters"), told
+        assert told.startswith(f"failed: job name '{instance}': use 1 to 48 letters"), told
         manager.do("rm", f"/etc/gadei-ps/{name}.toml")
     manager.run("systemctl", "reset-failed")
 
