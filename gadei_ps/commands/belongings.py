@@ -18,7 +18,7 @@ from typing import Any
 import platformdirs
 
 from gadei_ps.commands.units import Scope
-from gadei_ps.errors import CheckpointError, UsageError
+from gadei_ps.errors import GadeiError
 from gadei_ps.job import config, paths
 from gadei_ps.memory import segment
 from gadei_ps.memory.shm import JOB_NAME
@@ -149,7 +149,7 @@ class Belongings:
     def _elsewhere(self) -> Iterator[tuple[str, Path]]:
         """Job and directory of checkpoints that a job file has put somewhere else."""
         for path in sorted(self.jobs.glob("*.toml")):
-            with contextlib.suppress(UsageError):
+            with contextlib.suppress(GadeiError):
                 told = config.load(path).checkpoint
                 if told is not None and told.directory is not None and told.directory.is_dir():
                     yield path.stem, told.directory
@@ -161,7 +161,7 @@ class Belongings:
             folders += [(path.name, path) for path in sorted(self.state.iterdir()) if path.is_dir()]
         found = []
         for job, path in folders:
-            with contextlib.suppress(OSError, CheckpointError):
+            with contextlib.suppress(OSError, GadeiError):
                 if count := len(checkpoint.found(path)):
                     found.append(Checkpoints(job, path, count, _bytes(path)))
         return tuple(found)
