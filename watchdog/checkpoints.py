@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import CheckpointError
+from gadei_ps.errors import CheckpointError, CheckpointMistake
+from gadei_ps.job import service
 from gadei_ps.machine import cgroups, process
 from gadei_ps.memory.layout import CONTROL, Phase
 from gadei_ps.watchdog.liveness import progress
@@ -40,6 +41,13 @@ class Checkpoints:
     log: Any
     last: dict[str, Any] = field(default_factory=dict)
     """The outcome of the last one."""
+    problem: str = ""
+    """Why none could be made when that was tried or looked at last."""
+    unsure: bool = False
+    """Whether it is not known yet if checkpoints can be made; see examine()."""
+    _looks: bool = False
+    _mistake: str = ""
+    _newer: tuple[int, str] = (0, "")
     _kills: cgroups.Kills = field(default_factory=cgroups.Kills)
     _dots: int = 0
     _saver: subprocess.Popen[bytes] | None = None
@@ -59,6 +67,69 @@ class Checkpoints:
         if self._saver is None:
             return self._dots
         return self._dots + progress(process.cpu_s(self._saver.pid), SILENT_S)
+
+    # -- memory that is gone on from ------------------------------------------------------------
+
+    def examine(self) -> None:
+        """Begins to look at what is on the disk, for a job that goes on from memory.
+
+        The directory may have become one that takes no checkpoints, and a checkpoint may be newer
+        than the memory.
+        """
+        config = self.memory.config
+        self.unsure = config.checkpoint is not None
+        try:
+            self._begin(look_beyond=int(self._control["version"]))
+        except OSError as error:
+            self.unsure = False
+            self.log.warning("cannot look at the checkpoints", reason=str(error))
+
+    def refuse(self) -> None:
+        """Raises CheckpointMistake if examine() has found one; the job's memory stays."""
+        if self._mistake:
+            raise CheckpointMistake(
+                f"{self._mistake}; the memory of job {self.memory.config.name!r} stays, and the "
+                "next start goes on from it"
+            )
+
+    @property
+    def newer(self) -> int:
+        """Version of a checkpoint that is newer than the memory; 0 if there is none."""
+        version = self._newer[0]
+        return version if version > int(self._control["version"]) else 0
+
+    @property
+    def warning(self) -> str:
+        """What an administrator should know; empty if nothing."""
+        if self.problem:
+            return f"no checkpoint: {self.problem}"
+        if newer := self.newer:
+            name = self.memory.config.name
+            stop = service.command(name, f"stop {name} --discard")
+            return (
+                f"checkpoint {newer} is newer than the memory that the job goes on from; to take "
+                f"it: {stop}, and start the job again ({service.serve(name)})"
+            )
+        return ""
+
+    def _saw(self, outcome: dict[str, Any]) -> None:
+        """The outcome of examine()."""
+        self.unsure = False
+        if not outcome["ok"]:
+            self.problem = outcome["error"]
+            self._mistake = self.problem if outcome.get("mistake") else ""
+            self.log.error("checkpoints cannot be made", reason=self.problem)
+        elif outcome["newer"]:
+            self._newer = outcome["newer"]["version"], outcome["newer"]["path"]
+            if self.newer:
+                version = int(self._control["version"])
+                self.log.warning(
+                    f"goes on from memory at version {version}; {self.warning}. Without that, the "
+                    "next checkpoint of the job sets it aside",
+                    path=self._newer[1],
+                )
+
+    # -- making ---------------------------------------------------------------------------------
 
     def ask(self, heard: Heard) -> None:
         """Begins a checkpoint; `heard` is called with its outcome.
@@ -91,7 +162,7 @@ class Checkpoints:
             except OSError as error:
                 self._tell({"ok": False, "error": f"cannot start a saver: {error.strerror}"})
 
-    def _begin(self) -> None:
+    def _begin(self, look_beyond: int | None = None) -> None:
         config = self.memory.config
         task = Task(
             config.name,
@@ -100,8 +171,11 @@ class Checkpoints:
             str(config.checkpoint_directory()),
             config.checkpoint.keep if config.checkpoint else KEEP,
             config.model_dump(mode="json"),
+            look_beyond,
         )
-        self._last_at = time.monotonic()
+        self._looks = look_beyond is not None
+        if not self._looks:
+            self._last_at = time.monotonic()
         self._kills = cgroups.Kills()  # of the time in which the saver lives
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as done:
             read, write = os.pipe()
@@ -132,6 +206,7 @@ class Checkpoints:
             part = b""
         if part and len(self._said) < OUTCOME_BYTES:
             self._dots += 1
+            self.unsure &= not part.startswith(MOVED)
             self._said += part if self._said else part.lstrip(MOVED)
             return
         self.selector.unregister(pipe)
@@ -151,13 +226,18 @@ class Checkpoints:
         except ValueError:
             why = self._kills.told() or f"it ended with code {code}"
             outcome = {"ok": False, "error": f"the saver made no checkpoint: {why}"}
-        self._tell(outcome)
+        if self._looks:
+            self._saw(outcome)
+            self._go_on()
+        else:
+            self._tell(outcome)
 
     def _tell(self, outcome: dict[str, Any]) -> None:
         control = self._control
         if outcome["ok"]:
             control["checkpoints"] += 1
             control["checkpoint_version"] = outcome["version"]
+            self.problem, self._newer = "", (0, "")
             self.log.info(
                 "checkpoint",
                 path=outcome["path"],
@@ -166,9 +246,17 @@ class Checkpoints:
             )
             if outcome["problem"]:
                 self.log.warning("checkpoint", problem=outcome["problem"])
+            if outcome["aside"]:
+                name = self.memory.config.name
+                stop = service.command(name, f"stop {name}")
+                restore = service.command(name, f"restore {outcome['aside']}")
+                self.log.warning(
+                    f"a newer checkpoint is set aside; to go on from it: {stop}, then {restore}"
+                )
         else:
             control["checkpoint_failures"] += 1
             self._failed_at = time.monotonic()
+            self.problem = outcome["error"]
             ends = int(control["phase"]) == Phase.DRAINING
             rest = "the job is stopping" if ends else "training goes on"
             self.log.error(f"no checkpoint; {rest}", reason=outcome["error"])
@@ -176,6 +264,10 @@ class Checkpoints:
         heard, self._heard = self._heard, []
         for one in heard:
             one(outcome)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """With those who have asked meanwhile."""
         waiting, self._next = self._next, []
         for one in waiting:
             try:

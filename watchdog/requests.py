@@ -20,6 +20,7 @@ from gadei_ps.job.control import (
     Attach,
     Checkpoint,
     Detach,
+    Discard,
     Offer,
     Reload,
     SetSync,
@@ -119,6 +120,9 @@ class Requests:
             case Checkpoint():
                 self._checkpoint(client)
                 return None
+            case Discard():
+                self._discard(client)
+                return None
             case StopJob():
                 self._stopping.begin(request.drain, request.timeout_s)
                 self._stopping.waiting.append(client)
@@ -131,6 +135,8 @@ class Requests:
         report["standby_pid"] = self._servers.standby_pid
         report["standby_missing"] = self._servers.why_alone or None
         report["last_checkpoint"] = self._checkpoints.last or None
+        report["checkpoint_warning"] = self._checkpoints.warning or None
+        report["newer_checkpoint"] = self._checkpoints.newer or None
         report["names_lost"] = self._memory.unnamed
         report["saves_on_stop"] = self._stopping.saves
         report["making"] = self._maker.facts
@@ -148,6 +154,14 @@ class Requests:
             self._sockets.reply(client, failure(error) if failed else outcome)
 
         self._checkpoints.ask(heard)
+
+    def _discard(self, client: Client) -> None:
+        """Raises ControlError where no checkpoint is newer: a stop is to lose nothing."""
+        if not self._checkpoints.newer:
+            raise ControlError("no checkpoint is newer than the memory: stop without --discard")
+        self._stopping.discards = True
+        self._stopping.begin(drain=False, timeout_s=1.0)
+        self._stopping.waiting.append(client)
 
     def _detach(self, client: Client, request: Detach) -> dict[str, Any]:
         self._roster.detach(client.pid, request.row, request.generation)

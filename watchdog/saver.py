@@ -3,6 +3,8 @@
 A process of its own, because a disk may block a process that writes to it. The shards pause for it
 until a deadline, so that a saver that dies does not hold them. It prints the outcome as one line of
 JSON on standard output, and before that a dot whenever more has reached the disk.
+
+For a watchdog that goes on from memory it does not save, but looks at what is on the disk.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import CheckpointError, GadeiError
+from gadei_ps.errors import CheckpointError, CheckpointMistake, GadeiError
+from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind, Work
 from gadei_ps.memory.segment import segment_name
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
+from gadei_ps.watchdog import model
 
 PAUSE_S = 1.0  # and a second for each gigabyte
 ATTEMPTS_S = 20.0  # a take-over or a long gradient may come in between
@@ -39,7 +43,10 @@ MOVED = b"."  # before the outcome: more of the checkpoint is on the disk
 
 @dataclass(frozen=True)
 class Task:
-    """What to save, and where. config: written to the checkpoint. files: open segments, by part."""
+    """What to save, and where. config: written to the checkpoint. files: open segments, by part.
+
+    look_beyond: save nothing, but look for checkpoints newer than this version.
+    """
 
     job: str
     job_id: str
@@ -47,6 +54,7 @@ class Task:
     directory: str
     keep: int
     config: dict[str, Any]
+    look_beyond: int | None = None
 
 
 class Saver:
@@ -101,6 +109,7 @@ class Saver:
             "pause_ms": pause_s * 1e3,
             "write_s": written.seconds,
             "problem": written.problem,
+            "aside": str(written.aside) if written.aside else None,
         }
 
     def _take(self) -> tuple[Snapshot, float]:
@@ -218,6 +227,26 @@ class Saver:
         return {name: int(self._control[name]) for name in names} | {"state": state}
 
 
+def look(directory: Path, config: JobConfig, version: int) -> dict[str, Any]:
+    """What a job that goes on from memory at `version` has to know of its directory.
+
+    Prints MOVED once checkpoints are known to be possible. Returns the newest checkpoint, where it
+    is newer than the memory and the job could go on from it. Raises CheckpointError if none can be
+    written, or if the directory cannot be read.
+    """
+    if config.checkpoint is not None:
+        checkpoint.check(directory)
+    os.write(1, MOVED)
+    newer = None
+    if any(one.version > version for one in checkpoint.found(directory)):
+        with contextlib.suppress(CheckpointError):  # then no start could take it
+            snapshot, path, _ = checkpoint.newest(directory)
+            if snapshot is not None and path is not None and snapshot.version > version:
+                model.check_fits(config, snapshot, path)
+                newer = {"version": snapshot.version, "path": str(path)}
+    return {"ok": True, "newer": newer}
+
+
 def task_line(task: Task) -> str:
     """A task as the saver's standard input."""
     return json.dumps(asdict(task))
@@ -226,9 +255,15 @@ def task_line(task: Task) -> str:
 def main() -> None:
     """`python -m gadei_ps.watchdog.saver`: started by the watchdog, its task on standard input."""
     try:
-        outcome = Saver(Task(**json.load(sys.stdin))).save()
+        task = Task(**json.load(sys.stdin))
+        if task.look_beyond is not None:
+            config = JobConfig.model_validate(task.config)
+            outcome = look(Path(task.directory), config, task.look_beyond)
+        else:
+            outcome = Saver(task).save()
     except (GadeiError, OSError, MemoryError, RuntimeError) as error:  # the last: no more threads
         outcome = {"ok": False, "error": str(error) or type(error).__name__}
+        outcome["mistake"] = isinstance(error, CheckpointMistake)
     print(json.dumps(outcome), flush=True)
     sys.exit(0 if outcome["ok"] else 1)
 

@@ -50,6 +50,8 @@ class Stopping:
     notify: Notify
     log: Any
     begun: bool = False
+    discards: bool = False
+    """Whether there is to be none."""
     problem: str = ""
     """Why there is no last checkpoint."""
     waiting: list[Client] = field(default_factory=list)
@@ -74,7 +76,8 @@ class Stopping:
     def saves(self) -> bool:
         """Whether the job ends with a checkpoint."""
         config = self.memory.config.checkpoint
-        return config is not None and config.on_stop and self.memory.state is not None
+        wanted = config is not None and config.on_stop and not self.discards
+        return wanted and self.memory.state is not None
 
     def refuse(self) -> None:
         """Raises JobStopped once the stop has begun."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import selectors
 import signal
 import time
@@ -53,11 +52,12 @@ from gadei_ps.watchdog.wanted import Wanted
 
 TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
-FILES = 4096
+FILES = 4096  # 256 learners and 512 clients need more than the usual 1024
 SLOW_TICK_S = 1.0  # for what may be seen a second late
 TELL_S = 15.0  # between two lines on a start that takes long
 SAY_S = 0.5  # between two notes that the start makes progress
 LEAVE_TIMEOUT_S = 10.0
+LOOK_S = 10.0  # for the directory of checkpoints, on a disk that may block
 
 
 class Supervisor:
@@ -115,7 +115,7 @@ class Supervisor:
 
     def run(self) -> int:
         """The whole life of the job; returns the exit code."""
-        _allow_files()
+        process.allow_files(FILES)
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         previous = signal.set_wakeup_fd(wake_write)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -157,6 +157,7 @@ class Supervisor:
             stop = Stop(int(self._control["stop"]))
             self._servers.adopt()
             self._roster.adopt()
+            self._examine_checkpoints()
         else:
             for name in clear_dead(self.config.name):
                 self._log.warning("removed a dead job's segment", segment=name[1:])
@@ -245,6 +246,24 @@ class Supervisor:
             first, made = found
             model.enter(self.memory, first, made, self._log)
 
+    def _examine_checkpoints(self) -> None:
+        """Before the job goes on from memory. If anything of it lives, this does not wait.
+
+        Raises CheckpointMistake if nothing lives and no checkpoint could be made; the memory stays.
+        """
+        if not self.options.resume or self.options.finish:
+            return
+        self._checkpoints.examine()
+        if self._servers.running or self._roster.rows:
+            return
+        until = time.monotonic() + LOOK_S
+        while self._checkpoints.unsure and time.monotonic() < until:
+            self._poll(TICK_S)
+            if self.signalled:
+                raise JobStopped("stopped before the job was ready")
+            self._notify.watchdog()
+        self._checkpoints.refuse()
+
     def _wait_until_serving(self) -> None:
         start = Start(self.options.start_silent_s)
         say_at, said_s = 0.0, -1.0
@@ -299,7 +318,7 @@ class Supervisor:
                 self._log.error("the job has failed", reason=self._failed)
                 self._notify.failed(self._failed)
                 if self._stays and not self.memory.names_lost():
-                    self._log.error(f"its memory stays: {self._way_on}")
+                    self._log.error(f"its memory stays: {service.way_on(self.config.name)}")
                 return 1
             if self._stopping.begun and self._stopping.over(now):
                 if not self._stopping.problem:
@@ -361,16 +380,8 @@ class Supervisor:
         told = [f"{learners}, version {version}, {rate:.0f}/s", self._wanted.problem]
         if self.memory.unnamed:
             told.append("segments have lost their names: stop the job")
+        told.append(self._checkpoints.warning)
         self._notify.status("; ".join(filter(None, told)))
-
-    @property
-    def _way_on(self) -> str:
-        """What becomes of the memory of a job that has failed."""
-        name = self.config.name
-        if service.runs_in(name, watchdog=True):
-            return f"systemd starts the job again, or {service.here(name).end} ends it"
-        drop = service.command(name, f"gc {name}")
-        return f"continue with {service.serve(name)}, or drop it with {drop}"
 
     @property
     def _stays(self) -> bool:
@@ -426,14 +437,6 @@ class Supervisor:
         if made and (not self._stays or self.memory.names_lost()):
             self.memory.remove()
         return made
-
-
-def _allow_files() -> None:
-    """Raises the soft limit of open files: 256 learners and 512 clients need more than 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def serve(config: JobConfig, options: Options | None = None, notify: Notify | None = None) -> int:

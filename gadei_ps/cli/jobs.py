@@ -246,8 +246,8 @@ def stop(
         bool,
         typer.Option(
             "--discard",
-            help="If the job has lost its watchdog: stop it although gradients since the last "
-            "checkpoint are lost.",
+            help="If the job has lost its watchdog, or a checkpoint is newer than its memory: stop "
+            "it although gradients since the last checkpoint are lost.",
         ),
     ] = False,
     as_json: Json = False,

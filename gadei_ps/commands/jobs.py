@@ -23,7 +23,15 @@ from gadei_ps.commands.absence import absence, how, locked, of_others
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import control, paths
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.control import Checkpoint, Connection, Reload, SetSync, Status, StopJob
+from gadei_ps.job.control import (
+    Checkpoint,
+    Connection,
+    Discard,
+    Reload,
+    SetSync,
+    Status,
+    StopJob,
+)
 from gadei_ps.machine import process
 from gadei_ps.memory import holds, segment
 from gadei_ps.memory.layout import CONTROL, SegmentKind
@@ -180,7 +188,9 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     """Stops the job and waits until it is gone; returns its final report.
 
     timeout_s: with `drain`, how long learners may take to finish. A job whose watchdog was killed
-    is ended at once; `discard` allows that even if gradients are lost. Raises GadeiError.
+    is ended at once; `discard` allows that even if gradients are lost. With a watchdog, `discard`
+    ends a job without its last checkpoint, if a checkpoint is newer than its memory. Raises
+    GadeiError.
     """
     try:
         report = status(job)
@@ -192,7 +202,7 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
             raise
         paths.check_own()
         return _stop_orphan(job, discard)
-    if discard:
+    if discard and not report.get("newer_checkpoint"):
         raise UsageError(
             f"--discard: job {job!r} has a watchdog, so a stop loses nothing; leave out the option"
         )
@@ -206,9 +216,8 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
         wait_s += SAVE_S
     try:
         try:
-            report = _plain(
-                control.ask(job, StopJob(drain=drain, timeout_s=timeout_s), timeout_s=wait_s)
-            )
+            how = Discard() if discard else StopJob(drain=drain, timeout_s=timeout_s)
+            report = _plain(control.ask(job, how, timeout_s=wait_s))
         except (JobNotFound, ControlError):
             # Another process may have stopped it between the two requests.
             if watchdog < 0 or not process.gone(watchdog, 1.0):

@@ -110,8 +110,14 @@ class StopJob(_Message):
     timeout_s: float = Field(30.0, gt=0, le=3600)
 
 
+class Discard(_Message):
+    """Ends the job without its last checkpoint, for there is one newer than its memory."""
+
+    op: Literal["discard"] = "discard"
+
+
 Request = Annotated[
-    Attach | Checkpoint | Detach | Offer | Reload | SetSync | SetWork | Status | StopJob,
+    Attach | Checkpoint | Detach | Discard | Offer | Reload | SetSync | SetWork | Status | StopJob,
     Field(discriminator="op"),
 ]
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

@@ -80,3 +80,10 @@ def command(job: str, arguments: str) -> str:
     """A command for the job's user; in full where the reader is perhaps another one."""
     elsewhere = paths.owner() != os.getuid() or (_is_system() and runs_in(job))
     return paths.as_owner(arguments) if elsewhere else f"gadei-ps {arguments}"
+
+
+def way_on(job: str) -> str:
+    """What becomes of the memory of a job that has failed."""
+    if runs_in(job, watchdog=True):
+        return f"systemd starts the job again, or {here(job).end} ends it"
+    return f"continue with {serve(job)}, or drop it with {command(job, f'gc {job}')}"

@@ -187,3 +187,11 @@ def spawn(
         process_group=0,
         preexec_fn=None if how is None else dies_with_parent(os.getpid(), how),
     )
+
+
+def allow_files(wanted: int) -> None:
+    """Raises this process's soft limit of open files to `wanted`, or to its hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

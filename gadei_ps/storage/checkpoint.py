@@ -48,12 +48,17 @@ _SUM: Final = re.compile(r"([0-9a-f]{64})  ([^\n]+)\n")
 
 
 class Written(NamedTuple):
-    """A checkpoint that is on the disk. `problem`: one line if older ones could not be removed."""
+    """A checkpoint that is on the disk.
+
+    problem: one line if older ones could not be removed. aside: the newest of those of a higher
+    version that were there, under its name from now on.
+    """
 
     path: Path
     bytes: int
     seconds: float
     problem: str | None = None
+    aside: Path | None = None
 
 
 class Found(NamedTuple):
@@ -91,12 +96,12 @@ def write(
         with _locked(directory):
             _sweep(directory)
             path, size = _write_new(directory, snapshot, on_disk)
-            problem = _remove_old(directory, path, snapshot.version, keep)
+            problem, aside = _remove_old(directory, path, snapshot.version, keep)
     except ValueError as error:
         raise CheckpointError(f"{directory}: no checkpoint written: {error}") from None
     except OSError as error:
         raise files.unwritten(directory, "no checkpoint written", error) from None
-    return Written(path, size, time.monotonic() - begin, problem)
+    return Written(path, size, time.monotonic() - begin, problem, aside)
 
 
 def check(directory: Path) -> None:
@@ -147,15 +152,19 @@ def _write_new(
     return path, total
 
 
-def _remove_old(directory: Path, path: Path, version: int, keep: int) -> str | None:
-    """Once the checkpoint `path` is there to stay. Returns what went wrong, for `Written`."""
-    kept, removed = 1, []
+def _remove_old(
+    directory: Path, path: Path, version: int, keep: int
+) -> tuple[str | None, Path | None]:
+    """Once the checkpoint `path` is there to stay. Returns `problem` and `aside` of `Written`."""
+    kept, removed, newest_aside = 1, [], None
     try:
         for one in found(directory):
             if one.path == path:
                 continue
             if one.version > version:
-                one.path.rename(_unused(one.path.with_name(f"superseded-{one.path.name}")))
+                to = _unused(one.path.with_name(f"superseded-{one.path.name}"))
+                one.path.rename(to)
+                newest_aside = newest_aside or to
             elif one.version < version and kept < keep:
                 kept += 1
             else:
@@ -168,8 +177,9 @@ def _remove_old(directory: Path, path: Path, version: int, keep: int) -> str | N
         for old in removed:
             _delete(old)
     except OSError as error:
-        return str(files.unwritten(directory, "older checkpoints cannot be removed", error))
-    return None
+        problem = str(files.unwritten(directory, "older checkpoints cannot be removed", error))
+        return problem, newest_aside
+    return None, newest_aside
 
 
 def _next_name(directory: Path, version: int) -> str:
