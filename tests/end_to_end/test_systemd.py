@@ -202,7 +202,7 @@ def test_a_lost_marker_for_learners(
     marker.unlink()
     marker.symlink_to(runtime_dir / "no" / "where")
     told = f"units of learners do not start: {marker} cannot be made"
-    eventually(lambda: told in manager.said("STATUS")[-1])
+    eventually(lambda: told in "".join(manager.said("STATUS")[-1:]))
     marker.unlink()
     eventually(lambda: told not in manager.said("STATUS")[-1])
     service.process.terminate()
