@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,13 @@ import numpy as np
 from gadei_ps import sync
 from gadei_ps.classifier import dataset
 from gadei_ps.classifier.dataset import Dataset, Encoded, Vocabulary
+from gadei_ps.classifier.settings import Settings
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.errors import DeviceError, JobFailed, UsageError
+from gadei_ps.errors import DeviceError, JobFailed
 from gadei_ps.job.config import check_sync, from_mapping
 from gadei_ps.job.control import SetWork, Status, StopJob
-from gadei_ps.machine import process
+from gadei_ps.machine import interrupts, process
+from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import Compute, Learners
 from gadei_ps.memory import segment, weights
 from gadei_ps.memory.layout import SegmentKind
@@ -42,56 +46,16 @@ STALLED_S = 120.0
 MAX_REFUSED = 20
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of `train`. None: the default for the size of the set (Table 3)."""
-
-    train_file: Path
-    test_file: Path | None = None
-    learners: int = 2
-    epochs: int | None = None
-    batch_size: int | None = None
-    optimizer: str = "adagrad"
-    lr: float | None = None
-    sync: str = "asp"
-    patience: int = 5
-    dropout: float = 0.5
-    seed: int = 0
-    wire: str = "float32"
-    error_feedback: bool = False
-    device: str = "auto"
-    gpus: str | None = None
-    out: Path = Path("model")
-    text_column: str = "text"
-    label_column: str = "label"
-    job: str | None = None
-    replace: bool = True
-    verbose: bool = False
-
-    def check(self) -> None:
-        """Raises UsageError if a value is out of range."""
-        for name in ("learners", "epochs", "batch_size", "patience"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        if self.learners > 256:
-            raise UsageError("--learners must be at most 256")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"--seed must be between 0 and {2**63 - 1}")
-
-
 @dataclass
 class Best:
     """The best weights so far."""
 
     accuracy: float = -1.0
     loss: float = float("inf")
-    epoch: int = 0
+    epoch: float = 0
     flat: FloatArray | None = None
 
-    def offer(self, accuracy: float, loss: float, epoch: int, flat: FloatArray) -> bool:
+    def offer(self, accuracy: float, loss: float, epoch: float, flat: FloatArray) -> bool:
         """Keeps these weights if they are better: by accuracy, then by loss."""
         if not math.isfinite(loss) or (accuracy, -loss) <= (self.accuracy, -self.loss):
             return False
@@ -125,7 +89,9 @@ class Corpus:
 def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     """Runs the whole training; returns the summary that `train --json` prints.
 
-    Raises GadeiError. In that case no model directory was written or changed.
+    The first signal ends it with the best weights so far, and `exit_code` is 128 + its number; a
+    second one, and one before the first gradient, raises Interrupted. Raises GadeiError. In these
+    cases no model directory was written or changed.
     """
     settings.check()
     begin = time.monotonic()
@@ -179,6 +145,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
         Daemon(config, verbose=settings.verbose) as daemon,
         display,
+        interrupts.first_told() as signalled,
     ):
         np.savez(
             data,
@@ -187,10 +154,12 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
             labels=corpus.train.labels,
             settings=json.dumps(options),
         )
-        run = _Run(settings, corpus, daemon, display, epochs, batch_size, options, compute)
+        run = _Run(
+            settings, corpus, daemon, display, epochs, batch_size, options, compute, signalled
+        )
         data.flush()
         run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
-    return run.finish(config.optimizer.lr, time.monotonic() - begin)
+        return run.finish(config.optimizer.lr, time.monotonic() - begin)
 
 
 def _compute(settings: Settings) -> Compute:
@@ -235,7 +204,9 @@ class _Run:
         batch_size: int,
         options: dict[str, Any],
         compute: Compute,
+        signalled: Callable[[], int | None],
     ) -> None:
+        """signalled: says which signal has asked for the end, if one has."""
         from gadei_ps.classifier import network
 
         self.settings = settings
@@ -245,6 +216,7 @@ class _Run:
         self.epochs = epochs
         self.batch_size = batch_size
         self.compute = compute
+        self.signalled = signalled
         self.model = network.SentenceClassifier(
             options["vocabulary_size"], options["classes"], dropout=settings.dropout
         )
@@ -299,11 +271,26 @@ class _Run:
             if work["next"] and work["epoch"] == answered:
                 answered += work["next"] / batches
             self.display.update(self.status, answered, self._left(answered))
+            if (number := self.signalled()) is not None:
+                self._wind_up(number, round(answered, 2) if answered > evaluated else None)
+                return
             if work["epochs_done"] > evaluated:
                 evaluated = work["epochs_done"]
                 if self._evaluate(evaluated) or evaluated >= self.epochs:
                     return
             time.sleep(POLL_S)
+
+    def _wind_up(self, number: int, epoch: float | None) -> None:
+        """Measures what there is for the last time. epoch: of weights not measured yet.
+
+        Raises Interrupted if there is nothing to be kept.
+        """
+        if not self.status["version"]:
+            raise Interrupted(number)
+        name = signal.Signals(number).name
+        self.display.event(f"{name}: the best weights so far are kept; once more ends at once")
+        if epoch is not None:
+            self._evaluate(epoch)
 
     def _check_refused(self) -> None:
         """Raises JobFailed if most gradients are refused: the training has diverged."""
@@ -346,7 +333,7 @@ class _Run:
             self._placed = weights.read_table(mapped)
         return self._flat.copy()
 
-    def _evaluate(self, epoch: int) -> bool:
+    def _evaluate(self, epoch: float) -> bool:
         """Measures the held-out tenth. True if it has not improved for `patience` epochs."""
         from gadei_ps.classifier import network
 
@@ -368,7 +355,7 @@ class _Run:
             }
         )
         self.display.event(
-            f"epoch {epoch}: validation accuracy {accuracy:.4f}, loss {loss:.4f}, "
+            f"epoch {epoch:g}: validation accuracy {accuracy:.4f}, loss {loss:.4f}, "
             f"{self._samples_per_s():,.0f} samples/s{' (best)' if better else ''}"
         )
         return epoch - self.best.epoch >= self.settings.patience
@@ -394,7 +381,7 @@ class _Run:
         if self.corpus.test is not None:
             encoded = dataset.encode(self.corpus.test.texts, self.corpus.vocabulary)
             test_accuracy, _ = network.evaluate(self.model, encoded.tokens, self.corpus.test.labels)
-        summary = {
+        summary: dict[str, Any] = {
             "test_accuracy": test_accuracy,
             "validation_accuracy": self.best.accuracy,
             "validation_loss": self.best.loss,
@@ -411,7 +398,11 @@ class _Run:
             "device": self.compute.device,
             "rows": len(self.corpus.train) + len(self.corpus.held_out),
             "model_dir": str(self.settings.out),
+            "interrupted": None,
+            "exit_code": 0,
         }
+        if (number := self.signalled()) is not None:
+            summary |= {"interrupted": signal.Signals(number).name, "exit_code": 128 + number}
         config = {
             key: str(value) if isinstance(value, Path) else value
             for key, value in asdict(self.settings).items()

@@ -72,6 +72,13 @@ def run(
             show_default="the job file's, or asp",
         ),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File for the weights at the end: .safetensors, .npz or .pt (needs PyTorch).",
+        ),
+    ] = None,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
     verbose: Verbose = False,
@@ -79,7 +86,8 @@ def run(
 ) -> int:
     """Start learners and wait until they end: gadei-ps run demo -- python my_train.py
 
-    If no job of this name is running, it is served until the learners end.
+    If no job of this name is running, it is served until the learners end. Ctrl-C is passed on to
+    the learners, which have 30 s to save what they want to; pressed again, it ends them at once.
     """
     from gadei_ps.commands.run import RunOptions, run_learners
     from gadei_ps.show import view
@@ -94,6 +102,7 @@ def run(
             overrides={name: value for name, value in given.items() if value is not None},
             device=device.value,
             gpus=gpus,
+            out=out,
             stdout=2 if as_json else None,
             verbose=verbose,
         ),

@@ -93,10 +93,11 @@ def train(
 ) -> int:
     """Train a sentence classifier from a CSV file.
 
-    Label sentences with it by gadei-ps predict.
+    Label sentences with it by gadei-ps predict. Ctrl-C ends it with the best model so far; pressed
+    again, it ends at once and writes nothing.
     """
     _need_torch("train")
-    from gadei_ps.classifier.train import Settings
+    from gadei_ps.classifier.settings import Settings
     from gadei_ps.classifier.train import train as run_training
     from gadei_ps.show import view
 
@@ -124,7 +125,7 @@ def train(
     )
     summary = run_training(settings, display_silent=as_json)
     tell(as_json, summary, lambda: view.trained(summary, str(test)))
-    return 0
+    return int(summary["exit_code"])
 
 
 def predict(

@@ -7,8 +7,10 @@ yet, `run` serves it until then.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,23 +18,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gadei_ps.commands import daemon, jobs
+from gadei_ps.commands import daemon, jobs, saved
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.errors import ControlError, JobNotFound, JobStopped, UsageError
+from gadei_ps.errors import ControlError, GadeiError, JobNotFound, JobStopped, UsageError
 from gadei_ps.job import config
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Connection, Status, StopJob
 from gadei_ps.job.processes import Processes
+from gadei_ps.machine import interrupts
 from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.memory import segment
 from gadei_ps.memory.layout import Phase
 from gadei_ps.memory.segment import check_job_name
+from gadei_ps.show.counts import counted
 from gadei_ps.show.progress import Lines
+from gadei_ps.storage.export import check as check_export
 
 POLL_S = 0.05
 REPORT_S = 1.0
 DRAIN_S = 30.0
 LEAVE_S = 5.0  # until the job has applied what ended learners had published
+GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class RunOptions:
     """Options of `run`.
 
     overrides: parts of a job's configuration, from flags. device, gpus: as given by the flags of
-    the same name.
+    the same name. out: file for the weights at the end.
     """
 
     learners: int = 1
@@ -48,6 +54,7 @@ class RunOptions:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     device: str = "auto"
     gpus: str | None = None
+    out: Path | None = None
     stdout: int | None = None
     verbose: bool = False
 
@@ -57,9 +64,13 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
 
     job: name or socket of a running job, a job file, or the name of a new job. `exit_code` of the
     summary is 1 if a learner failed or all were killed, and 4 if the job is another process's and
-    was stopped while they ran. Raises GadeiError.
+    was stopped while they ran; 128 + N after signal N. The first signal is passed on to the
+    learners, which have GRACE_S to end; the second one ends them at once, and raises Interrupted.
+    Raises GadeiError.
     """
     check_command(command)
+    if options.out is not None:
+        check_export(options.out)
     if not job.endswith(".toml") and ("/" in job or daemon.running(job)):
         if options.overrides:
             given = ", ".join(f"--{name}" for name in options.overrides)
@@ -199,15 +210,9 @@ class _Attached:
         stopped = (Phase.DRAINING, Phase.KEPT, Phase.STOPPED)
         return int(self._processes.control["phase"]) in stopped and not self._ends_idle
 
-    def finish(self, pids: set[int]) -> dict[str, Any] | None:
-        """The status once the ended learners' gradients are applied."""
-        until = time.monotonic() + LEAVE_S
-        while (report := self.report()) is not None:
-            left = {one["pid"] for one in report["learners"]} & pids
-            if not left or time.monotonic() > until:
-                break
-            time.sleep(POLL_S)
-        return report
+    def end(self) -> dict[str, Any] | None:
+        """Nothing is to be ended."""
+        return self.report()
 
 
 class _Served:
@@ -229,8 +234,8 @@ class _Served:
         """No: it ends with `run`, and the exit codes of the learners are what counts."""
         return False
 
-    def finish(self, pids: set[int]) -> dict[str, Any] | None:
-        """Stops the job; its final report."""
+    def end(self) -> dict[str, Any] | None:
+        """Stops the job; its final report, None if it was stopped before."""
         try:
             return self._daemon.request(StopJob(drain=True, timeout_s=DRAIN_S), 2 * DRAIN_S)
         except JobStopped:
@@ -264,21 +269,56 @@ class _Run:
         self.making = Lines()
         self.end = 0.0
         self.stopped = False
+        self.signal: int | None = None  # that has asked the learners to end
+        self.unsaved = ""
 
     def run(self) -> dict[str, Any]:
-        """Raises GadeiError."""
-        with self._learners() as learners:
-            while learners.pids:
+        """Raises GadeiError, and Interrupted at the second signal."""
+        with self._learners() as learners, interrupts.first_told() as signalled:
+            until = math.inf
+            while learners.pids and time.monotonic() < until:
                 self.pids.update(learners.pids)
                 if not self._look_at_job():
                     self._say_goodbye(learners)
                     break
-                self._look_at_learners(learners, self.options.restart)
+                if self.signal is None and (number := signalled()) is not None:
+                    until = time.monotonic() + GRACE_S
+                    self._pass_on(number, learners)
+                self._look_at_learners(learners, 0 if self.signal else self.options.restart)
                 time.sleep(POLL_S)
+            if learners.pids and self.signal:
+                _say(f"{counted(len(learners.pids), 'learner')} did not end in time: ended")
+            learners.end(grace_s=0.0)
             self.end = time.monotonic()
             self.stopped = self.job.was_stopped()
-            self.last = self.job.finish(self.pids) or self.last
+            self._finish()
+            self.signal = signalled()
         return self._summary()
+
+    def _pass_on(self, number: int, learners: Learners) -> None:
+        self.signal = number
+        name = signal.Signals(number).name
+        _say(f"{name}: the learners have {GRACE_S:g} s to end; once more ends them at once")
+        learners.signal(number)
+
+    def _finish(self) -> None:
+        """Takes the weights once the ended learners' gradients are applied, and ends the job."""
+        until = time.monotonic() + LEAVE_S
+        while (report := self.job.report()) is not None:
+            self.last = report
+            left = {one["pid"] for one in report["learners"]} & self.pids
+            if not left or time.monotonic() > until:
+                break
+            time.sleep(POLL_S)
+        if self.options.out is not None:
+            try:
+                if report is None:
+                    raise JobStopped(f"job {self.last.get('job')!r} was stopped meanwhile")
+                saved.export_memory(self.last["job"], self.options.out)
+            except GadeiError as error:  # the job must end all the same
+                self.unsaved = f"{self.options.out} is not written: {error}"
+                _say(self.unsaved)
+        self.last = self.job.end() or self.last
 
     @contextlib.contextmanager
     def _learners(self) -> Iterator[Learners]:
@@ -345,6 +385,11 @@ class _Run:
         training = self.end - self.first_gradient if self.first_gradient else 0.0
         codes = [one.code for one in self.ended.values()]
         failed = any(code > 0 for code in codes) or not any(code == 0 for code in codes)
+        if self.signal:
+            code = 128 + self.signal
+        else:
+            code = JobStopped.exit_code if self.stopped else int(failed or bool(self.unsaved))
+        out = self.options.out
         return {
             "job": after.get("job"),
             "learners": self.options.learners,
@@ -357,5 +402,7 @@ class _Run:
                 {"learner": index, "pid": one.pid, "exit_code": one.code}
                 for index, one in sorted(self.ended.items())
             ],
-            "exit_code": JobStopped.exit_code if self.stopped else int(failed),
+            "interrupted": signal.Signals(self.signal).name if self.signal else None,
+            "out": str(out) if out is not None and not self.unsaved else None,
+            "exit_code": code,
         }

@@ -114,6 +114,14 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
     }
 
 
+def export_memory(job: str, out: Path) -> None:
+    """Writes the weights of a job that is in memory. Raises CheckpointError, UsageError."""
+    snapshot = _in_memory(job)
+    if snapshot is None:
+        raise CheckpointError(f"job {job!r} is not in memory any more")
+    write_weights(snapshot, out)
+
+
 def _runs(job: str) -> bool:
     with contextlib.suppress(JobNotFound, ControlError):
         control.ask(job, Status(), ANSWER_TIMEOUT_S)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 
@@ -25,6 +25,8 @@ class Interrupted(BaseException):
 class _State:
     held = False
     came: int | None = None
+    telling = False
+    told: int | None = None
 
 
 def install() -> None:
@@ -36,9 +38,16 @@ def install() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    if not _State.held:
+    if _State.held:
+        _State.came = number
+    else:
+        _deliver(number)
+
+
+def _deliver(number: int) -> None:
+    if not _State.telling or _State.told is not None:
         raise Interrupted(number)
-    _State.came = number
+    _State.told = number
 
 
 @contextlib.contextmanager
@@ -59,7 +68,21 @@ def check() -> None:
     """Raises Interrupted if a signal waits."""
     number, _State.came = _State.came, None
     if number is not None:
-        raise Interrupted(number)
+        _deliver(number)
+
+
+@contextlib.contextmanager
+def first_told() -> Iterator[Callable[[], int | None]]:
+    """Main thread: meanwhile the first signal interrupts nothing; the next one raises Interrupted.
+
+    Gives a function that says which signal has come, None while none has. For work that ends well
+    if it is let: someone who asks twice does not want to wait.
+    """
+    _State.telling, _State.told = True, None
+    try:
+        yield lambda: _State.told
+    finally:
+        _State.telling = False
 
 
 def _unraisable(args: sys.UnraisableHookArgs) -> None:

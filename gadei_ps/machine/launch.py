@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -169,6 +170,12 @@ class Learners:
     def hopeless(self) -> bool:
         """Whether starting learners again has stopped making sense."""
         return self._quick_deaths >= MAX_QUICK_DEATHS
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the learners with their children, as a terminal does at Ctrl-C."""
+        for child, _ in self._running.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, number)
 
     def end(self, grace_s: float = GRACE_S) -> None:
         """Waits for learners that are ending by themselves, then terminates, then kills."""

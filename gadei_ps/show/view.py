@@ -125,7 +125,8 @@ def ran(summary: Mapping[str, Any]) -> str:
         parts.append(f"{summary['gradients_per_s']:,.0f} gradients/s")
     if summary["restarts"]:
         parts.append(f"{counted(summary['restarts'], 'learner')} started again")
-    return f"job {summary['job']}: {', '.join(parts)}, {summary['seconds']:.1f} s"
+    saved = f"; weights in {summary['out']}" if summary["out"] else ""
+    return f"job {summary['job']}: {', '.join(parts)}, {summary['seconds']:.1f} s{saved}"
 
 
 def stopped(report: Mapping[str, Any]) -> str:

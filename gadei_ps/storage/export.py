@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,22 @@ from gadei_ps.storage import files
 from gadei_ps.storage.snapshot import Snapshot
 
 _Save = Callable[[IO[bytes]], None]
+NO_TORCH: Final = "a .pt file needs PyTorch: pip install 'gadei-ps[torch]'"
+
+
+def check(out: Path) -> None:
+    """Raises UsageError for a file that cannot be written later: suffix, directory, library."""
+    if out.suffix not in _FORMATS:
+        raise UsageError(f"{out}: name a file that ends in {', '.join(_FORMATS)}")
+    if out.suffix == ".pt" and importlib.util.find_spec("torch") is None:
+        raise UsageError(NO_TORCH)
+    folder = out.parent
+    if not folder.is_dir():
+        raise UsageError(f"{out}: there is no directory {folder}; make it first")
+    if out.is_dir():
+        raise UsageError(f"{out} is a directory; name a file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{out}: directory {folder} cannot be written to; choose another")
 
 
 def export(snapshot: Snapshot, out: Path) -> None:
@@ -67,7 +85,7 @@ def _torch(snapshot: Snapshot) -> _Save:
     try:
         import torch
     except ImportError:
-        raise UsageError("a .pt file needs PyTorch: pip install 'gadei-ps[torch]'") from None
+        raise UsageError(NO_TORCH) from None
     state = {
         name: torch.from_numpy(values if values.flags.writeable else values.copy())
         for name, values in snapshot.model.views(snapshot.weights).items()

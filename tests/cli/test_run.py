@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import support
 from shell import FOREVER, Cli, is_running, learning
@@ -92,15 +95,67 @@ def test_failing_learner(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert "0 gradients applied" in result.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_interrupted(cli: Cli, job_name: str, learner: list[str], number: int) -> None:
-    running = cli.start("run", job_name, "--learners", 2, "--", *learner, FOREVER)
+def test_a_script_saves_at_ctrl_c(cli: Cli, job_name: str, learner: list[str]) -> None:
+    """As in a terminal: KeyboardInterrupt in the script, also in what a shell has started."""
+    script = Path(learner[1])
+    forever = "client.push({'w': -np.ones(8)}); (here / f'attached.{index}').touch()"
+    text = script.read_text().partition("    while learners.isdigit()")[0]
+    script.write_text(f"""{text}
+    try:
+        while True:
+            {forever}
+    except KeyboardInterrupt:
+        (here / f"saved.{{index}}").write_text(str(client.published))
+""")
+    shell = ["sh", "-c", f"{shlex.join(learner)} 1; exit 0"]
+    begin = ("run", job_name, "--lr", "1", "--learners", 2, "--out", "w.npz", "--json")
+    running = cli.start(*begin, "--", *shell)
     support.eventually(learning(job_name, running, 2))
+    result = running.signal(signal.SIGINT)
+    assert result.code == result.json["exit_code"] == 128 + signal.SIGINT, result
+    assert result.json["interrupted"] == "SIGINT"
+    assert "SIGINT: the learners have 30 s to end" in result.err
+    assert "Traceback" not in result.err
+    saved = [int((script.parent / f"saved.{index}").read_text()) for index in range(2)]
+    with np.load(cli.directory / "w.npz") as weights:
+        assert weights["w"].tolist() == [float(sum(saved))] * 8, "each gradient adds 1"
+    assert not support.segments(job_name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_asked_twice(cli: Cli, job_name: str, number: int) -> None:
+    """The learners hear nothing of it, and need not be waited for."""
+    deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; "
+    deaf += "open('deaf', 'w').close(); time.sleep(1e6)"
+    running = cli.start("run", job_name, "--", sys.executable, "-c", deaf)
+    support.eventually((cli.directory / "deaf").exists)
+    running.process.send_signal(number)
+    support.eventually(lambda: "once more ends them at once" in running.err)
     result = running.signal(number)
     assert result.code == 128 + number
     assert "Traceback" not in result.err
     assert not support.segments(job_name)
     assert not is_running(job_name)
+
+
+def test_the_weights_of_a_job_that_run_has_made(
+    cli: Cli, job_name: str, learner: list[str]
+) -> None:
+    for out, what in (
+        ("w.bin", "name a file that ends in .safetensors"),
+        ("nowhere/w.npz", "there is no directory nowhere"),
+    ):
+        refused = cli("run", job_name, "--out", out, "--", *learner, 5)
+        assert (refused.code, what in refused.error) == (2, True), refused
+    result = cli("run", job_name, "--lr", "1", "--out", "w.npz", "--", *learner, 5)
+    assert result.code == 0, result
+    assert "; weights in w.npz" in result.err
+    with np.load(cli.directory / "w.npz") as weights:
+        assert weights["w"].tolist() == [50.0] * 8
+    cli.serve(job_name)
+    cli("run", job_name, "--out", "w.npz", "--", *learner, 5)
+    with np.load(cli.directory / "w.npz") as weights:
+        assert weights["w"].tolist() == pytest.approx([0.5] * 8), "of another's job"
 
 
 def test_launcher_killed(cli: Cli, job_name: str, learner: list[str]) -> None:

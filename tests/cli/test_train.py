@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import support
-from shell import Cli, Result, is_running
+from shell import Cli, Result, Running, is_running
 
 from gadei_ps.errors import UsageError
 
@@ -125,22 +125,37 @@ def test_model_in_numbers(trained: tuple[Path, Result]) -> None:
     assert metrics["validation_accuracy"] == trained[1].json["validation_accuracy"]
 
 
-def test_launcher_killed(cli: Cli, job_name: str) -> None:
-    """`nothing_left` checks that daemon and learners end and clean up."""
+def endless(cli: Cli, job_name: str, **env: str) -> Running:
+    """A training that goes on for ever, once gradients are applied."""
     write_csv(cli.directory / "data.csv", ROWS)
-    temporary = cli.directory / "tmp"
-    temporary.mkdir()
-    training = cli.start(
-        *["train", "data.csv", "--patience", "1000", "--epochs", "100000", "--job"],
-        job_name,
-        TMPDIR=str(temporary),
-    )
+    words = ["train", "data.csv", "--patience", "1000", "--epochs", "100000", "--job", job_name]
+    training = cli.start(*words, **env)
     support.eventually(
         lambda: (
             training.process.poll() is not None
             or (is_running(job_name) and support.status(job_name)["version"] > 0)
         )
     )
+    return training
+
+
+def test_interrupted(cli: Cli, job_name: str) -> None:
+    """The best model so far is kept."""
+    result = endless(cli, job_name).signal(signal.SIGINT)
+    assert result.code == 128 + signal.SIGINT, result
+    assert "SIGINT: the best weights so far are kept" in result.err
+    assert "gadei-ps predict model" in result.out
+    metrics = json.loads((cli.directory / "model" / "metrics.json").read_text())
+    assert metrics["interrupted"] == "SIGINT"
+    assert metrics["best_epoch"] > 0
+    assert cli("predict", "model", "an invoice").code == 0
+
+
+def test_launcher_killed(cli: Cli, job_name: str) -> None:
+    """`nothing_left` checks that daemon and learners end and clean up."""
+    temporary = cli.directory / "tmp"
+    temporary.mkdir()
+    training = endless(cli, job_name, TMPDIR=str(temporary))
     assert training.signal(signal.SIGKILL).code == -signal.SIGKILL
     assert not (cli.directory / "model").exists()
     assert not list(temporary.glob("gadei-ps*"))

@@ -48,3 +48,14 @@ def test_held_until_it_is_asked_for() -> None:
             interrupts.check()
         done.append("told once")
     assert done
+
+
+def test_the_first_is_told_and_the_second_raises() -> None:
+    with pytest.raises(Interrupted), interrupts.first_told() as came:
+        assert came() is None
+        with interrupts.held():
+            come()
+        assert came() == signal.SIGUSR1, "told, though it came while signals were held"
+        come()
+    with pytest.raises(Interrupted):
+        come()

@@ -1,0 +1,48 @@
+"""What a training is told: the options of `gadei-ps train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gadei_ps.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `train`. None: the default for the size of the set (Table 3)."""
+
+    train_file: Path
+    test_file: Path | None = None
+    learners: int = 2
+    epochs: int | None = None
+    batch_size: int | None = None
+    optimizer: str = "adagrad"
+    lr: float | None = None
+    sync: str = "asp"
+    patience: int = 5
+    dropout: float = 0.5
+    seed: int = 0
+    wire: str = "float32"
+    error_feedback: bool = False
+    device: str = "auto"
+    gpus: str | None = None
+    out: Path = Path("model")
+    text_column: str = "text"
+    label_column: str = "label"
+    job: str | None = None
+    replace: bool = True
+    verbose: bool = False
+
+    def check(self) -> None:
+        """Raises UsageError if a value is out of range."""
+        for name in ("learners", "epochs", "batch_size", "patience"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.learners > 256:
+            raise UsageError("--learners must be at most 256")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed must be between 0 and {2**63 - 1}")
