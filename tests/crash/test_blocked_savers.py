@@ -12,6 +12,7 @@ from team import Team, asking, saver_of, seen, send
 
 from gadei_ps.job import processes
 from gadei_ps.job.control import Checkpoint, ask
+from gadei_ps.job.processes import Role
 
 WHY_NOT = blocked_disk.why_not()
 
@@ -37,6 +38,16 @@ def test_a_disk_that_blocks(job_name: str, tmp_path: Path) -> None:
             child.join()
         assert status(job_name)["checkpoint_failures"] == 1
         team.goes_on()
+        # A watchdog that adopts the job looks at the directory, and does not wait for it either.
+        with BlockedDisk(tmp_path) as disk:
+            send(team.find(Role.WATCHDOG))
+            team.watch()
+            disk.waits()
+            team.goes_on()
+            assert status(job_name)["checkpoint_warning"] is None
+        eventually(lambda: "cannot be written" in str(status(job_name)["checkpoint_warning"]))
+        assert ask(job_name, Checkpoint(), 60.0)["version"] > 0
+        assert status(job_name)["checkpoint_warning"] is None
         team.settle()
 
 
