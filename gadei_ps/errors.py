@@ -34,7 +34,11 @@ class UsageError(GadeiError):
 
 
 class JobNotFound(GadeiError):
-    """No job of this name is running."""
+    """No job of this name is running. `job`: the name that was looked for, if it was a name."""
+
+    def __init__(self, message: str, job: str | None = None) -> None:
+        super().__init__(message)
+        self.job = job
 
 
 class JobInUse(GadeiError):

@@ -168,6 +168,7 @@ def status(
     elif job is None:
         found = jobs.statuses()
         tell(as_json, {"jobs": found}, lambda: statuses(found))
+        _tell_where(not found, as_json)
     else:
         report = jobs.status(job)
         tell(as_json, report, lambda: job_status(report))
@@ -279,7 +280,22 @@ def list_jobs(as_json: Json = False) -> int:
 
     found = [asdict(one) for one in jobs.jobs()]
     tell(as_json, {"jobs": found}, lambda: view.jobs(found))
+    _tell_where(not found, as_json)
     return 0
+
+
+def _tell_where(nothing: bool, as_json: bool) -> None:
+    """Where jobs were looked for, if none was found, and how to see those that are elsewhere."""
+    if not nothing:
+        return
+    from gadei_ps.commands.absence import elsewhere
+    from gadei_ps.job import paths
+
+    if not as_json:
+        name = paths.user(paths.owner())
+        print(f"gadei-ps: looked in {paths.directory()}, for user {name}", file=sys.stderr)
+    for line in elsewhere():
+        print(f"gadei-ps: {line}", file=sys.stderr)
 
 
 def gc(
@@ -302,10 +318,13 @@ def gc(
     left = jobs.collect(names, dry_run=dry_run)
     for why in jobs.foreign(names):
         print(f"gadei-ps: left alone: {why}", file=sys.stderr)
+    for why in jobs.left_alone(names or (), left):
+        print(f"gadei-ps: {why}", file=sys.stderr)
     result = {
         "dry_run": dry_run,
         "removed": [one.as_dict() for one in left],
         "bytes": sum(one.bytes for one in left),
     }
     tell(as_json, result, lambda: view.removed(result))
+    _tell_where(not left and not names, as_json)
     return 0

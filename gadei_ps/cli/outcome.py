@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from gadei_ps.errors import GadeiError
+from gadei_ps.errors import GadeiError, JobNotFound
 from gadei_ps.machine import interrupts, log
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.show.strict_json import finite
@@ -88,6 +88,10 @@ def _with_file(file: str, message: str) -> str:
 
 def _told(error: Exception) -> tuple[str, str, int]:
     """Kind, message and exit code."""
+    if isinstance(error, JobNotFound):
+        from gadei_ps.commands.absence import explained
+
+        error = explained(error)
     if isinstance(error, GadeiError):
         return type(error).__name__, str(error), error.exit_code
     if hasattr(error, "format_message"):  # typer's parser, whose class has no stable module

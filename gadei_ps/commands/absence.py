@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
 
 from gadei_ps import homes
-from gadei_ps.errors import ControlError
-from gadei_ps.job import paths
+from gadei_ps.errors import ControlError, GadeiError, JobNotFound
+from gadei_ps.job import paths, service
 from gadei_ps.memory import holds, segment
+from gadei_ps.memory.layout import Phase
 
 
 def absence(job: str) -> str | None:
@@ -18,6 +20,14 @@ def absence(job: str) -> str | None:
         return None
     uid = paths.owner()
     if locked(paths.lock_path(job)):
+        if _has_lost_its_socket(job, uid):
+            unit, path = service.of(job), paths.socket_path(job)
+            again = f"systemd starts {unit.unit} again" if unit else "serve the job again"
+            return (
+                f"job {job!r} is running, but its socket {path} is gone: replace its watchdog "
+                f"(gadei-ps kill {job} --watchdog, then {again}); servers and learners continue "
+                "meanwhile"
+            )
         return f"job {job!r} is starting or ending: try again in a moment"
     other = segment.other_build(job, uid)
     living = segment.living(job, uid)
@@ -33,10 +43,10 @@ def absence(job: str) -> str | None:
             "another runtime directory): ask there, or set GADEI_PS_RUNTIME_DIR as it is there"
         )
     if living.servers:
-        stop = f"gadei-ps stop {job}" + (" --discard" if other else "")
+        stop = service.command(job, f"stop {job}" + (" --discard" if other else ""))
         return (
             f"job {job!r} has lost its watchdog and continues without it: serve it again "
-            f"{how(other)}, or stop it ({stop})"
+            f"{how(job, other)}, or stop it ({stop})"
         )
     if uid == os.getuid() and holds.nameless(job):
         return (
@@ -46,36 +56,97 @@ def absence(job: str) -> str | None:
     if segment.is_kept(job, uid):
         return (
             f"job {job!r} is still in memory, but its processes are dead: continue it "
-            f"{how(other)}, or drop it (gadei-ps gc {job})"
+            f"{how(job, other)}, or drop it ({service.command(job, f'gc {job}')})"
         )
     return None
 
 
-def of_others(job: str) -> str | None:
-    """What to do if another user has a job of this name; None if none is known to have one."""
+def explained(error: JobNotFound) -> JobNotFound:
+    """The same error, with what is known of the job and what to do."""
+    if not error.job:
+        return error
+    with contextlib.suppress(GadeiError, OSError):
+        if why := absence(error.job) or unseen(error.job):
+            return JobNotFound(why)
+        if found := service.of(error.job):
+            told = found.systemctl("status", found.unit, found.end)
+            return JobNotFound(f"{error}; {told} tell what became of it")
+    return error
+
+
+def unseen(job: str) -> str | None:
+    """What to do if another user, or the system, has such a job; None if that is not known."""
     if "/" in job:
         return None
-    for path in segment.SHM.glob(f"gadei-ps.*.{job}.control"):
-        match = segment.SEGMENT_NAME.fullmatch(path.name)
-        if match is None or match["job"] != job or int(match["uid"]) == paths.owner():
-            continue
-        uid = int(match["uid"])
-        try:
-            if path.lstat().st_uid != uid:  # it only has such a name
-                continue
-        except OSError:
-            continue
-        # Only root is shown more.
-        if os.geteuid() == 0 and not segment.living(job, uid).anyone:
-            continue
-        name, where = paths.user(uid), _directory(job, uid) or _of_unit(uid)
-        variable = f"GADEI_PS_RUNTIME_DIR={where or '...'}"
+    for uid in _others(job).get(job, ()):
+        name, variable = paths.user(uid), f"GADEI_PS_RUNTIME_DIR={_where(job, uid) or '...'}"
         root = f"; root may set {variable} instead" if os.geteuid() == 0 else ""
         return (
             f"you have no job {job!r}, but user {name} has one: run the command as that user "
             f"(sudo -u {name} env {variable} gadei-ps ...){root}"
         )
-    return None
+    if paths.directory() == homes.RUNTIME or not (service.SYSTEM_JOBS / f"{job}.toml").is_file():
+        return None
+    variable = f"GADEI_PS_RUNTIME_DIR={homes.RUNTIME}"
+    return (
+        f"no job {job!r} in {paths.directory()}, but the system has a service of this name: set "
+        f"{variable}; systemctl status gadei-ps@{job} tells of it"
+    )
+
+
+def elsewhere() -> list[str]:
+    """Jobs that this runtime directory does not show, a line for each place: how to see them."""
+    places: dict[tuple[int, Path | None], list[str]] = {}
+    for job, uids in sorted(_others("*").items()):
+        for uid in sorted(uids):
+            places.setdefault((uid, _where(job, uid)), []).append(job)
+    lines = []
+    for (uid, where), jobs in places.items():
+        variable, name = f"GADEI_PS_RUNTIME_DIR={where or '...'}", paths.user(uid)
+        how = f"{variable} gadei-ps ls"
+        if os.geteuid() not in (0, uid):
+            how = f"sudo -u {name} env {how}"
+        lines.append(f"user {name} has jobs elsewhere ({', '.join(jobs)}): {how} shows them")
+    return lines
+
+
+def _others(job: str) -> dict[str, set[int]]:
+    """Whose jobs of this name (`*`: all) this runtime directory does not show: users by job."""
+    found: dict[str, set[int]] = {}
+    for path in segment.SHM.glob(f"gadei-ps.*.{job}.control"):
+        match = segment.SEGMENT_NAME.fullmatch(path.name)
+        if match is None or job not in ("*", match["job"]):
+            continue
+        name, uid = match["job"], int(match["uid"])
+        try:
+            if path.lstat().st_uid != uid:  # it only has such a name
+                continue
+        except OSError:
+            continue
+        if uid == paths.owner() and _where(name, uid) in (None, paths.directory()):
+            continue
+        # Only root is shown more.
+        readable = os.geteuid() in (0, uid)
+        if readable and not (segment.living(name, uid).anyone or segment.is_kept(name, uid)):
+            continue
+        found.setdefault(name, set()).add(uid)
+    return found
+
+
+def _where(job: str, uid: int) -> Path | None:
+    """The runtime directory of the job: what the kernel tells, or else where it probably is."""
+    if (told := _directory(job, uid)) is not None:
+        return told
+    if uid == paths.owner():
+        return None
+    session = Path(f"/run/user/{uid}")
+    return _of_unit(uid) or (session / "gadei-ps" if session.is_dir() else None)
+
+
+def _has_lost_its_socket(job: str, uid: int) -> bool:
+    control = segment.peek(job, uid)
+    serves = control is not None and int(control["phase"]) == Phase.SERVING
+    return serves and not paths.socket_path(job).exists()
 
 
 def _directory(job: str, uid: int) -> Path | None:
@@ -94,9 +165,9 @@ def _of_unit(uid: int) -> Path | None:
         return None
 
 
-def how(other: str | None) -> str:
+def how(job: str, other: str | None) -> str:
     """How a job is served again. other: how its build differs from this program's."""
-    return "(gadei-ps serve)" if other is None else f"with its own gadei-ps (it was {other})"
+    return f"({service.serve(job)})" if other is None else f"with its own gadei-ps (it was {other})"
 
 
 def locked(path: Path) -> bool:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import sync
-from gadei_ps.commands.absence import absence, how, locked, of_others
+from gadei_ps.commands.absence import absence, explained, how, locked, unseen
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
-from gadei_ps.job import control, paths
+from gadei_ps.job import control, paths, service
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import (
     Checkpoint,
@@ -75,11 +75,12 @@ def status(job: str) -> dict[str, Any]:
     try:
         return _plain(control.ask(job, Status(), ANSWER_TIMEOUT_S))
     except JobNotFound as error:
-        raise JobNotFound(absence(job) or of_others(job) or str(error)) from None
+        raise explained(error) from None
     except NoAnswer as error:
+        by = " (systemd does that)" if service.of(Path(job).stem) else ""
         raise NoAnswer(
             f"{error}; if this lasts, kill it (gadei-ps kill {Path(job).stem} --watchdog) and "
-            "serve the job again: servers and learners continue meanwhile"
+            f"serve the job again{by}: servers and learners continue meanwhile"
         ) from None
     except ControlError:
         if _answers(job):
@@ -258,14 +259,15 @@ def _check_saved(job: str) -> None:
         ).view(CONTROL)
     except OtherVersion as error:
         raise ControlError(
-            f"{problem} {how(error.what)} and then stop it, or lose what no checkpoint has "
+            f"{problem} {how(job, error.what)} and then stop it, or lose what no checkpoint has "
             f"{command}"
         ) from None
     version, saved = int(control_["version"]), int(control_["checkpoint_version"])
     kept = int(control_["saves"]) or int(control_["checkpoints"])
     if kept and saved != version:
+        again = how(job, segment.other_build(job))
         raise ControlError(
-            f"{problem} {how(segment.other_build(job))} and then stop it, end it with its job file "
+            f"{problem} {again} and then stop it, end it with its job file "
             f"(gadei-ps serve --finish JOB.toml), or lose {counted(version - saved, 'gradient')} "
             f"{command}"
         )
@@ -359,6 +361,17 @@ def foreign(names: Iterable[str] | None = None) -> list[str]:
     return [
         one.foreign for one in _segments() if one.foreign and (wanted is None or one.job in wanted)
     ]
+
+
+def left_alone(names: Iterable[str], removed: Iterable[Leftover]) -> list[str]:
+    """Why collect() has removed nothing of these jobs, a line for each of which that is known."""
+    lines = []
+    for name in set(names) - {one.job for one in removed}:
+        if _answers(name):
+            lines.append(f"job {name!r} is running: {service.command(name, f'stop {name}')}")
+        elif (why := absence(name) or unseen(name)) is not None:
+            lines.append(why)
+    return sorted(lines)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gadei_ps.commands.absence import unseen
 from gadei_ps.errors import (
     CheckpointError,
     CheckpointMistake,
@@ -94,7 +95,7 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
     if version is None and named and not Path(source).is_dir():
         snapshot = _in_memory(source)
     if snapshot is None:
-        found = find(source, version)
+        found = _find_named(source, version) if named else find(source, version)
         snapshot, origin, problems = found.snapshot, str(found.path), found.problems
         if named and version is None and _runs(source):
             problems = (
@@ -120,6 +121,16 @@ def export_memory(job: str, out: Path) -> None:
     if snapshot is None:
         raise CheckpointError(f"job {job!r} is not in memory any more")
     write_weights(snapshot, out)
+
+
+def _find_named(job: str, version: int | None) -> Saved:
+    """As find(), but the error says whose job it may be."""
+    try:
+        return find(job, version)
+    except CheckpointError as error:
+        if (why := unseen(job)) is None:
+            raise
+        raise type(error)(f"{error}; {why}") from None
 
 
 def _runs(job: str) -> bool:

@@ -165,7 +165,8 @@ class Connection:
             self._socket.close()
             raise JobNotFound(
                 f"no job {job_or_path!r} is running (looked at {path}); "
-                "gadei-ps ls shows the jobs there are"
+                "gadei-ps ls shows the jobs there are",
+                None if "/" in job_or_path else job_or_path,
             ) from None
         except OSError as error:
             self._socket.close()

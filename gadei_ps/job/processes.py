@@ -88,7 +88,7 @@ class Processes:
             )
         except FileNotFoundError:
             raise JobNotFound(
-                f"no job {job!r} is running; gadei-ps ls shows the jobs there are"
+                f"no job {job!r} is running; gadei-ps ls shows the jobs there are", self.job
             ) from None
         self.control: np.void = self.segment.view(CONTROL)
         if not segment.is_here(self.segment.header):

@@ -50,7 +50,7 @@ class Recorder:
             self._state = attach("state", SegmentKind.STATE)
         except FileNotFoundError:
             raise JobNotFound(
-                f"no job {job!r} with a model is running; gadei-ps ls shows the jobs there are"
+                f"no job {job!r} with a model is running; gadei-ps ls shows the jobs there are", job
             ) from None
         except SegmentError as error:
             raise JobNotFound(str(error)) from None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import support
 from shell import FOREVER, Cli, is_running, learning
 
+from gadei_ps import homes
 from gadei_ps.commands import jobs
+from gadei_ps.job import paths, service
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -106,9 +109,45 @@ def test_job_of_another_runtime_directory(cli: Cli, job_name: str) -> None:
         assert right in cli(command, job_name, GADEI_PS_RUNTIME_DIR=str(other)).error
     refused = cli("serve", f"{job_name}.toml", GADEI_PS_RUNTIME_DIR=str(other)).error
     assert right in refused
-    assert not cli("gc", job_name, "--json", GADEI_PS_RUNTIME_DIR=str(other)).json["removed"]
+    refused = cli("gc", job_name, "--json", GADEI_PS_RUNTIME_DIR=str(other))
+    assert not refused.json["removed"]
+    assert right in refused.err
     assert support.segments(job_name)
+    assert f"gadei-ps stop {job_name}" in cli("gc", job_name).err
+    for command in ("status", "gc --dry-run"):
+        empty = cli(*command.split(), GADEI_PS_RUNTIME_DIR=str(other)).err
+        assert f"looked in {other}, for user" in empty
+        assert f"({job_name}): {right} gadei-ps ls shows them" in empty
+    for words in (("attach", job_name, "--", "true"), ("reload", f"{job_name}.toml")):
+        assert right in cli(*words, GADEI_PS_RUNTIME_DIR=str(other)).error
     assert not list(other.iterdir()), "gc leaves no lock of its own"
+    paths.socket_path(job_name).unlink()
+    told = cli("status", job_name).error
+    assert "its socket" in told
+    assert f"gadei-ps kill {job_name} --watchdog" in told
+
+
+def test_a_job_of_the_systems_unit(
+    cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Commands name its runtime directory; in it, they name what tells of an ended job."""
+    jobs, system = tmp_path / "jobs", Path(os.environ["GADEI_PS_RUNTIME_DIR"])
+    jobs.mkdir()
+    (jobs / f"{job_name}.toml").write_text(MODEL)
+    monkeypatch.setattr(service, "SYSTEM_JOBS", jobs)
+    monkeypatch.setattr(homes, "RUNTIME", system)
+    other = str(cli.directory / "other")
+    for command in ("status", "kill --server", "export"):
+        verb, *options = command.split()
+        options += [f"{tmp_path}/w.npz"] if verb == "export" else []
+        told = cli(verb, job_name, *options, GADEI_PS_RUNTIME_DIR=other).error
+        assert f"set GADEI_PS_RUNTIME_DIR={system}" in told, command
+        if verb != "export":
+            told = cli(verb, job_name, *options).error
+            assert f"systemctl status gadei-ps@{job_name} gadei-ps-end@{job_name}" in told
+    daemon = cli.serve(job_name, MODEL)
+    assert daemon.signal(signal.SIGKILL).code == -signal.SIGKILL
+    assert f"(systemctl start gadei-ps@{job_name})" in cli("status", job_name).error
 
 
 def test_gc(cli: Cli, job_name: str, learner: list[str]) -> None:
