@@ -245,7 +245,10 @@ THEIR_FIRST = layout.BLOCK.itemsize // 4  # in a dense frame, a block's words ar
 
 
 def _scribble(pipe: Connection, job: str, struct: str, name: str, at: int, size: int) -> None:
-    """Publishes zeros and writes random bytes over one field: of its ring, or of each frame."""
+    """Publishes zeros and writes random bytes over one field: of its ring, or of each frame.
+
+    Tells once it has written for the first time.
+    """
     client = Client(job)
     pipe.send((client.row, client.generation))
     faulthandler.disable()
@@ -266,6 +269,8 @@ def _scribble(pipe: Connection, job: str, struct: str, name: str, at: int, size:
         if name == "rate_scale":
             wild[-1] |= 128  # negative: a large one is a learner's right
         ring.array(np.uint8, size, base + at)[:] = wild
+        if number == (5 if struct == "ring" else 0):
+            pipe.send("has written")
 
 
 def _push_in_turn(client: Client) -> None:
@@ -286,6 +291,8 @@ def test_wild_words_in_every_field(model: str, job_name: str) -> None:
         for first in range(0, len(fields), 8):
             wild = [Child(_scribble, job_name, *one) for one in fields[first : first + 8]]
             rows = [child.receive() for child in wild]
+            for child in wild:
+                assert child.receive() == "has written"
             before = [one.published for one in good]
             eventually(
                 lambda before=before: all(

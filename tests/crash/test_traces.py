@@ -13,6 +13,7 @@ import faulthandler
 import functools
 import os
 import random
+import secrets
 import signal
 import threading
 import time
@@ -204,13 +205,16 @@ def test_a_shard_stores_what_its_model_stores(
     lose: bool, job_name: str, recorder: Callable[..., Recorder]
 ) -> None:
     for number in range(Team.rounds(1)):
-        name, chance = f"{job_name}-{number}", random.Random()
+        name, seed = f"{job_name}-{number}", secrets.randbits(32)
+        print(f"seed {seed}")  # shown if anything below fails
+        chance = random.Random(seed)
         with Rig(name, [Tensor("w", (CHUNKS * CHUNK,))], slots=SLOTS, shards=1) as rig:
             rig._shard.load()
             record = recorder(_words_of_a_shard(rig))
             trace = _run_a_shard(rig, record, chance, lose=lose)
-        assert trace[-1] == (MODELS_IDLE, FRAMES, FRAMES, lose, FRAMES, FRAMES)
-        assert accepts("apply", APPLY, IN_APPLY, trace), trace
+        ends = (MODELS_IDLE, FRAMES, FRAMES, lose, FRAMES, FRAMES)
+        assert trace[-1] == ends, f"seed {seed}: {trace}"
+        assert accepts("apply", APPLY, IN_APPLY, trace), f"seed {seed}: {trace}"
 
 
 # Two gradients of a shard that nobody kills, seen after each store; the second was published while
