@@ -164,7 +164,7 @@ def install(
     if user is not None and scope == Scope.USER:
         raise UsageError("--run-as needs --system: jobs of --user run as yourself")
     before = None if scope == Scope.USER else user_of(place(scope, units.NAME, where))
-    kept = None if user else before
+    asked, kept = user, None if user else before
     user = user or kept or SERVICE_USER
     if not USER_NAME.fullmatch(user):
         raise UsageError(f"--run-as: {user!r} is not a valid name of a user")
@@ -187,7 +187,13 @@ def install(
     jobs = where / "gadei-ps" if where else job_directory(scope)
     theirs = Belongings.of(scope, jobs, where)
     hand_over: list[str] = []
-    if scope == Scope.SYSTEM:
+    notes = list(_notes(jobs))
+    set_by = _set_by(where or directory(scope), user) if scope == Scope.SYSTEM else None
+    if set_by is not None:  # then the directories are that user's, and stay so
+        if asked is not None and asked != before:
+            raise UsageError(f"{set_by}, whatever --run-as says: change it there")
+        notes.append(f"{set_by}, and not as {user}: directories are left to it")
+    elif scope == Scope.SYSTEM:
         if not dry_run:
             _check_nobody_runs(theirs, user, before, asks=where is None)
         hand_over = _hand_over(theirs, user, before)
@@ -203,8 +209,7 @@ def install(
     who = user if scope == Scope.SYSTEM else None
     told = tuple(_next(scope, user, name, hand_over))
     kept = None if kept == SERVICE_USER else kept
-    notes = tuple(_notes(jobs))
-    return Installed(scope, name, tuple(found), file, told, who, kept is not None, notes)
+    return Installed(scope, name, tuple(found), file, told, who, kept is not None, tuple(notes))
 
 
 def _check_same(found: Sequence[File]) -> None:
@@ -269,6 +274,15 @@ def user_of(path: Path) -> str | None:
         return None
     found = re.search(r"^User=(\S+)$", path.read_text(errors="replace"), re.MULTILINE)
     return found[1] if found else None
+
+
+def _set_by(base: Path, user: str) -> str | None:
+    """Which drop-in makes jobs run as another user than this one; None if none does."""
+    for path in sorted(base.glob("gadei-ps@*.d/*.conf")):
+        found = re.findall(r"^User=(\S+)$", path.read_text(errors="replace"), re.MULTILINE)
+        if found and found[-1] != user:
+            return f"{path} makes jobs run as {found[-1]}"
+    return None
 
 
 def _group(user: str) -> str:

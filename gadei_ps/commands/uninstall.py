@@ -108,22 +108,26 @@ def uninstall(
         again = [*systemd.program(), "uninstall-unit", f"--{scope}"]
         told.append(f"{shlex.join(again)}  # again, then: it says what is left")
     elif scope == Scope.SYSTEM:
-        told += _remove(theirs, user)
+        made = systemd.place(scope, units.USERS, where) in ours
+        told += _remove(theirs, made=made or user == SERVICE_USER)
     saving = tuple(theirs.told(systemd.program(), memory))
     return Removed(scope, (*ours, *empty), tuple(left), saving, tuple(told))
 
 
-def _remove(theirs: Belongings, user: str) -> list[str]:
-    """Commands that leave nothing of stopped and saved jobs. The user is the last thing to go."""
+def _remove(theirs: Belongings, *, made: bool) -> list[str]:
+    """Commands that leave nothing of stopped and saved jobs; the user is the last thing to go.
+
+    made: whether install-unit has had SERVICE_USER made.
+    """
     lines = []
     if theirs.state.is_dir():
         total = size(sum(one.bytes for one in theirs.checkpoints()))
         lines.append(f"rm -r {theirs.state}  # the checkpoints of all jobs, {total}, for ever")
     if others := [one for one in (theirs.runtime, theirs.cache) if one.is_dir()]:
         lines.append(f"rm -r {shlex.join(map(str, others))}")
-    if user == SERVICE_USER and systemd.exists(user):
+    if made and systemd.exists(SERVICE_USER):
         kept = "  # last: files that you keep would be nobody's" if theirs.directories else ""
-        lines.append(f"userdel {user}{kept}")
+        lines.append(f"userdel {SERVICE_USER}{kept}")
     return lines
 
 

@@ -46,6 +46,20 @@ def test_directories_are_handed_on(place: Path) -> None:
     assert not any("chown" in one for one in steps(place, me))
 
 
+def test_a_drop_in_decides_who_runs_jobs(place: Path) -> None:
+    me = pwd.getpwuid(os.getuid()).pw_name
+    drop_in = place / "gadei-ps@demo.service.d/own.conf"
+    drop_in.parent.mkdir()
+    drop_in.write_text("[Service]\nUser=nobody\n")
+    with pytest.raises(UsageError, match=r"own\.conf makes jobs run as nobody, whatever --run-as"):
+        steps(place, "daemon")
+    again = systemd.install(Scope.SYSTEM, where=place)
+    assert f"{drop_in} makes jobs run as nobody, and not as {me}" in again.notes[0]
+    assert not any("chown" in line for line in again.next)
+    (place / "gadei-ps@.service").unlink()
+    assert systemd.install(Scope.SYSTEM, where=place, force=True).notes, "a drop-in outlives units"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
 def test_what_lies_deeper_counts(place: Path) -> None:
     """As where systemd-tmpfiles has given only the directory itself to the new user."""

@@ -303,6 +303,7 @@ def test_the_units_keep_their_user(
     assert [one.text for one in again.units] == [one.text for one in first.units]
     removed = uninstall.uninstall(Scope.SYSTEM, where=tmp_path, dry_run=True)
     assert not any("userdel" in line for line in removed.next)
+    assert not (tmp_path / units.USERS).exists()
     other = systemd.install(Scope.SYSTEM, user="gadei-ps", force=True, where=tmp_path)
     assert (other.user, other.kept) == ("gadei-ps", False)
     assert systemd.install(Scope.SYSTEM, where=tmp_path).kept is False
