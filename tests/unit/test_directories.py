@@ -173,3 +173,4 @@ def test_compiled_code_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home
     monkeypatch.delenv("NUMBA_CACHE_DIR")
     os.chown(unit, NOBODY, NOBODY)
     assert cache.base() == own, "pickles of another user"
+    assert f"; the units use {unit}" in packages.numba()[1], "root's is not that of the jobs"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import gadei_ps
+from gadei_ps import homes
 from gadei_ps.commands import manager
 from gadei_ps.commands.doctor.result import Found, Level
 
@@ -46,9 +47,13 @@ def numba() -> Found:
             f"{where} cannot be written: every start compiles for about half a minute",
             "set NUMBA_CACHE_DIR to a directory you may write",
         )
-    if shard.is_kept():
-        return Level.OK, f"{where}, filled", ""
-    return Level.OK, f"{where}, not filled: the next start compiles for about half a minute", ""
+    filled = (
+        "filled" if shard.is_kept() else "not filled: the next start compiles for half a minute"
+    )
+    units = ""
+    if homes.of_the_system() and where.parent != homes.CACHE:  # as root sees it
+        units = f"; the units use {homes.CACHE}"
+    return Level.OK, f"{where}, {filled}{units}", ""
 
 
 def torch() -> Found:
