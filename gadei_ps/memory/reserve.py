@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pwd
 import resource
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gadei_ps import _native
+from gadei_ps import _native, homes
 from gadei_ps.errors import NoSharedMemory
 from gadei_ps.machine import cgroups, process
 from gadei_ps.memory.shm import SHM
@@ -99,8 +100,18 @@ def no_space(needs: Mapping[str, int], what: str, found: Room | None = None) -> 
     return NoSharedMemory(
         f"{found.what} has {mib(found.free)} MiB free and {what} needs "
         f"{mib(sum(needs.values()))} MiB{f' ({parts})' if parts else ''}: "
-        f"free some (gadei-ps gc), {found.remedy}, or use fewer ring slots"
+        f"free some ({_gc()}), {found.remedy}, or use fewer ring slots"
     )
+
+
+def _gc() -> str:
+    """The command that frees memory of dead jobs, for an administrator of the system's units."""
+    if not homes.of_the_system():
+        return "gadei-ps gc"
+    user = f"{os.getuid()}"
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwuid(os.getuid()).pw_name
+    return f"sudo -u {user} env GADEI_PS_RUNTIME_DIR={homes.RUNTIME} gadei-ps gc"
 
 
 def own_limit(error: OSError, size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from shell import Cli, Running
 from support import Manager, blocked_disk, eventually, gone, segments, status
 from support.blocked_disk import BlockedDisk
 
+from gadei_ps import homes
 from gadei_ps.errors import NotSaved
 from gadei_ps.job import paths
 from gadei_ps.learners.client import Client
@@ -245,6 +247,46 @@ def test_advice_fits_the_unit(cli: Cli, manager: Systemd, job_name: str) -> None
     service = start(cli, manager, job_name, text, "--finish", unit="gadei-ps-end")
     assert service.wait().code == 0
     assert manager.said("STATUS")[-1] == "nothing of the job was left to be ended"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_limit_of_the_unit(
+    cli: Cli,
+    manager: Systemd,
+    job_name: str,
+    runtime_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: int,
+) -> None:
+    """MemoryMax= of a unit of the system, in a tree of files as systemd makes it."""
+    unit = f"system.slice/system-gadei\\x2dps.slice/gadei-ps@{job_name}.service"
+    kind, top, limit, used, option = (
+        ("cgroup", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "rw,memory")
+        if version == 1
+        else ("cgroup2", "", "memory.max", "memory.current", "rw")
+    )
+    group = tmp_path / "sys/fs/cgroup" / top / unit
+    self = tmp_path / "proc/self"
+    for path in (group, self):
+        path.mkdir(parents=True)
+    mount = f"31 23 0:28 / /sys/fs/cgroup/{top} rw - {kind} {kind} {option}\n"
+    (self / "mountinfo").write_text(mount)
+    (self / "cgroup").write_text(f"{4 if version == 1 else 0}:{top}:/{unit}\n")
+    (group / limit).write_text("1000000\n")
+    (group / used).write_text("999000\n")
+    found = cgroups.tightest(tmp_path)
+    assert found is not None
+    monkeypatch.setattr(cgroups, "tightest", lambda: found)
+    monkeypatch.setattr(homes, "RUNTIME", runtime_dir)
+    service = start(cli, manager, job_name, MODEL)
+    assert service.wait().code == 1
+    status = manager.said("STATUS")[-1]
+    assert status.startswith(f"failed: the memory limit {group / limit} has 0.0 MiB free")
+    assert "MemoryMax= of systemd" in status
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert f"sudo -u {user} env GADEI_PS_RUNTIME_DIR={runtime_dir} gadei-ps gc" in status
+    assert not segments(job_name)
 
 
 def test_memory_of_another_file_is_left_to_the_end(
