@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from service import JOB, LEARNER, PROGRAM, USER, Service, become
+from service import ENVIRONMENT, JOB, LEARNER, PROGRAM, USER, Service, become
 from support import eventually
 from versions import ROOT
 
@@ -156,11 +156,46 @@ def test_a_stop_without_its_last_checkpoint(service: Service, by: str) -> None:
     assert service.name in manager.do(*become(dry[2]), *dry[3:])
     assert service.name in manager.do("ls", "/dev/shm")
     learned = service.learned()
+    if by == "gadei-ps":  # a start notices that no checkpoint can be made, and is not repeated
+        assert manager.run("systemctl", "start", service.unit).returncode
+        assert manager.show(service.unit, "ExecMainStatus") == "2", service.said()
+        assert manager.show(service.unit, "NRestarts") == "0"
+        assert "cannot be written" in manager.show(service.unit, "StatusText")
+        eventually(lambda: manager.show(service.end, "ActiveState") == over, what=service.said)
     manager.do("rm", directory)
     service.systemctl("start")
     assert service.status()["version"] == learned
     service.systemctl("stop")
     assert service.saved() == learned
+    service.is_gone()
+
+
+def test_a_newer_checkpoint_than_memory(service: Service) -> None:
+    """The status says how an administrator has the job go on from it, and that is so."""
+    manager, directory = service.manager, f"/var/lib/gadei-ps/{service.name}"
+    service.systemctl("start")
+    service.learn()
+    service.systemctl("stop")
+    learned = service.learned()
+    manager.do("mv", directory, f"{directory}.kept")
+    service.drop_in("[Service]\nRestartSec=3\n")
+    service.systemctl("start")
+    service.kill_the_watchdog()
+    manager.do("bash", "-c", f"rm -rf {directory}; mv {directory}.kept {directory}")
+    told = "to take it: (sudo .*), and start the job again [(](systemctl .*)[)]"
+    (stop, start), *_ = eventually(
+        lambda: re.findall(told, manager.show(service.unit, "StatusText")), what=service.said
+    )
+    assert service.status()["version"] == 0
+    words = stop.replace("gadei-ps stop", f"{PROGRAM} stop").split()
+    manager.do(*become(words[2]), *words[3:])
+    eventually(lambda: service.state == "inactive", what=service.said)
+    manager.do(*start.split())
+    assert service.status()["version"] == learned
+    # A command that has only the runtime directory uses the unit's compiled kernels.
+    shown = manager.run(*become(USER), "env", ENVIRONMENT[0], PROGRAM, "doctor").stdout
+    assert re.search("/var/cache/gadei-ps/[0-9a-f]+, *filled", " ".join(shown.split())), shown
+    service.systemctl("stop")
     service.is_gone()
 
 
