@@ -109,7 +109,7 @@ def serve(config: JobConfig, options: Options, notify: Notify) -> int:
     """As supervisor.serve(), but a stop that a dead watchdog had begun is completed before.
 
     The job then begins anew, from the last checkpoint of that stop. If that has failed, the job
-    goes on from memory.
+    goes on from memory, unless none can be made there: then the start fails and the memory stays.
     """
     if not options.fresh and options.checkpoint is None and _is_stopping(config.name):
         own = recorded.read(config.name)
