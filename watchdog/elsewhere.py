@@ -14,6 +14,7 @@ from gadei_ps.errors import JobInUse, NotOurs
 from gadei_ps.memory import holds, segment
 from gadei_ps.memory.layout import ServerState
 
+NOWHERE = 0  # no namespace has this number: pids in the memory mean nothing to any process
 LET_GO_S = 15.0  # for a server that has lost its watchdog while it started
 
 
@@ -35,7 +36,23 @@ def check_dead(job: str, control: np.void) -> None:
             )
 
 
-def forget_processes(control: np.void) -> None:
+def take_over(job: str, control: np.void) -> None:
+    """After check_dead(): makes sure that no server of the job begins to serve there any more.
+
+    One may just have been starting when its watchdog died. It takes its lock, then looks whether it
+    is still named; here the names are removed first, and then the locks are looked at. The memory
+    is of no namespace meanwhile: if this fails, or its process is killed, every next watchdog looks
+    at the locks again, in whichever namespace it starts. Raises JobInUse.
+    """
+    # First, so that nobody reads pids that are removed as those of the dead.
+    control["header"]["owner_namespace"] = NOWHERE
+    _forget_processes(control)
+    _wait_for_servers(job)
+    # Again: a server that had its lock may have entered itself until it ended.
+    _forget_processes(control)
+
+
+def _forget_processes(control: np.void) -> None:
     """Clears the pids of the dead, before the job's pids are those of this namespace."""
     control["watchdog_pid"] = control["lease_pid"] = 0
     control["server"]["pid"] = 0
@@ -43,11 +60,8 @@ def forget_processes(control: np.void) -> None:
     control["roster"]["pid"] = 0
 
 
-def wait_for_servers(job: str) -> None:
-    """Waits for a server that was just starting when its watchdog died.
-
-    It sees that the job's pids are not of its namespace any more, and ends. Raises JobInUse.
-    """
+def _wait_for_servers(job: str) -> None:
+    """Waits until no server has a lock: one that is not named any more ends. Raises JobInUse."""
     until = time.monotonic() + LET_GO_S
     while segment.living(job).servers:
         if time.monotonic() > until:

@@ -205,15 +205,15 @@ class JobMemory:
             self.weights = self.state = self.model = None
             self.job_id = secrets.token_bytes(16)
             return False
+        # In this order: until no server lives elsewhere, the memory must not say that it is of this
+        # namespace. The next watchdog would ask pids then, and not look at the servers' locks.
+        if not here:
+            elsewhere.take_over(self.config.name, control)
         self.control, self.adopted = found, True
         settings.enter(self.control, self.config)
         self._open_files()
-        if not here:
-            elsewhere.forget_processes(control)
         self._adopt_rings()
         self._own()
-        if not here:
-            elsewhere.wait_for_servers(self.config.name)
         if int(control["phase"]) in (Phase.KEPT, Phase.FAILED):
             control["stop"] = Stop.GO
             control["phase"] = Phase.STARTING  # servers end in a job that has failed
