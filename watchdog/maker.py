@@ -6,7 +6,6 @@ watchdog's thread, which alone changes what others see. The thread lives only wh
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from gadei_ps.memory import ring
 from gadei_ps.memory.reserve import Cancelled, Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.progress import making
@@ -91,13 +91,8 @@ class Maker:
         return task
 
     def drop(self, held: Segment) -> None:
-        """Unmaps a segment that nobody looks at any more, and frees it if it has no name."""
-
-        def unmap(_: Progress) -> None:
-            with contextlib.suppress(BufferError):
-                held.memory.close()
-
-        self.ask("", unmap, lambda *_: None)
+        """Unmaps a ring that nobody looks at any more, and frees it if it has no name."""
+        self.ask("", lambda _: ring.close(held), lambda *_: None)
 
     def _start_next(self) -> None:
         if self._thread is None and self._tasks:

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import mmap
 import os
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 from gadei_ps import _native
 from gadei_ps.errors import SegmentError
 from gadei_ps.machine import own
+from gadei_ps.memory import guard as guards
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import RING
 from gadei_ps.memory.segment import Segment
@@ -58,13 +58,12 @@ def guard(ring: Segment, word: int, value: int, owner: object) -> None:
 
     owner: whose memory the word is; it lives as long as the mapping. Raises OSError.
     """
-    _native.guard(ring.address, ring.size, word, value)
-    # The callback runs before another mapping can take the place: both need the interpreter's lock.
-    weakref.finalize(ring.memory, _release, ring.address, owner).atexit = False
+    guards.guard(ring.memory, word, value, owner)
 
 
-def _release(address: int, owner: object) -> None:
-    _native.unguard(address)
+def close(ring: Segment) -> None:
+    """Unmaps a ring and ends its guard; any thread. Nothing happens if an array of it is left."""
+    guards.close(ring.memory)
 
 
 def attach(name: str, size: int, inode: int, holders: Iterable[int] = ()) -> Segment:

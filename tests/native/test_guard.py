@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import selectors
 import signal
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +19,7 @@ from support import Child
 from gadei_ps import _native
 from gadei_ps.errors import SegmentError
 from gadei_ps.memory import layout, ring, shm
+from gadei_ps.watchdog.maker import Maker
 
 SIZE = 4 * layout.PAGE
 NAME = "/gadei-ps.0.guarded.ring.0"
@@ -105,6 +108,52 @@ def test_guards_are_given_back(path: Path) -> None:
     for _ in range(1100):
         ring.guard(ring.attach(NAME, SIZE, path.stat().st_ino), word.ctypes.data, 1, word)
     assert not word[0]
+
+
+@pytest.mark.parametrize("how", ["let go", "dropped"])
+def test_a_place_that_is_used_again_stays_guarded(path: Path, how: str) -> None:
+    """Another ring may get the address of one that is unmapped before anybody hears of that."""
+
+    def act(pipe: Connection) -> None:
+        word, inode, second = np.zeros(2, np.uint64), path.stat().st_ino, []
+
+        def again() -> None:
+            while not second or second[-1].address != address:
+                second.append(ring.attach(NAME, SIZE, inode))
+            ring.guard(second[-1], word[1:].ctypes.data, 8, word)
+
+        first = ring.attach(NAME, SIZE, inode)
+        ring.guard(first, word.ctypes.data, 7, word)
+        address = first.address
+        if how == "let go":
+            weakref.finalize(first.memory, again)  # this runs before those that are older
+            del first
+        else:
+            with selectors.DefaultSelector() as selector:
+                maker = Maker(selector)
+                maker.drop(first)
+                del first
+                ((bell, _),) = selector.select()
+                again()
+                bell.data(bell.fd)  # it forgets the task, and what that has unmapped
+        os.truncate(path, 0)
+        pipe.send((_native.load(address), word.tolist()))
+
+    child = Child(act)
+    assert child.receive() == (0, [0, 8])
+    child.join()
+
+
+def test_what_is_still_looked_at_stays_guarded(path: Path) -> None:
+    def act(mapped: Any, word: np.ndarray) -> object:
+        bytes_ = mapped.array(np.uint8, SIZE, 0)
+        ring.close(mapped)
+        os.truncate(path, 0)
+        return int(bytes_[0]), int(word[0])
+
+    child = _child(path, act)
+    assert child.receive() == (0, 7)
+    child.join()
 
 
 # -- finding a ring -----------------------------------------------------------------------------
