@@ -69,7 +69,9 @@ def end_servers(job: str) -> None:
 
 def _end_servers(job: str) -> None:
     for pid, start in segment.servers(job):
-        _kill(pid, start)
+        pidfd = own.open_process(pid, start)
+        if pidfd is not None:
+            _kill(pidfd)
     if segment.living(job).servers:
         raise JobInUse(f"job {job!r} is in use: its servers do not end")
     _tell_learners(job)
@@ -85,7 +87,13 @@ def _end_nameless(job: str) -> None:
                 f"end it, which makes a last checkpoint (kill {pid}), then serve the job again"
             )
     for pid in there:
-        _kill(pid, process.start_ticks(pid))
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            # The descriptor was opened before: a process that has a lock now is the one behind it.
+            if pid in holds.nameless(job):
+                _kill(pidfd)
+            else:
+                os.close(pidfd)
 
 
 def _tell_learners(job: str) -> None:
@@ -120,10 +128,8 @@ def name_taken(why: str) -> JobInUse:
     )
 
 
-def _kill(pid: int, start: int) -> None:
-    pidfd = own.open_process(pid, start)
-    if pidfd is None:
-        return
+def _kill(pidfd: int) -> None:
+    """Kills a process and waits for its end; closes the descriptor."""
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         process.gone(pidfd, KILL_S)

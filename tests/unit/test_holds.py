@@ -158,3 +158,33 @@ def test_a_ring_is_written_while_somebody_has_it_mapped(made: Segment) -> None:
     assert not holds.is_written(name)
     reader = segment.attach(name, SegmentKind.CONTROL, writable=False)
     assert not holds.is_written(reader.name)
+
+
+def hold_it(pipe: Connection, job: str, byte: int) -> None:
+    mine = holds.take(job, byte)
+    pipe.send(mine is not None)
+    signal.pause()
+
+
+def test_no_process_is_ended_for_the_pid_of_another(
+    job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose memory has lost its names may end right before it is killed for that; its pid
+    may then be a process' that has no lock."""
+    made = segment.create(job_name, "control", SegmentKind.CONTROL, SIZE, job_id=bytes(16))
+    stranger = Child(keep_it, "", made)
+    server = Child(hold_it, job_name, holds.SERVERS[0])
+    try:
+        assert stranger.receive() and server.receive()
+        segment.unlink(made.name)
+        found = holds.nameless(job_name)
+        assert found == {server.pid: holds.SERVERS[0]}
+        looks = [found | {stranger.pid: holds.SERVERS[1]}]
+        look = holds.nameless
+        monkeypatch.setattr(holds, "nameless", lambda job: looks.pop() if looks else look(job))
+        assert clear_dead(job_name) == []
+        assert server.join() == -signal.SIGKILL
+        assert stranger.alive
+    finally:
+        stranger.kill()
+        server.kill()
