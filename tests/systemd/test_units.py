@@ -323,6 +323,14 @@ def test_the_documented_commands(service: Service) -> None:
     clean = ("env", "-u", "GADEI_PS_STATE_DIR", "-u", "GADEI_PS_RUNTIME_DIR")
     told = manager.run(*clean, program, "status", service.name).stderr
     assert "set GADEI_PS_RUNTIME_DIR=/run/gadei-ps" in told
+    for command in (("kill", service.name, "--standby"), ("export", service.name, "/tmp/w.npz")):
+        told = manager.run(*clean, program, *command).stderr
+        assert "set GADEI_PS_RUNTIME_DIR=/run/gadei-ps" in told, told
+    shows = f"user {USER} has jobs elsewhere ({service.name}): GADEI_PS_RUNTIME_DIR=/run/gadei-ps"
+    for command in (("ls",), ("status",), ("gc", "--dry-run")):
+        told = manager.run(*clean, "-u", "XDG_RUNTIME_DIR", program, *command).stderr
+        assert "looked in /run/gadei-ps-root, for user root" in told
+        assert shows in told
     service.systemctl("stop")
     service.is_gone()
     given = (*clean, "GADEI_PS_RUNTIME_DIR=/run/gadei-ps", program, "export", service.name)
@@ -339,7 +347,7 @@ def test_the_administrators_page(service: Service) -> None:
     (variable,) = re.findall(r"^export (\w+=\S+)$", page, re.M)
     (tidy,) = re.findall(r"`(sudo -u gadei-ps env [^`]* gc)`", page)
     commands = re.findall(r"`gadei-ps ((?:status demo|ls|checkpoint demo)[^`]*)`", page)
-    assert len(commands) == 3
+    assert len(set(commands)) == 3
     service.systemctl("start")
     for command in commands:
         words = command.replace("demo", service.name).split()
