@@ -29,7 +29,7 @@ from gadei_ps.job.config import from_mapping
 from gadei_ps.job.control import Status
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import process
-from gadei_ps.memory import reserve, segment
+from gadei_ps.memory import presence, reserve, shm
 
 OURS, LIMIT = "gadei-ps", "zeroing"
 PAUSE_S = 0.005
@@ -93,7 +93,7 @@ def _attach(optimizer: str, values: dict[str, np.ndarray]) -> dict[str, float]:
         ours.send(None)
         slowest = ours.recv()
         asker.join()
-        parts = [one for one in segment.find(name) if one.part != "control"]
+        parts = [one for one in presence.find(name) if one.part != "control"]
         assert client.flat[0] == values["w"][0]
         client.detach()
     return {
@@ -120,7 +120,7 @@ def _ask(pipe: Connection, socket: str) -> None:
 
 def _zero(size: int) -> float:
     """Takes so many bytes of shared memory as segments do; s."""
-    path = segment.SHM / f"attach-{os.getpid()}"
+    path = shm.SHM / f"attach-{os.getpid()}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         begin = time.perf_counter()

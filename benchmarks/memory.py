@@ -29,13 +29,13 @@ from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import from_mapping
 from gadei_ps.job.control import Status
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence, shm
 
 SAMPLES = 10
 GROWTH = 1.05
 """The most growth of the server's private memory, from the first to the last tenth of gradients."""
 MB = 1e6
-SEGMENTS = str(segment.SHM / "gadei-ps.")
+SEGMENTS = str(shm.SHM / "gadei-ps.")
 
 
 def measure(quick: bool) -> Report:
@@ -102,7 +102,7 @@ def _processes(report: Report, team: Team) -> dict[str, float]:
 
 def sizes_of(job: str) -> dict[str, int]:
     """Return the bytes of each of a job's segments."""
-    return {found.part: found.size for found in segment.find(job)}
+    return {found.part: found.size for found in presence.find(job)}
 
 
 def _over_time(report: Report, values: int, gradients: int) -> None:

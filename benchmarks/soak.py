@@ -36,7 +36,7 @@ from gadei_ps.errors import GadeiError, JobFailed
 from gadei_ps.job import config, processes
 from gadei_ps.job.processes import Processes, Role, Target
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.learners import USEFUL_S
 from gadei_ps.watchdog.restart import Policy
@@ -197,7 +197,7 @@ class Soak:
             if seen:
                 for what in seen[0]:
                     half.series[role, what].append(max(each[what] for each in seen))
-        segments = segment.find(self.daemon.config.name)
+        segments = presence.find(self.daemon.config.name)
         # A file that another process removes meanwhile does not count.
         sizes = [size for path in self.directory.rglob("*") if (size := size_of(path))]
         for what, number in {
@@ -286,7 +286,7 @@ def main() -> int:
                 "checkpoints failed": int(control["checkpoint_failures"]),
                 **{f"{role}s killed": soak.kills[role] for role in Role},
             }
-    left = segment.find(wanted.name)
+    left = presence.find(wanted.name)
     rows = [row for half in halves for row in half.rows()]
     report = Report(["what", "first", "last", "max", ""], rows=rows)
     report.lines = [

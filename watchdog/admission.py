@@ -14,7 +14,7 @@ from typing import Any
 
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, ModelMismatch
 from gadei_ps.job.control import Attach, Offer
-from gadei_ps.memory import segment, weights
+from gadei_ps.memory import segment, shm, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.reserve import Cancelled
 from gadei_ps.memory.segment import Segment
@@ -198,7 +198,7 @@ class Admission:
                 self._ask_again(one)
                 return
             if isinstance(error, Cancelled):  # also where the thread is in the middle of it
-                name = segment.segment_name(self._memory.config.name, f"ring.{coming.row}")
+                name = shm.segment_name(self._memory.config.name, f"ring.{coming.row}")
                 segment.unlink(name)
             self._refuse(client, error)
             return

@@ -10,7 +10,7 @@ from gadei_ps import _native
 from gadei_ps.errors import JobDiffers, JobInUse, SegmentError
 from gadei_ps.job import service
 from gadei_ps.machine import own, process
-from gadei_ps.memory import holds, layout, segment
+from gadei_ps.memory import holds, layout, presence, segment, shm
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
 
 KILL_S = 10.0
@@ -23,20 +23,20 @@ def clear_dead(job: str) -> list[str]:
     lives, if a process of the job lives in another pid namespace, or if a segment's name is taken
     by what is not ours.
     """
-    found = segment.find(job)
+    found = presence.find(job)
     for one in found:
         if one.foreign:
             raise name_taken(one.foreign)
     _end_nameless(job)
-    living = segment.living(job)
+    living = presence.living(job)
     if living.elsewhere:
-        raise JobInUse(segment.elsewhere(job))
+        raise JobInUse(presence.elsewhere(job))
     # Without servers, a segment that is not stale is being made at this moment.
     busy = [one for one in found if one.owned or not (one.stale or living.servers)]
     if busy and not busy[0].owner_pid:
         raise JobInUse(
             f"job {job!r}: {busy[0].name[1:]} is half made: another start is at work, or has just "
-            f"died; try again in {segment.HALF_MADE_S:g} s"
+            f"died; try again in {presence.HALF_MADE_S:g} s"
         )
     if busy:
         raise JobInUse(
@@ -59,8 +59,8 @@ def end_servers(job: str) -> None:
 
     The caller holds the job's lock. Raises JobInUse as clear_dead() does.
     """
-    if segment.living(job).elsewhere:
-        raise JobInUse(segment.elsewhere(job))
+    if presence.living(job).elsewhere:
+        raise JobInUse(presence.elsewhere(job))
     with holds.alone(job) as alone:
         if not alone:
             raise JobInUse(f"job {job!r} has just been started by another")
@@ -68,11 +68,11 @@ def end_servers(job: str) -> None:
 
 
 def _end_servers(job: str) -> None:
-    for pid, start in segment.servers(job):
+    for pid, start in presence.servers(job):
         pidfd = own.open_process(pid, start)
         if pidfd is not None:
             _kill(pidfd)
-    if segment.living(job).servers:
+    if presence.living(job).servers:
         raise JobInUse(f"job {job!r} is in use: its servers do not end")
     _tell_learners(job)
 
@@ -98,7 +98,7 @@ def _end_nameless(job: str) -> None:
 
 def _tell_learners(job: str) -> None:
     """Learners that are still attached fail at once; otherwise they would wait for a watchdog."""
-    name = segment.segment_name(job, "control")
+    name = shm.segment_name(job, "control")
     with contextlib.suppress(FileNotFoundError, SegmentError):  # half made, or of another build
         control = segment.attach(name, SegmentKind.CONTROL, writable=True)
         if int(control.view(layout.CONTROL)["phase"]) < Phase.KEPT:

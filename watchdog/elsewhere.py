@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from gadei_ps.errors import JobInUse, NotOurs
-from gadei_ps.memory import holds, segment
+from gadei_ps.memory import holds, presence, shm
 from gadei_ps.memory.layout import ServerState
 
 NOWHERE = 0  # no namespace has this number: pids in the memory mean nothing to any process
@@ -21,12 +21,12 @@ LET_GO_S = 15.0  # for a server that has lost its watchdog while it started
 def check_dead(job: str, control: np.void) -> None:
     """Raises JobInUse if a server or a learner of the job lives. The caller holds the watchdog's
     lock."""
-    if segment.living(job).servers:
-        raise JobInUse(segment.elsewhere(job))
+    if presence.living(job).servers:
+        raise JobInUse(presence.elsewhere(job))
     roster = control["roster"]
     for row in np.flatnonzero(roster["generation"] != roster["retired"]).tolist():
         try:
-            written = holds.is_written(segment.segment_name(job, f"ring.{row}"))
+            written = holds.is_written(shm.segment_name(job, f"ring.{row}"))
         except (FileNotFoundError, NotOurs):
             continue
         if written:
@@ -63,7 +63,7 @@ def _forget_processes(control: np.void) -> None:
 def _wait_for_servers(job: str) -> None:
     """Waits until no server has a lock: one that is not named any more ends. Raises JobInUse."""
     until = time.monotonic() + LET_GO_S
-    while segment.living(job).servers:
+    while presence.living(job).servers:
         if time.monotonic() > until:
-            raise JobInUse(segment.elsewhere(job))
+            raise JobInUse(presence.elsewhere(job))
         time.sleep(0.01)

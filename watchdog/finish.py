@@ -11,7 +11,7 @@ from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageEr
 from gadei_ps.job import paths, service
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import interrupts, log
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.watchdog import recorded, supervisor
 from gadei_ps.watchdog.dead import clear_dead, end_servers
@@ -123,7 +123,7 @@ def serve(config: JobConfig, options: Options, notify: Notify) -> int:
 
 def _is_stopping(job: str) -> bool:
     """Whether a watchdog of the job has died during a stop."""
-    control = segment.peek(job)
+    control = presence.peek(job)
     if control is None or not int(control["model_ready"]):
         return False
     over = int(control["phase"]) in (Phase.KEPT, Phase.STOPPED, Phase.FAILED)

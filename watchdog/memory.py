@@ -37,7 +37,7 @@ from gadei_ps.job import modes, paths
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import process
-from gadei_ps.memory import build, holds, layout, reserve, segment, shm, weights
+from gadei_ps.memory import build, holds, layout, presence, reserve, segment, shm, weights
 from gadei_ps.memory import ring as shared
 from gadei_ps.memory.holds import Hold
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
@@ -151,9 +151,9 @@ class JobMemory:
 
     def _who_holds(self) -> str:
         name = self.config.name
-        control = segment.peek(name)
-        if control is None or not segment.is_here(control["header"]):
-            return segment.elsewhere(name)
+        control = presence.peek(name)
+        if control is None or not presence.is_here(control["header"]):
+            return presence.elsewhere(name)
         pid = int(control["watchdog_pid"])
         where = paths.of_watchdog(name, pid)
         at = f" (with GADEI_PS_RUNTIME_DIR={where})" if where else ""
@@ -166,7 +166,7 @@ class JobMemory:
         try:
             # Kept in a local name until it is accepted: a start that fails removes self.control.
             found = segment.attach(
-                segment.segment_name(self.config.name, "control"),
+                shm.segment_name(self.config.name, "control"),
                 SegmentKind.CONTROL,
                 writable=True,
             )
@@ -179,7 +179,7 @@ class JobMemory:
         if found.inode != hold.inode:
             raise JobInUse(f"job {self.config.name!r} has just been started by another")
         control = found.view(layout.CONTROL)
-        here = segment.is_here(found.header)
+        here = presence.is_here(found.header)
         if not here:
             elsewhere.check_dead(self.config.name, control)
         elif process.alive(int(control["watchdog_pid"]), int(control["watchdog_start"])):
@@ -220,13 +220,13 @@ class JobMemory:
         return True
 
     def _attach(self, part: str, kind: SegmentKind) -> Segment:
-        name = segment.segment_name(self.config.name, part)
+        name = shm.segment_name(self.config.name, part)
         return segment.attach(name, kind, writable=True, job_id=self.job_id)
 
     def _adopt_rings(self) -> None:
         """Adopts rings of learners that are served or leaving, and removes all others."""
         for row in range(layout.MAX_LEARNERS):
-            name = segment.segment_name(self.config.name, f"ring.{row}")
+            name = shm.segment_name(self.config.name, f"ring.{row}")
             if not self._adopt_ring(row, name):
                 segment.unlink(name)
 
@@ -326,7 +326,7 @@ class JobMemory:
 
     def _open_files(self) -> None:
         for part in ("control", "weights", "state"):
-            name = segment.segment_name(self.config.name, part)
+            name = shm.segment_name(self.config.name, part)
             self.files[part] = shm.open_segment(name, writable=part == "control")
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -425,7 +425,7 @@ class JobMemory:
             self.remove_ring(row)
         self._drop_model()
         for part in ("weights", "state"):  # a thread may be in the middle of making it
-            segment.unlink(segment.segment_name(self.config.name, part))
+            segment.unlink(shm.segment_name(self.config.name, part))
         segment.unlink(self.control.name)
         self.release()
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from gadei_ps.errors import NotOurs
 from gadei_ps.job.config import JobConfig
-from gadei_ps.memory import layout, segment, shm
+from gadei_ps.memory import layout, shm
 from gadei_ps.memory.segment import Segment
 
 AT = layout.CONTROL.itemsize
@@ -49,7 +49,7 @@ def write(control: Segment, config: JobConfig) -> None:
 def read(job: str) -> JobConfig | None:
     """The configuration of the job in memory; None if there is none that this program can use."""
     try:
-        fd = shm.open_segment(segment.segment_name(job, "control"), writable=False)
+        fd = shm.open_segment(shm.segment_name(job, "control"), writable=False)
     except (FileNotFoundError, NotOurs):
         return None
     try:

@@ -28,7 +28,7 @@ from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind, Work
-from gadei_ps.memory.segment import segment_name
+from gadei_ps.memory.shm import segment_name
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.watchdog import model

@@ -16,7 +16,8 @@ from gadei_ps.job.control import Status, ask
 from gadei_ps.machine import process
 from gadei_ps.machine.launch import Learners
 from gadei_ps.memory.layout import SegmentKind
-from gadei_ps.memory.segment import attach, segment_name
+from gadei_ps.memory.segment import attach
+from gadei_ps.memory.shm import segment_name
 from gadei_ps.memory.weights import data, read_table
 
 SECONDS = (0.020, 0.025, 0.035, 0.050)

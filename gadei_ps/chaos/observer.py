@@ -16,7 +16,7 @@ import numpy as np
 from gadei_ps.job.processes import Processes, Target
 from gadei_ps.memory import segment
 from gadei_ps.memory.layout import STATE, SegmentKind
-from gadei_ps.memory.segment import segment_name
+from gadei_ps.memory.shm import segment_name
 
 SLEEP_S = 50e-6
 REST_S = 0.1

@@ -16,7 +16,8 @@ from gadei_ps import _native
 from gadei_ps.chaos.learner import BODY, LANES, sign
 from gadei_ps.memory import segment, weights
 from gadei_ps.memory.layout import RING, STATE, SegmentKind
-from gadei_ps.memory.segment import Segment, segment_name
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.shm import segment_name
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from gadei_ps.job.control import SetWork, Status, StopJob
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import Compute, Learners
-from gadei_ps.memory import segment, weights
+from gadei_ps.memory import segment, shm, weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.weights import FloatArray
 from gadei_ps.show.counts import counted
@@ -325,7 +325,7 @@ class _Run:
         """A copy of the current weights. Gradients may be applied during the copy (Hogwild)."""
         if self._flat is None:
             mapped = segment.attach(
-                segment.segment_name(self.daemon.config.name, "weights"),
+                shm.segment_name(self.daemon.config.name, "weights"),
                 SegmentKind.WEIGHTS,
                 writable=False,
             )

@@ -94,7 +94,7 @@ def _finish(
 ) -> int:
     """Needs only the job's name: a job file with a mistake does not keep a job from its end."""
     from gadei_ps.machine import log
-    from gadei_ps.memory import segment
+    from gadei_ps.memory import presence, shm
     from gadei_ps.watchdog.finish import end, finish
 
     begin = time.monotonic()
@@ -108,9 +108,9 @@ def _finish(
         except Exception as error:  # whatever the file is
             why = f"{file}: {error or type(error).__name__}"
             found = error if isinstance(error, UsageError) else UsageError(why)
-            if name is None and not segment.find(job):
+            if name is None and not presence.find(job):
                 raise
-    segment.check_job_name(job)
+    shm.check_job_name(job)
     if keep_memory:
         end(job)
     else:
@@ -133,10 +133,10 @@ def _check(job: str, code: int) -> None:
 
 def _load(file: Path, name: str | None) -> JobConfig:
     from gadei_ps.job import config
-    from gadei_ps.memory import segment
+    from gadei_ps.memory import shm
 
     if name is not None:
-        segment.check_job_name(name)
+        shm.check_job_name(name)
     job = config.load(file)
     if name is not None and job.name != name:
         raise UsageError(

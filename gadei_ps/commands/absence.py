@@ -10,7 +10,7 @@ from pathlib import Path
 from gadei_ps import homes
 from gadei_ps.errors import ControlError, GadeiError, JobNotFound
 from gadei_ps.job import paths, service
-from gadei_ps.memory import holds, segment
+from gadei_ps.memory import holds, presence, segment, shm
 from gadei_ps.memory.layout import Phase
 
 
@@ -30,7 +30,7 @@ def absence(job: str) -> str | None:
             )
         return f"job {job!r} is starting or ending: try again in a moment"
     other = segment.other_build(job, uid)
-    living = segment.living(job, uid)
+    living = presence.living(job, uid)
     if living.watchdog or living.elsewhere:
         where = _directory(job, uid)
         if where is not None:
@@ -50,7 +50,7 @@ def absence(job: str) -> str | None:
         )
     if uid == os.getuid() and holds.nameless(job):
         return (
-            f"job {job!r} runs on without its names in {segment.SHM} (see gadei-ps doctor): serve "
+            f"job {job!r} runs on without its names in {shm.SHM} (see gadei-ps doctor): serve "
             "it again, which ends what is left and continues from the newest checkpoint"
         )
     if segment.is_kept(job, uid):
@@ -113,8 +113,8 @@ def elsewhere() -> list[str]:
 def _others(job: str) -> dict[str, set[int]]:
     """Whose jobs of this name (`*`: all) this runtime directory does not show: users by job."""
     found: dict[str, set[int]] = {}
-    for path in segment.SHM.glob(f"gadei-ps.*.{job}.control"):
-        match = segment.SEGMENT_NAME.fullmatch(path.name)
+    for path in shm.SHM.glob(f"gadei-ps.*.{job}.control"):
+        match = shm.SEGMENT_NAME.fullmatch(path.name)
         if match is None or job not in ("*", match["job"]):
             continue
         name, uid = match["job"], int(match["uid"])
@@ -127,7 +127,7 @@ def _others(job: str) -> dict[str, set[int]]:
             continue
         # Only root is shown more.
         readable = os.geteuid() in (0, uid)
-        if readable and not (segment.living(name, uid).anyone or segment.is_kept(name, uid)):
+        if readable and not (presence.living(name, uid).anyone or segment.is_kept(name, uid)):
             continue
         found.setdefault(name, set()).add(uid)
     return found
@@ -144,15 +144,15 @@ def _where(job: str, uid: int) -> Path | None:
 
 
 def _has_lost_its_socket(job: str, uid: int) -> bool:
-    control = segment.peek(job, uid)
+    control = presence.peek(job, uid)
     serves = control is not None and int(control["phase"]) == Phase.SERVING
     return serves and not paths.socket_path(job).exists()
 
 
 def _directory(job: str, uid: int) -> Path | None:
     """The runtime directory of the job's watchdog, if the kernel tells it."""
-    control = segment.peek(job, uid)
-    if control is None or not segment.is_here(control["header"]):
+    control = presence.peek(job, uid)
+    if control is None or not presence.is_here(control["header"]):
         return None
     return paths.of_watchdog(job, int(control["watchdog_pid"]))
 

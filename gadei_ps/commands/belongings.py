@@ -20,7 +20,7 @@ import platformdirs
 from gadei_ps.commands.units import Scope
 from gadei_ps.errors import GadeiError
 from gadei_ps.job import config, paths
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence, segment
 from gadei_ps.memory.shm import JOB_NAME
 from gadei_ps.show.counts import counted
 from gadei_ps.show.tables import size
@@ -130,7 +130,7 @@ class Belongings:
         if self.scope == Scope.SYSTEM:
             owners = {one.stat().st_uid for one in self.directories} | set(_uids(users))
         known, bytes_ = self._known(), dict[tuple[str, int], int]()
-        for one in segment.find():
+        for one in presence.find():
             if not one.foreign and one.uid in owners and one.job in known:
                 bytes_[one.job, one.uid] = bytes_.get((one.job, one.uid), 0) + one.size
         return tuple(
@@ -140,7 +140,7 @@ class Belongings:
                 total,
                 segment.is_kept(job, uid),
                 _saves(job, uid),
-                segment.living(job, uid).anyone,
+                presence.living(job, uid).anyone,
                 segment.other_build(job, uid),
             )
             for (job, uid), total in sorted(bytes_.items())
@@ -241,7 +241,7 @@ class Belongings:
 
 def _saves(job: str, uid: int) -> bool:
     """Whether the job makes a last checkpoint; its own gadei-ps tells if this one cannot."""
-    control = segment.peek(job, uid)
+    control = presence.peek(job, uid)
     return control is None or bool(int(control["saves"]))
 
 

@@ -33,7 +33,7 @@ from gadei_ps.job.control import (
     StopJob,
 )
 from gadei_ps.machine import process
-from gadei_ps.memory import holds, segment
+from gadei_ps.memory import holds, presence, segment, shm
 from gadei_ps.memory.layout import CONTROL, SegmentKind
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.dead import clear_dead
@@ -100,16 +100,16 @@ def statuses() -> list[dict[str, Any]]:
 def _names() -> set[str]:
     names = {one.job for one in _segments()}
     for path in paths.directory().iterdir():
-        if path.suffix in (".sock", ".lock") and segment.JOB_NAME.fullmatch(path.stem):
+        if path.suffix in (".sock", ".lock") and shm.JOB_NAME.fullmatch(path.stem):
             names.add(path.stem)
         elif match := paths.PASSING.fullmatch(path.name):
             names.add(match["job"])
     return names
 
 
-def _segments(job: str | None = None) -> list[segment.Found]:
+def _segments(job: str | None = None) -> list[presence.Found]:
     uid = paths.owner()
-    return [one for one in segment.find(job, uid) if one.uid == uid]
+    return [one for one in presence.find(job, uid) if one.uid == uid]
 
 
 def _look(name: str) -> Job:
@@ -198,7 +198,7 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     except JobNotFound:
         if "/" in job or locked(paths.lock_path(job)):
             raise
-        living = segment.living(job, paths.owner())
+        living = presence.living(job, paths.owner())
         if living.watchdog or living.elsewhere or not living.servers:
             raise
         paths.check_own()
@@ -255,7 +255,7 @@ def _check_saved(job: str) -> None:
     command = f"(gadei-ps stop {job} --discard)"
     try:
         control_ = segment.attach(
-            segment.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
+            shm.segment_name(job, "control"), SegmentKind.CONTROL, writable=False
         ).view(CONTROL)
     except OtherVersion as error:
         raise ControlError(
@@ -279,7 +279,7 @@ def drop(job: str) -> dict[str, Any] | None:
     None if a watchdog lives, or if there is nothing left.
     """
     with _nobody(job, False) as lock:
-        if lock is None or not segment.find(job):
+        if lock is None or not presence.find(job):
             return None
         report = _last_report(job)
         clear_dead(job)
@@ -289,7 +289,7 @@ def drop(job: str) -> dict[str, Any] | None:
 
 def _last_report(job: str) -> dict[str, Any]:
     """A report from the memory of a job without a watchdog; zeros if it cannot be read."""
-    control_ = segment.peek(job)
+    control_ = presence.peek(job)
     if control_ is None:
         control_ = np.zeros(1, CONTROL)[0]
     return {"job": job, "phase": "stopped", **counts(control_)}
@@ -343,11 +343,11 @@ def collect(names: Iterable[str] | None = None, *, dry_run: bool = False) -> lis
         uid = paths.owner()
         given = [one for one in sorted(_names()) if not segment.is_kept(one, uid)]
     else:
-        given = [segment.check_job_name(one) for one in names]
+        given = [shm.check_job_name(one) for one in names]
     if not dry_run:
         paths.check_own()
     for name in given:
-        if segment.living(name, paths.owner()).anyone:
+        if presence.living(name, paths.owner()).anyone:
             continue  # its servers run until a watchdog adopts them or the job is stopped
         with _nobody(name, dry_run) as lock:
             if lock is not None:
@@ -426,7 +426,7 @@ def _leftovers(job: str, dry_run: bool) -> list[Leftover]:
     found = []
     # A watchdog with another runtime directory does not see the lock file.
     with contextlib.nullcontext(True) if dry_run else holds.alone(job) as alone:
-        if alone and not segment.living(job, paths.owner()).servers:
+        if alone and not presence.living(job, paths.owner()).servers:
             found = [
                 Leftover("segment", job, one.name[1:], one.size)
                 for one in dead

@@ -27,9 +27,9 @@ from gadei_ps.job.control import Connection, Status, StopJob
 from gadei_ps.job.processes import Processes
 from gadei_ps.machine import interrupts
 from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
-from gadei_ps.memory import segment
+from gadei_ps.memory import shm
 from gadei_ps.memory.layout import Phase
-from gadei_ps.memory.segment import check_job_name
+from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show.counts import counted
 from gadei_ps.show.progress import Lines
 from gadei_ps.storage.export import check as check_export
@@ -192,7 +192,7 @@ class _Attached:
             return False
         if self._processes.server() is not None or self._processes.standby() is not None:
             return True
-        return (segment.SHM / self._processes.segment.name[1:]).exists()
+        return (shm.SHM / self._processes.segment.name[1:]).exists()
 
     def _remembered(self) -> dict[str, Any]:
         control = self._processes.control

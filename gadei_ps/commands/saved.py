@@ -21,7 +21,7 @@ from gadei_ps.errors import (
 from gadei_ps.job import config, control, paths
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Status
-from gadei_ps.memory import segment, weights
+from gadei_ps.memory import presence, segment, shm, weights
 from gadei_ps.memory.layout import CONTROL, SegmentKind
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
@@ -59,7 +59,7 @@ def find(source: str, version: int | None = None) -> Saved:
         job = config.load(path)
         path = job.checkpoint_directory()
     elif not path.is_dir() and "/" not in source:
-        path = config.state_directory() / segment.check_job_name(source)
+        path = config.state_directory() / shm.check_job_name(source)
     if (path / checkpoint.MANIFEST).exists() or (path / checkpoint.SUMS).exists():
         if version is not None:
             raise UsageError(f"{path} is one checkpoint; --version needs a directory of them")
@@ -146,9 +146,9 @@ def _in_memory(job: str) -> Snapshot | None:
     Raises CheckpointError for a job without a model, or of another build of gadei-ps.
     """
     uid = paths.owner()
-    if not (segment.living(job, uid).anyone or segment.is_kept(job, uid)):
+    if not (presence.living(job, uid).anyone or segment.is_kept(job, uid)):
         return None
-    names = [segment.segment_name(job, part, uid) for part in ("control", "weights")]
+    names = [shm.segment_name(job, part, uid) for part in ("control", "weights")]
     try:
         control_ = segment.attach(names[0], SegmentKind.CONTROL, writable=False, owner=uid)
         words = control_.view(CONTROL)

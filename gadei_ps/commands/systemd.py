@@ -27,7 +27,7 @@ from gadei_ps.commands.doctor.memory import lingers
 from gadei_ps.commands.units import SERVICE_USER, Scope
 from gadei_ps.errors import UsageError
 from gadei_ps.job import paths
-from gadei_ps.memory.segment import JOB_NAME, check_job_name
+from gadei_ps.memory.shm import JOB_NAME, check_job_name
 from gadei_ps.storage import files
 
 HIDDEN = ("/tmp", "/var/tmp")

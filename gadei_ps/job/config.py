@@ -17,7 +17,7 @@ from gadei_ps.errors import JobFailed, UsageError, is_lasting
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.machine import placement, process
 from gadei_ps.memory import layout
-from gadei_ps.memory.segment import JOB_NAME, check_job_name
+from gadei_ps.memory.shm import JOB_NAME, check_job_name
 
 _PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 LEAST_HANG_S = 0.5  # a server shows a sign of life ten times a second

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from gadei_ps import errors
 from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
 from gadei_ps.job import paths
-from gadei_ps.memory import segment
+from gadei_ps.memory import shm
 
 PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20
@@ -154,7 +154,7 @@ class Connection:
         path = (
             Path(job_or_path)
             if "/" in job_or_path
-            else paths.socket_path(segment.check_job_name(job_or_path))
+            else paths.socket_path(shm.check_job_name(job_or_path))
         )
         self.path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

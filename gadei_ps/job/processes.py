@@ -20,9 +20,10 @@ from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.job import control, paths
 from gadei_ps.job.control import Status
 from gadei_ps.machine import process
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence, segment, shm
 from gadei_ps.memory.layout import CONTROL, SegmentKind, ServerState
-from gadei_ps.memory.segment import Segment, segment_name
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.shm import segment_name
 
 GONE_S = 1.0  # a killed process with much memory takes some milliseconds to end
 
@@ -78,7 +79,7 @@ class Processes:
                 self.job = str(connection.request(Status())["job"])
                 self.owner = connection.peer_uid
         else:
-            self.job, self.owner = segment.check_job_name(job), paths.owner()
+            self.job, self.owner = shm.check_job_name(job), paths.owner()
         try:
             self.segment: Segment = segment.attach(
                 segment_name(self.job, "control", self.owner),
@@ -91,8 +92,8 @@ class Processes:
                 f"no job {job!r} is running; gadei-ps ls shows the jobs there are", self.job
             ) from None
         self.control: np.void = self.segment.view(CONTROL)
-        if not segment.is_here(self.segment.header):
-            raise ControlError(segment.elsewhere(self.job))
+        if not presence.is_here(self.segment.header):
+            raise ControlError(presence.elsewhere(self.job))
 
     def find(self, role: Role, row: int | None = None) -> Target:
         """The process with this role, a learner by its row. Raises ControlError if there is none.

@@ -20,24 +20,9 @@ import posix_ipc
 from gadei_ps import _native
 from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError
 from gadei_ps.machine import own, process
-from gadei_ps.memory import build, layout, reserve, shm
-from gadei_ps.memory.found import HALF_MADE_S as HALF_MADE_S
-from gadei_ps.memory.found import Found as Found
-from gadei_ps.memory.found import Living as Living
-from gadei_ps.memory.found import elsewhere as elsewhere
-from gadei_ps.memory.found import find as find
-from gadei_ps.memory.found import is_here as is_here
-from gadei_ps.memory.found import living as living
-from gadei_ps.memory.found import peek as peek
-from gadei_ps.memory.found import server_pids as server_pids
-from gadei_ps.memory.found import servers as servers
+from gadei_ps.memory import build, layout, presence, reserve, shm
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.reserve import Progress
-from gadei_ps.memory.shm import JOB_NAME as JOB_NAME
-from gadei_ps.memory.shm import SEGMENT_NAME as SEGMENT_NAME
-from gadei_ps.memory.shm import SHM as SHM
-from gadei_ps.memory.shm import check_job_name as check_job_name
-from gadei_ps.memory.shm import segment_name as segment_name
 
 LARGE_PAGE = 2 << 20  # of most processors
 # What begins a segment of each kind: it cannot be shorter.
@@ -106,14 +91,14 @@ def create(
     FileExistsError if the name is taken, reserve.Cancelled, and what `fill` raises; then nothing is
     left of it.
     """
-    name = segment_name(job, part)
+    name = shm.segment_name(job, part)
     size = layout.rounded(size, layout.PAGE)
     try:
         shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, 0o600)
     except posix_ipc.ExistentialError:
         raise FileExistsError(errno.EEXIST, "segment exists", name) from None
     except OSError as error:
-        raise NoSharedMemory(f"cannot make {name} in {SHM}: {error.strerror}") from None
+        raise NoSharedMemory(f"cannot make {name} in {shm.SHM}: {error.strerror}") from None
     memory: mmap.mmap | None = None
     try:
         # Otherwise reserving could make the kernel kill a process.
@@ -310,11 +295,11 @@ def is_kept(job: str, uid: int | None = None) -> bool:
     """
     control: np.void | None
     try:
-        name = segment_name(job, "control", uid)
+        name = shm.segment_name(job, "control", uid)
         found = attach(name, layout.SegmentKind.CONTROL, writable=False, owner=uid)
         control = found.view(layout.CONTROL)
     except OtherVersion:
-        control = peek(job, uid)
+        control = presence.peek(job, uid)
         if control is None:
             return True
     except (FileNotFoundError, SegmentError):
@@ -326,7 +311,7 @@ def is_kept(job: str, uid: int | None = None) -> bool:
 def other_build(job: str, uid: int | None = None) -> str | None:
     """How the job's build differs from this program's; None if it does not, or without a job."""
     try:
-        name = segment_name(job, "control", uid)
+        name = shm.segment_name(job, "control", uid)
         found = attach(name, layout.SegmentKind.CONTROL, writable=False, owner=uid)
     except OtherVersion as error:
         return error.what

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from gadei_ps.errors import JobNotFound, SegmentError, UsageError
 from gadei_ps.machine.interrupts import Interrupted
-from gadei_ps.memory import layout, segment
+from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import CONTROL, STATE, Action, Phase, SegmentKind
-from gadei_ps.memory.segment import Segment, segment_name
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.shm import segment_name
 from gadei_ps.run_times import traces
 
 POLL_S: Final = 0.01
@@ -39,7 +40,7 @@ class Recorder:
 
     def __init__(self, job: str, owner: int | None = None) -> None:
         """owner: the user whose job it is, by default ourselves."""
-        segment.check_job_name(job)
+        shm.check_job_name(job)
 
         def attach(part: str, kind: SegmentKind) -> Segment:
             name = segment_name(job, part, owner)

@@ -30,7 +30,7 @@ from gadei_ps.kernels import cache
 from gadei_ps.machine import log, placement, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
-from gadei_ps.memory.segment import segment_name
+from gadei_ps.memory.shm import segment_name
 from gadei_ps.server import shard
 from gadei_ps.server.driver import Driver, Member
 from gadei_ps.server.rings import Rings

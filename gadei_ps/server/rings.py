@@ -18,7 +18,8 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.memory import layout, ring
 from gadei_ps.memory.layout import RING
-from gadei_ps.memory.segment import Segment, segment_name
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.shm import segment_name
 from gadei_ps.server.structs import BOARD, NOT_READING, RING_LINE
 
 

@@ -11,7 +11,7 @@ import pytest
 from shell import Cli
 
 from gadei_ps.benchmarks import suite
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence
 
 # One benchmark of each kind, to save time. The others use the same processes and loops.
 RUN = ["apply", "undo", "latency", "nlc", "start", "attach"]
@@ -54,7 +54,7 @@ def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
     assert all(ratio.keys() >= RATIO for ratio in result["ratios"])
     assert any("gadei-ps" in row["contender"] for row in result["rows"]) or name in ("start",)
     # Its jobs have the process's pid in their names.
-    assert not [one.name for one in segment.find() if f"-{bench.pid}" in one.name]
+    assert not [one.name for one in presence.find() if f"-{bench.pid}" in one.name]
 
 
 def test_a_directory_that_cannot_be(cli: Cli) -> None:

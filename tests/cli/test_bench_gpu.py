@@ -17,7 +17,7 @@ from gadei_ps.benchmarks.gpu import bandwidth, learners, mps, sizes, timeline
 from gadei_ps.benchmarks.nlc_member import HOGWILD, OURS, SINGLE
 from gadei_ps.errors import DeviceError
 from gadei_ps.machine import gpus
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence
 
 COMMAND = [sys.executable, "-m", "gadei_ps.benchmarks.gpu"]
 
@@ -76,7 +76,7 @@ def test_a_part_on_the_host(runtime_dir: Path, tmp_path: Path, compiled: None) -
         ("gadei-ps, end to end", "push"),
     }
     assert all(ratio.keys() >= {"contender", "ratio", "reach"} for ratio in result["ratios"])
-    assert not [one.name for one in segment.find() if "gpu-bandwidth" in one.name]
+    assert not [one.name for one in presence.find() if "gpu-bandwidth" in one.name]
 
 
 # -- the timeline --------------------------------------------------------------------------------

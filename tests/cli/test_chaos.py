@@ -11,7 +11,7 @@ import support
 from shell import FOREVER, Cli, is_running, learning
 
 from gadei_ps.job.processes import Processes
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -75,7 +75,7 @@ def _with_server(cli: Cli, job: str) -> bool:
 def _without_servers(cli: Cli, job: str) -> bool:
     """Kills servers one after the other, because the next one may be taking over or starting."""
     cli("kill", job, "--server")
-    return not segment.server_pids(job)
+    return not presence.server_pids(job)
 
 
 def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:

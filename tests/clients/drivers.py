@@ -24,7 +24,7 @@ from support.turns import Turns
 from gadei_ps import _native
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.control import Attach, Connection, Detach, Status
-from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory import layout, presence, segment, shm, weights
 from gadei_ps.memory.layout import CONTROL, ENTRY, FRAME, RING, SegmentKind
 
 HERE = Path(__file__).parent
@@ -140,7 +140,7 @@ class Job:
         self.name = daemon.config.name
         self.socket = daemon.socket
         self._control = segment.attach(
-            segment.segment_name(self.name, "control"), SegmentKind.CONTROL, writable=True
+            shm.segment_name(self.name, "control"), SegmentKind.CONTROL, writable=True
         )
         self.control = self._control.view(CONTROL)
 
@@ -150,7 +150,7 @@ class Job:
     def weights(self) -> np.ndarray:
         """All values of all tensors, a copy."""
         part = segment.attach(
-            segment.segment_name(self.name, "weights"), SegmentKind.WEIGHTS, writable=False
+            shm.segment_name(self.name, "weights"), SegmentKind.WEIGHTS, writable=False
         )
         model, data = weights.read_table(part), weights.data(part)
         return np.concatenate([view.ravel() for view in model.views(data).values()])
@@ -158,7 +158,7 @@ class Job:
     def between(self) -> np.ndarray:
         """What lies between the tensors of the weights, a copy."""
         part = segment.attach(
-            segment.segment_name(self.name, "weights"), SegmentKind.WEIGHTS, writable=False
+            shm.segment_name(self.name, "weights"), SegmentKind.WEIGHTS, writable=False
         )
         model, data = weights.read_table(part), weights.data(part)
         inside = np.zeros(model.elements, bool)
@@ -180,7 +180,7 @@ class Job:
 
     def scribble(self, row: int) -> None:
         """Fills the slots of a learner, which nobody uses now, with what no frame should keep."""
-        name = segment.segment_name(self.name, f"ring.{row}")
+        name = shm.segment_name(self.name, f"ring.{row}")
         ring = segment.attach(name, SegmentKind.RING, writable=True)
         head = ring.view(RING)
         for slot in range(int(head["slots"])):
@@ -227,7 +227,7 @@ class Job:
     def gone(self) -> None:
         """Waits until every learner has left and its ring is freed."""
         support.eventually(lambda: not self.status()["learners"])
-        assert not [one for one in segment.find(self.name) if one.part.startswith("ring")]
+        assert not [one for one in presence.find(self.name) if one.part.startswith("ring")]
 
 
 SMALL = {"tensors": [{"name": "w", "shape": [3, 5]}, {"name": "b", "shape": [7]}]}

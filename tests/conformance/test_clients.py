@@ -18,7 +18,7 @@ from clients.both import Makers, answers_of, row_of, told
 from clients.drivers import ERROR, NONFINITE, TIMEOUT, Job, Learner, running
 
 from gadei_ps.memory.layout import FrameKind
-from gadei_ps.memory.segment import SHM, segment_name
+from gadei_ps.memory.shm import SHM, segment_name
 
 # Tensors between which there are gaps, with rows of many values and of one, and a buffer.
 GAPS: dict[str, Any] = {

@@ -32,7 +32,7 @@ from support.processes import children
 from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence
 from gadei_ps.storage import checkpoint
 
 ROLES = ("", "watchdog", "server", "saver", "learner", "command")
@@ -136,7 +136,7 @@ class Life:
         elif (snapshot.weights[:VALUES] != -self.total).any():
             self.wrong.append(f"saved weights are {snapshot.weights[:3]}, not {-self.total}")
         self.daemon.end()
-        if left := [one.name for one in segment.find() if one.job == self.job]:
+        if left := [one.name for one in presence.find() if one.job == self.job]:
             self.wrong.append(f"left in memory: {left}")
         if names := list(Path(os.environ["GADEI_PS_RUNTIME_DIR"]).iterdir()):
             self.wrong.append(f"left behind: {names}")

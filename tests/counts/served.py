@@ -30,7 +30,7 @@ from gadei_ps.job.control import SetSync, Status, StopJob
 from gadei_ps.job.processes import Processes, Target
 from gadei_ps.learners import attach
 from gadei_ps.machine import process
-from gadei_ps.memory import found, layout, segment
+from gadei_ps.memory import layout, presence, segment, shm
 from gadei_ps.server import manager
 from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import restart, servers, supervisor
@@ -56,7 +56,7 @@ def impatient() -> Iterator[None]:
             (supervisor, "TICK_S", 0.02),
             (supervisor, "SLOW_TICK_S", 0.05),
             (supervisor, "LEAVE_TIMEOUT_S", 0.1),
-            (found, "HALF_MADE_S", 0.1),
+            (presence, "HALF_MADE_S", 0.1),
             (attach, "DETACH_S", 0.05),
             (restart, "delay", soon),
         ):
@@ -211,7 +211,7 @@ class Job:
 
     def kill_all(self) -> None:
         self.kill_watchdog()
-        for pid in segment.server_pids(self.name):
+        for pid in presence.server_pids(self.name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             end = time.monotonic() + PATIENCE_S
@@ -263,8 +263,7 @@ class Job:
     def _litter(self) -> set[str]:
         rings = [f"ring.{one.row}" for one in self.learners]
         used = {
-            segment.segment_name(self.name, part)
-            for part in ("control", "weights", "state", *rings)
+            shm.segment_name(self.name, part) for part in ("control", "weights", "state", *rings)
         }
         return set(segments(self.name)) - used
 
@@ -294,7 +293,7 @@ class Job:
             )
 
     def _state(self) -> np.void:
-        name = segment.segment_name(self.name, "state")
+        name = shm.segment_name(self.name, "state")
         kind = layout.SegmentKind.STATE
         return segment.attach(name, kind, writable=False).view(layout.STATE)
 

@@ -18,7 +18,7 @@ from team import Team, apart, push_ones, seen, send, stopped
 from gadei_ps.errors import GadeiError
 from gadei_ps.job.processes import Processes, Role
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import layout, segment
+from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import RING
 
 VALUES = 1_000_000  # so that a server can be seen in the middle of a gradient
@@ -52,7 +52,7 @@ class Vandal:
         self.job = job
         self.child = Child(_vandal, job)
         self.row, self.generation = self.child.receive()
-        self.name = segment.segment_name(job, f"ring.{self.row}")
+        self.name = shm.segment_name(job, f"ring.{self.row}")
         self.ring = ring_of(job, self.row)
 
     def do(self, what: int | Callable[[Client], Any]) -> Any:
@@ -83,19 +83,19 @@ def _unlink(wild: Vandal) -> None:
 
 
 def _truncate(wild: Vandal) -> None:
-    os.truncate(segment.SHM / wild.name[1:], 0)
+    os.truncate(shm.SHM / wild.name[1:], 0)
 
 
 def _grow(wild: Vandal) -> None:
-    os.truncate(segment.SHM / wild.name[1:], 2 * wild.ring.size)
+    os.truncate(shm.SHM / wild.name[1:], 2 * wild.ring.size)
 
 
 def _renamed(wild: Vandal) -> Path:
-    return segment.SHM / f"{wild.name[1:]}-renamed"
+    return shm.SHM / f"{wild.name[1:]}-renamed"
 
 
 def _rename(wild: Vandal) -> None:
-    (segment.SHM / wild.name[1:]).rename(_renamed(wild))
+    (shm.SHM / wild.name[1:]).rename(_renamed(wild))
 
 
 def _replace(wild: Vandal) -> None:
@@ -103,11 +103,11 @@ def _replace(wild: Vandal) -> None:
     copy = _renamed(wild)
     copy.write_bytes(bytes(wild.ring.memory))
     copy.chmod(0o600)
-    copy.rename(segment.SHM / wild.name[1:])
+    copy.rename(shm.SHM / wild.name[1:])
 
 
 def _state(team: Team) -> np.void:
-    name = segment.segment_name(team.name, "state")
+    name = shm.segment_name(team.name, "state")
     attached = segment.attach(name, layout.SegmentKind.STATE, writable=False)
     view: np.void = attached.view(layout.STATE)
     return view

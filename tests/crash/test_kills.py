@@ -34,7 +34,7 @@ from team import apart, seen
 from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.machine import process
-from gadei_ps.memory import layout, segment
+from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import STATE, Role, SegmentKind
 from gadei_ps.memory.weights import Model, Tensor, place
 
@@ -109,7 +109,7 @@ class Job:
         self.control = self.processes.control
         self.weights = live_weights(self.name)
         self.state = segment.attach(
-            segment.segment_name(self.name, "state"), SegmentKind.STATE, writable=False
+            shm.segment_name(self.name, "state"), SegmentKind.STATE, writable=False
         )
         self.cursors = list(self.state.view(STATE)["record"][:SHARDS])
         return self

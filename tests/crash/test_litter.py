@@ -34,7 +34,7 @@ from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners import waits
 from gadei_ps.learners.client import Client
 from gadei_ps.machine.launch import Learners
-from gadei_ps.memory import layout, segment
+from gadei_ps.memory import layout, presence
 from gadei_ps.memory.weights import payload_bytes
 from gadei_ps.watchdog import restart
 
@@ -104,7 +104,7 @@ def test_servers_that_die_at_once_are_given_up(
         pid = status(job_name)["watchdog_pid"]
 
         def failed() -> bool:
-            for server in segment.server_pids(job_name):
+            for server in presence.server_pids(job_name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(server, signal.SIGKILL)
             return gone(pid)

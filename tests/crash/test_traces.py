@@ -31,7 +31,7 @@ from team import Team, push_ones, send
 
 from gadei_ps.job.processes import Role
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import layout, segment
+from gadei_ps.memory import layout, shm
 from gadei_ps.memory.layout import ALL_APPLIED, CHUNK, CONTROL, ENTRY, IDLE, RECORD, RING, STATE
 from gadei_ps.memory.weights import Tensor
 
@@ -290,7 +290,7 @@ def _watchdog_dies(team: Team, entry: np.void) -> None:
 
 def _learner_truncates(team: Team, entry: np.void) -> None:
     with _learner(team) as one:
-        os.truncate(segment.SHM / one.ring.name[1:], 0)
+        os.truncate(shm.SHM / one.ring.name[1:], 0)
         eventually(lambda: int(entry["retired"]) == 1)
     with _learner(team):
         pass

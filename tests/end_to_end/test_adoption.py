@@ -41,7 +41,7 @@ from support.supervised import (
 
 from gadei_ps.errors import JobStopped
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import layout, segment, shm
+from gadei_ps.memory import layout, presence, segment, shm
 from gadei_ps.storage.checkpoint import newest
 from gadei_ps.watchdog import recorded, restart, supervisor
 from gadei_ps.watchdog.options import Options
@@ -205,7 +205,7 @@ def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: s
     watchdog = cli.serve(job_name, "standby = false\n" + TOML)
     server = status(job_name)["server_pid"]
     watchdog.signal(signal.SIGKILL)
-    name = segment.segment_name(job_name, "control")
+    name = shm.segment_name(job_name, "control")
     told = segment.attach(name, layout.SegmentKind.CONTROL, writable=False).view(layout.CONTROL)
     path = shm.path_of(name)
     with path.open("r+b") as raw:
@@ -317,7 +317,7 @@ def test_what_no_checkpoint_took_stays(cli: Cli, job_name: str) -> None:
     ended = watchdog.wait()
     assert ended.code == 3, "a service manager must not start again what was stopped"
     assert "its memory stays" in ended.err.splitlines()[-1]
-    assert not segment.server_pids(job_name)
+    assert not presence.server_pids(job_name)
     watchdog = again(cli, job_name)
     assert status(job_name)["version"] == 1
     with Client(job_name) as client:
@@ -347,7 +347,7 @@ def test_a_job_that_has_failed_is_adopted(cli: Cli, job_name: str) -> None:
         tell(child, "push", gradient_of(np.ones(VALUES, np.float32)))
 
         def failed() -> bool:
-            for server in segment.server_pids(job_name):
+            for server in presence.server_pids(job_name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(server, signal.SIGKILL)
             return watchdog.has_sent

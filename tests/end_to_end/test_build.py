@@ -19,7 +19,7 @@ from support import eventually, gone, kill_all, live_weights, segments, status
 
 from gadei_ps import _native
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import build, layout, segment
+from gadei_ps.memory import build, layout, presence, segment, shm
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
@@ -156,7 +156,7 @@ def test_an_upgrade_under_a_running_job(
     assert "another build" in missing
     assert "another build" in cli("status", job_name, PYTHONPATH="").out
     control = segment.attach(
-        segment.segment_name(job_name, "control"), layout.SegmentKind.CONTROL, writable=False
+        shm.segment_name(job_name, "control"), layout.SegmentKind.CONTROL, writable=False
     ).view(layout.CONTROL)
     learner = Client(job_name)
     for _ in range(200):
@@ -183,7 +183,7 @@ def test_an_upgrade_under_a_running_job(
 
 def of_another_build(job: str) -> None:
     """Makes this job's memory that of another build."""
-    name = segment.segment_name(job, "control")
+    name = shm.segment_name(job, "control")
     control = segment.attach(name, layout.SegmentKind.CONTROL, writable=True)
     _native.store(control.word(layout.CONTROL, "build"), 0xABC)
 
@@ -217,7 +217,7 @@ def test_an_orphan_of_another_build_is_stopped(cli: Cli, job_name: str) -> None:
     with Client(job_name) as learner:  # its servers do not end while it is there
         learner.push({"w": np.ones(8, np.float32)})
         learner.wait_applied()
-        servers = segment.server_pids(job_name)
+        servers = presence.server_pids(job_name)
         daemon.signal(signal.SIGKILL)
         of_another_build(job_name)
         difference = f"made by build {0xABC:016x} of gadei-ps, this program is build"

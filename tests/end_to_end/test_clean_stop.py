@@ -14,7 +14,7 @@ from support import Stopped, eventually, fork, ring_of, segments, status
 
 from gadei_ps.errors import JobStopped
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import segment
+from gadei_ps.memory import segment, shm
 from gadei_ps.memory.layout import RING, SegmentKind
 from gadei_ps.storage.checkpoint import newest
 
@@ -53,7 +53,7 @@ def _hang_in_a_push(pipe: Connection, job: str) -> None:
     with Client(job) as client:
         client.push(np.ones(VALUES, np.float32), samples=1)
         client.wait_applied()
-        name = segment.segment_name(job, f"ring.{client.row}")
+        name = shm.segment_name(job, f"ring.{client.row}")
         ring = segment.attach(name, SegmentKind.RING, writable=True)
         ring.view(RING)["publishing"] = 1
         pipe.send(None)

@@ -19,7 +19,7 @@ from gadei_ps.errors import CheckpointError, GadeiError, JobStopped, ModelMismat
 from gadei_ps.job.control import Attach, Checkpoint, Connection, StopJob, ask
 from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client
-from gadei_ps.memory.segment import segment_name
+from gadei_ps.memory.shm import segment_name
 
 VALUES = 4 << 20
 SLOW = 1 << 20  # bytes: a piece of this size waits for its permission

@@ -25,7 +25,7 @@ from support.supervised import TOML, VALUES, call, gradient_of, team
 from gadei_ps.errors import ControlError
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import holds, segment
+from gadei_ps.memory import holds, presence, shm
 
 ONES = np.ones(VALUES, np.float32)
 APART = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -134,7 +134,7 @@ def test_a_job_that_lives_elsewhere_is_left_alone(cli: Cli, apart: Apart, job_na
 
         # Its learner lives.
         os.kill(server, signal.SIGKILL)
-        eventually(lambda: not segment.living(job_name).anyone)
+        eventually(lambda: not presence.living(job_name).anyone)
         assert "learner 0" in apart.refused("serve", file)
         assert names_of(job_name) == before
         child.kill()
@@ -142,11 +142,11 @@ def test_a_job_that_lives_elsewhere_is_left_alone(cli: Cli, apart: Apart, job_na
     # Nothing of it lives.
     served = apart.start("serve", file)
     eventually(
-        lambda: segment.living(job_name).watchdog and is_running(apart.socket(job_name)),
+        lambda: presence.living(job_name).watchdog and is_running(apart.socket(job_name)),
         what=lambda: served.poll(),
     )
     assert status(apart.socket(job_name))["version"] == pushed
-    assert segment.living(job_name).elsewhere
+    assert presence.living(job_name).elsewhere
     # And we are elsewhere now.
     assert "running elsewhere" in cli("serve", file).error
     assert not cli("gc", job_name, "--json").json["removed"]
@@ -200,7 +200,7 @@ def test_the_locks_end_with_their_processes(cli: Cli, job_name: str) -> None:
     watchdog: Running = cli.serve(job_name, TOML)
 
     def held() -> list[bool]:
-        fd = segment.shm.open_segment(segment.segment_name(job_name, "control"), writable=False)
+        fd = shm.open_segment(shm.segment_name(job_name, "control"), writable=False)
         try:
             return [holds.held(fd, byte) for byte in (holds.WATCHDOG, *holds.SERVERS)]
         finally:

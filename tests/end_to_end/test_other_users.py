@@ -36,7 +36,7 @@ from gadei_ps.cli import app, outcome
 from gadei_ps.errors import GadeiError
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence, segment, shm
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.watchdog import supervisor
 from gadei_ps.watchdog.options import Options
@@ -60,7 +60,7 @@ def _push(client: Client) -> None:
 def _tries(path: Path, names: list[str], pids: list[int]) -> Iterator[Callable[[], object]]:
     """Everything that a stranger may try; each raises."""
     for name in names:
-        file = segment.SHM / name[1:]
+        file = shm.SHM / name[1:]
         for flags in (os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT | os.O_TRUNC):
             yield lambda file=file, flags=flags: os.open(file, flags)
         yield lambda file=file: os.truncate(file, 0)
@@ -177,7 +177,7 @@ def test_root_trains_at_another_users_job(job_name: str, runtime: Path) -> None:
     finally:
         watchdog.kill()
     assert gone(watchdog.pid)
-    assert not [one for one in segment.find() if one.job == job_name]
+    assert not [one for one in presence.find() if one.job == job_name]
 
 
 def test_root_looks_at_another_users_job(cli: Cli, job_name: str, runtime: Path) -> None:

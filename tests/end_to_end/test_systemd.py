@@ -23,7 +23,7 @@ from gadei_ps.errors import NotSaved
 from gadei_ps.job import paths
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import cgroups
-from gadei_ps.memory import segment, shm
+from gadei_ps.memory import presence, shm
 from gadei_ps.storage import files
 from gadei_ps.storage.checkpoint import newest
 from gadei_ps.watchdog import maker, notify, stopping, supervisor
@@ -178,7 +178,7 @@ def test_names_and_processes_that_are_lost_are_told(
     monkeypatch.setattr(cgroups.Kills, "told", lambda _: "the memory limit was reached")
     service = start(cli, manager, job_name, MODEL)
     manager.wait("READY")
-    control = shm.path_of(segment.segment_name(job_name, "control"))
+    control = shm.path_of(shm.segment_name(job_name, "control"))
     control.unlink()
     control.write_bytes(b"another file")  # also where something else has the name
     eventually(lambda: "lost their names" in "".join(manager.said("STATUS")[-1:]))
@@ -348,7 +348,7 @@ def test_nobody_else_speaks_in_its_name(
     manager.wait("READY")
     eventually(lambda: status(job_name)["standby_pid"])
     eventually(lambda: status(job_name)["version"] > 0)
-    pids = segment.server_pids(job_name)
+    pids = presence.server_pids(job_name)
     pids += [row["pid"] for row in status(job_name)["learners"]]
     assert len(pids) == 3
     for pid in pids:

@@ -17,7 +17,7 @@ import support
 from clients.drivers import ERROR, FAILED
 
 from gadei_ps import sync
-from gadei_ps.memory import layout, segment
+from gadei_ps.memory import layout, shm
 from gadei_ps.memory.layout import CONTROL, RING, TENSOR, WEIGHTS
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor, place
@@ -338,7 +338,7 @@ def test_damaged_segments(
             part.memory[:] = content
     mine.do("attach", watchdog.path)
     mine.do("detach")
-    other = attach_reply(memory, ring=segment.segment_name(memory.config.name, "ring.9"))
+    other = attach_reply(memory, ring=shm.segment_name(memory.config.name, "ring.9"))
     watchdog.says(json.dumps(other))
     code, text = mine.ask("attach", watchdog.path)
     assert code == FAILED and "is gone; is /dev/shm shared with the daemon" in text

@@ -16,7 +16,7 @@ from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.control import Status, ask
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import layout, segment
+from gadei_ps.memory import layout, presence, segment, shm
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import data
 from support.processes import Child, gone
@@ -26,7 +26,7 @@ from support.waiting import eventually
 
 def segments(prefix: str) -> list[str]:
     """Segments of the jobs whose name begins so."""
-    return [found.name for found in segment.find() if found.job.startswith(prefix)]
+    return [found.name for found in presence.find() if found.job.startswith(prefix)]
 
 
 def remove_segments(prefix: str) -> None:
@@ -57,13 +57,13 @@ def learner(job: str, pid: int) -> dict[str, Any] | None:
 def ring_of(job: str, row: int) -> Segment:
     """A learner's ring, read-only: it can be read after the learner is dead and the name gone."""
     return segment.attach(
-        segment.segment_name(job, f"ring.{row}"), layout.SegmentKind.RING, writable=False
+        shm.segment_name(job, f"ring.{row}"), layout.SegmentKind.RING, writable=False
     )
 
 
 def live_weights(job: str) -> np.ndarray:
     """The job's weights, read-only, shape (elements,)."""
-    name = segment.segment_name(job, "weights")
+    name = shm.segment_name(job, "weights")
     return data(segment.attach(name, layout.SegmentKind.WEIGHTS, writable=False))
 
 
@@ -99,7 +99,7 @@ class Pusher:
 
 def kill_all(job: str, socket: Path | None = None) -> None:
     """SIGKILL for the job's watchdog and servers, all at once; its memory stays."""
-    pids = [status(str(socket or job))["watchdog_pid"], *segment.server_pids(job)]
+    pids = [status(str(socket or job))["watchdog_pid"], *presence.server_pids(job)]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     for pid in pids:

@@ -14,9 +14,11 @@ from support.hostile import SIZE
 from gadei_ps.errors import JobInUse
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
-from gadei_ps.memory import holds, layout, segment
+from gadei_ps.memory import holds, layout, presence, segment, shm
 from gadei_ps.memory.layout import SegmentKind
-from gadei_ps.memory.segment import Living, Segment, segment_name
+from gadei_ps.memory.presence import Living
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.shm import segment_name
 from gadei_ps.sync import parse
 from gadei_ps.watchdog.dead import clear_dead
 from gadei_ps.watchdog.memory import JobMemory
@@ -32,7 +34,7 @@ def made(job_name: str) -> Iterator[Segment]:
 
 
 def held(job: str) -> list[bool]:
-    fd = segment.shm.open_segment(segment_name(job, "control"), writable=False)
+    fd = shm.open_segment(segment_name(job, "control"), writable=False)
     try:
         return [holds.held(fd, byte) for byte in (holds.WATCHDOG, *holds.SERVERS)]
     finally:
@@ -103,19 +105,19 @@ def test_pids_of_another_namespace_tell_nothing(made: Segment, job_name: str, by
     control = made.view(layout.CONTROL)
     control["watchdog_pid"], control["watchdog_start"] = os.getpid(), made.header["owner_start"]
     control["server"]["pid"], control["server"]["start"] = os.getpid(), made.header["owner_start"]
-    assert segment.living(job_name) == Living(watchdog=True, servers=True)
-    assert set(segment.server_pids(job_name)) == {os.getpid()}
+    assert presence.living(job_name) == Living(watchdog=True, servers=True)
+    assert set(presence.server_pids(job_name)) == {os.getpid()}
     made.header["owner_namespace"] += 1
-    os.utime(segment.shm.path_of(made.name), (1e9, 1e9))
-    assert segment.living(job_name) == Living()
-    assert segment.server_pids(job_name) == []
-    (found,) = segment.find(job_name)
+    os.utime(shm.path_of(made.name), (1e9, 1e9))
+    assert presence.living(job_name) == Living()
+    assert presence.server_pids(job_name) == []
+    (found,) = presence.find(job_name)
     assert found.stale and not found.owned
     hold = holds.take(job_name, byte)
     assert hold is not None
     watchdog = byte == holds.WATCHDOG
-    assert segment.living(job_name) == Living(watchdog, not watchdog, elsewhere=True)
-    (found,) = segment.find(job_name)
+    assert presence.living(job_name) == Living(watchdog, not watchdog, elsewhere=True)
+    (found,) = presence.find(job_name)
     assert found.elsewhere and not found.stale
     with pytest.raises(JobInUse, match="elsewhere"):
         clear_dead(job_name)

@@ -23,9 +23,9 @@ from gadei_ps.errors import ControlError, GadeiError, JobInUse, JobNotFound, Seg
 from gadei_ps.job import paths
 from gadei_ps.job.control import Connection
 from gadei_ps.job.processes import Processes
-from gadei_ps.memory import segment
+from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import SegmentKind
-from gadei_ps.memory.segment import SHM, segment_name
+from gadei_ps.memory.shm import SHM, segment_name
 from gadei_ps.watchdog.dead import clear_dead
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.memory import JobMemory
@@ -86,9 +86,9 @@ def look_at_all(job: str) -> None:
         for writable in (False, True):
             with contextlib.suppress(FileNotFoundError):
                 line(lambda n=name, k=kind, w=writable: segment.attach(n, k, writable=w))
-    segment.find(job)
-    segment.peek(job)
-    segment.server_pids(job)
+    presence.find(job)
+    presence.peek(job)
+    presence.server_pids(job)
     segment.is_kept(job)
     segment.other_build(job)
     line(lambda: Processes(job))
@@ -157,7 +157,7 @@ def test_nobody_is_killed_for_another_users_memory(
     place: Callable[[str], Path], job_name: str, victim: subprocess.Popen[bytes], mode: int
 ) -> None:
     file(naming(job_name, victim.pid), mode, NOBODY)(place("control"))
-    assert segment.server_pids(job_name) == []
+    assert presence.server_pids(job_name) == []
     look_at_all(job_name)
     assert victim.poll() is None
 
@@ -168,7 +168,7 @@ def test_another_users_process_is_not_killed(place: Callable[[str], Path], job_n
     with subprocess.Popen(["sleep", "1000"], user=NOBODY) as other:
         try:
             file(naming(job_name, other.pid))(place("control"))
-            assert set(segment.server_pids(job_name)) == {other.pid}
+            assert set(presence.server_pids(job_name)) == {other.pid}
             with pytest.raises(JobInUse):
                 clear_dead(job_name)
             assert other.poll() is None

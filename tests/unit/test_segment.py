@@ -22,9 +22,10 @@ from gadei_ps import _native
 from gadei_ps.errors import JobInUse, NoSharedMemory, SegmentError, UsageError
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
-from gadei_ps.memory import build, layout, reserve, segment
+from gadei_ps.memory import build, layout, presence, reserve, segment, shm
 from gadei_ps.memory.layout import SegmentKind
-from gadei_ps.memory.segment import SHM, Segment, segment_name
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.shm import SHM, segment_name
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
 from gadei_ps.watchdog.dead import clear_dead
@@ -99,7 +100,7 @@ def test_read_only_means_read_only(made: Segment) -> None:
 def test_a_name_is_taken_once(made: Segment, job_name: str) -> None:
     with pytest.raises(FileExistsError):
         segment.create(job_name, "control", SegmentKind.CONTROL, 1, job_id=JOB_ID)
-    assert segment.find(job_name)
+    assert presence.find(job_name)
 
 
 def test_unlink(made: Segment) -> None:
@@ -253,20 +254,20 @@ def test_weights_fit_and_state_does_not(job_name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["", "-a", "a b", "a/b", "a.b", "ä", "a" * 49, "a\n"])
 def test_bad_job_names(name: str) -> None:
     with pytest.raises(UsageError):
-        segment.check_job_name(name)
+        shm.check_job_name(name)
 
 
 def test_stale_by_pid_and_start(made: Segment, job_name: str) -> None:
-    (found,) = segment.find(job_name)
+    (found,) = presence.find(job_name)
     assert not found.stale
     assert (found.name, found.part, found.owner_pid) == (made.name, "control", os.getpid())
     with pytest.raises(JobInUse, match=str(os.getpid())):
         clear_dead(job_name)
     # A pid that has been given to another process.
     made.header["owner_start"] -= 1
-    assert segment.find(job_name)[0].stale
+    assert presence.find(job_name)[0].stale
     made.header["owner_pid"], made.header["owner_start"] = dead()
-    assert segment.find(job_name)[0].stale
+    assert presence.find(job_name)[0].stale
     assert clear_dead(job_name) == [made.name]
     assert not segments(job_name)
 
@@ -275,10 +276,10 @@ def test_zombies_own_nothing(made: Segment, job_name: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     made.header["owner_pid"] = child.pid
     made.header["owner_start"] = process.start_ticks(child.pid)
-    assert not segment.find(job_name)[0].stale
+    assert not presence.find(job_name)[0].stale
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert segment.find(job_name)[0].stale
+    assert presence.find(job_name)[0].stale
     child.communicate()
 
 
@@ -288,14 +289,14 @@ def test_a_segment_being_made_is_not_stale(job_name: str) -> None:
     raw = np.zeros(1, layout.HEADER)
     path.touch(0o600)
     try:
-        assert not segment.find(job_name)[0].stale
+        assert not presence.find(job_name)[0].stale
         path.write_bytes(raw.tobytes())
-        assert not segment.find(job_name)[0].stale
+        assert not presence.find(job_name)[0].stale
         with pytest.raises(JobInUse, match="half made"):
             clear_dead(job_name)
-        long_ago = time.time() - 2 * segment.HALF_MADE_S
+        long_ago = time.time() - 2 * presence.HALF_MADE_S
         os.utime(path, (long_ago, long_ago))
-        assert segment.find(job_name)[0].stale
+        assert presence.find(job_name)[0].stale
         assert clear_dead(job_name) == [f"/{path.name}"]
     finally:
         path.unlink(missing_ok=True)
@@ -306,7 +307,7 @@ def test_the_owner_is_named_last(job_name: str, monkeypatch: pytest.MonkeyPatch)
     looks = []
 
     def ticks(pid: int) -> int:
-        looks.append([one.stale for one in segment.find(job_name)])
+        looks.append([one.stale for one in presence.find(job_name)])
         return start_ticks(pid)
 
     start_ticks = process.start_ticks
@@ -323,8 +324,8 @@ def test_only_names_of_the_project_are_found(job_name: str) -> None:
     for name in others:
         (SHM / name).touch()
     try:
-        assert segment.find(job_name) == []
-        assert [one.uid for one in segment.find() if one.job == job_name] == [os.getuid() + 1]
+        assert presence.find(job_name) == []
+        assert [one.uid for one in presence.find() if one.job == job_name] == [os.getuid() + 1]
     finally:
         for name in others:
             (SHM / name).unlink()

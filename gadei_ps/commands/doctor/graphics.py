@@ -141,13 +141,13 @@ def _pinned() -> str:
     return f"{to_pin(SHM) / 2**20:,.1f} MiB in {SHM} to pin for running jobs (ulimit -l: {shown})"
 
 
-def to_pin(shm: Path) -> int:
+def to_pin(directory: Path) -> int:
     """Bytes of the weights and rings in this directory."""
-    from gadei_ps.memory import segment
+    from gadei_ps.memory import shm
 
     sizes = []
-    for path in shm.iterdir():
-        match = segment.SEGMENT_NAME.fullmatch(path.name)
+    for path in directory.iterdir():
+        match = shm.SEGMENT_NAME.fullmatch(path.name)
         if match and match["part"].startswith(("weights", "ring")):
             with contextlib.suppress(FileNotFoundError):
                 sizes.append(path.lstat().st_size)
