@@ -14,6 +14,7 @@ from gadei_ps.errors import (
     is_lasting,
 )
 from gadei_ps.job.config import JobConfig
+from gadei_ps.machine import given
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.segment import Segment
@@ -99,7 +100,7 @@ def _of_file(config: JobConfig, path: Path) -> First:
     from safetensors.numpy import load_file
 
     try:
-        with path.open("rb"):  # tells why not; the library's errors have no number
+        with given.opened(path):  # tells why not; the library's errors have no number
             arrays = load_file(path)
     except Exception as error:
         passes = isinstance(error, OSError) and error.errno and not is_lasting(error)

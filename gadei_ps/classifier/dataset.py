@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gadei_ps.errors import UsageError
+from gadei_ps.machine import given
 from gadei_ps.show.counts import counted
 from gadei_ps.storage import files
 
@@ -249,7 +250,7 @@ def _records(path: str | PathLike[str]) -> Iterator[tuple[int, list[str]]]:
 
 def _text(path: str | PathLike[str]) -> str:
     try:
-        data = Path(path).read_bytes()
+        data = given.stream(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         what = f"cannot be read ({reason})"

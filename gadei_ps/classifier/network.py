@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from gadei_ps.classifier.dataset import PADDING, UNSEEN_LABEL, Vocabulary
 from gadei_ps.errors import GadeiError
+from gadei_ps.machine import given
 from gadei_ps.show.counts import counted
 from gadei_ps.show.strict_json import finite
 from gadei_ps.storage import files
@@ -368,7 +369,8 @@ def _resolved(directory: str | os.PathLike[str]) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with given.opened(path) as file:
+            return file.read()
     except OSError as error:
         raise _damaged(path, str(error.strerror)) from None
 

@@ -15,11 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gadei_ps import homes, sync
 from gadei_ps.errors import JobFailed, UsageError, is_lasting
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
-from gadei_ps.machine import placement, process
+from gadei_ps.machine import given, placement, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.shm import JOB_NAME, check_job_name
 
 _PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
+MOST_BYTES = 1 << 20  # of a job file
 LEAST_HANG_S = 0.5  # a server shows a sign of life ten times a second
 
 
@@ -181,10 +182,10 @@ def state_directory() -> Path:
 
     With the runtime directory of the system's unit, its state directory.
     """
-    given = os.environ.get("GADEI_PS_STATE_DIR")
-    if not given and homes.of_the_system():
+    named = os.environ.get("GADEI_PS_STATE_DIR")
+    if not named and homes.of_the_system():
         return homes.STATE
-    return Path(given) if given else platformdirs.user_state_path("gadei-ps")
+    return Path(named) if named else platformdirs.user_state_path("gadei-ps")
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
@@ -225,12 +226,12 @@ def check_room(model: sync.SyncModel) -> None:
 
 
 def load(path: Path) -> JobConfig:
-    """Reads a job file. Its name defaults to the file's.
+    """Reads a job file, of at most MOST_BYTES. Its name defaults to the file's.
 
     Raises UsageError, or JobFailed if it cannot be read for now.
     """
     try:
-        raw = path.read_bytes()
+        raw = given.read(path, MOST_BYTES)
     except OSError as error:
         raise (UsageError if is_lasting(error) else JobFailed)(
             f"{path}: {error.strerror}"
@@ -249,8 +250,8 @@ def load(path: Path) -> JobConfig:
         raise UsageError(f"{path}: sync: {error}") from None
     checkpoint = values.get("checkpoint")
     if isinstance(checkpoint, dict) and isinstance(checkpoint.get("directory"), str):
-        given = Path(checkpoint["directory"]).expanduser()
-        checkpoint["directory"] = (path.parent / given).absolute()
+        named = Path(checkpoint["directory"]).expanduser()
+        checkpoint["directory"] = (path.parent / named).absolute()
     return from_mapping(values, str(path))
 
 

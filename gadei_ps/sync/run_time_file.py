@@ -11,6 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from gadei_ps.machine import given
+
 FORMAT: Final = "gadei-ps runtime model"
 VERSION: Final = 1
 _ENTRY: Final = "model"
@@ -89,13 +91,8 @@ def contents(sizes: Sizes, weights: Mapping[str, Floats], told: Mapping[str, obj
 
 def read(path: str | Path) -> tuple[Sizes, dict[str, Floats]]:
     """Reads a file that `contents` made. Raises ModelFileError."""
-    source = Path(path)
     try:
-        if source.exists() and not source.is_file():  # reading a pipe might never end
-            raise ValueError("not a file")
-        if source.stat().st_size > _MOST_BYTES:
-            raise ValueError("too large for a model of run times")
-        data = source.read_bytes()
+        data = given.read(path, _MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise _refused(path, f"cannot be read ({reason})") from None

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gadei_ps.classifier import dataset
 from gadei_ps.errors import JobFailed, UsageError
 from gadei_ps.job import config
 from gadei_ps.job.config import JobConfig, from_mapping, load
 from gadei_ps.kernels.optimizers import Kind, Schedule
 from gadei_ps.memory import layout
+from gadei_ps.run_times import traces
 from gadei_ps.watchdog.model import configured
 
 
@@ -111,6 +114,27 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path / "bad.toml")
     with pytest.raises(UsageError, match="job name"):
         load(write(tmp_path / "a b.toml", ""))
+    large = tmp_path / "large.toml"
+    large.touch()
+    os.truncate(large, config.MOST_BYTES + 1)
+    for path, why in ((large, "more than 1048576 bytes"), (Path("/dev/null"), "it is a device")):
+        with pytest.raises(UsageError, match=why):
+            load(path)
+        link = tmp_path / f"{path.stem}-link.toml"
+        link.symlink_to(path)
+        with pytest.raises(UsageError, match=why):
+            load(link)
+    os.mkfifo(tmp_path / "fifo.toml")  # nobody ever writes into it
+    for use in (load, lambda path: configured(JobConfig(name="job", weights=path))):
+        with pytest.raises(UsageError, match="it is a FIFO; name a regular file"):
+            use(tmp_path / "fifo.toml")
+
+
+@pytest.mark.parametrize("read", [dataset.read_table, traces.read])
+def test_a_device_is_no_file_of_rows(read: Callable[[str], object]) -> None:
+    """/dev/null ends at once; /dev/zero would not."""
+    with pytest.raises(UsageError, match="it is a device"):
+        read("/dev/null")
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
@@ -125,8 +149,7 @@ def test_a_file_that_cannot_be_read_for_now(
 
     job = JobConfig(name="job", weights=path)
     with monkeypatch.context() as failing:
-        failing.setattr(Path, "read_bytes", fail)
-        failing.setattr(Path, "open", fail)
+        failing.setattr(os, "open", fail)
         with pytest.raises(JobFailed, match=os.strerror(number)):
             load(path)
         with pytest.raises(JobFailed, match=os.strerror(number)):

@@ -337,7 +337,7 @@ def test_other_kinds_of_files(tmp_path: Path) -> None:
         (tmp_path / "other").write_bytes(data)
         with pytest.raises(ModelFileError, match=what):
             RunTimeModel.load(tmp_path / "other")
-    for path, what in ((tmp_path / "absent", "No such file"), (tmp_path, "not a file")):
+    for path, what in ((tmp_path / "absent", "No such file"), (tmp_path, "it is a directory")):
         with pytest.raises(ModelFileError, match=f"cannot be read .{what}"):
             RunTimeModel.load(path)
     missing = arrays(torch_model())

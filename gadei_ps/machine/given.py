@@ -1,0 +1,47 @@
+"""Files that users name: what is no regular file would make a reader wait, or read for ever."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+from gadei_ps.machine import own
+
+
+def opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """The file, open for reading; a link to one will do, and a name such as /dev/zero will not.
+
+    Raises OSError, with EINVAL and the reason for what is no regular file.
+    """
+    # Does not wait for a writer where the name is that of a pipe.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        kind = stat.S_IFMT(os.fstat(fd).st_mode)
+        if kind != stat.S_IFREG:
+            what = own.NOT_REGULAR.get(kind, "it is no regular file")
+            raise OSError(errno.EINVAL, f"{what}; name a regular file", str(path))
+    except BaseException:
+        os.close(fd)
+        raise
+    return os.fdopen(fd, "rb")
+
+
+def read(path: str | os.PathLike[str], most: int) -> bytes:
+    """The whole file, of at most `most` bytes. Raises OSError as opened(), and EFBIG if it is
+    larger."""
+    with opened(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return data
+
+
+def stream(path: str | os.PathLike[str]) -> bytes:
+    """The whole of a file of any size, or of a pipe. Raises OSError as opened(), for devices too:
+    one such as /dev/zero never ends."""
+    with open(path, "rb") as file:
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is a device; name a regular file", str(path))
+        return file.read()
