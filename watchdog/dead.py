@@ -49,7 +49,7 @@ def clear_dead(job: str) -> list[str]:
         if not alone:
             raise JobInUse(f"job {job!r} has just been started by another")
         _end_servers(job)
-        # The control segment last: without it, the others would tell nothing of who uses them.
+        # The control segment last: only its locks and pids tell which processes use the others.
         names = sorted((one.name for one in found), key=lambda name: name.endswith(".control"))
         return [name for name in names if segment.unlink(name)]
 

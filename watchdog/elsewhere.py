@@ -1,7 +1,8 @@
 """A job whose processes were in another pid namespace, for example in a container that is gone.
 
 Its pids mean nothing here: they may be other processes', even with the same start times. So only
-what the kernel vouches for counts: locks on the control segment, and who can write to a ring.
+what the kernel vouches for counts: locks on the control segment, and whether a ring is open for
+writing.
 """
 
 from __future__ import annotations

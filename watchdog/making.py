@@ -22,7 +22,7 @@ from gadei_ps.storage.checkpoint import Snapshot
 
 VALUE = 4  # bytes
 UNDO_AT = layout.rounded(layout.STATE.itemsize, layout.PAGE)
-SLOTS_AT = layout.rounded(UNDO_AT + layout.MAX_SHARDS * layout.UNDO_BYTES, layout.PAGE)
+STREAMS_AT = layout.rounded(UNDO_AT + layout.MAX_SHARDS * layout.UNDO_BYTES, layout.PAGE)
 
 Values = Callable[[FloatArray, int], None]
 """Writes a model's values from number `start` on into an array; (array, start). Any thread."""
@@ -80,7 +80,7 @@ def ring_shape(model: Model, slots: int) -> Sizes:
 
 def state_bytes(model: Model, streams: int) -> int:
     """Size of the state segment; streams: optimizer slots."""
-    return SLOTS_AT + streams * _slot_bytes(model)
+    return STREAMS_AT + streams * _slot_bytes(model)
 
 
 def _slot_bytes(model: Model) -> int:
@@ -119,7 +119,7 @@ def state_segment(
     """
     slot_bytes = _slot_bytes(first.model)
     slots = first.snapshot.slots if first.snapshot is not None else ()
-    filled = [(SLOTS_AT + number * slot_bytes, copied(slot)) for number, slot in enumerate(slots)]
+    filled = [(STREAMS_AT + number * slot_bytes, copied(slot)) for number, slot in enumerate(slots)]
     made = segment.create(
         job,
         "state",
@@ -131,7 +131,7 @@ def state_segment(
     )
     head = made.view(layout.STATE)
     head["streams"] = streams
-    head["slots_at"] = SLOTS_AT
+    head["slots_at"] = STREAMS_AT
     head["slot_bytes"] = slot_bytes
     head["undo_at"] = UNDO_AT
     head["record"]["cursor"] = layout.IDLE

@@ -70,7 +70,8 @@ class JobMemory:
     unnamed: bool = field(default=False, init=False)
     """Whether names were seen to be lost; set by the supervisor, as looking costs time."""
     _lost: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64), init=False)
-    """Not 0 once the memory of a ring was lost under this process."""
+    """A word for the guards of rings, which nobody reads: the servers tell that a ring is lost
+    (Gone.DAMAGED). The guards here only keep the watchdog alive."""
     files: dict[str, int] = field(default_factory=dict, init=False)
     """Open segments that a checkpoint is made of: it can be made even when their names are lost."""
     _hold: Hold | None = field(default=None, init=False)
@@ -317,13 +318,6 @@ class JobMemory:
         self.state.publish()
         self.model = first.model
 
-    def create_model(
-        self, model: Model, values: np.ndarray, snapshot: Snapshot | None = None
-    ) -> None:
-        """Both at once; values: float32 of shape (model.elements,). Raises NoSharedMemory."""
-        first = First(model, making.copied(values), snapshot)
-        self.enter_model(first, self.make_model(first))
-
     def _open_files(self) -> None:
         for part in ("control", "weights", "state"):
             name = shm.segment_name(self.config.name, part)
@@ -384,12 +378,6 @@ class JobMemory:
         """The ring is there: the learner and the servers may map it."""
         ring.publish()
         self.rings[row] = ring
-
-    def create_ring(self, row: int, generation: int) -> Segment:
-        """Both at once. Raises NoSharedMemory."""
-        ring = self.make_ring(row, generation)
-        self.enter_ring(row, ring)
-        return ring
 
     def _ring_sizes(self) -> shared.Sizes:
         assert self.model is not None

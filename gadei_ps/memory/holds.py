@@ -131,7 +131,8 @@ def is_written(name: str) -> bool:
     """
     fd = shm.open_segment(name, writable=False)
     try:
-        # Who opens the file at this instant breaks the lease: not with SIGIO, which would kill us.
+        # If a process opens the file now, the lease is broken and the kernel sends a signal. By
+        # default that is SIGIO, which would end this process; SIGURG is ignored.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import support
 from clients.drivers import ERROR, FAILED
+from support.memory import create_model, create_ring
 
 from gadei_ps import sync
 from gadei_ps.memory import layout, shm
@@ -83,8 +84,8 @@ def memory(job_name: str) -> Iterator[JobMemory]:
     made.create_control(sync.parse("asp"))
     try:
         model = place([Tensor("w", (40, 50)), Tensor("b", (7,))])
-        made.create_model(model, np.arange(model.elements, dtype=np.float32))
-        made.create_ring(ROW, GENERATION)
+        create_model(made, model, np.arange(model.elements, dtype=np.float32))
+        create_ring(made, ROW, GENERATION)
         made.control.view(CONTROL)["roster"]["wanted"][ROW] = GENERATION
         yield made
     finally:

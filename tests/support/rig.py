@@ -17,6 +17,7 @@ from gadei_ps.memory.weights import place as placed
 from gadei_ps.watchdog.memory import JobMemory
 from support.frames import rows_payload
 from support.jobs import config
+from support.memory import create_model, create_ring
 from support.waiting import PATIENCE_S, eventually
 
 
@@ -51,7 +52,7 @@ class Rig:
 
     def _make(self, model: Model, values: dict[str, np.ndarray] | None, learners: int) -> None:
         flat = np.zeros(model.elements, np.float32) if values is None else model.flatten(values)
-        self.memory.create_model(model, flat)
+        create_model(self.memory, model, flat)
         assert self.memory.weights
         assert self.memory.state
         self.model = model
@@ -86,7 +87,7 @@ class Rig:
 
     def add(self, row: int, generation: int) -> None:
         """A learner attaches."""
-        ring = self.memory.create_ring(row, generation)
+        ring = create_ring(self.memory, row, generation)
         ring.view(layout.RING)["wants"] = layout.WANTS_TURN | layout.WANTS_WORK
         head = ring.view(layout.RING)
         for field in ("generation", "wanted", "served"):

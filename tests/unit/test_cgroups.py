@@ -274,9 +274,11 @@ memory = JobMemory(from_mapping({"name": sys.argv[2], "slots": 2}, "test"))
 memory.create_control(parse("asp"))
 first = First(place([Tensor("w", (1 << 20,))]), None)
 memory.enter_model(first, memory.make_model(first))
-for said in ("model", memory.create_ring):
+for said in ("model", memory.make_ring):
     if callable(said):
-        said = said(0, 1).size
+        ring = said(0, 1)
+        memory.enter_ring(0, ring)
+        said = ring.size
     print(said, flush=True)
     sys.stdin.readline()
 memory.remove()

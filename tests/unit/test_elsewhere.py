@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import support
 from support import Child, eventually
+from support.memory import create_model
 
 from gadei_ps import sync
 from gadei_ps.machine import process
@@ -35,7 +36,7 @@ def memory(job_name: str) -> Iterator[JobMemory]:
     made.create_control(sync.parse("asp"))
     try:
         model = place([Tensor("w", (4,))])
-        made.create_model(model, np.zeros(model.elements, np.float32))
+        create_model(made, model, np.zeros(model.elements, np.float32))
         control = made.control.view(layout.CONTROL)
         control["model_ready"] = 1
         control["watchdog_pid"] = 0

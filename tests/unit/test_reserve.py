@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import config, segments
+from support.memory import create_ring
 
 from gadei_ps import _native
 from gadei_ps.errors import ControlError, NoSharedMemory
@@ -151,7 +152,7 @@ def test_all_of_a_job_is_counted_before_anything_is_made(
         assert segments(job_name) == [memory.control.name]
         scarce(monkeypatch, tmp_path, 1 << 40, sum(needs.values()))
         memory.enter_model(first, memory.make_model(first, learners=2))
-        made = [memory.create_ring(row, row + 1).size for row in range(2)]
+        made = [create_ring(memory, row, row + 1).size for row in range(2)]
         assert memory.weights and memory.state
         assert [memory.weights.size, memory.state.size, sum(made)] == [
             -(-size // 4096) * 4096 for size in needs.values()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.jobs import config
+from support.memory import create_model
 
 from gadei_ps import _native, sync
 from gadei_ps.job.control import SetWork
@@ -96,7 +97,7 @@ def test_work_that_is_being_set_is_in_a_copy_whole_or_not_at_all(
     memory.create_control(sync.parse("asp"))
     try:
         model = place([Tensor("w", (4,))])
-        memory.create_model(model, np.zeros(model.elements, np.float32))
+        create_model(memory, model, np.zeros(model.elements, np.float32))
         saver = Saver(Task(job_name, memory.job_id.hex(), memory.files, "", 1, {}))
         reads = 0
         seen: list[Callable[[int], None]] = []

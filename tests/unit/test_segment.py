@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import FORK, segments
+from support.memory import create_model
 
 from gadei_ps import _native
 from gadei_ps.errors import JobInUse, NoSharedMemory, SegmentError, UsageError
@@ -242,7 +243,7 @@ def test_weights_fit_and_state_does_not(job_name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(segment, "create", scarce)
     try:
         with pytest.raises(NoSharedMemory):
-            memory.create_model(model, np.zeros(model.elements, np.float32))
+            create_model(memory, model, np.zeros(model.elements, np.float32))
         assert sizes == ["weights", "state"]
         assert memory.weights is None
         assert memory.state is None
