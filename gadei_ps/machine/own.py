@@ -78,10 +78,19 @@ def open_process(pid: int, start: int) -> int | None:
     Raises OSError as watch_process() does.
     """
     pidfd = watch_process(pid, start)
-    if pidfd is not None and process.owner(pid) != os.geteuid():
-        os.close(pidfd)
+    if pidfd is None:
         return None
-    return pidfd
+    try:
+        user = process.owner(pid)
+        if user is None and process.alive(pid, start):
+            raise OSError(errno.EAGAIN, f"cannot tell whose process {pid} is")
+        if user == os.geteuid():
+            return pidfd
+    except BaseException:
+        os.close(pidfd)
+        raise
+    os.close(pidfd)
+    return None
 
 
 def watch_process(pid: int, start: int) -> int | None:

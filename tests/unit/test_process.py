@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import Child, eventually
 
-from gadei_ps.machine import process
+from gadei_ps.machine import own, process
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -144,3 +145,24 @@ def test_a_spawned_child_is_on_its_own() -> None:
     script = "import os, sys; print(os.getpgid(0) == os.getpid(), sys.stdin.read() == '')"
     child = process.spawn([sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ)
     assert child.communicate()[0] == b"True True\n"
+
+
+def test_a_process_whose_user_is_not_told_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a watchdog short of descriptors would replace a server that lives."""
+    pid, start = os.getpid(), process.start_ticks(os.getpid())
+    opened = own.open_process(pid, start)
+    assert opened is not None
+    os.close(opened)
+    read = Path.read_text
+
+    def full(path: Path, *how: object, **more: object) -> str:
+        if path.name == "status":
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return read(path, *how, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", full)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(OSError, match="cannot tell whose process"):
+        own.open_process(pid, start)
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    assert own.open_process(pid, start + 1) is None
