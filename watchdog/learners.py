@@ -65,16 +65,19 @@ class JobLearners:
             # Group leaders only: a child of a learner inherits the variables.
             with contextlib.suppress(psutil.Error, OSError):
                 if os.getpgid(found.pid) == found.pid and found.uids().real == os.getuid():
-                    self._adopt(found.pid, found.environ())
+                    start = process.start_ticks(found.pid)
+                    environ = found.environ()
+                    if process.alive(found.pid, start):  # else it may be another process' by now
+                        self._adopt(found.pid, start, environ)
         bits = self.memory.control.view(CONTROL)["finished"].tolist()
         for one in self.all:
             one.finished = bool(bits[one.index // 64] >> one.index % 64 & 1)
 
-    def _adopt(self, pid: int, environ: Mapping[str, str]) -> None:
+    def _adopt(self, pid: int, start: int, environ: Mapping[str, str]) -> None:
         name = NAME.fullmatch(environ.get(NAME_VARIABLE, ""))
         if name and environ.get(JOB_VARIABLE) == self.socket and int(name[1]) < len(self.all):
             one = self.all[int(name[1])]
-            one.pid, one.start = pid, process.start_ticks(pid)
+            one.pid, one.start = pid, start
             one.since = time.monotonic()
             self.log.info("learner's process adopted", learner=one.index, pid=pid)
 

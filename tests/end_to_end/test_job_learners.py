@@ -7,7 +7,10 @@ import os
 import signal
 import sys
 import textwrap
+from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
 from shell import Cli, is_running
 from support import (
@@ -19,8 +22,13 @@ from support import (
 from support.supervised import TOML, Watched, again, call, goes_on, gradient_of, one_at, team
 
 from gadei_ps.commands import jobs
+from gadei_ps.job.config import LearnersConfig
 from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client
+from gadei_ps.machine import log, process
+from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
+from gadei_ps.memory.layout import CONTROL
+from gadei_ps.watchdog.learners import JobLearners
 
 
 def test_a_job_that_stops_when_idle(job_name: str) -> None:
@@ -150,3 +158,22 @@ def test_learners_are_adopted(cli: Cli, job_name: str) -> None:
     assert watchdog.wait().code == 0
     for pid in pids.values():
         assert gone(pid), "they end with the job"
+
+
+def test_a_learner_that_ends_while_it_is_found_is_not_adopted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pid may be another process' by then, which would be ended as the job's learner."""
+    with process.spawn(["sleep", "60"]) as child:
+
+        class Found(psutil.Process):
+            def environ(self) -> dict[str, str]:
+                child.kill()
+                child.wait()
+                return {JOB_VARIABLE: "job.sock", NAME_VARIABLE: "learner-0"}
+
+        monkeypatch.setattr(psutil, "process_iter", lambda: [Found(child.pid)])
+        memory = SimpleNamespace(control=SimpleNamespace(view=lambda _: np.zeros(1, CONTROL)[0]))
+        learners = JobLearners(LearnersConfig(command=["x"]), memory, "job.sock", log.get())  # type: ignore[arg-type]
+        learners.adopt()
+        assert learners.all[0].pid == 0
