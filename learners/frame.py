@@ -228,7 +228,7 @@ class Frames(ABC):
             raise
         if sequence < 0:
             self._taken.put_back(batch, answers)
-            raise self._ended()
+            raise self._evicted() if sequence == _native.PS_EVICTED else self._ended()
         self._counted(answers)
         return sequence
 

@@ -132,7 +132,7 @@ class Waits(Told):
             if result == _native.PS_STOPPED:
                 raise self._ended()
             if result == _native.PS_EVICTED:
-                raise Evicted(f"job {self.job!r} has given this learner's place away")
+                raise self._evicted()
             if self._learner.left:
                 raise UsageError(LEFT)
             if carrier := self._carrier():
@@ -146,6 +146,9 @@ class Waits(Told):
                 raise JobFailed(f"the server and the watchdog of job {self.job!r} are gone")
             if until is not None and now >= until:
                 raise PushTimeout(f"{what} within {timeout_s} s")
+
+    def _evicted(self) -> Evicted:
+        return Evicted(f"job {self.job!r} has given this learner's place away")
 
     def _ended(self) -> GadeiError:
         if int(self._control["phase"]) == Phase.FAILED:

@@ -125,5 +125,7 @@ int ps_wait_for(gadei_learner *learner, int (*attempt)(gadei_learner *, uint64_t
 
 /* The job is over: GADEI_FAILED if that was not asked for, else `code`. */
 int ps_ended(gadei_learner *learner, int code);
+/* Fails with GADEI_EVICTED. */
+int ps_evicted(gadei_learner *learner);
 
 #endif

@@ -221,6 +221,8 @@ static int publish_frame(gadei_learner *learner, struct ps_facts facts)
     learner->slot = NULL;
     if (result == PS_STOPPED)
         return ps_ended(learner, GADEI_STOPPED);
+    if (result == PS_EVICTED)
+        return ps_evicted(learner);
     if (result < 0)
         return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal((int)result));
     if (learner->taken_count) {

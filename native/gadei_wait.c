@@ -66,6 +66,12 @@ int ps_ended(gadei_learner *learner, int code)
     return ps_fail(learner, code, "job '%s' has been stopped", learner->job);
 }
 
+int ps_evicted(gadei_learner *learner)
+{
+    return ps_fail(learner, GADEI_EVICTED, "job '%s' has given this learner's place away",
+                   learner->job);
+}
+
 struct ps_limit ps_limit_of(int64_t timeout_ms)
 {
     uint64_t ms = timeout_ms < LONGEST_MS ? (uint64_t)timeout_ms : LONGEST_MS;
@@ -88,8 +94,7 @@ int ps_wait_for(gadei_learner *learner, int (*attempt)(gadei_learner *, uint64_t
         if (result == PS_STOPPED)
             return ps_ended(learner, GADEI_STOPPED);
         if (result == PS_EVICTED)
-            return ps_fail(learner, GADEI_EVICTED, "job '%s' has given this learner's place away",
-                           learner->job);
+            return ps_evicted(learner);
         if (ps_has_left(&learner->common.calls))
             return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal(PS_LEFT));
         now = ps_now_ns();

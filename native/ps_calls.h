@@ -9,7 +9,9 @@
  *            any more
  *
  * A thread that has ended inside, by pthread_exit or cancellation, holds up nobody: the kernel is
- * asked whether the thread that is in the way still runs.
+ * asked whether the thread that is in the way still runs. Only if another thread of the process gets
+ * its number meanwhile, which takes as many new threads as the machine has numbers, is it waited for
+ * until that one ends too.
  */
 #ifndef PS_CALLS_H
 #define PS_CALLS_H
@@ -23,7 +25,7 @@ struct ps_calls {
     uint32_t inside[PS_CALLS]; /* the thread that is in a call of this kind; 0: none */
     uint32_t left;             /* 1: the learner has detached */
     uint32_t claimer;          /* the thread that has claimed a slot and not published it; 0: none */
-    uint64_t claimed;          /* sequence number of that slot; both words belong to who pushes */
+    uint64_t claimed;          /* sequence number of that slot; both are the pushing thread's */
 };
 
 /* Why a thread is refused; beside the results of waits in ps_ring.h. */

@@ -9,22 +9,48 @@
 
 #include "ps_atomic.h"
 
-/* The handler reads these in any thread, so `begin` is stored last. It finds the entry of memory
- * that its thread is using, which nobody changes meanwhile. */
-static struct {
-    uint64_t begin; /* 0: free */
+/* The handler reads these in any thread, while another one may change them. The entry of the memory
+ * that its own thread is using is the only one that nobody changes then. So an entry that changes
+ * while it is read is another's, and is left out: half of one range and half of the next would seem
+ * to cover what lies between. */
+static struct entry {
+    uint64_t changes; /* odd: it is being changed */
+    uint64_t begin;   /* 0: free */
     uint64_t end, word, value;
 } guards[PS_GUARDS];
 static struct sigaction previous;
 
+/* Whether the entry stood still while it was copied. */
+static int copied(const struct entry *from, struct entry *to)
+{
+    uint64_t changes = ps_load_acquire(&from->changes);
+    to->begin = ps_load_acquire(&from->begin);
+    to->end = ps_load_acquire(&from->end);
+    to->word = ps_load_acquire(&from->word);
+    to->value = ps_load_acquire(&from->value);
+    return !(changes & 1) && ps_load_acquire(&from->changes) == changes;
+}
+
+/* One thread at a time. */
+static void change(struct entry *to, uint64_t begin, uint64_t end, uint64_t word, uint64_t value)
+{
+    __atomic_store_n(&to->changes, to->changes + 1, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE); /* a new word is seen with the odd number */
+    __atomic_store_n(&to->begin, begin, __ATOMIC_RELAXED);
+    __atomic_store_n(&to->end, end, __ATOMIC_RELAXED);
+    __atomic_store_n(&to->word, word, __ATOMIC_RELAXED);
+    __atomic_store_n(&to->value, value, __ATOMIC_RELAXED);
+    ps_store_release(&to->changes, to->changes + 1);
+}
+
 static int replaced(uint64_t at)
 {
+    struct entry one;
     for (int i = 0; i < PS_GUARDS; i++) {
-        uint64_t begin = ps_load_acquire(&guards[i].begin);
-        if (!begin || at < begin || at >= guards[i].end)
+        if (!copied(&guards[i], &one) || !one.begin || at < one.begin || at >= one.end)
             continue;
-        ps_store_release((uint64_t *)guards[i].word, guards[i].value);
-        return mmap((void *)begin, guards[i].end - begin, PROT_READ | PROT_WRITE,
+        ps_store_release((uint64_t *)one.word, one.value);
+        return mmap((void *)one.begin, one.end - one.begin, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED;
     }
     return 0;
@@ -61,10 +87,7 @@ int ps_guard(uint64_t address, uint64_t bytes, uint64_t word, uint64_t value)
     }
     for (int i = 0; i < PS_GUARDS; i++)
         if (!guards[i].begin) {
-            guards[i].end = address + bytes;
-            guards[i].word = word;
-            guards[i].value = value;
-            ps_store_release(&guards[i].begin, address);
+            change(&guards[i], address, address + bytes, word, value);
             return 0;
         }
     return -ENOSPC;
@@ -74,5 +97,5 @@ void ps_unguard(uint64_t address)
 {
     for (int i = 0; i < PS_GUARDS; i++)
         if (guards[i].begin == address)
-            ps_store_release(&guards[i].begin, 0);
+            change(&guards[i], 0, 0, 0, 0);
 }

@@ -99,7 +99,7 @@ int ps_frame_append(struct ps_learner *learner, uint64_t number,
 void ps_frame_empty(struct ps_learner *learner, uint32_t computed);
 
 /* Publishes the frame in hand, in the slot that this thread has claimed, and begins the next
- * iteration. Returns its sequence number; or PS_UNCLAIMED, PS_OTHERS, PS_LEFT or PS_STOPPED, and then
+ * iteration. Returns its sequence number; or PS_UNCLAIMED, PS_OTHERS, PS_LEFT, PS_STOPPED or PS_EVICTED, and then
  * nothing is published. */
 int64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts);
 

@@ -35,15 +35,18 @@ static uint64_t slowest_tail(const struct ps_ring *ring, const struct ps_control
     return slowest;
 }
 
+static int is_wanted(const struct ps_ring *ring, const struct ps_control *control)
+{
+    const struct ps_entry *entry = &control->roster[ring->header.index];
+    return __atomic_load_n(&entry->wanted, __ATOMIC_RELAXED) == ring->header.generation;
+}
+
 static int may_go_on(const struct ps_ring *ring, const struct ps_control *control)
 {
     uint32_t stop = __atomic_load_n(&control->stop, __ATOMIC_ACQUIRE);
     if (stop >= PS_STOP_NOW || __atomic_load_n(&control->phase, __ATOMIC_RELAXED) >= PS_PHASE_STOPPED)
         return PS_STOPPED;
-    uint32_t row = ring->header.index;
-    if (__atomic_load_n(&control->roster[row].wanted, __ATOMIC_RELAXED) != ring->header.generation)
-        return PS_EVICTED;
-    return 0;
+    return is_wanted(ring, control) ? 0 : PS_EVICTED;
 }
 
 /* How long a learner spins. What has not come by then takes longer than being woken does. */
@@ -151,6 +154,12 @@ int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
     if (ps_load_acquire32(&control->stop) == PS_STOP_CLOSED) { /* SYNC POINT: closed */
         ps_store_release32(&ring->publishing, 0);
         return PS_STOPPED;
+    }
+    /* A watchdog that goes on after such a stop opens the rings again, but not those of learners
+     * that were let go meanwhile: `wanted` was 0 before `stop` was PS_GO again. */
+    if (!is_wanted(ring, control)) {
+        ps_store_release32(&ring->publishing, 0);
+        return PS_EVICTED;
     }
     frame.generation = ring->header.generation;
     frame.flags = PS_CHECKED | (isfinite(frame.squares) ? 0u : PS_NONFINITE);

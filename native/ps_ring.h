@@ -29,7 +29,7 @@ void ps_publish(struct ps_ring *ring, const struct ps_control *control);
 /* Writes the frame's header, filling in what follows from the ring and from the sum of squares, and
  * publishes it in the slot that was claimed for frame.sequence. Returns 0; or PS_LEFT if the learner
  * has detached, PS_UNCLAIMED if that slot is not the next one, PS_STOPPED if the job has closed its
- * rings: then nothing is published. */
+ * rings, PS_EVICTED if it has let the learner go: then nothing is published. */
 int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
                      struct ps_frame frame);
 int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed
+from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, NotSaved
 from gadei_ps.job import control, modes
 from gadei_ps.job.config import check_room
 from gadei_ps.job.control import (
@@ -95,7 +95,7 @@ class Requests:
         if self._stopping.begun:
             error: GadeiError | None = JobFailed(failed) if failed else None
             if self._stopping.problem:
-                error = CheckpointError(self._stopping.report())
+                error = NotSaved(self._stopping.report())
             final = failure(error) if error is not None else self.report()
             for client in self._stopping.waiting:
                 self._sockets.reply(client, final)

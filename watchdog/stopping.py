@@ -139,7 +139,7 @@ class Stopping:
         return bool(self._watch.look(now, {"stop": (self._saving, *sign)}))
 
     def _tell(self, wanted: Stop) -> None:
-        """Stores the stop word, which never goes back, before it looks at any ring."""
+        """Stores the stop word, which a stop never takes back, before it looks at any ring."""
         word = self.memory.control.word(layout.CONTROL, "stop")
         last = max(wanted, int(self._control["stop"]))
         _native.store32(word, last)  # SYNC POINT: closed

@@ -217,10 +217,12 @@ def test_a_server_that_is_dead(client: Makers, job: Callable[..., Job]) -> None:
 def test_evicted(client: Makers, small: Job) -> None:
     mine = client.plain()
     mine.do("attach", small.socket)
+    mine.do("claim", -1)
     small.control["roster"][row_of(small, mine)["row"]]["wanted"] = 0
     evicted = (EVICTED, f"job '{small.name}' has given this learner's place away")
-    for command in (("claim", 1000), ("push", 1, 1000)):
+    for command in (("publish", 0, 0, 1), ("claim", 1000), ("push", 1, 1000)):
         assert mine.ask(*command) == evicted
+    assert mine.ask("published") == (0, "")
     mine.kill()
     small.gone()
 

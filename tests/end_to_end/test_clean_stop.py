@@ -12,10 +12,10 @@ import pytest
 from shell import Cli
 from support import Stopped, eventually, fork, ring_of, segments, status
 
-from gadei_ps.errors import JobStopped
+from gadei_ps.errors import Evicted, JobStopped, NotSaved
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import segment, shm
-from gadei_ps.memory.layout import RING, SegmentKind
+from gadei_ps.memory.layout import PAYLOAD_AT, RING, SegmentKind
 from gadei_ps.storage.checkpoint import newest
 
 VALUES = 1024
@@ -58,6 +58,20 @@ def _hang_in_a_push(pipe: Connection, job: str) -> None:
         ring.view(RING)["publishing"] = 1
         pipe.send(None)
         time.sleep(1000)
+
+
+def _publish_late(pipe: Connection, job: str) -> None:
+    """Claims a slot and writes it, and publishes it when it is told to."""
+    with Client(job) as client:
+        client.push(np.ones(VALUES, np.float32), samples=1)
+        client.wait_applied()
+        slot = client.claim()
+        client.write_named(slot + PAYLOAD_AT, np.ones(VALUES, np.float32))
+        pipe.send(None)
+        pipe.recv()
+        with pytest.raises(Evicted):
+            client.publish(samples=1)
+        pipe.send(client.published)
 
 
 def _serve(cli: Cli, job: str, directory: Path, sync: str = "asp") -> None:
@@ -146,3 +160,20 @@ def test_a_watchdog_that_dies_once_the_rings_are_closed(
     assert snapshot is not None
     assert snapshot.version == published
     eventually(lambda: not segments(job_name))
+
+
+def test_a_gradient_in_hand_over_a_stop_that_did_not_save(
+    cli: Cli, job_name: str, tmp_path: Path
+) -> None:
+    """Its learner was let go while it published nothing, and the job goes on without it."""
+    kept = tmp_path / "kept"
+    _serve(cli, job_name, kept)
+    with fork(1, _publish_late, job_name) as (learner,):
+        learner.receive()
+        kept.rename(tmp_path / "aside")
+        kept.touch()
+        assert cli("stop", job_name).code == NotSaved.exit_code
+        kept.unlink()
+        _serve(cli, job_name, kept)
+        learner.send()
+        assert learner.receive() == status(job_name)["gradients_applied"] == 1

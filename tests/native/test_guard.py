@@ -6,6 +6,7 @@ import faulthandler
 import os
 import selectors
 import signal
+import subprocess
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clients.drivers import CC
 from support import Child
 
 from gadei_ps import _native
@@ -204,3 +206,16 @@ def test_no_word_of_a_ring_is_believed(path: Path) -> None:
     for content in (bytes(SIZE), os.urandom(SIZE), bytes([255]) * SIZE):
         path.write_bytes(content)
         assert bytes(ring.attach(NAME, SIZE, path.stat().st_ino).memory) == content
+
+
+def test_guards_change_while_the_handler_looks(tmp_path: Path) -> None:
+    """After each of its loads another range is given up, and a third one guarded in its place."""
+    program = tmp_path / "swap"
+    source = Path(__file__).with_name("guard_swap.c")
+    subprocess.run([*CC, source, "-o", program, "-pthread"], check=True)
+    number, loads = 0, 1
+    while number < loads:
+        done = subprocess.run([program, str(number)], stdout=subprocess.PIPE, check=False)
+        assert done.returncode == 0, f"load {number}"
+        number, loads = number + 1, int(done.stdout)
+    assert loads > 5, "the handler has looked at two entries"
