@@ -158,6 +158,10 @@ class Frames(ABC):
         """Notes that a gradient is published, which answers `batch`."""
 
     @abstractmethod
+    def _evicted(self) -> GadeiError:
+        """What a learner is told whose job has let it go."""
+
+    @abstractmethod
     def _ended(self) -> GadeiError:
         """What a learner is told when its job has ended."""
 
