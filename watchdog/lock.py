@@ -16,6 +16,7 @@ class NameLock:
     def __init__(self, job: str) -> None:
         """Raises JobInUse if another watchdog holds it, ControlError if it cannot be a lock."""
         paths.check_own()
+        self._job = job
         self._path = paths.lock_path(job)
         while True:
             self._fd = paths.open_lock(self._path, create=True)
@@ -33,7 +34,24 @@ class NameLock:
                     return
             os.close(self._fd)
 
+    def is_named(self) -> bool:
+        """Whether the file's name still leads to the file that is locked."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self._fd), self._path.lstat())
+        return False
+
+    def renew(self) -> None:
+        """Locks the file of this name now: the one that was locked was removed or replaced.
+
+        Raises JobInUse if another watchdog was quicker, ControlError if it cannot be a lock, or
+        OSError; the old lock stays then.
+        """
+        new = NameLock(self._job)
+        self._fd, new._fd = new._fd, self._fd
+        os.close(new._fd)
+
     def release(self) -> None:
         """Removes the file while it is still locked, so that no process locks a removed one."""
-        self._path.unlink(missing_ok=True)
+        if self.is_named():
+            self._path.unlink(missing_ok=True)
         os.close(self._fd)

@@ -33,6 +33,7 @@ from gadei_ps.memory.layout import Work
 from gadei_ps.watchdog import settings, status
 from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.roster import Roster
@@ -68,6 +69,7 @@ class Requests:
         self._stopping = stopping
         self._log = log
         self._maker = maker
+        self._unreachable = ""  # why nobody can connect
         self._sockets = ControlServer(path, selector, self._handle, self._closed)
         self._admission = Admission(self._sockets, memory, roster, stopping, maker, learners, log)
 
@@ -82,9 +84,26 @@ class Requests:
         """What goes on between two requests. Every tick."""
         self._admission.look(now)
 
-    def expire(self) -> None:
-        """Drops clients that have begun a message and do not end it."""
+    def expire(self, lock: NameLock | None) -> None:
+        """Drops clients that have begun a message and do not end it.
+
+        Makes the socket and the lock file again if somebody has removed or replaced them.
+        """
         self._sockets.expire()
+        if lock is None or (lock.is_named() and self._sockets.is_named()):
+            self._unreachable = ""
+            return
+        try:
+            if not lock.is_named():
+                lock.renew()
+            self._sockets.renew()
+        except (GadeiError, OSError) as error:
+            if str(error) != self._unreachable:
+                self._log.error("the job's socket is lost, and cannot be made", reason=str(error))
+            self._unreachable = str(error)
+        else:
+            path = str(self._sockets.path)
+            self._log.warning("the socket or its lock was removed: made again", socket=path)
 
     def end(self, failed: str) -> None:
         """Answers clients that wait for the job's end, and removes the socket.

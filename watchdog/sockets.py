@@ -80,21 +80,28 @@ class ControlServer:
         self.refused = 0
         self._listening = True
         self._spare: int | None = _open_spare()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        # Bound under a passing name and then renamed: no client sees the socket with another mode,
-        # and the socket of a dead watchdog is replaced.
-        passing = path.with_name(f".{path.name}.{os.getpid()}")
-        _remove_passing(path)
-        try:
-            self._listener.bind(str(passing))
-            passing.chmod(0o600)
-            self._listener.listen(MAX_CLIENTS)
-            passing.rename(path)
-        except OSError as error:
-            self._listener.close()
-            passing.unlink(missing_ok=True)
-            raise ControlError(f"cannot listen at {path}: {error.strerror or error}") from None
+        self._listener, self._file = _listen(path)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def is_named(self) -> bool:
+        """Whether the socket's name still leads to it."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(self.path.lstat(), self._file)
+        return False
+
+    def renew(self) -> None:
+        """Listens anew at the same path: somebody has removed or replaced the socket.
+
+        The caller holds the job's lock. Clients that are connected stay. Raises ControlError.
+        """
+        listener, self._file = _listen(self.path)
+        if self._listening:
+            self._accept(0)  # who came before the name was lost
+        if self._listening:
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener, self._listening = listener, True
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self, _: int) -> None:
         while True:
@@ -295,7 +302,32 @@ class ControlServer:
         self._listener.close()
         if self._spare is not None:
             os.close(self._spare)
-        self.path.unlink(missing_ok=True)
+        if self.is_named():
+            self.path.unlink(missing_ok=True)
+
+
+def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
+    """A socket that listens at `path`, and what the file system says of it. Raises ControlError."""
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise ControlError(f"cannot listen at {path}: {error.strerror or error}") from None
+    # Bound under a passing name and then renamed: no client sees the socket with another mode, and
+    # the socket of a dead watchdog is replaced.
+    passing = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        _remove_passing(path)
+        listener.bind(str(passing))
+        passing.chmod(0o600)
+        listener.listen(MAX_CLIENTS)
+        status = passing.lstat()
+        passing.rename(path)
+    except OSError as error:
+        listener.close()
+        with contextlib.suppress(OSError):
+            passing.unlink(missing_ok=True)
+        raise ControlError(f"cannot listen at {path}: {error.strerror or error}") from None
+    return listener, status
 
 
 def _files() -> int:

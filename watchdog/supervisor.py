@@ -335,7 +335,7 @@ class Supervisor:
     def _look_around(self, now: float) -> None:
         """Looks at everything that may be seen a second late."""
         if self._requests is not None:
-            self._requests.expire()
+            self._requests.expire(self._lock)
         self._roster.kill_hung(now)
         if not self._stopping.begun:
             self._checkpoints.look(now)

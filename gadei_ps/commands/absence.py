@@ -19,15 +19,16 @@ def absence(job: str) -> str | None:
     if "/" in job:
         return None
     uid = paths.owner()
+    if cut_off(job, uid):
+        unit, path = service.of(job), paths.socket_path(job)
+        again = f"systemd starts {unit.unit} again" if unit else "serve the job again"
+        return (
+            f"job {job!r} is running, but its socket {path} is gone or replaced: its watchdog "
+            "makes it again within seconds, so try again; if this lasts, replace the watchdog "
+            f"(gadei-ps kill {job} --watchdog, then {again}): servers and learners continue "
+            "meanwhile"
+        )
     if locked(paths.lock_path(job)):
-        if _has_lost_its_socket(job, uid):
-            unit, path = service.of(job), paths.socket_path(job)
-            again = f"systemd starts {unit.unit} again" if unit else "serve the job again"
-            return (
-                f"job {job!r} is running, but its socket {path} is gone: replace its watchdog "
-                f"(gadei-ps kill {job} --watchdog, then {again}); servers and learners continue "
-                "meanwhile"
-            )
         return f"job {job!r} is starting or ending: try again in a moment"
     other = segment.other_build(job, uid)
     living = presence.living(job, uid)
@@ -143,10 +144,17 @@ def _where(job: str, uid: int) -> Path | None:
     return _of_unit(uid) or (session / "gadei-ps" if session.is_dir() else None)
 
 
-def _has_lost_its_socket(job: str, uid: int) -> bool:
+def cut_off(job: str, uid: int) -> bool:
+    """Whether the job's watchdog listens with this runtime directory, so that its socket is lost.
+
+    To be asked if nobody answers there.
+    """
+    where = _directory(job, uid)
+    if where is not None:
+        return where.resolve() == paths.directory().resolve()
     control = presence.peek(job, uid)
     serves = control is not None and int(control["phase"]) == Phase.SERVING
-    return serves and not paths.socket_path(job).exists()
+    return serves and locked(paths.lock_path(job)) and not paths.socket_path(job).exists()
 
 
 def _directory(job: str, uid: int) -> Path | None:

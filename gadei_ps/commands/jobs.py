@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import sync
-from gadei_ps.commands.absence import absence, explained, how, locked, unseen
+from gadei_ps.commands.absence import absence, cut_off, explained, how, locked, unseen
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import control, paths, service
 from gadei_ps.job.config import JobConfig
@@ -122,7 +122,9 @@ def _look(name: str) -> Job:
     try:
         report = status(name)
     except JobNotFound:
-        if locked(paths.lock_path(name)):
+        if cut_off(name, paths.owner()):
+            state = "silent"
+        elif locked(paths.lock_path(name)):
             state = "starting"
         else:
             owned = any(one.owned or one.elsewhere for one in living)

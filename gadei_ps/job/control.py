@@ -129,10 +129,10 @@ def parse_request(raw: bytes) -> Request:
         return REQUEST.validate_json(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        # Both may repeat what the client sent, at any length.
+        # Both may repeat what the client sent, at any length and with line ends.
         where = ".".join(str(part) for part in first["loc"])[:80]
         what = f"{where + ': ' if where else ''}{first['msg'][:200]}"
-        raise ControlError(f"bad request: {what}") from None
+        raise ControlError(f"bad request: {' '.join(what.split())}") from None
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -121,10 +121,30 @@ def test_job_of_another_runtime_directory(cli: Cli, job_name: str) -> None:
     for words in (("attach", job_name, "--", "true"), ("reload", f"{job_name}.toml")):
         assert right in cli(*words, GADEI_PS_RUNTIME_DIR=str(other)).error
     assert not list(other.iterdir()), "gc leaves no lock of its own"
-    paths.socket_path(job_name).unlink()
-    told = cli("status", job_name).error
-    assert "its socket" in told
-    assert f"gadei-ps kill {job_name} --watchdog" in told
+
+
+def test_a_job_whose_socket_and_lock_are_removed(cli: Cli, job_name: str) -> None:
+    """What commands say is true until the watchdog has made both again; then all is as before."""
+    daemon = cli.serve(job_name, MODEL)
+    with support.Stopped(daemon.pid):
+        for lost in (paths.socket_path(job_name), paths.lock_path(job_name)):
+            lost.unlink()
+            told = cli("status", job_name).error
+            assert f"its socket {paths.socket_path(job_name)} is gone or replaced" in told
+            assert f"gadei-ps kill {job_name} --watchdog" in told
+            (job,) = (one for one in cli("ls", "--json").json["jobs"] if one["name"] == job_name)
+            assert job["state"] == "silent"
+    support.eventually(lambda: is_running(job_name))
+    with support.Stopped(daemon.pid):
+        paths.socket_path(job_name).unlink()
+        paths.socket_path(job_name).touch()  # another file
+        assert "is gone or replaced" in cli("status", job_name).error
+    support.eventually(lambda: is_running(job_name))
+    assert "is running already" in cli("serve", f"{job_name}.toml").error, "it is locked again"
+    assert cli("stop", job_name).code == 0
+    assert daemon.wait().code == 0
+    assert daemon.err.count("made again") == 2
+    assert not list(cli.directory.glob(f"{job_name}.sock"))
 
 
 def test_a_job_of_the_systems_unit(

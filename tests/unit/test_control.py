@@ -25,6 +25,7 @@ from gadei_ps.job.control import (
     Checkpoint,
     Connection,
     Detach,
+    Discard,
     Offer,
     Reload,
     SetSync,
@@ -41,6 +42,7 @@ MESSAGES = [
     Attach(name="one"),
     Checkpoint(),
     Detach(row=3, generation=7),
+    Discard(),
     Offer(tensors=[TensorOffer(name="w", shape=[2, 3]), TensorOffer(name="b", shape=[], role=2)]),
     Reload(config={"name": "demo", "optimizer": {"lr": 0.5}}),
     SetSync(sync="ssp:s=3"),
@@ -67,6 +69,12 @@ def test_every_request_is_tested() -> None:
 def test_rubbish_is_refused_in_one_line(raw: bytes) -> None:
     with pytest.raises(ControlError) as info:
         parse_request(raw)
+    assert "\n" not in str(info.value)
+
+
+def test_a_line_end_in_a_request_is_not_repeated() -> None:
+    with pytest.raises(ControlError) as info:
+        parse_request(json.dumps({"op": "a\nb"}).encode())
     assert "\n" not in str(info.value)
 
 
