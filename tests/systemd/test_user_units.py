@@ -56,12 +56,16 @@ class Login:
     def logout(self) -> None:
         """Returns when logind has done what it does at the last one."""
         service.logout(self.manager)
-        assert self._session is not None
-        self._session.wait(60)
+        self.session_has_ended()
         lingers = "yes" in self.manager.run("loginctl", "show-user", NAME, "-p", "Linger").stdout
         if not lingers:
             shown = ("loginctl", "show-user", NAME)
             eventually(lambda: self.manager.run(*shown).returncode, 100, self.said)
+
+    def session_has_ended(self) -> None:
+        """Waits for it."""
+        assert self._session is not None
+        self._session.wait(60)
 
     def said(self) -> str:
         return self.manager.do("journalctl", "--no-pager", "-n", "60", "-o", "cat")
@@ -95,6 +99,7 @@ def alice(manager: Booted) -> Iterator[Login]:
     manager.run("loginctl", "disable-linger", NAME)
     service.logout(manager)
     eventually(lambda: manager.run("loginctl", "show-user", NAME).returncode, 100)
+    made.session_has_ended()
     manager.do("userdel", "--remove", NAME)
 
 
