@@ -114,8 +114,19 @@ def _gc() -> str:
     return f"sudo -u {user} env GADEI_PS_RUNTIME_DIR={homes.RUNTIME} gadei-ps gc"
 
 
+def address_space() -> str:
+    """The limit of this process's address space and what to do; empty if there is none."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return ""
+    return f"the limit of address space is {mib(soft)} MiB: raise it (ulimit -v, LimitAS=)"
+
+
 def own_limit(error: OSError, size: int) -> str:
     """Which limit of this process an error comes from that met `size` bytes; empty if from none."""
+    if error.errno == errno.EMFILE:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"the limit of open files is {soft}: raise it (ulimit -n, LimitNOFILE=)"
     if error.errno == errno.EFBIG:
         soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if soft != resource.RLIM_INFINITY and size > soft:
@@ -124,7 +135,7 @@ def own_limit(error: OSError, size: int) -> str:
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         if soft != resource.RLIM_INFINITY and pages * resource.getpagesize() + size > soft:
-            return f"the limit of address space is {mib(soft)} MiB: raise it (ulimit -v, LimitAS=)"
+            return address_space()
     return ""
 
 

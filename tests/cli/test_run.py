@@ -46,6 +46,16 @@ def test_job_file_with_a_flag(cli: Cli, job_name: str, learner: list[str]) -> No
     assert not is_running(job_name)
 
 
+def test_a_job_that_goes_on_from_a_checkpoint(cli: Cli, job_name: str, learner: list[str]) -> None:
+    """Its work is done, and what was done before does not count."""
+    (cli.directory / "job.toml").write_text(
+        f'name = "{job_name}"\n[checkpoint]\ndirectory = "{cli.directory}/kept"\n'
+    )
+    for gradients in (50, 0):
+        ran = cli("run", "job.toml", "--json", "--", *learner, 5)
+        assert (ran.code, ran.json["gradients_applied"]) == (0, gradients), ran
+
+
 def test_learners_of_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> None:
     cli.serve(job_name)
     refused = cli("run", job_name, "--lr", "0.1", "--", *learner, 5)
@@ -172,7 +182,8 @@ def test_job_stopped_meanwhile(cli: Cli, job_name: str, learner: list[str]) -> N
     report = cli("stop", job_name, "--drain", "--json").json
     result = running.wait()
     assert result.code == 0, result
-    assert report["gradients_applied"] >= result.json["gradients_applied"] > 0
+    assert report["gradients_applied"] == result.json["gradients_applied"] > 0
+    assert report["samples"] == result.json["samples"]
 
 
 @pytest.mark.parametrize("drain", [(), ("--drain",)])
