@@ -171,6 +171,7 @@ class Admission:
                 "the job has no model yet: attach with the model's tensors, "
                 "or give tensors in the job file"
             )
+        self._sockets.check_room(client)
         coming = self._roster.begin(client.pid, request.name)
 
         def done(ring: Segment, error: BaseException | None) -> None:

@@ -21,7 +21,7 @@ import psutil
 
 from gadei_ps import _native
 from gadei_ps.machine import own, process
-from gadei_ps.memory import build, layout
+from gadei_ps.memory import build, layout, reserve
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.liveness import Watch, progress
@@ -178,6 +178,7 @@ class Servers:
             self.failed(
                 f"servers died {self.policy.limit} times without having been of use; "
                 "their messages stand above"
+                + (f"; {limit}" if (limit := reserve.address_space()) else "")
             )
             return
         if free and now >= self._last_exit + wait:
@@ -211,7 +212,7 @@ class Servers:
             self._not_started(error, now)
 
     def _not_started(self, error: OSError, now: float) -> None:
-        self.log.error("cannot start a server", reason=str(error))
+        self.log.error("cannot start a server", reason=reserve.own_limit(error, 0) or str(error))
         self._last_exit = now
         exit_ = Exit(now, useful=False)
         self._exits = restart.remembered((*self._exits, exit_), self.policy)

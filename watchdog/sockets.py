@@ -22,6 +22,7 @@ from gadei_ps.machine import log
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
 RESERVED = 24  # descriptors that clients leave to the watchdog: pidfds, starts of servers, a saver
+OPERATORS = 4  # that learners leave besides, so that a status or a stop is still heard
 MAX_UNSENT = 4 << 20
 READ = 4096  # bytes at a time; requests in them are served before the next client's
 MAX_FDS = 4
@@ -237,6 +238,12 @@ class ControlServer:
         if client.waiting and len(client.received) > control.MAX_MESSAGE:
             raise ValueError("requests sent without waiting for the reply")
 
+    def check_room(self, client: Client) -> None:
+        """For a client that is to become a learner. Raises ControlError without descriptors."""
+        # It is to have one more: its pidfd.
+        if client.socket.fileno() + 1 >= _files() - RESERVED - OPERATORS:
+            raise ControlError(_no_descriptor())
+
     def reply(self, client: Client, message: dict[str, Any]) -> None:
         """Queues a reply; a client that does not read them is dropped."""
         client.waiting = False
@@ -339,7 +346,7 @@ def _files() -> int:
 def _no_descriptor() -> str:
     return (
         f"the watchdog may open {_files()} files, and no more are free: raise the limit "
-        "(ulimit -n, LimitNOFILE) and serve the job again"
+        f"(ulimit -n, LimitNOFILE) and serve the job again; kill -TERM {os.getpid()} stops it"
     )
 
 

@@ -173,6 +173,10 @@ class _Attached:
         self._ends_idle = self.before["when_idle"] == "stop"
         self._processes = Processes(self.socket)
 
+    def counts(self) -> dict[str, int]:
+        """Of gradients and samples, also of a job that has ended: its memory is still mapped."""
+        return jobs.counts(self._processes.control)
+
     def report(self) -> dict[str, Any] | None:
         """The job's status; None once it has ended.
 
@@ -220,8 +224,14 @@ class _Served:
 
     def __init__(self, served: Daemon) -> None:
         self.socket = str(served.socket)
-        self.before: dict[str, Any] = {}
         self._daemon = served
+        self._control = Processes(served.config.name).control
+        # Of a job that goes on from a checkpoint these are not 0.
+        self.before: dict[str, Any] = {"version": int(self._control["version"]), **self.counts()}
+
+    def counts(self) -> dict[str, int]:
+        """Of gradients and samples, also once the job has ended: its memory is still mapped."""
+        return jobs.counts(self._control)
 
     def report(self) -> dict[str, Any] | None:
         """The job's status; None after the job was stopped. Raises JobFailed."""
@@ -348,7 +358,7 @@ class _Run:
         self.last = report
         if report.get("making"):
             self.making(report["making"])
-        if not self.first_gradient and report["version"] > self.job.before.get("version", 0):
+        if not self.first_gradient and report["version"] > self.job.before["version"]:
             self.first_gradient = now
         return True
 
@@ -378,10 +388,7 @@ class _Run:
 
     def _summary(self) -> dict[str, Any]:
         before, after = self.job.before, self.last
-        counts = {
-            name: after.get(name, 0) - before.get(name, 0)
-            for name in ("gradients_applied", "gradients_dropped", "gradients_refused", "samples")
-        }
+        counts = {name: count - before[name] for name, count in self.job.counts().items()}
         training = self.end - self.first_gradient if self.first_gradient else 0.0
         codes = [one.code for one in self.ended.values()]
         failed = any(code > 0 for code in codes) or not any(code == 0 for code in codes)

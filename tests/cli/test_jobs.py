@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,20 @@ def test_serve_ends_cleanly(cli: Cli, job_name: str, number: int, interpreters: 
     assert (result.code, result.out) == (0, "")
     assert not support.segments(job_name)
     assert not list(cli.directory.glob("*.sock"))
+
+
+def test_the_limit_of_open_files_is_named(cli: Cli, job_name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{job_name}.toml").write_text(MODEL)
+    command = [sys.executable, "-P", "-m", "gadei_ps", "serve", f"{job_name}.toml"]
+    with (
+        (tmp_path / "said").open("w+") as said,
+        subprocess.Popen(["prlimit", "--nofile=16", *command], cwd=tmp_path, stderr=said) as daemon,
+    ):
+        support.eventually(lambda: "server" in (tmp_path / "said").read_text())
+        daemon.terminate()
+    assert "cannot start a server" in (tmp_path / "said").read_text()
+    assert "the limit of open files is 16: raise it (ulimit -n" in (tmp_path / "said").read_text()
+    assert not support.segments(job_name)
 
 
 def test_serve_with_json(cli: Cli, job_name: str) -> None:

@@ -25,7 +25,7 @@ from gadei_ps.errors import ControlError
 from gadei_ps.job import paths
 from gadei_ps.job.control import MAX_MESSAGE, Connection, Status
 from gadei_ps.learners.client import Client
-from gadei_ps.watchdog.sockets import MAX_CLIENTS, MAX_CLIENTS_OF_ONE, RESERVED
+from gadei_ps.watchdog.sockets import MAX_CLIENTS, MAX_CLIENTS_OF_ONE, OPERATORS, RESERVED
 
 TENSORS = [{"name": "w", "shape": [16]}]
 
@@ -422,6 +422,19 @@ def test_few_descriptors(job: Daemon, job_name: str) -> None:
             Client(job_name)
         mine[0].sendall(framed({"v": 1, "op": "status"}))
         assert (receive(mine[0]) or {})["ok"]
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_learners_leave_descriptors_to_an_operator(job: Daemon, job_name: str) -> None:
+    """Where a learner is refused for want of descriptors, a status and a stop are still heard."""
+    pid = job.request(Status())["watchdog_pid"]
+    before = limit_files(pid, descriptors(job) + RESERVED + OPERATORS // 2)
+    try:
+        with pytest.raises(ControlError, match=f"no more are free.*kill -TERM {pid} stops it"):
+            Client(job_name)
+        assert not status(job_name)["learners"]
+    finally:
+        limit_files(pid, before)
 
 
 @pytest.mark.usefixtures("unharmed")

@@ -392,3 +392,15 @@ def test_a_limit_of_the_process_is_named(kind: int, size: int, name: str, job_na
     assert name in said
     assert "1.0 MiB" in said
     assert not segments(job_name)
+
+
+def test_the_limit_of_address_space_is_named_where_there_is_one() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 46, limit[1]))
+        assert reserve.address_space() == (
+            "the limit of address space is 67108864.0 MiB: raise it (ulimit -v, LimitAS=)"
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert limit[0] != resource.RLIM_INFINITY or not reserve.address_space()
