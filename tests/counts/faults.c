@@ -3,7 +3,8 @@
  *
  * Preloaded (LD_PRELOAD). A plan lies in memory that all forks share: counts_plan() sets it, and
  * counts_role() says which role the calling process has. Calls are counted over all processes of that
- * role. Those that only load code do not count.
+ * role, from the plan on. Those that only load code do not count. A negative number: the call of this
+ * number fails, and all after it.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,7 +23,11 @@
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 #define POPULATE_WRITE 23 /* of madvise: makes pages; posix_fallocate() is the second way */
 
-enum kind { OPEN, MMAP, FTRUNCATE, FALLOCATE, FSYNC, RENAME, READ, WRITE, PIDFD_OPEN, CLONE };
+#ifndef COUNTS_ROOM
+#define COUNTS_ROOM (1 << 18)
+#endif
+
+enum kind { OPEN, MMAP, FTRUNCATE, FALLOCATE, FSYNC, RENAME, READ, WRITE, PIDFD_OPEN, CLONE, VFORK };
 
 static struct plan {
     int role, kind, error;
@@ -31,7 +36,7 @@ static struct plan {
     int failed;
     char what[256]; /* what failed */
     size_t used;
-    char all[1 << 18]; /* where none fails: what was called, a line each */
+    char all[COUNTS_ROOM]; /* where none fails: what was called, a line each */
 } *plan;
 static int role;
 
@@ -53,7 +58,8 @@ void counts_plan(int given, int kind, long number, int error)
 }
 
 long counts_seen(void) { return __atomic_load_n(&plan->count, __ATOMIC_SEQ_CST); }
-const char *counts_all(void) { return plan->all; }
+/* NULL if the list has no room for all. */
+const char *counts_all(void) { return plan->used + 1 < sizeof plan->all ? plan->all : NULL; }
 const char *counts_failed(void) { return plan->failed ? plan->what : ""; }
 
 /* Code and its places: where modules are looked for and read. */
@@ -83,7 +89,7 @@ static int fails(enum kind kind, const char *path)
             plan->all[at + length] = '\n';
         }
     }
-    if (count != plan->number)
+    if (count != plan->number && (plan->number >= 0 || count < -plan->number))
         return 0;
     snprintf(plan->what, sizeof plan->what, "%s", path);
     __atomic_store_n(&plan->failed, 1, __ATOMIC_SEQ_CST);
@@ -214,6 +220,8 @@ long syscall(long number, ...)
 }
 
 pid_t fork(void) { return fails(CLONE, "fork") ? -1 : NEXT(fork)(); }
+/* A function cannot call vfork() for its caller; what starts a program by it is content with fork(). */
+pid_t vfork(void) { return fails(VFORK, "vfork") ? -1 : NEXT(fork)(); }
 
 int pthread_create(pthread_t *thread, const pthread_attr_t *how, void *(*run)(void *), void *with)
 {

@@ -1,8 +1,10 @@
 """Lives of a job in which one call of one of its processes fails; see test_failing_calls.py.
 
-Run with faults.c preloaded. Each line of standard input names the role, the kind of call, its
-number (0: none fails, and all are listed) and the error. A fork lives that life; the answer says
-what failed, and all that is wrong.
+Run with faults.c preloaded. Each line of standard input names the scene, the role, the kind of
+call, its number (0: none fails, and all are listed) and the error. A fork lives that life; the
+answer says what failed, and all that is wrong. Scenes: `life` is a job from its start to its end,
+with two learners and a checkpoint. In `adopted` a watchdog and a learner have died, and in `taken
+over` the active server; there, calls count from the death on.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -31,7 +34,9 @@ from support.processes import children
 
 from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError
+from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client
+from gadei_ps.machine import process
 from gadei_ps.memory import presence
 from gadei_ps.storage import checkpoint
 
@@ -44,12 +49,13 @@ PROGRAMS = {
 }
 KINDS = (
     *("open", "mmap", "ftruncate", "fallocate", "fsync", "rename", "read", "write"),
-    *("pidfd_open", "clone"),
+    *("pidfd_open", "clone", "vfork"),
 )
 PR_SET_CHILD_SUBREAPER = 36
 VALUES = 304  # as the model is padded
 PUSHES = 3
 LIFE_S = 60.0
+SPAWN = process.spawn  # before forks are in its place
 shim = ctypes.CDLL(None)
 shim.counts_failed.restype = ctypes.c_char_p
 shim.counts_all.restype = ctypes.c_char_p
@@ -63,6 +69,8 @@ def become(role: str) -> None:
 
 def _in_roles(main: Callable[[str], int]) -> Callable[[str], int]:
     def told(module: str) -> int:
+        if Life.programs and PROGRAMS.get(module) == "watchdog":
+            process.spawn = SPAWN
         become(PROGRAMS.get(module, ""))
         return main(module)
 
@@ -91,30 +99,103 @@ def _learn(pipe: Connection, job: str) -> None:
     pipe.send((wrong, published))
 
 
+def _stay(pipe: Connection, job: str) -> None:
+    """A learner whose own calls do not fail: pushes as many ones as it is told; 0: detaches."""
+    client = Client(job)
+    pipe.send(client.row)
+    while count := pipe.recv():
+        for _ in range(count):
+            client.push(np.ones(VALUES, np.float32), samples=1)
+        client.pull(consistent=True)
+        pipe.send(client.published)
+    client.detach()
+    pipe.send(client.published)
+
+
 class Life:
     """One job from its start to its end."""
 
-    def __init__(self, directory: Path, commands: bool) -> None:
+    programs = False  # the watchdog starts programs, not forks
+
+    def __init__(self, directory: Path, scene: str, role: str, plan: Callable[[], None]) -> None:
+        """plan: calls count from then on."""
         self.directory = directory
+        self.scene = SCENES[scene]
+        self.plan = plan
         self.job = f"t{os.getpid()}-calls"
         self.saved = directory / "saved"
         self.config = config(
             self.job,
             tensors=[{"name": "w", "shape": [VALUES]}],
             shards=1,
-            standby=False,
+            standby=scene == "taken over",
             checkpoint={"every_s": 0, "directory": str(self.saved)},
         )
-        self.commands = commands
+        self.commands = role == "command"
         self.daemon = QuickDaemon(self.config)
         self.total = 0
         self.wrong: list[str] = []
         self.said: list[str] = []
 
-    def live(self) -> None:
+    def life(self) -> None:
+        self.plan()
         self.twice("start", self._start)
         for _ in range(2):
             self.twice("learner", self._teach)
+
+    def adopted(self) -> None:
+        self.twice("start", self._start)
+        stays, dies = self._hire(), self._hire()
+        self._push(dies)
+        watchdog = self.daemon._process
+        assert watchdog is not None
+        watchdog.kill()
+        watchdog.wait()
+        self._push(stays)
+        dies.kill()
+        self.plan()
+        self.twice("start", self._start)
+        self._push(stays)
+        self._dismiss(stays)
+
+    def taken_over(self) -> None:
+        self.twice("start", self._start)
+        processes = Processes(self.job)
+        first = eventually(lambda: processes.server(ready=True), LIFE_S)
+        second = eventually(processes.standby, LIFE_S)
+        one = self._hire()
+        self._push(one)
+        self.plan()
+        os.kill(first.pid, signal.SIGKILL)
+        self._push(one)
+
+        def replaced() -> bool:
+            self._watch()
+            third = processes.standby()
+            return third is not None and third.pid not in (first.pid, second.pid)
+
+        eventually(replaced, LIFE_S, "no other standby")
+        self._push(one)
+        self._dismiss(one)
+
+    def _hire(self) -> Child:
+        one = Child(_stay, self.job)
+        one.receive(LIFE_S)
+        return one
+
+    def _push(self, one: Child) -> None:
+        one.send(PUSHES)
+        one.receive(LIFE_S)
+        self.total += PUSHES
+
+    def _dismiss(self, one: Child) -> None:
+        self._watch()
+        one.send(0)
+        one.receive(LIFE_S)
+        one.join()
+
+    def live(self) -> None:
+        self.scene(self)
         self._settle()
         if self.commands:
             for words in (
@@ -217,6 +298,9 @@ class Life:
         jobs.stop(self.job, drain=True, timeout_s=10.0)
 
 
+SCENES = {"life": Life.life, "adopted": Life.adopted, "taken over": Life.taken_over}
+
+
 def _live(asked: dict[str, Any]) -> dict[str, Any]:
     """In the fork."""
     directory = Path(tempfile.mkdtemp(prefix="gps-life-", dir="/dev/shm"))
@@ -226,13 +310,17 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
     shim.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     log = directory / "log"
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
-    shim.counts_plan(
-        ROLES.index(asked["role"]),
-        KINDS.index(asked["kind"]),
-        ctypes.c_long(asked["number"]),
-        asked["error"],
-    )
-    life = Life(directory, asked["role"] == "command")
+
+    def plan() -> None:
+        shim.counts_plan(
+            ROLES.index(asked["role"]),
+            KINDS.index(asked["kind"]),
+            ctypes.c_long(asked["number"]),
+            asked["error"],
+        )
+
+    Life.programs = asked["programs"]
+    life = Life(directory, asked["scene"], asked["role"], plan)
     try:
         life.live()
     except BaseException:
@@ -251,10 +339,12 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
         life.wrong.append(text)
     shutil.rmtree(directory)
     shutil.rmtree(runtime)
+    if (calls := shim.counts_all()) is None:
+        life.wrong.append("the list of calls is full (COUNTS_ROOM in faults.c)")
     return {
         "failed": shim.counts_failed().decode(errors="replace"),
         "seen": shim.counts_seen(),
-        "calls": shim.counts_all().decode(errors="replace").splitlines(),
+        "calls": (calls or b"").decode(errors="replace").splitlines(),
         "wrong": life.wrong,
         "said": life.said + [line for line in text.splitlines() if "error" in line],
     }

@@ -1,4 +1,10 @@
-"""What may be left out, a store, a fence, a lease or a check of a generation, and what notices."""
+"""What may be left out, a store, a fence, a lease or a check of a generation, and what notices.
+
+A store is a call of one of STORES, or an assignment to a word of a shared structure: of a segment
+(SHARED), which other processes see, or in ps_calls.c of what other threads see. What a process
+keeps for itself is not taken, and neither are the loops and copies that move whole weights,
+gradients and slots.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +18,31 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STORES = {"put", "put32", "mark", "fence", "store", "store32", "lease_make", "lease_release"}
 LEASE_IS_HELD = {"lease_take": "0"}  # what it returns when the lease is taken
+# What words of segments are called where they are assigned to: in numpy's records,
+SHARED = {
+    *("control", "control_", "_control", "roster", "_roster", "entry", "entries", "line", "_line"),
+    *("head", "header", "state", "view", "action", "upto", "memory"),
+}
+# and in compiled code, which also writes to pieces of the undo log, the journal and a ring.
+COMPILED = {("c",), ("e",), ("record",), ("s", "c"), ("s", "state")}
+PIECES = {"saved", "to", "old", "old0", "old1", "items"}
+PRIVATE = {"part", "board"}  # of one process
 IN_C = re.compile(
     r"\b(?:ps_store_release(?:32)?|ps_fence|__atomic_(?:store_n|exchange_n|fetch_and|fetch_or))"
     r"\((?:[^;{}]|\n)*?\);"
 )
+# Statements: assignments to words of a segment, and what a lease is made of.
+ASSIGNED_IN_C = re.compile(
+    r"(?<=\n)[ \t]+((?:\*ps_slot\([^;=]*?\)|(?:ring|control)->\w+(?:\[[^;\]]*\])?)"
+    r"(?: [-+|&]?= [^;]*|\+\+);"
+    r"|(?:error = )?pthread_mutex(?:attr_set\w+|_consistent|_unlock)\([^;]*?\);"
+    r"|memset\(\(void \*\)lease[^;]*;)"
+)
+# Expressions: what stands there instead if they are left out.
+TAKEN_IN_C = {
+    re.compile(r"__atomic_compare_exchange_n\([^;{}]*?__ATOMIC_RELAXED\)"): "1",
+    re.compile(r"(?<=if \()__atomic_exchange_n\([^;{}]*?__ATOMIC_SEQ_CST\)"): "0",
+}
 GENERATION_IN_C = re.compile(r"[\w>.-]*(?:\([^()]*\))? [=!]= [\w>.-]*\bgeneration\b")
 # Where a store is one of the ring's own words and no order depends on it, nothing is left out.
 PASSED_OVER = re.compile(r"no_waitv|&chosen")
@@ -89,7 +116,7 @@ ROOMS = (
         _in(
             "native",
             "c",
-            *("ps_frame", "ps_guard", "ps_land", "ps_lease", "ps_pull", "ps_ring"),
+            *("ps_calls", "ps_frame", "ps_guard", "ps_land", "ps_lease", "ps_pull", "ps_ring"),
             *("gadei_attach", "gadei_push", "gadei_segments"),
         ),
         (
@@ -118,6 +145,13 @@ class Mutant:
     instead: str
     where: str  # the function
     what: str
+
+    @property
+    def kind(self) -> str:
+        """store, fence, lease or check, for people."""
+        if self.instead not in ("pass", "(void)0;"):
+            return "lease" if "generation" not in self.what else "check"
+        return "fence" if "fence()" in self.what else "store"
 
     @property
     def key(self) -> str:
@@ -165,6 +199,8 @@ def _of_python(file: str, text: str) -> Iterator[Mutant]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if _called(node.value) in STORES:
                 yield made(node, "pass", where)
+        elif isinstance(node, ast.Assign | ast.AugAssign) and _is_shared(node):
+            yield made(node, "pass", where)
         elif isinstance(node, ast.Call) and _called(node) in LEASE_IS_HELD:
             yield made(node, LEASE_IS_HELD[_called(node)], where)
         elif isinstance(node, ast.Compare) and _of_one_generation(node):
@@ -183,6 +219,35 @@ def _called(call: ast.Call) -> str:
     return ""
 
 
+def _is_shared(node: ast.Assign | ast.AugAssign) -> bool:
+    """Whether all that is assigned to are words of segments."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    each = [one for to in targets for one in (to.elts if isinstance(to, ast.Tuple) else [to])]
+    return all(map(_in_segment, each))
+
+
+def _in_segment(target: ast.expr) -> bool:
+    path: list[str] = []  # names from the first on
+    node = target
+    while not isinstance(node, ast.Name):
+        match node:
+            case ast.Attribute(value, name):
+                path.insert(0, name)
+                node = value
+            case ast.Subscript(value) | ast.Call(value):
+                node = value
+            case _:
+                return False
+    path.insert(0, node.id)
+    if isinstance(target, ast.Name) or PRIVATE & set(path):
+        return False
+    if len(path) > 1 and ((path[0],) in COMPILED or tuple(path[:2]) in COMPILED):
+        return True
+    return isinstance(target, ast.Subscript) and (
+        path in [[one] for one in PIECES] or bool(SHARED & set(path))
+    )
+
+
 def _of_one_generation(node: ast.Compare) -> bool:
     """Not where whole columns of the roster are compared: True or False would not fit there."""
     text = ast.unparse(node)
@@ -195,15 +260,21 @@ def _of_c(file: str, text: str) -> Iterator[Mutant]:
     function = re.compile(r"^\w[\w *]*?(\w+)\([^;]*?\)\n?\s*\{", re.M)
     heads = [(one.start(), one[1]) for one in function.finditer(text)]
 
-    def made(match: re.Match[str], instead: str) -> Mutant:
-        where = next((name for at, name in reversed(heads) if at < match.start()), "")
-        line = text.count("\n", 0, match.start()) + 1
-        what = " ".join(match[0].replace("\\\n", " ").split())
-        return Mutant(file, line, match.start(), match.end(), instead, where, what)
+    def made(match: re.Match[str], instead: str, group: int = 0) -> Mutant:
+        begin, end = match.span(group)
+        where = next((name for at, name in reversed(heads) if at < begin), "")
+        line = text.count("\n", 0, begin) + 1
+        what = " ".join(match[group].replace("\\\n", " ").split())
+        return Mutant(file, line, begin, end, instead, where, what)
 
     for match in IN_C.finditer(text):
         if not PASSED_OVER.search(match[0]):
             yield made(match, "(void)0;")
+    for match in ASSIGNED_IN_C.finditer(text):
+        yield made(match, "(void)0;", 1)
+    for pattern, instead in TAKEN_IN_C.items():
+        for match in pattern.finditer(text):
+            yield made(match, instead)
     for match in GENERATION_IN_C.finditer(text):
         yield made(match, "0")
         yield made(match, "1")

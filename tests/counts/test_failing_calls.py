@@ -12,7 +12,7 @@ import itertools
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from preloaded import ask, preloaded
 
 # Errors that each kind of call may have, the likeliest first. EINTR: nothing may come of it.
 ERRORS = {
-    "open": ("EMFILE", "ENOMEM", "EIO", "EINTR"),
+    "open": ("EMFILE", "ENOMEM", "EIO", "EACCES", "EINTR"),
     "mmap": ("ENOMEM",),
     "ftruncate": ("ENOSPC", "EIO", "EINTR"),
     "fallocate": ("ENOSPC", "ENOMEM", "EIO"),
@@ -32,18 +32,38 @@ ERRORS = {
     "clone": ("EAGAIN", "ENOMEM"),
 }
 ROLES = ("watchdog", "server", "saver", "learner", "command")
+LIVES = [
+    *(("life", role) for role in ROLES),
+    *(("adopted", "watchdog"), ("taken over", "watchdog"), ("taken over", "server")),
+]
 OFTEN = 3  # calls for the same file that fail, of those that a process makes again and again
 # What a short run counts: of these calls every so many-th.
 SHORT = {
-    ("watchdog", "mmap"): 2,
-    ("watchdog", "pidfd_open"): 1,
-    ("watchdog", "clone"): 2,
-    ("server", "mmap"): 4,
-    ("server", "clone"): 1,
-    ("saver", "fsync"): 4,
-    ("learner", "mmap"): 2,
-    ("command", "rename"): 1,
+    ("life", "watchdog", "mmap"): 2,
+    ("life", "watchdog", "pidfd_open"): 1,
+    ("life", "watchdog", "clone"): 2,
+    ("life", "server", "mmap"): 4,
+    ("life", "server", "clone"): 1,
+    ("life", "saver", "fsync"): 4,
+    ("life", "learner", "mmap"): 2,
+    ("life", "command", "rename"): 1,
+    ("adopted", "watchdog", "pidfd_open"): 1,
+    ("adopted", "watchdog", "mmap"): 4,
+    ("taken over", "watchdog", "pidfd_open"): 1,
+    ("taken over", "server", "mmap"): 2,
 }
+# Kinds of which each has calls; the whole run has failed some of each.
+MADE = {
+    ("life", "watchdog"): set(ERRORS),
+    ("life", "server"): {"open", "mmap", "read", "clone"},
+    ("life", "saver"): {"open", "mmap", "fsync", "rename", "read", "write", "clone"},
+    ("life", "learner"): {"open", "mmap"},
+    ("life", "command"): {"open", "mmap", "fsync", "rename", "read", "write", "pidfd_open"},
+    ("adopted", "watchdog"): {"open", "mmap", "rename", "read", "write", "pidfd_open", "clone"},
+    ("taken over", "watchdog"): {"open", "read", "write", "pidfd_open", "clone"},
+    ("taken over", "server"): {"open", "mmap", "read", "clone"},
+}
+MISSED = 0.1  # of the calls to fail; a process may make fewer than when they were listed
 
 
 class Lives:
@@ -52,9 +72,12 @@ class Lives:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def live(self, role: str, kind: str, number: int, error: str) -> dict[str, Any]:
+    def live(
+        self, role: str, kind: str, number: int, error: str, *, scene: str = "life"
+    ) -> dict[str, Any]:
         """What became of a job in which this call fails; see lives.py."""
-        asked = {"role": role, "kind": kind, "number": number, "error": getattr(errno, error)}
+        asked = {"scene": scene, "role": role, "kind": kind, "number": number}
+        asked |= {"error": getattr(errno, error), "programs": kind == "vfork"}
         told: dict[str, Any] = ask(self._process, asked)
         return told
 
@@ -77,25 +100,85 @@ def numbers(calls: list[str]) -> list[int]:
     return chosen
 
 
+class Count:
+    """Calls of one role in one scene that have failed, and what came of it."""
+
+    def __init__(self, lives: Lives, scene: str, role: str) -> None:
+        self._lives = lives
+        self._scene = scene
+        self._role = role
+        self.failed: Counter[str] = Counter()  # by kind
+        self.missed: Counter[str] = Counter()  # the calls that were to fail were not made
+        self.wrong: list[str] = []
+
+    def calls(self, kind: str) -> list[int]:
+        """Numbers of those that are to fail."""
+        life = self._lives.live(self._role, kind, 0, "EIO", scene=self._scene)
+        assert not life["wrong"], life["wrong"]
+        return numbers(life["calls"])
+
+    def fail(self, kind: str, number: int, error: str) -> None:
+        life = self._lives.live(self._role, kind, number, error, scene=self._scene)
+        (self.failed if life["failed"] else self.missed)[kind] += 1
+        if life["wrong"]:
+            what = f"{self._scene}: {self._role}: {kind} {number}, {error}, of {life['failed']}"
+            self.wrong.append(f"{what}: {life['wrong']}; said: {life['said']}")
+
+    def check(self, kinds: Iterable[str]) -> None:
+        """kinds: of which calls must have failed."""
+        assert not self.wrong, "\n".join(self.wrong)
+        assert set(kinds) <= set(self.failed), f"no call failed of {set(kinds) - set(self.failed)}"
+        for kind, missed in self.missed.items():
+            tried = missed + self.failed[kind]
+            assert missed <= max(1, MISSED * tried), f"{kind}: {missed} of {tried} were not made"
+
+    @property
+    def figures(self) -> str:
+        listed = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
+        missed = f"{self.missed.total()} not made again"
+        return f"{self._scene}, {self._role}: {self.failed.total()} ({listed}), {missed}"
+
+
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("role", ROLES)
-def test_calls_that_fail(lives: Lives, role: str, whole: bool, told: list[str]) -> None:
-    counted: Counter[str] = Counter()
-    wrong = []
+@pytest.mark.parametrize(("scene", "role"), LIVES)
+def test_calls_that_fail(lives: Lives, scene: str, role: str, whole: bool, told: list[str]) -> None:
+    count = Count(lives, scene, role)
+    short = {kind: step for (*where, kind), step in SHORT.items() if where == [scene, role]}
     for kind, errors in ERRORS.items():
-        step = 1 if whole else SHORT.get((role, kind), 0)
+        step = 1 if whole else short.get(kind, 0)
         if not step:
             continue
-        life = lives.live(role, kind, 0, errors[0])
-        assert not life["wrong"], life["wrong"]
         for error, number in itertools.product(
-            errors if whole else errors[:1], numbers(life["calls"])[::step]
+            errors if whole else errors[:1], count.calls(kind)[::step]
         ):
-            life = lives.live(role, kind, number, error)
-            counted[kind] += bool(life["failed"])
-            if life["wrong"]:
-                what = f"{role}: {kind} {number}, {error}, of {life['failed']}"
-                wrong.append(f"{what}: {life['wrong']}; said: {life['said']}")
-    assert not wrong, "\n".join(wrong)
-    listed = ", ".join(f"{count} {kind}" for kind, count in counted.items())
-    told.append(f"failing calls, {role}: {counted.total()} ({listed})")
+            count.fail(kind, number, error)
+    told.append(f"failing calls, {count.figures}")
+    count.check(MADE[scene, role] if whole else short)
+
+
+@pytest.mark.timeout(7200)
+def test_programs_that_cannot_be_started(lives: Lives, whole: bool, told: list[str]) -> None:
+    """The watchdog's processes are not forks here; it starts servers by vfork()."""
+    count = Count(lives, "life", "watchdog")
+    for error in ERRORS["clone"] if whole else ERRORS["clone"][:1]:
+        for number in count.calls("vfork") if whole else [1]:
+            count.fail("vfork", number, error)
+    told.append(f"failing calls, {count.figures}")
+    count.check({"vfork"})
+
+
+def test_what_goes_wrong_is_noticed(lives: Lives) -> None:
+    count = Count(lives, "life", "saver")
+    count.fail("fsync", -1, "EIO")  # each of them fails
+    with pytest.raises(AssertionError, match="no checkpoint written"):
+        count.check({"fsync"})
+
+
+def test_a_count_of_nothing_is_noticed(lives: Lives) -> None:
+    count = Count(lives, "life", "learner")
+    with pytest.raises(AssertionError, match="no call failed of"):
+        count.check({"mmap"})
+    count.missed["mmap"] = 2
+    count.failed["mmap"] = 8
+    with pytest.raises(AssertionError, match="2 of 10 were not made"):
+        count.check({"mmap"})
