@@ -32,15 +32,17 @@ def open_file(path: Path, flags: int, mode: int = 0o600, owner: int | None = Non
     """Opens a file of this user that no other user can open; returns the descriptor.
 
     owner: whose file it must be; by default the effective user's. Never waits and follows no link.
-    Raises NotOurs where it is anything else, FileNotFoundError, or OSError.
+    Raises NotOurs where it is anything else, FileNotFoundError, or OSError where it is such a file
+    and cannot be opened.
     """
     owner = os.geteuid() if owner is None else owner
     try:
         fd = os.open(path, flags | SAFELY, mode)
     except OSError as error:
-        if error.errno not in REFUSED:
+        why = _why_not_opened(path, error, owner) if error.errno in REFUSED else ""
+        if not why:
             raise
-        raise NotOurs(f"{path}: {_why_not_opened(path, error, owner)}") from None
+        raise NotOurs(f"{path}: {why}") from None
     try:
         why = foreign(os.fstat(fd), owner)
         if why:
@@ -52,8 +54,9 @@ def open_file(path: Path, flags: int, mode: int = 0o600, owner: int | None = Non
 
 
 def _why_not_opened(path: Path, error: OSError, owner: int) -> str:
+    """Empty if it is a file that `owner` alone can open."""
     try:
-        return foreign(path.lstat(), owner) or str(error.strerror)
+        return foreign(path.lstat(), owner)
     except OSError:
         return str(error.strerror)
 

@@ -7,6 +7,7 @@ or removed; it makes nothing wait; and what is said of it is one clear line.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ from support.hostile import DAMAGED, FOREIGN, NOBODY, OF_OTHERS, Kind, control, 
 
 from gadei_ps.commands import jobs
 from gadei_ps.commands.absence import absence
-from gadei_ps.errors import ControlError, GadeiError, JobInUse, JobNotFound, SegmentError
+from gadei_ps.errors import ControlError, GadeiError, JobInUse, JobNotFound, NotOurs, SegmentError
 from gadei_ps.job import paths
 from gadei_ps.job.control import Connection
 from gadei_ps.job.processes import Processes
+from gadei_ps.machine import own
 from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.shm import SHM, segment_name
@@ -347,3 +349,21 @@ def test_odd_names_of_another_user(
     finally:
         for path in made:
             path.unlink(missing_ok=True)
+
+
+def test_an_own_file_that_cannot_be_opened_is_not_taken_for_foreign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy of the kernel forbids it for now, say: its job is not begun anew in its place."""
+    path = tmp_path / "segment"
+    path.touch(0o600)
+
+    def refuse(path: Path, flags: int, mode: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError, match="segment"):
+        own.open_file(path, os.O_RDWR)
+    path.chmod(0o666)
+    with pytest.raises(NotOurs, match="other users may open it"):
+        own.open_file(path, os.O_RDWR)
