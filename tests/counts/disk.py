@@ -6,8 +6,9 @@ What was synced is there. What was not is there, or is not, or is there in part:
   before or as it is now, independently of all others. A rename is atomic: both of its names change,
   or none. A file system with a journal keeps the order of such changes; its states are among
   these.
-- data: a file that was written since it was synced has its old length and bytes, or those after
-  some of the writes, or half of one, or zeros in the place of what was written.
+- data: a file that was written since it was synced has its old length and bytes; those after the
+  first, the middle or the last write; the last write cut in half, also with zeros to its length; or
+  zeros behind what was synced. A disk may leave more than these: they stand for the rest.
 
 A file that was never synced may be empty while its name is there.
 """
@@ -50,7 +51,7 @@ class File:
         self.since.clear()
 
     def contents(self) -> list[bytes]:
-        """What it may hold after a power cut."""
+        """What it may hold after a power cut: some of that, at most seven."""
         if not self.since:
             return [self.synced]
         before = self.since[-2] if len(self.since) > 1 else self.synced
@@ -214,7 +215,10 @@ class Disk:
     # -- how it may be found ----------------------------------------------------------------------
 
     def states(self) -> Iterator[State]:
-        """Each state in which the disk may be found after a cut now; some come twice."""
+        """States in which the disk may be found after a cut now; some come twice.
+
+        Each set of names, with each combination of its files' contents().
+        """
         for tree in self._trees(self._top, ""):
             files = list(dict.fromkeys(node for _, node in tree if isinstance(node, File)))
             for contents in itertools.product(*(one.contents() for one in files)):

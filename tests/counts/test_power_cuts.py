@@ -1,8 +1,9 @@
-"""Power cuts: every legal state of the disk, at every moment of what is written to it.
+"""Power cuts: states of the disk, at every moment of what is written to it.
 
-Real writers are recorded (recorder.c). Of each moment between two of their operations, every state
-is made in which a disk may be found then (disk.py), and what is read from it is compared: the old
-or the new, whole; and what was said to be written is there.
+Real writers are recorded (recorder.c). Of each moment between two of their operations, states are
+made in which a disk may be found then, and what is read from them is compared: the old or the new,
+whole; and what was said to be written is there. Every combination of the changes of names is made;
+of what a file may hold, which is too much to try, the few contents of File.contents() in disk.py.
 """
 
 from __future__ import annotations
