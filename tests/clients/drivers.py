@@ -33,7 +33,8 @@ PYTHON = [sys.executable, "-m", "clients.driver"]
 # What the functions of gadei.h return.
 NONFINITE = 1
 TIMEOUT, STOPPED, EVICTED, FINISHED, FAILED, ERROR = -1, -2, -3, -4, -5, -6
-CC = ["cc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}"]
+SANITIZERS = os.environ.get("TESTED_CFLAGS", "").split()  # see native/test_sanitized.py
+CC = ["cc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}", *SANITIZERS]
 # What a learner in C is linked with, as native/gadei.h says.
 LIBRARY = sorted([*NATIVE.glob("gadei_*.c"), *NATIVE.glob("ps_*.c")])
 

@@ -5,10 +5,23 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
-from clients.drivers import CC, HERE, LIBRARY, SMALL, WIDE, Job, Learner, Programs, running, starter
+from clients.drivers import (
+    CC,
+    HERE,
+    LIBRARY,
+    SANITIZERS,
+    SMALL,
+    WIDE,
+    Job,
+    Learner,
+    Programs,
+    running,
+    starter,
+)
 from support.turns import Turns
 
 
@@ -19,20 +32,25 @@ def programs(turns: Turns) -> Programs:
     return Programs(turns)
 
 
+def _hurried(programs: Programs) -> Path:
+    compiler = [*CC, "-include", HERE / "hurried.h"]
+    return programs.build(HERE / "driver.c", *LIBRARY, compiler=compiler, name="hurried")
+
+
 @pytest.fixture
 def learner(programs: Programs) -> Iterator[Callable[[], Learner]]:
     """Starts learners in C; they end with the test."""
     with ExitStack() as stack:
-        yield starter(stack, programs.build(HERE / "driver.c"))
+        # With sanitizers, a program takes long to compile: one is enough.
+        program = _hurried(programs) if SANITIZERS else programs.build(HERE / "driver.c")
+        yield starter(stack, program)
 
 
 @pytest.fixture
 def hurried(programs: Programs) -> Iterator[Callable[[], Learner]]:
     """The same; what they wait ten seconds for they give up after half a one."""
-    compiler = [*CC, "-include", HERE / "hurried.h"]
     with ExitStack() as stack:
-        program = programs.build(HERE / "driver.c", *LIBRARY, compiler=compiler, name="hurried")
-        yield starter(stack, program)
+        yield starter(stack, _hurried(programs))
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""The C extension under AddressSanitizer and UndefinedBehaviorSanitizer: tests of it, again."""
+"""The C extension and learners in C under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+Tests of them, again.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,16 @@ ROOT = HERE.parents[1]
 FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 # Those that run in one process: others would preload the sanitizers into every daemon.
 TESTS = ("test_ring.py", "test_ring_machine.py", "test_module.py", "test_copy.py")
+
+# Those of learners in C, whose programs alone have the sanitizers.
+OF_LEARNERS = ("test_replies.py", "test_learner.py")
+# Not those that are linked by themselves, or end a learner by SIGSEGV.
+EXCEPT = "not cpp and not example and not cannot_be_written"
+# Python keeps what it needs until its end; the guard has SIGBUS for itself.
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:handle_sigbus=0:allocator_may_return_null=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
 
 
 def _runtime() -> str:
@@ -50,10 +63,8 @@ def _run(extension: Path, *arguments: object) -> subprocess.CompletedProcess[str
             "PYTHONPATH": str(HERE / "sanitizers"),
             "TESTED_NATIVE": str(extension),
             "LD_PRELOAD": _runtime(),
-            # Python keeps what it needs until its end; the guard has SIGBUS for itself.
-            "ASAN_OPTIONS": "detect_leaks=0:handle_sigbus=0:allocator_may_return_null=1",
-            "UBSAN_OPTIONS": "print_stacktrace=1",
-        },
+        }
+        | OPTIONS,
         capture_output=True,
         text=True,
     )
@@ -78,3 +89,46 @@ def test_what_is_wrong_is_seen(extension: Path, tmp_path: Path) -> None:
     done = _run(extension, tmp_path / "test_broken.py")
     assert done.returncode
     assert "heap-buffer-overflow" in done.stdout + done.stderr
+
+
+def _with_sanitizers(*command: object) -> subprocess.CompletedProcess[str]:
+    """Runs a Python whose tests/clients/drivers.py builds programs with both."""
+    if not shutil.which("gcc") or not _runtime():
+        pytest.skip("needs gcc and its libasan")
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=os.environ | {"TESTED_CFLAGS": FLAGS, "PYTHONPATH": str(ROOT / "tests")} | OPTIONS,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_learners_in_c() -> None:
+    tests = [HERE / name for name in OF_LEARNERS]
+    done = _with_sanitizers("-m", "pytest", "-q", "-s", "-k", EXCEPT, *tests)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+
+
+def test_what_is_wrong_in_a_learner_is_seen(tmp_path: Path) -> None:
+    """A program that is built as learners are writes behind the end of what was allocated."""
+    source, program = tmp_path / "broken.c", tmp_path / "broken"
+    source.write_text(
+        "#include <stdlib.h>\n"
+        "int main(int count, char **words) {\n"
+        "    (void)words;\n"
+        "    volatile char *at = calloc(24, 1);\n"
+        "    at[23 + count] = 1;\n"
+        "    return at[0];\n"
+        "}\n"
+    )
+    script = (
+        "import subprocess\n"
+        "from clients.drivers import CC\n"
+        f"subprocess.run([*CC, {str(source)!r}, '-o', {str(program)!r}], check=True)\n"
+        f"raise SystemExit(subprocess.run([{str(program)!r}]).returncode)\n"
+    )
+    done = _with_sanitizers("-c", script)
+    assert done.returncode
+    said = done.stdout + done.stderr
+    assert "heap-buffer-overflow" in said or "insufficient space" in said, said

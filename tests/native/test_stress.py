@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 STRESS = ROOT / "tests" / "stress"
 NATIVE = ROOT / "native"
 RACED = 66  # what the tool makes a program's exit code when it has seen a race
-PARTS = [STRESS / "ring.c", NATIVE / "ps_ring.c"]
+PARTS = [STRESS / "ring.c", NATIVE / "ps_ring.c", "-Wl,--wrap=syscall"]
+CALLS = [STRESS / "calls.c", NATIVE / "ps_calls.c"]
 PLAIN = ["-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", f"-I{NATIVE}", "-pthread"]
 # -Wtsan says that the tool knows no fences: see tests/stress/run.
 TSAN = ["gcc", *PLAIN, "-fno-strict-aliasing", "-fsanitize=thread", "-Wno-tsan"]
@@ -34,7 +35,7 @@ def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def tsan(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Builds ring.c under ThreadSanitizer."""
+    """Builds programs under ThreadSanitizer."""
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
     directory = tmp_path_factory.mktemp("tsan")
@@ -47,9 +48,9 @@ def tsan(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if started.returncode:
         pytest.skip(f"ThreadSanitizer does not run here: {started.stderr.strip()[:200]}")
 
-    def build(name: str, *more: Any) -> Path:
+    def build(name: str, *more: Any, parts: list[Any] = PARTS) -> Path:
         program: Path = directory / name
-        command = [*TSAN, *more, "-o", program, *PARTS, "-Wl,--wrap=syscall"]
+        command = [*TSAN, *more, "-o", program, *parts]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0 and not done.stderr, done.stderr
         return program
@@ -68,6 +69,18 @@ def test_no_race_and_no_lost_wake_up(tsan: Any) -> None:
 def test_the_tool_sees_a_missing_order(tsan: Any) -> None:
     program = tsan("ring-weak", "-include", STRESS / "weaken.h", "-DWEAK_RELEASE")
     done = run(program, 0.5, 3, 2, 2, 0)
+    assert done.returncode == RACED and "data race" in done.stderr, done.stderr[-2000:]
+
+
+def test_one_thread_is_inside(tsan: Any) -> None:
+    done = run(tsan("calls", parts=CALLS), 0.3, 3)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "none after the end" in done.stdout
+
+
+def test_the_tool_sees_threads_that_order_nothing(tsan: Any) -> None:
+    program = tsan("calls-weak", "-include", STRESS / "weaken_calls.h", parts=CALLS)
+    done = run(program, 0.3, 3)
     assert done.returncode == RACED and "data race" in done.stderr, done.stderr[-2000:]
 
 
