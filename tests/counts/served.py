@@ -24,6 +24,7 @@ from gadei_ps.commands.daemon import CONFIG_VARIABLE
 from gadei_ps.errors import (
     CheckpointError,
     ControlError,
+    NotSaved,
 )
 from gadei_ps.job import control, paths
 from gadei_ps.job.control import SetSync, Status, StopJob
@@ -345,7 +346,7 @@ class Job:
 
     def ends(self) -> bool:
         """Whether its watchdog has ended by itself; asks for a stop until then."""
-        with contextlib.suppress(*NO_WATCHDOG, CheckpointError, ControlError):
+        with contextlib.suppress(*NO_WATCHDOG, CheckpointError, ControlError, NotSaved):
             if self.serves():
                 control.ask(self.name, StopJob(drain=True, timeout_s=0.1), PATIENCE_S)
         return self.ended is not None
