@@ -21,9 +21,9 @@ def clear_dead(job: str) -> list[str]:
 
     The caller holds the job's lock. Raises JobInUse if a watchdog with another runtime directory
     lives, if a process of the job lives in another pid namespace, or if a segment's name is taken
-    by what is not ours.
+    by what is not ours and the job cannot do without it.
     """
-    found = presence.find(job)
+    found = [one for one in presence.find(job) if not one.passed_over]
     for one in found:
         if one.foreign:
             raise name_taken(one.foreign)

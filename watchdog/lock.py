@@ -14,8 +14,9 @@ class NameLock:
     """Held from its making until release(), or until this process dies."""
 
     def __init__(self, job: str) -> None:
-        """Raises JobInUse if another watchdog holds it, ControlError if it cannot be a lock."""
+        """Raises JobInUse if another watchdog holds it, ControlError if it cannot be made."""
         paths.check_own()
+        paths.check_socket(job)
         self._job = job
         self._path = paths.lock_path(job)
         while True:

@@ -52,7 +52,7 @@ class Job:
     state: running, stopping, starting (or about to be gone), silent (its watchdog does not answer),
     elsewhere (in another pid namespace, or its socket is not in this runtime directory), orphaned
     (its watchdog was killed and its servers continue: serve it again, or stop it), stale (all its
-    processes are dead: gc removes it), foreign (other files have the names of its segments).
+    processes are dead: gc removes it), foreign (something else has the name of one of its files).
     """
 
     name: str
@@ -109,7 +109,7 @@ def _names() -> set[str]:
 
 def _segments(job: str | None = None) -> list[presence.Found]:
     uid = paths.owner()
-    return [one for one in presence.find(job, uid) if one.uid == uid]
+    return [one for one in presence.find(job, uid) if one.uid == uid and not one.passed_over]
 
 
 def _look(name: str) -> Job:
@@ -128,7 +128,7 @@ def _look(name: str) -> Job:
             state = "starting"
         else:
             owned = any(one.owned or one.elsewhere for one in living)
-            dead = "foreign" if there and not found else "stale"
+            dead = "foreign" if (there and not found) or paths.foreign(name) else "stale"
             state = "elsewhere" if owned else "orphaned" if living else dead
         return Job(name, state, None, owner, None, None, size, names)
     except ControlError:
@@ -358,11 +358,14 @@ def collect(names: Iterable[str] | None = None, *, dry_run: bool = False) -> lis
 
 
 def foreign(names: Iterable[str] | None = None) -> list[str]:
-    """Why files with names of segments are left alone, a line for each. names: as in collect()."""
-    wanted = None if names is None else set(names)
-    return [
-        one.foreign for one in _segments() if one.foreign and (wanted is None or one.job in wanted)
+    """Why what has a name of a job's files is left alone, a line each. names: as in collect()."""
+    uid, wanted = paths.owner(), _names() if names is None else set(names)
+    lines = [
+        one.foreign
+        for one in presence.find(None, uid)
+        if one.foreign and one.uid == uid and (names is None or one.job in wanted)
     ]
+    return lines + [line for name in sorted(wanted) for line in paths.foreign(name)]
 
 
 def left_alone(names: Iterable[str], removed: Iterable[Leftover]) -> list[str]:

@@ -161,6 +161,33 @@ def lock_path(job: str) -> Path:
     return directory() / f"{job}.lock"
 
 
+def foreign(job: str) -> list[str]:
+    """Why what has the name of the job's lock or socket is none, a line for each."""
+    lines = []
+    for path, kind in ((lock_path(job), stat.S_IFREG), (socket_path(job), stat.S_IFSOCK)):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        why = own.foreign(status, owner())
+        if kind == stat.S_IFSOCK:
+            regular = "it is a regular file" if stat.S_ISREG(status.st_mode) else why
+            why = "" if stat.S_ISSOCK(status.st_mode) else regular
+        what = "lock file" if kind == stat.S_IFREG else "socket"
+        if why:
+            lines.append(f"{path}: {why}; no {what} can be there: remove it")
+    return lines
+
+
+def check_socket(job: str) -> None:
+    """Raises DirectoryMistake where a directory has the name of the job's socket.
+
+    Anything else that has it is replaced.
+    """
+    if socket_path(job).is_dir() and not socket_path(job).is_symlink():
+        raise DirectoryMistake(*foreign(job)[-1:])
+
+
 def open_lock(path: Path, *, create: bool) -> int:
     """Opens a lock file; returns the descriptor.
 

@@ -37,6 +37,11 @@ class Found:
     foreign: str = ""
     """Why it is not ours, in one line: then nothing more is known. Empty: it is ours."""
 
+    @property
+    def passed_over(self) -> bool:
+        """Whether a job does without this name: the learner gets the next row, and its ring."""
+        return bool(self.foreign) and self.part.startswith("ring.")
+
 
 @dataclass(frozen=True)
 class Living:

@@ -40,7 +40,7 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if any(one["state"] == "foreign" for one in rows):
         parts.append(
             Text(
-                "other files have the names of a foreign job's segments: gadei-ps gc tells which",
+                "something else has the name of a foreign job's file: gadei-ps gc tells which",
                 style="dim",
             )
         )

@@ -20,7 +20,15 @@ from support.hostile import DAMAGED, FOREIGN, NOBODY, OF_OTHERS, Kind, control, 
 
 from gadei_ps.commands import jobs
 from gadei_ps.commands.absence import absence
-from gadei_ps.errors import ControlError, GadeiError, JobInUse, JobNotFound, NotOurs, SegmentError
+from gadei_ps.errors import (
+    ControlError,
+    DirectoryMistake,
+    GadeiError,
+    JobInUse,
+    JobNotFound,
+    NotOurs,
+    SegmentError,
+)
 from gadei_ps.job import paths
 from gadei_ps.job.control import Connection
 from gadei_ps.job.processes import Processes
@@ -201,9 +209,11 @@ def test_a_ring_whose_name_is_taken_is_passed_over(job_name: str) -> None:
     from gadei_ps.learners.client import Client
 
     taken = [SHM / segment_name(job_name, f"ring.{row}")[1:] for row in (0, 2)]
+    file(b"", 0o666, NOBODY)(taken[0])
+    assert not _states(job_name), "a ring's name alone makes no job"
+    assert any(str(taken[0]) in why for why in jobs.foreign())
     with daemon(job_name, tensors=[{"name": "w", "shape": [4]}]):
-        for path in taken:
-            file(b"", 0o666, NOBODY)(path)
+        file(b"", 0o666, NOBODY)(taken[1])
         try:
             with Client(job_name) as one, Client(job_name) as other:
                 assert (one.row, other.row) == (1, 3)
@@ -229,7 +239,11 @@ def test_what_has_a_locks_name_is_no_lock(runtime_dir: Path, job_name: str, kind
     try:
         assert absence(job_name) is None
         assert not jobs.collect([job_name])
-        assert _states(job_name) == ["stale"]
+        assert _states(job_name) == ["foreign"]
+        (told,) = jobs.foreign([job_name])
+        assert told.startswith(f"{path}: ") and told.endswith(
+            "no lock file can be there: remove it"
+        )
         with pytest.raises(ControlError) as info:
             NameLock(job_name)
         assert str(path) in str(info.value)
@@ -254,7 +268,13 @@ def test_what_has_a_sockets_name_answers_nothing(
         with pytest.raises((JobNotFound, ControlError)) as info:
             Connection(job_name)
         assert "\n" not in str(info.value)
-        assert len(_states(job_name)) == 1
+        others = {"socket": "stale", "link to itself": "silent"}
+        assert _states(job_name) == [others.get(kind, "foreign")]
+        told = jobs.foreign([job_name])
+        assert [one.startswith(f"{path}: it is a") for one in told] == [True] * (kind != "socket")
+        if kind == "directory":
+            with pytest.raises(DirectoryMistake, match="no socket can be there: remove it"):
+                NameLock(job_name)
         jobs.collect([job_name])
         if kind == "socket":
             assert not path.exists(), "nobody listens there any more"
