@@ -96,7 +96,11 @@ ROOMS = (
         ),
     ),
     Room(
-        ("watchdog/*.py", "gadei_ps/memory/segment.py", "learners/attach.py"),
+        (
+            "watchdog/*.py",
+            *_in("gadei_ps/memory", "py", "segment", "weights"),
+            "learners/attach.py",
+        ),
         (
             "tests/unit/test_roster.py",
             "tests/unit/test_segment.py",

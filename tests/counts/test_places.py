@@ -141,3 +141,44 @@ def test_exit_codes() -> None:
     assert mutants.exit_code({"failed": 3, "timed out": 1}) == 3
     for verdict in ("SURVIVES", "NOT EQUIVALENT", "broken"):
         assert mutants.exit_code({"failed": 3, "timed out": 1, verdict: 1}) == 1
+
+
+class Scripted:
+    """A tree whose runs end as they are told to."""
+
+    def __init__(self, **verdicts: list[str]) -> None:
+        self.verdicts = verdicts
+        self.said: list[str] = []
+
+    def run(self, number: int, tests: tuple[str, ...], limit_s: float) -> tuple[str, str]:
+        return self.verdicts[f"of_{number}"].pop(0), ""
+
+    def stop(self) -> None:
+        pass
+
+
+CLEAN = ["passed"] * mutants.CLEAN_RUNS
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code", "last"),
+    [
+        ({"of_1": ["timed out", "failed"], "of_2": ["failed"]}, 0, "2 failed"),
+        ({"of_1": ["timed out", "timed out"], "of_2": ["failed"]}, 3, "1 failed, 1 timed out"),
+        ({"of_1": ["timed out", "passed"], "of_2": ["failed"]}, 1, "1 SURVIVES, 1 failed"),
+    ],
+)
+def test_what_ran_out_of_time_is_tried_once_more(
+    verdicts: dict[str, list[str]], code: int, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = Scripted(of_0=[*CLEAN], **verdicts)
+    chosen = [(number, *EVERY[-number]) for number in (1, 2)]
+    assert mutants._run(tree, chosen, jobs=1) == code
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    assert not any(tree.verdicts.values())
+
+
+def test_tests_that_fail_now_and_then_prove_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = Scripted(of_0=[*CLEAN[1:], "failed"])
+    assert mutants._run(tree, [(1, *EVERY[-1])], jobs=1) == 2
+    assert "with nothing left out, a test failed" in capsys.readouterr().err
