@@ -72,6 +72,13 @@ def run(
             show_default="the job file's, or asp",
         ),
     ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help=f"Start from zero: ignore memory of a dead job and checkpoints. {SERVED}",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -102,6 +109,7 @@ def run(
             overrides={name: value for name, value in given.items() if value is not None},
             device=device.value,
             gpus=gpus,
+            fresh=fresh,
             out=out,
             stdout=2 if as_json else None,
             verbose=verbose,

@@ -61,11 +61,13 @@ class Daemon:
         policy: Policy = POLICY,
         start_silent_s: float = START_SILENT_S,
         learners: int = 1,
+        fresh: bool = False,
     ) -> None:
         """silent: logs not even warnings and errors. policy: how often the watchdog may be killed.
 
         start_silent_s: how long the watchdog's start may make no progress. learners: how many are
-        to come; their rings must fit into memory beside the model.
+        to come; their rings must fit into memory beside the model. fresh: from zero, whatever
+        memory and checkpoints are there.
         """
         # If watchdog and launcher are killed together, the servers end by their orphan_s only.
         self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
@@ -77,6 +79,7 @@ class Daemon:
             self._command.append("--silent")
         self._command.append(f"--learners={learners}")
         self._silent = silent
+        self._fresh = fresh or config.checkpoint is None
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: tuple[Exit, ...] = ()
         self._policy = policy
@@ -92,7 +95,7 @@ class Daemon:
         if why is not None:
             raise JobInUse(why)
         try:
-            self._start(fresh=self.config.checkpoint is None)
+            self._start(fresh=self._fresh)
         except _Killed:
             self.end()
             raise

@@ -46,7 +46,8 @@ class RunOptions:
     """Options of `run`.
 
     overrides: parts of a job's configuration, from flags. device, gpus: as given by the flags of
-    the same name. out: file for the weights at the end.
+    the same name. fresh: a job that `run` makes begins from zero. out: file for the weights at the
+    end.
     """
 
     learners: int = 1
@@ -54,6 +55,7 @@ class RunOptions:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     device: str = "auto"
     gpus: str | None = None
+    fresh: bool = False
     out: Path | None = None
     stdout: int | None = None
     verbose: bool = False
@@ -72,8 +74,9 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
     if options.out is not None:
         check_export(options.out)
     if not job.endswith(".toml") and ("/" in job or daemon.running(job)):
-        if options.overrides:
-            given = ", ".join(f"--{name}" for name in options.overrides)
+        if options.overrides or options.fresh:
+            names = [*options.overrides, *(["fresh"] if options.fresh else [])]
+            given = ", ".join(f"--{name}" for name in names)
             raise UsageError(
                 f"{given}: job {job!r} is running and has its configuration; leave out the option, "
                 "or stop the job first"
@@ -89,7 +92,9 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
         )
     config.check_sync(wanted, options.learners, f"run --learners {options.learners}")
     compute = _compute(options)
-    with Daemon(wanted, verbose=options.verbose, learners=options.learners) as served:
+    with Daemon(
+        wanted, verbose=options.verbose, learners=options.learners, fresh=options.fresh
+    ) as served:
         return _Run(_Served(served), command, options, compute).run()
 
 

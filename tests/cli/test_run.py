@@ -51,15 +51,16 @@ def test_a_job_that_goes_on_from_a_checkpoint(cli: Cli, job_name: str, learner: 
     (cli.directory / "job.toml").write_text(
         f'name = "{job_name}"\n[checkpoint]\ndirectory = "{cli.directory}/kept"\n'
     )
-    for gradients in (50, 0):
-        ran = cli("run", "job.toml", "--json", "--", *learner, 5)
+    for gradients, how in ((50, ()), (0, ()), (50, ("--fresh",))):
+        ran = cli("run", "job.toml", "--json", *how, "--", *learner, 5)
         assert (ran.code, ran.json["gradients_applied"]) == (0, gradients), ran
 
 
 def test_learners_of_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> None:
     cli.serve(job_name)
-    refused = cli("run", job_name, "--lr", "0.1", "--", *learner, 5)
+    refused = cli("run", job_name, "--lr", "0.1", "--fresh", "--", *learner, 5)
     assert refused.code == 2
+    assert "--lr, --fresh: job" in refused.error
     assert "is running and has its configuration" in refused.error
     result = cli("run", job_name, "--json", "--", *learner, 5)
     assert (result.code, result.json["gradients_applied"]) == (0, 50)
