@@ -44,9 +44,12 @@ static int find_socket(gadei_learner *learner, const char *job)
     static const char roots[] = "/run/gadei-ps-root"; /* no other user can make it */
     struct stat status;
     int length, named = given && *given;
+    if (named && *given != '/')
+        return ps_fail(learner, GADEI_ERROR,
+                       "GADEI_PS_RUNTIME_DIR=%s: give a path that begins with /", given);
     if (named)
         length = snprintf(directory, sizeof directory, "%s", given);
-    else if (session && *session)
+    else if (session && *session == '/') /* the specification has others ignored */
         length = snprintf(directory, sizeof directory, "%s/gadei-ps", session);
     else if (!getuid() && !lstat(roots, &status) && !status.st_uid)
         length = snprintf(directory, sizeof directory, "%s", roots);

@@ -27,7 +27,7 @@ class Wanted:
         """Makes the file if it is not there, and tells the log. Raises ControlError."""
         if not self._ours:
             return
-        path = paths.directory() / f"{self._job}.wanted"
+        path = paths.directory(make=True) / f"{self._job}.wanted"
         before, self.problem = self.problem, ""
         if path.exists():
             return

@@ -99,7 +99,7 @@ def statuses() -> list[dict[str, Any]]:
 
 def _names() -> set[str]:
     names = {one.job for one in _segments()}
-    for path in paths.directory().iterdir():
+    for path in paths.directory().glob("*"):
         if path.suffix in (".sock", ".lock") and shm.JOB_NAME.fullmatch(path.stem):
             names.add(path.stem)
         elif match := paths.PASSING.fullmatch(path.name):

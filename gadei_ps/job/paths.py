@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pwd
 import re
@@ -18,19 +19,26 @@ ROOTS = Path("/run/gadei-ps-root")  # of root: unlike in /tmp, no other user can
 TEMPORARY = Path("/tmp")
 
 
-def directory() -> Path:
-    """The directory for sockets, mode 0700; made if there is none.
+def directory(*, make: bool = False) -> Path:
+    """The directory for sockets, mode 0700. make: if there is none.
 
     $GADEI_PS_RUNTIME_DIR, else $XDG_RUNTIME_DIR/gadei-ps, else /tmp/gadei-ps-UID; for root, in
     place of the last, ROOTS if it can be made. Only GADEI_PS_RUNTIME_DIR may lead root to another
     user's. Raises ControlError if other users can write there: they could pose as the watchdog.
     """
     given = os.environ.get("GADEI_PS_RUNTIME_DIR")
-    path = Path(given) if given else _default()
+    if given and not Path(given).is_absolute():
+        raise DirectoryMistake(
+            f"GADEI_PS_RUNTIME_DIR={given}: each command would look elsewhere; give a path that "
+            "begins with /"
+        )
+    path = Path(given) if given else _default(make)
     try:
         if not path.exists():
             _check_before_making(path)
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not make:
+                return path
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
     except OSError as error:
         raise (DirectoryMistake if is_lasting(error) else ControlError)(
@@ -51,11 +59,11 @@ def directory() -> Path:
     return path
 
 
-def _default() -> Path:
+def _default(make: bool) -> Path:
     """The directory if none is named. Raises DirectoryMistake."""
-    session = os.environ.get("XDG_RUNTIME_DIR")
+    session = os.environ.get("XDG_RUNTIME_DIR", "")
     uid = os.getuid()
-    if session:
+    if Path(session).is_absolute():  # the specification has others ignored
         with contextlib.suppress(FileNotFoundError):
             whose = Path(session).stat().st_uid
             if whose not in (0, uid):  # as after su: our files would be in that user's way
@@ -65,8 +73,11 @@ def _default() -> Path:
                 )
         return Path(session) / "gadei-ps"
     if uid == 0:
+        if not make and not ROOTS.exists() and os.access(ROOTS.parent, os.W_OK):
+            return ROOTS
         with contextlib.suppress(OSError):
-            ROOTS.mkdir(mode=0o700, exist_ok=True)
+            if make:
+                ROOTS.mkdir(mode=0o700, exist_ok=True)
         # In a user namespace or a container, /run may be another's, or not writable.
         with contextlib.suppress(OSError):
             if ROOTS.lstat().st_uid == uid:
@@ -75,8 +86,13 @@ def _default() -> Path:
 
 
 def _check_before_making(path: Path) -> None:
-    """Raises DirectoryMistake for root where another user's first job is to make the directory."""
-    there = next(one for one in path.absolute().parents if one.exists())
+    """Raises DirectoryMistake for root where another user's first job is to make the directory.
+
+    NotADirectoryError where nobody can make it.
+    """
+    there = next(one for one in path.parents if one.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     whose = there.stat().st_uid
     if os.getuid() == 0 and whose != 0:
         raise DirectoryMistake(
@@ -101,7 +117,8 @@ def _advice(path: Path, status: os.stat_result, *, named: bool) -> str:
 
 def owner() -> int:
     """Whose jobs are seen: one's own, but root sees those of the runtime directory's owner."""
-    return os.getuid() or directory().stat().st_uid
+    here = directory()
+    return os.getuid() or (here.stat().st_uid if here.exists() else 0)
 
 
 def check_own() -> None:
@@ -189,10 +206,12 @@ def check_socket(job: str) -> None:
 
 
 def open_lock(path: Path, *, create: bool) -> int:
-    """Opens a lock file; returns the descriptor.
+    """Opens a lock file; returns the descriptor. create: also the directory, if there is none.
 
     Raises FileNotFoundError, or ControlError if something else has its name.
     """
+    if create:
+        directory(make=True)
     try:
         return own.open_file(path, os.O_RDWR | (os.O_CREAT if create else 0), owner=owner())
     except NotOurs as error:

@@ -76,7 +76,7 @@ def test_help_and_version(cli: Cli) -> None:
         ("run two.words -- true", "job name 'two.words': use 1 to 48 letters"),
         ("run ./gone.toml -- true", "gone.toml: No such file"),
         ("serve gone.toml", "gone.toml: No such file"),
-        ("serve .", "Is a directory"),
+        ("serve .", "it is a directory"),
         ("status --watch --json", "give only one of --watch, --json"),
         ("predict model --out x.csv", "--out needs --csv"),
         ("predict model --csv x.csv text", "not both"),

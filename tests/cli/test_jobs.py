@@ -123,6 +123,7 @@ def test_job_of_another_runtime_directory(cli: Cli, job_name: str) -> None:
     right = f"GADEI_PS_RUNTIME_DIR={os.environ['GADEI_PS_RUNTIME_DIR']}"
     for command in ("status", "stop", "checkpoint"):
         assert right in cli(command, job_name, GADEI_PS_RUNTIME_DIR=str(other)).error
+    assert not other.exists(), "who only looks makes no directory"
     refused = cli("serve", f"{job_name}.toml", GADEI_PS_RUNTIME_DIR=str(other)).error
     assert right in refused
     refused = cli("gc", job_name, "--json", GADEI_PS_RUNTIME_DIR=str(other))

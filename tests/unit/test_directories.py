@@ -74,13 +74,25 @@ def test_the_runtime_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr(os, "getuid", lambda: 12345678)
         patch.setattr(Path, "mkdir", lambda path, **how: None)  # not in the real /tmp
         with pytest.raises(DirectoryMistake, match="/tmp/gadei-ps-12345678"):
-            paths.directory()
+            paths.directory(make=True)
+        patch.setenv("XDG_RUNTIME_DIR", "relative")
+        assert paths.directory() == Path("/tmp/gadei-ps-12345678"), "as its specification says"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
     assert paths.directory() == home / "gadei-ps"
     assert paths.socket_path("demo") == home / "gadei-ps" / "demo.sock"
     assert paths.lock_path("demo") == home / "gadei-ps" / "demo.lock"
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(home / "given"))
     assert paths.directory() == home / "given"
+    paths.owner()
+    assert not list(home.iterdir()), "who only looks makes none"
+    assert paths.directory(make=True).is_dir()
+    monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(home / "given" / "a" / "b"))
+    (home / "given" / "a").touch()
+    with pytest.raises(DirectoryMistake, match="Not a directory"):
+        paths.directory()
+    monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", "given")
+    with pytest.raises(DirectoryMistake, match="give a path that begins with /"):
+        paths.directory()
 
 
 @pytest.fixture
@@ -103,6 +115,8 @@ def _of_nobody(path: Path) -> Path:
 def test_nobody_makes_roots_directory(roots: Path, home: Path) -> None:
     _of_nobody(home / "gadei-ps-0")
     assert paths.directory() == roots
+    assert not roots.exists()
+    assert paths.directory(make=True) == roots
     assert (roots.stat().st_mode & 0o777, paths.owner()) == (0o700, 0)
 
 
@@ -110,7 +124,7 @@ def test_root_where_run_cannot_be_written(roots: Path, home: Path) -> None:
     """As in a container, or a user namespace, where it is another's."""
     roots.parent.rmdir()
     assert paths.directory() == home / "gadei-ps-0"
-    paths.directory().rmdir()
+    paths.directory(make=True).rmdir()
     occupied = _of_nobody(home / "gadei-ps-0")
     with pytest.raises(
         DirectoryMistake, match=r"not a directory that only you .* to see the jobs of"

@@ -106,6 +106,13 @@ def runtime_directory() -> Found:
     from gadei_ps.job import paths
 
     path = paths.directory()
+    there = next(one for one in (path, *path.parents) if one.exists())
+    if not os.access(there, os.W_OK):
+        return (
+            Level.ERROR,
+            f"{path}: you cannot write in {there}",
+            "set GADEI_PS_RUNTIME_DIR to a directory you may write",
+        )
     room = LONGEST_SOCKET_PATH - len(os.fsencode(path)) - SOCKET_NAME_BYTES
     if room < 1:
         return (
