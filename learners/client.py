@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
 from gadei_ps.job.control import Lasting
 from gadei_ps.learners.attach import Arrays, attach, detach, listener, offer
 from gadei_ps.learners.frame import (
@@ -86,7 +86,7 @@ class Client(Work, Frames):
     gradient descent'), at the cost of as much memory as the model has weights. What a frame carries
     of it is lost if the frame is given up, dropped or refused.
 
-    Raises JobNotFound, ModelMismatch, NoSharedMemory, ControlError.
+    Raises JobNotFound, which names the reason, ModelMismatch, NoSharedMemory, ControlError.
     """
 
     def __init__(
@@ -110,7 +110,12 @@ class Client(Work, Frames):
         except KeyError:
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
         self._forks = forks()
-        self._connection = Lasting(target)
+        try:
+            self._connection = Lasting(target)
+        except JobNotFound as error:
+            from gadei_ps.job.absence import explained  # only for this, and not small
+
+            raise explained(error) from None
         try:
             heard = listener()
             if tensors is not None:

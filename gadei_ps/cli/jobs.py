@@ -296,8 +296,8 @@ def _tell_where(nothing: bool, as_json: bool) -> None:
     """Where jobs were looked for, if none was found, and how to see those that are elsewhere."""
     if not nothing:
         return
-    from gadei_ps.commands.absence import elsewhere
     from gadei_ps.job import paths
+    from gadei_ps.job.absence import elsewhere
 
     if not as_json:
         name = paths.user(paths.owner())

@@ -89,7 +89,7 @@ def _with_file(file: str, message: str) -> str:
 def _told(error: Exception) -> tuple[str, str, int]:
     """Kind, message and exit code."""
     if isinstance(error, JobNotFound):
-        from gadei_ps.commands.absence import explained
+        from gadei_ps.job.absence import explained
 
         error = explained(error)
     if isinstance(error, GadeiError):

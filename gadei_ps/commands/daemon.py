@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from gadei_ps import errors
 from gadei_ps.commands import jobs
-from gadei_ps.commands.absence import absence
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound, JobStopped
 from gadei_ps.job import control, paths
+from gadei_ps.job.absence import absence
 from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts, log, process

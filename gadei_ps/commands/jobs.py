@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import sync
-from gadei_ps.commands.absence import absence, cut_off, explained, how, locked, unseen
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import control, paths, service
+from gadei_ps.job.absence import absence, cut_off, explained, how, locked, unseen
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import (
     Checkpoint,

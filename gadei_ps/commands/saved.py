@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.commands.absence import unseen
 from gadei_ps.errors import (
     CheckpointError,
     CheckpointMistake,
@@ -19,6 +18,7 @@ from gadei_ps.errors import (
     UsageError,
 )
 from gadei_ps.job import config, control, paths
+from gadei_ps.job.absence import unseen
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Status
 from gadei_ps.memory import presence, segment, shm, weights

@@ -14,7 +14,9 @@ from shell import FOREVER, Cli, is_running, learning
 
 from gadei_ps import homes
 from gadei_ps.commands import jobs
+from gadei_ps.errors import JobNotFound
 from gadei_ps.job import paths, service
+from gadei_ps.learners.client import Client
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -241,6 +243,8 @@ def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
 
     assert state() == "orphaned"
     assert "serve it again (gadei-ps serve)" in cli("status", job_name).error
+    with pytest.raises(JobNotFound, match=r"lost its watchdog.* serve it again \(gadei-ps serve\)"):
+        Client(job_name)
     assert not cli("gc", job_name, "--json").json["removed"]
     cli.serve(job_name)
     report = support.status(job_name)

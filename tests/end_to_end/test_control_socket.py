@@ -410,8 +410,13 @@ def test_few_descriptors(job: Daemon, job_name: str) -> None:
     """Who finds none free is told so, and the watchdog keeps some for itself."""
     pid = job.request(Status())["watchdog_pid"]
     with ExitStack() as stack:
-        before = limit_files(pid, descriptors(job) + RESERVED + 8)
+        before = limit_files(pid, descriptors(job) + RESERVED + OPERATORS // 2)
         stack.callback(limit_files, pid, before)
+        # A learner is refused first: a status and a stop are still heard.
+        with pytest.raises(ControlError, match=f"no more are free.*kill -TERM {pid} stops it"):
+            Client(job_name)
+        assert not status(job_name)["learners"]
+        limit_files(pid, descriptors(job) + RESERVED + 8)
         mine = [stack.enter_context(connect(job_name)) for _ in range(20)]
         replies = [receive(raw) for raw in mine[10:]]
         assert all(
@@ -422,19 +427,6 @@ def test_few_descriptors(job: Daemon, job_name: str) -> None:
             Client(job_name)
         mine[0].sendall(framed({"v": 1, "op": "status"}))
         assert (receive(mine[0]) or {})["ok"]
-
-
-@pytest.mark.usefixtures("unharmed")
-def test_learners_leave_descriptors_to_an_operator(job: Daemon, job_name: str) -> None:
-    """Where a learner is refused for want of descriptors, a status and a stop are still heard."""
-    pid = job.request(Status())["watchdog_pid"]
-    before = limit_files(pid, descriptors(job) + RESERVED + OPERATORS // 2)
-    try:
-        with pytest.raises(ControlError, match=f"no more are free.*kill -TERM {pid} stops it"):
-            Client(job_name)
-        assert not status(job_name)["learners"]
-    finally:
-        limit_files(pid, before)
 
 
 @pytest.mark.usefixtures("unharmed")

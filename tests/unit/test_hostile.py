@@ -19,7 +19,6 @@ from support import config
 from support.hostile import DAMAGED, FOREIGN, NOBODY, OF_OTHERS, Kind, control, file, naming
 
 from gadei_ps.commands import jobs
-from gadei_ps.commands.absence import absence
 from gadei_ps.errors import (
     ControlError,
     DirectoryMistake,
@@ -30,6 +29,7 @@ from gadei_ps.errors import (
     SegmentError,
 )
 from gadei_ps.job import paths
+from gadei_ps.job.absence import absence
 from gadei_ps.job.control import Connection
 from gadei_ps.job.processes import Processes
 from gadei_ps.machine import own
