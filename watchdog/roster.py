@@ -122,7 +122,8 @@ class Roster:
             entry["gone"] = Gone.DIED
             entry["wanted"] = 0
             self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
-            self._log.warning("learner died", row=row, pid=pid)
+            # Of a learner in another pid namespace no pid is known here.
+            self._log.warning("learner died", row=row, **({"pid": pid} if pid else {}))
         self._memory.ring_bells()
 
     def begin(self, pid: int, name: str) -> Coming:
@@ -174,6 +175,11 @@ class Roster:
 
         Raises ControlError where its pid and ours do not mean the same, or without descriptors.
         """
+        if not pid:  # so the kernel tells of a process that this namespace does not show
+            raise ControlError(
+                "the learner is in a pid namespace that the watchdog does not see; "
+                "learners must share the daemon's pid namespace"
+            )
         try:
             if process.is_deeper(pid):
                 raise OSError(errno.EXDEV, "it is in a pid namespace of its own")

@@ -118,7 +118,7 @@ def _look(name: str) -> Job:
     size = sum(one.size for one in found)
     names = tuple(one.name[1:] for one in found)
     living = [one for one in found if not one.stale]
-    owner = living[0].owner_pid if living else None
+    owner = living[0].owner_pid if living and not living[0].elsewhere else None
     try:
         report = status(name)
     except JobNotFound:

@@ -6,6 +6,7 @@ two watchdogs never both have a job, and what lives in the other namespace is le
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -120,8 +121,9 @@ def test_a_job_that_lives_elsewhere_is_left_alone(cli: Cli, apart: Apart, job_na
             assert "running elsewhere" in apart.refused(*arguments), arguments
         for command in ("status", "stop"):
             assert "running elsewhere" in apart.refused(command, job_name)
-        listed = apart.start("ls")
-        assert "elsewhere" in listed.communicate(timeout=support.PATIENCE_S)[0]
+        listed = apart.start("ls", "--json").communicate(timeout=support.PATIENCE_S)[0]
+        (job,) = (one for one in json.loads(listed)["jobs"] if one["name"] == job_name)
+        assert (job["state"], job["watchdog_pid"]) == ("elsewhere", None)
         collected = apart.start("gc", job_name)
         assert collected.communicate(timeout=support.PATIENCE_S)[0] == "nothing to remove\n"
         push()
@@ -150,7 +152,7 @@ def test_a_job_that_lives_elsewhere_is_left_alone(cli: Cli, apart: Apart, job_na
     # And we are elsewhere now.
     assert "running elsewhere" in cli("serve", file).error
     assert not cli("gc", job_name, "--json").json["removed"]
-    with pytest.raises(ControlError, match="must share the daemon's pid namespace"):
+    with pytest.raises(ControlError, match="does not see; learners must share the daemon's pid"):
         Client(apart.socket(job_name))
     assert ask(apart.socket(job_name), StopJob())["gradients_applied"] == pushed
     assert served.wait(support.PATIENCE_S) == 0
