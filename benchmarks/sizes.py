@@ -10,7 +10,11 @@ FULL: dict[str, dict[str, Any]] = {
     "apply": {"bytes": [2 * MB, 25 * MB, 100 * MB, 250 * MB], "rounds": 15, "call_s": 0.03},
     "undo": {"bytes": [2 * MB, 25 * MB, 100 * MB], "rounds": 20, "call_s": 0.005},
     "start": {"rounds": 8},
-    "attach": {"bytes": [100 * MB, 1000 * MB], "optimizers": ["sgd", "adam"], "rounds": 4},
+    "attach": {
+        "bytes": [100 * MB, 1000 * MB, 1600 * MB],
+        "optimizers": ["sgd", "adam"],
+        "rounds": 4,
+    },
     "ingest": {
         "bytes": [1 * MB, 5 * MB, 25 * MB, 100 * MB],
         "learners": [1, 2, 4],
