@@ -175,7 +175,11 @@ class Requests:
         self._checkpoints.ask(heard)
 
     def _discard(self, client: Client) -> None:
-        """Raises ControlError where no checkpoint is newer: a stop is to lose nothing."""
+        """Raises ControlError where no checkpoint is newer: a stop is to lose nothing.
+
+        JobStopped if a stop has begun, which was told that it saves.
+        """
+        self._stopping.refuse()
         if not self._checkpoints.newer:
             raise ControlError("no checkpoint is newer than the memory: stop without --discard")
         self._stopping.discards = True

@@ -152,10 +152,11 @@ class Stopping:
     def done(self) -> str:
         """What a stop tells that has done all it was to do."""
         control = self._control
+        newest = self.checkpoints.newer
+        if not newest and int(control["checkpoints"]):
+            newest = int(control["checkpoint_version"])
         saved = (
-            f"the newest checkpoint has version {int(control['checkpoint_version'])}"
-            if int(control["checkpoints"])
-            else "there is no checkpoint"
+            f"the newest checkpoint has version {newest}" if newest else "there is no checkpoint"
         )
         return f"stopped at version {int(control['version'])}; {saved}"
 

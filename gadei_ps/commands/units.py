@@ -176,7 +176,8 @@ Environment=GADEI_PS_LEARNER_FILE=%E/gadei-ps/%i.learner
 # A path instead of the job's name: learners join the job, and start none if it is not there.
 ExecStart=$program run %t/gadei-ps/%i.sock --learners $${LEARNERS} --restart 100 -- $$PROGRAM
 KillMode=mixed
-TimeoutStopSec=30
+# Longer than the program has to end, and what it has pushed to be applied.
+TimeoutStopSec=60
 Restart=on-failure
 RestartSec=2
 # Exit code $stopped: the job was stopped. If it was a restart, learners continue after it.

@@ -97,6 +97,8 @@ def create(
         shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, 0o600)
     except posix_ipc.ExistentialError:
         raise FileExistsError(errno.EEXIST, "segment exists", name) from None
+    except posix_ipc.PermissionsError:  # no OSError
+        raise NoSharedMemory(f"cannot make {name} in {shm.SHM}: Permission denied") from None
     except OSError as error:
         raise NoSharedMemory(f"cannot make {name} in {shm.SHM}: {error.strerror}") from None
     memory: mmap.mmap | None = None
@@ -275,7 +277,7 @@ def unlink(name: str) -> bool:
         if own.foreign(shm.path_of(name).lstat(), os.geteuid()):
             return False
         posix_ipc.unlink_shared_memory(name)
-    except (posix_ipc.ExistentialError, FileNotFoundError):
+    except (posix_ipc.ExistentialError, posix_ipc.PermissionsError, FileNotFoundError):
         return False
     return True
 

@@ -50,9 +50,12 @@ def test_a_newer_checkpoint_is_told_and_can_be_taken(
         manager.settimeout(support.PATIENCE_S)
         while b"checkpoint 5 is newer" not in manager.recv(4096):
             pass
-    assert support.status(old)["version"] == 2
-
-    assert cli(*command.split()[1:]).code == 0
+        assert support.status(old)["version"] == 2
+        assert cli(*command.split()[1:]).code == 0
+        while b"stopped at version 2; the newest checkpoint has version 5" not in manager.recv(
+            4096
+        ):
+            pass
     assert not support.segments(old)
     assert daemon.wait().code == 0, "no unit starts it again by itself"
     again(cli, old)
@@ -119,3 +122,16 @@ def test_memory_is_gone_on_from_only_where_it_can_be_saved(old: str, cli: Cli) -
     assert cli("checkpoint", old).code == 0
     now = support.status(old)
     assert (now["version"], now["checkpoint_warning"]) == (3, None)
+
+
+def test_a_stop_that_has_begun_saves(old: str, cli: Cli) -> None:
+    write(cli, old, TEXT, range(5, 6))
+    again(cli, old)
+    support.eventually(lambda: support.status(old)["newer_checkpoint"] == 5)
+    with Client(old) as client:
+        stopping = cli.start("stop", old, "--drain")
+        support.eventually(lambda: client.stopping)
+        refused = cli("stop", old, "--discard")
+        assert (refused.code, "is stopping" in refused.error) == (4, True), refused
+    assert stopping.wait().code == 0
+    assert there(old, cli)[0].name.endswith("2"), "its own, and the other is set aside"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import posix_ipc
 import pytest
 from support import FORK, segments
 from support.memory import create_model
@@ -404,3 +405,14 @@ def test_the_limit_of_address_space_is_named_where_there_is_one() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
     assert limit[0] != resource.RLIM_INFINITY or not reserve.address_space()
+
+
+def test_a_directory_that_takes_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """posix_ipc's error is no OSError; another user's /dev/shm of a container may be like that."""
+
+    def refuse(*_: object) -> None:
+        raise posix_ipc.PermissionsError("No permission to access this segment")
+
+    monkeypatch.setattr(posix_ipc, "SharedMemory", refuse)
+    with pytest.raises(NoSharedMemory, match="in /dev/shm: Permission denied"):
+        segment.create("nobody", "control", SegmentKind.CONTROL, 4096, job_id=bytes(16))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import daemon, systemd, uninstall, units
+from gadei_ps.commands import daemon, run, systemd, uninstall, units
 from gadei_ps.commands.systemd import Found
 from gadei_ps.commands.units import END_NAME, LEARNER_NAME, NAME, Scope
 from gadei_ps.errors import UsageError
@@ -151,6 +151,8 @@ def test_time_limits_are_beyond_the_watchdogs_own() -> None:
     said = directives(text(Scope.SYSTEM))
     assert int(said["TimeoutStartSec"][0]) > options.START_SILENT_S
     assert int(said["TimeoutStopSec"][0]) > daemon.END_TIMEOUT_S
+    learner = directives(units.texts(Scope.SYSTEM, "/usr/bin/gadei-ps")[LEARNER_NAME])
+    assert int(learner["TimeoutStopSec"][0]) > run.GRACE_S + run.LEAVE_S + 10
 
 
 @pytest.mark.parametrize("scope", list(Scope))
