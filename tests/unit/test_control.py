@@ -205,7 +205,7 @@ def test_runtime_directory(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("GADEI_PS_RUNTIME_DIR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
     assert paths.directory() == runtime_dir / "gadei-ps"
-    assert paths.directory().stat().st_mode & 0o777 == 0o700
+    assert paths.directory(make=True).stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("spoil", ["writable", "file", "link", "missing parent"])
