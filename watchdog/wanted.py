@@ -8,8 +8,10 @@ fails says nothing: it makes the file again where it is lost.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
+from gadei_ps.errors import ControlError, GadeiError
 from gadei_ps.job import paths, service
 
 
@@ -24,24 +26,33 @@ class Wanted:
         """Why no learner's unit can start, in words; else empty."""
 
     def look(self) -> None:
-        """Makes the file if it is not there, and tells the log. Raises ControlError."""
+        """Makes the file if it is not there, and tells the log. Raises nothing."""
         if not self._ours:
             return
-        path = paths.directory(make=True) / f"{self._job}.wanted"
         before, self.problem = self.problem, ""
-        if path.exists():
-            return
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        except OSError as error:
-            why = f"{path} cannot be made ({error.strerror})"
-            self.problem = f"units of learners do not start: {why}"
+            made = self._make()
+        except (GadeiError, OSError) as error:  # the directory may have changed since the start
+            self.problem = f"units of learners do not start: {error}"
             if self.problem != before:
-                self._log.error("units of learners do not start", reason=why)
+                self._log.error("units of learners do not start", reason=str(error))
+            return
+        if made is None:
             return
         start = service.here(self._job).systemctl("start", f"gadei-ps-learner@{self._job}")
         self._log.warning(
             "the file that lets units of learners start was lost, and is made again: start those "
             f"that were refused meanwhile ({start})",
-            path=str(path),
+            path=str(made),
         )
+
+    def _make(self) -> Path | None:
+        """The file, if it was not there. Raises ControlError or OSError."""
+        path = paths.directory(make=True) / f"{self._job}.wanted"
+        if path.exists():
+            return None
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise ControlError(f"{path} cannot be made ({error.strerror})") from None
+        return path

@@ -64,7 +64,7 @@ def _default(make: bool) -> Path:
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     uid = os.getuid()
     if Path(session).is_absolute():  # the specification has others ignored
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # told where the directory is looked for
             whose = Path(session).stat().st_uid
             if whose not in (0, uid):  # as after su: our files would be in that user's way
                 raise DirectoryMistake(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def runs_in(job: str, *, watchdog: bool = False) -> bool:
 def _is_system() -> bool:
     try:
         return paths.directory() == homes.RUNTIME
-    except ControlError:
+    except (ControlError, OSError):
         return False
 
 
@@ -77,9 +78,14 @@ def serve(job: str) -> str:
 
 
 def command(job: str, arguments: str) -> str:
-    """A command for the job's user; in full where the reader is perhaps another one."""
-    elsewhere = paths.owner() != os.getuid() or (_is_system() and runs_in(job))
-    return paths.as_owner(arguments) if elsewhere else f"gadei-ps {arguments}"
+    """A command for the job's user; in full where the reader is perhaps another one.
+
+    Raises nothing: advice must not end a watchdog whose runtime directory cannot be used any more.
+    """
+    with contextlib.suppress(ControlError, OSError):
+        if paths.owner() != os.getuid() or (_is_system() and runs_in(job)):
+            return paths.as_owner(arguments)
+    return f"gadei-ps {arguments}"
 
 
 def way_on(job: str) -> str:

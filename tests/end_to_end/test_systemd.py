@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import shutil
 import signal
 import sys
 import textwrap
@@ -21,6 +22,7 @@ from support.blocked_disk import BlockedDisk
 from gadei_ps import homes
 from gadei_ps.errors import NotSaved
 from gadei_ps.job import paths
+from gadei_ps.job import service as advice
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import cgroups
 from gadei_ps.memory import presence, shm
@@ -207,6 +209,14 @@ def test_a_lost_marker_for_learners(
     eventually(lambda: told in "".join(manager.said("STATUS")[-1:]))
     marker.unlink()
     eventually(lambda: told not in manager.said("STATUS")[-1])
+    runtime_dir.chmod(0o770)  # as setfacl does
+    eventually(lambda: "mode 0770" in manager.said("STATUS")[-1])
+    assert advice.command(job_name, "stop") == "gadei-ps stop", "which the watchdog's status has"
+    runtime_dir.chmod(0o700)
+    eventually(lambda: "mode 0770" not in manager.said("STATUS")[-1])
+    moved = runtime_dir.rename(runtime_dir.with_name("moved"))
+    eventually(marker.exists)
+    shutil.rmtree(moved)
     service.process.terminate()
     assert service.wait().code == 0
     marker.unlink()
