@@ -185,7 +185,8 @@ def uninstall_unit(
     if not done.removed:
         print("there is nothing to remove")
     for path, why in done.left:
-        print(f"stays: {path}: {why}")
+        shown = str(path) if str(path).isprintable() else ascii(str(path))
+        print(f"stays: {shown}: {why}")
     for one in done.memory:
         print(f"stays: {one['what']}")
     print("\nNext:\n")

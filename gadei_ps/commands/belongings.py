@@ -156,15 +156,28 @@ class Belongings:
 
     def checkpoints(self) -> tuple[Checkpoints, ...]:
         """All of the units' jobs, of others, too, for a user's own."""
-        folders = list(self._elsewhere())
+        folders = {path.resolve(): (job, path) for job, path in self._elsewhere()}
         with contextlib.suppress(OSError):
-            folders += [(path.name, path) for path in sorted(self.state.iterdir()) if path.is_dir()]
+            for path in sorted(self.state.iterdir()):
+                if path.is_dir() and JOB_NAME.fullmatch(path.name):
+                    folders[path.resolve()] = (path.name, path)
         found = []
-        for job, path in folders:
+        for job, path in folders.values():
             with contextlib.suppress(OSError, GadeiError):
                 if count := len(checkpoint.found(path)):
-                    found.append(Checkpoints(job, path, count, _bytes(path)))
+                    found.append(Checkpoints(job, path, count, bytes_in(path)))
         return tuple(found)
+
+    def others(self) -> tuple[tuple[Path, str], ...]:
+        """What is in the directory of the state besides checkpoints(), with a description."""
+        known = {one.path for one in self.checkpoints() if one.path.is_relative_to(self.state)}
+        found = [(path, "directory of checkpoints") for path in _entries(self.state)]
+        found = [one for one in found if one[0] not in known]
+        for folder in sorted(known):
+            own = [path for path in _entries(folder) if not checkpoint.is_own(path.name)]
+            found += [(path, "checkpoint") for path in own]
+        sizes = ((path, what, bytes_in(path)) for path, what in found)
+        return tuple((path, f"it is no {what}, {size(one)}") for path, what, one in sizes if one)
 
     def of_others(self, user: str) -> tuple[Path, ...]:
         """Directories with files that the jobs of this user could not write."""
@@ -190,12 +203,16 @@ class Belongings:
     def save(self, program: Sequence[str], one: Memory) -> str:
         """The command that saves this memory and ends the job.
 
-        Of a job without a last checkpoint, it saves the weights, and the memory stays.
+        Of a job without a last checkpoint, it saves the weights, and the memory stays. Those of the
+        system's jobs are written where their user may write, and end where no advice removes them.
         """
         if not one.saves:
-            folder = self.state if self.scope == Scope.SYSTEM else Path()
-            out = str(folder / f"{one.job}.safetensors")
-            return self._command(program, one.uid, "export", one.job, out)
+            if self.scope == Scope.USER:
+                return self._command(program, one.uid, "export", one.job, f"{one.job}.safetensors")
+            out = str(self.state / f"{one.job}.safetensors")
+            export = self._command(program, one.uid, "export", one.job, out)
+            move = shlex.join(["mv", "--backup=numbered", out, f"{kept_in()}/"])
+            return f"{export} && {move}"
         file = str(self.job_file(one.job))
         return self._command(program, one.uid, "serve", "--finish", "--name", one.job, file)
 
@@ -208,7 +225,10 @@ class Belongings:
         return self._command(program, one.uid, "stop", one.job)
 
     def settle(self, program: Sequence[str], found: Iterable[Memory]) -> list[str]:
-        """Lines that leave nothing of this memory: commands, and comments before them."""
+        """Lines that leave nothing of this memory: commands, and comments before them.
+
+        What removes memory that can be saved is run only after that, or is a comment.
+        """
         lines = []
         for one in found:
             if one.living:
@@ -217,9 +237,11 @@ class Belongings:
                 own = f", with its own gadei-ps (it was {one.build})" if one.build else ""
                 how = "Save it" if one.saves else "Save its weights, and remove it"
                 lines.append(f"# {one}. {how}{own}:")
-                lines.append(self.save(program, one))
-                discard = self.discard(program, one)
-                lines.append(f"# or discard it: {discard}" if one.saves else discard)
+                save, discard = self.save(program, one), self.discard(program, one)
+                if one.saves or one.build:
+                    lines += [save, f"# or discard it: {discard}"]
+                else:
+                    lines.append(f"{save} && {discard}")
             else:
                 lines += [f"# {one}. Remove it:", self.discard(program, one)]
         return lines
@@ -237,6 +259,11 @@ class Belongings:
             }
             for one in found
         ]
+
+
+def kept_in() -> Path:
+    """Where root keeps weights that are saved as the last of a job."""
+    return Path(pwd.getpwuid(0).pw_dir)
 
 
 def _saves(job: str, uid: int) -> bool:
@@ -282,11 +309,18 @@ def _is_of_others(directory: Path, uid: int | None) -> bool:
     return False
 
 
-def _bytes(directory: Path) -> int:
-    """Of all files in it."""
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def bytes_in(path: Path) -> int:
+    """Of a file, or of all files in a directory."""
     total = 0
-    for folder, _, files in os.walk(directory):
-        for name in files:
-            with contextlib.suppress(FileNotFoundError):
-                total += Path(folder, name).lstat().st_size
+    inside = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    for one in inside if path.is_dir() and not path.is_symlink() else (path,):
+        with contextlib.suppress(FileNotFoundError):
+            total += one.lstat().st_size
     return total

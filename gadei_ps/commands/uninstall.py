@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from gadei_ps.commands import manager, systemd, units
-from gadei_ps.commands.belongings import Belongings
+from gadei_ps.commands.belongings import Belongings, bytes_in
 from gadei_ps.commands.manager import INSTANCE
 from gadei_ps.commands.units import SERVICE_USER, Scope
 from gadei_ps.errors import UsageError
+from gadei_ps.show.counts import counted
 from gadei_ps.show.tables import size
 
 
@@ -90,6 +91,7 @@ def uninstall(
     if jobs.is_dir():
         left.append((jobs, "it holds job files"))
     left += [(one.path, str(one)) for one in theirs.checkpoints()]
+    left += theirs.others() if scope == Scope.SYSTEM else ()
     memory = theirs.memory([user, SERVICE_USER])
     if not dry_run:
         for path in ours:
@@ -121,10 +123,13 @@ def _remove(theirs: Belongings, *, made: bool) -> list[str]:
     """
     lines = []
     if theirs.state.is_dir():
-        total = size(sum(one.bytes for one in theirs.checkpoints()))
-        lines.append(f"rm -r {theirs.state}  # the checkpoints of all jobs, {total}, for ever")
-    if others := [one for one in (theirs.runtime, theirs.cache) if one.is_dir()]:
-        lines.append(f"rm -r {shlex.join(map(str, others))}")
+        what = "the checkpoints of all jobs"
+        if others := theirs.others():
+            what += f" and {counted(len(others), 'other file')}"  # a name could end the comment
+        total = size(bytes_in(theirs.state))
+        lines.append(f"rm -r {shlex.quote(str(theirs.state))}  # {what}, {total}, for ever")
+    if made_again := [one for one in (theirs.runtime, theirs.cache) if one.is_dir()]:
+        lines.append(f"rm -r {shlex.join(map(str, made_again))}")
     if made and systemd.exists(SERVICE_USER):
         kept = "  # last: files that you keep would be nobody's" if theirs.directories else ""
         lines.append(f"userdel {SERVICE_USER}{kept}")

@@ -251,6 +251,12 @@ def found(directory: Path) -> list[Found]:
     return [Found(path, rank[0]) for rank, path in ranked]
 
 
+def is_own(name: str) -> bool:
+    """Whether an entry of a directory of checkpoints is one, or is there for one."""
+    whole = _NAME.fullmatch(name) or _SUPERSEDED.fullmatch(name)
+    return whole is not None or name == ".lock" or name.startswith(".tmp-")
+
+
 def _rank(path: Path) -> tuple[int, int] | None:
     """Version and number of a checkpoint, by its name; None for anything else."""
     name = _NAME.fullmatch(path.name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import systemd
+from gadei_ps.commands import systemd, uninstall
 from gadei_ps.commands.units import Scope
 from gadei_ps.errors import UsageError
 
@@ -116,3 +116,32 @@ def test_files_of_jobs_that_cannot_be(tmp_path: Path) -> None:
     assert "no job can be called 'a.b': rename the file" in told[0]
     assert "no job can be called 'my job': rename the file" in told[1]
     assert told[2] == f"{jobs}/other.learner: there is no job file other.toml beside it"
+
+
+def test_uninstall_names_what_would_be_removed(place: Path) -> None:
+    """Files of others beside checkpoints, each directory once, and what the command takes."""
+    state = place / "var/lib/gadei-ps"
+    for path in (state / "demo", place / "elsewhere"):
+        (path / "checkpoint-000000000001").mkdir()
+        (path / "checkpoint-000000000001/weights").write_bytes(bytes(3 << 20))
+        (path / ".lock").touch()
+    (state / "demo/notes").write_text("mine")
+    (state / "two\nlines").write_text("strange")
+    (state / "demo.safetensors").write_bytes(bytes(1 << 20))
+    (place / "gadei-ps/demo.toml").write_text(ELSEWHERE.format(state / "demo"))
+    (place / "gadei-ps/far.toml").write_text(ELSEWHERE.format(place / "elsewhere"))
+    done = uninstall.uninstall(Scope.SYSTEM, where=place, dry_run=True)
+    left = [str(path) for path, _ in done.left]
+    assert sorted(left) == sorted(
+        str(one)
+        for one in (
+            place / "gadei-ps",
+            place / "elsewhere",
+            state / "demo",
+            state / "demo/notes",
+            state / "two\nlines",
+            state / "demo.safetensors",
+        )
+    )
+    (line,) = [one for one in done.next if one.startswith(f"rm -r {state}  # ")]
+    assert "of all jobs and 3 other files, 4.0 MiB, for ever" in line
