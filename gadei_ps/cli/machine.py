@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -155,8 +156,7 @@ def install_unit(
             if one.written and one.differs:
                 print(f"  the one before differed: {one.differs}")
         print(f"\nNext, for a job named {done.job}:\n")
-        for line in done.next:
-            print(f"  {line}")
+        print_steps(done.next, done.ends_at_failure)
     return 0
 
 
@@ -190,6 +190,11 @@ def uninstall_unit(
     for one in done.memory:
         print(f"stays: {one['what']}")
     print("\nNext:\n")
-    for line in done.next:
-        print(f"  {line}")
+    print_steps(done.next, bool(done.memory))
     return 0
+
+
+def print_steps(lines: Sequence[str], ends_at_failure: bool) -> None:
+    """ends_at_failure: as one command of the shell, which ends when a line fails."""
+    for line in ("(set -e", *lines, ")") if ends_at_failure else lines:
+        print(f"  {line}")

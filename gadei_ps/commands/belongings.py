@@ -238,10 +238,12 @@ class Belongings:
                 how = "Save it" if one.saves else "Save its weights, and remove it"
                 lines.append(f"# {one}. {how}{own}:")
                 save, discard = self.save(program, one), self.discard(program, one)
-                if one.saves or one.build:
+                if one.saves:
                     lines += [save, f"# or discard it: {discard}"]
+                elif one.build:
+                    lines += [f"({save})", f"# and then: {discard}"]
                 else:
-                    lines.append(f"{save} && {discard}")
+                    lines.append(f"({save} && {discard})")
             else:
                 lines += [f"# {one}. Remove it:", self.discard(program, one)]
         return lines

@@ -77,6 +77,7 @@ class Installed:
     user: that the jobs run as, None for one's own. kept: it is not the usual one, but that of the
     units that were there. job_file: the job's, which is never replaced. next: commands that start
     the job with the units. notes: what is wrong with files that are there, a line for each.
+    ends_at_failure: whether those of `next` after one that fails would do harm.
     """
 
     scope: Scope
@@ -87,6 +88,7 @@ class Installed:
     user: str | None
     kept: bool
     notes: tuple[str, ...] = ()
+    ends_at_failure: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -209,7 +211,9 @@ def install(
     who = user if scope == Scope.SYSTEM else None
     told = tuple(_next(scope, user, name, hand_over))
     kept = None if kept == SERVICE_USER else kept
-    return Installed(scope, name, tuple(found), file, told, who, kept is not None, tuple(notes))
+    return Installed(
+        scope, name, tuple(found), file, told, who, kept is not None, tuple(notes), bool(hand_over)
+    )
 
 
 def _check_same(found: Sequence[File]) -> None:

@@ -63,7 +63,7 @@ def test_a_job_is_neither_broken_nor_forgotten(
     assert memory["job"] == job_name
     assert memory["bytes"] > 4000
     assert "it may be more than any checkpoint has" in memory["what"]
-    (line,) = [one for one in done.next if one.startswith(memory["save"])]
+    (line,) = [one for one in done.next if memory["save"] in one]
     assert not any("userdel" in line or line.startswith("rm -r") for line in done.next)
     assert "uninstall-unit --system  # again" in done.next[-1]
     # The commands, without the change of the user, and with this test's paths.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pwd
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import systemd, uninstall
+from gadei_ps.cli import machine
+from gadei_ps.commands import belongings, systemd, uninstall
 from gadei_ps.commands.units import Scope
 from gadei_ps.errors import UsageError
 
@@ -145,3 +147,24 @@ def test_uninstall_names_what_would_be_removed(place: Path) -> None:
     )
     (line,) = [one for one in done.next if one.startswith(f"rm -r {state}  # ")]
     assert "of all jobs and 3 other files, 4.0 MiB, for ever" in line
+
+
+@pytest.mark.parametrize("ends_at_failure", [True, False])
+def test_steps_end_at_a_failure(
+    ends_at_failure: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pasted into a shell that goes on: no job starts without memory that could not be saved."""
+    one = belongings.Memory("demo", os.getuid(), 5000, True, False, False, None)
+    theirs = belongings.Belongings.of(Scope.USER, tmp_path, tmp_path)
+    lines = theirs.settle(["false"], [one])
+    machine.print_steps([*lines, "touch started  # the job"], ends_at_failure)
+    pasted = capsys.readouterr().out
+    done = subprocess.run(["sh"], input=pasted + "true\n", text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "started").exists() != ends_at_failure
+
+
+def test_what_ends_at_a_failure(place: Path) -> None:
+    handed = systemd.install(Scope.SYSTEM, user="nobody", force=True, where=place)
+    assert handed.ends_at_failure
+    assert not systemd.install(Scope.USER, where=place / "own").ends_at_failure
