@@ -157,7 +157,7 @@ class JobMemory:
             return presence.elsewhere(name)
         pid = int(control["watchdog_pid"])
         where = paths.of_watchdog(name, pid)
-        at = f" (with GADEI_PS_RUNTIME_DIR={where})" if where else ""
+        at = f" (with {paths.variable(where)})" if where else ""
         return (
             f"job {name!r} is in use: its watchdog is process {pid}{at}; "
             "choose another name or stop it (gadei-ps stop)"

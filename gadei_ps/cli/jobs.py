@@ -24,6 +24,7 @@ from gadei_ps.cli.options import (
 )
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
+from gadei_ps.show.plain import plain
 
 WATCH_S = 1.0
 MOST_SILENT = 3  # --watch gives up after more unanswered requests in a row
@@ -303,7 +304,7 @@ def _tell_where(nothing: bool, as_json: bool) -> None:
         name = paths.user(paths.owner())
         print(f"gadei-ps: looked in {paths.directory()}, for user {name}", file=sys.stderr)
     for line in elsewhere():
-        print(f"gadei-ps: {line}", file=sys.stderr)
+        print(f"gadei-ps: {plain(line)}", file=sys.stderr)
 
 
 def gc(
@@ -325,9 +326,9 @@ def gc(
 
     left = jobs.collect(names, dry_run=dry_run)
     for why in jobs.foreign(names):
-        print(f"gadei-ps: left alone: {why}", file=sys.stderr)
+        print(f"gadei-ps: left alone: {plain(why)}", file=sys.stderr)
     for why in jobs.left_alone(names or (), left):
-        print(f"gadei-ps: {why}", file=sys.stderr)
+        print(f"gadei-ps: {plain(why)}", file=sys.stderr)
     result = {
         "dry_run": dry_run,
         "removed": [one.as_dict() for one in left],

@@ -20,6 +20,7 @@ import typer
 from gadei_ps.errors import GadeiError, JobNotFound
 from gadei_ps.machine import interrupts, log
 from gadei_ps.machine.interrupts import Interrupted
+from gadei_ps.show.plain import plain
 from gadei_ps.show.strict_json import finite
 
 TRACEBACK_VARIABLE = "GADEI_PS_TRACEBACK"
@@ -62,7 +63,7 @@ def _report(error: Exception, as_json: bool, json_log: bool = False, learner_fil
     kind, message, code = _told(error)
     if learner_file and code == 2:
         message = _with_file(learner_file, message)
-    line = " ".join(message.split())
+    line = plain(message)
     if json_log:
         log.set_up(as_json=True)
         log.get(kind=kind, exit_code=code).critical(line)

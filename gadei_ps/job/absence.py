@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 from pathlib import Path
 
 from gadei_ps import homes
@@ -37,7 +38,7 @@ def absence(job: str) -> str | None:
         if where is not None:
             return (
                 f"job {job!r} is running with another runtime directory: "
-                f"set GADEI_PS_RUNTIME_DIR={where}"
+                f"set {paths.variable(where)}"
             )
         return (
             f"job {job!r} is running elsewhere (in another container or pid namespace, or with "
@@ -80,15 +81,15 @@ def unseen(job: str) -> str | None:
     if "/" in job:
         return None
     for uid in _others(job).get(job, ()):
-        name, variable = paths.user(uid), f"GADEI_PS_RUNTIME_DIR={_where(job, uid) or '...'}"
+        name, variable = paths.user(uid), paths.variable(_where(job, uid))
         root = f"; root may set {variable} instead" if os.geteuid() == 0 else ""
         return (
             f"you have no job {job!r}, but user {name} has one: run the command as that user "
-            f"(sudo -u {name} env {variable} gadei-ps ...){root}"
+            f"(sudo -u {shlex.quote(name)} env {variable} gadei-ps ...){root}"
         )
     if paths.directory() == homes.RUNTIME or not (service.SYSTEM_JOBS / f"{job}.toml").is_file():
         return None
-    variable = f"GADEI_PS_RUNTIME_DIR={homes.RUNTIME}"
+    variable = paths.variable(homes.RUNTIME)
     return (
         f"no job {job!r} in {paths.directory()}, but the system has a service of this name: set "
         f"{variable}; systemctl status gadei-ps@{job} tells of it"
@@ -103,10 +104,10 @@ def elsewhere() -> list[str]:
             places.setdefault((uid, _where(job, uid)), []).append(job)
     lines = []
     for (uid, where), jobs in places.items():
-        variable, name = f"GADEI_PS_RUNTIME_DIR={where or '...'}", paths.user(uid)
+        variable, name = paths.variable(where), paths.user(uid)
         how = f"{variable} gadei-ps ls"
         if os.geteuid() not in (0, uid):
-            how = f"sudo -u {name} env {how}"
+            how = f"sudo -u {shlex.quote(name)} env {how}"
         lines.append(f"user {name} has jobs elsewhere ({', '.join(jobs)}): {how} shows them")
     return lines
 

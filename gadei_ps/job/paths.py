@@ -7,16 +7,18 @@ import errno
 import os
 import pwd
 import re
+import shlex
 import stat
 from pathlib import Path
 
 from gadei_ps.errors import ControlError, DirectoryMistake, NotOurs, is_lasting
-from gadei_ps.machine import own
+from gadei_ps.machine import own, process
 
 # A socket's name while it is made: the kernel goes on telling this one.
 PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
 ROOTS = Path("/run/gadei-ps-root")  # of root: unlike in /tmp, no other user can make it
 TEMPORARY = Path("/tmp")
+PLAIN = re.compile(r"[\w./+@-]+", re.ASCII)  # nothing in it means more than itself to a shell
 
 
 def directory(*, make: bool = False) -> Path:
@@ -69,7 +71,7 @@ def _default(make: bool) -> Path:
             if whose not in (0, uid):  # as after su: our files would be in that user's way
                 raise DirectoryMistake(
                     f"XDG_RUNTIME_DIR={session} belongs to user {user(whose)}: unset it, or, to "
-                    f"see that user's jobs, set GADEI_PS_RUNTIME_DIR={session}/gadei-ps"
+                    f"see that user's jobs, set {variable(Path(session) / 'gadei-ps')}"
                 )
         return Path(session) / "gadei-ps"
     if uid == 0:
@@ -107,7 +109,7 @@ def _advice(path: Path, status: os.stat_result, *, named: bool) -> str:
     if not stat.S_ISDIR(status.st_mode):
         return f"remove it, or {other}"
     if status.st_uid == os.getuid() or (named and os.getuid() == 0):
-        return f"make it private (chmod go-w {path}), or {other}"
+        return f"make it private (chmod go-w {shlex.quote(str(path))}), or {other}"
     if named:
         return f"run the command as its owner, or {other}"
     if os.getuid() == 0:
@@ -133,8 +135,19 @@ def check_own() -> None:
 
 def as_owner(arguments: str) -> str:
     """The command line by which root runs a command as the runtime directory's owner."""
-    where = f"GADEI_PS_RUNTIME_DIR={directory()}"
-    return f"sudo -u {user(owner())} env {where} gadei-ps {arguments}"
+    where = f"GADEI_PS_RUNTIME_DIR={shlex.quote(str(directory()))}"
+    return f"sudo -u {shlex.quote(user(owner()))} env {where} gadei-ps {arguments}"
+
+
+def variable(where: Path | None) -> str:
+    """The assignment by which a shell names this runtime directory; `...` if it is not told.
+
+    Another user may have chosen the name: root is told none that is more than letters to a shell,
+    and nobody one that is more to a terminal.
+    """
+    text = "" if where is None else str(where)
+    told = PLAIN.fullmatch(text) or (os.geteuid() != 0 and text and text.isprintable())
+    return f"GADEI_PS_RUNTIME_DIR={shlex.quote(text) if told else '...'}"
 
 
 def user(uid: int) -> str:
@@ -155,7 +168,7 @@ def of_watchdog(job: str, pid: int) -> Path | None:
         for one in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # it was just closed
                 listens.add(str(one.readlink()))
-        lines = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()
+        lines = os.fsdecode(Path(f"/proc/{pid}/net/unix").read_bytes()).split("\n")
     except OSError:
         return None
     for line in lines:
@@ -163,9 +176,21 @@ def of_watchdog(job: str, pid: int) -> Path | None:
         if len(fields) == 8 and f"socket:[{fields[6]}]" in listens:
             path = Path(fields[7])
             match = PASSING.fullmatch(path.name)
-            if match and match["job"] == job and path.is_absolute():
+            ours = match and match["job"] == job and path.is_absolute()
+            if ours and _is_of(path.parent, pid):
                 return path.parent
     return None
+
+
+def _is_of(path: Path, pid: int) -> bool:
+    """Whether the process' user has this directory, or nobody: a name of another user's socket may
+    look like more lines."""
+    try:
+        return path.lstat().st_uid == process.owner(pid)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 def socket_path(job: str) -> Path:

@@ -13,6 +13,7 @@ import errno
 import os
 import pwd
 import resource
+import shlex
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ def _gc() -> str:
     user = f"{os.getuid()}"
     with contextlib.suppress(KeyError):
         user = pwd.getpwuid(os.getuid()).pw_name
-    return f"sudo -u {user} env GADEI_PS_RUNTIME_DIR={homes.RUNTIME} gadei-ps gc"
+    return f"sudo -u {shlex.quote(user)} env GADEI_PS_RUNTIME_DIR={homes.RUNTIME} gadei-ps gc"
 
 
 def address_space() -> str:

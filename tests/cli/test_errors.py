@@ -265,3 +265,7 @@ def test_an_error_is_the_last_object_of_a_json_log(cli: Cli) -> None:
         told = json.loads(result.err)
         assert (told["level"], told["kind"], told["exit_code"]) == ("critical", "UsageError", code)
         assert "nowhere.toml" in told["event"] or "--fast" in told["event"]
+
+
+def test_a_terminal_takes_no_name_for_commands(cli: Cli) -> None:
+    assert cli("serve", "a\x1b[2Jb.toml").error.startswith("a\\x1b[2Jb.toml: ")

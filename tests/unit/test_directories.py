@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shlex
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -188,3 +191,54 @@ def test_compiled_code_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home
     os.chown(unit, NOBODY, NOBODY)
     assert cache.base() == own, "pickles of another user"
     assert f"; the units use {unit}" in packages.numba()[1], "root's is not that of the jobs"
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory whose path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(prefix="gps-", dir="/tmp") as made:
+        yield Path(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "root", "others"),
+    [
+        ("x_1.y@z+-", True, True),
+        ("x;touch${IFS}PWNED;", False, True),
+        ("a b'c", False, True),
+        ("a\x1b[2Jb", False, False),
+        ("a\u202eb", False, False),
+        ("a\udcffb", False, False),
+    ],
+    ids=["plain", "commands", "blanks", "escape code", "backwards", "not UTF-8"],
+)
+def test_a_runtime_directory_that_another_user_has_named(
+    short: Path, monkeypatch: pytest.MonkeyPatch, name: str, root: bool, others: bool
+) -> None:
+    directory = short / name
+    directory.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{directory}/.demo.sock.7")
+        assert paths.of_watchdog("demo", os.getpid()) == directory
+    for uid, told in ((0, root), (1, others)):
+        monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
+        shown = directory if told else "..."
+        said = paths.variable(directory)
+        assert shlex.split(said) == [f"GADEI_PS_RUNTIME_DIR={shown}"]
+        assert said.isprintable()
+
+
+def test_a_line_that_the_name_of_another_users_socket_forges(
+    short: Path, roots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold a line feed, and the kernel tells it as it is."""
+    theirs = short / "theirs"
+    _of_nobody(theirs)
+    monkeypatch.chdir(short)
+    with socket.socket(socket.AF_UNIX) as ours, socket.socket(socket.AF_UNIX) as forger:
+        ours.bind("any")
+        inode = os.fstat(ours.fileno()).st_ino
+        forged = f"x\n0: 0 0 0 1 1 {inode} {theirs}/.demo.sock.7"
+        Path(forged).parent.mkdir(parents=True)
+        forger.bind(forged)
+        assert paths.of_watchdog("demo", os.getpid()) is None

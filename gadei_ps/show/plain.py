@@ -1,0 +1,14 @@
+"""Text of others for a terminal."""
+
+from __future__ import annotations
+
+
+def plain(text: str) -> str:
+    """The same in one line, without characters that a terminal takes for commands.
+
+    They are shown as in a Python string. Names of files, say, may be chosen by other users.
+    """
+    words = " ".join(text.split())
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in words
+    )
