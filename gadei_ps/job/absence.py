@@ -87,7 +87,7 @@ def unseen(job: str) -> str | None:
             f"you have no job {job!r}, but user {name} has one: run the command as that user "
             f"(sudo -u {shlex.quote(name)} env {variable} gadei-ps ...){root}"
         )
-    if paths.directory() == homes.RUNTIME or not (service.SYSTEM_JOBS / f"{job}.toml").is_file():
+    if paths.directory() == homes.RUNTIME or not service.is_installed(job, system=True):
         return None
     variable = paths.variable(homes.RUNTIME)
     return (

@@ -15,6 +15,10 @@ from gadei_ps.job import paths
 
 VARIABLE = "GADEI_PS_UNIT"  # set by the units
 SYSTEM_JOBS = Path("/etc/gadei-ps")
+MANAGER = Path("/run/systemd/system")  # sd_booted(3): there if systemd runs this machine
+UNITS = tuple(
+    map(Path, ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd"))
+)
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,25 @@ def here(job: str) -> Service:
 
 
 def of(job: str) -> Service | None:
-    """The job's service: this process runs in a unit of it, or it has the job's file."""
+    """The job's service: this process runs in a unit of it, or the units have the job's file."""
     found = here(job)
-    if runs_in(job):
-        return found
-    jobs = SYSTEM_JOBS if found.system else platformdirs.user_config_path("gadei-ps")
+    return found if runs_in(job) or is_installed(job, system=found.system) else None
+
+
+def is_installed(job: str, *, system: bool) -> bool:
+    """Whether systemd runs here, has the units, and they have the job's file. system: the system's.
+
+    A job file alone is none of units: in a container, say, `gadei-ps serve` reads the same one.
+    """
+    jobs = SYSTEM_JOBS if system else platformdirs.user_config_path("gadei-ps")
+    places = [path / ("system" if system else "user") for path in UNITS]
+    if not system:
+        places.append(platformdirs.user_config_path("systemd") / "user")
     try:
-        return found if (jobs / f"{job}.toml").is_file() else None
+        there = MANAGER.is_dir() and (jobs / f"{job}.toml").is_file()
+        return there and any((path / "gadei-ps@.service").is_file() for path in places)
     except OSError:
-        return None
+        return False
 
 
 def runs_in(job: str, *, watchdog: bool = False) -> bool:

@@ -169,13 +169,22 @@ def test_a_job_whose_socket_and_lock_are_removed(cli: Cli, job_name: str) -> Non
 def test_a_job_of_the_systems_unit(
     cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Commands name its runtime directory; in it, they name what tells of an ended job."""
+    """Commands name its runtime directory; in it, they name what tells of an ended job. No unit is
+    named where there is none."""
     jobs, system = tmp_path / "jobs", Path(os.environ["GADEI_PS_RUNTIME_DIR"])
     jobs.mkdir()
     (jobs / f"{job_name}.toml").write_text(MODEL)
     monkeypatch.setattr(service, "SYSTEM_JOBS", jobs)
     monkeypatch.setattr(homes, "RUNTIME", system)
     other = str(cli.directory / "other")
+    by_hand = cli("status", job_name, GADEI_PS_RUNTIME_DIR=other).error
+    by_hand += cli("status", job_name).error
+    assert "systemctl" not in by_hand, "there are job files, but no units"
+    assert service.serve(job_name) == "gadei-ps serve"
+    (jobs / "system").mkdir()
+    (jobs / "system" / "gadei-ps@.service").touch()
+    monkeypatch.setattr(service, "UNITS", (jobs,))
+    monkeypatch.setattr(service, "MANAGER", jobs)
     for command in ("status", "kill --server", "export"):
         verb, *options = command.split()
         options += [f"{tmp_path}/w.npz"] if verb == "export" else []
