@@ -10,7 +10,7 @@ import contextlib
 import os
 import pwd
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from gadei_ps.memory.shm import JOB_NAME
 from gadei_ps.show.counts import counted
 from gadei_ps.show.tables import size
 from gadei_ps.storage import checkpoint
-
-OF_FILE_SYSTEMS = "lost+found"  # of root, and for no job
 
 
 @dataclass(frozen=True)
@@ -74,21 +72,30 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Belongings:
-    """Where jobs of the units have what is theirs. jobs: directory of job files."""
+    """Where jobs of the units have what is theirs.
+
+    jobs: directory of job files. home: of the user that they run as, None for this process's.
+    """
 
     scope: Scope
     jobs: Path
     state: Path
     cache: Path
     runtime: Path
+    home: Path | None = None
 
     @classmethod
-    def of(cls, scope: Scope, jobs: Path, where: Path | None = None) -> Belongings:
-        """where: what stands for the root directory, in tests."""
+    def of(
+        cls, scope: Scope, jobs: Path, where: Path | None = None, user: str | None = None
+    ) -> Belongings:
+        """where: what stands for the root directory, in tests. user: of the system's units."""
         if scope == Scope.SYSTEM:
             root = where or Path("/")
             state, cache, runtime = "var/lib/gadei-ps", "var/cache/gadei-ps", "run/gadei-ps"
-            return cls(scope, jobs, root / state, root / cache, root / runtime)
+            home = None
+            if user is not None and uid_of(user) is not None:
+                home = Path(pwd.getpwnam(user).pw_dir)
+            return cls(scope, jobs, root / state, root / cache, root / runtime, home)
         if where:
             return cls(scope, jobs, where / "state", where / "cache", where / "runtime")
         state_directory, cache_directory = config.state_directory(), platformdirs.user_cache_path()
@@ -128,7 +135,8 @@ class Belongings:
         """Of the units' jobs; users: that they ran as, in addition to the directories' owners."""
         owners = {os.getuid()}
         if self.scope == Scope.SYSTEM:
-            owners = {one.stat().st_uid for one in self.directories} | set(_uids(users))
+            owners = {one.stat().st_uid for one in self.directories}
+            owners |= {uid for one in users if (uid := uid_of(one)) is not None}
         known, bytes_ = self._known(), dict[tuple[str, int], int]()
         for one in presence.find():
             if not one.foreign and one.uid in owners and one.job in known:
@@ -146,17 +154,25 @@ class Belongings:
             for (job, uid), total in sorted(bytes_.items())
         )
 
-    def _elsewhere(self) -> Iterator[tuple[str, Path]]:
-        """Job and directory of checkpoints that a job file has put somewhere else."""
+    def elsewhere(self) -> tuple[list[tuple[str, Path]], list[str]]:
+        """Job and directory of checkpoints that a job file has put somewhere else.
+
+        And a line for each job file of which that cannot be told.
+        """
+        found, unread = [], []
         for path in sorted(self.jobs.glob("*.toml")):
-            with contextlib.suppress(GadeiError):
-                told = config.load(path).checkpoint
+            try:
+                told = config.load(path, self.home).checkpoint
                 if told is not None and told.directory is not None and told.directory.is_dir():
-                    yield path.stem, told.directory
+                    found.append((path.stem, told.directory))
+            except (GadeiError, OSError) as error:
+                why = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
+                unread.append(f"{why}: its checkpoints have not been looked for")
+        return found, unread
 
     def checkpoints(self) -> tuple[Checkpoints, ...]:
         """All of the units' jobs, of others, too, for a user's own."""
-        folders = {path.resolve(): (job, path) for job, path in self._elsewhere()}
+        folders = {path.resolve(): (job, path) for job, path in self.elsewhere()[0]}
         with contextlib.suppress(OSError):
             for path in sorted(self.state.iterdir()):
                 if path.is_dir() and JOB_NAME.fullmatch(path.name):
@@ -178,13 +194,6 @@ class Belongings:
             found += [(path, "checkpoint") for path in own]
         sizes = ((path, what, bytes_in(path)) for path, what in found)
         return tuple((path, f"it is no {what}, {size(one)}") for path, what, one in sizes if one)
-
-    def of_others(self, user: str) -> tuple[Path, ...]:
-        """Directories with files that the jobs of this user could not write."""
-        uid = next(iter(_uids([user])), None)
-        elsewhere = [path for _, path in self._elsewhere() if path.stat().st_uid not in (0, uid)]
-        found = (one.resolve() for one in (*self.directories, *elsewhere))
-        return tuple(one for one in found if _is_of_others(one, uid))
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -274,11 +283,12 @@ def _saves(job: str, uid: int) -> bool:
     return control is None or bool(int(control["saves"]))
 
 
-def _uids(users: Iterable[str]) -> Iterator[int]:
-    """Of those that there are."""
-    for one in users:
-        with contextlib.suppress(KeyError):
-            yield pwd.getpwnam(one).pw_uid
+def uid_of(user: str) -> int | None:
+    """None if there is no such user."""
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        return None
 
 
 def _as(uid: int) -> list[str]:
@@ -287,28 +297,6 @@ def _as(uid: int) -> list[str]:
         return ["runuser", "-u", pwd.getpwuid(uid).pw_name, "--"]
     except KeyError:
         return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
-
-
-def _is_of_others(directory: Path, uid: int | None) -> bool:
-    """Whether the directory or something in it is of neither this user nor root.
-
-    What is root's counts too where the directory itself is not the user's: it was never handed on.
-    """
-    mine = directory.stat().st_uid == uid
-    allowed = {uid, 0} if mine else {uid}
-    entries = (
-        path
-        for folder, folders, files in os.walk(directory)
-        for path in (Path(folder, name) for name in (*folders, *files))
-        if path.name != OF_FILE_SYSTEMS
-    )
-    if not mine and directory.stat().st_uid:
-        return True
-    for path in entries:
-        with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_uid not in allowed:
-                return True
-    return False
 
 
 def _entries(folder: Path) -> list[Path]:

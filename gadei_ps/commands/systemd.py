@@ -21,7 +21,7 @@ from typing import Any
 
 import platformdirs
 
-from gadei_ps.commands import differences, manager, units
+from gadei_ps.commands import differences, hand_over, manager, units
 from gadei_ps.commands.belongings import Belongings
 from gadei_ps.commands.doctor.memory import lingers
 from gadei_ps.commands.units import SERVICE_USER, Scope
@@ -187,8 +187,8 @@ def install(
     if not force and not dry_run:
         _check_same(found)
     jobs = where / "gadei-ps" if where else job_directory(scope)
-    theirs = Belongings.of(scope, jobs, where)
-    hand_over: list[str] = []
+    theirs = Belongings.of(scope, jobs, where, before or user)
+    handed: list[str] = []
     notes = list(_notes(jobs))
     set_by = _set_by(where or directory(scope), user) if scope == Scope.SYSTEM else None
     if set_by is not None:  # then the directories are that user's, and stay so
@@ -198,7 +198,9 @@ def install(
     elif scope == Scope.SYSTEM:
         if not dry_run:
             _check_nobody_runs(theirs, user, before, asks=where is None)
-        hand_over = _hand_over(theirs, user, before)
+        plan = hand_over.plan(theirs, user)
+        handed = [*_settled(theirs, user, before), *plan.commands]
+        notes += plan.notes
     file = None
     if job is not None or not any(jobs.glob("*.toml")):
         path, text = jobs / f"{job or EXAMPLE}.toml", units.job_file(scope)
@@ -209,10 +211,10 @@ def install(
             _write(one.path, one.text)
     name = job or EXAMPLE
     who = user if scope == Scope.SYSTEM else None
-    told = tuple(_next(scope, user, name, hand_over))
+    told = tuple(_next(scope, user, name, handed))
     kept = None if kept == SERVICE_USER else kept
     return Installed(
-        scope, name, tuple(found), file, told, who, kept is not None, tuple(notes), bool(hand_over)
+        scope, name, tuple(found), file, told, who, kept is not None, tuple(notes), bool(handed)
     )
 
 
@@ -252,14 +254,11 @@ def _check_nobody_runs(theirs: Belongings, user: str, before: str | None, *, ask
     )
 
 
-def _hand_over(theirs: Belongings, user: str, before: str | None) -> list[str]:
-    """Commands after which this user's jobs go on where those of other users have ended."""
+def _settled(theirs: Belongings, user: str, before: str | None) -> list[str]:
+    """Commands after which no other user has memory of jobs that have ended."""
     users = [one for one in (before,) if one is not None]
     memory = [one for one in theirs.memory(users) if one.user != user and not one.living]
-    lines = theirs.settle(program(), memory)
-    if directories := theirs.of_others(user):
-        lines.append(f"chown -R {user}: {shlex.join(map(str, directories))}")
-    return lines
+    return theirs.settle(program(), memory)
 
 
 def _notes(jobs: Path) -> Iterator[str]:
@@ -353,8 +352,8 @@ def _belongs(status: os.stat_result, user: str) -> bool:
     return status.st_gid in groups and bool(status.st_mode & stat.S_IXGRP)
 
 
-def _next(scope: Scope, user: str, job: str, hand_over: Sequence[str]) -> Sequence[str]:
-    """Commands that start the job with the unit. hand_over: those that go before."""
+def _next(scope: Scope, user: str, job: str, handed: Sequence[str]) -> Sequence[str]:
+    """Commands that start the job with the unit. handed: those that go before."""
     if scope == Scope.USER:
         commands = [
             "systemctl --user daemon-reload",
@@ -374,7 +373,7 @@ def _next(scope: Scope, user: str, job: str, hand_over: Sequence[str]) -> Sequen
         ]
     return [
         *make,
-        *hand_over,
+        *handed,
         "systemd-tmpfiles --create gadei-ps.conf",
         "systemctl daemon-reload",
         f"systemctl enable --now gadei-ps@{job}",

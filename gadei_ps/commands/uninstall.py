@@ -66,10 +66,9 @@ def uninstall(
     if where is None and not force and not dry_run:
         manager.wait_for_ends(scope, systemd.say)
     jobs = where / "gadei-ps" if where else systemd.job_directory(scope)
-    theirs = Belongings.of(scope, jobs, where)
-    user = (
-        systemd.user_of(systemd.place(scope, units.NAME, where)) or theirs.owner() or SERVICE_USER
-    )
+    set_ = systemd.user_of(systemd.place(scope, units.NAME, where))
+    theirs = Belongings.of(scope, jobs, where, set_)
+    user = set_ or theirs.owner() or SERVICE_USER
     ours, left = [], []
     for name in units.texts(scope, ""):
         path = systemd.place(scope, name, where)
@@ -91,6 +90,7 @@ def uninstall(
     if jobs.is_dir():
         left.append((jobs, "it holds job files"))
     left += [(one.path, str(one)) for one in theirs.checkpoints()]
+    left += [(jobs, why) for why in theirs.elsewhere()[1]]
     left += theirs.others() if scope == Scope.SYSTEM else ()
     memory = theirs.memory([user, SERVICE_USER])
     if not dry_run:

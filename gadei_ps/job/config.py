@@ -225,9 +225,10 @@ def check_room(model: sync.SyncModel) -> None:
         raise sync.SpecError(f"{model.name}: its parameters are too long; use a shorter path")
 
 
-def load(path: Path) -> JobConfig:
+def load(path: Path, home: Path | None = None) -> JobConfig:
     """Reads a job file, of at most MOST_BYTES. Its name defaults to the file's.
 
+    home: what ~ stands for, by default the home directory of this process's user.
     Raises UsageError, or JobFailed if it cannot be read for now.
     """
     try:
@@ -250,9 +251,22 @@ def load(path: Path) -> JobConfig:
         raise UsageError(f"{path}: sync: {error}") from None
     checkpoint = values.get("checkpoint")
     if isinstance(checkpoint, dict) and isinstance(checkpoint.get("directory"), str):
-        named = Path(checkpoint["directory"]).expanduser()
+        try:
+            named = _expanded(Path(checkpoint["directory"]), home)
+        except RuntimeError:
+            raise UsageError(
+                f"{path}: checkpoint.directory: {checkpoint['directory']!r} names no user of this "
+                "machine; give a path"
+            ) from None
         checkpoint["directory"] = (path.parent / named).absolute()
     return from_mapping(values, str(path))
+
+
+def _expanded(path: Path, home: Path | None) -> Path:
+    """Raises RuntimeError if it begins with ~USER and there is no such user."""
+    if home is not None and path.parts[:1] == ("~",):
+        return home.joinpath(*path.parts[1:])
+    return path.expanduser()
 
 
 def _parsed(path: Path, raw: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from gadei_ps.cli import machine
 from gadei_ps.commands import belongings, systemd, uninstall
 from gadei_ps.commands.units import Scope
 from gadei_ps.errors import UsageError
+from gadei_ps.job import config
 
 ELSEWHERE = '[checkpoint]\ndirectory = "{}"\n'
 
@@ -23,7 +24,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(systemd, "places", lambda: (Path("/usr/bin/env"),))
     me = pwd.getpwuid(os.getuid()).pw_name
     systemd.install(Scope.SYSTEM, user=me, job="demo", where=tmp_path)
-    for path in ("var/lib/gadei-ps/demo", "var/cache/gadei-ps", "run/gadei-ps", "elsewhere/x"):
+    for path in ("var/lib/gadei-ps/demo", "var/cache/gadei-ps", "run/gadei-ps", "elsewhere"):
         (tmp_path / path).mkdir(parents=True)
     (tmp_path / "var/cache/gadei-ps/kernel").touch()
     return tmp_path
@@ -37,15 +38,17 @@ def test_directories_are_handed_on(place: Path) -> None:
     """With all in them, and before systemd sees them: it looks at the directories only."""
     state, cache = place / "var/lib/gadei-ps", place / "var/cache/gadei-ps"
     found = steps(place, "nobody")
-    (line,) = [one for one in found if one.startswith("chown -R nobody: ")]
-    assert {str(state), str(cache)} <= set(line.split())
-    assert found.index(line) < found.index("systemd-tmpfiles --create gadei-ps.conf")
+    me = pwd.getpwuid(os.getuid()).pw_name
+    given = f"chown -hR --from={me} nobody: {state}"
+    # Compiled kernels are pickles, which nobody loads from another user.
+    removed = f"rm -r {cache} {place}/run/gadei-ps  # made again"
+    made = "systemd-tmpfiles --create gadei-ps.conf"
+    assert found.index(given) < found.index(removed) < found.index(made)
     (place / "gadei-ps/far.toml").write_text(ELSEWHERE.format(place / "elsewhere"))
     moved = steps(place, "nobody")
     if os.getuid():  # root's other directories are not former jobs'
         assert any(str(place / "elsewhere") in one.split() for one in moved)
-    me = pwd.getpwuid(os.getuid()).pw_name
-    assert not any("chown" in one for one in steps(place, me))
+    assert not any("chown" in one or "rm" in one.split() for one in steps(place, me))
 
 
 def test_a_drop_in_decides_who_runs_jobs(place: Path) -> None:
@@ -72,10 +75,72 @@ def test_what_lies_deeper_counts(place: Path) -> None:
     (state / "demo/of-root").touch()
     assert not any("chown" in one for one in steps(place, "nobody")), "a learner of root may write"
     os.chown(state / "demo", 12345, -1)
-    assert f"chown -R nobody: {state}" in steps(place, "nobody")
+    assert f"chown -hR --from=12345 nobody: {state}" in steps(place, "nobody")
     (place / "gadei-ps/far.toml").write_text(ELSEWHERE.format(place / "elsewhere"))
     os.chown(place / "elsewhere", 12345, -1)
-    assert f"chown -R nobody: {state} {place}/elsewhere" in steps(place, "nobody")
+    both = f"chown -hR --from=12345 nobody: {state} {place}/elsewhere"
+    assert both in steps(place, "nobody")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
+def test_only_checkpoints_of_the_owner_are_given(place: Path) -> None:
+    """Not what a link leads to that the owner has set, nor other data, nor files of others."""
+    alice, victim = 12345, 12346
+    home, bob = place / "home/alice", place / "home/bob"
+    kept = home / "kept/checkpoint-000000000001"
+    kept.mkdir(parents=True)
+    bob.mkdir()
+    for path, uid in ((home, alice), (kept.parent, alice), (kept, alice), (bob, victim)):
+        os.chown(path, uid, -1)
+    mine = bob / "mine"
+    mine.touch()
+    os.chown(mine, victim, -1)
+    os.link(mine, kept / "weights")  # as where fs.protected_hardlinks is 0
+    (home / "last").symlink_to(bob)
+    (home / "inner").symlink_to(place / "home")
+    for name in ("last", "inner/bob", "kept"):
+        told = ELSEWHERE.format(home / name)
+        (place / f"gadei-ps/{name.replace('/', '-')}.toml").write_text(told)
+    done = systemd.install(Scope.SYSTEM, user="nobody", force=True, where=place)
+    assert not any("bob" in one or "last" in one for one in done.next), done.next
+    assert [
+        f"home/alice/{name} are reached through a link" in note
+        for name, note in zip(("inner/bob", "last"), done.notes, strict=True)
+    ] == [True, True]
+    (line,) = [one for one in done.next if one.startswith("chown -hR --from=12345")]
+    assert line.split()[4:] == [str(kept.parent)]
+    subprocess.run(["sh", "-c", line], check=True)
+    nobody = pwd.getpwnam("nobody").pw_uid
+    assert (kept.stat().st_uid, mine.stat().st_uid) == (nobody, victim)
+    for path in (kept, kept.parent):
+        os.chown(path, alice, -1)
+    (kept.parent / "thesis").touch()
+    done = systemd.install(Scope.SYSTEM, user="nobody", force=True, where=place)
+    (line,) = [one for one in done.next if one.startswith("chown -hR --from=12345")]
+    assert line.split()[4:] == [str(kept)]
+    said = "lie beside 'thesis': the directory itself is not given to nobody"
+    assert any(said in note for note in done.notes)
+
+
+def test_a_strange_job_file_stops_nothing(place: Path) -> None:
+    for name, directory in (("a", "~no-such-user/x"), ("b", "x" * 300), ("c", "/dev/null/x")):
+        (place / f"gadei-ps/{name}.toml").write_text(ELSEWHERE.format(directory))
+    me = pwd.getpwuid(os.getuid()).pw_name
+    done = systemd.install(Scope.SYSTEM, user=me, force=True, where=place)
+    first, second = done.notes
+    assert "a.toml: checkpoint.directory: '~no-such-user/x' names no user" in first
+    assert "b.toml: File name too long: its checkpoints have not been looked for" in second
+    left = [why for _, why in uninstall.uninstall(Scope.SYSTEM, where=place, dry_run=True).left]
+    assert {first, second} <= set(left)
+
+
+def test_a_job_files_home_is_that_of_its_user(tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").write_text(ELSEWHERE.format("~/runs"))
+    told = config.load(tmp_path / "demo.toml", Path("/home/alice")).checkpoint
+    assert told is not None
+    assert told.directory == Path("/home/alice/runs")
+    theirs = belongings.Belongings.of(Scope.SYSTEM, tmp_path, tmp_path, "nobody")
+    assert theirs.home == Path(pwd.getpwnam("nobody").pw_dir)
 
 
 def test_it_is_told_what_differs(tmp_path: Path) -> None:
