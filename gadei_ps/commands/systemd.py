@@ -35,6 +35,7 @@ MARK = "gadei-ps install-unit"  # stands in all that install() writes
 EXAMPLE = "demo"
 ROOT = Path("/")
 USER_NAME = re.compile(r"[a-z_][a-z0-9_-]{0,30}", re.IGNORECASE)
+SETS_USER = re.compile(r"^[ \t]*User[ \t]*=[ \t]*(\S*)[ \t]*$", re.MULTILINE)
 # systemd interprets quotes, backslashes and dollars in a command line, and allows no line breaks.
 UNFIT = re.compile(r"[\x00-\x1f\x7f\"'\\$]")
 
@@ -135,6 +136,13 @@ def directory(scope: Scope) -> Path:
     return platformdirs.user_config_path() / "systemd/user"
 
 
+def _bases(where: Path | None) -> list[Path]:
+    """Where the system's manager looks for drop-ins, the most important one first."""
+    root = where or ROOT
+    others = [root / one for one in ("run/systemd/system", "usr/lib/systemd/system")]
+    return [where or directory(Scope.SYSTEM), *others]
+
+
 def job_directory(scope: Scope) -> Path:
     """Where the units look for job files."""
     if scope == Scope.SYSTEM:
@@ -190,11 +198,15 @@ def install(
     theirs = Belongings.of(scope, jobs, where, before or user)
     handed: list[str] = []
     notes = list(_notes(jobs))
-    set_by = _set_by(where or directory(scope), user) if scope == Scope.SYSTEM else None
+    bases = _bases(where)
+    set_by = _set_by(bases, user) if scope == Scope.SYSTEM else None
+    if scope == Scope.SYSTEM:
+        notes += _notes_of_jobs(bases, set_by[1] if set_by else user)
     if set_by is not None:  # then the directories are that user's, and stay so
+        says = f"{set_by[0]} makes jobs run as {set_by[1]}"
         if asked is not None and asked != before:
-            raise UsageError(f"{set_by}, whatever --run-as says: change it there")
-        notes.append(f"{set_by}, and not as {user}: directories are left to it")
+            raise UsageError(f"{says}, whatever --run-as says: change it there")
+        notes.append(f"{says}, and not as {user}: systemd gives it the directories at a start")
     elif scope == Scope.SYSTEM:
         if not dry_run:
             _check_nobody_runs(theirs, user, before, asks=where is None)
@@ -275,17 +287,39 @@ def user_of(path: Path) -> str | None:
     """That of the system's unit at this path; None if there is no such unit."""
     if path.is_symlink() or not path.is_file():
         return None
-    found = re.search(r"^User=(\S+)$", path.read_text(errors="replace"), re.MULTILINE)
-    return found[1] if found else None
+    found = SETS_USER.findall(path.read_text(errors="replace"))
+    return found[-1] or "root" if found else None
 
 
-def _set_by(base: Path, user: str) -> str | None:
-    """Which drop-in makes jobs run as another user than this one; None if none does."""
-    for path in sorted(base.glob("gadei-ps@*.d/*.conf")):
-        found = re.findall(r"^User=(\S+)$", path.read_text(errors="replace"), re.MULTILINE)
-        if found and found[-1] != user:
-            return f"{path} makes jobs run as {found[-1]}"
-    return None
+def _set_by(bases: Sequence[Path], user: str, job: str = "") -> tuple[Path, str] | None:
+    """The drop-in that decides who runs all jobs, or this one, and that user.
+
+    None if no drop-in makes it another than `user`. Of files with one name, the first directory's
+    is read; of settings, the last file's counts.
+    """
+    read: dict[str, Path] = {}
+    for base in bases:
+        for path in base.glob(f"gadei-ps@{job}.service.d/*.conf"):
+            read.setdefault(path.name, path)
+    decides = None
+    for _, path in sorted(read.items()):
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        for value in SETS_USER.findall(text):
+            decides = path, value or "root"
+    return None if decides is None or decides[1] == user else decides
+
+
+def _notes_of_jobs(bases: Sequence[Path], user: str) -> Iterator[str]:
+    """Of drop-ins for one job that set another user."""
+    found = (path.name for base in bases for path in base.glob("gadei-ps@?*.service.d"))
+    jobs = {name.removeprefix("gadei-ps@").removesuffix(".service.d") for name in found}
+    for job in sorted(jobs - {""}):
+        if (set_by := _set_by(bases, user, job)) is not None:
+            path, other = set_by
+            yield (
+                f"{path} makes job {job} run as {other}, and not as {user}: all jobs share their "
+                "directories, so give them all one user (install-unit --run-as)"
+            )
 
 
 def _group(user: str) -> str:

@@ -53,16 +53,42 @@ def test_directories_are_handed_on(place: Path) -> None:
 
 def test_a_drop_in_decides_who_runs_jobs(place: Path) -> None:
     me = pwd.getpwuid(os.getuid()).pw_name
-    drop_in = place / "gadei-ps@demo.service.d/own.conf"
+    drop_in = place / "gadei-ps@.service.d/own.conf"
     drop_in.parent.mkdir()
-    drop_in.write_text("[Service]\nUser=nobody\n")
+    drop_in.write_text("[Service]\nUser = nobody\n")
     with pytest.raises(UsageError, match=r"own\.conf makes jobs run as nobody, whatever --run-as"):
         steps(place, "daemon")
     again = systemd.install(Scope.SYSTEM, where=place)
-    assert f"{drop_in} makes jobs run as nobody, and not as {me}" in again.notes[0]
+    assert f"{drop_in} makes jobs run as nobody, and not as {me}" in again.notes[-1]
     assert not any("chown" in line for line in again.next)
     (place / "gadei-ps@.service").unlink()
     assert systemd.install(Scope.SYSTEM, where=place, force=True).notes, "a drop-in outlives units"
+
+
+def test_the_last_drop_in_decides(place: Path) -> None:
+    """As for systemd: by the name of the file, wherever it is; one in /etc hides the others."""
+    me = pwd.getpwuid(os.getuid()).pw_name
+    folders = [place / one / "gadei-ps@.service.d" for one in ("", "run/systemd/system")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    (folders[0] / "10.conf").write_text("[Service]\nUser=nobody\n")
+    (folders[1] / "20.conf").write_text(f"[Service]\nUser={me}\n")
+    assert not systemd.install(Scope.SYSTEM, where=place).notes
+    (folders[1] / "20.conf").write_text("[Service]\nUser=daemon\n")
+    (note,) = systemd.install(Scope.SYSTEM, where=place).notes
+    assert "20.conf makes jobs run as daemon" in note
+    (folders[0] / "20.conf").symlink_to("/dev/null")
+    (note,) = systemd.install(Scope.SYSTEM, where=place).notes
+    assert "10.conf makes jobs run as nobody" in note
+
+
+def test_a_drop_in_of_one_job_decides_for_that_job(place: Path) -> None:
+    drop_in = place / "gadei-ps@special.service.d/own.conf"
+    drop_in.parent.mkdir()
+    drop_in.write_text("[Service]\nUser=nobody\n")
+    done = systemd.install(Scope.SYSTEM, user="daemon", force=True, where=place)
+    assert f"{drop_in} makes job special run as nobody, and not as daemon" in done.notes[0]
+    assert any(line.startswith("chown ") for line in done.next)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
