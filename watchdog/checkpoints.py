@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,12 +248,8 @@ class Checkpoints:
             if outcome["problem"]:
                 self.log.warning("checkpoint", problem=outcome["problem"])
             if outcome["aside"]:
-                name = self.memory.config.name
-                stop = service.command(name, f"stop {name}")
-                restore = service.command(name, f"restore {outcome['aside']}")
-                self.log.warning(
-                    f"a newer checkpoint is set aside; to go on from it: {stop}, then {restore}"
-                )
+                way = service.take(self.memory.config.name, Path(outcome["aside"]))
+                self.log.warning(f"a newer checkpoint is set aside; to go on from it: {way}")
         else:
             control["checkpoint_failures"] += 1
             self._failed_at = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +101,21 @@ def command(job: str, arguments: str) -> str:
         if paths.owner() != os.getuid() or (_is_system() and runs_in(job)):
             return paths.as_owner(arguments)
     return f"gadei-ps {arguments}"
+
+
+def take(job: str, aside: Path) -> str:
+    """How the job goes on from a checkpoint that was set aside."""
+    if not runs_in(job, watchdog=True):
+        restore = command(job, f"restore {shlex.quote(str(aside))}")
+        return f"{command(job, f'stop {job}')}, then {restore}"
+    unit = here(job)  # restore would serve the job outside of it
+    user = f"sudo -u {shlex.quote(paths.user(os.getuid()))} " if unit.system else ""
+    name = aside.name.removeprefix("superseded-").partition(".")[0]
+    move = shlex.join(("mv", "-nT", str(aside), str(aside.with_name(name))))
+    return (
+        f"{unit.systemctl('stop')}; {user}{move}; move away any checkpoint of a higher version; "
+        f"{unit.systemctl('start')}"
+    )
 
 
 def way_on(job: str) -> str:

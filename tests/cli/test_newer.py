@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,27 @@ def test_a_newer_checkpoint_that_is_set_aside(old: str, cli: Cli) -> None:
     assert (weights(old) == -5).all()
     stop(old)
     assert restored.wait().code == 0
+    again(cli, old)
+    assert support.status(old)["version"] == 5
+
+
+def test_one_that_was_set_aside_is_taken_by_a_unit(old: str, cli: Cli) -> None:
+    """With the commands that the log of the unit's watchdog names: restore would serve the job
+    outside of it."""
+    place = cli.directory / "its own; place"
+    write(cli, old, f"{TEXT}directory = '{place}'\n", range(5, 6))
+    daemon = cli.start("serve", f"{old}.toml", GADEI_PS_UNIT=f"gadei-ps@{old}.service")
+    support.eventually(lambda: is_running(old) and support.status(old)["newer_checkpoint"] == 5)
+    stop(old)
+    assert daemon.wait().code == 0
+    _, _, way = daemon.err.partition("to go on from it: ")
+    (line,) = way.splitlines()[:1]
+    unit = f"--user {{}} gadei-ps@{old}"
+    first, last = (f"systemctl {unit.format(verb)}" for verb in ("stop", "start"))
+    assert line.startswith(f"{first}; mv ")
+    assert last in line
+    words = shlex.split(line.removeprefix(f"{first}; "))
+    subprocess.run([*words[:3], words[3].removesuffix(";")], check=True)
     again(cli, old)
     assert support.status(old)["version"] == 5
 
