@@ -65,7 +65,7 @@ def plan(theirs: Belongings, user: str) -> HandOver:
             commands.append(f"chown -hR --from={paths.user(owner)} {user}: {unique}")
     again = [one for one in (theirs.cache, theirs.runtime) if one.is_dir() and _foreign(one, uid)]
     if again:
-        commands.append(f"rm -r {shlex.join(map(str, again))}  # made again")
+        commands.append(f"rm -r {shlex.join(map(str, again))}")
     return HandOver(tuple(commands), tuple(notes))
 
 

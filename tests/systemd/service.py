@@ -30,6 +30,7 @@ ENVIRONMENT = (
 )
 PAM = "account required pam_permit.so\nsession required pam_systemd.so class=user\n"
 USER = "gadei-ps"
+KERNELS = "/var/cache/kernels"
 PROGRAM = Path(sys.executable).with_name("gadei-ps")
 
 
@@ -49,10 +50,17 @@ def install(manager: Booted) -> None:
     told = json.loads(manager.do(PROGRAM, "install-unit", "--system", "--json"))
     *before, start = told["next"]
     assert "enable" in start
+    manager.do("cp", "-r", "/var/cache/gadei-ps", KERNELS)
     for command in before:
-        manager.do(*command.split())
-    # Kernels that were compiled before, as if this user had done it.
-    manager.do("chown", "-R", f"{USER}:{USER}", "/var/cache/gadei-ps")
+        manager.do("sh", "-c", command)
+    give_kernels(manager, USER)
+
+
+def give_kernels(manager: Booted, user: str) -> None:
+    """Those that were compiled before the boot, as if this user had done it."""
+    manager.do("rm", "-rf", "/var/cache/gadei-ps")
+    manager.do("cp", "-r", KERNELS, "/var/cache/gadei-ps")
+    manager.do("chown", "-R", f"{user}:", "/var/cache/gadei-ps")
 
 
 def add_user(manager: Booted, name: str) -> int:

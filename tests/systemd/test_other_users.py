@@ -32,6 +32,8 @@ class Moving:
     def follow(self, lines: list[str]) -> None:
         for line in lines:
             self.manager.do("sh", "-c", line)
+            if line.startswith("systemd-tmpfiles"):  # which has made the directory again
+                services.give_kernels(self.manager, self.user)
 
     def status(self) -> dict[str, object]:
         asked = ("env", *ENVIRONMENT, PROGRAM, "status", self.service.name, "--json")

@@ -41,7 +41,7 @@ def test_directories_are_handed_on(place: Path) -> None:
     me = pwd.getpwuid(os.getuid()).pw_name
     given = f"chown -hR --from={me} nobody: {state}"
     # Compiled kernels are pickles, which nobody loads from another user.
-    removed = f"rm -r {cache} {place}/run/gadei-ps  # made again"
+    removed = f"rm -r {cache} {place}/run/gadei-ps"
     made = "systemd-tmpfiles --create gadei-ps.conf"
     assert found.index(given) < found.index(removed) < found.index(made)
     (place / "gadei-ps/far.toml").write_text(ELSEWHERE.format(place / "elsewhere"))
