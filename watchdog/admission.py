@@ -131,7 +131,7 @@ class Admission:
         if error is None:
             try:
                 model.enter(self._memory, first, made, self._log)
-            except OSError as problem:
+            except (GadeiError, OSError) as problem:
                 error = problem
         if error is not None:
             self._refuse(client, error)

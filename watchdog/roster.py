@@ -238,7 +238,11 @@ class Roster:
         The pid and the start time stay, the ring does not. The program is no learner, and lives.
         """
         pid = int(self._entries[row]["pid"])
-        if process.maps(pid, shm.SHM.stat().st_dev, self._memory.rings[row].inode):
+        try:
+            device = shm.SHM.stat().st_dev
+        except OSError:
+            return False
+        if process.maps(pid, device, self._memory.rings[row].inode):
             return False
         self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
         self._log.warning("learner died: its process runs another program", row=row, pid=pid)

@@ -310,7 +310,8 @@ class ControlServer:
         if self._spare is not None:
             os.close(self._spare)
         if self.is_named():
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the job's memory is still to be removed
+                self.path.unlink()
 
 
 def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:

@@ -7,6 +7,7 @@ limit the kernel kills a process of the group, so a job looks here before it tak
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -139,8 +140,8 @@ def _cached(group: Path, names: _Names) -> int:
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
     """This process' groups that memory may be charged to, and all above them."""
     try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        memberships = _lines(root / "proc/self/cgroup")
+        mounts = _lines(root / "proc/self/mountinfo")
     except OSError:
         return
     for line in memberships:
@@ -155,6 +156,11 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
         for top, mounted_at in _mounted(mounts, kind, option):
             for group in _upwards(root / mounted_at.lstrip("/"), top, path):
                 yield group, names
+
+
+def _lines(file: Path) -> list[str]:
+    """Names in it may be any bytes: every user may mount something with FUSE."""
+    return [line for line in os.fsdecode(file.read_bytes()).split("\n") if line]
 
 
 def _mounted(mounts: list[str], kind: str, option: str) -> Iterator[tuple[str, str]]:

@@ -134,7 +134,9 @@ def own_limit(error: OSError, size: int) -> str:
             return f"the limit of file sizes is {mib(soft)} MiB: raise it (ulimit -f, LimitFSIZE=)"
     if error.errno == errno.ENOMEM:
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = 0
+        with contextlib.suppress(OSError):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
         if soft != resource.RLIM_INFINITY and pages * resource.getpagesize() + size > soft:
             return address_space()
     return ""

@@ -271,23 +271,25 @@ def map_known(fd: int, name: str, size: int) -> Segment:
 def unlink(name: str) -> bool:
     """Removes the name; the memory stays until its last mapping goes. False without such a name.
 
-    What is not ours stays, and counts as no such name.
+    What is not ours, or cannot be removed, stays and counts as no such name. Raises nothing.
     """
     try:
         if own.foreign(shm.path_of(name).lstat(), os.geteuid()):
             return False
         posix_ipc.unlink_shared_memory(name)
-    except (posix_ipc.ExistentialError, posix_ipc.PermissionsError, FileNotFoundError):
+    except (posix_ipc.ExistentialError, posix_ipc.PermissionsError, OSError):
         return False
     return True
 
 
 def is_named(mapped: Segment) -> bool:
-    """Whether the segment's name still leads to it."""
+    """Whether the segment's name still leads to it. True also where that cannot be told."""
     try:
         return shm.path_of(mapped.name).lstat().st_ino == mapped.inode
     except FileNotFoundError:
         return False
+    except OSError:
+        return True
 
 
 def is_kept(job: str, uid: int | None = None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import selectors
 import shutil
 import signal
 import socket
@@ -34,12 +35,15 @@ from support.supervised import TENSORS, VALUES
 
 from gadei_ps.cli import app, outcome
 from gadei_ps.errors import GadeiError
+from gadei_ps.job.absence import locked
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence, segment, shm
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.watchdog import supervisor
+from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.sockets import ControlServer
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -205,6 +209,24 @@ def test_root_looks_at_another_users_job(cli: Cli, job_name: str, runtime: Path)
         assert watchdog.receive() == 0
     finally:
         watchdog.kill()
+
+
+def _ends_without_removing(pipe: Connection, runtime: Path) -> None:
+    os.environ["GADEI_PS_RUNTIME_DIR"] = str(runtime)
+    _become_another()
+    lock = NameLock("a-job")
+    with selectors.DefaultSelector() as selector:
+        path = runtime / "a-job.sock"
+        server = ControlServer(path, selector, lambda *_: None, lambda _: None)
+        runtime.chmod(0o500)
+        server.shut_down()
+    lock.release()
+    pipe.send(locked(runtime / "a-job.lock"))
+
+
+def test_a_runtime_directory_that_cannot_be_written_any_more(runtime: Path) -> None:
+    """The end of a watchdog goes on to remove the memory, and frees the name."""
+    assert Child(_ends_without_removing, runtime).receive() is False
 
 
 ONCE = (

@@ -133,6 +133,16 @@ def test_odd_names_and_files(tmp_path: Path) -> None:
     assert cgroups.tightest(tmp_path / "nothing") is None
 
 
+def test_a_mount_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    """Every user may make one, and watchdogs look at the mounts every second."""
+    machine = Machine(tmp_path, "0::/a\n", V2_MOUNT)
+    machine.group("a", v2(10 * MB, MB))
+    with (tmp_path / "proc/self/mountinfo").open("ab") as file:
+        file.write(b"99 23 0:99 / /home/x/\xff\x1c\xc2\x85y rw - fuse.any any rw\n")
+    assert machine.limit() == ("a/memory.max", 10 * MB, 9 * MB)
+    assert cgroups.Kills(tmp_path).told() == ""
+
+
 def test_who_was_killed_and_why(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/system.slice/job.service\n", V2_MOUNT)
     kills = cgroups.Kills(tmp_path)

@@ -416,3 +416,17 @@ def test_a_directory_that_takes_no_files(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(posix_ipc, "SharedMemory", refuse)
     with pytest.raises(NoSharedMemory, match="in /dev/shm: Permission denied"):
         segment.create("nobody", "control", SegmentKind.CONTROL, 4096, job_id=bytes(16))
+
+
+def test_a_directory_that_does_not_tell(
+    job_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends no watchdog: nothing counts as lost, and nothing can be removed."""
+    made = segment.create(job_name, "control", SegmentKind.CONTROL, 4096, job_id=bytes(16))
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as broken:
+        broken.setattr(shm, "SHM", tmp_path / "file")
+        assert segment.is_named(made)
+        assert not segment.unlink(made.name)
+    assert segment.unlink(made.name)
+    assert not segment.is_named(made)
