@@ -240,7 +240,7 @@ def _watch(job: str | None) -> None:
                         raise
                     continue
                 shown = job_status(report, rates.update(report["learners"]))
-            seen, silent = True, 0
+            seen, silent, shown = True, 0, tables.Harmless(shown)
             if console.is_terminal:
                 live.update(shown, refresh=True)
             else:

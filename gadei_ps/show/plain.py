@@ -8,7 +8,12 @@ def plain(text: str) -> str:
 
     They are shown as in a Python string. Names of files, say, may be chosen by other users.
     """
-    words = " ".join(text.split())
+    return shown(" ".join(text.split()))
+
+
+def shown(text: str) -> str:
+    """As plain(), but line feeds and tabs stay."""
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in words
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
+        for one in text
     )

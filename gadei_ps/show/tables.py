@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from gadei_ps.show.plain import shown
 
 PIPE_WIDTH = 200  # outside a terminal no width is known; lines of a table must not be cut
 
@@ -17,12 +20,26 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
+class Harmless:
+    """The same as rich lays it out, without characters that a terminal takes for commands.
+
+    Names of learners, say, are chosen by the job's user, who need not be the reader.
+    """
+
+    def __init__(self, what: RenderableType) -> None:
+        self._what = what
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in console.render(self._what, options):
+            yield part if part.control else Segment(shown(part.text), part.style)
+
+
 def show(what: RenderableType) -> None:
-    """Prints a string unchanged, and anything else as rich lays it out."""
+    """Prints a string as it is, and anything else as rich lays it out, both as Harmless does."""
     if isinstance(what, str):
-        print(what)
+        print(shown(what))
     else:
-        console().print(what)
+        console().print(Harmless(what))
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:

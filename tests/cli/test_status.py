@@ -99,3 +99,14 @@ def test_bars(part: float, shown: str) -> None:
 )
 def test_sizes(count: int | None, shown: str) -> None:
     assert tables.size(count) == shown
+
+
+def test_a_terminal_takes_no_name_for_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """A learner may have any name; root may look at another user's job."""
+    named = tables.facts({"learner": "a\x1b[2Jb\u202ec", "line": "1\n2"})
+    tables.show(named)
+    tables.show("d\re\tf\n")
+    said = capsys.readouterr().out
+    assert "a\\x1b[2Jb\\u202ec" in said
+    assert said.endswith("d\\re\tf\n\n")
+    assert said.replace("\n", "").replace("\t", "").isprintable()
