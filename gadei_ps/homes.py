@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+JOBS = Path("/etc/gadei-ps")  # files of jobs
 RUNTIME = Path("/run/gadei-ps")
 STATE = Path("/var/lib/gadei-ps")
 CACHE = Path("/var/cache/gadei-ps")

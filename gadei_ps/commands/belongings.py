@@ -17,6 +17,7 @@ from typing import Any
 
 import platformdirs
 
+from gadei_ps import homes
 from gadei_ps.commands.units import Scope
 from gadei_ps.errors import GadeiError
 from gadei_ps.job import config, paths
@@ -90,12 +91,14 @@ class Belongings:
     ) -> Belongings:
         """where: what stands for the root directory, in tests. user: of the system's units."""
         if scope == Scope.SYSTEM:
-            root = where or Path("/")
-            state, cache, runtime = "var/lib/gadei-ps", "var/cache/gadei-ps", "run/gadei-ps"
             home = None
             if user is not None and uid_of(user) is not None:
                 home = Path(pwd.getpwnam(user).pw_dir)
-            return cls(scope, jobs, root / state, root / cache, root / runtime, home)
+            places = (homes.STATE, homes.CACHE, homes.RUNTIME)
+            state, cache, runtime = (
+                where / one.relative_to("/") if where else one for one in places
+            )
+            return cls(scope, jobs, state, cache, runtime, home)
         if where:
             return cls(scope, jobs, where / "state", where / "cache", where / "runtime")
         state_directory, cache_directory = config.state_directory(), platformdirs.user_cache_path()
@@ -104,7 +107,7 @@ class Belongings:
             jobs,
             state_directory,
             cache_directory / "gadei-ps",
-            platformdirs.user_runtime_path(),
+            platformdirs.user_runtime_path() / "gadei-ps",
         )
 
     @property

@@ -63,7 +63,10 @@ def plan(theirs: Belongings, user: str) -> HandOver:
     for owner, found in sorted(given.items()):
         if unique := shlex.join(map(str, dict.fromkeys(found))):
             commands.append(f"chown -hR --from={paths.user(owner)} {user}: {unique}")
-    again = [one for one in (theirs.cache, theirs.runtime) if one.is_dir() and _foreign(one, uid)]
+    made_again = [theirs.cache]
+    if not any(one.living for one in theirs.memory([user])):
+        made_again.append(theirs.runtime)
+    again = [one for one in made_again if one.is_dir() and _foreign(one, uid)]
     if again:
         commands.append(f"rm -r {shlex.join(map(str, again))}")
     return HandOver(tuple(commands), tuple(notes))

@@ -79,7 +79,7 @@ def wait_for_ends(scope: Scope, say: Callable[[str], None]) -> None:
     while ending := instances(scope).ending:
         if time.monotonic() > until:
             raise UsageError(
-                f"{ending[0]} has not ended within {ENDING_S:.0f} s, and nothing was removed; "
+                f"{ending[0]} has not ended within {ENDING_S:.0f} s, and nothing was changed; "
                 "try again when it is inactive"
             )
         if not told:

@@ -21,6 +21,7 @@ from typing import Any
 
 import platformdirs
 
+from gadei_ps import homes
 from gadei_ps.commands import differences, hand_over, manager, units
 from gadei_ps.commands.belongings import Belongings
 from gadei_ps.commands.doctor.memory import lingers
@@ -146,7 +147,7 @@ def _bases(where: Path | None) -> list[Path]:
 def job_directory(scope: Scope) -> Path:
     """Where the units look for job files."""
     if scope == Scope.SYSTEM:
-        return Path("/etc/gadei-ps")
+        return homes.JOBS
     return platformdirs.user_config_path("gadei-ps")
 
 
@@ -402,7 +403,7 @@ def _next(scope: Scope, user: str, job: str, handed: Sequence[str]) -> Sequence[
         make = [
             "systemd-sysusers gadei-ps.conf"
             if user == SERVICE_USER
-            else "useradd --system --user-group --home-dir /var/lib/gadei-ps "
+            else f"useradd --system --user-group --home-dir {homes.STATE} "
             f"--shell /usr/sbin/nologin {user}"
         ]
     return [

@@ -15,7 +15,6 @@ from gadei_ps.errors import ControlError
 from gadei_ps.job import paths
 
 VARIABLE = "GADEI_PS_UNIT"  # set by the units
-SYSTEM_JOBS = Path("/etc/gadei-ps")
 MANAGER = Path("/run/systemd/system")  # sd_booted(3): there if systemd runs this machine
 UNITS = tuple(
     map(Path, ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd"))
@@ -61,7 +60,7 @@ def is_installed(job: str, *, system: bool) -> bool:
 
     A job file alone is none of units: in a container, say, `gadei-ps serve` reads the same one.
     """
-    jobs = SYSTEM_JOBS if system else platformdirs.user_config_path("gadei-ps")
+    jobs = homes.JOBS if system else platformdirs.user_config_path("gadei-ps")
     places = [path / ("system" if system else "user") for path in UNITS]
     if not system:
         places.append(platformdirs.user_config_path("systemd") / "user")

@@ -174,7 +174,7 @@ def test_a_job_of_the_systems_unit(
     jobs, system = tmp_path / "jobs", Path(os.environ["GADEI_PS_RUNTIME_DIR"])
     jobs.mkdir()
     (jobs / f"{job_name}.toml").write_text(MODEL)
-    monkeypatch.setattr(service, "SYSTEM_JOBS", jobs)
+    monkeypatch.setattr(homes, "JOBS", jobs)
     monkeypatch.setattr(homes, "RUNTIME", system)
     other = str(cli.directory / "other")
     by_hand = cli("status", job_name, GADEI_PS_RUNTIME_DIR=other).error

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gadei_ps import homes
 from gadei_ps.cli import machine
 from gadei_ps.commands import belongings, systemd, uninstall
 from gadei_ps.commands.units import Scope
@@ -146,6 +147,32 @@ def test_only_checkpoints_of_the_owner_are_given(place: Path) -> None:
     assert line.split()[4:] == [str(kept)]
     said = "lie beside 'thesis': the directory itself is not given to nobody"
     assert any(said in note for note in done.notes)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
+def test_running_jobs_keep_their_runtime_directory(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = pwd.getpwuid(os.getuid()).pw_name
+    for name in ("run/gadei-ps", "var/cache/gadei-ps"):
+        (place / name / "strange").touch()
+        os.chown(place / name / "strange", 12345, -1)
+    assert any(f"{place}/run/gadei-ps" in one for one in steps(place, me))
+    one = belongings.Memory("demo", os.getuid(), 5000, True, True, True, None)
+    monkeypatch.setattr(belongings.Belongings, "memory", lambda *_: (one,))
+    found = steps(place, me)
+    assert any(f"{place}/var/cache/gadei-ps" in one for one in found)
+    assert not any(f"{place}/run/gadei-ps" in one for one in found)
+
+
+def test_directories_have_one_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is that of other programs, too."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    own = belongings.Belongings.of(Scope.USER, tmp_path)
+    assert {one.name for one in (own.state, own.cache, own.runtime)} == {"gadei-ps"}
+    theirs = belongings.Belongings.of(Scope.SYSTEM, systemd.job_directory(Scope.SYSTEM))
+    assert (theirs.state, theirs.cache) == (homes.STATE, homes.CACHE)
+    assert (theirs.jobs, theirs.runtime) == (homes.JOBS, homes.RUNTIME)
 
 
 def test_a_strange_job_file_stops_nothing(place: Path) -> None:
