@@ -61,6 +61,7 @@ def give_kernels(manager: Booted, user: str) -> None:
     manager.do("rm", "-rf", "/var/cache/gadei-ps")
     manager.do("cp", "-r", KERNELS, "/var/cache/gadei-ps")
     manager.do("chown", "-R", f"{user}:", "/var/cache/gadei-ps")
+    manager.do("chmod", "700", "/var/cache/gadei-ps")
 
 
 def add_user(manager: Booted, name: str) -> int:
