@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x7a8f0e8b0341b1feull
+#define PS_BUILD 0x1c367984065c921cull
 
 #endif

@@ -19,7 +19,7 @@
  * -ENOSPC with PS_GUARDS ranges guarded. */
 int ps_guard(uint64_t address, uint64_t bytes, uint64_t word, uint64_t value);
 
-/* The same thread as ps_guard, once nothing is read there any more. */
+/* As ps_guard, by one thread at a time, once nothing is read there any more. */
 void ps_unguard(uint64_t address);
 
 #endif
