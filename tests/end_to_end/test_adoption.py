@@ -278,7 +278,7 @@ def test_an_end_without_descriptors_leaves_no_server(cli: Cli, job_name: str) ->
         check=False,
     )
     assert ended.returncode == 1
-    assert "Too many open files" in ended.stderr
+    assert "the limit of open files is 12" in ended.stderr
     assert gone(server)
     assert segments(job_name)
     assert cli("serve", "--finish", f"{job_name}.toml").code == 0

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients.ring import publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Rig, eventually
@@ -389,11 +388,8 @@ def test_who_publishes_after_leaving_takes_no_batch_along(
             if depart_first:
                 rig.bell()
                 eventually(lambda: rig.roster[0]["drained"])
-            frame = np.zeros(1, layout.FRAME)
-            frame[0]["kind"], frame[0]["dtype"] = FrameKind.DENSE, WireType.FLOAT32
-            frame[0]["payload_bytes"] = rig.model.elements * 4
-            frame[0]["batch"], frame[0]["rate_scale"] = batch, 1.0
-            publish(ring, rig.control_at, frame)
+            # It was in the middle of its push, and had looked at `wanted` before.
+            rig.publish(0, rig.ones(), slot=slot, batch=batch)
             rig.wait_tail(0, 1)
             rig.bell()
             eventually(lambda: rig.roster[0]["drained"])
