@@ -99,6 +99,19 @@ def start() -> list[str]:
     return [f"{ready:.1f}", f"{1e3 * attached:.1f}"]
 
 
+def attach() -> list[str]:
+    shown = []
+    for megabytes in (100, 1000, 1600):
+        for optimizer in ("sgd", "adam"):
+            wanted = {"optimizer": optimizer, "weights_bytes": megabytes * 10**6}
+            ours = row("attach.json", contender="gadei-ps", **wanted)
+            zeroing = median("attach.json", contender="zeroing", **wanted)
+            seconds = [f"{ours['median']:.2f}", f"{zeroing:.2f}"]
+            answer = f"{1e3 * ours['slowest_answer_s']:.0f}"
+            shown += [f"{megabytes:,}", f"{ours['bytes'] / 1e9:.1f}", *seconds, answer]
+    return shown
+
+
 def memory() -> list[str]:
     def megabytes(contender: str, of: str = "all together") -> float:
         return median("memory.json", contender=contender, learners=2, of=of) / 1e6
@@ -195,6 +208,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "latency.json, p50": latency,
     "soak.json, kills": soak,
     "start.json, medians": start,
+    "attach.json, all": attach,
     "memory.json, two learners": memory,
 }
 
