@@ -212,7 +212,7 @@ class _Attached:
             "learners": [{"pid": pid} for pid in pids.tolist()],
             "watchdog_pid": None,
         }
-        return self.before | jobs.counts(control) | told
+        return self.before | self.counts() | told
 
     def was_stopped(self) -> bool:
         """Whether the job's stop has ended the learners, and not the learners' end the job."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from gadei_ps.errors import NotOurs
@@ -83,17 +84,14 @@ def open_process(pid: int, start: int) -> int | None:
     pidfd = watch_process(pid, start)
     if pidfd is None:
         return None
-    try:
+
+    def is_ours() -> bool:
         user = process.owner(pid)
         if user is None and process.alive(pid, start):
             raise OSError(errno.EAGAIN, f"cannot tell whose process {pid} is")
-        if user == os.geteuid():
-            return pidfd
-    except BaseException:
-        os.close(pidfd)
-        raise
-    os.close(pidfd)
-    return None
+        return user == os.geteuid()
+
+    return _kept_if(is_ours, pidfd)
 
 
 def watch_process(pid: int, start: int) -> int | None:
@@ -108,11 +106,15 @@ def watch_process(pid: int, start: int) -> int | None:
     except ProcessLookupError:
         return None
     # The descriptor was opened before: a process that is alive now is the one behind it.
+    return _kept_if(lambda: process.start_ticks(pid) == start, pidfd)
+
+
+def _kept_if(wanted: Callable[[], bool], pidfd: int) -> int | None:
+    """The descriptor, if it is wanted; else it is closed, also if that cannot be told."""
+    keep = False
     try:
-        if process.start_ticks(pid) == start:
-            return pidfd
-    except BaseException:
-        os.close(pidfd)
-        raise
-    os.close(pidfd)
-    return None
+        keep = wanted()
+    finally:
+        if not keep:
+            os.close(pidfd)
+    return pidfd if keep else None

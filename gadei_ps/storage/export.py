@@ -22,8 +22,7 @@ NO_TORCH: Final = "a .pt file needs PyTorch: pip install 'gadei-ps[torch]'"
 
 def check(out: Path) -> None:
     """Raises UsageError for a file that cannot be written later: suffix, directory, library."""
-    if out.suffix not in _FORMATS:
-        raise UsageError(f"{out}: name a file that ends in {', '.join(_FORMATS)}")
+    _format(out)
     if out.suffix == ".pt" and importlib.util.find_spec("torch") is None:
         raise UsageError(NO_TORCH)
     folder = out.parent
@@ -42,9 +41,7 @@ def export(snapshot: Snapshot, out: Path) -> None:
     Raises UsageError for another suffix or for names that the format cannot hold, CheckpointError
     for a file that cannot be written.
     """
-    prepare = _FORMATS.get(out.suffix)
-    if prepare is None:
-        raise UsageError(f"{out}: name a file that ends in {', '.join(_FORMATS)}")
+    prepare = _format(out)
     try:
         save = prepare(snapshot)
         with files.replacing(out) as file:
@@ -53,6 +50,14 @@ def export(snapshot: Snapshot, out: Path) -> None:
         raise UsageError(f"{out}: {error}") from None
     except OSError as error:
         raise files.unwritten(out, "cannot be written", error) from None
+
+
+def _format(out: Path) -> Callable[[Snapshot], _Save]:
+    """What makes a file of this suffix. Raises UsageError for another one."""
+    try:
+        return _FORMATS[out.suffix]
+    except KeyError:
+        raise UsageError(f"{out}: name a file that ends in {', '.join(_FORMATS)}") from None
 
 
 def _safetensors(snapshot: Snapshot) -> _Save:

@@ -333,6 +333,7 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
         life.wrong.append(f"left running: {left}")
         for one in psutil.Process().children(recursive=True):
             one.kill()
+    if life.wrong:  # it may have kept its memory
         with contextlib.suppress(GadeiError):
             jobs.drop(life.job)
     text = log.read_text(errors="replace")

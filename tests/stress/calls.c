@@ -17,7 +17,7 @@
 #define MOST 16
 
 static struct ps_calls calls;
-static unsigned long pushed; /* by whoever is inside */
+static unsigned long pushed; /* by the thread that is inside */
 static unsigned rounds[MOST];
 
 static void fail(const char *what)
