@@ -68,9 +68,12 @@ class Told:
 
     @property
     def writes(self) -> int:
-        """Grows with every write to the weights. Unlike current_version, which one shard counts,
-        it tells whether another shard has written since."""
-        return sum(map(_native.load, self._writes_at))
+        """Grows with every write to the weights, and once more when a gradient counts as applied.
+
+        Unlike current_version, which one shard counts, it tells whether another shard has written
+        since; and the one that counts does so after its write, so a copy may lie between the two.
+        """
+        return sum(map(_native.load, self._writes_at)) + self.current_version
 
     @property
     def hyper(self) -> npt.NDArray[np.float64]:

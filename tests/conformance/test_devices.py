@@ -12,6 +12,7 @@ from typing import Any
 import emulator
 import numpy as np
 import pytest
+from clients.drivers import Job
 from support import daemon, eventually, fork, learner, status
 
 from gadei_ps.commands.daemon import Daemon
@@ -295,6 +296,20 @@ def test_gradients_carry_the_version_they_were_computed_from(
             client.wait_applied()
             eventually(lambda: pipeline.weights() and pipeline.version == client.current_version)
         assert status(job_name)["learners"][0]["staleness_max"] == 0
+
+
+def test_a_gradient_that_counts_after_the_pull_is_seen(
+    case: Case, job: Daemon, job_name: str
+) -> None:
+    """A shard lets go of the weights first and counts the gradient then."""
+    control = Job(job).control
+    with Client(job_name, tensors=arrays(0.0)) as client, Pipeline(client, case.make()) as pipeline:
+        pipeline.push(gradients(case, 1.0))
+        pipeline.flush()
+        client.wait_applied()
+        eventually(lambda: pipeline.weights() and pipeline.version == 1)
+        control["version"] = 2  # with no write to the weights after it
+        eventually(lambda: pipeline.weights() and pipeline.version == 2)
 
 
 @pytest.mark.parametrize("model", ["ssp:1", "bsp"])
