@@ -51,10 +51,10 @@ EQUIVALENT: dict[str, str] = {
 }
 
 
+CLEAN_RUNS = 3  # with nothing left out; a test that fails now and then would prove nothing
 TIMED_OUT = "timed out"
 BY_PYTEST = re.compile(r"Timeout \(?>|\++ Timeout \++")
 BY_A_TEST = re.compile(r"(?:E  |FAILED|ERROR) .*(?:\bnot within [\d.]+ s\b|TimeoutExpired)")
-CLEAN_RUNS = 3  # with nothing left out; one that fails now and then would prove nothing
 
 
 def ran_out_of_time(lines: Iterable[str]) -> bool:
@@ -154,7 +154,6 @@ class Tree:
         self.tree, self.cache = home / "tree", home / "cache"
         self.python = str(self.tree / ".venv/bin/python")
         self.running: set[int] = set()  # groups of processes
-        self.said: list[str] = []  # by the last run with nothing left out
 
     def make(self, numbered: list[tuple[int, Mutant]]) -> None:
         files = subprocess.check_output(
@@ -236,8 +235,8 @@ class Tree:
             self.running.discard(child.pid)
             out.seek(0)
             lines = out.read().splitlines()
-        if not number:
-            self.said = lines
+        if not number and code:
+            print(*lines, sep="\n", flush=True)
         found = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or lines[-1:]
         if code == 1 and ran_out_of_time(lines):
             return TIMED_OUT, "".join(found[:1])
@@ -262,6 +261,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--known", type=Path)
+    parser.add_argument("--clean", type=int, default=CLEAN_RUNS, help="runs with nothing left out")
     how = parser.parse_args()
     every = list(mutants())
     known = known_places(how.known.read_text()) if how.known else set()
@@ -287,24 +287,23 @@ def main() -> int:
         tree = Tree(Path(folder))
         tree.make([(number, one) for number, (one, _) in enumerate(every, 1)])
         try:
-            return _run(tree, chosen, how.jobs)
+            return _run(tree, chosen, how.jobs, how.clean)
         finally:
             tree.stop()
 
 
-def _run(tree: Tree, chosen: list[tuple[int, Mutant, Room]], jobs: int) -> int:
+def _run(
+    tree: Tree, chosen: list[tuple[int, Mutant, Room]], jobs: int, clean: int = CLEAN_RUNS
+) -> int:
     limits: dict[Room, float] = {}
-    for room in dict.fromkeys(room for _, _, room in chosen):
-        for _ in range(CLEAN_RUNS):
-            begin = time.monotonic()
-            verdict, line = tree.run(0, room.tests, 1800.0)
-            if verdict != "passed":
-                print(*tree.said, sep="\n")
-                print(f"mutants: with nothing left out, a test {verdict}: {line}", file=sys.stderr)
-                return 2
-            seconds = time.monotonic() - begin
-            limits[room] = max(limits.get(room, 0.0), 3 * seconds + 120)
-            print(f"nothing left out: passed in {seconds:.0f} s", flush=True)
+
+    def wrong(room: Room) -> str:
+        begin = time.monotonic()
+        verdict, line = tree.run(0, room.tests, 1800.0)
+        seconds = time.monotonic() - begin
+        limits[room] = max(limits.get(room, 0.0), 3 * seconds + 120)
+        print(f"nothing left out: {verdict} in {seconds:.0f} s  {line}", flush=True)
+        return "" if verdict == "passed" else f"a test {verdict}: {line}"
 
     def attempt(number: int, one: Mutant, room: Room) -> str:
         begin = time.monotonic()
@@ -319,7 +318,12 @@ def _run(tree: Tree, chosen: list[tuple[int, Mutant, Room]], jobs: int) -> int:
         return verdict
 
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    rooms = dict.fromkeys(room for _, _, room in chosen)
     try:
+        runs = [room for room in rooms for _ in range(clean)]
+        if found := next(filter(None, list(pool.map(wrong, runs))), None):
+            print(f"mutants: with nothing left out, {found}", file=sys.stderr)
+            return 2
         verdicts = list(pool.map(lambda each: attempt(*each), chosen))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

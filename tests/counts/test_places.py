@@ -148,7 +148,6 @@ class Scripted:
 
     def __init__(self, **verdicts: list[str]) -> None:
         self.verdicts = verdicts
-        self.said: list[str] = []
 
     def run(self, number: int, tests: tuple[str, ...], limit_s: float) -> tuple[str, str]:
         return self.verdicts[f"of_{number}"].pop(0), ""
