@@ -23,7 +23,7 @@ from typing import Any
 
 from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.common import Report, table
-from gadei_ps.classifier import dataset
+from gadei_ps.classifier import dataset, hold_out
 from gadei_ps.errors import GadeiError
 from gadei_ps.job.control import Status, ask
 from gadei_ps.machine import process
@@ -38,7 +38,7 @@ def files(data: Path, name: str, scratch: Path) -> tuple[Path, Path]:
     if (data / name / "test.csv").exists():
         return data / name / "train.csv", data / name / "test.csv"
     whole = dataset.read_training(data / name / "all.csv")
-    parts = dataset.split(whole, 0.1, seed=1)
+    parts = hold_out.split(whole, 0.1, seed=1)
     paths = (scratch / f"{name}-train.csv", scratch / f"{name}-test.csv")
     for path, part in zip(paths, parts, strict=True):
         with path.open("w", newline="") as file:

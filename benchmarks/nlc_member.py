@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gadei_ps import _native
 from gadei_ps.benchmarks.common import cores
 from gadei_ps.benchmarks.nlc_texts import SEED, Texts
-from gadei_ps.classifier.dataset import Encoded
 from gadei_ps.classifier.network import SentenceClassifier, evaluate
+from gadei_ps.classifier.words import Encoded
 from gadei_ps.learners.torch import Optimizer, embedding, linear
 
 OURS = "gadei-ps"
@@ -260,7 +260,7 @@ def answer(trainer: Peer | Learner, request: Run | Evaluate) -> Done | float:
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())  # the other members sleep
     try:
-        return evaluate(trainer.model, request.texts.encoded.tokens, request.texts.labels)[0]
+        return evaluate(trainer.model, request.texts.encoded.padded(), request.texts.labels)[0]
     finally:
         torch.set_num_threads(threads)
 

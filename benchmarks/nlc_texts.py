@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gadei_ps.classifier import dataset
-from gadei_ps.classifier.dataset import Dataset, Encoded, Vocabulary
+from gadei_ps.classifier import dataset, hold_out, words
+from gadei_ps.classifier.dataset import Dataset
+from gadei_ps.classifier.words import Encoded, Vocabulary
 from gadei_ps.errors import UsageError
 
 VARIABLE = "GADEI_PS_BENCH_DATA"
@@ -92,11 +93,11 @@ def whole(name: str, data: Dataset) -> Texts:
 
 def parts(name: str, data: Dataset) -> tuple[Texts, Texts]:
     """Return nine tenths for training and one for accuracy, always the same."""
-    training, held_out = dataset.split(data, 0.1, SEED)
+    training, held_out = hold_out.split(data, 0.1, SEED)
     vocabulary = Vocabulary.build(training.texts)
     return _numbered(name, training, vocabulary), _numbered(name, held_out, vocabulary)
 
 
 def _numbered(name: str, data: Dataset, vocabulary: Vocabulary) -> Texts:
-    encoded = dataset.encode(data.texts, vocabulary)
+    encoded = words.encode(data.texts, vocabulary)
     return Texts(name, encoded, data.labels, len(vocabulary), len(data.label_names))

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gadei_ps.benchmarks.nlc_member import SPARSE
 from gadei_ps.benchmarks.nlc_texts import SEED, Texts
-from gadei_ps.classifier.dataset import PADDING
+from gadei_ps.classifier.words import PADDING
 from gadei_ps.learners.torch import embedding
 
 WORD = 300

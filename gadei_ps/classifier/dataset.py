@@ -1,53 +1,36 @@
-"""Reads labelled sentences, holds some out, splits them into words, and numbers the words.
+"""Reads labelled sentences from a file.
 
-    CSV file --read_training--> Dataset --split--> Dataset, Dataset
-    Dataset.texts --tokenize--> words --Vocabulary.build--> Vocabulary
-    texts, Vocabulary --encode--> Encoded: one padded row of word numbers a sentence
+    file --records.opened--> rows --columns.find--> texts and labels --read_training--> Dataset
 
-Imports only NumPy and the standard library, so that processes that compute no gradients can use it.
-Every mistake in a file raises `DatasetError` with one line: where (`file:line`), what, what to do.
-The defaults are those of the paper's Table 3. The tokeniser is that of Kim (2014), "Convolutional
-neural networks for sentence classification", whose network the paper trains (Figure 2).
+Imports only NumPy and the standard library, so that processes that compute no gradients can use it;
+Parquet needs pyarrow. Every mistake in a file raises `DatasetError` with one line: where
+(`file:line`), what, what to do. The defaults are those of the paper's Table 3.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import re
-import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from os import PathLike, fspath
-from pathlib import Path
+from itertools import chain, islice
+from os import PathLike
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gadei_ps.errors import UsageError
-from gadei_ps.machine import given
+from gadei_ps.classifier import columns, records
+from gadei_ps.classifier.columns import LABEL, TEXT, Columns
+from gadei_ps.classifier.records import DatasetError as DatasetError
+from gadei_ps.classifier.records import Row, error, place, shown
 from gadei_ps.show.counts import counted
-from gadei_ps.storage import files
 
-PADDING = 0
-UNKNOWN = 1
 UNSEEN_LABEL = -1
 """Label number of a test row whose label the training data lack. It is never predicted."""
 
-MIN_LENGTH = 5
-"""Tokens. An encoded sentence is at least as wide as the widest filter."""
-MAX_LENGTH = 256
-"""Tokens. Longer sentences are cut, so that one long text does not need much memory."""
 MIN_ROWS = 10
 """The fewest rows of a training file. A tenth of it is held out, which must be one row."""
-
-
-class DatasetError(UsageError):
-    """A file of sentences cannot be used. The message is one line and names the remedy."""
+HEAD = 1000
+"""Rows from which the columns are found."""
 
 
 class TrainDefaults(NamedTuple):
@@ -73,13 +56,15 @@ class Dataset:
     """Sentences with their labels.
 
     texts: n sentences. labels: int64, shape (n,), indices into label_names, or UNSEEN_LABEL.
-    label_names: sorted, without duplicates. warnings: one line each, for the user to see.
+    label_names: sorted, without duplicates. notices: how the file was read, where that is not as
+    everybody expects; warnings: what is odd in it. One line each, for the user to see.
     """
 
     texts: tuple[str, ...]
     labels: NDArray[np.int64]
     label_names: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.labels.shape != (len(self.texts),):
@@ -92,344 +77,165 @@ class Dataset:
 # Reading
 
 
-class _Row(NamedTuple):
-    line: int
-    text: str
-    label: str
-
-
 def read_training(
-    path: str | PathLike[str], text_column: str = "text", label_column: str = "label"
+    path: str | PathLike[str], text_column: str | None = None, label_column: str | None = None
 ) -> Dataset:
-    """Read the CSV file to train from: a header line, then one labelled sentence a row.
+    """Read the file to train from: one labelled sentence a row, with or without a header.
 
-    The file is UTF-8, with or without a byte-order mark. Commas separate columns; any quoting is
-    accepted. Other columns are ignored. White space around texts and labels is dropped. Raises
-    DatasetError if the file cannot be read or parsed, if a row lacks text or label, or if the file
-    has fewer than two labels or fewer than MIN_ROWS rows.
+    CSV (separated by commas, semicolons, tabs or vertical bars), JSON lines or Parquet; text is
+    UTF-8, or UTF-16 as Excel writes it; all may be compressed. The columns are found as
+    `columns.find` says. Other columns are ignored. White space around texts and labels is dropped.
+    Rows without a text or a label are left out, with a warning. Raises DatasetError if the file
+    cannot be read or parsed, or has fewer than two labels or fewer than MIN_ROWS rows.
     """
-    rows = list(_rows(path, text_column, label_column))
+    rows, notices, warnings = _labelled(path, text_column, label_column)
     names = tuple(sorted({row.label for row in rows}))
     if len(names) == 1:
-        raise _error(
-            path,
-            None,
-            f"every row has the label {_shown(names)}",
-            "give rows of at least two labels",
-        )
+        what = f"every row has the label {shown(names)}"
+        raise error(path, None, what, "give rows of at least two labels")
     if len(rows) < MIN_ROWS:
-        raise _error(
-            path,
-            None,
-            f"the file has only {counted(len(rows), 'row')}, but a tenth is held out",
-            f"give at least {MIN_ROWS} rows",
-        )
-    return _dataset(rows, names, ())
+        what = f"the file has only {counted(len(rows), 'row')}, but a tenth is held out"
+        raise error(path, None, what, f"give at least {MIN_ROWS} rows")
+    return _dataset(rows, names, notices, warnings)
 
 
 def read_test(
     path: str | PathLike[str],
     label_names: Sequence[str],
-    text_column: str = "text",
-    label_column: str = "label",
+    text_column: str | None = None,
+    label_column: str | None = None,
 ) -> Dataset:
-    """Read a CSV file on which a model is measured. `label_names` are the labels of the model.
+    """Read a file on which a model is measured. `label_names` are the labels of the model.
 
     A row with another label gets UNSEEN_LABEL, so that it counts as wrong. `warnings` says how many
     such rows there are. Raises DatasetError as `read_training` does, but one row and one label are
     enough.
     """
-    rows = list(_rows(path, text_column, label_column))
+    rows, notices, warnings = _labelled(path, text_column, label_column)
     known = set(label_names)
     unseen = [row for row in rows if row.label not in known]
-    warnings: tuple[str, ...] = ()
     if unseen:
         names = sorted({row.label for row in unseen})
         share = f"{len(unseen)} of {counted(len(rows), 'row')}"
         what = (
-            f"labels that the training data lack ({_shown(names)}) in {share}: they count as wrong"
+            f"labels that the training data lack ({shown(names)}) in {share}: they count as wrong"
         )
-        warnings = (f"{_place(path, unseen[0].line)}: {what}",)
-    return _dataset(rows, tuple(label_names), warnings)
+        warnings.append(f"{place(path, unseen[0].line)}: {what}")
+    return _dataset(rows, tuple(label_names), notices, warnings)
 
 
 class Table(NamedTuple):
-    """A CSV file's header, its rows, all as wide as the header, and its texts."""
+    """A file's header, its rows, all as wide as the header, and its texts.
+
+    header: empty if the file has none. notices: how the file was read.
+    """
 
     header: tuple[str, ...]
     rows: list[list[str]]
     texts: list[str]
+    notices: tuple[str, ...] = ()
 
 
-def read_table(path: str | PathLike[str], text_column: str = "text") -> Table:
-    """Read a CSV file of sentences without labels. An empty text is a sentence without words.
+def read_table(path: str | PathLike[str], text_column: str | None = None) -> Table:
+    """Read a file of sentences without labels. An empty text is a sentence without words.
 
     Raises DatasetError if the file cannot be read or parsed.
     """
-    (header_line, header), *lines = _rows_of(path)
-    text_at = _column(path, header_line, header, text_column)
-    rows = [fields for _, fields in lines]
-    return Table(tuple(header), rows, [row[text_at].strip() for row in rows])
+    opened = _Opened(path, {TEXT: text_column})
+    rows = [fields for _, fields in opened.rows()]
+    width = max([len(opened.names), *map(len, rows)])  # JSON may add columns
+    for row in rows:
+        row += [""] * (width - len(row))
+    header = opened.records.names or opened.columns.names
+    texts = [row[opened.columns.text].strip() for row in rows]
+    return Table(tuple(header), rows, texts, opened.notices())
 
 
-def _dataset(rows: list[_Row], names: tuple[str, ...], warnings: tuple[str, ...]) -> Dataset:
+class _Labelled(NamedTuple):
+    line: int
+    text: str
+    label: str
+
+
+def _dataset(
+    rows: list[_Labelled], names: tuple[str, ...], notices: tuple[str, ...], warnings: list[str]
+) -> Dataset:
     number = {name: i for i, name in enumerate(names)}
     labels = np.array([number.get(row.label, UNSEEN_LABEL) for row in rows], np.int64)
-    return Dataset(tuple(row.text for row in rows), labels, names, warnings)
+    return Dataset(tuple(row.text for row in rows), labels, names, tuple(warnings), notices)
 
 
-def _rows(path: str | PathLike[str], text_column: str, label_column: str) -> Iterator[_Row]:
-    rows = _rows_of(path)
-    header_line, names = next(rows)
-    text_at, label_at = (
-        _column(path, header_line, names, wanted) for wanted in (text_column, label_column)
-    )
-    for line, fields in rows:
+def _labelled(
+    path: str | PathLike[str], text_column: str | None, label_column: str | None
+) -> tuple[list[_Labelled], tuple[str, ...], list[str]]:
+    """Rows that have a text and a label; notices; warnings."""
+    opened = _Opened(path, {TEXT: text_column, LABEL: label_column})
+    text_at, label_at = opened.columns.text, opened.columns.label
+    assert label_at is not None
+    rows: list[_Labelled] = []
+    empty: list[int] = []
+    for line, fields in opened.rows():
         text, label = fields[text_at].strip(), fields[label_at].strip()
-        for value, name in ((text, text_column), (label, label_column)):
-            if not value:
-                raise _error(path, line, f"the column {name!r} is empty", "fill or delete the row")
-        yield _Row(line, text, label)
+        if text and label:
+            rows.append(_Labelled(line, text, label))
+        else:
+            empty.append(line)
+    warnings = []
+    if opened.repeated:
+        what = f"{counted(opened.repeated, 'row')} with the header's names again: left out"
+        warnings.append(f"{place(path)}: {what}")
+    if empty:
+        what = f"{counted(len(empty), 'row')} without a text or a label, from here on: left out"
+        warnings.append(f"{place(path, empty[0])}: {what}")
+    if not rows:
+        raise error(path, None, "no row has both a text and a label", "add labelled sentences")
+    return rows, opened.notices(), warnings
 
 
-def _rows_of(path: str | PathLike[str]) -> Iterator[tuple[int, list[str]]]:
-    """The header, then at least one row, padded to the header's width, each with its line."""
-    records = _records(path)
-    header_line, header = next(records, (0, []))
-    if not header:
-        raise _error(path, None, "the file is empty", "give a CSV file with a header line")
-    names = [name.strip() for name in header]
-    yield header_line, names
-    line = 0
-    for line, fields in records:
-        if len(fields) > len(names):
-            raise _error(
-                path,
-                line,
-                f"{len(fields)} fields where the header has {len(names)}",
-                "put quotes around a text that contains commas",
-            )
-        yield line, fields + [""] * (len(names) - len(fields))
-    if not line:
-        raise _error(path, None, "there is a header but no row", "add labelled sentences")
+class _Opened:
+    """A file of which the columns are known. Raises DatasetError."""
+
+    def __init__(self, path: str | PathLike[str], wanted: dict[str, str | None]) -> None:
+        self.path = path
+        self.records = records.opened(path)
+        self._head = list(islice(self.records.rows, HEAD))
+        if not self._head:
+            what = "there is a header but no row" if self.records.names else "the file is empty"
+            raise error(path, None, what, "give labelled sentences, with or without a header line")
+        self.columns: Columns = columns.find(path, self._head, self.records.names, wanted)
+        self.names = self.columns.names or ("",) * len(self._head[0].fields)
+        self.repeated = 0
+        """Rows that have been left out because they repeat the header."""
+
+    def notices(self) -> tuple[str, ...]:
+        """How the file is read, if that is worth a line."""
+        told = [", ".join(self.records.form), self.columns.notice]
+        text = "; ".join(part for part in told if part)
+        return (f"{place(self.path)}: {text}",) if text else ()
+
+    def rows(self) -> Iterator[Row]:
+        """At least one row, padded to the header's width, each with its line. Once."""
+        known = self.records.names is not None
+        rows = chain(self._head, self.records.rows)
+        header = list(self.columns.names)
+        if self.columns.line:
+            next(rows)
+        line = 0
+        for line, fields in rows:
+            if len(fields) > len(self.names) and not known:
+                what = f"{len(fields)} fields where the {self._first} has {len(self.names)}"
+                raise error(self.path, line, what, _QUOTES)
+            if not known and header and [field.strip() for field in fields] == header:
+                self.repeated += 1
+                continue
+            yield Row(line, fields + [""] * (len(self.names) - len(fields)))
+        if not line:
+            what = "there is a header but no row"
+            raise error(self.path, None, what, "add labelled sentences")
+
+    @property
+    def _first(self) -> str:
+        return "header" if self.columns.line else "first row"
 
 
-def _column(path: str | PathLike[str], line: int, names: list[str], wanted: str) -> int:
-    found = names.count(wanted)
-    if found == 1:
-        return names.index(wanted)
-    what = "no column" if not found else f"{found} columns"
-    raise _error(
-        path,
-        line,
-        f"{what} named {wanted!r}; the columns are {_shown(names)}",
-        "give the name that the file uses; commas must separate the columns",
-    )
-
-
-def _records(path: str | PathLike[str]) -> Iterator[tuple[int, list[str]]]:
-    """Each non-blank record with the number of the line on which it begins, from 1."""
-    # Strict, because the lenient parser silently drops the rows after a single quote.
-    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
-    while True:
-        line = reader.line_num + 1
-        try:
-            record = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise _error(
-                path,
-                line,
-                f"the row that begins here cannot be parsed ({error})",
-                "look for a quote that is not closed or not doubled",
-            ) from None
-        if any(field.strip() for field in record) or len(record) > 1:
-            yield line, record
-
-
-def _text(path: str | PathLike[str]) -> str:
-    try:
-        data = given.stream(path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        what = f"cannot be read ({reason})"
-        raise _error(path, None, what, "give the path of a CSV file") from None
-    body = data.removeprefix(b"\xef\xbb\xbf")
-    skipped = len(data) - len(body)
-    try:
-        text = body.decode()
-        bad, what = body.find(b"\0"), "NUL byte"
-    except UnicodeDecodeError as error:
-        bad, what = error.start, f"byte 0x{body[error.start]:02x} is not UTF-8"
-    if bad >= 0:
-        # With the appended byte, an offset at the start of a line counts in that line.
-        line = len((body[:bad] + b".").splitlines())
-        raise _error(path, line, f"{what} at offset {bad + skipped}", "save the file as UTF-8 text")
-    return text
-
-
-def _error(path: str | PathLike[str], line: int | None, what: str, remedy: str) -> DatasetError:
-    return DatasetError(f"{_place(path, line)}: {what}; {remedy}")
-
-
-def _place(path: str | PathLike[str], line: int | None) -> str:
-    shown = fspath(path)
-    if not shown.isprintable():  # the path may contain a line break
-        shown = repr(shown)
-    return shown if line is None else f"{shown}:{line}"
-
-
-def _shown(names: Sequence[str], most: int = 8) -> str:
-    """At most `most` names for a message, quoted, each with at most 40 characters."""
-    shown = [repr(name if len(name) <= 40 else name[:37] + "...") for name in names[:most]]
-    return ", ".join(shown + (["..."] if len(names) > most else []))
-
-
-# Holding out
-
-
-def split(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split into (the rest, the held-out `fraction`), both in the order of the file.
-
-    The same arguments give the same split. Each label is held out in proportion and keeps at least
-    one row in the rest. If there are so many labels that too few rows can be held out in this way,
-    fewer are held out. If no label has a second row, the draw ignores labels. At least one row is
-    held out. Raises ValueError unless 0 < fraction < 1 and there are at least two rows.
-    """
-    if not 0 < fraction < 1 or len(dataset) < 2:
-        raise ValueError(f"cannot hold {fraction} of {len(dataset)} rows out")
-    shuffled = np.random.default_rng(seed).permutation(len(dataset))
-    grouped = shuffled[np.argsort(dataset.labels[shuffled], kind="stable")]
-    labels = dataset.labels[grouped]
-    spare = grouped[1:][labels[1:] == labels[:-1]]  # all except the first row of each label
-    if not len(spare):
-        spare = shuffled[1:]
-    count = min(max(1, round(fraction * len(dataset))), len(spare))
-    # Evenly spaced picks from rows grouped by label: each label's share is right within one row.
-    picks = spare[((np.arange(count) + 0.5) * len(spare) / count).astype(np.int64)]
-    held = np.zeros(len(dataset), np.bool_)
-    held[picks] = True
-    return _subset(dataset, ~held), _subset(dataset, held)
-
-
-def _subset(dataset: Dataset, keep: NDArray[np.bool_]) -> Dataset:
-    texts = tuple(text for text, kept in zip(dataset.texts, keep, strict=True) if kept)
-    return Dataset(texts, dataset.labels[keep], dataset.label_names, dataset.warnings)
-
-
-# Words
-
-_CONTRACTIONS = re.compile(r"n't|'(?:s|ve|re|d|ll)")
-_MARKS = re.compile(r"[,!()?]")
-_KEPT = frozenset("(),!?'`")
-_DROPPED_ASCII = re.compile(r"[^a-z0-9(),!?'`]")
-
-
-def tokenize(text: str) -> list[str]:
-    """Lower-case words of a sentence, as Kim (2014) splits them.
-
-    `, ! ? ( )` and the endings `n't 's 've 're 'd 'll` become words. Letters, digits, apostrophes
-    and backticks belong to words; every other character separates them. Kim's code knows ASCII
-    only. This function keeps letters and digits of every script (in normal form C, with their
-    combining marks), and treats a typographic apostrophe as an apostrophe. It lowers the case
-    first, so that "IT'S" is split too. It does not split scripts without spaces.
-    """
-    text = text.lower()
-    if text.isascii():
-        text = _DROPPED_ASCII.sub(" ", text)
-    else:
-        text = unicodedata.normalize("NFC", text.replace("\u2019", "'"))
-        text = "".join(char if _is_kept(char) else " " for char in text)
-    return _MARKS.sub(r" \g<0> ", _CONTRACTIONS.sub(r" \g<0>", text)).split()
-
-
-def _is_kept(char: str) -> bool:
-    return char.isalnum() or char in _KEPT or unicodedata.category(char).startswith("M")
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The words a model knows. `words[i]` has the number i + 2. 0 is padding, 1 any other word."""
-
-    words: tuple[str, ...]
-
-    @classmethod
-    def build(cls, texts: Iterable[str], min_count: int = 1) -> Vocabulary:
-        """The words that occur at least `min_count` times in `texts`, most frequent first."""
-        counts = Counter(word for text in texts for word in tokenize(text))
-        kept = [word for word, count in counts.items() if count >= min_count]
-        return cls(tuple(sorted(kept, key=lambda word: (-counts[word], word))))
-
-    def __len__(self) -> int:
-        """Number of rows of the embedding: the words, padding and the unknown word."""
-        return len(self.words) + 2
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The number of each word."""
-        return {word: number for number, word in enumerate(self.words, start=2)}
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write JSON, {"words": [...]}, whole or not at all. Raises OSError."""
-        with files.replacing(Path(path)) as file:
-            file.write(self.to_json().encode())
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Vocabulary:
-        """Read what `save` wrote. Raises DatasetError if the file is missing or damaged."""
-        text = _text(path)
-        try:
-            return cls.from_json(text)
-        except ValueError as error:
-            remedy = "restore it from the model it was saved with"
-            raise _error(path, None, str(error), remedy) from None
-
-    def to_json(self) -> str:
-        return json.dumps({"words": self.words}, ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Vocabulary:
-        """The reverse of `to_json`. Raises ValueError, in one line, for anything else."""
-        try:
-            words = json.loads(text)["words"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise ValueError('not a vocabulary: expected JSON {"words": [...]}') from None
-        if not isinstance(words, list) or not all(isinstance(w, str) and w for w in words):
-            raise ValueError("not a vocabulary: words must be a list of non-empty strings")
-        if len(set(words)) != len(words):
-            raise ValueError("not a vocabulary: a word occurs twice")
-        return cls(tuple(words))
-
-
-class Encoded(NamedTuple):
-    """Sentences as word numbers.
-
-    tokens: int32, shape (n, width). Each row is a sentence followed by PADDING. width is the length
-    of the longest sentence, at least MIN_LENGTH. lengths: int32, shape (n,), in tokens, at least 1.
-    """
-
-    tokens: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-
-    def batch(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Copy these rows, as wide as their longest sentence: int32, (len(rows), width)."""
-        width = max(MIN_LENGTH, int(self.lengths[rows].max(initial=0)))
-        return self.tokens[rows, :width]
-
-
-def encode(texts: Sequence[str], vocabulary: Vocabulary, max_length: int = MAX_LENGTH) -> Encoded:
-    """Number the words of `texts`. Tokens after the first `max_length` are dropped.
-
-    A text without any word, such as punctuation only, becomes one UNKNOWN.
-    """
-    numbers = vocabulary.numbers
-    rows = [
-        [numbers.get(word, UNKNOWN) for word in tokenize(text)[:max_length]] or [UNKNOWN]
-        for text in texts
-    ]
-    lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.full((len(rows), max(MIN_LENGTH, lengths.max(initial=0))), PADDING, np.int32)
-    for row, numbered in zip(tokens, rows, strict=True):
-        row[: len(numbered)] = numbered
-    return Encoded(tokens, lengths)
+_QUOTES = "put quotes around a text that contains what separates the columns"

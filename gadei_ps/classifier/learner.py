@@ -2,9 +2,9 @@
 
     python -m gadei_ps.classifier.learner DATA.npz
 
-The environment names the job. The launcher writes DATA.npz with tokens (int32, (n, L)), lengths
-(int32, (n,)), labels (int64, (n,)) and `settings`, a JSON text. A learner has no state to lose: if
-it is killed, its batches go to other learners, and a new one can replace it.
+The environment names the job. The launcher writes DATA.npz with tokens (int32, all sentences),
+lengths (int32, (n,)), labels (int64, (n,)) and `settings`, a JSON text. A learner has no state to
+lose: if it is killed, its batches go to other learners, and a new one can replace it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from gadei_ps.classifier.dataset import Encoded
 from gadei_ps.classifier.network import SentenceClassifier
+from gadei_ps.classifier.words import Encoded
 from gadei_ps.errors import GadeiError, JobStopped
 from gadei_ps.learners.torch import Optimizer, embedding, linear
 

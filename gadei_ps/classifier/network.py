@@ -26,7 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from gadei_ps.classifier.dataset import PADDING, UNSEEN_LABEL, Vocabulary
+from gadei_ps.classifier.dataset import UNSEEN_LABEL
+from gadei_ps.classifier.words import PADDING, WORDS, Vocabulary
 from gadei_ps.errors import GadeiError
 from gadei_ps.machine import given
 from gadei_ps.show.counts import counted
@@ -218,6 +219,8 @@ def _logits(
 # The result directory
 
 _FORMAT = 2
+_FORMAT_OF_CUTS = 3
+"""Of a model whose texts are not cut into words. Releases that only know words refuse it."""
 _WEIGHTS, _VOCABULARY, _LABELS, _CONFIG, _METRICS = RESULT_FILES = (
     "weights.safetensors",
     "vocabulary.json",
@@ -285,7 +288,8 @@ def save_result(
     """
     check_result_directory(directory)
     path = _resolved(directory)
-    settings = {"format": _FORMAT, "model": model.sizes, "training": dict(config)}
+    number = _FORMAT if vocabulary.cut == WORDS else _FORMAT_OF_CUTS
+    settings = {"format": number, "model": model.sizes, "training": dict(config)}
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     contents = {
         _WEIGHTS: safetensors.torch.save(tensors),
@@ -314,8 +318,8 @@ def load_result(directory: str | os.PathLike[str]) -> Result:
     if not path.is_dir():
         raise _error(path, "is not a directory", "give the directory of a finished training")
     config = _read_object(path / _CONFIG)
-    if config.get("format") != _FORMAT:
-        what = f"has format {config.get('format')!r}, not {_FORMAT}"
+    if config.get("format") not in (_FORMAT, _FORMAT_OF_CUTS):
+        what = f"has format {config.get('format')!r}, not {_FORMAT} or {_FORMAT_OF_CUTS}"
         raise _error(path / _CONFIG, what, "load it with the version that wrote it")
     metrics = _read_object(path / _METRICS)
     labels = _read_object(path / _LABELS).get("labels")

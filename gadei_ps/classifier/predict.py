@@ -12,12 +12,12 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from gadei_ps.classifier import dataset, network
+from gadei_ps.classifier import network, words
 from gadei_ps.classifier.dataset import Table
 from gadei_ps.errors import UsageError
 from gadei_ps.storage import files
 
-CHUNK = 1024  # number of sentences of a pipe that are labelled at once
+CHUNK = 1024  # number of sentences that are labelled at once
 
 
 class Prediction(NamedTuple):
@@ -36,10 +36,11 @@ class Predictor:
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction for each sentence."""
-        if not texts:
-            return []
-        encoded = dataset.encode(texts, self._result.vocabulary)
-        probabilities = network.predict(self._result.model, encoded.tokens)
+        return list(self.stream(texts))
+
+    def _predicted(self, texts: Sequence[str]) -> list[Prediction]:
+        encoded = words.encode(texts, self._result.vocabulary)
+        probabilities = network.predict(self._result.model, encoded.padded())
         best = probabilities.argmax(axis=1)
         names = self._result.label_names
         chosen = probabilities[np.arange(len(texts)), best]
@@ -52,7 +53,7 @@ class Predictor:
         """Predictions in the order of the lines. Reads `chunk` lines before the first."""
         rest = iter(lines)
         while texts := list(islice(rest, chunk)):
-            yield from self.predict(texts)
+            yield from self._predicted(texts)
 
 
 def sentences(stream: IO[bytes]) -> Iterator[str]:
@@ -73,12 +74,13 @@ def write_csv(table: Table, predictions: Sequence[Prediction], out: Path | None)
     """Writes the rows with their label and probability to `out`, or to standard output.
 
     The new columns are label and probability, or predicted_label and predicted_probability if the
-    table has a column with one of those names. Replaces `out` whole or not at all. Raises OSError.
+    table has a column with one of those names. No header is written if the table has none. Replaces
+    `out` whole or not at all. Raises OSError.
     """
     added = ["label", "probability"]
     if set(added) & set(table.header):
         added = [f"predicted_{name}" for name in added]
-    rows = [[*table.header, *added]]
+    rows = [[*table.header, *added]] if table.header else []
     rows += [
         [*row, one.label, f"{one.probability:.4f}"]
         for row, one in zip(table.rows, predictions, strict=True)

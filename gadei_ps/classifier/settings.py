@@ -28,8 +28,8 @@ class Settings:
     device: str = "auto"
     gpus: str | None = None
     out: Path = Path("model")
-    text_column: str = "text"
-    label_column: str = "label"
+    text_column: str | None = None
+    label_column: str | None = None
     job: str | None = None
     replace: bool = True
     verbose: bool = False

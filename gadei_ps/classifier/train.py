@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import sync
-from gadei_ps.classifier import dataset
-from gadei_ps.classifier.dataset import Dataset, Encoded, Vocabulary
+from gadei_ps.classifier import dataset, words
+from gadei_ps.classifier.corpus import Corpus
 from gadei_ps.classifier.settings import Settings
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import DeviceError, JobFailed
@@ -36,11 +36,6 @@ from gadei_ps.memory.weights import FloatArray
 from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 
-HOLD_OUT = 0.1
-RARE_FROM = 1000
-"""From this number of sentences, the vocabulary has only words that occur twice. It then has half
-as many words, the accuracy is the same, and the unknown word is trained. In smaller sets most
-words occur once."""
 POLL_S = 0.1
 STALLED_S = 120.0
 MAX_REFUSED = 20
@@ -61,29 +56,6 @@ class Best:
             return False
         self.accuracy, self.loss, self.epoch, self.flat = accuracy, loss, epoch, flat
         return True
-
-
-@dataclass
-class Corpus:
-    """The data of a training: sentences, labels and vocabulary."""
-
-    train: Dataset
-    held_out: Dataset
-    test: Dataset | None
-    vocabulary: Vocabulary
-    encoded: Encoded
-
-    @classmethod
-    def read(cls, settings: Settings) -> Corpus:
-        """Raises DatasetError."""
-        columns = (settings.text_column, settings.label_column)
-        whole = dataset.read_training(settings.train_file, *columns)
-        test = None
-        if settings.test_file is not None:
-            test = dataset.read_test(settings.test_file, whole.label_names, *columns)
-        train, held_out = dataset.split(whole, HOLD_OUT, settings.seed)
-        vocabulary = Vocabulary.build(train.texts, 2 if len(train) >= RARE_FROM else 1)
-        return cls(train, held_out, test, vocabulary, dataset.encode(train.texts, vocabulary))
 
 
 def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
@@ -117,7 +89,9 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
 
     network.check_result_directory(settings.out)
     display = Display(epochs, silent=display_silent)
-    for warning in corpus.test.warnings if corpus.test else ():
+    for notice in corpus.notices:
+        display.event(notice)
+    for warning in corpus.warnings:
         display.event(f"warning: {warning}")
     display.event(
         f"{counted(len(corpus.train), 'sentence')} to train on, {len(corpus.held_out):,} held out, "
@@ -220,7 +194,7 @@ class _Run:
         self.model = network.SentenceClassifier(
             options["vocabulary_size"], options["classes"], dropout=settings.dropout
         )
-        self.held_out = dataset.encode(corpus.held_out.texts, corpus.vocabulary)
+        self.held_out = words.encode(corpus.held_out.texts, corpus.vocabulary).padded()
         self.best = Best()
         self.status: dict[str, Any] = {}
         self.history: list[dict[str, float]] = []
@@ -339,9 +313,7 @@ class _Run:
 
         flat = self._weights()
         self._load(flat)
-        accuracy, loss = network.evaluate(
-            self.model, self.held_out.tokens, self.corpus.held_out.labels
-        )
+        accuracy, loss = network.evaluate(self.model, self.held_out, self.corpus.held_out.labels)
         better = self.best.offer(accuracy, loss, epoch, flat)
         losses = [one["loss"] for one in self.status["learners"] if one["loss"] is not None]
         self.history.append(
@@ -379,8 +351,10 @@ class _Run:
         self._load(self.best.flat)
         test_accuracy = None
         if self.corpus.test is not None:
-            encoded = dataset.encode(self.corpus.test.texts, self.corpus.vocabulary)
-            test_accuracy, _ = network.evaluate(self.model, encoded.tokens, self.corpus.test.labels)
+            encoded = words.encode(self.corpus.test.texts, self.corpus.vocabulary)
+            test_accuracy, _ = network.evaluate(
+                self.model, encoded.padded(), self.corpus.test.labels
+            )
         summary: dict[str, Any] = {
             "test_accuracy": test_accuracy,
             "validation_accuracy": self.best.accuracy,
@@ -398,6 +372,8 @@ class _Run:
             "device": self.compute.device,
             "rows": len(self.corpus.train) + len(self.corpus.held_out),
             "model_dir": str(self.settings.out),
+            "notices": list(self.corpus.notices),
+            "warnings": list(self.corpus.warnings),
             "interrupted": None,
             "exit_code": 0,
         }

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 def train(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE.csv", help="Sentences with labels: UTF-8, with a header."),
+        typer.Argument(
+            metavar="FILE.csv", help="Sentences with labels: CSV, JSON lines or Parquet."
+        ),
     ],
     test: Annotated[
         Path | None,
@@ -80,18 +82,28 @@ def train(
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
     text_column: Annotated[
-        str, typer.Option(metavar="NAME", help="Column that holds the sentences.")
-    ] = "text",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Column that holds the sentences: its name, or its number from 1.",
+            show_default="text, or a usual name",
+        ),
+    ] = None,
     label_column: Annotated[
-        str, typer.Option(metavar="NAME", help="Column that holds the labels.")
-    ] = "label",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Column that holds the labels: its name, or its number from 1.",
+            show_default="label, or a usual name",
+        ),
+    ] = None,
     job: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the job.", show_default="train-PID")
     ] = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
-    """Train a sentence classifier from a CSV file.
+    """Train a sentence classifier from a file of labelled sentences.
 
     Label sentences with it by gadei-ps predict. Ctrl-C ends it with the best model so far; pressed
     again, it ends at once and writes nothing.
@@ -149,8 +161,13 @@ def predict(
         ),
     ] = None,
     text_column: Annotated[
-        str, typer.Option(metavar="NAME", help="With --csv: column that holds the sentences.")
-    ] = "text",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --csv: column that holds the sentences, by its name or number.",
+            show_default="text, or a usual name",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Label sentences: from the arguments, from standard input, or from a CSV file."""
@@ -164,6 +181,8 @@ def predict(
 
     # The file is read first, so that a mistake in it is reported before the model is loaded.
     table = None if csv is None else dataset.read_table(csv, text_column)
+    for notice in table.notices if table is not None else ():
+        print(f"gadei-ps: {notice}", file=sys.stderr, flush=True)
     from gadei_ps.classifier.predict import Predictor, sentences, write_csv
 
     predictor = Predictor(directory)

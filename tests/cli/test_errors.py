@@ -178,7 +178,7 @@ def test_model_larger_than_memory(cli: Cli, job_name: str, compiled: None, comma
         (None, "cannot be read (No such file or directory)"),
         (b"", "the file is empty"),
         (b"text,label\n", "there is a header but no row"),
-        (ROWS.replace("label\n", "class\n").encode(), "no column named 'label'"),
+        (ROWS.replace("label\n", "what,ever\n").encode(), "no column named 'label'"),
         (ROWS.replace(",b\n", ",a\n").encode(), "every row has the label 'a'"),
         (ROWS.replace("sentence 3", "sent\udcffence 3").encode(errors="surrogateescape"), "UTF-8"),
     ],

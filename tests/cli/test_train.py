@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import signal
@@ -65,16 +66,29 @@ def test_summary(trained: tuple[Path, Result]) -> None:
 
 
 def test_plain_lines_and_summary(cli: Cli, job_name: str) -> None:
-    write_csv(cli.directory / "data.csv", ROWS)
-    result = cli("train", "data.csv", "--epochs", 1, "--job", job_name, TMPDIR=str(cli.directory))
+    """Of a file as a German Excel writes it, compressed, with copies of rows."""
+    rows = [("Satz", "Kategorie"), *ROWS, *ROWS[:5], (ROWS[0][0], ROWS[-1][1]), ("", "claim")]
+    lines = "".join(f"{text};{label}\r\n" for text, label in rows)
+    (cli.directory / "data.csv").write_bytes(gzip.compress(lines.encode("utf-16")))
+    columns = ("--text-column", "Satz", "--label-column", 2)
+    result = cli(
+        "train", "data.csv", *columns, "--epochs", 1, "--job", job_name, TMPDIR=str(cli.directory)
+    )
     assert result.code == 0, result
     assert "epoch 1: validation accuracy" in result.err
     assert "learners compute " in result.err
+    assert result.err.startswith(
+        "data.csv: gzip, UTF-16, columns separated by semicolons; column 'Kategorie' holds the "
+        "labels\n"
+        "warning: data.csv:68: 1 row without a text or a label, from here on: left out\n"
+        "warning: data.csv: 6 of 66 rows are copies"
+    )
+    assert "1 text with copies of different labels" in result.err
     assert "\x1b" not in result.err + result.out
     assert "gadei-ps predict model" in result.out
     left = {path.name for path in cli.directory.iterdir()}
     assert {name for name in left if "torch" not in name} == {"data.csv", "model"}
-    refused = cli("train", "data.csv", "--out", ".", "--job", job_name)
+    refused = cli("train", "data.csv", *columns, "--out", ".", "--job", job_name)
     assert "holds other files than an earlier result" in refused.error
 
 
@@ -105,6 +119,10 @@ def test_standard_input_that_is_not_text() -> None:
 def test_predict_csv(cli: Cli, trained: tuple[Path, Result]) -> None:
     model = trained[0] / "model"
     (cli.directory / "in.csv").write_text('id,words\n7,"invoice, please"\n8,accident\n')
+    (cli.directory / "in.jsonl").write_text('{"words": "accident", "id": [1]}\n')
+    said = cli("predict", model, "--csv", "in.jsonl", "--text-column", "words")
+    assert said.out.startswith("words,id,label,probability\naccident,[1],claim,")
+    assert said.err == "gadei-ps: in.jsonl: JSON\n"
     said = cli("predict", model, "--csv", "in.csv", "--text-column", "words").out
     rows = list(csv.DictReader(io.StringIO(said)))
     assert [(row["id"], row["words"], row["label"]) for row in rows] == [

@@ -75,7 +75,7 @@ def exports(root: Path) -> None:
 
 def singles(root: Path) -> None:
     """Single files of commands: an older one of each is replaced."""
-    from gadei_ps.classifier.dataset import Vocabulary
+    from gadei_ps.classifier.words import Vocabulary
     from gadei_ps.commands import systemd
     from gadei_ps.run_times import traces, training
 
@@ -96,7 +96,7 @@ def singles(root: Path) -> None:
 
 def _result(path: Path, version: int) -> None:
     from gadei_ps.classifier import network
-    from gadei_ps.classifier.dataset import Vocabulary
+    from gadei_ps.classifier.words import Vocabulary
 
     words = Vocabulary(("a", "b"))
     made = network.SentenceClassifier(len(words), 2, embedding=4, maps=4)

@@ -13,20 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gadei_ps.classifier.dataset import (
-    MAX_LENGTH,
-    MIN_LENGTH,
     UNSEEN_LABEL,
     Dataset,
     DatasetError,
     TrainDefaults,
-    Vocabulary,
     defaults,
-    encode,
     read_test,
     read_training,
-    split,
-    tokenize,
 )
+from gadei_ps.classifier.hold_out import check, equal_texts, findings, split
 
 GOOD = "text,label\n" + "a b,x\nc d,y\n" * 5
 utf8_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)
@@ -107,25 +102,29 @@ def test_what_csv_writes_is_read_back(rows: list[tuple[str, str]]) -> None:
         ("\ufeff\n \n", ": the file is empty"),
         ("text,label\n", ": there is a header but no row"),
         (
-            "sentence,label\na,b\n",
-            ":1: no column named 'text'; the columns are 'sentence', 'label'",
+            "words,mood,more\na,b,c\n",
+            ":1: no column named 'text'; the columns are 'words', 'mood', 'more'",
         ),
-        ("\ntext;label\na;b\n", ":2: no column named 'text'; the columns are 'text;label'"),
+        ("\nwords;mood;x\na;b;c\n", ":2: no column named 'text'; the columns are 'words', 'mood'"),
+        ("text\na\n", ":1: there is only one column"),
+        ("title,body,label\na,b,c\n", ":1: columns 'title', 'body' may all be the texts"),
+        ("a b,7,x\nc d,8,x\n", ":1: line 1 is no header ('x' stands in later rows too), and there"),
         ("text,label,text\na,b,c\n", ":1: 2 columns named 'text'"),
-        (GOOD + "tail,\n", ":12: the column 'label' is empty"),
-        (GOOD + "\n  ,x\n", ":13: the column 'text' is empty"),
-        (GOOD + "tail\n", ":12: the column 'label' is empty"),
+        ("text,label\ntail,\n,x\n", ": no row has both a text and a label"),
         (GOOD + "oh, dear,x\n", ":12: 3 fields where the header has 2"),
         (GOOD + 'fine,x\n"never closed,x\nb,x\n', ":13: the row that begins here cannot be parsed"),
         (GOOD + '"a"b,x\n', ":12: the row that begins here cannot be parsed"),
-        (GOOD + "a" * 200_000 + ",x\n", ":12: the row that begins here cannot be parsed"),
-        ('text,label\n"two\nlines",x\n,y\n', ":4: the column 'text' is empty"),
         ("text,label\n" + "a,x\n" * 10, ": every row has the label 'x'"),
         ("text,label\n" + "a,x\nb,y\n" * 4 + "a,x\n", ": the file has only 9 rows, but a"),
         (GOOD.encode() + b"ab\xe9,x\n", f":12: byte 0xe9 is not UTF-8 at offset {len(GOOD) + 2}"),
         (b"\xef\xbb\xbftext,label\n\xff", ":2: byte 0xff is not UTF-8 at offset 14"),
         (GOOD + "a\0b,x\n", f":12: NUL byte at offset {len(GOOD) + 1}"),
-        (GOOD.encode("utf-16"), ":1: byte 0xff is not UTF-8 at offset 0"),
+        (GOOD.encode("utf-16") + b"x", ":12: not valid UTF-16-LE at offset 144"),
+        (b"PK\x03\x04...", ": it is an Excel workbook or a zip archive; save it as CSV"),
+        (b"\x1f\x8b\x08...", ": cannot be decompressed ("),
+        (b"PAR1...", ": cannot be read as Parquet ("),
+        ('{"text": "a"}\n[1]\n', ":2: not a JSON object; write one"),
+        ('{"text": "a"}\nnone\n', ":2: not JSON ("),
     ],
 )
 def test_each_mistake_is_named(tmp_path: Path, content: str | bytes, expected: str) -> None:
@@ -240,104 +239,59 @@ def test_split_never_takes_the_last_row_of_a_label_if_it_can(counts: list[int], 
         assert len(held) == min(max(1, round(0.3 * sum(counts))), spare)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), min_size=2, max_size=60),
+    st.integers(0, 9),
+)
+def test_no_text_is_on_both_sides(rows: list[tuple[int, int]], seed: int) -> None:
+    """Whatever is copied how often, with equal or with different labels."""
+    texts = tuple(f"{'Text' if i % 2 else 'text'} {number} !" for i, (number, _) in enumerate(rows))
+    data = Dataset(texts, np.array([label for _, label in rows]), tuple("abcd"))
+    if len({number for number, _ in rows}) == 1:
+        with pytest.raises(ValueError, match="cannot hold"):
+            split(data, 0.1, seed)
+        return
+    rest, held = split(data, 0.1, seed)
+    assert len(rest) and len(held) and len(rest) + len(held) == len(data)
+    assert not {text.lower() for text in rest.texts} & {text.lower() for text in held.texts}
+    texts_of = [{number for number, label in rows if label == one} for one in range(4)]
+    if any(len(some) > 1 for some in texts_of) and len(held) <= max(1, round(0.1 * len(data))):
+        singles = [one for one in range(4) if len(texts_of[one]) == 1]
+        assert set(singles) <= set(rest.labels.tolist()), "a label's only text is trained on"
+
+
+def test_copies_are_held_out_in_proportion() -> None:
+    """Fifty rows, each of them twelve times: a tenth are five texts."""
+    texts = tuple(f"row {i} of {i % 2}" for i in range(50)) * 12
+    data = Dataset(texts, np.array([0, 1] * 300), ("x", "y"))
+    rest, held = split(data, 0.1, 1)
+    assert (len(held), len(set(held.texts))) == (60, 5)
+    assert not set(held.texts) & set(rest.texts)
+    (copies,) = findings(data, equal_texts(texts))
+    assert copies.startswith("550 of 600 rows are copies of other rows' texts")
+
+
+def test_a_text_with_many_copies_is_not_held_out() -> None:
+    """It would be most of what is measured."""
+    texts = ("the same",) * 60 + tuple(f"another {i}" for i in range(40))
+    data = Dataset(texts, np.array([0, 1] * 50), ("x", "y"))
+    assert all("the same" not in split(data, 0.1, seed)[1].texts for seed in range(20))
+
+
+def test_what_is_odd_in_a_training_set_is_told() -> None:
+    texts = ("good", "Good", "bad", "worse", "fine", "Fine")
+    data = Dataset(texts, np.array([0, 1, 1, 1, 2, 2]), ("p", "n", "single"))
+    copies, labels, single = findings(data, equal_texts(texts))
+    assert copies.startswith("2 of 6 rows are copies")
+    assert labels.startswith("1 text with copies of different labels ('good')")
+    assert "2 labels with a single text ('p', 'single')" in single
+    with pytest.raises(DatasetError, match=r"none of its 2 labels .* has two different texts"):
+        check(
+            "f.csv", Dataset(("a", "a", "b"), np.array([0, 0, 1]), ("x", "y")), np.array([0, 0, 1])
+        )
+
+
 @pytest.mark.parametrize(("counts", "fraction"), [([1], 0.5), ([3, 3], 0.0), ([3, 3], 1.0)])
 def test_impossible_splits_are_refused(counts: list[int], fraction: float) -> None:
     with pytest.raises(ValueError, match="cannot hold"):
         split(made(counts), fraction, 0)
-
-
-# Words
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("It's good, isn't it?", "it 's good , is n't it ?"),
-        ("We've they're I'd she'll", "we 've they 're i 'd she 'll"),
-        ("IT'S (very) bad!", "it 's ( very ) bad !"),
-        ("don\u2019t", "do n't"),
-        ("the `60s 'em", "the `60s 'em"),
-        ('a-b/c_d; "e" f.g $9', "a b c d e f g 9"),
-        ("Gr\u00fc\u00dfe aus K\u00d6LN", "gr\u00fc\u00dfe aus k\u00f6ln"),
-        ("Cafe\u0301", "caf\u00e9"),
-        (
-            "\u0939\u093f\u0928\u094d\u0926\u0940 \u2014 \u4e2d\u6587",
-            "\u0939\u093f\u0928\u094d\u0926\u0940 \u4e2d\u6587",
-        ),
-        ("*** \u2026", ""),
-    ],
-)
-def test_tokenize_splits_as_kim_does(text: str, words: str) -> None:
-    assert tokenize(text) == words.split()
-
-
-@given(utf8_text)
-def test_tokens_tokenize_to_themselves(text: str) -> None:
-    words = tokenize(text)
-    assert tokenize(" ".join(words)) == words
-
-
-def test_vocabulary_is_ordered_by_frequency_then_name() -> None:
-    vocabulary = Vocabulary.build(["b a", "c b", "b c d"])
-    assert vocabulary.words == ("b", "c", "a", "d")
-    assert vocabulary.numbers == {"b": 2, "c": 3, "a": 4, "d": 5}
-    assert len(vocabulary) == 6
-    assert Vocabulary.build(["b a", "c b", "b c d"], min_count=2).words == ("b", "c")
-
-
-@given(st.lists(utf8_text, max_size=6))
-def test_vocabulary_and_numbers_round_trip(texts: list[str]) -> None:
-    vocabulary = Vocabulary.from_json(Vocabulary.build(texts).to_json())
-    assert vocabulary == Vocabulary.build(texts)
-    encoded = encode(texts, vocabulary)
-    for text, row, length in zip(texts, encoded.tokens, encoded.lengths, strict=True):
-        words = [vocabulary.words[number - 2] for number in row[:length] if number > 1]
-        assert words == tokenize(text)
-        assert not row[length:].any()
-
-
-def test_vocabulary_files(tmp_path: Path) -> None:
-    path = tmp_path / "vocabulary.json"
-    vocabulary = Vocabulary.build(["na\u00efve words"])
-    vocabulary.save(path)
-    assert Vocabulary.load(path) == vocabulary
-    with pytest.raises(DatasetError, match="cannot be read"):
-        Vocabulary.load(tmp_path / "none.json")
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[1]", "{}", '{"words": "ab"}', '{"words": [1]}', '{"words": ["a", "a"]}', "[" * 9**5],
-)
-def test_damaged_vocabulary_files_are_named(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "vocabulary.json"
-    path.write_text(content)
-    with pytest.raises(DatasetError, match="not a vocabulary") as caught:
-        Vocabulary.load(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert "\n" not in str(caught.value)
-
-
-def test_encode_pads_cuts_and_marks_unknown_words() -> None:
-    vocabulary = Vocabulary(("a", "b"))
-    encoded = encode(["a b", "x a", "...", "a b a b a b a"], vocabulary, max_length=6)
-    assert encoded.tokens.tolist() == [
-        [2, 3, 0, 0, 0, 0],
-        [1, 2, 0, 0, 0, 0],
-        [1, 0, 0, 0, 0, 0],
-        [2, 3, 2, 3, 2, 3],
-    ]
-    assert encoded.lengths.tolist() == [2, 2, 1, 6]
-    assert encoded.tokens.dtype == encoded.lengths.dtype == np.int32
-    assert encode(["a " * 999], vocabulary).tokens.shape == (1, MAX_LENGTH)
-    assert encode(["a"], vocabulary).tokens.shape == (1, MIN_LENGTH)
-    assert encode([], vocabulary).tokens.shape == (0, MIN_LENGTH)
-
-
-def test_a_batch_is_no_wider_than_it_must_be() -> None:
-    encoded = encode(["a", "a " * 7, "a " * 30], Vocabulary(("a",)))
-    assert encoded.batch(np.array([0])).shape == (1, MIN_LENGTH)
-    batch = encoded.batch(np.array([1, 0]))
-    assert batch.tolist() == [[2] * 7, [2] + [0] * 6]
-    batch[:] = 9
-    assert encoded.tokens.max() == 2, "a batch is a copy"

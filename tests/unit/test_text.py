@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from gadei_ps.classifier.dataset import UNSEEN_LABEL, Vocabulary, encode  # noqa: E402
+from gadei_ps.classifier.dataset import UNSEEN_LABEL  # noqa: E402
 from gadei_ps.classifier.network import (  # noqa: E402
     RESULT_FILES,
     ModelDirectoryError,
@@ -27,6 +27,7 @@ from gadei_ps.classifier.network import (  # noqa: E402
     predict,
     save_result,
 )
+from gadei_ps.classifier.words import Vocabulary, encode  # noqa: E402
 from gadei_ps.storage import files  # noqa: E402
 
 
@@ -280,7 +281,7 @@ def test_a_result_is_read_back_whole(tmp_path: Path) -> None:
     save(directory, model=model, metrics={"loss": [math.nan, 1.5, {"a": math.inf}]})
     assert sorted(p.name for p in directory.iterdir()) == sorted(RESULT_FILES)
     result = load_result(directory)
-    tokens = encode(["w\u00e41 w\u00e42 never", "w\u00e43"], result.vocabulary).tokens
+    tokens = encode(["w\u00e41 w\u00e42 never", "w\u00e43"], result.vocabulary).padded()
     np.testing.assert_array_equal(predict(result.model, tokens), predict(model, tokens))
     assert not result.model.training
     assert result.model.sizes == model.sizes

@@ -1,0 +1,69 @@
+"""The data of a training: sentences to train on, held-out ones, the test file, the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gadei_ps.classifier import dataset, hold_out, words
+from gadei_ps.classifier.dataset import Dataset
+from gadei_ps.classifier.records import place
+from gadei_ps.classifier.settings import Settings
+from gadei_ps.classifier.words import Encoded, Vocabulary
+from gadei_ps.show.counts import counted
+
+HOLD_OUT = 0.1
+RARE_FROM = 1000
+"""From this number of sentences, the vocabulary has only words that occur twice. It then has half
+as many words, the accuracy is the same, and the unknown word is trained. In smaller sets most
+words occur once."""
+
+
+@dataclass
+class Corpus:
+    """The data of a training. notices and warnings: one line each, for the user to see."""
+
+    train: Dataset
+    held_out: Dataset
+    test: Dataset | None
+    vocabulary: Vocabulary
+    encoded: Encoded
+    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, settings: Settings) -> Corpus:
+        """Raises DatasetError."""
+        names = (settings.text_column, settings.label_column)
+        whole = dataset.read_training(settings.train_file, *names)
+        test = None
+        if settings.test_file is not None:
+            test = dataset.read_test(settings.test_file, whole.label_names, *names)
+        texts = whole.texts + (test.texts if test else ())
+        every = hold_out.equal_texts(texts)
+        groups = every[: len(whole)]
+        hold_out.check(settings.train_file, whole, groups)
+        train, held_out = hold_out.split(whole, HOLD_OUT, settings.seed, groups)
+        vocabulary = Vocabulary.build(train.texts, 2 if len(train) >= RARE_FROM else 1)
+        encoded = words.encode(train.texts, vocabulary)
+        of_file = place(settings.train_file)
+        warnings = [*whole.warnings]
+        warnings += [f"{of_file}: {one}" for one in hold_out.findings(whole, groups)]
+        if long := int((encoded.lengths == words.MAX_LENGTH).sum()):
+            what = f"of {counted(long, 'text')}, only the first {words.MAX_LENGTH} words are used"
+            warnings.append(f"{of_file}: {what}")
+        notices = [*whole.notices]
+        if vocabulary.cut == words.CHARACTERS:
+            cut = sum(map(words.is_unspaced, train.texts))
+            notices.append(
+                f"{of_file}: {counted(cut, 'text')} in a script without spaces: cut into characters"
+            )
+        if test is not None:
+            notices += test.notices
+            warnings += test.warnings
+            if seen := hold_out.seen(every, len(whole)):
+                share = f"{seen:,} of {counted(len(test), 'text')}"
+                warnings.append(
+                    f"{place(settings.test_file or '')}: {share} also in the training file: the "
+                    "network knows them, so the accuracy says little of new ones"
+                )
+        return cls(train, held_out, test, vocabulary, encoded, tuple(notices), tuple(warnings))
