@@ -87,6 +87,12 @@ def run(
             help="File for the weights at the end: .safetensors, .npz or .pt (needs PyTorch).",
         ),
     ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory for the learners' output: a file learner-N.log of each."
+        ),
+    ] = None,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
     verbose: Verbose = False,
@@ -112,6 +118,7 @@ def run(
             gpus=gpus,
             fresh=fresh,
             out=out,
+            log_dir=log_dir,
             stdout=2 if as_json else None,
             verbose=verbose,
         ),

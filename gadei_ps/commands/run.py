@@ -27,6 +27,7 @@ from gadei_ps.job.control import Connection, Status, StopJob
 from gadei_ps.job.processes import Processes
 from gadei_ps.machine import interrupts
 from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
+from gadei_ps.machine.output import Output
 from gadei_ps.memory import shm
 from gadei_ps.memory.layout import Phase
 from gadei_ps.memory.shm import check_job_name
@@ -47,7 +48,7 @@ class RunOptions:
 
     overrides: parts of a job's configuration, from flags. device, gpus: as given by the flags of
     the same name. fresh: a job that `run` makes begins from zero. out: file for the weights at the
-    end.
+    end. log_dir: directory for a file of each learner's output.
     """
 
     learners: int = 1
@@ -57,6 +58,7 @@ class RunOptions:
     gpus: str | None = None
     fresh: bool = False
     out: Path | None = None
+    log_dir: Path | None = None
     stdout: int | None = None
     verbose: bool = False
 
@@ -286,6 +288,7 @@ class _Run:
         self.stopped = False
         self.signal: int | None = None  # that has asked the learners to end
         self.unsaved = ""
+        self.output: Output | None = None
 
     def run(self) -> dict[str, Any]:
         """Raises GadeiError, and Interrupted at the second signal."""
@@ -337,17 +340,24 @@ class _Run:
 
     @contextlib.contextmanager
     def _learners(self) -> Iterator[Learners]:
-        learners = Learners(
-            self.command,
-            self.options.learners,
-            self.job.socket,
-            stdout=self.options.stdout,
-            compute=self.compute,
-        )
-        try:
-            yield learners
-        finally:
-            learners.end(grace_s=0.0)
+        options = self.options
+        if options.learners > 1 or options.log_dir is not None:
+            self.output = Output(
+                options.learners, stdout=options.stdout or 1, directory=options.log_dir
+            )
+        with contextlib.closing(self.output) if self.output else contextlib.nullcontext():
+            learners = Learners(
+                self.command,
+                options.learners,
+                self.job.socket,
+                stdout=options.stdout,
+                compute=self.compute,
+                output=self.output,
+            )
+            try:
+                yield learners
+            finally:
+                learners.end(grace_s=0.0)
 
     def _look_at_job(self) -> bool:
         """False once the job has ended."""
@@ -382,6 +392,8 @@ class _Run:
                 continue
             again = one.code < 0 and self.restarts < restarts
             left = len(learners.pids)
+            if self.output is not None:
+                self.output.catch_up()  # the reason is above this line
             _say(
                 f"learner {one.index} (pid {one.pid}) {one.how}; "
                 + ("started again" if again else f"{left} left" if left else "none is left")

@@ -13,6 +13,7 @@ from typing import IO
 from gadei_ps.errors import DeviceError, UsageError
 from gadei_ps.machine import gpus, interrupts, process
 from gadei_ps.machine.cuda import has_cupy
+from gadei_ps.machine.output import Output
 
 # Also in learners/client.py and learners/devices.py, which launchers do not load at their start.
 JOB_VARIABLE = "GADEI_PS_JOB"
@@ -110,7 +111,10 @@ class Ended:
 
 
 class Learners:
-    """The learner processes of a command. They die with the thread that starts them."""
+    """The learner processes of a command. They die with the thread that starts them.
+
+    output: what they print goes there; else it goes where this process's does, or to `stdout`.
+    """
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class Learners:
         *,
         stdout: int | IO[bytes] | None = None,
         compute: Compute = NOTHING_SAID,
+        output: Output | None = None,
     ) -> None:
         self._command = list(command)
         self._compute = compute
@@ -128,6 +133,9 @@ class Learners:
         threads = max(1, process.cores() // count)
         self._env.setdefault("OMP_NUM_THREADS", str(threads))
         self._stdout = stdout
+        self._output = output
+        if output is not None:  # a pipe's lines would come in blocks, and the last ones be lost
+            self._env.setdefault("PYTHONUNBUFFERED", "1")
         self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
         self._quick_deaths = 0
         for index in range(count):
@@ -135,13 +143,14 @@ class Learners:
 
     def start(self, index: int) -> None:
         """Starts the learner of this index, anew if it was there before."""
+        # By its index: a learner that is started again keeps its GPU.
+        env = self._env | {"GADEI_PS_LEARNER": str(index)} | self._compute.environment(index)
         try:
-            child = process.spawn(
-                self._command,
-                # By its index: a learner that is started again keeps its GPU.
-                env=self._env | {"GADEI_PS_LEARNER": str(index)} | self._compute.environment(index),
-                stdout=self._stdout,
-            )
+            if self._output is None:
+                child = process.spawn(self._command, env=env, stdout=self._stdout)
+            else:
+                with self._output.pipes(index) as (stdout, stderr):
+                    child = process.spawn(self._command, env=env, stdout=stdout, stderr=stderr)
         except OSError as error:
             self.kill()
             raise UsageError(f"cannot start {self._command[0]!r}: {error.strerror}") from None

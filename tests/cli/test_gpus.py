@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -36,8 +37,9 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(out: str) -> list[list[str | None]]:
-    """The output of learners, in their order."""
-    return sorted(json.loads(line) for line in out.splitlines() if line.startswith("["))
+    """The output of learners, in their order, without the numbers before it."""
+    lines = [re.sub(r"^\[\d+\] ", "", line) for line in out.splitlines()]
+    return sorted(json.loads(line) for line in lines if line.startswith("["))
 
 
 @pytest.mark.parametrize(

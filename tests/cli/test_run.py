@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 def test_job_for_as_long_as_its_learners(
     cli: Cli, job_name: str, learner: list[str], interpreters: None
 ) -> None:
-    flags = "--learners 2 --lr 0.5 --optimizer momentum --sync ssp:2 --json"
+    flags = "--learners 2 --lr 0.5 --optimizer momentum --sync ssp:2 --log-dir logs --json"
     result = cli("run", job_name, *flags.split(), "--", *learner, 5)
     assert result.code == 0, result
     summary = result.json
@@ -30,7 +30,10 @@ def test_job_for_as_long_as_its_learners(
     assert summary["gradients_applied"] == 50
     assert summary["samples"] == 200
     assert [one["exit_code"] for one in summary["ended"]] == [0, 0]
-    assert result.err.count("done") == 2, "the learners' output is not on stdout with --json"
+    for index in range(2):
+        said = (cli.directory / "logs" / f"learner-{index}.log").read_text()
+        assert said.startswith("done ")
+        assert f"[{index}] {said}" in result.err, "it is not on stdout with --json"
     assert not is_running(job_name)
 
 
