@@ -102,6 +102,12 @@ class Told:
         return max(1, int(self._control["wave"]))
 
 
+def number() -> int:
+    """The learner's number as `run` and the job give it; -1 if none is given."""
+    given = os.environ.get(LEARNER_VARIABLE, "")
+    return int(given) if given.isdecimal() and len(given) < 10 else -1
+
+
 def listener() -> Heard | None:
     """What says how far a large model is: for a person who has started this learner alone."""
     alone = LEARNER_VARIABLE not in os.environ  # `run` and `train` say it once for all of theirs
@@ -130,10 +136,11 @@ def offer(
     try:
         connection.request(
             Offer(
+                number=number(),
                 tensors=[
                     TensorOffer(name=one.name, shape=list(one.shape), role=one.role.value)
                     for one in model.tensors
-                ]
+                ],
             ),
             fds=[fd],
             heard=heard,
@@ -147,7 +154,7 @@ def attach(connection: Lasting, name: str, heard: Heard | None = None) -> Place:
 
     heard: as for Connection.request.
     """
-    reply = connection.request(Attach(name=name[:31]), heard=heard)
+    reply = connection.request(Attach(name=name[:31], number=number()), heard=heard)
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
         return Place(

@@ -36,6 +36,15 @@ static int read_id(const char *text, uint8_t id[16])
     return in.at == in.end;
 }
 
+/* The learner's number as its launcher gives it; -1 if none is given. */
+static long number(void)
+{
+    const char *given = getenv("GADEI_PS_LEARNER");
+    if (!given || !*given || strlen(given) > 9 || strspn(given, "0123456789") < strlen(given))
+        return -1;
+    return strtol(given, NULL, 10);
+}
+
 static int ask_for_ring(gadei_learner *learner, const char *name)
 {
     char quoted[6 * 31 + 3], json[256], id_text[33];
@@ -52,7 +61,8 @@ static int ask_for_ring(gadei_learner *learner, const char *name)
         {"ring", TEXT, names.ring, sizeof names.ring, 0},
     };
     json_quote(name, fitting(name, strlen(name), 31), quoted);
-    snprintf(json, sizeof json, "{\"v\":1,\"op\":\"attach\",\"name\":%s}", quoted);
+    snprintf(json, sizeof json, "{\"v\":1,\"op\":\"attach\",\"name\":%s,\"number\":%ld}", quoted,
+             number());
     int result = ps_request(learner, json, fields, sizeof fields / sizeof fields[0],
                             PS_PATIENCE_NS);
     if (result)

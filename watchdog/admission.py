@@ -8,6 +8,7 @@ is progress. A ring that no client waits for any more is given up. A model is no
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,11 @@ from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.roster import Coming, Roster
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
+from gadei_ps.watchdog.start import Start
 from gadei_ps.watchdog.stopping import Stopping
 
 SAY_S = 0.3  # between two notes to those who wait
+NOT_YET = "waiting for learner 0, which makes the model"
 
 Answer = dict[str, Any] | None
 """What a client is told now; None if it waits."""
@@ -61,9 +64,11 @@ class Admission:
         roster: Roster,
         stopping: Stopping,
         maker: Maker,
+        start: Start,
         learners: int,
         log: Any,
     ) -> None:
+        self._start = start
         self._sockets = sockets
         self._memory = memory
         self._roster = roster
@@ -73,11 +78,13 @@ class Admission:
         self._log = log
         self._coming: tuple[Task, Model] | None = None
         self._waiting: list[Waiting] = []  # for the model
+        self._early: list[tuple[float, Waiting]] = []  # since when; for learner 0, which makes it
         self._asked: dict[Client, Task] = {}  # whose model or ring is being made
         self._learning: dict[Client, tuple[int, int]] = {}  # row and generation of its learner
         self._failed = ""
         self._told = 0
         self._told_at = 0.0
+        self._noted_at = 0.0
 
     @property
     def model_coming(self) -> str:
@@ -89,9 +96,13 @@ class Admission:
     def offer(self, client: Client, request: Offer) -> Answer:
         """Raises JobStopped, ModelMismatch, UsageError or ControlError."""
         offered = [Tensor(one.name, tuple(one.shape), Role(one.role)) for one in request.tensors]
-        return self._offer(client, offered, File(client.fds.pop(0)) if client.fds else None)
+        file = File(client.fds.pop(0)) if client.fds else None
+        return self._offer(client, offered, file, request.number > 0)
 
-    def _offer(self, client: Client, offered: list[Tensor], file: File | None) -> Answer:
+    def _offer(
+        self, client: Client, offered: list[Tensor], file: File | None, early: bool = False
+    ) -> Answer:
+        """early: whether another learner is to make the model, where they begin together."""
         self._stopping.refuse()
         model = self._memory.model or (self._coming[1] if self._coming is not None else None)
         if model is not None:
@@ -102,6 +113,10 @@ class Admission:
             raise ControlError("an offer comes with a file of initial values")
         if self._coming is not None:
             self._wait(client, lambda: self._offer(client, offered, file))
+            return None
+        if early and self._start.awaits:
+            again = Waiting(client, lambda: self._offer(client, offered, file))
+            self._early.append((time.monotonic(), again))
             return None
         placed = weights.place(offered)
         first = First(placed, making.read_from(file.fd, placed))
@@ -116,7 +131,15 @@ class Admission:
         )
         self._coming = task, placed
         self._asked[client] = task
+        self._hear_early(lambda since: True)
         return None
+
+    def _hear_early(self, which: Callable[[float], bool]) -> None:
+        """Goes on with offers that waited for learner 0. which: of them, by when they came."""
+        heard = [one for since, one in self._early if which(since)]
+        self._early = [(since, one) for since, one in self._early if not which(since)]
+        for one in heard:
+            self._ask_again(one)
 
     def _model_made(
         self,
@@ -172,7 +195,7 @@ class Admission:
                 "or give tensors in the job file"
             )
         self._sockets.check_room(client)
-        coming = self._roster.begin(client.pid, request.name)
+        coming = self._roster.begin(client.pid, request.name, request.number)
 
         def done(ring: Segment, error: BaseException | None) -> None:
             again = Waiting(client, lambda: self.attach(client, request))
@@ -232,6 +255,13 @@ class Admission:
             is_model = self._coming is not None and task is self._coming[0]
             if self._stopping.begun or (not is_model and client not in self._sockets):
                 task.progress.cancel()
+        if self._early:
+            stopping = self._stopping.begun
+            self._hear_early(lambda since: stopping or self._start.is_late(since))
+            if now >= self._noted_at + SAY_S:
+                self._noted_at = now
+                for _, one in self._early:
+                    self._sockets.note(one.client, {"note": "waiting", "text": NOT_YET})
         moved = self._maker.moved
         if moved == self._told or now < self._told_at + SAY_S:
             return

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import _native, sync
+from gadei_ps import sync
 from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, NotSaved
 from gadei_ps.job import control, modes
 from gadei_ps.job.config import check_room
@@ -39,6 +39,7 @@ from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
+from gadei_ps.watchdog.start import Start
 from gadei_ps.watchdog.stopping import Stopping
 
 
@@ -71,7 +72,10 @@ class Requests:
         self._maker = maker
         self._unreachable = ""  # why nobody can connect
         self._sockets = ControlServer(path, selector, self._handle, self._closed)
-        self._admission = Admission(self._sockets, memory, roster, stopping, maker, learners, log)
+        self._start = Start(memory, learners)
+        self._admission = Admission(
+            self._sockets, memory, roster, stopping, maker, self._start, learners, log
+        )
 
     @property
     def _control(self) -> np.void:
@@ -83,6 +87,7 @@ class Requests:
     def look(self, now: float) -> None:
         """What goes on between two requests. Every tick."""
         self._admission.look(now)
+        self._start.hand_out(self._stopping.begun)
 
     def expire(self, lock: NameLock | None) -> None:
         """Drops clients that have begun a message and do not end it.
@@ -159,6 +164,7 @@ class Requests:
         report["names_lost"] = self._memory.unnamed
         report["saves_on_stop"] = self._stopping.saves
         report["making"] = self._maker.facts
+        report["start"] = self._start.report()
         return report
 
     def _checkpoint(self, client: Client) -> None:
@@ -245,7 +251,7 @@ class Requests:
         self._stopping.refuse()
         control_ = self._control
         wanted = (request.batches, request.epochs, request.seed)
-        if int(control_["work"]) != Work.NONE:
+        if int(control_["work"]) != Work.NONE or int(control_["batches"]):
             have = tuple(int(control_[name]) for name in ("batches", "epochs", "seed"))
             if have != wanted:
                 raise ControlError(
@@ -260,10 +266,9 @@ class Requests:
                 raise ControlError(
                     f"the job is just changing to {coming}, with waves of {coming.wave}; ask again"
                 )
-        control_["batches"], control_["epochs"], control_["seed"] = wanted
         control_["next"] = 0
         control_["epochs_done"] = 0
-        address = self._memory.control.word(layout.CONTROL, "work")
-        _native.store32(address, Work.WORKING)  # SYNC POINT: work
-        self._memory.ring_bells()
+        control_["epochs"], control_["seed"] = wanted[1:]
+        control_["batches"] = wanted[0]  # last: with it the next watchdog goes on from here
+        self._start.hand_out(stopping=False)
         return {"set": True}

@@ -27,6 +27,7 @@ from gadei_ps.machine import own, process
 from gadei_ps.memory import layout, shm
 from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
+from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.liveness import Watch
 from gadei_ps.watchdog.memory import JobMemory
 
@@ -91,6 +92,10 @@ class Roster:
         """Rows of the learners that are attached."""
         return sorted(self._pidfds)
 
+    def told(self, more: str) -> str:
+        """How many they are, in words, and more."""
+        return f"{counted(len(self._pidfds), 'learner')}, {more}"
+
     @property
     def leaving(self) -> bool:
         """Whether a learner is gone whose ring is not free yet."""
@@ -126,10 +131,12 @@ class Roster:
             self._log.warning("learner died", row=row, **({"pid": pid} if pid else {}))
         self._memory.ring_bells()
 
-    def begin(self, pid: int, name: str) -> Coming:
+    def begin(self, pid: int, name: str, number: int = -1) -> Coming:
         """Keeps a row for the process, whose ring is still to be made; then admit() or give_up().
 
-        Raises ControlError when the roster is full or the process cannot be watched.
+        number: of the row that it gets if that is free. Gradients of a superstep are added up in
+        the order of rows, which must not depend on who comes first. Raises ControlError when the
+        roster is full or the process cannot be watched.
         """
         entries = self._entries
         free = np.flatnonzero(entries["retired"] == entries["generation"])
@@ -137,7 +144,7 @@ class Roster:
         free = free[[int(row) not in taken for row in free]]
         if not len(free):
             raise ControlError(f"the job has {layout.MAX_LEARNERS} learners, which is the limit")
-        row = self._free_name(free.tolist())
+        row = self._free_name(sorted(free.tolist(), key=lambda row: (row != number, row)))
         pidfd, start = self._open(pid)
         self._generation += 1
         self.coming.add(row)

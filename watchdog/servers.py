@@ -61,7 +61,10 @@ class Running:
 
 @dataclass(eq=False)
 class Servers:
-    """Both servers of a job. flags: for their command line. failed: called if the job fails."""
+    """Both servers of a job.
+
+    flags: for their command line. failed: called if the job fails. learners: how many are to come.
+    """
 
     memory: JobMemory
     selector: selectors.BaseSelector
@@ -71,6 +74,7 @@ class Servers:
     orphan_s: float
     failed: Callable[[str], None]
     policy: Policy = field(default_factory=Policy)
+    learners: int = 0
     running: dict[int, Running] = field(default_factory=dict)
     _exits: tuple[Exit, ...] = ()
     _last_exit: float = float("-inf")
@@ -273,6 +277,8 @@ class Servers:
     def _start(self, number: int) -> None:
         where = (self.memory.config.name, str(number), str(self.orphan_s))
         command = process.module_command("gadei_ps.server.manager", *where, *self.flags)
+        patience_s = self.memory.config.learner_timeout_s
+        command += ["--learners", str(self.learners), "--patience", str(patience_s)]
         if self.memory.config.cores:
             command += ["--cores", self.memory.config.cores]
         if self.memory.config.core_dumps:

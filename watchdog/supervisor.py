@@ -30,7 +30,6 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
-from gadei_ps.show.counts import counted
 from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import model
 from gadei_ps.watchdog.checkpoints import Checkpoints
@@ -86,6 +85,7 @@ class Supervisor:
             config.hang_s,
             config.orphan_s,
             self._fail,
+            learners=self._rings,
         )
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
         self._learners: JobLearners | None = None
@@ -210,7 +210,7 @@ class Supervisor:
     @property
     def _rings(self) -> int:
         """How many learners' rings must fit beside the model."""
-        return self.config.learners.count if self.config.learners else self.options.learners
+        return self.config.learners_to_come(self.options.learners)
 
     def _make_first_model(self) -> None:
         """From a checkpoint or the job file; if neither has one, the first learner brings it."""
@@ -376,8 +376,7 @@ class Supervisor:
         since, before = self._rate
         self._rate = (now, version)
         rate = (version - before) / (now - since) if since else 0.0
-        learners = counted(len(self._roster.rows), "learner")
-        told = [f"{learners}, version {version}, {rate:.0f}/s", self._wanted.problem]
+        told = [self._roster.told(f"version {version}, {rate:.0f}/s"), self._wanted.problem]
         if self.memory.unnamed:
             told.append("segments have lost their names: stop the job")
         told.append(self._checkpoints.warning)

@@ -284,6 +284,7 @@ class _Run:
         self.first_gradient = 0.0
         self.reported = 0.0
         self.making = Lines()
+        self.awaiting = Lines()
         self.end = 0.0
         self.stopped = False
         self.signal: int | None = None  # that has asked the learners to end
@@ -373,6 +374,10 @@ class _Run:
         self.last = report
         if report.get("making"):
             self.making(report["making"])
+        if begins := report.get("start"):
+            of = counted(begins["of"], "learner")
+            text = f"{begins['learners']} of {of} there: the first step waits for all"
+            self.awaiting({"text": text})
         if not self.first_gradient and report["version"] > self.job.before["version"]:
             self.first_gradient = now
         return True

@@ -112,6 +112,12 @@ class JobConfig(_Table, allow_inf_nan=False):
         ge=0,
         description="a learner that holds up others for so long is killed; 0: never",
     )
+    start_with: int = Field(
+        0,
+        ge=0,
+        le=layout.MAX_LEARNERS,
+        description="learners that begin together under bsp; 0: those of [learners] or `run`",
+    )
     orphan_s: float = Field(
         60.0, ge=1, description="how long servers wait for a new watchdog without learners"
     )
@@ -160,6 +166,10 @@ class JobConfig(_Table, allow_inf_nan=False):
         """Shard threads: as asked, or a quarter of the cores; at most one for each chunk."""
         wanted = self.shards or max(1, min(8, process.cores() // 4))
         return max(1, min(wanted, -(-elements // layout.CHUNK)))
+
+    def learners_to_come(self, launched: int) -> int:
+        """How many learners the job begins with. launched: by the command that serves it."""
+        return self.start_with or (self.learners.count if self.learners else launched)
 
     def checkpoint_directory(self) -> Path:
         """Directory of the job's checkpoints; each job has its own."""

@@ -4,7 +4,8 @@ A message is a 4-byte length (network order) and that many bytes of JSON, at mos
 Every request has `v` (the protocol's version) and `op`; every reply has `ok`, and if that is false
 `error` (one line) and `kind` (name of the error's class). A request `offer` comes with the
 descriptor of a file that holds the initial weights. While segments are made for a request, notes
-come before its reply: `note` ("making"), `what` is made, and `done` and `total` in bytes.
+come before its reply: `note` ("making"), `what` is made, and `done` and `total` in bytes. While it
+waits for another learner, the notes are `note` ("waiting") and `text`.
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ class TensorOffer(BaseModel):
 
 
 class Attach(_Message):
-    """A learner asks for a row of the roster and a ring. The caller is the learner."""
+    """A learner asks for a row of the roster and a ring. The caller is the learner.
+
+    number: that its launcher has given it; it gets the row of that number if that is free. -1: none
+    """
 
     op: Literal["attach"] = "attach"
     name: str = Field("", max_length=31)
+    number: int = Field(-1, ge=-1, lt=2**31)
 
 
 class Detach(_Message):
@@ -63,9 +68,13 @@ class Detach(_Message):
 
 
 class Offer(_Message):
-    """The model: the first offer makes it, later ones must agree. Initial values come as a file."""
+    """The model: the first offer makes it, later ones must agree. Initial values come as a file.
+
+    number: as in Attach. Where learners begin together, number 0 makes the model.
+    """
 
     op: Literal["offer"] = "offer"
+    number: int = Field(-1, ge=-1, lt=2**31)
     tensors: list[TensorOffer] = Field(min_length=1, max_length=8192)
 
 

@@ -49,6 +49,13 @@ def model(control: Segment, number: int) -> SyncModel:
     return made
 
 
+def awaits_start(control: Segment) -> bool:
+    """Whether the job's first superstep is to come, under a model whose learners begin together."""
+    if int(control.view(CONTROL)["superstep"]) or done(control) or wanted(control):
+        return False
+    return sync.parse(text(control, 0)).awaits_start
+
+
 def begin(control: Segment, model: SyncModel) -> None:
     """Watchdog, in a new job: the first model."""
     _write(control, 0, model)

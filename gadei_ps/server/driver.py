@@ -22,6 +22,7 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.server import frames
 from gadei_ps.server.change import Change
 from gadei_ps.server.rings import Mapped
+from gadei_ps.server.start import Start
 from gadei_ps.sync import NotGranted
 
 
@@ -47,7 +48,7 @@ class Member:
 class Driver:
     """The driver of one active server."""
 
-    def __init__(self, control: Segment, state: Segment, part: np.ndarray) -> None:
+    def __init__(self, control: Segment, state: Segment, part: np.ndarray, start: Start) -> None:
         """part: PART of any shard; it has the sizes that frames must have."""
         self.number = modes.done(control)
         self.sync = modes.model(control, self.number)
@@ -65,6 +66,8 @@ class Driver:
         self._resumed = False
         self._offset = 0  # clocks in the roster, which outlive servers, minus clocks of the model
         self._change: Change | None = None
+        self._start = start
+        self._starts = False  # before the first superstep
 
     def follow(self) -> None:
         """While another server is active: makes the model that the active server uses."""
@@ -82,6 +85,8 @@ class Driver:
             self._change = Change(self._segment, modes.wanted(self._segment), self._shards)
         if self.sync.uses_pushes and not self._at_barrier:
             self._report_pushes()
+            if self._starts:
+                self._look_at_start()
             self._carry_out()
         if self._change is None:
             if self.sync.uses_pushes:
@@ -216,6 +221,9 @@ class Driver:
         if self.sync.uses_pushes:
             if not self._supersteps_done():
                 return False
+            self._starts = self._start.learners > 1 and modes.awaits_start(self._segment)
+            if self._starts:
+                self.sync.await_others()
             self._resume()
         return True
 
@@ -249,6 +257,14 @@ class Driver:
         # So if this server dies halfway, the next one finds the same clocks.
         for member in found:
             self._note_clock(member)
+
+    def _look_at_start(self) -> None:
+        """Has the first superstep end once all learners have come, or are awaited no longer."""
+        there = [one for one in self.members.values() if not one.leaving]
+        wants = [one.mapped.wants for one in there if not one.joined]
+        if self._start.is_over(self._control, sum(one.joined for one in there), wants):
+            self._starts = False
+            self._commits.extend(self.sync.start())
 
     def _waiting(self) -> list[Member]:
         """Former members with a gradient that waits for its superstep."""

@@ -16,7 +16,6 @@ woken by the shards; under ASP a gradient never passes through it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -27,14 +26,16 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, OtherVersion, SegmentError
 from gadei_ps.kernels import cache
-from gadei_ps.machine import log, placement, process
+from gadei_ps.machine import log, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
 from gadei_ps.memory.shm import segment_name
-from gadei_ps.server import shard
+from gadei_ps.server import options, shard
 from gadei_ps.server.driver import Driver, Member
+from gadei_ps.server.options import Asked
 from gadei_ps.server.rings import Rings
 from gadei_ps.server.shards import Shards, new_board
+from gadei_ps.server.start import Start
 from gadei_ps.sync import SpecError, zipline
 
 WAIT_NS = 100_000_000
@@ -46,18 +47,19 @@ UNNAMED_S = 10.0  # until the watchdog has written down whom it started
 class Server:
     """One server of a job. number: its line in control, 0 or 1."""
 
-    def __init__(self, job: str, number: int, orphan_s: float, cores: list[int]) -> None:
-        self.job = job
-        self.cores = cores  # asked for, of the shards
-        self.orphan_s = orphan_s
-        self.log = log.get(job=job)
+    def __init__(self, asked: Asked) -> None:
+        self.job = asked.job
+        self.cores = asked.cores
+        self.orphan_s = asked.orphan_s
+        self.log = log.get(job=self.job)
+        self._start_of_job = Start(asked.learners, asked.patience_s, self.log)
         self.control_segment = segment.attach(
-            segment_name(job, "control"), SegmentKind.CONTROL, writable=True
+            segment_name(self.job, "control"), SegmentKind.CONTROL, writable=True
         )
         self.control = self.control_segment.view(CONTROL)
         other = build.server_difference(int(self.control["server_build"]))
         if other is not None:
-            raise OtherVersion(f"job {job!r}", other)
+            raise OtherVersion(f"job {self.job!r}", other)
         self.roster = self.control["roster"]
         self.job_id = self.control["header"]["job_id"].tobytes()
         self.shards: Shards | None = None  # once there is a model
@@ -67,13 +69,13 @@ class Server:
         self.active = False
         self.reigns = False  # active, with the leases of all shards
         self.stop_asked = False
-        self._line = self.control["server"][number]
+        self._line = self.control["server"][asked.number]
         self._start = process.start_ticks(os.getpid())
         self._namespace = process.namespace()
-        self._byte = holds.SERVERS[number]
+        self._byte = holds.SERVERS[asked.number]
         self._hold: holds.Hold | None = None  # by which others see that this server lives
         word = self.control_segment.word
-        self._beat_at = word(CONTROL, "server") + number * SERVER.itemsize
+        self._beat_at = word(CONTROL, "server") + asked.number * SERVER.itemsize
         self._beat_at += layout.offset(SERVER, "beat")
         self._beats = 0
         self._alone_since = 0.0
@@ -297,7 +299,8 @@ class Server:
             self.shards.count,
             self._shard_bell,
         )
-        self.driver = Driver(self.control_segment, state, self.shards.part(0))
+        part = self.shards.part(0)
+        self.driver = Driver(self.control_segment, state, part, self._start_of_job)
         self.log.debug("model mapped", elements=self.shards.elements, shards=self.shards.count)
 
     def _start_shards(self) -> None:
@@ -415,29 +418,20 @@ class Server:
 
 def main() -> None:
     """`python -m gadei_ps.server.manager JOB NUMBER ORPHAN_S`: started by the watchdog."""
-    parser = argparse.ArgumentParser(prog="gadei-ps server", description=main.__doc__)
-    parser.add_argument("job")
-    parser.add_argument("number", type=int)
-    parser.add_argument("orphan_s", type=float)
-    parser.add_argument("--cores", type=placement.parse, default=[])
-    parser.add_argument("--core-dumps", action="store_true")
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--quiet", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    log.set_up(as_json=args.json, verbose=args.verbose, quiet=args.quiet)
-    if not args.core_dumps:
+    asked = options.parse()
+    log.set_up(as_json=asked.json, verbose=asked.verbose, quiet=asked.quiet)
+    if not asked.core_dumps:
         process.forbid_core_dump()
     try:
-        code = Server(args.job, args.number, args.orphan_s, args.cores).run()
+        code = Server(asked).run()
     except OtherVersion as error:
-        log.get(job=args.job).error("not started", reason=str(error))
+        log.get(job=asked.job).error("not started", reason=str(error))
         code = build.REFUSED
     except (GadeiError, SpecError, OSError) as error:
-        log.get(job=args.job).error("parameter server", reason=str(error))
+        log.get(job=asked.job).error("parameter server", reason=str(error))
         code = 1
     except Exception:
-        log.get(job=args.job).exception("parameter server")
+        log.get(job=asked.job).exception("parameter server")
         code = 1
     # At once: the interpreter would unmap the leases that threads hold before these end, and the
     # kernel could not tell the next server that their holder is dead.

@@ -91,6 +91,10 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             f"{counted(work['batches'], 'batch', 'batches')} each, "
             f"{status['batches_requeued']:,} handed out again"
         )
+    if begins := status.get("start"):
+        rows["start"] = (
+            f"waits until {counted(begins['of'], 'learner')} have come: {begins['learners']} there"
+        )
     if status.get("making"):
         rows["memory to come"] = making(status["making"])
     standby = status["standby_pid"] or status.get("standby_missing") or "none at the moment"

@@ -104,6 +104,9 @@ class SyncModel(ABC):
     """True: the server consumes every gradient as it arrives, and no commit is ever returned.
     False: gradients are held until a commit names them."""
 
+    awaits_start: ClassVar[bool] = False
+    """True: a driver that knows how many learners are to come calls `await_others` first."""
+
     uses_pushes: ClassVar[bool] = True
     """False: the server need not report pushes. `clock` counts reported pushes only."""
 
@@ -127,6 +130,13 @@ class SyncModel(ABC):
 
         Raises SpecError, in one line.
         """
+
+    def await_others(self) -> None:  # noqa: B027 (most models do not wait)
+        """Before anyone joins: the first superstep does not end before `start`."""
+
+    def start(self) -> list[Commit]:
+        """All learners that are to begin together have joined, or the others are not awaited."""
+        return []
 
     @property
     def learners(self) -> KeysView[int]:

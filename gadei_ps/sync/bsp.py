@@ -22,21 +22,33 @@ class BSP(SyncModel):
     If a learner leaves before its push, the barrier no longer waits for it. If it leaves after its
     push, its gradient stays part of the mean. A refused gradient is dropped at once and counts as
     arrived. If all gradients of a superstep are refused, the superstep ends without applying any.
+
+    Between `await_others` and `start`, the superstep takes in every learner that joins, and does
+    not end. So the first superstep has all learners, however long one takes to join.
     """
 
     name: ClassVar[str] = "bsp"
     forms: ClassVar[tuple[str, ...]] = ("bsp",)
     on_arrival: ClassVar[bool] = False
+    awaits_start: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
+        self._awaits = False
         self._superstep = 0
         self._computing = 0
         self._closed = False
         self._held: list[int] = []
 
+    def await_others(self) -> None:
+        self._awaits = True
+
+    def start(self) -> list[Commit]:
+        self._awaits = False
+        return self._barrier()
+
     def _joined(self, learner: int, now: float) -> int:
-        if self._closed:
+        if self._closed and not (self._awaits and learner not in self._held):
             return self._superstep + 1
         self._computing += 1
         return self._superstep
@@ -61,7 +73,7 @@ class BSP(SyncModel):
 
     def _barrier(self) -> list[Commit]:
         """Ends the superstep if it has begun and no learner is computing it any more."""
-        if self._computing or not self._closed:
+        if self._computing or not self._closed or self._awaits:
             return []
         self._superstep += 1
         self._closed = False

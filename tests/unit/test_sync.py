@@ -181,6 +181,22 @@ def test_bsp_commits_the_mean_of_all_in_ascending_order() -> None:
     assert [model.grant(learner) for learner in range(3)] == [2, 2, 2]
 
 
+def test_bsp_may_await_its_first_learners() -> None:
+    """Before start(), all that join take part, and one that dies leaves its gradient."""
+    model = sync.parse("bsp")
+    model.await_others()
+    model.join(2, 0.0)
+    assert model.push(2, 0.0) == []
+    assert model.join(0, 0.0) == 0
+    assert model.push(0, 0.0) == []
+    assert model.leave(2, 0.0) == []
+    assert model.join(2, 0.0) == 1, "its gradient is held"
+    assert model.join(1, 0.0) == 0
+    assert model.start() == []
+    assert model.push(1, 0.0) == [Commit((0, 1, 2))]
+    assert model.grant(0) == 2
+
+
 def test_bsp_learner_may_not_push_twice_in_a_superstep() -> None:
     model = joined("bsp", 0, 1)
     push(model, 0)

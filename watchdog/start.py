@@ -1,0 +1,65 @@
+"""Before the first gradient of a job whose learners begin together: who is awaited.
+
+So that each run of such a job gives the same weights: learner 0 makes the model, and batches are
+handed out once all learners ask for them, in the order of rows. The server awaits them as well
+(gadei_ps.server.start). What does not come within the learners' time limit is awaited no longer.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from gadei_ps import _native
+from gadei_ps.job import modes
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, Work
+from gadei_ps.watchdog.memory import JobMemory
+
+
+class Start:
+    """learners: how many are to begin together."""
+
+    def __init__(self, memory: JobMemory, learners: int) -> None:
+        self._memory = memory
+        self._learners = learners
+        self._since = 0.0
+
+    @property
+    def _control(self) -> np.void:
+        return self._memory.control.view(CONTROL)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether learners of this job begin together, and have not begun yet."""
+        return self._learners > 1 and modes.awaits_start(self._memory.control)
+
+    def report(self) -> dict[str, int] | None:
+        """For the status: learners that are there, of those that are awaited; None once begun."""
+        if not self.awaits:
+            return None
+        return {"learners": min(self._asking(0xFFFFFFFF), self._learners), "of": self._learners}
+
+    def is_late(self, since: float) -> bool:
+        """Whether who waits since then waits no longer."""
+        limit_s = self._memory.config.learner_timeout_s
+        return bool(limit_s) and time.monotonic() - since > limit_s
+
+    def hand_out(self, stopping: bool) -> None:
+        """Lets batches that learners have set be handed out, once all learners ask for them."""
+        control = self._control
+        if int(control["work"]) != Work.NONE or not int(control["batches"]):
+            return
+        self._since = self._since or time.monotonic()
+        all_ask = self._asking(layout.WANTS_WORK) >= self._learners
+        if self.awaits and not all_ask and not stopping and not self.is_late(self._since):
+            return
+        at = self._memory.control.word(CONTROL, "work")
+        _native.store32(at, Work.WORKING)  # SYNC POINT: work
+        self._memory.ring_bells()
+
+    def _asking(self, what: int) -> int:
+        """How many of the attached learners have asked for any of this."""
+        rings = self._memory.rings.values()
+        return sum(bool(int(one.view(layout.RING)["wants"]) & what) for one in rings)
