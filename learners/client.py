@@ -19,10 +19,11 @@ it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import numpy as np
@@ -151,6 +152,7 @@ class Client(Work, Frames):
             for kind in (_native.PS_PUSHING, _native.PS_TAKING, _native.PS_COPYING)
         )
         self._taken = Taken()
+        self._paused = 0  # blocks of pause() that are open
         self._gone_since = None
         self._carrier: Callable[[], Carrier | None] = lambda: None
         self._finalizer = weakref.finalize(
@@ -227,6 +229,26 @@ class Client(Work, Frames):
                 self._learner.copy_end()
 
     # -- push -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what takes long and computes no gradient, such as a validation.
+
+        The job does not kill this learner meanwhile. Under BSP the others wait for it, so that the
+        run stays repeatable; under the other models they go on without it. Publishes first what a
+        device has on its way. May be nested. Raises UsageError.
+        """
+        self._check_process()
+        self._land()
+        self._paused += 1
+        try:
+            if self._paused == 1:
+                _native.pause_learner(*self._rings, 1)
+            yield
+        finally:
+            self._paused -= 1
+            if not self._paused and not self._learner.left:
+                _native.pause_learner(*self._rings, 0)
 
     def wait_turn(self, timeout_s: float | None = None) -> None:
         """Waits until the synchronization model lets this learner begin its next iteration."""

@@ -192,6 +192,12 @@ int gadei_give_up(gadei_learner *learner, int64_t timeout_ms);
 /* Mini-batches whose gradients are to be added up and pushed as one: above 1 under WSP. */
 uint32_t gadei_wave(const gadei_learner *learner);
 
+/* From gadei_pause to gadei_resume this learner computes no gradient, but validates, say. It is not
+ * killed meanwhile; under BSP the others wait for it, under the other models they go on without it.
+ * GADEI_ERROR as for every call. */
+int gadei_pause(gadei_learner *learner);
+int gadei_resume(gadei_learner *learner);
+
 /* Gradients published so far. */
 uint64_t gadei_published(const gadei_learner *learner);
 

@@ -16,6 +16,18 @@ uint32_t gadei_wave(const gadei_learner *learner)
     return wave ? (uint32_t)wave : 1;
 }
 
+static int pause_learner(gadei_learner *learner, int on)
+{
+    int refused = ps_begin_call(learner);
+    if (refused)
+        return refused;
+    ps_pause(learner->common.ring, learner->common.control, on);
+    return ps_end_call(learner, GADEI_OK);
+}
+
+int gadei_pause(gadei_learner *learner) { return pause_learner(learner, 1); }
+int gadei_resume(gadei_learner *learner) { return pause_learner(learner, 0); }
+
 static int set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, uint64_t seed)
 {
     char json[192];

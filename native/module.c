@@ -60,6 +60,14 @@ METHOD(wait_applied)
     return PyLong_FromLong(result);
 }
 
+METHOD(pause_learner)
+{
+    UNUSED;
+    TAKES(3)
+    ps_pause(RING, CONTROL, arg[2] != 0);
+    Py_RETURN_NONE;
+}
+
 METHOD(take_work)
 {
     UNUSED;
@@ -252,6 +260,7 @@ static PyMethodDef methods[] = {
     ENTRY(claim, "claim(ring, control, timeout_ns) -> address of the free slot, or a result < 0"),
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
+    ENTRY(pause_learner, "pause_learner(ring, control, on)"),
     ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),
     ENTRY(lease_make, "lease_make(lease): when no process that knows it is alive"),
     ENTRY(lease_take, "lease_take(lease, timeout_ns) -> whether its holder died; or PS_TIMEOUT"),

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x1c367984065c921cull
+#define PS_BUILD 0xdc3c57c8a564c686ull
 
 #endif

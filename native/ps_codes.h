@@ -110,7 +110,8 @@ typedef double ps_f64;
 
 #define PS_WANTS(X)                                                         \
   X(PS_WANTS_TURN, 1, "a turn: without it the learner holds up no barrier") \
-  X(PS_WANTS_WORK, 2, "batches: without it the learner gets none")
+  X(PS_WANTS_WORK, 2, "batches: without it the learner gets none")          \
+  X(PS_WANTS_PAUSE, 4, "a pause: it computes no gradient now")
 
 #define PS_GONES(X)                            \
   X(PS_GONE_DETACHED, 1, "")                   \

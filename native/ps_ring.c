@@ -169,6 +169,13 @@ int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
     return 0;
 }
 
+static void wake_shards(struct ps_ring *ring, const struct ps_control *control)
+{
+    ps_fence();
+    if (__atomic_load_n(&control->sleepers, __ATOMIC_RELAXED))
+        ps_futex_wake(ps_low_half(&ring->head));
+}
+
 /* Tells shard 0, which reads this word whenever it is awake, what the learner wants. */
 static void ask(struct ps_ring *ring, const struct ps_control *control, uint32_t what)
 {
@@ -176,9 +183,17 @@ static void ask(struct ps_ring *ring, const struct ps_control *control, uint32_t
     if (__atomic_load_n(&ring->wants, __ATOMIC_RELAXED) & what)
         return;
     __atomic_fetch_or(&ring->wants, what, __ATOMIC_SEQ_CST);
-    ps_fence();
-    if (__atomic_load_n(&control->sleepers, __ATOMIC_RELAXED))
-        ps_futex_wake(ps_low_half(&ring->head));
+    wake_shards(ring, control);
+}
+
+void ps_pause(struct ps_ring *ring, const struct ps_control *control, int on)
+{
+    if (on)
+        __atomic_fetch_or(&ring->wants, (uint32_t)PS_WANTS_PAUSE, __ATOMIC_SEQ_CST);
+    else
+        __atomic_fetch_and(&ring->wants, ~(uint32_t)PS_WANTS_PAUSE, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&ring->heartbeat, 1, __ATOMIC_RELAXED);
+    wake_shards(ring, control);
 }
 
 int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,

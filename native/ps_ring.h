@@ -36,6 +36,9 @@ int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64
                   uint64_t timeout_ns);
 int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint64_t sequence,
                     uint64_t timeout_ns);
+/* From now on (on) or no longer: this learner computes no gradient. */
+void ps_pause(struct ps_ring *ring, const struct ps_control *control, int on);
+
 int ps_take_work(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns,
                  uint64_t *item);
 

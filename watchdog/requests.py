@@ -155,6 +155,10 @@ class Requests:
     def report(self) -> dict[str, Any]:
         """The job's status."""
         report = status.report(self._memory)
+        for one in report["learners"]:
+            standing = self._roster.standing.get(one["row"])
+            one["holds_up_s"] = standing.stands_s if standing else None
+            one["killed_in_s"] = standing.left_s if standing else None
         report["server_private_bytes"] = self._servers.private_bytes()
         report["standby_pid"] = self._servers.standby_pid
         report["standby_missing"] = self._servers.why_alone or None

@@ -15,7 +15,7 @@ import errno
 import os
 import selectors
 import signal
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from gadei_ps.memory import layout, shm
 from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.counts import counted
-from gadei_ps.watchdog.liveness import Watch
+from gadei_ps.watchdog.hung import Hung, Sign, Standing, cpu_s
 from gadei_ps.watchdog.memory import JobMemory
 
 LATE_S = 3.0  # far longer than the time between two calls of kill_hung
@@ -66,8 +66,7 @@ class Roster:
         """
         self._drop = drop
         self._memory = memory
-        self._timeout_s = timeout_s
-        self._stuck = Watch(timeout_s, LATE_S)
+        self._hung = Hung(timeout_s, LATE_S, cpu_s)
         self._killed: set[int] = set()  # rows of learners that hung
         self._selector = selector
         self._log = log
@@ -80,7 +79,7 @@ class Roster:
 
     def limit(self, timeout_s: float) -> None:
         """From now on, learners that hold up others for so long are killed; 0: never."""
-        self._timeout_s = self._stuck.limit_s = timeout_s
+        self._hung.limit_s = timeout_s
 
     @property
     def _entries(self) -> np.ndarray:
@@ -257,13 +256,12 @@ class Roster:
         return True
 
     def kill_hung(self, now: float) -> None:
-        """Kills learners that hold up others and do nothing. Their death is then like any other.
+        """Kills learners that hold up others and do nothing, after a warning.
 
-        Not evicted alive: what it publishes after that some shards might apply and others not.
+        Their death is then like any other. Not evicted alive: what it publishes after that some
+        shards might apply and others not.
         """
-        if not self._timeout_s:
-            return
-        signs: dict[Hashable, Hashable] = {}
+        signs: dict[Hashable, Sign] = {}
         control = self._memory.control.view(layout.CONTROL)
         # While other batches are left to hand out, no learner waits for those that it holds.
         left = int(control["next"]) & 0xFFFFFFFF != int(control["batches"])
@@ -278,9 +276,27 @@ class Roster:
             may_go_on = head < int(entry["grant"]) and not self._is_full(row)
             if awaited and may_go_on:
                 beat = int(ring["heartbeat"]), int(ring["work_tail"]), int(ring["pulled"])
-                signs[row, int(entry["generation"])] = (head, tail, *beat)
-        for key in self._stuck.look(now, signs):
-            self.kill(key[0])  # type: ignore[index]
+                paused = bool(int(ring["wants"]) & layout.WANTS_PAUSE)
+                moves = (head, tail, *beat, int(entry["generation"]))
+                signs[row] = Sign(moves, int(entry["pid"]), paused)
+        hung, late = self._hung.look(now, signs)
+        for row in late:
+            one = self._hung.standing[row]
+            self._log.warning(
+                "others wait for a learner: if it does not go on, it is killed; "
+                "validate within optimizer.pause(), or raise learner_timeout_s",
+                row=row,
+                pid=signs[row].pid,
+                waited_s=round(one.stands_s),
+                killed_in_s=round(one.left_s),
+            )
+        for row in hung:
+            self.kill(row)  # type: ignore[arg-type]
+
+    @property
+    def standing(self) -> Mapping[Hashable, Standing]:
+        """Learners that others wait for, by row."""
+        return self._hung.standing
 
     def kill(self, row: int) -> None:
         """Kills a learner that hangs."""

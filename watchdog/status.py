@@ -107,4 +107,5 @@ def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
         "staleness_histogram": [int(count) for count in entry["histogram"]],
         "outstanding": int((entry["outstanding"] != layout.NO_BATCH).sum()),
         "unasked": int(entry["unasked"]),
+        "paused": bool(int(ring["wants"]) & layout.WANTS_PAUSE),
     }

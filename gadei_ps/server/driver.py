@@ -305,9 +305,11 @@ class Driver:
         """True if barriers must wait for this learner.
 
         They do not wait for a learner that only reads, nor for one that takes work from the server
-        while it has no batch.
+        while it has no batch, nor, except under BSP, for one that has paused.
         """
         wants = member.mapped.wants
+        if wants & layout.WANTS_PAUSE and not self.sync.awaits_paused:
+            return False
         if wants & layout.WANTS_WORK and int(self._control["work"]) != Work.NONE:
             return bool((self._roster[member.row]["outstanding"] != layout.NO_BATCH).any())
         return bool(wants & layout.WANTS_TURN)

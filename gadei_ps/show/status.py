@@ -15,6 +15,7 @@ from gadei_ps.show.counts import counted
 from gadei_ps.show.progress import making
 from gadei_ps.show.tables import facts, size, table
 
+SHOWN_S = 5.0  # a learner that others wait for is named after so long
 RATE_S = 1.0  # window over which samples/s are taken
 PHASE_STYLE = {"serving": "bold green", "draining": "bold yellow", "failed": "bold red"}
 BAR_STYLE = "cyan"
@@ -118,12 +119,21 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             "the job's segments have lost their names; stop the job (gadei-ps doctor tells why)",
             style="yellow",
         )
+    if slow := [one for one in status["learners"] if (one.get("holds_up_s") or 0) >= SHOWN_S]:
+        rows["waits for"] = Text("; ".join(map(_slow, slow)), style="yellow")
     rows["memory"] = f"{size(status['shared_bytes'])} shared" + (
         f", {size(status['server_private_bytes'])} private to the server"
         if "server_private_bytes" in status
         else ""
     )
     return rows
+
+
+def _slow(learner: Mapping[str, Any]) -> str:
+    told = f"learner {learner['row']} (pid {learner['pid']}) for {learner['holds_up_s']:.0f} s"
+    if learner["paused"]:
+        return f"{told}, which has paused"
+    return f"{told}; it is killed in {learner['killed_in_s']:.0f} s"
 
 
 def _checkpoints(status: Mapping[str, Any]) -> str:

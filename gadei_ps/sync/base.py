@@ -104,6 +104,10 @@ class SyncModel(ABC):
     """True: the server consumes every gradient as it arrives, and no commit is ever returned.
     False: gradients are held until a commit names them."""
 
+    awaits_paused: ClassVar[bool] = False
+    """True: others wait for a member that says that it computes no gradient now. False: the driver
+    reports that it leaves, and joins again."""
+
     awaits_start: ClassVar[bool] = False
     """True: a driver that knows how many learners are to come calls `await_others` first."""
 

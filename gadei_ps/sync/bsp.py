@@ -30,6 +30,7 @@ class BSP(SyncModel):
     name: ClassVar[str] = "bsp"
     forms: ClassVar[tuple[str, ...]] = ("bsp",)
     on_arrival: ClassVar[bool] = False
+    awaits_paused: ClassVar[bool] = True
     awaits_start: ClassVar[bool] = True
 
     def __init__(self) -> None:

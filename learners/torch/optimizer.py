@@ -239,6 +239,18 @@ class Optimizer(torch.optim.Optimizer):
         if self._may_drop and not self.client.wanted:
             raise _NotWanted
 
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around a validation, or what else takes long and computes no gradient; see Client.pause.
+
+        Afterwards, a learner with data of its own waits for its turn and has the current weights.
+        """
+        with self.client.pause():
+            yield
+        if self._own_data:
+            self.client.wait_turn()
+            self.backend.refresh()
+
     # -- work and the end -----------------------------------------------------------------------
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:

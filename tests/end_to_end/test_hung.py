@@ -11,6 +11,7 @@ import signal
 from multiprocessing.connection import Connection
 
 import numpy as np
+import pytest
 from support import (
     Stopped,
     daemon,
@@ -134,3 +135,53 @@ def test_who_holds_nobody_up_may_rest(job_name: str) -> None:
         job.look(1.0)
         now = status(job_name)
         assert (now["learner_deaths"], len(now["learners"])) == (0, 2)
+
+
+def _rest(pipe: Connection, job: str) -> None:
+    """Pauses, then computes without an end, each until it is told to go on."""
+    client = Client(job)
+    client.wait_turn()
+    with client.pause():
+        pipe.send("paused")
+        pipe.recv()
+    pipe.send("computes")
+    while not pipe.poll():
+        pass
+    pipe.recv()
+    client.push(gradient_of(one_at(0)))
+    client.wait_turn()
+    pipe.send("pushed")
+    pipe.recv()
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp:s=0"])
+def test_who_validates_is_not_killed(sync: str, job_name: str) -> None:
+    """Neither within pause() nor while it computes; under BSP others wait for it."""
+    with (
+        Watched(job_name, learner_timeout_s=0.6, sync=sync) as job,
+        fork(1, _rest, job_name) as (slow,),
+        team(job_name, 1, "wait_turn") as (quick,),
+    ):
+        assert slow.receive() == "paused"
+        eventually(lambda: [one["paused"] for one in status(job_name)["learners"]] == [True, False])
+        if sync == "bsp":
+            call(quick, "push", gradient_of(one_at(1)))
+            tell(quick, "wait_turn")
+        else:  # it would wait for another one after the first of these
+            for _ in range(3):
+                call(quick, "push", gradient_of(one_at(1)))
+                call(quick, "wait_turn")
+        job.look(1.2)
+        slow.send("go on")
+        assert slow.receive() == "computes"
+        if sync != "bsp":
+            eventually(lambda: live_weights(job_name)[1] == -3)
+            tell(quick, "push", gradient_of(one_at(1)))
+        job.look(1.2)
+        waits = [one for one in status(job_name)["learners"] if one["holds_up_s"]]
+        assert [one["pid"] for one in waits] == [slow.pid]
+        assert 0 < waits[0]["killed_in_s"] < waits[0]["holds_up_s"] + 4
+        slow.send("go on")
+        assert slow.receive() == "pushed"
+        quick.receive()
+        assert status(job_name)["learner_deaths"] == 0

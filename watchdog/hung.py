@@ -1,0 +1,113 @@
+"""Learners that hold up others: who hangs, and who is only slow.
+
+A learner that others wait for hangs if it does nothing for the time limit: it neither pushes nor
+computes. One that computes but does not push is given MOST times the limit, one that has paused as
+long as it computes at least now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import psutil
+
+from gadei_ps.watchdog.liveness import progress
+
+MOST = 10  # limits: that a learner may compute without a push, and rest while it has paused
+WARN_AT = 0.5  # of the time that it has
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process and its children, also of those that have ended, s."""
+    total = 0.0
+    with contextlib.suppress(psutil.Error, OSError):
+        leader = psutil.Process(pid)
+        for one in (leader, *leader.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total += sum(one.cpu_times()[:4])
+    return total
+
+
+class Sign(NamedTuple):
+    """Of a learner that others wait for. moves: what changes while it takes part in the job."""
+
+    moves: Hashable
+    pid: int
+    paused: bool
+
+
+class Standing(NamedTuple):
+    """A learner that others wait for: since when, and the time until it is killed, s."""
+
+    stands_s: float
+    left_s: float
+    paused: bool
+
+
+@dataclass
+class _Seen:
+    moves: Hashable
+    since: float
+    cpu_s: float
+    computed: float  # when it was last seen to have computed
+    steps: int = 0
+    warned: bool = False
+
+
+@dataclass
+class Hung:
+    """limit_s: 0: no learner hangs. late_s: see Watch. cpu_s: of a process and its children."""
+
+    limit_s: float
+    late_s: float
+    cpu_s: Callable[[int], float]
+    standing: dict[Hashable, Standing] = field(default_factory=dict)
+    """Learners that others wait for, as of the last look."""
+    _seen: dict[Hashable, _Seen] = field(default_factory=dict)
+    _looked: float = float("-inf")
+
+    def look(
+        self, now: float, signs: Mapping[Hashable, Sign]
+    ) -> tuple[list[Hashable], list[Hashable]]:
+        """Learners that hang, and those that are to be warned of. Others are forgotten."""
+        rested, self._looked = now - self._looked > self.late_s, now
+        seen: dict[Hashable, _Seen] = {}
+        self.standing = {}
+        for key, sign in signs.items():
+            one = self._seen.get(key)
+            if one is None or one.moves != sign.moves or rested:
+                one = _Seen(sign.moves, now, self.cpu_s(sign.pid), now)
+            seen[key] = one
+            self._look_at(one, now, sign)
+            self.standing[key] = self._standing(one, now, sign)
+        self._seen = seen
+        if not self.limit_s:
+            return [], []
+        hang = [key for key, one in self.standing.items() if one.left_s < 0]
+        late = [key for key in self.standing if key not in hang and self._is_late(key)]
+        for key in late:
+            seen[key].warned = True
+        return hang, late
+
+    def _look_at(self, one: _Seen, now: float, sign: Sign) -> None:
+        if now - one.since < self.limit_s / 4 or not self.limit_s:
+            return
+        steps = progress(self.cpu_s(sign.pid) - one.cpu_s, self.limit_s)
+        if steps > one.steps:
+            one.steps, one.computed = steps, now
+
+    def _standing(self, one: _Seen, now: float, sign: Sign) -> Standing:
+        stands_s, rests_s = now - one.since, now - one.computed
+        if sign.paused:
+            left_s = MOST * self.limit_s - rests_s
+        else:
+            left_s = min(self.limit_s - rests_s, MOST * self.limit_s - stands_s)
+        return Standing(stands_s, left_s, sign.paused)
+
+    def _is_late(self, key: Hashable) -> bool:
+        """Whether it has had half of its time, and nothing was said of that yet."""
+        one = self.standing[key]
+        return not (self._seen[key].warned or one.paused or one.stands_s < WARN_AT * self.limit_s)
