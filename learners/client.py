@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +73,10 @@ __all__ = [
 JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"
 CONSISTENT_S = 5.0  # time limit of a consistent pull
+REFUSED = (
+    "gadei-ps: a gradient of this learner holds a NaN or an infinity: the job refuses it, and the "
+    "weights stay as they are; if this goes on, lower the learning rate (said once)"
+)
 NO_TURN = "no grant to go on"
 NO_SLOT = "no slot came free: does the server apply gradients?"
 
@@ -152,6 +158,7 @@ class Client(Work, Frames):
             for kind in (_native.PS_PUSHING, _native.PS_TAKING, _native.PS_COPYING)
         )
         self._taken = Taken()
+        self._refuses = bool(int(self._control["refuse_nonfinite"]))
         self._paused = 0  # blocks of pause() that are open
         self._gone_since = None
         self._carrier: Callable[[], Carrier | None] = lambda: None
@@ -249,6 +256,10 @@ class Client(Work, Frames):
             self._paused -= 1
             if not self._paused and not self._learner.left:
                 _native.pause_learner(*self._rings, 0)
+
+    def sees_current(self) -> None:
+        """What is computed from now on comes from the live weights as they are now."""
+        self._learner.version = self.current_version
 
     def wait_turn(self, timeout_s: float | None = None) -> None:
         """Waits until the synchronization model lets this learner begin its next iteration."""
@@ -369,6 +380,9 @@ class Client(Work, Frames):
     def _counted(self, batch: int) -> None:
         self._gone_since = None  # there was room for it, so the job has lived
         self._taken.remove(batch)
+        if self._refuses and not math.isfinite(self._learner.squares):
+            self._refuses = False  # said once
+            print(REFUSED, file=sys.stderr, flush=True)
 
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
         """Waits until the gradient, by default the last one, is in the weights or dropped."""

@@ -145,6 +145,14 @@ METHOD(unguard)
     Py_RETURN_NONE;
 }
 
+METHOD(tell_of_stores)
+{
+    UNUSED;
+    TAKES(2)
+    ps_tell_of_stores(arg[0], arg[1]);
+    Py_RETURN_NONE;
+}
+
 METHOD(futex_wait)
 {
     UNUSED;
@@ -268,6 +276,7 @@ static PyMethodDef methods[] = {
     ENTRY(populate, "populate(address, bytes) -> 0: page tables filled, so that no access faults; or errno"),
     ENTRY(guard, "guard(address, bytes, word, value): zeros instead of SIGBUS there; then word is value"),
     ENTRY(unguard, "unguard(address)"),
+    ENTRY(tell_of_stores, "tell_of_stores(address, bytes): a line before a store there ends us"),
     ENTRY(futex_wait, "futex_wait(word, expected, timeout_ns)"),
     ENTRY(futex_wake, "futex_wake(word)"),
     ENTRY(bell, "bell(word): add one and wake all"),

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xdc3c57c8a564c686ull
+#define PS_BUILD 0xb98dd788d5f87b3bull
 
 #endif

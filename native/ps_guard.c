@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "ps_atomic.h"
 
@@ -98,4 +99,54 @@ void ps_unguard(uint64_t address)
     for (int i = 0; i < PS_GUARDS; i++)
         if (guards[i].begin == address)
             change(&guards[i], 0, 0, 0, 0);
+}
+
+static const char STORED[] =
+    "gadei-ps: the script has written to a parameter in place, and the weights of a job can only be "
+    "read here: change them before Optimizer(model), or use Optimizer(model, view=False)\n";
+static struct { uint64_t begin, end; } read_only[PS_READ_ONLY]; /* end 0: free */
+static struct sigaction before_stores;
+
+static void on_segmentation_fault(int number, siginfo_t *info, void *context)
+{
+    (void)context;
+    int error = errno, sent = info->si_code <= 0;
+    uint64_t at = (uint64_t)info->si_addr;
+    for (int i = 0; !sent && i < PS_READ_ONLY; i++)
+        if (at >= ps_load_acquire(&read_only[i].begin) && at < ps_load_acquire(&read_only[i].end)) {
+            ssize_t written = write(STDERR_FILENO, STORED, sizeof STORED - 1);
+            (void)written;
+            break;
+        }
+    sigaction(number, &before_stores, NULL); /* the access is repeated, or the signal sent again */
+    memset(&before_stores, 0, sizeof before_stores);
+    if (sent)
+        raise(number);
+    errno = error;
+}
+
+void ps_tell_of_stores(uint64_t address, uint64_t bytes)
+{
+    struct sigaction ours, now;
+    int free = -1;
+    for (int i = 0; i < PS_READ_ONLY; i++) {
+        if (read_only[i].end && read_only[i].begin == address) {
+            ps_store_release(&read_only[i].end, bytes ? address + bytes : 0);
+            return;
+        }
+        if (!read_only[i].end && free < 0)
+            free = i;
+    }
+    if (!bytes || free < 0 || sigaction(SIGSEGV, NULL, &now))
+        return;
+    ps_store_release(&read_only[free].begin, address);
+    ps_store_release(&read_only[free].end, address + bytes);
+    if (now.sa_sigaction == on_segmentation_fault)
+        return;
+    before_stores = now;
+    memset(&ours, 0, sizeof ours);
+    ours.sa_sigaction = on_segmentation_fault;
+    ours.sa_flags = SA_SIGINFO;
+    sigemptyset(&ours.sa_mask);
+    sigaction(SIGSEGV, &ours, NULL);
 }

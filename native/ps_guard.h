@@ -13,11 +13,17 @@
 #include <stdint.h>
 
 #define PS_GUARDS 1024
+#define PS_READ_ONLY 16
 
 /* Any process; one thread at a time. Guards `bytes` bytes from `address` on, whole pages of one
  * mapping, until ps_unguard. The first call installs the handler. Returns 0 or a negative errno:
  * -ENOSPC with PS_GUARDS ranges guarded. */
 int ps_guard(uint64_t address, uint64_t bytes, uint64_t word, uint64_t value);
+
+/* A learner: a store into these `bytes` from `address` on, which can only be read, says so in a line
+ * on standard error before it ends the process as ever. bytes 0: no longer. One thread at a time;
+ * ranges beyond the first PS_READ_ONLY go without the line. */
+void ps_tell_of_stores(uint64_t address, uint64_t bytes);
 
 /* As ps_guard, by one thread at a time, once nothing is read there any more. */
 void ps_unguard(uint64_t address);

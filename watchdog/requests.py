@@ -36,6 +36,7 @@ from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.refusals import Refusals
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
@@ -73,6 +74,7 @@ class Requests:
         self._unreachable = ""  # why nobody can connect
         self._sockets = ControlServer(path, selector, self._handle, self._closed)
         self._start = Start(memory, learners)
+        self._refusals = Refusals(memory, log)
         self._admission = Admission(
             self._sockets, memory, roster, stopping, maker, self._start, learners, log
         )
@@ -88,6 +90,7 @@ class Requests:
         """What goes on between two requests. Every tick."""
         self._admission.look(now)
         self._start.hand_out(self._stopping.begun)
+        self._refusals.look(now)
 
     def expire(self, lock: NameLock | None) -> None:
         """Drops clients that have begun a message and do not end it.

@@ -39,6 +39,7 @@ POLL_S = 0.05
 REPORT_S = 1.0
 DRAIN_S = 30.0
 LEAVE_S = 5.0  # until the job has applied what ended learners had published
+SMALL_SHARE = 0.1  # of gradients that were applied: a run with fewer has failed
 GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
 
 
@@ -67,10 +68,10 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
     """Runs the learners to their end; returns the summary that `run --json` prints.
 
     job: name or socket of a running job, a job file, or the name of a new job. `exit_code` of the
-    summary is 1 if a learner failed or all were killed, and 4 if the job is another process's and
-    was stopped while they ran; 128 + N after signal N. The first signal is passed on to the
-    learners, which have GRACE_S to end; the second one ends them at once, and raises Interrupted.
-    Raises GadeiError.
+    summary is 1 if a learner failed, all were killed or most gradients were refused, and 4 if the
+    job is another process's and was stopped while they ran; 128 + N after signal N. The first
+    signal is passed on to the learners, which have GRACE_S to end; the second one ends them at
+    once, and raises Interrupted. Raises GadeiError.
     """
     check_command(command)
     if options.out is not None:
@@ -125,6 +126,18 @@ def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) ->
     if "sync" in overrides:
         values["sync"] = overrides["sync"]
     return config.from_mapping(values | {"optimizer": optimizer}, where)
+
+
+def _mostly_refused(counts: Mapping[str, int]) -> str:
+    """What to say of a run whose gradients were refused, but for a small share; else nothing."""
+    applied, refused = counts["gradients_applied"], counts["gradients_refused"]
+    if not refused or applied >= SMALL_SHARE * (applied + refused):
+        return ""
+    return (
+        f"{refused:,} of {counted(applied + refused, 'gradient')} were refused: most likely the "
+        "model has diverged, with NaN or infinities in its gradients; lower the learning rate, or "
+        "set clip_norm in the job file"
+    )
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -414,10 +427,15 @@ class _Run:
         training = self.end - self.first_gradient if self.first_gradient else 0.0
         codes = [one.code for one in self.ended.values()]
         failed = any(code > 0 for code in codes) or not any(code == 0 for code in codes)
+        refused = _mostly_refused(counts)
+        if refused:
+            _say(refused)
         if self.signal:
             code = 128 + self.signal
+        elif self.stopped:
+            code = JobStopped.exit_code
         else:
-            code = JobStopped.exit_code if self.stopped else int(failed or bool(self.unsaved))
+            code = int(failed or bool(self.unsaved) or bool(refused))
         out = self.options.out
         return {
             "job": after.get("job"),

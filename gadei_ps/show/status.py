@@ -92,6 +92,8 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             f"{counted(work['batches'], 'batch', 'batches')} each, "
             f"{status['batches_requeued']:,} handed out again"
         )
+    if why := {one["refused_because"] for one in status["learners"] if one["refused"]} - {""}:
+        rows["refused"] = Text(f"a gradient that {', or that '.join(sorted(why))}", style="yellow")
     if begins := status.get("start"):
         rows["start"] = (
             f"waits until {counted(begins['of'], 'learner')} have come: {begins['learners']} there"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gadei_ps.errors import DeviceError
+from gadei_ps.errors import DeviceError, JobStopped
 from gadei_ps.learners.client import NONE, Client, whole_at
 from gadei_ps.learners.torch import lookup
 from gadei_ps.learners.torch.backend import gradient_at
@@ -33,14 +33,15 @@ def current_stream(device: torch.device) -> int:
 
 
 class GpuBackend:
-    """See backend.Backend. Raises DeviceError if the GPU cannot be used."""
+    """See backend.Backend. wait: see Optimizer. Raises DeviceError if the GPU cannot be used."""
 
-    def __init__(self, client: Client, trained: Trained) -> None:
+    def __init__(self, client: Client, trained: Trained, *, wait: bool = False) -> None:
         if why := cuda_missing():
             raise DeviceError(f"the model is on {trained.device}: {why}")
         from gadei_ps.learners.cuda import Cuda
 
         self._client = client
+        self._wait = wait
         self._trained = trained
         stream = functools.partial(current_stream, trained.device)
         self._link = Cuda(trained.device.index).link(client, stream)
@@ -110,7 +111,7 @@ class GpuBackend:
         if self._gathered:
             self._find_whole(where)
         self._link.push_from(where, version=self.version, kept=kept, **facts)
-        if self._client.waits_for_others:
+        if self._client.waits_for_others or self._wait:
             self._link.flush()
 
     def _addresses(self, kept: list[Any]) -> list[int]:
@@ -142,9 +143,12 @@ class GpuBackend:
     # -- pull -----------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Where learners wait for one another, the weights are the current ones; else those that
-        have arrived."""
-        if self._client.waits_for_others:
+        """Where learners wait for one another, or this one for its gradient, the weights are the
+        current ones; else those that have arrived."""
+        if self._wait:
+            with contextlib.suppress(JobStopped):  # the next push says so
+                self._client.wait_applied()
+        if self._client.waits_for_others or self._wait:
             self._link.fill(self._front)
             self.version = self._link.version
         else:

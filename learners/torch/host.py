@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gadei_ps import _native
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.learners.client import NONE, Client, whole_at
 from gadei_ps.learners.torch import products
 from gadei_ps.learners.torch.backend import gradient_at
@@ -28,6 +28,26 @@ SECOND = (
 )
 
 
+LOADED = (
+    "load_state_dict after Optimizer(model): the weights are the job's, and this learner can only "
+    "read them: load before Optimizer(model), after optimizer.close(), or use view=False"
+)
+LOST = (
+    "load_state_dict after Optimizer(model, view=False) changes this learner's copy only, until "
+    "the next step brings the job's weights; load before Optimizer(model) to change those"
+)
+
+
+def _refuse(*_: object) -> None:
+    """Before load_state_dict() of a module whose parameters are views of the job's weights."""
+    raise UsageError(LOADED)
+
+
+def _warn(*_: object) -> None:
+    """Of a module whose parameters are a copy."""
+    warnings.warn(LOST, stacklevel=4)
+
+
 def check(module: torch.nn.Module, *, view: bool) -> None:
     """Raises UsageError for a layer that writes to weights which can only be read."""
     if view and any(getattr(one, "max_norm", None) for one in module.modules()):
@@ -38,11 +58,18 @@ def check(module: torch.nn.Module, *, view: bool) -> None:
 
 
 class HostBackend:
-    """See backend.Backend. view, free_gradients: see Optimizer."""
+    """See backend.Backend. view, wait, free_gradients: see Optimizer."""
 
     def __init__(
-        self, client: Client, trained: Trained, *, view: bool, free_gradients: bool
+        self,
+        client: Client,
+        trained: Trained,
+        *,
+        view: bool,
+        wait: bool,
+        free_gradients: bool,
     ) -> None:
+        self._wait = wait
         self._client = client
         self._trained = trained
         self._view = view
@@ -51,9 +78,16 @@ class HostBackend:
         views = client.model.views(self._flat)
         for name, parameter in trained.parameters.items():
             parameter.data = _tensor(views[name])
-        if view and not faulthandler.is_enabled() and sys.stderr is not None:
+        if view:
             # A write to the shared weights ends the process; the traceback shows where it was.
-            faulthandler.enable()
+            if not faulthandler.is_enabled() and sys.stderr is not None:
+                faulthandler.enable()
+            _native.tell_of_stores(client.place.weights.address, client.place.weights.size)
+            self._undo.callback(_native.tell_of_stores, client.place.weights.address, 0)
+        for module in trained.module.modules():
+            if any(one.requires_grad for one in module.parameters(recurse=False)):
+                hook = module.register_load_state_dict_pre_hook(_refuse if view else _warn)
+                self._undo.callback(hook.remove)
         self._refresh_buffers()
         self._ordered = trained.in_order_of(client.model)
         self._products: list[Products] = [[] for _ in self._ordered]
@@ -143,6 +177,10 @@ class HostBackend:
     # -- weights and buffers --------------------------------------------------------------------
 
     def refresh(self) -> None:
+        if self._wait:
+            with contextlib.suppress(JobStopped):  # the next push says so
+                self._client.wait_applied()
+            self._client.sees_current()
         if not self._view:
             self._client.pull(self._flat)
         if self._trained.buffers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,10 @@ _HOOKS_OF_ALL = tuple(
 )
 # Without torch's wrapper, which loads torch._dynamo: that takes seconds of each learner's start.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+NO_STATE = (
+    "load_state_dict: momentum and moments are not loaded, the job's server has its own; "
+    "gadei-ps checkpoint and restore keep them"
+)
 
 
 class _NotWanted(Exception):
@@ -39,6 +44,10 @@ class Optimizer(torch.optim.Optimizer):
     device; move the model to its GPU before. job: a name or a socket's path; None takes it from the
     environment (`gadei-ps run`, `attach`). view: whether parameters on the CPU are views of the
     weights segment (see gadei_ps.learners.torch). wire, error_feedback: see Client.
+
+    wait: whether step() waits until its gradient is in the weights that the next forward pass uses,
+    as torch's optimizers do. By default it does with view=False; with view=True and on a GPU it
+    costs the server's time for a gradient, in which the learner could compute.
 
     free_gradients: backward() copies each gradient into the ring while it is in the cache, and
     frees it; those of torch.nn.Linear are computed in the ring (see linear()). This is faster for
@@ -55,6 +64,7 @@ class Optimizer(torch.optim.Optimizer):
         job: str | None = None,
         *,
         view: bool = True,
+        wait: bool | None = None,
         wire: str = "float32",
         error_feedback: bool = False,
         free_gradients: bool = False,
@@ -81,10 +91,14 @@ class Optimizer(torch.optim.Optimizer):
         """Where the weights are."""
         try:
             if on_gpu:
-                self.backend = GpuBackend(self.client, trained)
+                self.backend = GpuBackend(self.client, trained, wait=bool(wait))
             else:
                 self.backend = HostBackend(
-                    self.client, trained, view=view, free_gradients=free_gradients
+                    self.client,
+                    trained,
+                    view=view,
+                    wait=not view if wait is None else wait,
+                    free_gradients=free_gradients,
                 )
         except BaseException:
             self.client.detach()
@@ -109,10 +123,30 @@ class Optimizer(torch.optim.Optimizer):
             raise UsageError("a job's model is fixed: parameters cannot be added to it")
         _ADD_PARAM_GROUP(self, param_group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, for what state_dict() of this optimizer holds: the learning rate.
+
+        Warns where that moves the rate, or where momentum and moments are given: those of the job
+        are in its server. Raises ValueError, as torch does, for another model's state.
+        """
+        saved = state_dict["param_groups"]
+        if [len(one["params"]) for one in saved] != [len(self.param_groups[0]["params"])]:
+            raise ValueError("the state is of other parameters than this optimizer's")
+        if state_dict.get("state"):
+            warnings.warn(NO_STATE, stacklevel=2)
+        group, before = self.param_groups[0], float(self.param_groups[0]["lr"])
+        group |= {name: saved[0][name] for name in ("lr", "initial_lr") if name in saved[0]}
+        if float(group["lr"]) != before:
+            warnings.warn(
+                f"load_state_dict sets this learner's learning rate to {float(group['lr']):g}; it "
+                f"was {before:g}, the job's is {self._job_lr:g}",
+                stacklevel=2,
+            )
+
     # -- one step -------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Pushes the gradients of backward(); waits for a free slot, not for the server.
+        """Pushes the gradients of backward(); waits for a free slot, and for the server if `wait`.
 
         A learner with data of its own also waits here for the turn that the synchronization model
         gives; one that takes batches() waits there. Returns what the closure returns. Under WSP

@@ -264,3 +264,29 @@ def test_name_in_use(cli: Cli, job_name: str) -> None:
         assert result.code == 1
         assert f"job '{job_name}' is running already" in result.err.splitlines()[-1]
     assert is_running(job_name)
+
+
+DIVERGED = """
+import sys, pathlib, time, numpy as np
+from gadei_ps.learners.client import Client
+
+with Client(tensors={"w": np.zeros(10)}) as client:
+    for _ in range(30):
+        client.push({"w": np.full(10, np.nan)})
+    while not pathlib.Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+"""
+
+
+def test_divergence_is_told(cli: Cli, job_name: str) -> None:
+    """While the job runs by its log, status and learner, and at the end."""
+    (cli.directory / "script.py").write_text(DIVERGED)
+    go = cli.directory / "go"
+    running = cli.start("run", job_name, "--", sys.executable, "script.py", go)
+    support.eventually(lambda: "gradients are refused: the last one holds a NaN" in running.err)
+    assert "a gradient that holds a NaN" in cli("status", job_name).out
+    go.touch()
+    ended = running.wait()
+    assert ended.code == 1
+    assert ended.err.count("the job refuses it") == 1
+    assert "30 of 30 gradients were refused: most likely the model has diverged" in ended.err

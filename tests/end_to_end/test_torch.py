@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,23 @@ def test_as_torch(kind: str, job_name: str) -> None:
         optimizer.close()
         same_state(model, twin)
         model[0].weight.data += 1  # the memory is the model's own now
+
+
+@pytest.mark.parametrize("how", [{"view": False}, {"wait": True}], ids=str)
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_alone_as_torch(kind: str, how: dict[str, bool], job_name: str) -> None:
+    """Under ASP, too, a learner that waits computes with its own gradient in the weights."""
+    settings, local = LOCAL[kind]
+    with daemon(job_name, optimizer=settings, shards=2):
+        model, twin = plain_model(), plain_model()
+        optimizer = Optimizer(model, job_name, **how)
+        losses = train(model, optimizer, steps=200)
+        expected = train(twin, local(twin.parameters()), steps=200)
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+        same_state(model, twin)
+        (one,) = status(job_name)["learners"]
+        assert (one["applied"], one["staleness_max"]) == (200, 0)
+        optimizer.close()
 
 
 SPARSE: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
@@ -282,4 +300,62 @@ def test_hooks_of_step_are_called(job_name: str) -> None:
         first.remove()
         optimizer.step()
         assert called == ["before", "after", "after"]
+        optimizer.close()
+
+
+def test_loading_weights_after_the_optimizer(job_name: str) -> None:
+    """Refused where it would write to the job's memory; no harm once the learner has left."""
+    with daemon(job_name):
+        model = plain_model()
+        state = {name: one.clone() for name, one in model.state_dict().items()}
+        optimizer = Optimizer(model, job_name)
+        for module, part in ((model, state), (model[0], {"weight": state["0.weight"]})):
+            with pytest.raises(UsageError, match=r"load before Optimizer\(model\), after"):
+                module.load_state_dict(part, strict=False)
+        optimizer.close()
+        model.load_state_dict(state)
+        copied = Optimizer(model, job_name, view=False)
+        with pytest.warns(UserWarning, match="changes this learner's copy only") as told:
+            model.load_state_dict(state)
+        assert {one.filename for one in told} == {__file__}
+        copied.close()
+
+
+WRITES = """
+import sys, torch
+from gadei_ps.learners.torch import Optimizer
+
+model = torch.nn.Linear(3, 2)
+optimizer = Optimizer(model, sys.argv[1])
+with torch.no_grad():
+    model.weight.clamp_(-1, 1)
+"""
+
+
+def test_writing_to_the_jobs_weights_says_what_to_do(job_name: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WRITES)
+    with daemon(job_name):
+        command = [sys.executable, tmp_path / "script.py", job_name]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGSEGV
+    assert ended.stderr.count("use Optimizer(model, view=False)") == 1
+    assert 'script.py", line 8' in ended.stderr
+
+
+def test_loading_the_optimizers_state(job_name: str) -> None:
+    with daemon(job_name, optimizer={"kind": "adam", "lr": 0.1}):
+        model, twin = plain_model(), plain_model()
+        theirs = torch.optim.Adam(twin.parameters(), 0.3, weight_decay=0.7)
+        train(twin, theirs, steps=1)
+        optimizer = Optimizer(model, job_name)
+        before = dict(optimizer.param_groups[0])
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.warns(UserWarning) as told:
+            optimizer.load_state_dict(theirs.state_dict())
+        assert [str(one.message).partition(":")[2] != "" for one in told] == [True, False]
+        assert "learning rate to 0.3; it was 0.1" in str(told[1].message)
+        assert optimizer.param_groups[0] == before | {"lr": 0.3}
+        state = torch.optim.SGD([torch.zeros(1)], 0.1).state_dict()
+        with pytest.raises(ValueError, match="other parameters"):
+            optimizer.load_state_dict(state)
         optimizer.close()

@@ -1,0 +1,65 @@
+"""Says while a job runs that it refuses gradients, such as those of a model that has diverged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, Reason
+from gadei_ps.watchdog.memory import JobMemory
+
+LOOK_S = 0.5
+SAY_S = 10.0
+DIVERGED = (
+    "the weights stay as they are. If this goes on, the model has diverged: lower the learning "
+    "rate, or set clip_norm"
+)
+
+
+@dataclass(eq=False)
+class Refusals:
+    """What a job has refused, and what was said of it."""
+
+    memory: JobMemory
+    log: Any
+    _looked: float = float("-inf")
+    _said: float = float("-inf")
+    _told: int | None = None
+
+    def look(self, now: float) -> None:
+        """Warns of the first refused gradient, then at most every SAY_S. Called every tick."""
+        if now < self._looked + LOOK_S:
+            return
+        self._looked = now
+        control = self.memory.control.view(CONTROL)
+        refused = _count(control, "refused")
+        if self._told is None:
+            self._told = refused  # of a watchdog before this one
+        if refused == self._told or now < self._said + SAY_S:
+            return
+        self._told, self._said = refused, now
+        reason = _reason(control)
+        what = layout.REASON_TEXT[reason]
+        self.log.warning(
+            f"gradients are refused: the last one {what}; {DIVERGED}"
+            if reason == Reason.NOT_FINITE
+            else f"gradients are refused{': ' + what if what else ''}",
+            refused=refused,
+            applied=_count(control, "applied"),
+        )
+
+
+def _count(control: np.void, what: str) -> int:
+    return int(control[f"past_{what}"]) + int(control["roster"][what].sum())
+
+
+def _reason(control: np.void) -> Reason:
+    """Of the learners that are there, the one refused most often says why; else why it was last."""
+    roster = control["roster"]
+    worst = int(np.argmax(roster["refused"]))
+    if not int(roster["refused"][worst]):  # it has left; a row keeps its reason until the next one
+        worst = int(np.argmax(roster["reason"]))
+    return Reason(int(roster["reason"][worst]))
