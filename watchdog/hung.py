@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
+from gadei_ps.machine import process
 from gadei_ps.watchdog.liveness import progress
 
 MOST = 10  # limits: that a learner may compute without a push, and rest while it has paused
@@ -21,13 +21,14 @@ WARN_AT = 0.5  # of the time that it has
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of a process and its children, also of those that have ended, s."""
-    total = 0.0
-    with contextlib.suppress(psutil.Error, OSError):
-        leader = psutil.Process(pid)
-        for one in (leader, *leader.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                total += sum(one.cpu_times()[:4])
+    """Processor time of a process and of the children that it has now, s."""
+    total, left = 0.0, [pid]
+    while left:
+        one = left.pop()
+        total += process.cpu_s(one)
+        for thread in Path(f"/proc/{one}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                left += map(int, thread.read_text().split())
     return total
 
 
@@ -51,8 +52,8 @@ class Standing(NamedTuple):
 class _Seen:
     moves: Hashable
     since: float
-    cpu_s: float
     computed: float  # when it was last seen to have computed
+    cpu_s: float | None = None  # when it had stood for a while
     steps: int = 0
     warned: bool = False
 
@@ -79,7 +80,7 @@ class Hung:
         for key, sign in signs.items():
             one = self._seen.get(key)
             if one is None or one.moves != sign.moves or rested:
-                one = _Seen(sign.moves, now, self.cpu_s(sign.pid), now)
+                one = _Seen(sign.moves, now, now)
             seen[key] = one
             self._look_at(one, now, sign)
             self.standing[key] = self._standing(one, now, sign)
@@ -95,7 +96,10 @@ class Hung:
     def _look_at(self, one: _Seen, now: float, sign: Sign) -> None:
         if now - one.since < self.limit_s / 4 or not self.limit_s:
             return
-        steps = progress(self.cpu_s(sign.pid) - one.cpu_s, self.limit_s)
+        used_s = self.cpu_s(sign.pid)
+        if one.cpu_s is None:
+            one.cpu_s = used_s
+        steps = progress(used_s - one.cpu_s, self.limit_s)
         if steps > one.steps:
             one.steps, one.computed = steps, now
 
