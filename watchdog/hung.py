@@ -65,17 +65,15 @@ class Hung:
     limit_s: float
     late_s: float
     cpu_s: Callable[[int], float]
-    standing: dict[Hashable, Standing] = field(default_factory=dict)
-    """Learners that others wait for, as of the last look."""
-    _seen: dict[Hashable, _Seen] = field(default_factory=dict)
+    standing: dict[int, Standing] = field(default_factory=dict)
+    """Learners that others wait for, by row, as of the last look."""
+    _seen: dict[int, _Seen] = field(default_factory=dict)
     _looked: float = float("-inf")
 
-    def look(
-        self, now: float, signs: Mapping[Hashable, Sign]
-    ) -> tuple[list[Hashable], list[Hashable]]:
+    def look(self, now: float, signs: Mapping[int, Sign]) -> tuple[list[int], list[int]]:
         """Learners that hang, and those that are to be warned of. Others are forgotten."""
         rested, self._looked = now - self._looked > self.late_s, now
-        seen: dict[Hashable, _Seen] = {}
+        seen: dict[int, _Seen] = {}
         self.standing = {}
         for key, sign in signs.items():
             one = self._seen.get(key)
@@ -111,7 +109,7 @@ class Hung:
             left_s = min(self.limit_s - rests_s, MOST * self.limit_s - stands_s)
         return Standing(stands_s, left_s, sign.paused)
 
-    def _is_late(self, key: Hashable) -> bool:
+    def _is_late(self, key: int) -> bool:
         """Whether it has had half of its time, and nothing was said of that yet."""
         one = self.standing[key]
         return not (self._seen[key].warned or one.paused or one.stands_s < WARN_AT * self.limit_s)

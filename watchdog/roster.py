@@ -15,7 +15,7 @@ import errno
 import os
 import selectors
 import signal
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,24 +261,26 @@ class Roster:
         Their death is then like any other. Not evicted alive: what it publishes after that some
         shards might apply and others not.
         """
-        signs: dict[Hashable, Sign] = {}
+        signs: dict[int, Sign] = {}
         control = self._memory.control.view(layout.CONTROL)
         # While other batches are left to hand out, no learner waits for those that it holds.
         left = int(control["next"]) & 0xFFFFFFFF != int(control["batches"])
         left = left or bool(int(control["requeued"]))
-        for row in self._pidfds:
-            ring = self._memory.rings[row].view(layout.RING)
+        rings = {row: self._memory.rings[row].view(layout.RING) for row in self._pidfds}
+        # One that has paused waits for nobody.
+        paused = {row for row, one in rings.items() if int(one["wants"]) & layout.WANTS_PAUSE}
+        waiting = rings.keys() - paused
+        for row, ring in rings.items():
             entry = self._entries[row]
             head, tail = int(ring["head"]), int(entry["applied"])
             holds = bool((entry["outstanding"] != layout.NO_BATCH).any())
-            awaited = len(self._pidfds) > 1 and (int(entry["member"]) or (holds and not left))
+            awaited = waiting - {row} and (int(entry["member"]) or (holds and not left))
             # One that waits itself, for a slot or for its turn, is not to blame.
             may_go_on = head < int(entry["grant"]) and not self._is_full(row)
             if awaited and may_go_on:
                 beat = int(ring["heartbeat"]), int(ring["work_tail"]), int(ring["pulled"])
-                paused = bool(int(ring["wants"]) & layout.WANTS_PAUSE)
                 moves = (head, tail, *beat, int(entry["generation"]))
-                signs[row] = Sign(moves, int(entry["pid"]), paused)
+                signs[row] = Sign(moves, int(entry["pid"]), row in paused)
         hung, late = self._hung.look(now, signs)
         for row in late:
             one = self._hung.standing[row]
@@ -291,10 +293,10 @@ class Roster:
                 killed_in_s=round(one.left_s),
             )
         for row in hung:
-            self.kill(row)  # type: ignore[arg-type]
+            self.kill(row)
 
     @property
-    def standing(self) -> Mapping[Hashable, Standing]:
+    def standing(self) -> Mapping[int, Standing]:
         """Learners that others wait for, by row."""
         return self._hung.standing
 

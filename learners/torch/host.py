@@ -45,7 +45,7 @@ def _refuse(*_: object) -> None:
 
 def _warn(*_: object) -> None:
     """Of a module whose parameters are a copy."""
-    warnings.warn(LOST, stacklevel=4)
+    warnings.warn(LOST, stacklevel=2)
 
 
 def check(module: torch.nn.Module, *, view: bool) -> None:
@@ -86,7 +86,7 @@ class HostBackend:
             self._undo.callback(_native.tell_of_stores, client.place.weights.address, 0)
         for module in trained.module.modules():
             if any(one.requires_grad for one in module.parameters(recurse=False)):
-                hook = module.register_load_state_dict_pre_hook(_refuse if view else _warn)
+                hook = module.register_load_state_dict_pre_hook(_refuse if view else _warn)  # type: ignore[no-untyped-call]
                 self._undo.callback(hook.remove)
         self._refresh_buffers()
         self._ordered = trained.in_order_of(client.model)
