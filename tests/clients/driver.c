@@ -221,6 +221,8 @@ static void nulls(void)
     REFUSED(gadei_push(NULL, &value, 0.0, 0, 0), NULL);
     REFUSED(gadei_push(learner, NULL, 0.0, 0, 0), learner);
     REFUSED(gadei_give_up(NULL, 0), NULL);
+    REFUSED(gadei_pause(NULL), NULL);
+    REFUSED(gadei_resume(NULL), NULL);
     REFUSED(gadei_wait_applied(NULL, 0), NULL);
     REFUSED(gadei_set_work(NULL, 1, 1, 0), NULL);
     REFUSED(gadei_take_batch(NULL, &batch, &batch, 0), NULL);
@@ -385,6 +387,10 @@ static void do_command(char *line)
         answer((int)gadei_wave(learner));
     } else if (!strcmp(word, "give_up")) {
         answer(gadei_give_up(learner, a));
+    } else if (!strcmp(word, "pause")) {
+        answer(gadei_pause(learner));
+    } else if (!strcmp(word, "resume")) {
+        answer(gadei_resume(learner));
     } else if (!strcmp(word, "applied")) {
         answer(gadei_wait_applied(learner, a));
     } else if (!strcmp(word, "published")) {

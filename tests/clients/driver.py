@@ -187,6 +187,15 @@ class Driver:
         self.mine.give_up(timeout_s=seconds(timeout))
         return 0
 
+    def pause(self) -> object:
+        self.paused = self.mine.pause()
+        self.paused.__enter__()
+        return 0
+
+    def resume(self) -> object:
+        self.paused.__exit__(None, None, None)
+        return 0
+
     def applied(self, timeout: str) -> object:
         self.mine.wait_applied(timeout_s=seconds(timeout))
         return 0

@@ -100,6 +100,26 @@ def test_a_straggler_gives_up(client: Makers, job: Callable[..., Job]) -> None:
     assert status["batches_requeued"] == 1
 
 
+def test_others_go_on_without_one_that_pauses(client: Makers, job: Callable[..., Job]) -> None:
+    running = job(**SMALL, sync="ssp:s=0")
+    mine, other = client.plain(), client.plain()
+    for one in (mine, other):
+        one.do("attach", running.socket)
+        one.do("turn", 10_000)
+    mine.do("pause")
+    for _ in range(3):
+        other.do("push", 1.0, 10_000)
+        other.do("turn", 10_000)
+    assert [one["paused"] for one in running.status()["learners"]] == [True, False]
+    mine.do("resume")
+    mine.do("turn", 10_000)
+    mine.do("push", 1.0, 10_000)
+    mine.do("applied", 10_000)
+    status = running.status()
+    assert status["gradients_applied"] == 4
+    assert not any(one["paused"] for one in status["learners"])
+
+
 @pytest.mark.parametrize(("sync", "wave"), [("asp", 1), ("wsp:D=1,s_local=3", 4)])
 def test_wave(client: Makers, job: Callable[..., Job], sync: str, wave: int) -> None:
     mine = client.plain()

@@ -50,15 +50,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> li
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("name", MODELS)
-def test_as_torch(gpu: str, name: str, job_name: str) -> None:
-    """Under BSP a lone learner goes on when its gradient is in the weights."""
+@pytest.mark.parametrize(
+    ("name", "sync"), [*((name, "bsp") for name in MODELS), ("plain", "asp"), ("batch norm", "asp")]
+)
+def test_as_torch(gpu: str, name: str, sync: str, job_name: str) -> None:
+    """A lone learner goes on when its gradient is in the weights: under BSP, or if told to wait."""
     torch.manual_seed(3)
     model = MODELS[name]()
     twin = copy.deepcopy(model)
     model.to(gpu)
-    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}, shards=2):
-        optimizer = Optimizer(model, job_name)
+    with daemon(job_name, sync=sync, optimizer={"kind": "sgd", "lr": 0.1}, shards=2):
+        optimizer = Optimizer(model, job_name, wait=sync == "asp")
         losses = train(model, optimizer, gpu)
         expected = train(twin, torch.optim.SGD(twin.parameters(), 0.1), "cpu")
         for mine, theirs in zip(losses, expected, strict=True):
