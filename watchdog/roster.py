@@ -285,7 +285,7 @@ class Roster:
         for row in late:
             one = self._hung.standing[row]
             self._log.warning(
-                "others wait for a learner: if it does not go on, it is killed; "
+                "others wait for a learner, which is killed if it neither pushes nor computes; "
                 "validate within optimizer.pause(), or raise learner_timeout_s",
                 row=row,
                 pid=signs[row].pid,

@@ -135,7 +135,8 @@ def _slow(learner: Mapping[str, Any]) -> str:
     told = f"learner {learner['row']} (pid {learner['pid']}) for {learner['holds_up_s']:.0f} s"
     if learner["paused"]:
         return f"{told}, which has paused"
-    return f"{told}; it is killed in {learner['killed_in_s']:.0f} s"
+    left = f"{learner['killed_in_s']:.0f} s"
+    return f"{told}; killed in {left} if it neither pushes nor computes: see optimizer.pause()"
 
 
 def _checkpoints(status: Mapping[str, Any]) -> str:
