@@ -31,7 +31,7 @@ from gadei_ps.machine.output import Output
 from gadei_ps.memory import shm
 from gadei_ps.memory.layout import Phase
 from gadei_ps.memory.shm import check_job_name
-from gadei_ps.show.counts import counted
+from gadei_ps.show.counts import counted, mostly_refused
 from gadei_ps.show.progress import Lines
 from gadei_ps.storage.export import check as check_export
 
@@ -39,7 +39,6 @@ POLL_S = 0.05
 REPORT_S = 1.0
 DRAIN_S = 30.0
 LEAVE_S = 5.0  # until the job has applied what ended learners had published
-SMALL_SHARE = 0.1  # of gradients that were applied: a run with fewer has failed
 GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
 
 
@@ -126,18 +125,6 @@ def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) ->
     if "sync" in overrides:
         values["sync"] = overrides["sync"]
     return config.from_mapping(values | {"optimizer": optimizer}, where)
-
-
-def _mostly_refused(counts: Mapping[str, int]) -> str:
-    """What to say of a run whose gradients were refused, but for a small share; else nothing."""
-    applied, refused = counts["gradients_applied"], counts["gradients_refused"]
-    if not refused or applied >= SMALL_SHARE * (applied + refused):
-        return ""
-    return (
-        f"{refused:,} of {counted(applied + refused, 'gradient')} were refused: most likely the "
-        "model has diverged, with NaN or infinities in its gradients; lower the learning rate, or "
-        "set clip_norm in the job file"
-    )
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -427,7 +414,7 @@ class _Run:
         training = self.end - self.first_gradient if self.first_gradient else 0.0
         codes = [one.code for one in self.ended.values()]
         failed = any(code > 0 for code in codes) or not any(code == 0 for code in codes)
-        refused = _mostly_refused(counts)
+        refused = mostly_refused(counts)
         if refused:
             _say(refused)
         if self.signal:

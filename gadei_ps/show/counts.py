@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+SMALL_SHARE = 0.1  # of gradients that were applied: a run with fewer has failed
+
 
 def counted(number: int, one: str, several: str = "") -> str:
     """`1 shard`, `2,000 shards`. several: the plural, if it is not the singular with an s."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def mostly_refused(counts: Mapping[str, int]) -> str:
+    """What to say of a run whose gradients were refused, but for a small share; else nothing."""
+    applied, refused = counts["gradients_applied"], counts["gradients_refused"]
+    if not refused or applied >= SMALL_SHARE * (applied + refused):
+        return ""
+    return (
+        f"{refused:,} of {counted(applied + refused, 'gradient')} were refused: most likely the "
+        "model has diverged, with NaN or infinities in its gradients; lower the learning rate, or "
+        "set clip_norm in the job file"
+    )
