@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xb98dd788d5f87b3bull
+#define PS_BUILD 0xfb5f2b441c1030afull
 
 #endif

@@ -6,7 +6,7 @@
 
 /* Indices into the hyper-parameters, and codes, as gadei_ps/kernels/optimizers.py packs them. */
 enum { HYPER_KIND = 0, HYPER_WEIGHT_DECAY = 6 };
-enum { KIND_SGD = 1, KIND_ADAGRAD = 4 };
+enum { KIND_SGD = 1, KIND_ADAGRAD = 4, KIND_ADD = 7 };
 
 void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
                       const struct ps_control *control, const struct ps_weights *weights)
@@ -17,8 +17,8 @@ void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
         .control = control,
         .weights = weights,
         .dtype = PS_FLOAT32,
-        .skips_zeros = (kind == KIND_SGD || kind == KIND_ADAGRAD) &&
-                       control->hyper[HYPER_WEIGHT_DECAY] == 0.0,
+        .skips_zeros = kind == KIND_ADD || ((kind == KIND_SGD || kind == KIND_ADAGRAD) &&
+                                            control->hyper[HYPER_WEIGHT_DECAY] == 0.0),
         .version = ps_load_acquire(&control->version),
         .started = ps_clock(),
     };

@@ -40,6 +40,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.optimizer == "add":
+            raise UsageError(
+                "--optimizer add is for learners with optimizers of their own, which push updates; "
+                "those of train push gradients: use another optimizer"
+            )
         if self.learners > 256:
             raise UsageError("--learners must be at most 256")
         if not 0 <= self.dropout < 1:

@@ -62,7 +62,7 @@ def run(
         typer.Option(
             metavar="RATE",
             help=f"Learning rate. {SERVED}",
-            show_default="the job file's, or 0.01",
+            show_default="the job file's, or 0.01; 1 for add",
         ),
     ] = None,
     sync: Annotated[

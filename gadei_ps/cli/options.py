@@ -30,6 +30,7 @@ class OptimizerName(StrEnum):
     ADAGRAD = "adagrad"
     ADAM = "adam"
     ADAMW = "adamw"
+    ADD = "add"
 
 
 class Wire(StrEnum):

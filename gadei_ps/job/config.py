@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import platformdirs
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gadei_ps import homes, sync
 from gadei_ps.errors import JobFailed, UsageError, is_lasting
@@ -42,7 +42,7 @@ class ScheduleConfig(_Table):
 class OptimizerConfig(_Table):
     """[optimizer]: what the server does with a gradient; semantics of torch.optim."""
 
-    kind: Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "adamw"] = "sgd"
+    kind: Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "adamw", "add"] = "sgd"
     lr: float = 0.01
     momentum: float = 0.9
     beta1: float = 0.9
@@ -52,6 +52,14 @@ class OptimizerConfig(_Table):
     staleness_aware: bool = False
     clip_norm: float = 0.0
     schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_updates(cls, given: Any) -> Any:
+        """Updates are added as they are, unless a rate is given."""
+        if isinstance(given, Mapping) and given.get("kind") == "add":
+            return {"lr": 1.0, **given}
+        return given
 
     def spec(self) -> OptimizerSpec:
         """The checked specification. Raises UsageError naming the field."""

@@ -64,6 +64,7 @@ NESTEROV = int(Kind.NESTEROV)
 ADAGRAD = int(Kind.ADAGRAD)
 ADAM = int(Kind.ADAM)
 ADAMW = int(Kind.ADAMW)
+ADD = int(Kind.ADD)
 STEP = int(Schedule.STEP)
 COSINE = int(Schedule.COSINE)
 
@@ -277,6 +278,14 @@ def adamw(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None
 
 
 @_kernel
+def added(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
+    """Add an update, which a learner's own optimizer has made."""
+    rate = np.float32(coef[RATE])
+    for i in range(w.size):
+        w[i] += rate * wide(g[i])
+
+
+@_kernel
 def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
     """Apply one gradient to some values in place; an unknown kind changes nothing.
 
@@ -303,6 +312,8 @@ def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradien
         adam(coef, w, s0, s1, g)
     elif kind == ADAMW:
         adamw(coef, w, s0, s1, g)
+    elif kind == ADD:
+        added(coef, w, s0, s1, g)
 
 
 @_kernel

@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 
 
 class Kind(IntEnum):
-    """An optimizer, with the semantics of the class of that name in `torch.optim`."""
+    """An optimizer, with the semantics of the class of that name in `torch.optim`.
+
+    ADD adds what learners push, which are updates and not gradients: the optimizer and its state
+    are theirs (Park et al. 2020: w += u).
+    """
 
     SGD = 1
     MOMENTUM = 2
@@ -26,6 +30,7 @@ class Kind(IntEnum):
     ADAGRAD = 4
     ADAM = 5
     ADAMW = 6
+    ADD = 7
 
 
 class Schedule(IntEnum):
@@ -80,6 +85,7 @@ _SLOTS = {
     Kind.ADAGRAD: 1,
     Kind.ADAM: 2,
     Kind.ADAMW: 2,
+    Kind.ADD: 0,
 }
 _EPS = {Kind.ADAGRAD: 1e-10}
 _EPS_ADAM = 1e-8
@@ -105,7 +111,7 @@ class OptimizerSpec:
 
     Semantics are those of `torch.optim`: SGD without dampening, weight decay added to the gradient
     for every kind but AdamW, Adagrad with `lr_decay` 0 and an accumulator that begins at 0, Adam
-    without `amsgrad`.
+    without `amsgrad`. ADD adds the rate times what is pushed and knows no weight decay.
 
     The learning rate at step t = 0, 1, 2, ... is
 

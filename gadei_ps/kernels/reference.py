@@ -75,7 +75,9 @@ def step(
     if spec.weight_decay != 0 and spec.kind is not Kind.ADAMW:
         g = g + f(spec.weight_decay) * weights
 
-    if spec.kind is Kind.SGD:
+    if spec.kind is Kind.ADD:
+        weights += f(lr) * gradient
+    elif spec.kind is Kind.SGD:
         weights -= f(lr) * g
     elif spec.kind in (Kind.MOMENTUM, Kind.NESTEROV):
         (momentum,) = slots

@@ -6,6 +6,7 @@ Results are those of gadei.h, for Python the same numbers for the errors it rais
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -170,8 +171,9 @@ FRAMES: dict[str, list[list[object]]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
-@pytest.mark.parametrize("wire", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("optimizer", "wire"), [*itertools.product(["sgd", "momentum"], [1, 2, 3]), ("add", 2)]
+)
 def test_the_same_bytes(
     both: dict[str, Makers], job: Callable[..., Job], wire: int, optimizer: str
 ) -> None:

@@ -69,7 +69,7 @@ def allowed(
     after = [slot.astype(np.float64) for slot in new]
     if spec.kind is not Kind.ADAMW:
         g64 = g64 + spec.weight_decay * w
-    if spec.kind is Kind.SGD:
+    if spec.kind in (Kind.SGD, Kind.ADD):
         slot_scales, moved = [], g64
     elif spec.kind is Kind.MOMENTUM:
         slot_scales = [spec.momentum * np.abs(before[0]) + g64]
@@ -157,7 +157,7 @@ def test_whole_gradients_add_exactly(seed: int, length: int, count: int) -> None
 def test_unknown_kind_changes_nothing() -> None:
     weights = np.ones(5, np.float32)
     coef = np.ones(COEFFICIENTS)
-    cpu.update(7, coef, weights, weights.copy(), weights.copy(), weights.copy())
+    cpu.update(99, coef, weights, weights.copy(), weights.copy(), weights.copy())
     assert np.array_equal(weights, np.ones(5))
 
 
@@ -424,7 +424,7 @@ def test_defaults_of_eps_are_those_of_torch() -> None:
 
 
 def test_slots_of_each_kind() -> None:
-    assert [slots(kind) for kind in Kind] == [0, 1, 1, 1, 2, 2]
+    assert [slots(kind) for kind in Kind] == [0, 1, 1, 1, 2, 2, 0]
     with pytest.raises(ValueError, match="7"):
         slots(7)
 

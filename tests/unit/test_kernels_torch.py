@@ -32,6 +32,8 @@ ROUNDING = STEPS * 10 * 2.0**-24
 
 def torch_optimizer(spec: OptimizerSpec, parameter: torch.Tensor) -> torch.optim.Optimizer:
     """Return torch's optimizer of that specification."""
+    if spec.kind is Kind.ADD:
+        return torch.optim.SGD([parameter], lr=spec.lr, maximize=True)
     shared: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
     if spec.kind is Kind.SGD:
         return torch.optim.SGD([parameter], **shared)
@@ -51,6 +53,7 @@ def torch_slots(kind: Kind, state: dict[str, torch.Tensor]) -> list[torch.Tensor
         Kind.MOMENTUM: ["momentum_buffer"],
         Kind.NESTEROV: ["momentum_buffer"],
         Kind.ADAGRAD: ["sum"],
+        Kind.ADD: [],
     }
     return [state[name] for name in names.get(kind, ["exp_avg", "exp_avg_sq"])]
 
