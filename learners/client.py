@@ -268,6 +268,18 @@ class Client(Work, Frames):
         self._learner.version = self.current_version
         self._learner.started = time.monotonic()
 
+    def wait_mini_batch(self, number: int, timeout_s: float | None = None) -> None:
+        """Waits until mini-batch `number` of a wave may begin, from 0 in the wave in hand, which
+        the next gradient ends, and on into the wave after it.
+
+        Only the last mini-batch of a wave waits for other learners; those before it may begin with
+        the weights at hand. Once a last one may begin, the weights hold all that the model
+        promises: pull then. Unlike wait_turn(), it says nothing of the gradient's age.
+        """
+        self._check_process()
+        arguments = *self._rings, self._learner.turn(number)
+        self._wait(_native.wait_grant, arguments, timeout_s, NO_TURN)
+
     def push(
         self,
         gradients: Gradients | FloatArray,

@@ -51,6 +51,7 @@ class HostLink:
         self._room: list[dict[str, FloatArray]] = []
         self._next_room = 0
         self._to_push: queue.Queue[_Push] = queue.Queue(1)
+        self._pulling = False  # a pull is on its way
         self._to_pull: queue.Queue[FloatArray] = queue.Queue(1)
         self._pulled: queue.Queue[int] = queue.Queue(1)
         self._failure: BaseException | None = None
@@ -74,7 +75,9 @@ class HostLink:
         self.version = self._copy(buffer)
 
     def pull(self, buffer: FloatArray) -> None:
-        self._to_pull.put(buffer)
+        if not self._pulling:
+            self._pulling = True
+            self._to_pull.put(buffer)
 
     def pulled(self) -> bool:
         self.check()
@@ -82,6 +85,7 @@ class HostLink:
             self.version = self._pulled.get_nowait()
         except queue.Empty:
             return False
+        self._pulling = False
         return True
 
     def gradients(self) -> dict[str, FloatArray]:

@@ -9,15 +9,20 @@ their way (the paper's pushCnt and pullCnt, 0 or 1).
         while ...:
             weights = pipeline.weights()             # the newest that have arrived
             pipeline.push(gradients, loss=...)       # returns at once unless the last still waits
+
+Where learners wait for one another, weights() waits for the turn and pulls then. Under WSP only the
+last mini-batch of a wave waits: the others go on with the weights at hand while the wave before
+leaves. The gradients of a wave are added up on the device and leave as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from gadei_ps.errors import UsageError
-from gadei_ps.learners.client import Client
+from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
+from gadei_ps.learners.client import Batch, Client, Rows
 from gadei_ps.learners.device_interface import Device
 
 
@@ -25,15 +30,26 @@ class Pipeline:
     """A client's weights and gradients on a device.
 
     Only the pipeline pushes and pulls from now on; batches are still taken from the client. Raises
-    UsageError in a job whose learners wait for one another, and DeviceError.
+    UsageError in a job that collects gradients (BSP, Cutoff), and DeviceError.
     """
 
     def __init__(self, client: Client, device: Device) -> None:
-        if client.waits_for_others:
+        if client.drops:
             raise UsageError(
-                'a pipeline computes ahead of the barrier: use it in a job with sync = "asp"'
+                "a pipeline computes ahead of the barrier: use it in a job whose model applies "
+                "gradients as they arrive, such as asp or wsp"
             )
         self.client = client
+        self._pushed = 0  # mini-batches of the wave in hand
+        self._wave = 1  # mini-batches in it
+        self._cut = False  # batches() says how many
+        self._ready = False  # weights() has waited for the mini-batch in hand
+        self._joined = False  # it has waited at all
+        self._of = -1  # version of the weights that the wave in hand began with
+        self._sum: dict[str, Any] = {}
+        self._losses: list[float] = []
+        self._samples = 0
+        self._room: dict[str, Any] = {}  # under WSP, for the gradient of a mini-batch
         self._link = device.link(client)
         try:
             self._front, self._back = (self._link.buffer() for _ in range(2))
@@ -43,7 +59,8 @@ class Pipeline:
             self._link.fill(self._front)
             self.version = self._link.version
             """Of the weights that weights() returned last."""
-            self._link.pull(self._back)
+            if not client.waits_for_others:
+                self._link.pull(self._back)
         except BaseException:
             self._link.abandon()
             raise
@@ -51,30 +68,114 @@ class Pipeline:
     def weights(self) -> dict[str, Any]:
         """The newest weights that have arrived, by name, on the device; valid until the next call.
 
-        Starts the next pull. Raises what the link has failed with.
+        Starts the next pull. Where learners wait for one another it waits for the turn instead, and
+        pulls then: call it once for each push(). Raises what the link has failed with.
         """
-        if self._link.pulled():
-            self._front, self._back = self._back, self._front
-            self._views, self._other_views = self._other_views, self._views
-            self.version = self._link.version
+        if self.client.waits_for_others:
+            self._await_turn()
+        else:
+            # After a change of the model a pull may arrive that is older than what is here.
+            if self._link.pulled() and self._link.version >= self.version:
+                self._front, self._back = self._back, self._front
+                self._views, self._other_views = self._other_views, self._views
+                self.version = self._link.version
             self._link.pull(self._back)
         return self._views
 
+    def _await_turn(self) -> None:
+        """Waits until the next mini-batch may begin, and pulls if it ends its wave."""
+        if self._ready:
+            return
+        last = self._pushed + 1 == self._begin_wave()
+        if last:
+            self._link.flush()  # a wave counts once it is published
+        self.client.wait_mini_batch(self.client.wave - 1 if last else 0)
+        if last or not self._joined:
+            self._link.fill(self._front)
+            self.version = self._link.version
+        self._ready = self._joined = True
+
+    def _begin_wave(self) -> int:
+        """Number of mini-batches in the wave in hand."""
+        if not self._pushed and not self._cut:
+            self._wave = self.client.wave
+        return self._wave
+
+    def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
+        """Mini-batches that the server hands out; see Client.batches. One push() for each."""
+        self._cut = True
+        try:
+            for parts in self.client.waves(samples, batch_size, epochs, seed):
+                self._wave = len(parts)
+                for number, part in enumerate(parts):
+                    if self._pushed != number:
+                        raise UsageError("push() was not called for a batch: call it for each")
+                    if self.client.waits_for_others:
+                        self._await_turn()
+                    yield part
+                if self._pushed:
+                    raise UsageError("push() was not called for a batch: call it for each")
+        except JobStopped:
+            return
+        finally:
+            self._cut = False
+
     def gradients(self) -> dict[str, Any]:
         """Room for the next gradient, by name, valid until push(): saves a copy on the device."""
-        return self._link.gradients()
+        if self._begin_wave() == 1:
+            return self._link.gradients()
+        self._room = self._room or self._link.views(self._link.buffer())
+        return self._room
 
     def push(self, gradients: Mapping[str, Any], **facts: Any) -> None:
         """Hands gradients over; they must not be changed afterwards. Waits until the gradients of
-        the last call are on their way. `facts`: loss, samples, rate_scale, batch."""
-        self._link.push(gradients, self.version, **facts)
+        the last call are on their way. `facts`: loss, samples, rate_scale, batch.
+
+        Under WSP it adds them to those of the wave, and hands the sum over with the last: then they
+        are given as whole arrays. The mean loss and all samples go with it.
+        """
+        wave = self._begin_wave()
+        self._ready = False
+        if wave == 1:
+            self._link.push(gradients, self.version, **facts)
+            return
+        if not self._pushed:
+            self._sum, self._losses, self._samples = self._link.gradients(), [], 0
+            self._of = self.version
+        self._add(gradients)
+        self._samples += facts.pop("samples", 0)
+        if not math.isnan(loss := float(facts.pop("loss", math.nan))):
+            self._losses.append(loss)
+        self._pushed += 1
+        if self._pushed == wave:
+            self._push_wave(facts)
+
+    def _add(self, gradients: Mapping[str, Any]) -> None:
+        """Adds the gradients of a mini-batch to those of its wave."""
+        if unknown := gradients.keys() - self._sum.keys():
+            raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
+        for name, total in self._sum.items():
+            given = gradients.get(name)
+            if isinstance(given, Rows):
+                raise UsageError(f"{name!r}: the gradients of a wave are whole arrays, not Rows")
+            if not self._pushed:
+                total[...] = 0 if given is None else given
+            elif given is not None:
+                total += given
+
+    def _push_wave(self, facts: Mapping[str, Any]) -> None:
+        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
+        self._pushed = 0
+        self._link.push(self._sum, self._of, loss=loss, samples=self._samples, **facts)
 
     def flush(self) -> None:
         """Waits until everything that was handed over is published."""
         self._link.flush()
 
     def close(self) -> None:
-        """Publishes what was handed over and ends what moves it."""
+        """Publishes what was handed over, an unfinished wave included, and ends what moves it."""
+        if self._pushed:
+            self._push_wave({})
         self._link.close()
 
     def __enter__(self) -> Self:

@@ -101,7 +101,27 @@ class Work(Waits, ABC):
         Also waits for the turn that the synchronization model gives. Under WSP a batch is a wave:
         `wave` mini-batches of batch_size, whose gradients are added up and pushed as one.
         """
-        batch_size *= self.wave
+        for batch in self._taken_batches(samples, batch_size * self.wave, epochs, seed):
+            try:
+                self.wait_turn()
+            except JobStopped:
+                return
+            yield batch
+
+    def waves(
+        self, samples: int, batch_size: int, epochs: int, seed: int = 0
+    ) -> Iterator[list[Batch]]:
+        """The same a wave at a time: its mini-batches of batch_size, at most `wave` of them.
+
+        Waits for no turn: wait_mini_batch() does, for each of them.
+        """
+        for whole in self._taken_batches(samples, batch_size * self.wave, epochs, seed):
+            cuts = range(batch_size, len(whole.indices), batch_size)
+            yield [whole._replace(indices=part) for part in np.split(whole.indices, cuts)]
+
+    def _taken_batches(
+        self, samples: int, batch_size: int, epochs: int, seed: int
+    ) -> Iterator[Batch]:
         self.set_work(samples, batch_size, epochs, seed)
         order = np.empty(0, np.int64)
         epoch = -1
@@ -110,10 +130,6 @@ class Work(Waits, ABC):
             if taken >> 32 != epoch:
                 epoch = taken >> 32
                 order = epoch_order(samples, seed, epoch)
-            try:
-                self.wait_turn()
-            except JobStopped:
-                return
             yield Batch(epoch, index, order[index * batch_size : (index + 1) * batch_size])
 
     def take_batch(self, timeout_s: float | None = None) -> int | None:

@@ -51,6 +51,7 @@ struct gadei_learner {
     /* push */
     struct ps_frame *slot;  /* claimed and not published; else NULL */
     int claimed_once;
+    uint32_t mini_batch;    /* for which it waits */
     unsigned char *written; /* for each tensor: it is in the claimed slot */
     double *squares;        /* for each tensor of a dense frame */
     struct ps_gradient *gradients; /* room for those of a whole frame */

@@ -39,6 +39,12 @@ static int try_turn(gadei_learner *learner, uint64_t ns)
     return ps_wait_grant(common->ring, common->control, common->published, ns);
 }
 
+static int try_mini_batch(gadei_learner *learner, uint64_t ns)
+{
+    struct ps_learner *common = &learner->common;
+    return ps_wait_grant(common->ring, common->control, ps_turn(common, learner->mini_batch), ns);
+}
+
 static int try_slot(gadei_learner *learner, uint64_t ns)
 {
     int result;
@@ -66,6 +72,16 @@ int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms)
 {
     int refused = ps_begin_call(learner);
     return refused ? refused : ps_end_call(learner, wait_turn(learner, timeout_ms));
+}
+
+int gadei_wait_mini_batch(gadei_learner *learner, uint32_t number, int64_t timeout_ms)
+{
+    int refused = ps_begin_call(learner);
+    if (refused)
+        return refused;
+    learner->mini_batch = number;
+    return ps_end_call(learner, ps_wait_for(learner, try_mini_batch, ps_limit_of(timeout_ms),
+                                            WAITS_TURN));
 }
 
 static int wait_applied(gadei_learner *learner, int64_t timeout_ms)

@@ -303,6 +303,12 @@ METHOD(wanted)
     return PyBool_FromLong(ps_wanted(LEARNER));
 }
 
+METHOD(turn)
+{
+    TAKES(1)
+    return PyLong_FromUnsignedLongLong(ps_turn(LEARNER, arg[0]));
+}
+
 METHOD(copy_begin)
 {
     TAKES(1)
@@ -357,6 +363,7 @@ static PyMethodDef methods[] = {
     ENTRY(land, "land(landing, (sums, parts, loss_there, kind, blocks, bytes), facts)"),
     ENTRY(counted, "counted(): LAND will publish the frame that was prepared"),
     ENTRY(wanted, "wanted() -> whether the gradient in hand may still be applied"),
+    ENTRY(turn, "turn(number) -> the iteration whose grant that mini-batch of the wave needs"),
     ENTRY(copy_begin, "copy_begin(to): a consistent copy of the weights"),
     ENTRY(copy_on, "copy_on(timeout_ns) -> 0 once it is whole, or PS_TIMEOUT"),
     ENTRY(copy_end, "copy_end(): the shards need not wait any more"),

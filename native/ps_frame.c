@@ -30,6 +30,12 @@ int ps_wanted(const struct ps_learner *learner)
     return learner->published >= ps_load_acquire(&entry->obsolete);
 }
 
+uint64_t ps_turn(const struct ps_learner *learner, uint64_t number)
+{
+    uint64_t wave = ps_load_acquire(&learner->control->wave);
+    return learner->published - (number + 1 < wave && learner->published);
+}
+
 void ps_frame_drop(struct ps_learner *learner)
 {
     ps_set_claimer(&learner->calls, 0);

@@ -67,6 +67,12 @@ void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
  * synchronization model has gone on without it (cutoff). */
 int ps_wanted(const struct ps_learner *learner);
 
+/* The iteration whose grant mini-batch `number` needs, counted from 0 in the wave in hand and on into
+ * the next one. Only the last mini-batch of a wave needs the wave's own grant: those before it need
+ * no more than the wave before had. So a learner may begin all but one of the next wave's
+ * mini-batches before their grant; SyncModel.mini_batches says the same for the simulator. */
+uint64_t ps_turn(const struct ps_learner *learner, uint64_t number);
+
 /* -- frames ------------------------------------------------------------------------------------ */
 
 /* Waits for a free slot and claims it for this thread, which then writes and publishes it. A slot

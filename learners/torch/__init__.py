@@ -7,7 +7,8 @@
         loss.backward()
         optimizer.step()
 
-The job's optimizer moves the weights; its state lies in the server.
+The job's optimizer moves the weights; its state lies in the server. LocalOptimizer is for a job
+that adds updates: there the optimizer is one of torch's, in the learner.
 
 On the CPU the model's parameters become views of the weights segment: a pull copies nothing, and
 other learners' gradients show at once (Hogwild). That memory is read-only. Writing to a parameter
@@ -25,9 +26,10 @@ have changed in this learner, the server adds that, and the learner goes on from
 every learner's batches move the job's statistics. Other buffers (num_batches_tracked) stay local.
 """
 
+from gadei_ps.learners.torch.local import LocalOptimizer
 from gadei_ps.learners.torch.lookup import embedding
 from gadei_ps.learners.torch.optimizer import Optimizer
 from gadei_ps.learners.torch.products import linear
 
 # No module here may be named like one of these: its import would replace the function.
-__all__ = ["Optimizer", "embedding", "linear"]
+__all__ = ["LocalOptimizer", "Optimizer", "embedding", "linear"]

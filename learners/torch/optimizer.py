@@ -19,6 +19,7 @@ from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.host import HostBackend
 from gadei_ps.learners.torch.model import Trained, initial, ordered
+from gadei_ps.learners.waves import adds
 
 # Hooks on every optimizer's step; under these names in every torch since 2.0.
 _MODULE = sys.modules[torch.optim.Optimizer.__module__]
@@ -90,6 +91,11 @@ class Optimizer(torch.optim.Optimizer):
         self.backend: Backend
         """Where the weights are."""
         try:
+            if adds(self.client):
+                raise UsageError(
+                    f"job {self.client.job!r} adds updates, and Optimizer pushes gradients: use "
+                    "LocalOptimizer, or start the job with another optimizer than add"
+                )
             if on_gpu:
                 self.backend = GpuBackend(self.client, trained, wait=bool(wait))
             else:

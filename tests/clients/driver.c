@@ -342,6 +342,8 @@ static void do_command(char *line)
             wire = (uint32_t)a, answer(0);
     } else if (!strcmp(word, "turn")) {
         answer(gadei_wait_turn(learner, a));
+    } else if (!strcmp(word, "mini_batch")) {
+        answer(gadei_wait_mini_batch(learner, (uint32_t)a, b));
     } else if (!strcmp(word, "claim")) {
         answer(gadei_claim(learner, a));
     } else if (!strcmp(word, "claim_rows")) {

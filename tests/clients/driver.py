@@ -88,6 +88,10 @@ class Driver:
         self.mine.wait_turn(seconds(timeout))
         return 0
 
+    def mini_batch(self, number: str, timeout: str) -> object:
+        self.mine.wait_mini_batch(int(number), seconds(timeout))
+        return 0
+
     def claim(self, timeout: str) -> object:
         self.slot = self.mine.claim(seconds(timeout)) + layout.PAYLOAD_AT
         self.rows = False

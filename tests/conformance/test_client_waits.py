@@ -127,6 +127,30 @@ def test_wave(client: Makers, job: Callable[..., Job], sync: str, wave: int) -> 
     assert mine.ask("wave") == (wave, "")
 
 
+def test_all_but_one_of_the_next_wave_begin_before_its_grant(
+    client: Makers, job: Callable[..., Job]
+) -> None:
+    running = job(**SMALL, sync="wsp:D=0,s_local=3")
+    mine, other = client.plain(), client.plain()
+    for one in (mine, other):
+        one.do("attach", running.socket)
+        for number in range(7):
+            one.do("mini_batch", number, 10_000)
+    mine.do("push", 1, 10_000)
+    for number in range(3):
+        mine.do("mini_batch", number, 20)
+    late = (TIMEOUT, "no grant to go on within 0.02 s")
+    for number in range(3, 7):
+        assert told(mine.ask("mini_batch", number, 20)) == late
+    mine.begin("mini_batch", 3, -1)
+    asleep(running, mine)
+    other.do("push", 3, 10_000)
+    assert mine.end() == (0, "")
+    np.testing.assert_array_equal(running.weights(), -4.0)
+    mine.do("mini_batch", 6, 20)
+    assert mine.ask("version") == (2, "")
+
+
 # -- batches ---------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,14 @@ from clients.drivers import Job
 from support import daemon, eventually, fork, learner, status
 
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.errors import GadeiError, JobFailed, JobStopped, ModelMismatch, UsageError
+from gadei_ps.errors import (
+    GadeiError,
+    JobFailed,
+    JobStopped,
+    ModelMismatch,
+    PushTimeout,
+    UsageError,
+)
 from gadei_ps.job.control import StopJob
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
@@ -312,7 +319,7 @@ def test_a_gradient_that_counts_after_the_pull_is_seen(
         eventually(lambda: pipeline.weights() and pipeline.version == 2)
 
 
-@pytest.mark.parametrize("model", ["ssp:1", "bsp"])
+@pytest.mark.parametrize("model", ["bsp", "cutoff:c=1"])
 def test_no_pipeline_past_a_barrier(case: Case, model: str, job_name: str) -> None:
     with (
         daemon(job_name, sync=model),
@@ -320,6 +327,51 @@ def test_no_pipeline_past_a_barrier(case: Case, model: str, job_name: str) -> No
         pytest.raises(UsageError, match="ahead of the barrier"),
     ):
         Pipeline(client, case.make())
+
+
+def test_a_pipeline_adds_up_a_wave(case: Case, job_name: str) -> None:
+    """Two of three mini-batches begin before the grant, and the third sees what it promises."""
+    with (
+        daemon(job_name, sync="wsp:D=0,s_local=2"),
+        Client(job_name, tensors=arrays(0.0)) as client,
+        Client(job_name) as other,
+    ):
+        with Pipeline(client, case.make()) as pipeline:
+            other.wait_turn()
+            seen = []
+            for number in range(1, 6):
+                seen.append(case.to_host(pipeline.weights()["b"]).max())
+                pipeline.push(gradients(case, number), samples=2, loss=float(number))
+            assert seen == [0] * 5
+            pipeline.flush()
+            assert client.published == 1
+            with pytest.raises(PushTimeout):
+                client.wait_mini_batch(2, timeout_s=0.02)
+            other.push(np.full(client.model.elements, 10, np.float32))
+            assert case.to_host(pipeline.weights()["b"]).max() == -(1 + 2 + 3) - 10
+            pipeline.push(gradients(case, 6.0), samples=2, loss=6.0)
+            with pytest.raises(UsageError, match="whole arrays"):
+                pipeline.weights()
+                pipeline.push({"table": Rows(np.zeros(1, np.int64), np.ones((1, 6)))})
+            pipeline.push(gradients(case, 7.0))
+        client.wait_applied()
+        for values in client.weights.values():
+            np.testing.assert_array_equal(values, -10 - sum(range(8)))
+        rows = {row["row"]: row for row in status(job_name)["learners"]}
+        assert (rows[client.row]["applied"], rows[client.row]["samples"]) == (3, 12)
+
+
+def test_a_pipeline_takes_batches_a_wave_at_a_time(case: Case, job_name: str) -> None:
+    """Seven samples in waves of three mini-batches of one: the last wave is shorter."""
+    with daemon(job_name, sync="wsp:D=0,s_local=2"):
+        taken = []
+        with Client(job_name, tensors=arrays(0.0)) as client, Pipeline(client, case.make()) as pipe:
+            for batch in pipe.batches(samples=7, batch_size=1, epochs=1):
+                taken += batch.indices.tolist()
+                pipe.push(gradients(case, 1.0))
+            assert client.published == 3
+        assert sorted(taken) == list(range(7))
+        assert status(job_name)["work"]["state"] == "done"
 
 
 def test_errors_reach_the_main_thread(case: Case, job: Daemon, job_name: str) -> None:

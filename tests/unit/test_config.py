@@ -68,8 +68,8 @@ def test_a_whole_file(tmp_path: Path) -> None:
 
 def test_updates_are_added_as_they_are_unless_a_rate_is_given(tmp_path: Path) -> None:
     rates = {"": 1.0, "lr = 0.5": 0.5}
-    for given, lr in rates.items():
-        file = write(tmp_path / "demo.toml", f"[optimizer]\nkind = 'add'\n{given}\n")
+    for line, lr in rates.items():
+        file = write(tmp_path / "demo.toml", f"[optimizer]\nkind = 'add'\n{line}\n")
         spec = load(file).optimizer.spec()
         assert (spec.kind, spec.lr) == (Kind.ADD, lr)
 

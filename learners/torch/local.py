@@ -1,0 +1,125 @@
+"""One of torch's own optimizers, in the learner: the job adds the updates that it makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.client import Batch, Client
+from gadei_ps.learners.torch import gpu
+from gadei_ps.learners.torch.model import Trained, initial, ordered
+from gadei_ps.learners.waves import Waves
+
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class LocalOptimizer:
+    """Steps an optimizer of torch's on this learner's own weights, and pushes what it changes.
+
+        optimizer = LocalOptimizer(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+        optimizer.close()
+
+    model: on the CPU; its parameters that require a gradient become the job's, and become views of
+    this learner's own weights. make: given the parameters, makes the optimizer; its state never
+    leaves this process. job, wire, error_feedback, name: see Client.
+
+    Each step changes the weights at once. The job gets the sum of the changes after each wave of
+    mini-batches under WSP, after each step under another model (see gadei_ps.learners.waves). The
+    model's forward pass waits for the turn, and brings the job's weights, where a wave needs them.
+    Raises UsageError, and what Client raises.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        make: Make,
+        job: str | None = None,
+        *,
+        wire: str = "float32",
+        error_feedback: bool = False,
+        name: str = "",
+    ) -> None:
+        self._trained = trained = Trained.of(model)
+        if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
+            raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")
+        self.client = Client(
+            job,
+            tensors=initial(ordered(model, trained.parameters)),
+            buffers=initial(trained.buffers),
+            wire=wire,
+            error_feedback=error_feedback,
+            name=name,
+        )
+        try:
+            self.waves = Waves(self.client)
+            for at, tensor in (trained.parameters | trained.buffers).items():
+                tensor.data = torch.from_numpy(self.waves.weights[at])
+            self.local = make(list(trained.parameters.values()))
+            """The optimizer that was made; for a learning-rate scheduler, say."""
+        except BaseException:
+            self.client.detach()
+            raise
+        self._hook = model.register_forward_pre_hook(lambda *_: self._begin_if_it_trains())
+        self._own_data = True
+        self._loss = math.nan
+        self._samples = 0
+
+    def _begin_if_it_trains(self) -> None:
+        if self._trained.module.training and torch.is_grad_enabled():
+            self._begin()
+
+    def _begin(self) -> None:
+        """Waits until the mini-batch may begin that is computed now, unless it has begun."""
+        if not self.waves.in_flight:
+            self.waves.begin()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps the optimizer; pushes after the last mini-batch of a wave.
+
+        Returns what the closure returns. Raises what Client.push raises.
+        """
+        self._begin()
+        result = self.local.step(closure) if closure is not None else self.local.step()
+        self.waves.end(loss=self._loss, samples=self._samples)
+        self._loss, self._samples = math.nan, 0
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        self.local.zero_grad(set_to_none)
+
+    def report(
+        self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
+    ) -> None:
+        """What the next step's mini-batch tells status and metrics; a wave tells the mean loss."""
+        if loss is not None:
+            self._loss = float(loss)
+        if samples is not None:
+            self._samples = samples
+
+    def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
+        """Mini-batches that the server hands out; see Waves.batches. One step() for each."""
+        self._own_data = False
+        for batch in self.waves.batches(samples, batch_size, epochs, seed):
+            self._samples = len(batch.indices)
+            yield batch
+
+    def close(self) -> None:
+        """Pushes what an unfinished wave has changed, unless its batch goes to another learner, and
+        leaves the job. The model keeps its weights, in memory of its own."""
+        self._hook.remove()
+        try:
+            if self._own_data and not self.waves.in_flight:
+                self.waves.flush()
+        finally:
+            for tensor in (self._trained.parameters | self._trained.buffers).values():
+                tensor.data = tensor.data.clone()
+            self.client.detach()

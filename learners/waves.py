@@ -1,0 +1,191 @@
+"""A learner with weights and an optimizer of its own, which pushes its update once a wave.
+
+The virtual worker of Park et al. 2020 (HetPipe), as one process sees it. Each mini-batch changes
+the learner's own weights at once. The sum of a wave's changes is pushed as one frame, which the
+server adds to the job's weights: a job with [optimizer] kind = "add". Before the last mini-batch of
+a wave the learner waits for its grant and pulls. Its own changes that are not pushed yet are made
+again to what it has pulled.
+
+    waves = Waves(client)
+    for ... :
+        waves.begin()                                # waits where the model says so
+        gradient, loss = ...                         # of waves.weights, or of a copy
+        waves.weights["w"] -= 0.1 * gradient         # by any optimizer
+        waves.end(loss=loss, samples=4)              # pushes after the last mini-batch of a wave
+
+Under other models than WSP a wave is one mini-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gadei_ps.errors import JobStopped, UsageError
+from gadei_ps.kernels import optimizers
+from gadei_ps.kernels.optimizers import Kind
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.work import Batch
+from gadei_ps.memory.weights import FloatArray
+
+
+@dataclass
+class _Wave:
+    """A wave that is not pushed yet."""
+
+    size: int  # mini-batches, as far as is known
+    version: int  # of the weights that its first mini-batch was computed from
+    begun: int = 0
+    ended: int = 0
+    whole: bool = False  # its last mini-batch has begun
+
+
+class Waves:
+    """The weights of one learner, and its waves. Belongs to the thread that computes.
+
+    A pipeline may begin up to client.wave mini-batches before it ends the first of them; they end
+    in the order in which they began. Raises UsageError unless the job adds what learners push.
+    """
+
+    def __init__(self, client: Client) -> None:
+        check(client)
+        self.client = client
+        self._base = client.pull()  # what the job has of this learner's changes is in it
+        self.flat: FloatArray = self._base.copy()
+        """The learner's own weights, float32, shape (client.model.elements,)."""
+        self.weights: dict[str, FloatArray] = client.model.views(self.flat)
+        """The same by name. Change them in place, between begin() and end()."""
+        self._update = np.empty_like(self.flat)
+        self._waves: deque[_Wave] = deque()  # the first is in hand
+        self._pulled = -1  # version of the last pull; -1: none since the learner has joined
+        self._losses: list[float] = []
+        self._samples = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Mini-batches that have begun and not ended."""
+        return sum(wave.begun - wave.ended for wave in self._waves)
+
+    def begin(self, *, last: bool | None = None, timeout_s: float | None = None) -> bool:
+        """Waits until the next mini-batch may begin. True if it has pulled weights for it.
+
+        last: whether this mini-batch ends its wave; by default the client.wave-th does. Raises
+        what Client.wait_mini_batch raises; then nothing has changed.
+        """
+        most = self.client.wave
+        if not self._waves or self._waves[-1].whole:
+            wave = _Wave(most, self._pulled)
+        else:
+            wave = self._waves[-1]
+        ends = wave.begun + 1 >= wave.size if last is None else last
+        ahead = bool(self._waves) and wave is not self._waves[0]
+        if self.in_flight >= most or (ends and ahead):
+            raise UsageError(
+                f"mini-batches that have begun: {self.in_flight} of {most}; end() the oldest first"
+            )
+        # The last number of a wave, however many mini-batches this one has.
+        number = most - 1 if ends or ahead else 0
+        pulls = ends or self._pulled < 0
+        self.client.wait_mini_batch(number, timeout_s)
+        if pulls:
+            self._pull()
+            if not wave.begun:
+                wave.version = self._pulled
+        wave.begun += 1
+        wave.whole = ends
+        if wave.begun == 1:
+            self._waves.append(wave)
+        return pulls
+
+    def end(self, *, loss: float = math.nan, samples: int = 0) -> bool:
+        """The oldest mini-batch that has begun has changed the weights. True if a wave was pushed.
+
+        Waits for a free slot then. loss, samples: of this mini-batch. Raises what Client.push
+        raises.
+        """
+        if not self.in_flight:
+            raise UsageError("no mini-batch has begun: call begin() first")
+        wave = self._waves[0]
+        wave.ended += 1
+        self._samples += samples
+        if not math.isnan(loss):
+            self._losses.append(loss)
+        if not (wave.whole and wave.ended == wave.begun):
+            return False
+        self._push()
+        return True
+
+    def flush(self) -> bool:
+        """Pushes what the mini-batches of an unfinished wave have changed. True if there is any.
+
+        For the end of data of its own. A batch of the server that is not done goes to others, so
+        leave without flush() there.
+        """
+        if self.in_flight:
+            raise UsageError(f"mini-batches that have begun: {self.in_flight}; end() them first")
+        if not self._waves:
+            return False
+        self._push()
+        return True
+
+    def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
+        """Mini-batches that the server hands out, each begun already; end() each of them.
+
+        See Client.batches. A wave is one batch of the server's, so that it is answered once.
+        """
+        for parts in self.client.waves(samples, batch_size, epochs, seed):
+            for number, part in enumerate(parts, 1):
+                if self.in_flight:
+                    raise UsageError("end() was not called for a batch: call it once for each")
+                try:
+                    self.begin(last=number == len(parts))
+                except JobStopped:
+                    return
+                yield part
+
+    def _own(self) -> FloatArray:
+        """What the mini-batches that are not pushed have changed; valid until the next call."""
+        buffers = self.client.model.parameters  # a mask may hold infinities
+        with np.errstate(invalid="ignore"):
+            np.subtract(self.flat, self._base, out=self._update)
+        self._update[buffers:][self.flat[buffers:] == self._base[buffers:]] = 0
+        return self._update
+
+    def _pull(self) -> None:
+        """Brings the job's weights, and makes the changes again that the job does not have yet."""
+        self.client.wait_applied()  # all that was pushed is in the weights, so nothing comes twice
+        own = self._own()
+        self.client.pull(self._base)
+        np.add(self._base, own, out=self.flat)
+        self._pulled = self.client.version
+
+    def _push(self) -> None:
+        self.client.push(
+            self._own(),
+            loss=sum(self._losses) / len(self._losses) if self._losses else math.nan,
+            samples=self._samples,
+            version=self._waves[0].version,
+        )
+        np.copyto(self._base, self.flat)
+        self._waves.popleft()
+        self._losses.clear()
+        self._samples = 0
+
+
+def adds(client: Client) -> bool:
+    """Whether the job adds what learners push."""
+    return int(client.hyper[optimizers.KIND]) == Kind.ADD
+
+
+def check(client: Client) -> None:
+    """Raises UsageError unless the job adds what learners push."""
+    if not adds(client):
+        kind = Kind(int(client.hyper[optimizers.KIND])).name.lower()
+        raise UsageError(
+            f"the optimizer of job {client.job!r} is {kind}, which takes gradients: for updates "
+            'that learners make, start it with --optimizer add, or kind = "add" in its job file'
+        )

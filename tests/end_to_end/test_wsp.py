@@ -1,0 +1,203 @@
+"""WSP in real processes: which mini-batches the weights hold that a mini-batch is computed from.
+
+A model whose values count: each learner adds 1 to a value of its own in every mini-batch. So the
+weights themselves say how many mini-batches of each learner are in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+from support import daemon, eventually, fork, live_weights
+from support.processes import Stopped
+
+from gadei_ps.errors import JobStopped, PushTimeout, UsageError
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.waves import Waves
+from gadei_ps.sync.wsp import WSP
+
+ADDS = {"optimizer": {"kind": "add"}}
+MANY = 2**17  # mini-batches that are noted of each learner
+
+
+def _obey(pipe: Connection, job: str, me: int) -> None:
+    """Begins and ends mini-batches as told; answers with what the weights hold."""
+    with Client(job) as client:
+        waves = Waves(client)
+        pipe.send("here")
+        while (order := pipe.recv()) != "leave":
+            if order == "end":
+                waves.weights["count"][me] += 1
+                waves.end()
+                pipe.send("ended")
+                continue
+            try:
+                waves.begin(timeout_s=0.02 if order == "try" else None)
+            except PushTimeout as error:
+                pipe.send(str(error))
+            else:
+                pipe.send(waves.weights["count"].tolist())
+
+
+def test_figure_13(job_name: str) -> None:
+    """Of Park et al. 2020, D = 0, s_local = 3: two virtual workers, four mini-batches in flight."""
+    counts = {"tensors": [{"name": "count", "shape": [2]}]}
+    with (
+        daemon(job_name, sync="wsp:D=0,s_local=3", **ADDS, **counts),
+        fork(1, _obey, job_name, 0) as (one,),
+        fork(1, _obey, job_name, 1) as (two,),
+    ):
+
+        def tell(worker: object, order: str) -> object:
+            worker.send(order)  # type: ignore[attr-defined]
+            return worker.receive()  # type: ignore[attr-defined]
+
+        late = "no grant to go on within 0.02 s"
+        assert one.receive() == two.receive() == "here"
+        assert tell(one, "begin") == tell(two, "begin") == [0, 0]
+        for _ in (2, 3, 4):
+            assert tell(one, "begin") == [0, 0]
+        for ended in (1, 2, 3):  # 5, 6 and 7 begin in clock 0, with local updates only
+            tell(one, "end")
+            assert tell(one, "begin") == [ended, 0]
+        tell(one, "end")  # of 4: wave 0 is pushed
+        assert tell(one, "try") == late  # 8 waits for the other's wave 0
+        for _ in (2, 3, 4):
+            assert tell(two, "begin")[1] == 0  # type: ignore[index]
+        for _ in (1, 2, 3, 4):
+            tell(two, "end")
+        assert tell(one, "begin") == [4, 4]  # 8
+        for ended in (5, 6):
+            tell(one, "end")
+            assert tell(one, "begin") == [ended, 4]  # 9 and 10
+        for _ in (5, 6, 7, 8):
+            tell(two, "begin")
+        for _ in (5, 6, 7):
+            tell(two, "end")
+        tell(one, "end")
+        # Mini-batch 11 sees the global updates from 1 to 4 and the local ones from 5 to 7.
+        assert tell(one, "begin") == [7, 4]
+        tell(one, "end")  # of 8: wave 1 is pushed
+        assert tell(one, "try") == late  # 12 waits for all of 1 to 8
+        tell(two, "end")
+        assert tell(one, "begin") == [8, 8]
+        for worker in (one, two):
+            worker.send("leave")
+            assert worker.join() == 0
+
+
+def _go_on(pipe: Connection, job: str, me: int, noted: mmap.mmap) -> None:
+    """Mini-batch after mini-batch; notes how many of the others each begins with, and which."""
+    mine = _notes(noted)[me]
+    with Client(job) as client:
+        waves = Waves(client)
+        try:
+            waves.begin()
+            pipe.send("joined")
+            pipe.recv()  # all have joined at the same clock
+            for number in range(1, MANY):
+                others = np.delete(waves.weights["count"], me)
+                mine[number] = int(others.min())
+                mine[0] = number
+                waves.weights["count"][me] += 1
+                waves.end()
+                waves.begin()
+        except JobStopped:
+            pass
+
+
+def _notes(noted: mmap.mmap) -> np.ndarray:
+    return np.frombuffer(noted, np.int64).reshape(3, MANY)
+
+
+@pytest.mark.parametrize(("D", "s_local"), [(0, 0), (0, 3), (1, 0), (1, 3), (4, 0), (4, 3)])
+def test_what_a_mini_batch_sees_at_least(D: int, s_local: int, job_name: str) -> None:
+    """One of three is stopped and continued: the others come to the bound, and never pass it."""
+    model = WSP(D, s_local)
+    counts = {"tensors": [{"name": "count", "shape": [3]}]}
+    noted = mmap.mmap(-1, 3 * MANY * 8)
+    seen = _notes(noted)
+    with daemon(job_name, sync=str(model), **ADDS, **counts):
+        with (
+            fork(1, _go_on, job_name, 0, noted) as (first,),
+            fork(1, _go_on, job_name, 1, noted) as (second,),
+            fork(1, _go_on, job_name, 2, noted) as (slow,),
+        ):
+            team = first, second, slow
+            assert [one.receive() for one in team] == ["joined"] * 3
+            for one in team:
+                one.send("go")
+            eventually(lambda: seen[2, 0] > 3 * model.wave)
+            with Stopped(slow.pid):
+                # What it had begun to push is in the weights before the others stand still.
+                farthest = eventually(lambda: _at_the_bound(model, seen, job_name))
+                for one in (0, 1):
+                    assert seen[one, farthest] == farthest - (model.s_global + 1)
+            eventually(lambda: seen[0, 0] > farthest + 2 * model.wave)
+            with contextlib.ExitStack() as still:  # before any of them leaves, or is full
+                for one in team:
+                    still.enter_context(Stopped(one.pid))
+                at_the_end = seen.copy()
+    first_checked = (D + 1) * model.wave + s_local + 1
+    for mine in at_the_end:
+        p = np.arange(first_checked, mine[0] + 1)
+        assert len(p)
+        assert (mine[p] >= p - (model.s_global + 1)).all()
+
+
+def _at_the_bound(model: WSP, seen: np.ndarray, job: str) -> int:
+    """The last mini-batch that the others may begin while the slow one stands; 0: not there yet."""
+    pushed = int(live_weights(job)[2])
+    farthest = pushed + (model.D + 1) * model.wave + model.s_local
+    return farthest if seen[0, 0] == seen[1, 0] == farthest else 0
+
+
+def test_waves_are_the_sums_of_what_a_learner_changes(job_name: str) -> None:
+    """Alone, against the same arithmetic without a job; ends with an unfinished wave."""
+    random = np.random.default_rng(1)
+    start, changes = random.standard_normal(100), random.standard_normal((10, 100))
+    start, changes = start.astype(np.float32), changes.astype(np.float32)
+    expected, base = start.copy(), start.copy()
+    with daemon(job_name, sync="wsp:D=1,s_local=2", **ADDS):
+        with Client(job_name, tensors={"w": start}) as client:
+            waves = Waves(client)
+            server = start.copy()
+            for number, change in enumerate(changes):
+                pulled = waves.begin()
+                assert pulled == (number == 0 or number % 3 == 2)
+                if pulled:
+                    own = expected - base
+                    base = server.copy()
+                    expected = base + own
+                waves.weights["w"] += change
+                expected += change
+                pushed = waves.end(loss=float(number), samples=2)
+                assert pushed == (number % 3 == 2)
+                if pushed:
+                    server += expected - base
+                    base = expected.copy()
+                np.testing.assert_array_equal(waves.weights["w"], expected)
+            assert waves.flush()
+            client.wait_applied()
+            server += expected - base
+            np.testing.assert_array_equal(client.weights["w"], server)
+            assert client.published == 4
+            with pytest.raises(UsageError, match="no mini-batch has begun"):
+                waves.end()
+            for _ in range(3):
+                waves.begin()
+            with pytest.raises(UsageError, match="3 of 3; end\\(\\) the oldest first"):
+                waves.begin()
+
+
+def test_updates_need_a_job_that_adds_them(job_name: str) -> None:
+    with (
+        daemon(job_name),
+        Client(job_name, tensors={"w": np.zeros(3)}) as client,
+        pytest.raises(UsageError, match="is sgd, which takes gradients"),
+    ):
+        Waves(client)
