@@ -33,7 +33,7 @@ PARTS = (
     "prediction_cost",
     "cutoff_loss",
     "staleness",
-    "wsp_schedules",
+    "wsp_staleness",
     "sync_accuracy",
     "validation",
 )

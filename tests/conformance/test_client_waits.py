@@ -143,7 +143,6 @@ def test_all_but_one_of_the_next_wave_begin_before_its_grant(
     for number in range(3, 7):
         assert told(mine.ask("mini_batch", number, 20)) == late
     mine.begin("mini_batch", 3, -1)
-    asleep(running, mine)
     other.do("push", 3, 10_000)
     assert mine.end() == (0, "")
     np.testing.assert_array_equal(running.weights(), -4.0)

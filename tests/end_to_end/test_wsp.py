@@ -121,27 +121,27 @@ def test_what_a_mini_batch_sees_at_least(D: int, s_local: int, job_name: str) ->
     counts = {"tensors": [{"name": "count", "shape": [3]}]}
     noted = mmap.mmap(-1, 3 * MANY * 8)
     seen = _notes(noted)
-    with daemon(job_name, sync=str(model), **ADDS, **counts):
-        with (
-            fork(1, _go_on, job_name, 0, noted) as (first,),
-            fork(1, _go_on, job_name, 1, noted) as (second,),
-            fork(1, _go_on, job_name, 2, noted) as (slow,),
-        ):
-            team = first, second, slow
-            assert [one.receive() for one in team] == ["joined"] * 3
+    with (
+        daemon(job_name, sync=str(model), **ADDS, **counts),
+        fork(1, _go_on, job_name, 0, noted) as (first,),
+        fork(1, _go_on, job_name, 1, noted) as (second,),
+        fork(1, _go_on, job_name, 2, noted) as (slow,),
+    ):
+        team = first, second, slow
+        assert [one.receive() for one in team] == ["joined"] * 3
+        for one in team:
+            one.send("go")
+        eventually(lambda: seen[2, 0] > 3 * model.wave)
+        with Stopped(slow.pid):
+            # What it had begun to push is in the weights before the others stand still.
+            farthest = eventually(lambda: _at_the_bound(model, seen, job_name))
+            for one in (0, 1):
+                assert seen[one, farthest] == farthest - (model.s_global + 1)
+        eventually(lambda: seen[0, 0] > farthest + 2 * model.wave)
+        with contextlib.ExitStack() as still:  # before any of them leaves, or is full
             for one in team:
-                one.send("go")
-            eventually(lambda: seen[2, 0] > 3 * model.wave)
-            with Stopped(slow.pid):
-                # What it had begun to push is in the weights before the others stand still.
-                farthest = eventually(lambda: _at_the_bound(model, seen, job_name))
-                for one in (0, 1):
-                    assert seen[one, farthest] == farthest - (model.s_global + 1)
-            eventually(lambda: seen[0, 0] > farthest + 2 * model.wave)
-            with contextlib.ExitStack() as still:  # before any of them leaves, or is full
-                for one in team:
-                    still.enter_context(Stopped(one.pid))
-                at_the_end = seen.copy()
+                still.enter_context(Stopped(one.pid))
+            at_the_end = seen.copy()
     first_checked = (D + 1) * model.wave + s_local + 1
     for mine in at_the_end:
         p = np.arange(first_checked, mine[0] + 1)
@@ -162,36 +162,38 @@ def test_waves_are_the_sums_of_what_a_learner_changes(job_name: str) -> None:
     start, changes = random.standard_normal(100), random.standard_normal((10, 100))
     start, changes = start.astype(np.float32), changes.astype(np.float32)
     expected, base = start.copy(), start.copy()
-    with daemon(job_name, sync="wsp:D=1,s_local=2", **ADDS):
-        with Client(job_name, tensors={"w": start}) as client:
-            waves = Waves(client)
-            server = start.copy()
-            for number, change in enumerate(changes):
-                pulled = waves.begin()
-                assert pulled == (number == 0 or number % 3 == 2)
-                if pulled:
-                    own = expected - base
-                    base = server.copy()
-                    expected = base + own
-                waves.weights["w"] += change
-                expected += change
-                pushed = waves.end(loss=float(number), samples=2)
-                assert pushed == (number % 3 == 2)
-                if pushed:
-                    server += expected - base
-                    base = expected.copy()
-                np.testing.assert_array_equal(waves.weights["w"], expected)
-            assert waves.flush()
-            client.wait_applied()
-            server += expected - base
-            np.testing.assert_array_equal(client.weights["w"], server)
-            assert client.published == 4
-            with pytest.raises(UsageError, match="no mini-batch has begun"):
-                waves.end()
-            for _ in range(3):
-                waves.begin()
-            with pytest.raises(UsageError, match="3 of 3; end\\(\\) the oldest first"):
-                waves.begin()
+    with (
+        daemon(job_name, sync="wsp:D=1,s_local=2", **ADDS),
+        Client(job_name, tensors={"w": start}) as client,
+    ):
+        waves = Waves(client)
+        server = start.copy()
+        for number, change in enumerate(changes):
+            pulled = waves.begin()
+            assert pulled == (number == 0 or number % 3 == 2)
+            if pulled:
+                own = expected - base
+                base = server.copy()
+                expected = base + own
+            waves.weights["w"] += change
+            expected += change
+            pushed = waves.end(loss=float(number), samples=2)
+            assert pushed == (number % 3 == 2)
+            if pushed:
+                server += expected - base
+                base = expected.copy()
+            np.testing.assert_array_equal(waves.weights["w"], expected)
+        assert waves.flush()
+        client.wait_applied()
+        server += expected - base
+        np.testing.assert_array_equal(client.weights["w"], server)
+        assert client.published == 4
+        with pytest.raises(UsageError, match="no mini-batch has begun"):
+            waves.end()
+        for _ in range(3):
+            waves.begin()
+        with pytest.raises(UsageError, match="3 of 3; end\\(\\) the oldest first"):
+            waves.begin()
 
 
 def test_updates_need_a_job_that_adds_them(job_name: str) -> None:

@@ -1,0 +1,101 @@
+"""A learner's own optimizer of torch's, in a job that adds updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import daemon, status
+from support.torch_models import one_thread as one_thread
+from support.torch_models import plain_model
+from torch import nn
+
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.torch import LocalOptimizer, Optimizer
+
+INPUTS = torch.randn(20, 10, generator=torch.Generator().manual_seed(5))
+TARGETS = (INPUTS.sum(1) > 0).long()
+
+
+@pytest.fixture
+def job(job_name: str) -> Iterator[Daemon]:
+    with daemon(job_name, sync="wsp:D=1,s_local=2", optimizer={"kind": "add"}) as one:
+        yield one
+
+
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05, momentum=0.8)
+
+
+def _train(model: nn.Module, optimizer: LocalOptimizer | torch.optim.Optimizer, at: slice) -> None:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(INPUTS[at]), TARGETS[at]).backward()
+    optimizer.step()
+
+
+def _values(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_its_state_stays_with_the_learner(job: Daemon, job_name: str) -> None:
+    """Momentum over ten mini-batches, bit for bit as the same program without a job."""
+    model, twin = plain_model(), plain_model()
+    optimizer, local = LocalOptimizer(model, momentum, job_name), momentum([*twin.parameters()])
+    server, base = _values(twin), _values(twin)
+    for number in range(10):
+        if number == 0 or number % 3 == 2:  # pulls; its changes that it has not pushed stay
+            with torch.no_grad():
+                for own, was, now in zip(twin.parameters(), base, server, strict=True):
+                    own.copy_(now + (own - was))
+            base = [one.clone() for one in server]
+        at = slice(2 * number, 2 * number + 2)
+        _train(twin, local, at)
+        model.eval()(INPUTS)  # an evaluation begins no mini-batch
+        with torch.no_grad():
+            model.train()(INPUTS)
+        assert not optimizer.waves.in_flight
+        _train(model, optimizer, at)
+        if number in (2, 5, 8, 9):
+            changed = _values(twin)
+            for now, own, was in zip(server, changed, base, strict=True):
+                now += own - was
+            base = changed
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+    client = optimizer.client
+    optimizer.close()  # pushes the wave that has one mini-batch
+    assert client.published == 4
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    other = plain_model()
+    late = LocalOptimizer(other, momentum, job_name)
+    for mine, theirs in zip(other.parameters(), server, strict=True):
+        assert torch.equal(mine, theirs)
+    late.close()
+
+
+def test_batches_are_cut_into_mini_batches(job: Daemon, job_name: str) -> None:
+    model = plain_model()
+    optimizer = LocalOptimizer(model, momentum, job_name)
+    taken: list[int] = []
+    for batch in optimizer.batches(len(INPUTS), batch_size=2, epochs=1):
+        taken += batch.indices.tolist()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(INPUTS[batch.indices]), TARGETS[batch.indices]).backward()
+        optimizer.step()
+    assert sorted(taken) == list(range(20))
+    optimizer.client.wait_applied()
+    told = status(job_name)
+    # Waves of three mini-batches of two, and a last one of two samples.
+    assert (told["gradients_applied"], told["learners"][0]["samples"]) == (4, 20)
+    optimizer.close()
+
+
+def test_gradients_and_updates_are_told_apart(job: Daemon, job_name: str) -> None:
+    with pytest.raises(UsageError, match="adds updates, and Optimizer pushes gradients"):
+        Optimizer(plain_model(), job_name)
+    other = f"{job_name}-sgd"
+    with daemon(other), pytest.raises(UsageError, match="is sgd, which takes gradients"):
+        LocalOptimizer(plain_model(), momentum, other)
