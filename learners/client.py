@@ -274,11 +274,16 @@ class Client(Work, Frames):
 
         Only the last mini-batch of a wave waits for other learners; those before it may begin with
         the weights at hand. Once a last one may begin, the weights hold all that the model
-        promises: pull then. Unlike wait_turn(), it says nothing of the gradient's age.
+        promises: pull then. The wave's run time does not count the wait, and the gradient counts as
+        computed from the weights that it would have without this call.
         """
         self._check_process()
+        begin = time.monotonic()
         arguments = *self._rings, self._learner.turn(number)
-        self._wait(_native.wait_grant, arguments, timeout_s, NO_TURN)
+        try:
+            self._wait(_native.wait_grant, arguments, timeout_s, NO_TURN)
+        finally:
+            self._learner.started += time.monotonic() - begin
 
     def push(
         self,

@@ -198,10 +198,10 @@ uint32_t gadei_wave(const gadei_learner *learner);
 int gadei_pause(gadei_learner *learner);
 int gadei_resume(gadei_learner *learner);
 
-/* Waits until a mini-batch of a wave may begin, without saying when the wave began or from which
- * weights: that remains as the last gadei_wait_turn or publish and the last pull said. number: from
- * 0 in the wave that the next gradient ends, and on into the wave after it. Only the last mini-batch
- * of a wave waits for other learners; the others of the next wave may begin before that, with the
+/* Waits until a mini-batch of a wave may begin. The wave's run time does not count the wait, and the
+ * gradient counts as computed from the weights that it would have without this call. number: from 0 in
+ * the wave that the next gradient ends, and on into the wave after it. Only the last mini-batch of a
+ * wave waits for other learners; the others of the next wave may begin before that, with the
  * weights at hand. Once a last mini-batch may begin, the live weights hold all that the model
  * promises: pull then. Results of gadei_wait_turn. */
 int gadei_wait_mini_batch(gadei_learner *learner, uint32_t number, int64_t timeout_ms);

@@ -80,8 +80,10 @@ int gadei_wait_mini_batch(gadei_learner *learner, uint32_t number, int64_t timeo
     if (refused)
         return refused;
     learner->mini_batch = number;
-    return ps_end_call(learner, ps_wait_for(learner, try_mini_batch, ps_limit_of(timeout_ms),
-                                            WAITS_TURN));
+    double begin = ps_clock();
+    int result = ps_wait_for(learner, try_mini_batch, ps_limit_of(timeout_ms), WAITS_TURN);
+    learner->common.started += ps_clock() - begin;
+    return ps_end_call(learner, result);
 }
 
 static int wait_applied(gadei_learner *learner, int64_t timeout_ms)

@@ -35,6 +35,7 @@ SUBSET = [
     Path("dense", "adam", WireType.FLOAT16),
     Path("rows", "momentum", WireType.BFLOAT16),
     Path("rows", "adamw", WireType.FLOAT32),
+    Path("rows", "add", WireType.FLOAT16),
     Path("superstep", "nesterov", WireType.FLOAT16),
     Path("superstep", "adagrad", WireType.BFLOAT16),
     Path("refused", "adam", WireType.FLOAT32),
