@@ -32,7 +32,7 @@ from gadei_ps.sync.wsp import WSP
 
 MODELS = tuple((D, s_local) for D in (0, 1, 4) for s_local in (0, 3))
 MEANS_S = (0.0005, 0.001, 0.004)
-SECONDS = 2.0
+SECONDS = 1.0
 QUICK_S = 0.3
 POLL_S = 0.05
 

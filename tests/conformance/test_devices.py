@@ -350,6 +350,7 @@ def test_a_pipeline_adds_up_a_wave(case: Case, job_name: str) -> None:
             other.push(np.full(client.model.elements, 10, np.float32))
             assert case.to_host(pipeline.weights()["b"]).max() == -(1 + 2 + 3) - 10
             pipeline.push(gradients(case, 6.0), samples=2, loss=6.0)
+            other.push(np.zeros(client.model.elements, np.float32))  # close() waits for the turn
             with pytest.raises(UsageError, match="whole arrays"):
                 pipeline.weights()
                 pipeline.push({"table": Rows(np.zeros(1, np.int64), np.ones((1, 6)))})
