@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x7dc0f8bd33b6c246ull
+#define PS_BUILD 0x20a16c37fd2195adull
 
 #endif
