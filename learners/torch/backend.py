@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from gadei_ps.errors import ModelMismatch
+from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.learners.client import Where, rows_at, whole_at
+from gadei_ps.learners.torch.model import Trained
+
+LOADED = (
+    "load_state_dict after Optimizer(model): the weights are the job's, and this learner can only "
+    "read them: load before Optimizer(model), after optimizer.close(), or use view=False"
+)
+LOST = (
+    "load_state_dict after Optimizer(model) changes this learner's copy only, until the next step "
+    "brings the job's weights; load before Optimizer(model) to change those"
+)
 
 
 class Backend(Protocol):
@@ -55,3 +68,21 @@ def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
         gradient = gradient.contiguous()
         kept.append(gradient)
     return whole_at(gradient.data_ptr())
+
+
+def at_loading(trained: Trained, hook: Callable[..., None], undo: contextlib.ExitStack) -> None:
+    """Has `hook` called before load_state_dict() of any module with parameters of the job."""
+    for module in trained.module.modules():
+        if any(one.requires_grad for one in module.parameters(recurse=False)):
+            made = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+            undo.callback(made.remove)
+
+
+def refuse_loading(*_: object) -> None:
+    """Where parameters are views of the job's weights."""
+    raise UsageError(LOADED)
+
+
+def warn_of_loading(*_: object) -> None:
+    """Where they are a copy, which the next pull overwrites."""
+    warnings.warn(LOST, stacklevel=2)

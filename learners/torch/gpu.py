@@ -18,7 +18,7 @@ import torch
 from gadei_ps.errors import DeviceError, JobStopped
 from gadei_ps.learners.client import NONE, Client, whole_at
 from gadei_ps.learners.torch import lookup
-from gadei_ps.learners.torch.backend import gradient_at
+from gadei_ps.learners.torch.backend import at_loading, gradient_at, warn_of_loading
 from gadei_ps.learners.torch.model import Trained, recurrent
 from gadei_ps.machine.cuda import missing as cuda_missing
 
@@ -68,6 +68,7 @@ class GpuBackend:
         lookup.adapt(trained, gather, self._undo)
         for name, parameter in trained.parameters.items():
             parameter.data = self._tensors[name]
+        at_loading(trained, warn_of_loading, self._undo)
         self._refresh_buffers()
 
     def _torch_views(self) -> dict[str, torch.Tensor]:

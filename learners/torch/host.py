@@ -17,7 +17,12 @@ from gadei_ps import _native
 from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.learners.client import NONE, Client, whole_at
 from gadei_ps.learners.torch import products
-from gadei_ps.learners.torch.backend import gradient_at
+from gadei_ps.learners.torch.backend import (
+    at_loading,
+    gradient_at,
+    refuse_loading,
+    warn_of_loading,
+)
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.torch.products import PRODUCTS, Products
 from gadei_ps.memory import layout
@@ -26,26 +31,6 @@ SECOND = (
     "a second backward() before step() or zero_grad(): with free_gradients each gradient leaves as "
     "soon as it is computed, and nothing can be added to it"
 )
-
-
-LOADED = (
-    "load_state_dict after Optimizer(model): the weights are the job's, and this learner can only "
-    "read them: load before Optimizer(model), after optimizer.close(), or use view=False"
-)
-LOST = (
-    "load_state_dict after Optimizer(model, view=False) changes this learner's copy only, until "
-    "the next step brings the job's weights; load before Optimizer(model) to change those"
-)
-
-
-def _refuse(*_: object) -> None:
-    """Before load_state_dict() of a module whose parameters are views of the job's weights."""
-    raise UsageError(LOADED)
-
-
-def _warn(*_: object) -> None:
-    """Of a module whose parameters are a copy."""
-    warnings.warn(LOST, stacklevel=2)
 
 
 def check(module: torch.nn.Module, *, view: bool) -> None:
@@ -84,10 +69,7 @@ class HostBackend:
                 faulthandler.enable()
             _native.tell_of_stores(client.place.weights.address, client.place.weights.size)
             self._undo.callback(_native.tell_of_stores, client.place.weights.address, 0)
-        for module in trained.module.modules():
-            if any(one.requires_grad for one in module.parameters(recurse=False)):
-                hook = module.register_load_state_dict_pre_hook(_refuse if view else _warn)  # type: ignore[no-untyped-call]
-                self._undo.callback(hook.remove)
+        at_loading(trained, refuse_loading if view else warn_of_loading, self._undo)
         self._refresh_buffers()
         self._ordered = trained.in_order_of(client.model)
         self._products: list[Products] = [[] for _ in self._ordered]
