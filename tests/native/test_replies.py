@@ -107,17 +107,24 @@ def attach_reply(memory: JobMemory, **other: Any) -> dict[str, Any]:
     } | other
 
 
+@pytest.mark.parametrize(("given", "number"), [("7", 7), ("x", -1)])
 def test_requests_and_replies(
-    watchdog: Watchdog, memory: JobMemory, learner: Callable[[], Any]
+    watchdog: Watchdog,
+    memory: JobMemory,
+    learner: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+    number: int,
 ) -> None:
     """Unknown members are skipped, also nested ones, wherever blanks stand."""
+    monkeypatch.setenv("GADEI_PS_LEARNER", given)
     mine = learner()
     extra = {"later": {"a": [1, -2.5e3, None, {"b": [[], {}]}], "c": '"}'}, "x": [True, False]}
     watchdog.says(json.dumps(extra | attach_reply(memory), indent="\t") + " \r\n")
     name = 'a "b" \\ \x01 ' + "é" * 40
     mine.do("attach", watchdog.path, name)
     kept = name.encode()[:31].decode(errors="ignore")
-    assert watchdog.asked == [{"v": 1, "op": "attach", "name": kept}]
+    assert watchdog.asked == [{"v": 1, "op": "attach", "name": kept, "number": number}]
     assert mine.values("live") == (0.0, 2006.0)
     watchdog.says('{"ok":true,"set":true}')
     mine.do("work", 5, 6, 2**62)
