@@ -50,8 +50,9 @@ def serve(pipe: Connection, job: str, namespace: int, *, reign: bool) -> None:
     """A server up to its lock, which it takes when told. reign: it then takes the leases, once no
     watchdog knows of it any more."""
     from gadei_ps.server.manager import Server
+    from gadei_ps.server.options import Asked
 
-    server = Server(job, LINE, 10.0, [])
+    server = Server(Asked(job, LINE, 10.0, []))
     server._namespace = namespace
     pipe.send(server._start)
     pipe.recv()
