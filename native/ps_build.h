@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x20a16c37fd2195adull
+#define PS_BUILD 0x351d4ffc67da0883ull
 
 #endif

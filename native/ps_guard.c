@@ -146,7 +146,7 @@ void ps_tell_of_stores(uint64_t address, uint64_t bytes)
     before_stores = now;
     memset(&ours, 0, sizeof ours);
     ours.sa_sigaction = on_segmentation_fault;
-    ours.sa_flags = SA_SIGINFO;
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK; /* a stack may have overflowed */
     sigemptyset(&ours.sa_mask);
     sigaction(SIGSEGV, &ours, NULL);
 }
