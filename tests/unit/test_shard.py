@@ -327,6 +327,18 @@ def _handed(rig: Rig, row: int) -> list[int]:
     return sorted(kept[kept != NO_BATCH].tolist())
 
 
+def test_a_learner_takes_the_batches_that_it_must_answer(job_name: str) -> None:
+    with Rig(job_name, W, learners=1, ahead=2, slots=4) as rig, rig.serving():
+        _set_work(rig, 5, 2)
+        ring, taken = rig.memory.rings[0].address, []
+        while (batch := _native.take_work(ring, rig.control_at, 10**10)) >= 0:
+            assert batch in _handed(rig, 0)
+            taken.append(batch)
+            rig.apply(0, rig.ones(), batch=batch)
+        assert taken == [batch_id(epoch, index) for epoch in range(2) for index in range(5)]
+        assert rig.roster[0]["unasked"] == 0
+
+
 def test_batches_of_the_dead_go_to_others(job_name: str) -> None:
     with Rig(job_name, W, learners=2, ahead=2) as rig, rig.serving():
         _set_work(rig, 3, 1)
