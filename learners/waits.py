@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from gadei_ps import _native
 from gadei_ps.errors import (
@@ -23,6 +23,16 @@ from gadei_ps.memory.layout import Phase
 SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
 GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
 LEFT = "this learner has detached from its job; attach again"
+
+
+def stays(learner: object) -> UsageError:
+    """For what is to be pickled or copied: memory and threads of a learner do not come along."""
+    kind = type(learner).__name__
+    return UsageError(
+        f"this {kind} stays in the process that made it, and is not copied: make another {kind} in "
+        "the child process"
+    )
+
 
 _forks = 0  # that this process comes after
 
@@ -100,6 +110,9 @@ class Waits(Told):
         if carrier := self._carrier():
             carrier.flush()
 
+    def __reduce__(self) -> NoReturn:
+        raise stays(self)
+
     def _check_process(self) -> None:
         if _forks != self._forks:
             raise UsageError("this learner belongs to the parent process; attach after the fork")
@@ -129,12 +142,12 @@ class Waits(Told):
             if result >= 0 or result == _native.PS_FINISHED:
                 self._gone_since = None
                 return result
+            if self._learner.left:  # its own doing, whatever has become of its place since
+                raise UsageError(LEFT)
             if result == _native.PS_STOPPED:
                 raise self._ended()
             if result == _native.PS_EVICTED:
                 raise self._evicted()
-            if self._learner.left:
-                raise UsageError(LEFT)
             if carrier := self._carrier():
                 carrier.check()
             now = time.monotonic()

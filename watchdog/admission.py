@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from gadei_ps.memory.layout import Role
 from gadei_ps.memory.reserve import Cancelled
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
+from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import making, model
 from gadei_ps.watchdog.maker import Maker, Task
 from gadei_ps.watchdog.making import First
@@ -52,6 +53,12 @@ class Waiting:
 
     client: Client
     request: Callable[[], Answer]
+
+
+def _in_words(tensors: Sequence[Tensor]) -> str:
+    """`3 tensors ('a', 'b', 'c')`."""
+    names = ", ".join(repr(tensor.name) for tensor in tensors[:3])
+    return f"{counted(len(tensors), 'tensor')} ({names}{', ...' if len(tensors) > 3 else ''})"
 
 
 class Admission:
@@ -99,6 +106,18 @@ class Admission:
         file = File(client.fds.pop(0)) if client.fds else None
         return self._offer(client, offered, file, request.number > 0)
 
+    def _check_same(self, model: Model, offered: list[Tensor]) -> None:
+        """Raises ModelMismatch, which names both models: mostly a script has two of them."""
+        try:
+            weights.check_same(model, offered)
+        except ModelMismatch as error:
+            ours, other = (_in_words(tensors) for tensors in (model.tensors, offered))
+            raise ModelMismatch(
+                f"{error}; job {self._memory.config.name!r} already has a model, of {ours}, and "
+                f"this one is of {other}: give another model a job of its own, or put both into "
+                "one module"
+            ) from None
+
     def _offer(
         self, client: Client, offered: list[Tensor], file: File | None, early: bool = False
     ) -> Answer:
@@ -106,7 +125,7 @@ class Admission:
         self._stopping.refuse()
         model = self._memory.model or (self._coming[1] if self._coming is not None else None)
         if model is not None:
-            weights.check_same(model, offered)
+            self._check_same(model, offered)
         if self._memory.model is not None:
             return {"made": False}
         if file is None:

@@ -25,7 +25,7 @@ from gadei_ps.job import config
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Connection, Status, StopJob
 from gadei_ps.job.processes import Processes
-from gadei_ps.machine import interrupts
+from gadei_ps.machine import gpus, interrupts
 from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.machine.output import Output
 from gadei_ps.memory import shm
@@ -105,7 +105,7 @@ def _compute(options: RunOptions) -> Compute:
     compute = Compute.wanted(options.device, options.gpus)
     if compute.why:
         _say(f"warning: {compute.why}; learners are not told which GPU to use")
-    elif why := compute.without():
+    elif (why := compute.without()) and (compute.gpus or gpus.has_driver()):
         _say(f"learners compute on the host: {why}")
     return compute
 

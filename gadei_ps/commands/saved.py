@@ -127,10 +127,16 @@ def _find_named(job: str, version: int | None) -> Saved:
     """As find(), but the error says whose job it may be."""
     try:
         return find(job, version)
-    except CheckpointError as error:
-        if (why := unseen(job)) is None:
-            raise
-        raise type(error)(f"{error}; {why}") from None
+    except CheckpointError:
+        place, why = config.state_directory() / job, unseen(job)
+        if not place.is_dir():  # also for the shell's user who has just seen `run` end
+            error = CheckpointMistake(
+                f"job {job!r} is not in memory and has no checkpoints: {place}: no such directory; "
+                "the weights of a job that `run` makes end with its learners: keep them with run "
+                "--out FILE, or export while it runs. Else give a directory of checkpoints, or set "
+                "GADEI_PS_STATE_DIR as the job has it"
+            )
+        raise type(error)(f"{error}; {why}" if why else str(error)) from None
 
 
 def _runs(job: str) -> bool:

@@ -305,4 +305,12 @@ def _parsed(path: Path, raw: bytes) -> dict[str, Any]:
         else:
             end = text.rstrip().count("\n") + 1
             what, at = found[1], f":{found[2]}:{found[3]}" if found[2] else f":{end}"
+        if what == "Cannot overwrite a value" and found is not None:
+            what += _overwritten(text.split("\n")[int(found[2] or end) - 1])
         raise UsageError(f"{path}{at}: {what}; correct it (https://toml.io)") from None
+
+
+def _overwritten(line: str) -> str:
+    """`: 'lr' has a value already`, for the line at which a TOML parser stops; or nothing."""
+    key = line.strip("[] \t") if line.lstrip().startswith("[") else line.partition("=")[0].strip()
+    return f": {key[:60]!r} has a value already" if key and key != line.strip() else ""

@@ -82,6 +82,11 @@ def listed(timeout_s: float = LIST_S, proc: Path = PROC) -> list[Gpu]:
     return found
 
 
+def has_driver(proc: Path = PROC) -> bool:
+    """Whether this machine is one for GPUs: it has NVIDIA's driver, or the driver's tool."""
+    return proc.parent.exists() or shutil.which(TOOL) is not None
+
+
 def _model(card: Path) -> str:
     with contextlib.suppress(OSError):
         for line in (card / "information").read_text().splitlines():

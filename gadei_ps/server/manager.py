@@ -25,18 +25,17 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, OtherVersion, SegmentError
-from gadei_ps.kernels import cache
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
 from gadei_ps.memory.shm import segment_name
-from gadei_ps.server import options, shard
+from gadei_ps.server import loading, options
 from gadei_ps.server.driver import Driver, Member
 from gadei_ps.server.options import Asked
 from gadei_ps.server.rings import Rings
 from gadei_ps.server.shards import Shards, new_board
 from gadei_ps.server.start import Start
-from gadei_ps.sync import SpecError, zipline
+from gadei_ps.sync import SpecError
 
 WAIT_NS = 100_000_000
 LEASE_WAIT_NS = 100_000_000
@@ -102,11 +101,8 @@ class Server:
 
     def startup(self) -> None:
         """Loads or compiles the kernels."""
-        begin = time.monotonic()
-        shard.load([int(self.control["optimizer"])])
-        zipline.load()
-        cache.tell(self.log)
-        self.log.debug("kernels loaded", seconds=round(time.monotonic() - begin, 2))
+        tells = self._byte == holds.SERVERS[0]
+        loading.load(int(self.control["optimizer"]), self.log, tells)
 
     def main_loop(self) -> None:
         """Until the job stops or a shard thread fails."""

@@ -7,7 +7,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,6 +19,7 @@ from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.host import HostBackend
 from gadei_ps.learners.torch.model import Trained, initial, ordered
+from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
 
 # Hooks on every optimizer's step; under these names in every torch since 2.0.
@@ -148,6 +149,9 @@ class Optimizer(torch.optim.Optimizer):
                 f"was {before:g}, the job's is {self._job_lr:g}",
                 stacklevel=2,
             )
+
+    def __reduce__(self) -> NoReturn:
+        raise stays(self)
 
     # -- one step -------------------------------------------------------------------------------
 

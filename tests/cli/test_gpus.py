@@ -14,6 +14,7 @@ import support
 from shell import FOREVER, Cli, is_running, learning, program
 
 from gadei_ps.machine import gpus
+from gadei_ps.machine.cuda import has_cupy
 
 pytestmark = pytest.mark.usefixtures("compiled", "two_gpus")
 
@@ -65,6 +66,8 @@ def test_learners_get_gpus_in_turn(
     result = cli(*command, "--", sys.executable, "-c", SHOW, **env)
     assert result.code == 0, result
     assert shown(result.out) == [[str(index), *one] for index, one in enumerate(seen)]
+    if not has_cupy():
+        assert ("learners compute on the host" in result.err) == (seen[0][0] == "auto")
 
 
 def test_started_again_it_keeps_its_gpu(cli: Cli, job_name: str) -> None:

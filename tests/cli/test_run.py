@@ -15,6 +15,7 @@ import support
 from shell import FOREVER, Cli, is_running, learning
 
 from gadei_ps.commands import jobs
+from gadei_ps.machine import gpus
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -107,6 +108,7 @@ def test_failing_learner(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert result.code == 1
     assert "ended with exit code 3" in result.err
     assert "0 gradients applied" in result.err
+    assert gpus.has_driver() or "compute on the host" not in result.err
 
 
 def test_a_script_saves_at_ctrl_c(cli: Cli, job_name: str, learner: list[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import pickle
 import re
 import signal
 from array import array
@@ -208,12 +210,30 @@ def test_another_model_is_refused(job_name: str) -> None:
                 with pytest.raises(ModelMismatch) as info:
                     Client(job_name, tensors=tensors)
                 assert named in str(info.value)
+                told = f"job {job_name!r} already has a model, of 2 tensors ('a', 'b'), and this"
+                assert told in str(info.value)
+            assert "one is of 2 tensors ('a', 'c'): give another" in str(info.value)
             # Others of the same shape do not overwrite what the first has made.
             again = {"b": np.zeros((2, 2)), "a": np.zeros(3)}
             with Client(job_name, tensors=again) as second:
                 np.testing.assert_array_equal(second.flat, first.flat)
                 np.testing.assert_array_equal(second.weights["a"], 1.0)
             assert learner(job_name, -1) is None
+
+
+def test_a_client_stays_where_it_was_made(job_name: str) -> None:
+    """What a spawned child is given is pickled. After its end, a client says that it has left."""
+    with daemon(job_name):
+        client = Client(job_name, tensors={"a": np.ones(3)})
+        for carry in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(UsageError, match="this Client stays in the process that made it"):
+                carry(client)
+        client.push({"a": np.ones(3)})
+        client.detach()
+        eventually(lambda: not status(job_name)["learners"])
+        for use in (client.claim, client.give_up):
+            with pytest.raises(UsageError, match="this learner has detached from its job"):
+                use()
 
 
 def test_which_job(runtime_dir: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import daemon, live_weights, status
+from support import daemon, eventually, live_weights, status
 from support.torch_models import LOCAL, STEPS, batch_norm_model, data, plain_model, same_state
 from support.torch_models import one_thread as one_thread
 from torch import nn
@@ -56,6 +57,11 @@ def test_as_torch(kind: str, job_name: str) -> None:
         optimizer.close()
         same_state(model, twin)
         model[0].weight.data += 1  # the memory is the model's own now
+        eventually(lambda: not status(job_name)["learners"])
+        with pytest.raises(UsageError, match="this learner has detached from its job"):
+            train(model, optimizer)
+        with pytest.raises(UsageError, match="this Optimizer stays in the process that made it"):
+            pickle.dumps(optimizer)
 
 
 @pytest.mark.parametrize("how", [{"view": False}, {"wait": True}], ids=str)

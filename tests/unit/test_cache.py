@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -69,3 +70,23 @@ def test_what_fields_and_codes_mean_is_not_compiled(
         directory("numbers", cache._native.numbers() | {"PS_CHUNK": 1}),
     }
     assert len(seen) == 5
+
+
+def test_a_first_start_says_that_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the two servers does, once."""
+    from gadei_ps.server import loading
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(loading.shard, "load", lambda kinds: None)
+    monkeypatch.setattr(loading.zipline, "load", lambda: None)
+    log = mock.Mock()
+    loading.load(0, log, tells=False)
+    assert not log.warning.called
+    loading.load(0, log, tells=True)
+    log.warning.assert_called_once()
+    assert log.warning.call_args.kwargs == {"kept_in": str(cache.directory())}
+    (cache.directory() / "some").touch()
+    loading.load(0, log, tells=True)
+    log.warning.assert_called_once()

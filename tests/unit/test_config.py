@@ -173,12 +173,23 @@ def test_a_file_that_cannot_be_read_for_now(
     [
         ("slots = 2\nlr = \nname = 'x'", ":2:6: ", "Invalid value; correct"),
         ("slots = 2\n[optimizer\nlr = 1", ":2:11: ", "Expected ']'"),
-        ("slots = 2\nslots = 3\n", ":2:10: ", "Cannot overwrite a value"),
+        ("slots = 2\nslots = 3\n", ":2:10: ", "Cannot overwrite a value: 'slots' has a value alr"),
+        ("slots = 2\nslots = 3", ":2: ", "Cannot overwrite a value: 'slots' has a value already"),
+        ("slots = 2\n[slots]\n", ":2:7: ", "Cannot overwrite a value: 'slots' has a value alr"),
         ("\n\nsync = 'asp", ":3: ", 'Expected "\'"'),
         ("slots = 1" + "0" * 5000, ": ", "limit"),
         ("slots = " + "[" * 5000, ": ", "nested"),
     ],
-    ids=["value", "table", "twice", "unclosed", "digits", "depth"],
+    ids=[
+        "value",
+        "table",
+        "twice",
+        "twice at the end",
+        "table over value",
+        "unclosed",
+        "digits",
+        "depth",
+    ],
 )
 def test_a_mistake_in_toml_is_named_by_its_place(
     text: str, where: str, what: str, tmp_path: Path
