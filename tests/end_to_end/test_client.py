@@ -223,15 +223,18 @@ def test_another_model_is_refused(job_name: str) -> None:
 
 def test_a_client_stays_where_it_was_made(job_name: str) -> None:
     """What a spawned child is given is pickled. After its end, a client says that it has left."""
-    with daemon(job_name):
-        client = Client(job_name, tensors={"a": np.ones(3)})
+    tensors = {"a": np.ones(3)}
+    with daemon(job_name, sync="bsp"), Client(job_name, tensors=tensors) as other:
+        client = Client(job_name, tensors=tensors)
         for carry in (pickle.dumps, copy.deepcopy):
             with pytest.raises(UsageError, match="this Client stays in the process that made it"):
                 carry(client)
-        client.push({"a": np.ones(3)})
+        other.push(tensors)
+        client.push(tensors)
+        client.push(tensors)  # the next turn is when the other one has pushed, too
         client.detach()
-        eventually(lambda: not status(job_name)["learners"])
-        for use in (client.claim, client.give_up):
+        eventually(lambda: len(status(job_name)["learners"]) == 1)
+        for use in (client.wait_turn, client.claim, client.give_up):
             with pytest.raises(UsageError, match="this learner has detached from its job"):
                 use()
 
