@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from gadei_ps.job.control import (
     TensorOffer,
     memory_file,
 )
+from gadei_ps.job.optimizer import NOTHING, Settings
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import CONTROL, SHARD, Mode, Phase, Role, SegmentKind
 from gadei_ps.memory.segment import Segment
@@ -115,11 +117,16 @@ def listener() -> Heard | None:
 
 
 def offer(
-    connection: Lasting, tensors: Arrays, buffers: Arrays, heard: Heard | None = None
+    connection: Lasting,
+    tensors: Arrays,
+    buffers: Arrays,
+    heard: Heard | None = None,
+    says: Settings = NOTHING,
 ) -> None:
     """Makes the job's model, or checks that it is this one. heard: as for Connection.request.
 
-    Raises ModelMismatch or NoSharedMemory.
+    says: about the optimizer, if the model is made. Raises ModelMismatch, NoSharedMemory, or
+    UsageError for settings that no optimizer has.
     """
     given = [Tensor(name, np.shape(array)) for name, array in tensors.items()]
     given += [Tensor(name, np.shape(array), Role.BUFFER) for name, array in buffers.items()]
@@ -141,6 +148,7 @@ def offer(
                     TensorOffer(name=one.name, shape=list(one.shape), role=one.role.value)
                     for one in model.tensors
                 ],
+                optimizer=says if says.said else None,
             ),
             fds=[fd],
             heard=heard,
@@ -149,12 +157,18 @@ def offer(
         os.close(fd)
 
 
-def attach(connection: Lasting, name: str, heard: Heard | None = None) -> Place:
+def attach(
+    connection: Lasting, name: str, heard: Heard | None = None, says: Settings = NOTHING
+) -> Place:
     """Gets a place for this process. A place whose memory cannot be mapped is given back.
 
-    heard: as for Connection.request.
+    heard: as for Connection.request. says: about the optimizer. Warns where the job says otherwise;
+    raises UsageError where that is from another script, from a checkpoint or a default.
     """
-    reply = connection.request(Attach(name=name[:31], number=number()), heard=heard)
+    asked = Attach(name=name[:31], number=number(), optimizer=says if says.said else None)
+    reply = connection.request(asked, heard=heard)
+    if "notice" in reply and os.environ.get(LEARNER_VARIABLE, "0") == "0":  # one of a team says it
+        warnings.warn(reply["notice"], stacklevel=3)
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
         return Place(

@@ -25,8 +25,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ import numpy.typing as npt
 from gadei_ps import _native
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
 from gadei_ps.job.control import Lasting
+from gadei_ps.job.optimizer import Settings
 from gadei_ps.learners.attach import Arrays, attach, detach, listener, offer
 from gadei_ps.learners.frame import (
     NONE,
@@ -48,6 +49,7 @@ from gadei_ps.learners.frame import (
     rows_at,
     whole_at,
 )
+from gadei_ps.learners.said import said
 from gadei_ps.learners.waits import Carrier, OnlyOne, forks, limit
 from gadei_ps.learners.work import Batch, Taken, Work, epoch_order
 from gadei_ps.memory import weights
@@ -87,13 +89,17 @@ class Client(Work, Frames):
     job: a job's name or its socket's path; None takes it from the environment that `gadei-ps run`
     and `attach` set. tensors: initial values of the parameters by name (the first learner's make
     the model; later ones must have the same names and shapes); None if the job has its model.
-    buffers: the same for tensors that no optimizer moves; a push adds to them. wire: how gradients
-    travel, "float32", "bfloat16" or "float16". error_feedback: the client keeps what rounding to 16
-    bits did not send and adds it to the next gradient (Seide et al. 2014, '1-bit stochastic
-    gradient descent'), at the cost of as much memory as the model has weights. What a frame carries
-    of it is lost if the frame is given up, dropped or refused.
+    buffers: the same for tensors that no optimizer moves; a push adds to them. optimizer: which one
+    the job is to have, as `{"kind": "adamw", "lr": 1e-3}`, with the keywords of said(): the first
+    learner's counts where the job itself says nothing, and later ones must say the same. wire: how
+    gradients travel, "float32", "bfloat16" or "float16". error_feedback: the client keeps what
+    rounding to 16 bits did not send and adds it to the next gradient (Seide et al. 2014, '1-bit
+    stochastic gradient descent'), at the cost of as much memory as the model has weights. What a
+    frame carries of it is lost if the frame is given up, dropped or refused.
 
-    Raises JobNotFound, which names the reason, ModelMismatch, NoSharedMemory, ControlError.
+    Raises JobNotFound, which names the reason, ModelMismatch, NoSharedMemory, ControlError;
+    UsageError where the job has another optimizer. Warns where the job file or command line says
+    another one, which counts.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Client(Work, Frames):
         *,
         tensors: Arrays | None = None,
         buffers: Arrays | None = None,
+        optimizer: Mapping[str, Any] | Settings | None = None,
         wire: str = "float32",
         error_feedback: bool = False,
         name: str = "",
@@ -116,6 +123,7 @@ class Client(Work, Frames):
             self.wire = WireType[wire.upper()]
         except KeyError:
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
+        says = optimizer if isinstance(optimizer, Settings) else said(**(optimizer or {}))
         self._forks = forks()
         try:
             self._connection = Lasting(target)
@@ -126,8 +134,9 @@ class Client(Work, Frames):
         try:
             heard = listener()
             if tensors is not None:
-                offer(self._connection, tensors, buffers or {}, heard)
-            place = attach(self._connection, name or os.environ.get(NAME_VARIABLE, ""), heard)
+                offer(self._connection, tensors, buffers or {}, heard, says)
+            name = name or os.environ.get(NAME_VARIABLE, "")
+            place = attach(self._connection, name, heard, says)
         except BaseException:
             self._connection.close()
             raise

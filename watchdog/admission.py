@@ -13,19 +13,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gadei_ps.errors import ControlError, GadeiError, JobFailed, ModelMismatch
+from gadei_ps.errors import ControlError, GadeiError, JobFailed, ModelMismatch, UsageError
 from gadei_ps.job.control import Attach, Offer
+from gadei_ps.job.optimizer import NOTHING
 from gadei_ps.memory import segment, shm, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.reserve import Cancelled
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
 from gadei_ps.show.counts import counted
-from gadei_ps.watchdog import making, model
+from gadei_ps.watchdog import making, model, script
 from gadei_ps.watchdog.maker import Maker, Task
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.roster import Coming, Roster
+from gadei_ps.watchdog.script import Script
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
 from gadei_ps.watchdog.start import Start
 from gadei_ps.watchdog.stopping import Stopping
@@ -103,8 +105,9 @@ class Admission:
     def offer(self, client: Client, request: Offer) -> Answer:
         """Raises JobStopped, ModelMismatch, UsageError or ControlError."""
         offered = [Tensor(one.name, tuple(one.shape), Role(one.role)) for one in request.tensors]
+        says = Script(request.optimizer or NOTHING)
         file = File(client.fds.pop(0)) if client.fds else None
-        return self._offer(client, offered, file, request.number > 0)
+        return self._offer(client, offered, says, file, request.number > 0)
 
     def _check_same(self, model: Model, offered: list[Tensor]) -> None:
         """Raises ModelMismatch, which names both models: mostly a script has two of them."""
@@ -119,7 +122,12 @@ class Admission:
             ) from None
 
     def _offer(
-        self, client: Client, offered: list[Tensor], file: File | None, early: bool = False
+        self,
+        client: Client,
+        offered: list[Tensor],
+        says: Script,
+        file: File | None,
+        early: bool = False,
     ) -> Answer:
         """early: whether another learner is to make the model, where they begin together."""
         self._stopping.refuse()
@@ -131,14 +139,15 @@ class Admission:
         if file is None:
             raise ControlError("an offer comes with a file of initial values")
         if self._coming is not None:
-            self._wait(client, lambda: self._offer(client, offered, file))
+            self._wait(client, lambda: self._offer(client, offered, says, file))
             return None
         if early and self._start.awaits:
-            again = Waiting(client, lambda: self._offer(client, offered, file))
+            again = Waiting(client, lambda: self._offer(client, offered, says, file))
             self._early.append((time.monotonic(), again))
             return None
         placed = weights.place(offered)
-        first = First(placed, making.read_from(file.fd, placed))
+        self._memory.config.optimizer.spec(says.settings)
+        first = First(placed, making.read_from(file.fd, placed), script=says)
 
         def done(made: tuple[Segment, Segment], error: BaseException | None) -> None:
             self._model_made(client, file, first, made, error)
@@ -203,7 +212,10 @@ class Admission:
     # -- learners -------------------------------------------------------------------------------
 
     def attach(self, client: Client, request: Attach) -> Answer:
-        """Raises JobStopped, ModelMismatch without a model, and what Roster.begin() raises."""
+        """Raises JobStopped, ModelMismatch without a model, and what Roster.begin() raises.
+
+        UsageError where the learner's script says another optimizer than counts.
+        """
         self._stopping.refuse()
         if self._coming is not None:
             self._wait(client, lambda: self.attach(client, request))
@@ -213,12 +225,13 @@ class Admission:
                 "the job has no model yet: attach with the model's tensors, "
                 "or give tensors in the job file"
             )
+        self._settled(request)
         self._sockets.check_room(client)
         coming = self._roster.begin(client.pid, request.name, request.number)
 
         def done(ring: Segment, error: BaseException | None) -> None:
             again = Waiting(client, lambda: self.attach(client, request))
-            self._ring_made(again, coming, ring, error)
+            self._ring_made(again, request, coming, ring, error)
 
         self._asked[client] = self._maker.ask(
             f"the ring of learner {coming.row}",
@@ -228,13 +241,28 @@ class Admission:
         return None
 
     def _ring_made(
-        self, one: Waiting, coming: Coming, ring: Segment, error: BaseException | None
+        self,
+        one: Waiting,
+        request: Attach,
+        coming: Coming,
+        ring: Segment,
+        error: BaseException | None,
     ) -> None:
         client = one.client
         del self._asked[client]
         if error is None and (self._stopping.begun or client not in self._sockets):
             self._maker.drop(ring)
             error = Cancelled()
+        notice = ""
+        if error is None:
+            try:  # another learner may have been let in meanwhile
+                said, notice = self._settled(request)
+                if said != self._memory.script:
+                    self._memory.enter_script(said)
+            except UsageError as problem:
+                self._maker.drop(ring)
+                segment.unlink(ring.name)
+                error = problem
         if error is not None:
             self._roster.give_up(coming)
             if isinstance(error, FileExistsError):  # another row's name may be free
@@ -258,8 +286,15 @@ class Admission:
                 "control": self._memory.control.name,
                 "weights": self._memory.weights.name,
                 "ring": ring.name,
-            },
+            }
+            | ({"notice": notice} if notice else {}),
         )
+
+    def _settled(self, request: Attach) -> tuple[Script, str]:
+        """What the scripts have said with this learner, and what it is to be told. Raises
+        UsageError."""
+        memory = self._memory
+        return script.settled(memory.config, memory.script, request.optimizer or NOTHING)
 
     def closed(self, client: Client) -> None:
         """A connection has ended. A learner that lives keeps the one by which it attached."""

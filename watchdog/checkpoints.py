@@ -20,6 +20,7 @@ from gadei_ps.errors import CheckpointError, CheckpointMistake
 from gadei_ps.job import service
 from gadei_ps.machine import cgroups, process
 from gadei_ps.memory.layout import CONTROL, Phase
+from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.liveness import progress
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.saver import MOVED, Task, task_line
@@ -171,7 +172,7 @@ class Checkpoints:
             self.memory.files,
             str(config.checkpoint_directory()),
             config.checkpoint.keep if config.checkpoint else KEEP,
-            config.model_dump(mode="json"),
+            settings.with_script(config, self.memory.script).model_dump(mode="json"),
             look_beyond,
         )
         self._looks = look_beyond is not None

@@ -19,6 +19,7 @@ from gadei_ps.memory.ring import Sizes, sizes
 from gadei_ps.memory.segment import Fill, Segment
 from gadei_ps.memory.weights import FloatArray, Model
 from gadei_ps.storage.checkpoint import Snapshot
+from gadei_ps.watchdog.script import UNSAID, Script
 
 VALUE = 4  # bytes
 UNDO_AT = layout.rounded(layout.STATE.itemsize, layout.PAGE)
@@ -30,11 +31,15 @@ Values = Callable[[FloatArray, int], None]
 
 @dataclass(frozen=True)
 class First:
-    """A model, what its values are (zeros if None), and the checkpoint that it comes from."""
+    """A model, what its values are (zeros if None), and the checkpoint that it comes from.
+
+    script: what was said about the optimizer with it; nothing where no learner brings it.
+    """
 
     model: Model
     values: Values | None
     snapshot: Snapshot | None = None
+    script: Script = UNSAID
 
 
 def copied(values: np.ndarray) -> Values:

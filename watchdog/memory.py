@@ -46,9 +46,10 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
-from gadei_ps.watchdog import elsewhere, making, recorded, settings
+from gadei_ps.watchdog import elsewhere, making, recorded, script, settings
 from gadei_ps.watchdog.dead import differs, name_taken
 from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.script import Script
 
 OWN_FILE = "serve it with the job file that it had, or drop it with serve --fresh"
 OWN_BUILD = "serve it with its own gadei-ps, or drop it with serve --fresh"
@@ -61,6 +62,8 @@ class JobMemory:
     config: JobConfig
     job_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     model: Model | None = None
+    script: Script = field(default_factory=Script)
+    """What the learners' scripts have said about the optimizer."""
     control: Segment = field(init=False)
     weights: Segment | None = field(default=None, init=False)
     state: Segment | None = field(default=None, init=False)
@@ -79,7 +82,6 @@ class JobMemory:
 
     def create_control(self, sync: SyncModel) -> None:
         """Makes the control segment. Raises JobInUse or NoSharedMemory."""
-        spec = self.config.optimizer.spec()
         hold = None
         with contextlib.suppress(FileExistsError, FileNotFoundError, NotOurs):
             made = segment.create(
@@ -100,12 +102,10 @@ class JobMemory:
         control["ahead"] = self.config.ahead
         modes.begin(self.control, sync)
         control["refuse_nonfinite"] = self.config.nonfinite == "refuse"
-        control["staleness_aware"] = spec.staleness_aware
-        control["optimizer"] = spec.kind
         control["spin_ns"] = int(self.config.resolved_spin_us() * 1e3)
         control["roster"]["outstanding"] = layout.NO_BATCH
         control["started"] = int(time.time())
-        settings.enter(self.control, self.config)
+        settings.enter(self.control, self.config, self.script)
         self._own()
         self.control.publish()
 
@@ -201,9 +201,11 @@ class JobMemory:
             self.weights = self._attach("weights", SegmentKind.WEIGHTS)
             self.state = self._attach("state", SegmentKind.STATE)
             self.model = weights.read_table(self.weights)
+            self.script = script.read(found)
             Stop(int(control["stop"]))
         except (FileNotFoundError, SegmentError, ValueError, OverflowError):
             self.weights = self.state = self.model = None
+            self.script = Script()
             self.job_id = secrets.token_bytes(16)
             return False
         # In this order: until no server lives elsewhere, the memory must not say that it is of this
@@ -211,7 +213,7 @@ class JobMemory:
         if not here:
             elsewhere.take_over(self.config.name, control)
         self.control, self.adopted = found, True
-        settings.enter(self.control, self.config)
+        settings.enter(self.control, self.config, self.script)
         self._open_files()
         self._adopt_rings()
         self._own()
@@ -262,17 +264,17 @@ class JobMemory:
     # make_...() takes long if the model is large. Any thread may call it, because it touches only
     # what nobody else knows of yet; the watchdog's own thread then enters what was made.
 
-    @property
-    def streams(self) -> int:
+    def _streams(self, first: First) -> int:
         """Optimizer slots."""
-        return optimizers.slots(int(self.control.view(layout.CONTROL)["optimizer"]))
+        return optimizers.slots(self.config.optimizer.spec(first.script.settings).kind)
 
-    def needs(self, model: Model, learners: int) -> dict[str, int]:
+    def needs(self, first: First, learners: int) -> dict[str, int]:
         """Bytes of each segment of a job with that model and so many learners."""
+        model = first.model
         ring = making.ring_shape(model, self.config.slots).bytes
         return {
             "weights": weights.segment_bytes(model),
-            "optimizer": making.state_bytes(model, self.streams),
+            "optimizer": making.state_bytes(model, self._streams(first)),
             "ring" if learners == 1 else f"{learners} rings": learners * ring,
         }
 
@@ -285,14 +287,15 @@ class JobMemory:
         left.
         """
         name = self.config.name
-        needs = self.needs(first.model, learners)
+        needs = self.needs(first, learners)
         reserve.check(needs, f"job {name!r}")
         if progress is not None:
             progress.total = needs["weights"] + needs["optimizer"]
         try:
             made = making.weights_segment(name, self.job_id, first, progress)
             try:
-                return made, making.state_segment(name, self.job_id, first, self.streams, progress)
+                streams = self._streams(first)
+                return made, making.state_segment(name, self.job_id, first, streams, progress)
             except BaseException:
                 segment.unlink(made.name)
                 raise
@@ -314,9 +317,16 @@ class JobMemory:
         control["shards"] = self.config.resolved_shards(first.model.elements)
         if first.snapshot is not None:
             self._restore(first.snapshot)
+        self.enter_script(first.script)
         self.weights.publish()
         self.state.publish()
         self.model = first.model
+
+    def enter_script(self, said: Script) -> None:
+        """This is what the scripts have said: the servers go by it from now on."""
+        script.write(self.control, said)
+        self.script = said
+        settings.enter(self.control, self.config, said)
 
     def _open_files(self) -> None:
         for part in ("control", "weights", "state"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from gadei_ps.errors import (
     CheckpointError,
     CheckpointMistake,
@@ -13,18 +15,22 @@ from gadei_ps.errors import (
     UsageError,
     is_lasting,
 )
+from gadei_ps.job import modes
 from gadei_ps.job.config import JobConfig
+from gadei_ps.job.optimizer import FIELDS, Settings
 from gadei_ps.machine import given
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.show.counts import counted
+from gadei_ps.show.optimizer import start
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog import making
+from gadei_ps.watchdog import making, script
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.script import Script
 
 
 def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | None:
@@ -39,17 +45,30 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
     if snapshot is None or path is None:
         return None
     check_fits(config, snapshot, path)
-    return First(snapshot.model, making.copied(snapshot.weights), snapshot)
+    try:
+        has = snapshot.config["optimizer"]
+        said = Settings.model_validate({name: has.get(name) for name in FIELDS})
+        config.optimizer.spec(said)
+    except (ValidationError, UsageError) as error:
+        why = error if isinstance(error, UsageError) else "its optimizer is none of this gadei-ps"
+        raise CheckpointMistake(
+            f"{path}: the job cannot go on with the checkpoint's optimizer: {why}; say another in "
+            "[optimizer] of the job file, or begin anew (serve --fresh)"
+        ) from None
+    # Where the job file says nothing, the job goes on as it was.
+    going_on = Script(said, is_open=True, saved=True)
+    return First(snapshot.model, making.copied(snapshot.weights), snapshot, going_on)
 
 
 def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
     """Raises CheckpointMistake if the job cannot go on from the checkpoint at `path`."""
     made_by = snapshot.config.get("optimizer")
     kind = made_by.get("kind") if isinstance(made_by, dict) else None
-    if kind != config.optimizer.kind:
+    wanted = config.optimizer.kind
+    if kind is None or wanted not in (None, kind):
         # Slots and step count of one optimizer mean nothing to another.
         raise CheckpointMistake(
-            f"{path}: the checkpoint is of optimizer {kind}, the job of {config.optimizer.kind}: "
+            f"{path}: the checkpoint is of optimizer {kind}, the job of {wanted}: "
             "begin anew (serve --fresh, or move the checkpoints away), or export the weights "
             "(gadei-ps export) and give them as `weights`"
         )
@@ -122,3 +141,10 @@ def enter(memory: JobMemory, first: First, made: tuple[Segment, Segment], log: A
     memory.control.view(layout.CONTROL)["model_ready"] = 1
     memory.ring_bells()
     log.info("model", tensors=len(first.model.tensors), values=first.model.values)
+    log.info(started(memory))
+
+
+def started(memory: JobMemory) -> str:
+    """What a job with a model does with gradients, in one line."""
+    sync = modes.text(memory.control, modes.done(memory.control))
+    return start({"settings": script.report(memory.config, memory.script), "sync": sync})

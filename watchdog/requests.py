@@ -206,10 +206,12 @@ class Requests:
     def _reload(self, request: Reload) -> dict[str, Any]:
         self._stopping.refuse()
         memory = self._memory
-        new, changed = settings.changed(memory.control, memory.config, request.config)
-        if changed:
+        new, changed = settings.changed(
+            memory.control, memory.config, request.config, memory.script
+        )
+        if new != memory.config:
             memory.config = new
-            settings.enter(memory.control, new)
+            settings.enter(memory.control, new, memory.script)
             self._roster.limit(new.learner_timeout_s)
             self._servers.limit(new.hang_s)
             self._log.info("the job file has changed", **changed)

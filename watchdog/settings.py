@@ -18,6 +18,7 @@ from gadei_ps.kernels import optimizers
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import Segment
 from gadei_ps.watchdog import recorded
+from gadei_ps.watchdog.script import Script
 
 ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
 CHANGEABLE = frozenset(
@@ -42,28 +43,34 @@ def digests(config: JobConfig) -> dict[str, int]:
     return {name: zlib.crc32(text) for name, text in texts.items()}
 
 
-def enter(memory: Segment, config: JobConfig) -> None:
+def enter(memory: Segment, config: JobConfig, script: Script) -> None:
     """Enters them into the control segment. Servers read the rate there for each gradient.
 
-    The digests come first: the next watchdog enters the rest again, whenever this one dies.
+    script: what the scripts have said. The digests come first: the next watchdog enters the rest
+    again, whenever this one dies.
     """
     control = memory.view(layout.CONTROL)
+    spec = config.optimizer.spec(script.settings)
     control["config"][: len(ADOPTED)] = list(digests(config).values())
-    control["hyper"][: optimizers.PACKED] = config.optimizer.spec().pack()
+    control["hyper"][: optimizers.PACKED] = spec.pack()
+    control["optimizer"] = spec.kind
+    control["staleness_aware"] = spec.staleness_aware
     control["saves"] = config.checkpoint is not None and config.checkpoint.on_stop
     recorded.write(memory, config)
 
 
 def changed(
-    memory: Segment, old: JobConfig, mapping: dict[str, Any]
+    memory: Segment, old: JobConfig, mapping: dict[str, Any], script: Script
 ) -> tuple[JobConfig, dict[str, Any]]:
     """The configuration of a running job's file as it is now, and the fields that differ.
 
+    Of the optimizer those differ that come to another value, with what the scripts have said.
     Raises UsageError if the file is wrong, ControlError if another field than CHANGEABLE differs
     or the job would make no checkpoints any more.
     """
     new = from_mapping(mapping, "job file")
-    before, after = (dict(_flat(one)) for one in (old, new))
+    new.optimizer.spec(script.settings)
+    before, after = (dict(_flat(one, script)) for one in (old, new))
     names = [name for name in before | after if before.get(name) != after.get(name)]
     if str(sync.parse(new.sync)) == modes.text(memory, modes.wanted(memory)):
         names = [name for name in names if name != "sync"]  # gadei-ps set has been there first
@@ -82,9 +89,14 @@ def changed(
     return new, {name: after.get(name) for name in names}
 
 
-def _flat(config: JobConfig) -> Iterator[tuple[str, Any]]:
-    """Fields of the job file; those of a table as TABLE.FIELD."""
-    values = config.model_dump(mode="json")
+def with_script(config: JobConfig, script: Script) -> JobConfig:
+    """The configuration that counts: with what the scripts have said, and the defaults."""
+    return config.model_copy(update={"optimizer": config.optimizer.filled(script.settings)})
+
+
+def _flat(config: JobConfig, script: Script) -> Iterator[tuple[str, Any]]:
+    """Fields of the job file as they count; those of a table as TABLE.FIELD."""
+    values = with_script(config, script).model_dump(mode="json")
     values["sync"] = str(sync.parse(config.sync))
     values["checkpoint"] = (values["checkpoint"] or NO_CHECKPOINTS) | {
         "directory": str(config.checkpoint_directory())

@@ -8,12 +8,14 @@ from typing import Any
 from gadei_ps.job import modes
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Reason, Work
+from gadei_ps.watchdog import script
 from gadei_ps.watchdog.memory import JobMemory
 
 
 def report(memory: JobMemory) -> dict[str, Any]:
     """The status as plain values; counters only ever grow."""
     control = memory.control.view(layout.CONTROL)
+    told = script.report(memory.config, memory.script)
     in_force, wanted = modes.done(memory.control), modes.wanted(memory.control)
     roster = control["roster"]
     learners = [_learner(memory, row) for row in sorted(memory.rings)]
@@ -24,7 +26,8 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "phase": Phase(int(control["phase"])).name.lower(),
         "sync": modes.text(memory.control, in_force),
         "sync_wanted": modes.text(memory.control, wanted) if wanted != in_force else None,
-        "optimizer": memory.config.optimizer.kind,
+        "optimizer": told["kind"],
+        "settings": told,
         "when_idle": memory.config.when_idle,
         "shards": int(control["shards"]),
         "version": int(control["version"]),

@@ -195,12 +195,12 @@ class Supervisor:
             sync=self._sync,
             version=int(self._control["version"]),
         )
-        if self._sync != str(sync.parse(self.config.sync)):
-            self._log.warning(
-                "the job keeps the synchronization model that it has; gadei-ps set changes it",
-                sync=self._sync,
-                file=str(sync.parse(self.config.sync)),
-            )
+        if self.memory.adopted:
+            self._log.info(model.started(self.memory))
+        file = str(sync.parse(self.config.sync))
+        if self._sync != file:
+            kept = "the job keeps the synchronization model that it has; gadei-ps set changes it"
+            self._log.warning(kept, sync=self._sync, file=file)
         if stop != Stop.GO:
             self._log.warning("finishing the stop that another watchdog had begun")
             self._stopping.begin(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)

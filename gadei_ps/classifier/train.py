@@ -97,8 +97,10 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         f"{counted(len(corpus.train), 'sentence')} to train on, {len(corpus.held_out):,} held out, "
         f"{counted(len(corpus.train.label_names), 'label')}, "
         f"{counted(len(corpus.vocabulary.words), 'word')}; "
-        f"mini-batch {batch_size}, learning rate {config.optimizer.lr}, {settings.optimizer}, "
-        f"{settings.sync}, {counted(settings.learners, 'learner')}"
+        f"mini-batch {batch_size}, {counted(settings.learners, 'learner')}"
+    )
+    display.event(
+        f"optimizer {settings.optimizer}, lr {config.optimizer.spec().lr:g}; sync {settings.sync}"
     )
     display.event(_where(compute, settings.learners))
     threads = max(1, process.cores() // settings.learners)
@@ -133,7 +135,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         )
         data.flush()
         run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
-        return run.finish(config.optimizer.lr, time.monotonic() - begin)
+        return run.finish(config.optimizer.spec().lr, time.monotonic() - begin)
 
 
 def _compute(settings: Settings) -> Compute:

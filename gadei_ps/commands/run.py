@@ -32,6 +32,7 @@ from gadei_ps.memory import shm
 from gadei_ps.memory.layout import Phase
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show.counts import counted, mostly_refused
+from gadei_ps.show.optimizer import start
 from gadei_ps.show.progress import Lines
 from gadei_ps.storage.export import check as check_export
 
@@ -285,6 +286,7 @@ class _Run:
         self.reported = 0.0
         self.making = Lines()
         self.awaiting = Lines()
+        self.told = False  # what the job does with gradients
         self.end = 0.0
         self.stopped = False
         self.signal: int | None = None  # that has asked the learners to end
@@ -325,6 +327,7 @@ class _Run:
         until = time.monotonic() + LEAVE_S
         while (report := self.job.report()) is not None:
             self.last = report
+            self._tell_start(report)
             left = {one["pid"] for one in report["learners"]} & self.pids
             if not left or time.monotonic() > until:
                 break
@@ -372,6 +375,7 @@ class _Run:
         if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
             _say("no watchdog answers; the learners continue, and the next watchdog adopts them")
         self.last = report
+        self._tell_start(report)
         if report.get("making"):
             self.making(report["making"])
         if begins := report.get("start"):
@@ -381,6 +385,12 @@ class _Run:
         if not self.first_gradient and report["version"] > self.job.before["version"]:
             self.first_gradient = now
         return True
+
+    def _tell_start(self, report: Mapping[str, Any]) -> None:
+        """Says once what the job does with gradients, as soon as it has its model."""
+        if not self.told and report["model"] is not None:
+            self.told = True
+            _say(start(report))
 
     def _say_goodbye(self, learners: Learners) -> None:
         """Gives the learners time to finish: their next call says that the job was stopped."""

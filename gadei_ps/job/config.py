@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import platformdirs
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gadei_ps import homes, sync
 from gadei_ps.errors import JobFailed, UsageError, is_lasting
+from gadei_ps.job.optimizer import NOTHING, Settings
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.machine import given, placement, process
 from gadei_ps.memory import layout
@@ -39,35 +40,24 @@ class ScheduleConfig(_Table):
     min_lr: float = 0.0
 
 
-class OptimizerConfig(_Table):
+class OptimizerConfig(Settings):
     """[optimizer]: what the server does with a gradient; semantics of torch.optim."""
 
-    kind: Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "adamw", "add"] = "sgd"
-    lr: float = 0.01
-    momentum: float = 0.9
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float | None = None
-    weight_decay: float = 0.0
     staleness_aware: bool = False
     clip_norm: float = 0.0
     schedule: ScheduleConfig = ScheduleConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rate_of_updates(cls, given: Any) -> Any:
-        """Updates are added as they are, unless a rate is given."""
-        if isinstance(given, Mapping) and given.get("kind") == "add":
-            return {"lr": 1.0, **given}
-        return given
+    def spec(self, script: Settings = NOTHING) -> OptimizerSpec:
+        """The checked specification, with what a script says where the job says nothing.
 
-    def spec(self) -> OptimizerSpec:
-        """The checked specification. Raises UsageError naming the field."""
-        values = self.model_dump(exclude={"kind", "schedule"})
+        Raises UsageError naming the field.
+        """
+        filled = self.filled(script)
+        values = filled.model_dump(exclude={"kind", "schedule"})
         schedule = self.schedule.model_dump(exclude={"kind"})
         try:
             return OptimizerSpec(
-                Kind[self.kind.upper()],
+                Kind[str(filled.kind).upper()],
                 schedule=Schedule[self.schedule.kind.upper()],
                 **values,
                 **schedule,

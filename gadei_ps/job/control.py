@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from gadei_ps import errors
 from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
 from gadei_ps.job import paths
+from gadei_ps.job.optimizer import Settings
 from gadei_ps.memory import shm
 
 PROTOCOL: Final = 1
@@ -52,11 +53,13 @@ class Attach(_Message):
     """A learner asks for a row of the roster and a ring. The caller is the learner.
 
     number: that its launcher has given it; it gets the row of that number if that is free. -1: none
+    optimizer: what its script says.
     """
 
     op: Literal["attach"] = "attach"
     name: str = Field("", max_length=31)
     number: int = Field(-1, ge=-1, lt=2**31)
+    optimizer: Settings | None = None
 
 
 class Detach(_Message):
@@ -70,12 +73,14 @@ class Detach(_Message):
 class Offer(_Message):
     """The model: the first offer makes it, later ones must agree. Initial values come as a file.
 
-    number: as in Attach. Where learners begin together, number 0 makes the model.
+    number: as in Attach. Where learners begin together, number 0 makes the model. optimizer: what
+    the script says; the one that makes the model settles it.
     """
 
     op: Literal["offer"] = "offer"
     number: int = Field(-1, ge=-1, lt=2**31)
     tensors: list[TensorOffer] = Field(min_length=1, max_length=8192)
+    optimizer: Settings | None = None
 
 
 class SetWork(_Message):
@@ -194,7 +199,7 @@ class Connection:
 
         heard: is given each note on how far the watchdog is. While notes come, it takes its time.
         """
-        data = pack(message.model_dump())
+        data = pack(message.model_dump(exclude_none=True))
         try:
             # A watchdog without room answers before it is asked, and closes.
             with contextlib.suppress(BrokenPipeError):

@@ -29,7 +29,8 @@ from gadei_ps.machine import log, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
 from gadei_ps.memory.shm import segment_name
-from gadei_ps.server import loading, options
+from gadei_ps.server import options
+from gadei_ps.server.code import Code
 from gadei_ps.server.driver import Driver, Member
 from gadei_ps.server.options import Asked
 from gadei_ps.server.rings import Rings
@@ -69,6 +70,7 @@ class Server:
         self.reigns = False  # active, with the leases of all shards
         self.stop_asked = False
         self._line = self.control["server"][asked.number]
+        self._code = Code(self.control, self._line)
         self._start = process.start_ticks(os.getpid())
         self._namespace = process.namespace()
         self._byte = holds.SERVERS[asked.number]
@@ -101,8 +103,7 @@ class Server:
 
     def startup(self) -> None:
         """Loads or compiles the kernels."""
-        tells = self._byte == holds.SERVERS[0]
-        loading.load(int(self.control["optimizer"]), self.log, tells)
+        self._code.load(self.log, self._byte == holds.SERVERS[0])
 
     def main_loop(self) -> None:
         """Until the job stops or a shard thread fails."""
@@ -115,7 +116,7 @@ class Server:
                 return
             self._try_leases()
             if self.heir:
-                if self.shards is None and int(self.control["model_ready"]):
+                if self.shards is None and self._code.is_ready(self.active):
                     self._map_model()
                 if self.rings is not None:
                     self._follow()

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gadei_ps.show.counts import counted
+from gadei_ps.show.optimizer import optimizer
 from gadei_ps.show.progress import making
 from gadei_ps.show.tables import facts, size, table
 
@@ -69,10 +70,9 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
     changing = f" (changing to {status['sync_wanted']})" if status["sync_wanted"] else ""
     rows: dict[str, str | Text] = {
         "job": Text.assemble((status["job"], "bold"), ", ", phase),
-        "configuration": (
-            f"{status['sync']}{changing}, {status['optimizer']}, "
-            f"{counted(status['shards'], 'shard')}"
-        ),
+        "configuration": f"{status['sync']}{changing}, {counted(status['shards'], 'shard')}",
+        "optimizer": optimizer(status["settings"])
+        + ("" if model else ", unless the first learner's script says otherwise"),
         "model": (
             f"{counted(model['values'], 'value')} in {counted(model['tensors'], 'tensor')}, "
             f"{size(model['bytes'])}"

@@ -27,7 +27,10 @@ class Trained:
     def of(cls, module: torch.nn.Module) -> Trained:
         """Raises UsageError for a model whose parameters cannot be shared."""
         if not isinstance(module, torch.nn.Module):
-            raise UsageError("give Optimizer the model itself, not its parameters")
+            raise UsageError(
+                "give Optimizer the model itself, not its parameters or groups of them: "
+                "Optimizer(model, kind='adamw', lr=1e-3), for the job knows them by name"
+            )
         parameters = {
             name: parameter
             for name, parameter in module.named_parameters()

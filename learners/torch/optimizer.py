@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.kernels import optimizers
+from gadei_ps.kernels.optimizers import PACKED, OptimizerSpec
 from gadei_ps.learners.client import Batch, Client
 from gadei_ps.learners.torch import gpu, host
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.host import HostBackend
+from gadei_ps.learners.torch.like import check_unchanged, settings, shown
 from gadei_ps.learners.torch.model import Trained, initial, ordered
 from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
@@ -44,8 +45,15 @@ class Optimizer(torch.optim.Optimizer):
 
     model: its parameters that require a gradient become the job's. They are float32 and all on one
     device; move the model to its GPU before. job: a name or a socket's path; None takes it from the
-    environment (`gadei-ps run`, `attach`). view: whether parameters on the CPU are views of the
-    weights segment (see gadei_ps.learners.torch). wire, error_feedback: see Client.
+    environment (`gadei-ps run`, `attach`).
+
+    kind, lr, momentum, nesterov, betas, eps, weight_decay: the job's optimizer, in the words of
+    torch.optim; see gadei_ps.learners.said. like: instead of them an optimizer of torch, or its
+    class with further keywords. The first learner's count where the job file and the command line
+    say nothing; later learners must say the same.
+
+    view: whether parameters on the CPU are views of the weights segment (see
+    gadei_ps.learners.torch). wire, error_feedback: see Client.
 
     wait: whether step() waits until its gradient is in the weights that the next forward pass uses,
     as torch's optimizers do. By default it does with view=False; with view=True and on a GPU it
@@ -57,7 +65,8 @@ class Optimizer(torch.optim.Optimizer):
     backward(), so that nothing can be clipped (use the job's clip_norm) or accumulated.
 
     Torch's learning-rate schedulers work: their rate travels with each gradient, relative to the
-    job's. Raises UsageError, DeviceError, and what Client raises.
+    job's. Other settings in `param_groups` are the job's, and changing them is refused at the next
+    step. Raises UsageError, DeviceError, and what Client raises.
     """
 
     def __init__(
@@ -65,14 +74,31 @@ class Optimizer(torch.optim.Optimizer):
         model: torch.nn.Module,
         job: str | None = None,
         *,
+        kind: str | None = None,
+        lr: float | torch.Tensor | None = None,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        like: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
         view: bool = True,
         wait: bool | None = None,
         wire: str = "float32",
         error_feedback: bool = False,
         free_gradients: bool = False,
         name: str = "",
+        **others: Any,
     ) -> None:
+        if not isinstance(job, str | None):
+            raise UsageError(
+                f"Optimizer's second argument is the job's name, not {job!r}: write lr=... for the "
+                "rate and like=... for an optimizer of torch"
+            )
         self._trained = trained = Trained.of(model)
+        given: dict[str, Any] = {"kind": kind, "lr": lr, "momentum": momentum, "nesterov": nesterov}
+        given |= {"betas": betas, "eps": eps, "weight_decay": weight_decay, **others}
+        says = settings(like, given, trained)
         on_gpu = gpu.is_on_gpu(next(iter(trained.parameters.values())))
         if on_gpu and free_gradients:
             raise UsageError(
@@ -85,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
             job,
             tensors=initial(ordered(model, trained.parameters)),
             buffers=initial(trained.buffers),
+            optimizer=says,
             wire=wire,
             error_feedback=error_feedback,
             name=name,
@@ -114,14 +141,15 @@ class Optimizer(torch.optim.Optimizer):
         self._own_data = True
         self._loss: float | torch.Tensor = float("nan")
         self._samples = 0
-        self._job_lr = float(self.client.hyper[optimizers.LR])
+        self._made_with = shown(OptimizerSpec.unpack(self.client.hyper[:PACKED]))
+        self._job_lr = float(self._made_with["lr"])
         self._steps = 0  # of the wave in hand
         self._wave = 1  # mini-batches in it
         self._may_drop = False  # inside iteration(), and the job may go on without this learner
         self._undo = contextlib.ExitStack()
         self._watched = False  # whether hooks look if the gradient is still wanted
         self._made = False
-        super().__init__(trained.parameters.values(), {"lr": self._job_lr})
+        super().__init__(trained.parameters.values(), dict(self._made_with))
         self._made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -184,7 +212,9 @@ class Optimizer(torch.optim.Optimizer):
                 self.report(loss=result)
         if self._wave_goes_on():
             return result
-        rate = self.param_groups[0]["lr"]
+        group = self.param_groups[0]
+        check_unchanged(group, self._made_with)
+        rate = group["lr"]
         scale = float(rate) / self._job_lr if rate != self._job_lr and self._job_lr else 1.0
         self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
         self._end_iteration()

@@ -1,0 +1,49 @@
+"""A job's optimizer in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SOURCES = {
+    "job": "from the job",
+    "script": "from the script",
+    "checkpoint": "from the checkpoint",
+    "default": "by default",
+}
+WORDS = {"weight_decay": "weight decay"}
+USUAL = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "clip_norm": 0.0}
+
+
+def optimizer(told: Mapping[str, Any]) -> str:
+    """`adamw, lr 0.001, weight decay 0.01 (from the script)`. told: `settings` of a status."""
+    kind, sources = told["kind"], told.get("from", {})
+    shown = ["lr"]
+    for name in ("momentum", "beta1", "beta2", "weight_decay", "clip_norm"):
+        usual = USUAL.get(name)
+        asked = name == "weight_decay" and (kind == "adamw" or sources.get(name) == "script")
+        if name in told and (asked or told[name] != usual):
+            shown.append(name)
+    parts = [kind, *(f"{WORDS.get(name, name)} {told[name]:g}" for name in shown)]
+    if told.get("schedule", "constant") != "constant":
+        parts.append(f"{told['schedule']} schedule")
+    if told.get("staleness_aware"):
+        parts.append("staleness-aware")
+    text = ", ".join(parts)
+    return f"{text} ({_whence(sources, shown)})" if sources else text
+
+
+def _whence(sources: Mapping[str, str], shown: list[str]) -> str:
+    """Who has said the kind, and of the rest what somebody else has said."""
+    first = sources["kind"]
+    parts = [SOURCES[first]]
+    for source, words in SOURCES.items():
+        names = [WORDS.get(one, one) for one in shown if sources.get(one, first) == source]
+        if source != first and names:
+            parts.append(f"{', '.join(names)} {words}")
+    return "; ".join(parts)
+
+
+def start(status: Mapping[str, Any]) -> str:
+    """What a job says at its start, once its model is there."""
+    return f"optimizer {optimizer(status['settings'])}; sync {status['sync']}"

@@ -1,0 +1,133 @@
+"""The settings of torch's own optimizers, taken over for a job, and a job's shown as torch's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gadei_ps.errors import UsageError
+from gadei_ps.job.optimizer import Settings
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.learners.said import said
+from gadei_ps.learners.torch.model import Trained
+
+KINDS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+}
+# What schedulers add to a group, and what is not a setting.
+NOT_SETTINGS = ("params", "param_names", "initial_lr", "max_lr", "min_lr")
+
+
+def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Settings:
+    """What a script says: like, an optimizer of torch or its class, and other keywords.
+
+    given: keywords of said(). Raises UsageError for what a job cannot do.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if like is None:
+        return said(**given)
+    if "kind" in given:
+        raise UsageError(f"give like= or kind={given['kind']!r}, not both")
+    if isinstance(like, type):
+        return _of(_known(like), _of_class(like, given))
+    if not isinstance(like, torch.optim.Optimizer):
+        raise UsageError(
+            f"like={like!r}: give an optimizer of torch.optim for this model, or its class"
+        )
+    if given:
+        raise UsageError(
+            f"{next(iter(given))}: like= brings all settings of its optimizer; set it there"
+        )
+    return _of(_known(type(like)), _of_object(like, trained))
+
+
+def _known(kind: type) -> str:
+    if kind not in KINDS:
+        known = ", ".join(one.__name__ for one in KINDS)
+        raise UsageError(
+            f"like={kind.__name__}: a job has the optimizers {known} of torch.optim, without "
+            "changes; use one of them"
+        )
+    return KINDS[kind]
+
+
+def _of_class(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the class takes where it is given these keywords."""
+    signature = inspect.signature(kind)
+    try:
+        bound = signature.bind(None, **given)
+    except TypeError as error:
+        raise UsageError(f"like={kind.__name__}: {error}") from None
+    bound.apply_defaults()
+    first = next(iter(signature.parameters))
+    return {name: value for name, value in bound.arguments.items() if name != first}
+
+
+def _of_object(like: torch.optim.Optimizer, trained: Trained) -> dict[str, Any]:
+    name = type(like).__name__
+    if like.state and any(like.state.values()):
+        raise UsageError(
+            f"like={name}: it has made steps, and what it has kept of them (momentum) would be "
+            "lost; give one that is new"
+        )
+    groups = [
+        {key: value for key, value in group.items() if key not in NOT_SETTINGS}
+        for group in like.param_groups
+    ]
+    for group in groups[1:]:
+        for key, value in groups[0].items():
+            if group.get(key) != value:
+                raise UsageError(
+                    f"like={name}: parameter groups with {key} {value!r} and {group.get(key)!r}; a "
+                    "job has one group: use the same for all parameters"
+                )
+    its = {id(parameter) for group in like.param_groups for parameter in group["params"]}
+    for key, parameter in trained.parameters.items():
+        if id(parameter) not in its:
+            raise UsageError(
+                f"like={name}: it does not train parameter {key!r} of the model; give it all, or "
+                "freeze that one with requires_grad_(False)"
+            )
+    return groups[0]
+
+
+def _of(kind: str, values: dict[str, Any]) -> Settings:
+    values = dict(values)
+    if values.pop("decoupled_weight_decay", False):
+        kind = "adamw"
+    return said(kind=kind, **values)
+
+
+def shown(spec: OptimizerSpec) -> dict[str, Any]:
+    """A job's optimizer as the settings of torch's class."""
+    group: dict[str, Any] = {"lr": spec.lr}
+    if spec.kind in (Kind.SGD, Kind.MOMENTUM, Kind.NESTEROV):
+        group["momentum"] = 0.0 if spec.kind is Kind.SGD else spec.momentum
+        group["dampening"] = 0.0
+        group["nesterov"] = spec.kind is Kind.NESTEROV
+    elif spec.kind is not Kind.ADD:
+        group["eps"] = spec.eps
+        if spec.kind is not Kind.ADAGRAD:
+            group["betas"] = spec.beta1, spec.beta2
+    return group | {"weight_decay": spec.weight_decay}
+
+
+def check_unchanged(group: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """Raises UsageError where a parameter group has another setting than the job, but for lr."""
+    for name, has in made.items():
+        now = group.get(name, has)
+        if name == "lr" or now == has or (name == "betas" and tuple(now) == has):
+            continue
+        moved = name in ("momentum", "betas")
+        raise UsageError(
+            f"param_groups[0][{name!r}] was set to {now!r}, and the job has {has!r} for all of its "
+            f"gradients: set it once, in Optimizer(model, kind=..., {name}=...) or in [optimizer] "
+            "of the job file"
+            + ("; a scheduler that moves it takes cycle_momentum=False" if moved else "")
+        )

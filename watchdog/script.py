@@ -1,0 +1,166 @@
+"""What a learner's script has said about the optimizer: in the job's memory, and against the job's.
+
+It lies in the control segment behind the packed optimizer (`hyper`), in two places. One word says
+which place counts and which fields it has. So the next watchdog finds the old settings or the new
+ones, at whichever instant this one dies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gadei_ps.errors import UsageError
+from gadei_ps.job.config import JobConfig
+from gadei_ps.job.optimizer import FIELDS, NOTHING, Settings, uses
+from gadei_ps.kernels import optimizers
+from gadei_ps.kernels.optimizers import Kind
+from gadei_ps.memory import layout
+from gadei_ps.memory.segment import Segment
+
+WORD: Final = optimizers.PACKED  # index in `hyper` of a sum of these bits:
+PLACE: Final = 1  # the second place counts
+OPEN: Final = 2
+SAVED: Final = 4
+FIRST_FIELD: Final = 8  # the first of FIELDS is there; the next bits are for the next ones
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the scripts have said.
+
+    is_open: no learner was let in yet; the first one may still say otherwise. saved: it is what a
+    checkpoint had.
+    """
+
+    settings: Settings = NOTHING
+    is_open: bool = False
+    saved: bool = False
+
+    def source(self, config: JobConfig, name: str) -> str:
+        """Who says what counts for a field: job, script, checkpoint or default."""
+        if getattr(config.optimizer, name) is not None:
+            return "job"
+        mine = getattr(self.settings, name)
+        if mine is None or getattr(config.optimizer.filled(self.settings), name) != mine:
+            return "default"
+        return "checkpoint" if self.saved else "script"
+
+
+UNSAID: Final = Script(is_open=True)
+
+
+def write(control: Segment, script: Script) -> None:
+    """Enters what the script says; it counts from the last store on."""
+    hyper = control.view(layout.CONTROL)["hyper"]
+    place = 1 - (int(hyper[WORD]) & PLACE)
+    word = place | OPEN * script.is_open | SAVED * script.saved
+    for number, name in enumerate(FIELDS):
+        value = getattr(script.settings, name)
+        if value is not None:
+            hyper[_at(place) + number] = Kind[value.upper()] if name == "kind" else value
+            word |= FIRST_FIELD << number
+    hyper[WORD] = word
+
+
+def read(control: Segment) -> Script:
+    """What was entered last; nothing in memory that is new."""
+    hyper = control.view(layout.CONTROL)["hyper"]
+    word = int(hyper[WORD])
+    said: dict[str, Any] = {}
+    for number, name in enumerate(FIELDS):
+        if word & FIRST_FIELD << number:
+            value = float(hyper[_at(word & PLACE) + number])
+            said[name] = Kind(int(value)).name.lower() if name == "kind" else value
+    return Script(Settings(**said), bool(word & OPEN), bool(word & SAVED))
+
+
+def _at(place: int) -> int:
+    return WORD + 1 + place * len(FIELDS)
+
+
+# -- a learner's script ---------------------------------------------------------------------------
+
+
+def in_force(config: JobConfig, script: Script) -> dict[str, Any]:
+    """The settings that count and that the optimizer looks at, by field."""
+    spec = config.optimizer.spec(script.settings)
+    kind = spec.kind.name.lower()
+    return {name: kind if name == "kind" else getattr(spec, name) for name in uses(kind)}
+
+
+def settled(config: JobConfig, script: Script, says: Settings) -> tuple[Script, str]:
+    """What has been said once a learner is let in, and a line for it where the job overrides it.
+
+    says: what the learner's own script says. Raises UsageError where it disagrees with the job.
+    """
+    now = in_force(config, script)
+    overridden: dict[str, Any] = {}
+    for name, value in says.said.items():
+        other_eps = name == "eps" and (says.kind == "adagrad") != (now["kind"] == "adagrad")
+        if name not in now or now[name] == value or other_eps:
+            continue
+        if script.source(config, name) == "job":
+            overridden[name] = value
+        elif not script.is_open or name == "kind":  # whose slots are made
+            raise _refusal(config, script, name, now[name], value)
+    told = _notice(config, now, overridden)
+    if script.is_open and says.said:
+        merged = script.settings.model_copy(update=says.said)
+        config.optimizer.spec(merged)
+        return Script(merged), told
+    return Script(script.settings, saved=script.saved), told
+
+
+def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) -> UsageError:
+    source = script.source(config, name)
+    where = {
+        "script": " from its first learner",
+        "checkpoint": " from its checkpoint",
+        "default": " by default, as its model is not a script's",
+    }[source]
+    flag = {"kind": " or with --optimizer", "lr": " or with --lr"}.get(name, "")
+    advice = (
+        f"say the same in all scripts, or give it in [optimizer] of the job file{flag}, which "
+        "counts before the scripts"
+    )
+    if name == "kind" and source != "script":
+        advice = (
+            f"say {has} in the script, or begin anew (--fresh) with {says} in [optimizer] of the "
+            f"job file{flag}"
+        )
+    return UsageError(
+        f"optimizer: job {config.name!r} has {name} {_text(has)}{where}, and this script says "
+        f"{_text(says)}: {advice}"
+    )
+
+
+def _notice(config: JobConfig, now: dict[str, Any], overridden: dict[str, Any]) -> str:
+    if not overridden:
+        return ""
+    counts = ", ".join(f"{name} {_text(now[name])}" for name in overridden)
+    said = ", ".join(f"{name} {_text(value)}" for name, value in overridden.items())
+    return (
+        f"optimizer: job {config.name!r} has {counts} from its job file or command line, which "
+        f"counts before the script's {said}"
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+# -- for people -----------------------------------------------------------------------------------
+
+
+def report(config: JobConfig, script: Script) -> dict[str, Any]:
+    """The optimizer for the status: what counts and, under `from`, who says it, by field."""
+    now = in_force(config, script)
+    rest = config.optimizer
+    return {
+        **now,
+        "clip_norm": rest.clip_norm,
+        "staleness_aware": rest.staleness_aware,
+        "schedule": rest.schedule.kind,
+        "from": {name: script.source(config, name) for name in now},
+    }
