@@ -33,7 +33,11 @@ def main() -> None:
         "out": 0.1 * start.standard_normal((64, 2), np.float32),
     }
     device = devices.choose()
-    with Client(tensors=tensors) as client, Pipeline(client, device) as pipeline:
+    said = {"kind": "sgd", "lr": 0.01}  # the optimizer is the job's
+    with (
+        Client(tensors=tensors, optimizer=said) as client,
+        Pipeline(client, device) as pipeline,
+    ):
         for step in range(STEPS):
             weights = {name: jnp.from_dlpack(array) for name, array in pipeline.weights().items()}
             inputs = rng.standard_normal((BATCH, 20), np.float32)

@@ -20,7 +20,7 @@ model = torch.nn.Sequential(
 ).to(device)
 criterion = torch.nn.CrossEntropyLoss()
 # optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-optimizer = gadei_ps.learners.torch.Optimizer(model)
+optimizer = gadei_ps.learners.torch.Optimizer(model, kind="sgd", lr=0.01)
 
 torch.seed()  # from here on each learner shuffles in an order of its own
 for epoch in range(10):

@@ -22,7 +22,7 @@ def probabilities(x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
 
 
 start = {"weight": np.zeros((FEATURES, CLASSES)), "bias": np.zeros(CLASSES)}
-with Client(tensors=start) as client:
+with Client(tensors=start, optimizer={"kind": "sgd", "lr": 0.01}) as client:
     for batch in client.batches(SAMPLES, BATCH, EPOCHS):
         x, wanted = inputs[batch.indices], labels[batch.indices]
         rows = np.arange(len(wanted))

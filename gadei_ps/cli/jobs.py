@@ -54,7 +54,7 @@ def run(
         OptimizerName | None,
         typer.Option(
             help=f"Rule by which gradients change the weights. {SERVED}",
-            show_default="the job file's, or sgd",
+            show_default="the job file's, the script's, or sgd",
         ),
     ] = None,
     lr: Annotated[
@@ -62,7 +62,7 @@ def run(
         typer.Option(
             metavar="RATE",
             help=f"Learning rate. {SERVED}",
-            show_default="the job file's, or 0.01; 1 for add",
+            show_default="the job file's, the script's, or 0.01; 1 for add",
         ),
     ] = None,
     sync: Annotated[

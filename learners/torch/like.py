@@ -38,7 +38,8 @@ def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Settings:
         return _of(_known(like), _of_class(like, given))
     if not isinstance(like, torch.optim.Optimizer):
         raise UsageError(
-            f"like={like!r}: give an optimizer of torch.optim for this model, or its class"
+            f"like= is a {type(like).__name__}: give an optimizer of torch.optim for this model, "
+            "or its class"
         )
     if given:
         raise UsageError(
@@ -71,7 +72,7 @@ def _of_class(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_object(like: torch.optim.Optimizer, trained: Trained) -> dict[str, Any]:
     name = type(like).__name__
-    if like.state and any(like.state.values()):
+    if any(map(_has_stepped, like.state.values())):
         raise UsageError(
             f"like={name}: it has made steps, and what it has kept of them (momentum) would be "
             "lost; give one that is new"
@@ -95,6 +96,11 @@ def _of_object(like: torch.optim.Optimizer, trained: Trained) -> dict[str, Any]:
                 "freeze that one with requires_grad_(False)"
             )
     return groups[0]
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Of one parameter. Adagrad makes its state before the first step."""
+    return bool(float(state.get("step", 1)) and state)
 
 
 def _of(kind: str, values: dict[str, Any]) -> Settings:

@@ -204,6 +204,7 @@ class Optimizer(torch.optim.Optimizer):
         return any(hooks) or bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:
+        check_unchanged(self.param_groups[0], self._made_with)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -212,9 +213,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.report(loss=result)
         if self._wave_goes_on():
             return result
-        group = self.param_groups[0]
-        check_unchanged(group, self._made_with)
-        rate = group["lr"]
+        rate = self.param_groups[0]["lr"]
         scale = float(rate) / self._job_lr if rate != self._job_lr and self._job_lr else 1.0
         self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
         self._end_iteration()

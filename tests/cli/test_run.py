@@ -35,6 +35,8 @@ def test_job_for_as_long_as_its_learners(
         said = (cli.directory / "logs" / f"learner-{index}.log").read_text()
         assert said.startswith("done ")
         assert f"[{index}] {said}" in result.err, "it is not on stdout with --json"
+    told = "optimizer momentum, lr 0.5, momentum 0.9 (from the job; momentum by default); sync ssp:"
+    assert result.err.count(told) == 1, result.err
     assert not is_running(job_name)
 
 

@@ -43,12 +43,43 @@ def train(
     return losses
 
 
-@pytest.mark.parametrize("kind", sorted(LOCAL))
-def test_as_torch(kind: str, job_name: str) -> None:
-    settings, local = LOCAL[kind]
-    with daemon(job_name, sync="bsp", optimizer=settings, shards=1):
+# What a script says, and the same of torch. Without a job's word, what is left out is torch's.
+SCRIPTS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": ({"kind": "sgd", "lr": 0.1}, lambda p: torch.optim.SGD(p, 0.1)),
+    "nesterov": (
+        {"kind": "sgd", "lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
+        lambda p: torch.optim.SGD(p, 0.05, 0.8, nesterov=True, weight_decay=0.01),
+    ),
+    "momentum": (
+        {"like": torch.optim.SGD, "lr": 0.05, "momentum": 0.8},
+        lambda p: torch.optim.SGD(p, 0.05, 0.8),
+    ),
+    "adagrad": ({"kind": "adagrad"}, torch.optim.Adagrad),
+    "adam": (
+        {"kind": "adam", "betas": (0.8, 0.99), "eps": 1e-6},
+        lambda p: torch.optim.Adam(p, betas=(0.8, 0.99), eps=1e-6),
+    ),
+    "adamw": ({"like": torch.optim.AdamW}, torch.optim.AdamW),
+}
+
+
+@pytest.mark.parametrize(
+    ("of_job", "of_script", "local"),
+    [
+        *((settings, {}, local) for settings, local in LOCAL.values()),
+        *(({}, said, local) for said, local in SCRIPTS.values()),
+    ],
+    ids=[*LOCAL, *(f"script-{kind}" for kind in SCRIPTS)],
+)
+def test_as_torch(
+    of_job: dict[str, Any],
+    of_script: dict[str, Any],
+    local: Callable[..., torch.optim.Optimizer],
+    job_name: str,
+) -> None:
+    with daemon(job_name, sync="bsp", optimizer=of_job, shards=1):
         model, twin = plain_model(), plain_model()
-        optimizer = Optimizer(model, job_name)
+        optimizer = Optimizer(model, job_name, **of_script)
         losses = train(model, optimizer)
         expected = train(twin, local(twin.parameters()))
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
@@ -191,14 +222,40 @@ def test_what_cannot_be_trained(job_name: str) -> None:
             Optimizer(model, job_name)
         with pytest.raises(UsageError, match="no parameters"):
             Optimizer(nn.ReLU(), job_name)
-        with pytest.raises(UsageError, match="the model itself"):
+        with pytest.raises(UsageError, match=r"the model itself, not its .* kind='adamw'"):
             Optimizer(plain_model().parameters(), job_name)
+        with pytest.raises(UsageError, match=r"argument is the job's name, not 0\.1: write lr="):
+            Optimizer(plain_model(), 0.1)  # type: ignore[arg-type]
         optimizer = Optimizer(plain_model(), job_name)
         with pytest.raises(UsageError, match="fixed"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         other = nn.Sequential(nn.Linear(10, 41), nn.Tanh(), nn.Linear(41, 3))
         with pytest.raises(ModelMismatch, match=r"'0\.weight' has shape \[41, 10\]"):
             Optimizer(other, job_name)
+        optimizer.close()
+
+
+def test_settings_that_move_while_it_trains(job_name: str) -> None:
+    """The rate may; what every gradient of the job has in common may not."""
+    with daemon(job_name, optimizer={}):
+        model = plain_model()
+        optimizer = Optimizer(model, job_name, like=torch.optim.SGD(model.parameters(), 0.1, 0.9))
+        group = optimizer.param_groups[0]
+        assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 0)
+        group["lr"] = 0.2
+        optimizer.step()
+        group["weight_decay"] = 0.3
+        with pytest.raises(UsageError, match=r"\['weight_decay'\] was set to 0\.3, and"):
+            optimizer.step()
+        group["weight_decay"] = 0
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 10)
+        with pytest.raises(UsageError, match=r"\['momentum'\].* cycle_momentum=False"):
+            optimizer.step()
+        group["momentum"] = 0.9
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 10, cycle_momentum=False)
+        optimizer.step()
+        optimizer.client.wait_applied()
+        assert status(job_name)["version"] == 2
         optimizer.close()
 
 

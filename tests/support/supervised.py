@@ -136,7 +136,7 @@ def _supervise(pipe: Connection, job: str, looks: Any, values: dict[str, Any]) -
     """A watchdog that looks at everything more often than others do, and counts it."""
     supervisor.TICK_S = supervisor.SLOW_TICK_S = TICK_S
     servers.STANDBY_LIMIT_S = TIMEOUT_S
-    wanted = config(job, tensors=TENSORS, **({"standby": False} | values))
+    wanted = config(job, **({"standby": False, "tensors": TENSORS} | values))
     with fork_quickly():
         supervisor.serve(wanted, Options(fresh=True, quiet=True), Looks(looks))
 

@@ -1,0 +1,165 @@
+"""What a script says about the optimizer, in torch's words; and how it lies in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gadei_ps.errors import UsageError
+from gadei_ps.job.optimizer import FIELDS, Settings
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.learners.said import OF_TORCH, said
+from gadei_ps.learners.torch.like import check_unchanged, settings, shown
+from gadei_ps.learners.torch.model import Trained
+from gadei_ps.watchdog import script
+from gadei_ps.watchdog.script import Script
+
+CLASSES = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def model() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def like(optimizer: Any, module: nn.Module, **given: Any) -> Settings:
+    return settings(optimizer, given, Trained.of(module))
+
+
+@pytest.mark.parametrize("kind", sorted(CLASSES))
+def test_what_is_not_said_is_torchs(kind: str) -> None:
+    """By kind, by class, and by an optimizer; with and without another rate."""
+    module, made = model(), CLASSES[kind]
+    for given in ({}, {"lr": 0.3}):
+        wanted = Settings(kind=kind, **{**OF_TORCH[kind], **given})
+        assert said(kind=kind, **given) == wanted
+        assert like(made, module, **given) == wanted
+        assert like(made(module.parameters(), **given), module) == wanted
+
+
+def test_torchs_words() -> None:
+    assert said() == Settings()
+    assert said(lr=0.1) == Settings(lr=0.1)
+    assert said(kind="SGD", momentum=0.8).kind == "momentum"
+    assert said(kind="sgd", momentum=0).kind == "sgd"
+    assert said(kind="sgd", momentum=0.8, nesterov=True).kind == "nesterov"
+    assert said(kind="nesterov", lr=1).momentum == 0.9
+    adam = said(kind="adam", betas=(0.5, 0.6), eps=1e-6, amsgrad=False, fused=True)
+    assert (adam.beta1, adam.beta2, adam.eps, adam.weight_decay) == (0.5, 0.6, 1e-6, 0.0)
+    module = model()
+    groups = [{"params": [module.weight]}, {"params": [module.bias]}]
+    both = torch.optim.SGD(groups, torch.tensor(0.5), momentum=0.7, nesterov=True)
+    assert like(both, module) == said(kind="nesterov", lr=0.5, momentum=0.7)
+    decoupled = torch.optim.Adam(module.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
+    assert like(decoupled, module) == said(kind="adamw", weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"kind": "lion"}, "optimizer kind 'lion': use one of sgd, momentum"),
+        ({"momentum": 0.9}, "momentum=0.9: give kind as well"),
+        ({"kind": "adam", "momentum": 0.9}, "momentum: adam has none"),
+        ({"kind": "adam", "nesterov": True}, "nesterov: adam has none"),
+        ({"kind": "sgd", "nesterov": True}, "needs a momentum above 0"),
+        ({"kind": "sgd", "betas": (0.9, 0.99)}, "betas: sgd has none"),
+        ({"kind": "adam", "betas": (0.9,)}, "give two numbers"),
+        ({"kind": "adam", "betas": (0.9, 1.0)}, "beta2 must be in"),
+        ({"kind": "adam", "amsgrad": True}, "amsgrad=True: a job's optimizer cannot do that"),
+        ({"kind": "sgd", "dampening": 0.1}, "dampening=0.1: a job's optimizer cannot"),
+        ({"kind": "sgd", "maximize": True}, "maximize=True"),
+        ({"kind": "sgd", "lr": "0.1"}, "lr='0.1': give a number"),
+        ({"lr": float("nan")}, "lr must be a finite number"),
+        ({"veiw": False}, "veiw=False: an optimizer has no such setting"),
+    ],
+)
+def test_what_cannot_be_said(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError) as info:
+        said(**given)
+    assert why in str(info.value)
+
+
+def test_what_cannot_be_taken_over() -> None:
+    module = model()
+    parameters = list(module.parameters())
+    used = torch.optim.Adam(parameters)
+    module(torch.ones(1, 3)).sum().backward()
+    used.step()
+    groups = [{"params": parameters[:1], "weight_decay": 0.1}, {"params": parameters[1:]}]
+    for optimizer, given, why in (
+        (torch.optim.RMSprop, {}, "like=RMSprop: a job has the optimizers SGD, Adagrad"),
+        (torch.optim.Adam(parameters, amsgrad=True), {}, "amsgrad=True: a job's optimizer cannot"),
+        (torch.optim.AdamW, {"momentum": 0.9}, "like=AdamW: got an unexpected keyword argument"),
+        (torch.optim.AdamW, {"kind": "adam"}, "give like= or kind='adam', not both"),
+        (torch.optim.AdamW(parameters), {"lr": 0.1}, "lr: like= brings all settings"),
+        (torch.optim.AdamW(groups), {}, "parameter groups with weight_decay 0.1 and 0.01"),
+        (torch.optim.SGD(parameters[:1]), {}, "it does not train parameter 'bias'"),
+        (used, {}, "it has made steps"),
+        (parameters, {}, "give an optimizer of torch.optim for this model, or its class"),
+    ):
+        with pytest.raises(UsageError) as info:
+            like(optimizer, module, **given)
+        assert why in str(info.value)
+        assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_param_groups_are_torchs(kind: Kind) -> None:
+    spec = OptimizerSpec(kind, 0.3, momentum=0.7, beta1=0.8, weight_decay=0.1)
+    group = shown(spec)
+    name = "sgd" if kind in (Kind.MOMENTUM, Kind.NESTEROV) else kind.name.lower()
+    made = CLASSES[name](
+        model().parameters(), **{key: value for key, value in group.items() if key != "eps"}
+    )
+    theirs = made.param_groups[0]
+    assert {key: theirs[key] for key in group} == group
+    check_unchanged({**theirs, "lr": 7, "betas": list(theirs.get("betas", ()))}, group)
+    for key in group.keys() - {"lr"}:
+        with pytest.raises(
+            UsageError, match=rf"param_groups\[0\]\['{key}'\] was set to .*job file"
+        ):
+            check_unchanged({**group, key: (0.1, 0.2) if key == "betas" else 0.123}, group)
+
+
+class Stores(list[float]):
+    """Memory that loses all stores but the first ones, as where their process is killed."""
+
+    def __init__(self, stores: int) -> None:
+        super().__init__([0.0] * 32)
+        self.left = stores
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.left:
+            self.left -= 1
+            super().__setitem__(index, float(value))
+
+    def view(self, _: object) -> dict[str, Stores]:
+        """As a segment's."""
+        return {"hyper": self}
+
+
+def test_a_watchdog_that_dies_while_it_enters_them() -> None:
+    old = Script(said(kind="adamw", lr=0.1), is_open=True, saved=True)
+    new = Script(said(kind="adam", lr=0.2, weight_decay=0.3))
+    last = Script(Settings(lr=0.4))
+    seen = []
+    for stores in range(len(FIELDS) + 2):
+        memory: Any = Stores(1000)
+        assert script.read(memory) == Script()
+        for one in (old, last, old):
+            script.write(memory, one)
+        memory.left = stores
+        script.write(memory, new)
+        memory.left = 1000
+        seen.append(script.read(memory))
+        script.write(memory, last)
+        assert script.read(memory) == last
+    assert set(map(repr, seen)) == {repr(old), repr(new)}
+    assert seen[-1] == new
