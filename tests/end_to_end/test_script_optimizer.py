@@ -95,7 +95,7 @@ def test_the_first_script_settles_it(job_name: str) -> None:
             with pytest.raises(UsageError, match=r"has beta1 0\.8 from .* this script says 0\.9"):
                 learner(job_name, None, **{**ADAMW, "betas": (0.9, 0.99)})
             expected.push(first)
-            assert len(status(job_name)["learners"]) == 1
+            eventually(lambda: len(status(job_name)["learners"]) == 1)
 
 
 def test_a_first_script_that_says_nothing(job_name: str) -> None:
