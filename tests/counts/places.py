@@ -81,7 +81,7 @@ ROOMS = (
     ),
     Room(
         (
-            *_in("gadei_ps/server", "py", "change", "driver", "manager", "rings", "shards"),
+            *_in("gadei_ps/server", "py", "change", "code", "driver", "manager", "rings", "shards"),
             "gadei_ps/job/modes.py",
         ),
         (
