@@ -284,8 +284,7 @@ class _Run:
         self.begin = time.monotonic()
         self.first_gradient = 0.0
         self.reported = 0.0
-        self.making = Lines()
-        self.awaiting = Lines()
+        self.making, self.awaiting = Lines(), Lines()
         self.told = False  # what the job does with gradients
         self.end = 0.0
         self.stopped = False
@@ -326,8 +325,7 @@ class _Run:
         """Takes the weights once the ended learners' gradients are applied, and ends the job."""
         until = time.monotonic() + LEAVE_S
         while (report := self.job.report()) is not None:
-            self.last = report
-            self._tell_start(report)
+            self._hear(report)
             left = {one["pid"] for one in report["learners"]} & self.pids
             if not left or time.monotonic() > until:
                 break
@@ -374,8 +372,7 @@ class _Run:
             return False
         if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
             _say("no watchdog answers; the learners continue, and the next watchdog adopts them")
-        self.last = report
-        self._tell_start(report)
+        self._hear(report)
         if report.get("making"):
             self.making(report["making"])
         if begins := report.get("start"):
@@ -386,8 +383,9 @@ class _Run:
             self.first_gradient = now
         return True
 
-    def _tell_start(self, report: Mapping[str, Any]) -> None:
-        """Says once what the job does with gradients, as soon as it has its model."""
+    def _hear(self, report: dict[str, Any]) -> None:
+        """A status. Says once what the job does with gradients, as soon as it has its model."""
+        self.last = report
         if not self.told and report["model"] is not None:
             self.told = True
             _say(start(report))
