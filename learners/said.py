@@ -40,8 +40,8 @@ def said(
 ) -> Settings:
     """The settings that a script gives.
 
-    kind: sgd, momentum, nesterov, adagrad, adam, adamw or add; sgd with a momentum is momentum, as in
-    torch.optim.SGD. With a kind, what is not given has the default of torch's class. Without one,
+    kind: sgd, momentum, nesterov, adagrad, adam, adamw or add; sgd with a momentum is momentum, as
+    in torch.optim.SGD. With a kind, what is not given has the default of torch's class. Without one,
     only lr and weight_decay can be given, for whichever the job has. others: further keywords of
     torch's classes. Raises UsageError for what a job cannot do.
     """

@@ -96,9 +96,9 @@ def settled(config: JobConfig, script: Script, says: Settings) -> tuple[Script, 
     """
     now = in_force(config, script)
     overridden: dict[str, Any] = {}
-    for name, value in says.said.items():
-        other_eps = name == "eps" and (says.kind == "adagrad") != (now["kind"] == "adagrad")
-        if name not in now or now[name] == value or other_eps:
+    kind = {"kind": says.kind} if says.kind is not None else {}
+    for name, value in (kind | says.applying(now["kind"])).items():
+        if now[name] == value:
             continue
         if script.source(config, name) == "job":
             overridden[name] = value

@@ -39,13 +39,20 @@ class Settings(BaseModel):
         """The fields that are not None."""
         return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
+    def applying(self, kind: str) -> dict[str, Any]:
+        """What of this means the same for an optimizer of that kind."""
+        if self.kind not in (None, kind) and "add" in (self.kind, kind):
+            return {}
+        found = {name: value for name, value in self.said.items() if name in uses(kind)}
+        if (kind == "adagrad") != (self.kind == "adagrad"):
+            found.pop("eps", None)
+        return found
+
     def filled(self, script: Settings) -> Self:
         """These settings, where they say nothing the script's, and then the defaults."""
         kind = self.kind or script.kind or DEFAULTS["kind"]
-        taken = {name: value for name, value in script.said.items() if name in uses(kind)}
-        if (kind == "adagrad") != (script.kind == "adagrad"):
-            taken.pop("eps", None)  # added elsewhere: it means something else
         usual = DEFAULTS | ({"lr": 1.0} if kind == "add" else {})  # updates, as they are
+        taken = script.applying(kind)
         return self.model_copy(update={**usual, **taken, "kind": kind, **self.said})
 
 
