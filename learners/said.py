@@ -41,9 +41,9 @@ def said(
     """The settings that a script gives.
 
     kind: sgd, momentum, nesterov, adagrad, adam, adamw or add; sgd with a momentum is momentum, as
-    in torch.optim.SGD. With a kind, what is not given has the default of torch's class. Without one,
-    only lr and weight_decay can be given, for whichever the job has. others: further keywords of
-    torch's classes. Raises UsageError for what a job cannot do.
+    in torch.optim.SGD. With a kind, what is not given has the default of torch's class. Without
+    one, only lr and weight_decay can be given, for whichever the job has. others: further keywords
+    of torch's classes. Raises UsageError for what a job cannot do.
     """
     _check_others(others)
     given = {"momentum": momentum, "betas": betas, "eps": eps, "nesterov": nesterov or None}
