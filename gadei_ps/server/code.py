@@ -6,10 +6,12 @@ default.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from gadei_ps.memory.layout import ServerState
-from gadei_ps.server import shard
+from gadei_ps.server import loading, shard
 
 
 class Code:
@@ -20,12 +22,11 @@ class Code:
         self._line = line
         self._kinds: set[int] = set()
 
-    def load(self) -> None:
-        """Loads the code of the job's optimizer from the cache, or compiles it."""
+    def load(self, log: Any, tells: bool) -> None:
+        """At the server's start. log, tells: see loading.load()."""
         kind = int(self._control["optimizer"])
-        if kind not in self._kinds:
-            shard.load([kind])
-            self._kinds.add(kind)
+        loading.load(kind, log, tells)
+        self._kinds.add(kind)
 
     def is_ready(self, active: bool) -> bool:
         """Whether the model is there, and the code of its optimizer; if not, that is loaded now.
@@ -35,9 +36,11 @@ class Code:
         """
         if not int(self._control["model_ready"]):
             return False
-        if int(self._control["optimizer"]) not in self._kinds:
+        kind = int(self._control["optimizer"])
+        if kind not in self._kinds:
             self._line["state"] = ServerState.STARTING
             if not active and not int(self._control["lease_shards"]):
                 return False
-            self.load()
+            shard.load([kind])
+            self._kinds.add(kind)
         return True
