@@ -16,7 +16,7 @@ from gadei_ps import _native, sync
 from gadei_ps.job.control import SetWork
 from gadei_ps.memory.layout import CONTROL, Work
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import requests
+from gadei_ps.watchdog import requests, start
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.saver import Saver, Task
 
@@ -58,14 +58,15 @@ class FirstWork:
         watchdog = SimpleNamespace(
             _stopping=SimpleNamespace(refuse=lambda: None),
             _control=Words(control, before_store=self._stop),
-            _memory=SimpleNamespace(control=memory.control, ring_bells=lambda: None),
+            _memory=memory,
+            _start=start.Start(memory, 0),
         )
 
         def store32(address: int, value: int) -> None:
             self._stop()
             _native.store32(address, value)
 
-        monkeypatch.setattr(requests, "_native", SimpleNamespace(store32=store32))
+        monkeypatch.setattr(start, "_native", SimpleNamespace(store32=store32))
         self._thread = threading.Thread(target=self._run, args=(watchdog,))
         self._thread.start()
         self._at_store.acquire()
