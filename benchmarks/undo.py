@@ -97,6 +97,8 @@ def without_log(part: Part, payload: int, times: int) -> None:
             _chunks(cpu.ADAM, 2, s, coef, payload)
         elif s.kind == cpu.ADAMW:
             _chunks(cpu.ADAMW, 2, s, coef, payload)
+        elif s.kind == cpu.ADD:
+            _chunks(cpu.ADD, 0, s, coef, payload)
 
 
 class Work:

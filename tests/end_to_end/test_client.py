@@ -229,10 +229,11 @@ def test_a_client_stays_where_it_was_made(job_name: str) -> None:
         for carry in (pickle.dumps, copy.deepcopy):
             with pytest.raises(UsageError, match="this Client stays in the process that made it"):
                 carry(client)
-        other.push(tensors)
+        other.wait_turn()
+        client.wait_turn()
         client.push(tensors)
-        client.push(tensors)  # the next turn is when the other one has pushed, too
         client.detach()
+        other.push(tensors)
         eventually(lambda: len(status(job_name)["learners"]) == 1)
         for use in (client.wait_turn, client.claim, client.give_up):
             with pytest.raises(UsageError, match="this learner has detached from its job"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gadei_ps.errors import CheckpointError
 from gadei_ps.job.config import from_mapping
+from gadei_ps.job.optimizer import NOTHING
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.weights import Model, Tensor, place
@@ -56,9 +57,11 @@ def values_of(model: Model, seed: int) -> np.ndarray:
 
 
 def one(version: int, model: Model = MODEL, slots: int = 2, requeued: int = 5) -> Snapshot:
+    config = from_mapping({"name": "a-job"}, "test")
+    counts = {"optimizer": config.optimizer.filled(NOTHING)}
     return Snapshot(
         job="a-job",
-        config=from_mapping({"name": "a-job"}, "test").model_dump(mode="json"),
+        config=config.model_copy(update=counts).model_dump(mode="json"),
         model=model,
         weights=values_of(model, 3 * version),
         slots=tuple(values_of(model, 3 * version + 1 + slot) for slot in range(slots)),
