@@ -67,10 +67,10 @@ def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
     wanted = config.optimizer.kind
     if kind is None or wanted not in (None, kind):
         # Slots and step count of one optimizer mean nothing to another.
-        is_of = f"of optimizer {kind}, the job of {wanted}" if kind else "of no known optimizer"
         raise CheckpointMistake(
-            f"{path}: the checkpoint is {is_of}: begin anew (serve --fresh, or move the "
-            "checkpoints away), or export the weights (gadei-ps export) and give them as `weights`"
+            f"{path}: the checkpoint is of optimizer {kind}, the job of {wanted}: "
+            "begin anew (serve --fresh, or move the checkpoints away), or export the weights "
+            "(gadei-ps export) and give them as `weights`"
         )
     if config.tensors:
         try:

@@ -52,7 +52,11 @@ def split(
     by_label = shuffled[np.argsort(dataset.labels[shuffled], kind="stable")]
     labels = dataset.labels[by_label]
     stay = np.zeros(groups.max() + 1, np.bool_)
-    stay[groups[by_label[np.concatenate(([True], labels[1:] != labels[:-1]))]]] = True
+    texts_of_label = np.split(groups[by_label], np.flatnonzero(labels[1:] != labels[:-1]) + 1)
+    # Those of one text first: another label with that text needs no further one.
+    for texts in sorted(texts_of_label, key=lambda some: (some != some[0]).any()):
+        if not stay[texts].any():
+            stay[texts[0]] = True
     spare = _first_of_each(groups[by_label], stay)
     if not len(spare):
         stay[:] = False

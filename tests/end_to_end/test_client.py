@@ -223,17 +223,16 @@ def test_another_model_is_refused(job_name: str) -> None:
 
 def test_a_client_stays_where_it_was_made(job_name: str) -> None:
     """What a spawned child is given is pickled. After its end, a client says that it has left."""
-    tensors = {"a": np.ones(3)}
-    with daemon(job_name, sync="bsp"), Client(job_name, tensors=tensors) as other:
-        client = Client(job_name, tensors=tensors)
+    with daemon(job_name, sync="bsp"), Client(job_name, tensors={"a": np.ones(3)}) as other:
+        client = Client(job_name)
         for carry in (pickle.dumps, copy.deepcopy):
             with pytest.raises(UsageError, match="this Client stays in the process that made it"):
                 carry(client)
-        other.wait_turn()
-        client.wait_turn()
-        client.push(tensors)
+        for one in (other, client):
+            one.wait_turn()
+        client.push({})
         client.detach()
-        other.push(tensors)
+        other.push({})
         eventually(lambda: len(status(job_name)["learners"]) == 1)
         for use in (client.wait_turn, client.claim, client.give_up):
             with pytest.raises(UsageError, match="this learner has detached from its job"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gadei_ps.classifier.dataset import (
@@ -243,6 +243,7 @@ def test_split_never_takes_the_last_row_of_a_label_if_it_can(counts: list[int], 
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), min_size=2, max_size=60),
     st.integers(0, 9),
 )
+@example([(0, 0), (0, 1), (1, 0), (2, 2)], 0)
 def test_no_text_is_on_both_sides(rows: list[tuple[int, int]], seed: int) -> None:
     """Whatever is copied how often, with equal or with different labels."""
     texts = tuple(f"{'Text' if i % 2 else 'text'} {number} !" for i, (number, _) in enumerate(rows))
