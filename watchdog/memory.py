@@ -43,6 +43,7 @@ from gadei_ps.memory.holds import Hold
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.totals import COUNTED
 from gadei_ps.memory.weights import Model
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
@@ -347,7 +348,7 @@ class JobMemory:
             control[field_] = snapshot.work[field_]
         control["requeue"][: snapshot.requeue.size] = snapshot.requeue
         control["requeued"] = snapshot.requeue.size
-        for field_ in ("applied", "dropped", "refused", "samples"):
+        for field_ in COUNTED:
             control[f"past_{field_}"] = snapshot.counts[field_]
         control["requeued_total"] = snapshot.counts["requeued_total"]
         control["work"] = snapshot.work["state"]

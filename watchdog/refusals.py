@@ -9,6 +9,7 @@ import numpy as np
 
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, Reason
+from gadei_ps.memory.totals import total
 from gadei_ps.watchdog.memory import JobMemory
 
 LOOK_S = 0.5
@@ -35,7 +36,7 @@ class Refusals:
             return
         self._looked = now
         control = self.memory.control.view(CONTROL)
-        refused = _count(control, "refused")
+        refused = total(control, "refused")
         if self._told is None:
             self._told = refused  # of a watchdog before this one
         if refused == self._told or now < self._said + SAY_S:
@@ -48,12 +49,8 @@ class Refusals:
             if reason == Reason.NOT_FINITE
             else f"gradients are refused{': ' + what if what else ''}",
             refused=refused,
-            applied=_count(control, "applied"),
+            applied=total(control, "applied"),
         )
-
-
-def _count(control: np.void, what: str) -> int:
-    return int(control[f"past_{what}"]) + int(control["roster"][what].sum())
 
 
 def _reason(control: np.void) -> Reason:

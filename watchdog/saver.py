@@ -29,6 +29,7 @@ from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind, Work
 from gadei_ps.memory.shm import segment_name
+from gadei_ps.memory.totals import COUNTED, total
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.watchdog import model
@@ -194,10 +195,7 @@ class Saver:
                 outstanding[outstanding != layout.NO_BATCH],
             ]
         )
-        counts = {
-            name: int(control[f"past_{name}"]) + int(roster[name].sum())
-            for name in ("applied", "dropped", "refused", "samples")
-        }
+        counts = {name: total(control, name) for name in COUNTED}
         snapshot = Snapshot(
             job=self.task.job,
             config=self.task.config,

@@ -8,6 +8,7 @@ from typing import Any
 from gadei_ps.job import modes
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Reason, Work
+from gadei_ps.memory.totals import counts
 from gadei_ps.watchdog import script
 from gadei_ps.watchdog.memory import JobMemory
 
@@ -17,9 +18,7 @@ def report(memory: JobMemory) -> dict[str, Any]:
     control = memory.control.view(layout.CONTROL)
     told = script.report(memory.config, memory.script)
     in_force, wanted = modes.done(memory.control), modes.wanted(memory.control)
-    roster = control["roster"]
     learners = [_learner(memory, row) for row in sorted(memory.rings)]
-    now = {name: int(roster[name].sum()) for name in ("applied", "dropped", "refused", "samples")}
     return {
         "job": memory.config.name,
         "job_id": memory.job_id.hex(),
@@ -31,10 +30,7 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "when_idle": memory.config.when_idle,
         "shards": int(control["shards"]),
         "version": int(control["version"]),
-        "gradients_applied": int(control["past_applied"]) + now["applied"],
-        "gradients_dropped": int(control["past_dropped"]) + now["dropped"],
-        "gradients_refused": int(control["past_refused"]) + now["refused"],
-        "samples": int(control["past_samples"]) + now["samples"],
+        **counts(control),
         "parts_torn": _torn(memory),
         "batches_requeued": int(control["requeued_total"]),
         "supersteps": int(control["supersteps_done"]),

@@ -20,12 +20,12 @@ from gadei_ps.chaos import observer
 from gadei_ps.chaos.observer import Observer
 from gadei_ps.chaos.tally import Count
 from gadei_ps.chaos.victims import Given, Own, OwnJob
-from gadei_ps.commands import jobs
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import ControlError, GadeiError, UsageError
 from gadei_ps.job import processes
 from gadei_ps.job.processes import Role, Target
 from gadei_ps.machine import interrupts
+from gadei_ps.memory.totals import counts
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.restart import Policy
 
@@ -224,7 +224,7 @@ class _Chaos:
         """The counters of the job."""
         control = self._processes.control
         names = ("server_deaths", "learner_deaths", "watchdog_starts")
-        return Counter(jobs.counts(control) | {name: int(control[name]) for name in names})
+        return Counter(counts(control) | {name: int(control[name]) for name in names})
 
     def _report(self, seconds: float, before: Counter[str], count: Count | None) -> dict[str, Any]:
         counters = self._counters()

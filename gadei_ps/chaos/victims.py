@@ -22,6 +22,7 @@ from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.launch import JOB_VARIABLE
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase
+from gadei_ps.memory.totals import total
 from gadei_ps.show.counts import counted
 
 POLL_S = 0.002
@@ -182,5 +183,4 @@ class Own:
             interrupts.check()
             self._daemon.check()
             time.sleep(POLL_S)
-        control = self.processes.control
-        return self._tally.count(int(control["past_dropped"]) + int(roster["dropped"].sum()))
+        return self._tally.count(total(self.processes.control, "dropped"))

@@ -35,6 +35,7 @@ from gadei_ps.job.control import (
 from gadei_ps.machine import process
 from gadei_ps.memory import holds, presence, segment, shm
 from gadei_ps.memory.layout import CONTROL, SegmentKind
+from gadei_ps.memory.totals import counts
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.dead import clear_dead
 
@@ -295,15 +296,6 @@ def _last_report(job: str) -> dict[str, Any]:
     if control_ is None:
         control_ = np.zeros(1, CONTROL)[0]
     return {"job": job, "phase": "stopped", **counts(control_)}
-
-
-def counts(control_: np.void) -> dict[str, int]:
-    """Counts of gradients and samples, from the control segment."""
-    fields = {f"gradients_{name}": name for name in ("applied", "dropped", "refused")}
-    return {
-        name: int(control_[f"past_{field}"]) + int(control_["roster"][field].sum())
-        for name, field in (fields | {"samples": "samples"}).items()
-    }
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from gadei_ps.job.processes import Processes
 from gadei_ps.machine import gpus, interrupts
 from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.machine.output import Output
-from gadei_ps.memory import shm
+from gadei_ps.memory import shm, totals
 from gadei_ps.memory.layout import Phase
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show.counts import counted, mostly_refused
@@ -183,7 +183,7 @@ class _Attached:
 
     def counts(self) -> dict[str, int]:
         """Of gradients and samples, also of a job that has ended: its memory is still mapped."""
-        return jobs.counts(self._processes.control)
+        return totals.counts(self._processes.control)
 
     def report(self) -> dict[str, Any] | None:
         """The job's status; None once it has ended.
@@ -239,7 +239,7 @@ class _Served:
 
     def counts(self) -> dict[str, int]:
         """Of gradients and samples, also once the job has ended: its memory is still mapped."""
-        return jobs.counts(self._control)
+        return totals.counts(self._control)
 
     def report(self) -> dict[str, Any] | None:
         """The job's status; None after the job was stopped. Raises JobFailed."""
