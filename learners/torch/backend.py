@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from gadei_ps.errors import ModelMismatch, UsageError
-from gadei_ps.learners.client import Where, rows_at, whole_at
+from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
+from gadei_ps.learners.client import Client, Where, rows_at, whole_at
 from gadei_ps.learners.torch.model import Trained
 
 LOADED = (
@@ -47,6 +47,12 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Publishes what was pushed; gives the model its own memory, with the current weights."""
+
+
+def wait_for_own(client: Client) -> None:
+    """Waits until the learner's last gradient is in the weights or dropped, or the job ends."""
+    with contextlib.suppress(JobStopped):  # the next push says so
+        client.wait_applied()
 
 
 def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:

@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 
-from gadei_ps.errors import DeviceError, JobStopped
+from gadei_ps.errors import DeviceError
 from gadei_ps.learners.client import NONE, Client, whole_at
 from gadei_ps.learners.torch import lookup
-from gadei_ps.learners.torch.backend import at_loading, gradient_at, warn_of_loading
+from gadei_ps.learners.torch.backend import (
+    at_loading,
+    gradient_at,
+    wait_for_own,
+    warn_of_loading,
+)
 from gadei_ps.learners.torch.model import Trained, recurrent
 from gadei_ps.machine.cuda import missing as cuda_missing
 
@@ -147,8 +152,7 @@ class GpuBackend:
         """Where learners wait for one another, or this one for its gradient, the weights are the
         current ones; else those that have arrived."""
         if self._wait:
-            with contextlib.suppress(JobStopped):  # the next push says so
-                self._client.wait_applied()
+            wait_for_own(self._client)
         if self._client.waits_for_others or self._wait:
             self._link.fill(self._front)
             self.version = self._link.version

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from gadei_ps import _native
-from gadei_ps.errors import JobStopped, UsageError
+from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import NONE, Client, whole_at
 from gadei_ps.learners.torch import products
 from gadei_ps.learners.torch.backend import (
     at_loading,
     gradient_at,
     refuse_loading,
+    wait_for_own,
     warn_of_loading,
 )
 from gadei_ps.learners.torch.model import Trained
@@ -160,8 +161,7 @@ class HostBackend:
 
     def refresh(self) -> None:
         if self._wait:
-            with contextlib.suppress(JobStopped):  # the next push says so
-                self._client.wait_applied()
+            wait_for_own(self._client)
             self._client.sees_current()
         if not self._view:
             self._client.pull(self._flat)
