@@ -167,7 +167,7 @@ def attach(
     """
     asked = Attach(name=name[:31], number=number(), optimizer=says if says.said else None)
     reply = connection.request(asked, heard=heard)
-    if "notice" in reply and os.environ.get(LEARNER_VARIABLE, "0") == "0":  # one of a team says it
+    if "notice" in reply and number() <= 0:  # one of a team says it
         warnings.warn(reply["notice"], stacklevel=3)
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:

@@ -274,7 +274,7 @@ class Client(Work, Frames):
         """Waits until the synchronization model lets this learner begin its next iteration."""
         self._check_process()
         self._wait(_native.wait_grant, (*self._rings, self.published), timeout_s, NO_TURN)
-        self._learner.version = self.current_version
+        self.sees_current()
         self._learner.started = time.monotonic()
 
     def wait_mini_batch(self, number: int, timeout_s: float | None = None) -> None:
