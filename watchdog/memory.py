@@ -269,13 +269,12 @@ class JobMemory:
         """Optimizer slots."""
         return optimizers.slots(self.config.optimizer.spec(first.script.settings).kind)
 
-    def needs(self, first: First, learners: int) -> dict[str, int]:
-        """Bytes of each segment of a job with that model and so many learners."""
-        model = first.model
+    def needs(self, model: Model, streams: int, learners: int) -> dict[str, int]:
+        """Bytes of each segment of a job with that model, optimizer slots and so many learners."""
         ring = making.ring_shape(model, self.config.slots).bytes
         return {
             "weights": weights.segment_bytes(model),
-            "optimizer": making.state_bytes(model, self._streams(first)),
+            "optimizer": making.state_bytes(model, streams),
             "ring" if learners == 1 else f"{learners} rings": learners * ring,
         }
 
@@ -288,14 +287,14 @@ class JobMemory:
         left.
         """
         name = self.config.name
-        needs = self.needs(first, learners)
+        streams = self._streams(first)
+        needs = self.needs(first.model, streams, learners)
         reserve.check(needs, f"job {name!r}")
         if progress is not None:
             progress.total = needs["weights"] + needs["optimizer"]
         try:
             made = making.weights_segment(name, self.job_id, first, progress)
             try:
-                streams = self._streams(first)
                 return made, making.state_segment(name, self.job_id, first, streams, progress)
             except BaseException:
                 segment.unlink(made.name)

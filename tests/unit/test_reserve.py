@@ -144,7 +144,7 @@ def test_all_of_a_job_is_counted_before_anything_is_made(
     memory.create_control(parse("asp"))
     try:
         first = First(place([Tensor("w", (1 << 18,))]), None)
-        needs = memory.needs(first, 2)
+        needs = memory.needs(first.model, 0, 2)
         assert list(needs) == ["weights", "optimizer", "2 rings"]
         scarce(monkeypatch, tmp_path, 1 << 40, sum(needs.values()) - 4096)
         with pytest.raises(NoSharedMemory, match=f"job '{job_name}' needs"):
