@@ -77,7 +77,7 @@ NAME_VARIABLE = "GADEI_PS_NAME"
 CONSISTENT_S = 5.0  # time limit of a consistent pull
 REFUSED = (
     "gadei-ps: a gradient of this learner holds a NaN or an infinity: the job refuses it, and the "
-    "weights stay as they are; if this goes on, lower the learning rate (said once)"
+    "weights stay as they are; if this goes on, lower the learning rate (shown once)"
 )
 NO_TURN = "no grant to go on"
 NO_SLOT = "no slot came free: does the server apply gradients?"
@@ -407,7 +407,7 @@ class Client(Work, Frames):
         self._gone_since = None  # there was room for it, so the job has lived
         self._taken.remove(batch)
         if self._refuses and not math.isfinite(self._learner.squares):
-            self._refuses = False  # said once
+            self._refuses = False  # the line is shown once
             print(REFUSED, file=sys.stderr, flush=True)
 
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:

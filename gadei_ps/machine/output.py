@@ -33,7 +33,7 @@ _FILES_A_LEARNER = 5  # two pipes, of which the other ends are open for a moment
 
 
 class _Log:
-    """A learner's file. What cannot be written is said once."""
+    """A learner's file. After a failed write it says so on standard error and writes no more."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

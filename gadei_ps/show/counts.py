@@ -13,7 +13,7 @@ def counted(number: int, one: str, several: str = "") -> str:
 
 
 def mostly_refused(counts: Mapping[str, int]) -> str:
-    """What to say of a run whose gradients were refused, but for a small share; else nothing."""
+    """A line of advice if less than SMALL_SHARE of a run's gradients were applied; else empty."""
     applied, refused = counts["gradients_applied"], counts["gradients_refused"]
     if not refused or applied >= SMALL_SHARE * (applied + refused):
         return ""

@@ -125,7 +125,7 @@ def shown(spec: OptimizerSpec) -> dict[str, Any]:
 
 
 def check_unchanged(group: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """Raises UsageError where a parameter group has another setting than the job, but for lr."""
+    """Raises UsageError if a setting of a parameter group differs from the job's. lr may differ."""
     for name, has in made.items():
         now = group.get(name, has)
         if name == "lr" or now == has or (name == "betas" and tuple(now) == has):
