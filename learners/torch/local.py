@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.client import Batch, Client
+from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import gpu
-from gadei_ps.learners.torch.model import Trained, initial, ordered
+from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.waves import Waves
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -50,14 +50,7 @@ class LocalOptimizer:
         self._trained = trained = Trained.of(model)
         if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
             raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")
-        self.client = Client(
-            job,
-            tensors=initial(ordered(model, trained.parameters)),
-            buffers=initial(trained.buffers),
-            wire=wire,
-            error_feedback=error_feedback,
-            name=name,
-        )
+        self.client = trained.join(job, wire=wire, error_feedback=error_feedback, name=name)
         try:
             self.waves = Waves(self.client)
             for at, tensor in (trained.parameters | trained.buffers).items():

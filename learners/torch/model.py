@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.client import Client
 from gadei_ps.memory.weights import Model
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -52,6 +54,15 @@ class Trained:
         }
         return cls(module, parameters, buffers, device)
 
+    def join(self, job: str | None, **options: Any) -> Client:
+        """A client whose job has this model. options: keywords of Client. Raises what it raises."""
+        return Client(
+            job,
+            tensors=_initial(_ordered(self.module, self.parameters)),
+            buffers=_initial(self.buffers),
+            **options,
+        )
+
     def in_order_of(self, model: Model) -> list[torch.Tensor]:
         """The tensors in the order of the job's table, which the first learner has made."""
         tensors = {**self.parameters, **self.buffers}
@@ -69,12 +80,12 @@ def _device_of(parameters: Parameters) -> torch.device:
     return found.pop()
 
 
-def initial(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def _initial(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Their values, for the job's model."""
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
 
-def ordered(module: torch.nn.Module, parameters: Parameters) -> dict[str, torch.nn.Parameter]:
+def _ordered(module: torch.nn.Module, parameters: Parameters) -> dict[str, torch.nn.Parameter]:
     """The parameters in the order in which they shall lie in memory."""
     group_of = {name: names for names in recurrent(module, parameters) for name in names}
     order: dict[str, torch.nn.Parameter] = {}

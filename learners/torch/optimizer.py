@@ -13,13 +13,13 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.kernels.optimizers import PACKED, OptimizerSpec
-from gadei_ps.learners.client import Batch, Client
+from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import gpu, host
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.host import HostBackend
 from gadei_ps.learners.torch.like import check_unchanged, settings, shown
-from gadei_ps.learners.torch.model import Trained, initial, ordered
+from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
 
@@ -107,14 +107,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         if not on_gpu:
             host.check(model, view=view)
-        self.client = Client(
-            job,
-            tensors=initial(ordered(model, trained.parameters)),
-            buffers=initial(trained.buffers),
-            optimizer=says,
-            wire=wire,
-            error_feedback=error_feedback,
-            name=name,
+        self.client = trained.join(
+            job, optimizer=says, wire=wire, error_feedback=error_feedback, name=name
         )
         self.backend: Backend
         """Where the weights are."""
