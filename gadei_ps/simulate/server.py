@@ -21,8 +21,11 @@ from gadei_ps.sync import Commit, SyncModel
 class Training(Protocol):
     """Moves weights in virtual time. It learns the fate of every gradient."""
 
+    def pull(self, learners: Sequence[int]) -> None:
+        """These learners pull: they compute from the weights as they are now."""
+
     def begin(self, learners: Sequence[int], iterations: Sequence[int]) -> None:
-        """These learners pull, and begin gradients with the iterations of these numbers."""
+        """These learners begin gradients, with the iterations of these numbers."""
 
     def publish(self, learner: int) -> None:
         """The learner has computed, or given up, the gradient that it began last."""

@@ -1,8 +1,9 @@
 """A discrete-event simulation: learners in virtual time, under the same models that servers drive.
 
 A learner starts an iteration when its clock is below its grant. It pulls, computes for the run time
-that is drawn for it, and pushes. Memory does not grow with the number of iterations: each learner
-has one future event, and gradients are only counted.
+that is drawn for it, and pushes. If several iterations are one push (a wave), it pulls before the
+last of them, the one that waits for other learners, as learners/waves.py does. Memory does not grow
+with the number of iterations: each learner has one future event, and gradients are only counted.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ class Simulator:
         self._releases = model.releases
         # Columns by learner. begun: iterations ever begun, the index of the next run time. clock:
         # the clock at which it joined, plus the iterations ended since. started, due: start and end
-        # of the current iteration. pulled: the version pulled. told: `begun` of the iteration that
-        # it was told to give up. joined: when it joined.
+        # of the current iteration. newest: the version pulled last, -1 before the first pull.
+        # pulled: the version that the gradient in hand was begun with. told: `begun` of the
+        # iteration that it was told to give up. joined: when it joined.
         self._begun, self._begins = wholes(size)
         self._clock, _ = wholes(size)
         self._started, self._starts = reals(size)
         self._due, self._dues = reals(size, NEVER)
+        self._newest, _ = wholes(size)
         self._pulled, self._pulls = wholes(size)
         self._told, _ = wholes(size)
         self._joined, self._joins = reals(size, NEVER)
@@ -171,6 +174,7 @@ class Simulator:
     def _join(self, k: int, now: float) -> None:
         self._clock[k] = self._server.join(k, now) * self._wave
         self._joined[k] = now
+        self._newest[k] = -1
         self._wait(k, now)
 
     def _wait(self, k: int, now: float) -> None:
@@ -184,7 +188,7 @@ class Simulator:
         return float((now - self._idles[np.array(learners, np.int64)]).sum())
 
     def _begin(self, learners: Sequence[int], now: float) -> None:
-        """Starts iterations. A learner that begins a new gradient pulls first."""
+        """Starts iterations, each with a pull where it needs one."""
         if len(learners) < MANY or self._wave > 1:
             for k in learners:
                 self._begin_one(k, now)
@@ -192,6 +196,7 @@ class Simulator:
         keys = np.array(learners, np.int64)
         numbers = self._begins[keys]
         if self._training is not None:
+            self._training.pull(learners)
             self._training.begin(learners, numbers.tolist())
         took = self._draw(keys, numbers)
         self._doomed.update(keys[took < 0].tolist())
@@ -201,14 +206,22 @@ class Simulator:
         self._pulls[keys], self._begins[keys] = self._server.version, numbers + 1
 
     def _begin_one(self, k: int, now: float) -> None:
+        if self._newest[k] < 0 or self._is_last(k):
+            self._newest[k] = self._server.version
+            if self._training is not None:
+                self._training.pull((k,))
         if self._wave == 1 or not self._clock[k] % self._wave:
-            self._pulled[k] = self._server.version
+            self._pulled[k] = self._newest[k]
             if self._training is not None:
                 self._training.begin((k,), (self._begun[k],))
         end = now + self._next(k)
         self._events.add(end, k)
         self._started[k], self._due[k] = now, end
         self._begun[k] += 1
+
+    def _is_last(self, k: int) -> bool:
+        """Whether the iteration that the learner begins or ends now is the last of its wave."""
+        return self._wave == 1 or not (self._clock[k] + 1) % self._wave
 
     def _next(self, k: int) -> float:
         """The learner's next run time. Draws more of them if needed."""
@@ -250,7 +263,7 @@ class Simulator:
     def _end(self, k: int, now: float) -> None:
         """Handles the end of an iteration."""
         self._due[k] = NEVER
-        if (self._clock[k] + 1) % self._wave:
+        if not self._is_last(k):
             self._unpushed[k] = self._unpushed.get(k, 0.0) + now - self._started[k]
             self._clock[k] += 1
             self._wait(k, now)

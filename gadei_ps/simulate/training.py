@@ -1,9 +1,11 @@
 """Stochastic gradient descent in virtual time: loss against time, not only gradients against time.
 
-A gradient uses the weights that the learner pulled when its iteration began. It is computed when it
-is applied, so dropped gradients cost nothing. A learner's i-th iteration draws the same mini-batch
-under every model. Weights are never changed in place: learners share the versions that they have
-pulled, so the number of learners bounds the memory, not the length of the run.
+A gradient uses the weights that the learner pulled when its iteration began. A wave's gradient is
+the mean of its mini-batches': the last uses the weights pulled before it, the others those of the
+pull in the wave before. A gradient is computed when it is applied, so dropped gradients cost
+nothing. A learner's i-th iteration draws the same mini-batch under every model. Weights are never
+changed in place: learners share the versions that they have pulled, so the number of learners
+bounds the memory, not the length of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from gadei_ps.simulate.problems import Problem, Rows, Weights
 
 
 class _Begun(NamedTuple):
-    weights: Weights
+    """A gradient. last: the weights of its last mini-batch; first: of those before."""
+
+    first: Weights
+    last: Weights
     iteration: int
 
 
@@ -55,18 +60,26 @@ class Descent:
         self._wave = wave
         self._points = points
         self._decay = decay
-        self._computing: dict[int, _Begun] = {}
+        self._pulled: dict[int, Weights] = {}
+        self._computing: dict[int, tuple[Weights, int]] = {}
         self._published: dict[int, deque[_Begun]] = {}
         self._next_point = 0
+
+    def pull(self, learners: Sequence[int]) -> None:
+        """See server.Training."""
+        for learner in learners:
+            self._pulled[learner] = self.weights
 
     def begin(self, learners: Sequence[int], iterations: Sequence[int]) -> None:
         """See server.Training."""
         for learner, iteration in zip(learners, iterations, strict=True):
-            self._computing[learner] = _Begun(self.weights, iteration)
+            self._computing[learner] = self._pulled[learner], iteration
 
     def publish(self, learner: int) -> None:
         """See server.Training."""
-        self._published.setdefault(learner, deque()).append(self._computing.pop(learner))
+        first, iteration = self._computing.pop(learner)
+        begun = _Begun(first, self._pulled[learner], iteration)
+        self._published.setdefault(learner, deque()).append(begun)
 
     def drop(self, learners: Sequence[int]) -> None:
         """See server.Training."""
@@ -80,11 +93,15 @@ class Descent:
         for learner in learners:
             begun = self._taken(learner)
             rows = self._rows(learner, begun.iteration)
-            alike.setdefault(id(begun.weights), (begun.weights, []))[1].append(rows)
+            cut = len(rows) - self._batch if begun.first is not begun.last else 0
+            for weights, part in ((begun.first, rows[:cut]), (begun.last, rows[cut:])):
+                if len(part):
+                    alike.setdefault(id(weights), (weights, []))[1].append(part)
         total = np.zeros_like(self.weights)
         for weights, parts in alike.values():
-            share = len(parts) / len(learners)
-            total += share * self._problem.gradient(weights, np.concatenate(parts))
+            together = np.concatenate(parts)
+            share = len(together) / (len(learners) * self._batch * self._wave)
+            total += share * self._problem.gradient(weights, together)
             total += share * self._decay * weights
         rate = (self._lr_on_arrival if on_arrival else self._lr) * self._wave
         self.weights = self.weights - rate * total

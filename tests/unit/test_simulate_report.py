@@ -98,11 +98,12 @@ def test_the_mean_of_gradients_of_different_weights() -> None:
         Setting(2, parse("normal", 0), iterations=1), parse_model("bsp")
     )
     first = descent.weights
-    descent.begin((0,), (5,))
-    descent.begin((1, 2), (0, 0))
+    descent.pull((0, 1, 2))
+    descent.begin((0, 1, 2), (5, 0, 0))
     descent.publish(1)
     descent.apply((1,), on_arrival=False)
     second = descent.weights
+    descent.pull((1,))
     descent.begin((1,), (1,))
     for learner in (0, 1, 2):
         descent.publish(learner)
@@ -119,7 +120,10 @@ def test_a_wave_adds_its_updates_up() -> None:
     setting = Setting(2, Recorded(np.ones((1, 2))), iterations=6)
     learning = Learning(problem, batch=3, lr_on_arrival=0.5)
     found = run(parse_model("wsp:D=0,s_local=2"), setting, learning)
-    assert [rows for _, rows in problem.asked] == [9, 9, 9, 9]
+    # The second waves begin with the weights of their learners' last pulls, which were made in the
+    # first waves, and pull for their last mini-batches.
+    later = [(0.0, 6), (2 * 3 * 0.5, 3)]
+    assert problem.asked == [(0.0, 9), (0.0, 9), *later, *later]
     assert found.curve[-1]["loss"] == 4 * 3 * 0.5
     assert found.curve[-1]["gradients"] == 12
 
