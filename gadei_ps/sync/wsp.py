@@ -24,8 +24,8 @@ class WSP(SSP):
     contain all of these.
 
     A virtual worker that runs its mini-batches in a pipeline may start s_local mini-batches of the
-    next wave before its grant: see `mini_batches`. It pulls before the last mini-batch of a wave. A learner without a pipeline, which accumulates
-    the updates of a wave, may use this model too.
+    next wave before its grant: see `mini_batches`. It pulls before the last mini-batch of a wave. A
+    learner without a pipeline, which accumulates the updates of a wave, may use this model too.
     """
 
     name: ClassVar[str] = "wsp"
