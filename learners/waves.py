@@ -2,10 +2,11 @@
 
 The virtual worker of Park et al. 2020 (HetPipe), as one process sees it. Each mini-batch changes
 the learner's own weights at once. The sum of a wave's changes is pushed as one frame, which the
-server adds to the job's weights: a job with [optimizer] kind = "add". Before the last mini-batch of
-a wave the learner waits for its grant and pulls. Its own changes that are not pushed yet are made
+server adds to the job's weights: the job's optimizer is "add". Before the last mini-batch of a
+wave the learner waits for its grant and pulls. Its own changes that are not pushed yet are made
 again to what it has pulled.
 
+    client = Client(tensors=..., optimizer={"kind": "add"})
     waves = Waves(client)
     for ... :
         waves.begin()                                # waits where the model says so
@@ -187,5 +188,6 @@ def check(client: Client) -> None:
         kind = Kind(int(client.hyper[optimizers.KIND])).name.lower()
         raise UsageError(
             f"the optimizer of job {client.job!r} is {kind}, which takes gradients: for updates "
-            'that learners make, start it with --optimizer add, or kind = "add" in its job file'
+            'that learners make, give Client optimizer={"kind": "add"} in all scripts, or start '
+            'the job with --optimizer add, or kind = "add" in its job file'
         )

@@ -100,7 +100,8 @@ def settled(config: JobConfig, script: Script, says: Settings) -> tuple[Script, 
     for name, value in (kind | says.applying(now["kind"])).items():
         if now[name] == value:
             continue
-        if script.source(config, name) == "job":
+        updates = name == "kind" and "add" in (now[name], value)  # against gradients
+        if script.source(config, name) == "job" and not updates:
             overridden[name] = value
         elif not script.is_open or name == "kind":  # whose slots are made
             raise _refusal(config, script, name, now[name], value)
@@ -115,6 +116,7 @@ def settled(config: JobConfig, script: Script, says: Settings) -> tuple[Script, 
 def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) -> UsageError:
     source = script.source(config, name)
     where = {
+        "job": " from its job file or command line",
         "script": " from its first learner",
         "checkpoint": " from its checkpoint",
         "default": " by default, as its model is not a script's",
@@ -124,7 +126,13 @@ def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) 
         f"say the same in all scripts, or give it in [optimizer] of the job file{flag}, which "
         "counts before the scripts"
     )
-    if name == "kind" and source != "script":
+    if name == "kind" and "add" in (has, says):
+        advice = (
+            "add is for scripts that push updates (LocalOptimizer, Waves), the others are for "
+            "those that push gradients; say the same in all scripts, and in [optimizer] of the job "
+            "file or with --optimizer"
+        )
+    elif name == "kind" and source != "script":
         advice = (
             f"say {has} in the script, or begin anew (--fresh) with {says} in [optimizer] of the "
             f"job file{flag}"

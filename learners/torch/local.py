@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gadei_ps.errors import UsageError
+from gadei_ps.job.optimizer import Settings
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import gpu
 from gadei_ps.learners.torch.model import Trained
@@ -34,7 +35,8 @@ class LocalOptimizer:
     Each step changes the weights at once. The job gets the sum of the changes after each wave of
     mini-batches under WSP, after each step under another model (see gadei_ps.learners.waves). The
     model's forward pass waits for the turn, and brings the job's weights, where a wave needs them.
-    Raises UsageError, and what Client raises.
+    The optimizer of the job is "add", as this class says to it. Raises UsageError where the job has
+    another one, and what Client raises.
     """
 
     def __init__(
@@ -50,7 +52,13 @@ class LocalOptimizer:
         self._trained = trained = Trained.of(model)
         if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
             raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")
-        self.client = trained.join(job, wire=wire, error_feedback=error_feedback, name=name)
+        self.client = trained.join(
+            job,
+            optimizer=Settings(kind="add"),
+            wire=wire,
+            error_feedback=error_feedback,
+            name=name,
+        )
         try:
             self.waves = Waves(self.client)
             for at, tensor in (trained.parameters | trained.buffers).items():

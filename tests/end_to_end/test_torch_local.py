@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -96,6 +97,28 @@ def test_batches_are_cut_into_mini_batches(job: Daemon, job_name: str) -> None:
 def test_gradients_and_updates_are_told_apart(job: Daemon, job_name: str) -> None:
     with pytest.raises(UsageError, match="adds updates, and Optimizer pushes gradients"):
         Optimizer(plain_model(), job_name)
+    both = "has kind {} from its {}, and this script says {}: add is for scripts that push updates"
+    of_job = "job file or command line"
+    with pytest.raises(UsageError, match=both.format("add", of_job, "adamw")):
+        Optimizer(plain_model(), job_name, kind="adamw")
     other = f"{job_name}-sgd"
-    with daemon(other), pytest.raises(UsageError, match="is sgd, which takes gradients"):
+    with (
+        daemon(other, optimizer={"kind": "sgd"}),
+        warnings.catch_warnings(),
+        pytest.raises(UsageError, match=both.format("sgd", of_job, "add")) as refused,
+    ):
+        warnings.simplefilter("error")  # one line, and no more
         LocalOptimizer(plain_model(), momentum, other)
+    assert "\n" not in str(refused.value)
+
+
+def test_it_says_itself_that_the_job_adds(job_name: str) -> None:
+    with daemon(job_name, optimizer={}):
+        optimizer = LocalOptimizer(plain_model(), momentum, job_name)
+        LocalOptimizer(plain_model(), momentum, job_name).close()
+        told = status(job_name)["settings"]
+        assert (told["kind"], told["lr"]) == ("add", 1.0)
+        assert told["from"] == {"kind": "script", "lr": "default"}
+        with pytest.raises(UsageError, match="has kind add from its first learner"):
+            Optimizer(plain_model(), job_name, kind="sgd")
+        optimizer.close()
