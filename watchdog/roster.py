@@ -32,6 +32,7 @@ from gadei_ps.watchdog.hung import Hung, Sign, Standing, cpu_s
 from gadei_ps.watchdog.memory import JobMemory
 
 LATE_S = 3.0  # far longer than the time between two calls of kill_hung
+TAKE_S = 5.0  # from the answer that gives a place until the learner has its ring mapped
 # Counted by the server for one learner; cleared for the next one.
 COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unasked", "loss")
 STALENESS = ("staleness_sum", "staleness_max", "histogram", "reason")
@@ -71,6 +72,9 @@ class Roster:
         self._selector = selector
         self._log = log
         self._pidfds: dict[int, int] = {}  # row -> pidfd of its learner
+        self._doubtful: dict[
+            int, float
+        ] = {}  # adopted rows whose rings nobody has mapped: since when
         self._generation = 0
         self.coming: set[int] = set()
         """Rows of learners whose rings are being made."""
@@ -100,8 +104,11 @@ class Roster:
         """Whether a learner is gone whose ring is not free yet."""
         return len(self._pidfds) != len(self._memory.rings)
 
-    def adopt(self) -> None:
-        """Watches the learners that a dead watchdog has left; those that died meanwhile leave."""
+    def adopt(self, now: float) -> None:
+        """Watches the learners that a dead watchdog has left; those that died meanwhile leave.
+
+        A place may have been given away in an answer that was never sent: see look().
+        """
         entries = self._entries
         self._generation = int(max(entries["generation"].max(), entries["wanted"].max()))
         # Rows that the dead watchdog was about to give away, and those whose rings are lost.
@@ -121,6 +128,7 @@ class Roster:
                 if int(ring.view(layout.RING)["detached"]):
                     self._leave(row, Gone.DETACHED)
                 else:
+                    self._doubtful[row] = now
                     self._log.info("learner adopted", row=row, pid=pid)
                 continue
             entry["gone"] = Gone.DIED
@@ -129,6 +137,19 @@ class Roster:
             # Of a learner in another pid namespace no pid is known here.
             self._log.warning("learner died", row=row, **({"pid": pid} if pid else {}))
         self._memory.ring_bells()
+
+    def look(self, now: float) -> None:
+        """Takes adopted places back that nobody has taken, as others would wait for them.
+
+        The learner was not told of its place, and has asked the next watchdog for another one.
+        """
+        for row, since in list(self._doubtful.items()):
+            if row not in self._pidfds or self._has_its_ring(row):
+                del self._doubtful[row]
+            elif now >= since + TAKE_S:
+                pid = int(self._entries[row]["pid"])
+                self._log.warning("a learner has no ring mapped: let go", row=row, pid=pid)
+                self._leave(row, Gone.DETACHED)
 
     def begin(self, pid: int, name: str, number: int = -1) -> Coming:
         """Keeps a row for the process, whose ring is still to be made; then admit() or give_up().
@@ -243,17 +264,21 @@ class Roster:
 
         The pid and the start time stay, the ring does not. The program is no learner, and lives.
         """
+        if self._has_its_ring(row):
+            return False
         pid = int(self._entries[row]["pid"])
-        try:
-            device = shm.SHM.stat().st_dev
-        except OSError:
-            return False
-        if process.maps(pid, device, self._memory.rings[row].inode):
-            return False
         self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
         self._log.warning("learner died: its process runs another program", row=row, pid=pid)
         self._leave(row, Gone.DIED)
         return True
+
+    def _has_its_ring(self, row: int) -> bool:
+        """Whether the learner's process has mapped its ring, or that cannot be told."""
+        try:
+            device = shm.SHM.stat().st_dev
+        except OSError:
+            return True
+        return process.maps(int(self._entries[row]["pid"]), device, self._memory.rings[row].inode)
 
     def kill_hung(self, now: float) -> None:
         """Kills learners that hold up others and do nothing, after a warning.
@@ -339,6 +364,7 @@ class Roster:
     def _leave(self, row: int, gone: int) -> None:
         fd = self._pidfds.pop(row)
         self._killed.discard(row)
+        self._doubtful.pop(row, None)
         self._selector.unregister(fd)
         os.close(fd)
         entry = self._entries[row]

@@ -156,7 +156,7 @@ class Supervisor:
         if self.memory.adopted:
             stop = Stop(int(self._control["stop"]))
             self._servers.adopt()
-            self._roster.adopt()
+            self._roster.adopt(time.monotonic())
             self._examine_checkpoints()
         else:
             for name in clear_dead(self.config.name):
@@ -336,6 +336,7 @@ class Supervisor:
         """Looks at everything that may be seen a second late."""
         if self._requests is not None:
             self._requests.expire(self._lock)
+        self._roster.look(now)
         self._roster.kill_hung(now)
         if not self._stopping.begun:
             self._checkpoints.look(now)

@@ -13,10 +13,11 @@ from support import Rig
 
 from gadei_ps.errors import ControlError, Evicted
 from gadei_ps.machine import process
+from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
-from gadei_ps.watchdog.roster import Roster
+from gadei_ps.watchdog.roster import TAKE_S, Roster
 
 ROWS = 4
 
@@ -52,15 +53,30 @@ def test_who_is_adopted(watched: Watched) -> None:
     entries[1]["wanted"] = 0  # leaving, though its process lives
     entries[2]["wanted"] = 9  # its row was being given away
     entries[3]["pid_start"] -= 1  # dead, and its pid is another's
-    watched.roster.adopt()
+    watched.roster.adopt(0.0)
     assert watched.roster.rows == [0]
     assert entries["wanted"][:ROWS].tolist() == [1, 0, 0, 0]
     assert entries["gone"][3] == Gone.DIED
     assert watched.rig.control["learner_deaths"] == 1
 
 
+def test_a_place_that_was_never_taken(watched: Watched) -> None:
+    """Its watchdog died before it answered; the learner lives, and has another place by now."""
+    mine = {"pid": os.getpid(), "pid_start": process.start_ticks(os.getpid())}
+    for field, value in mine.items():  # this process has all rings mapped
+        watched.rig.roster[1][field] = value
+    watched.rig.memory.rings[2].view(layout.RING)["detached"] = 1
+    watched.roster.adopt(100.0)
+    watched.roster.look(100.0 + TAKE_S - 1)
+    assert watched.roster.rows == [0, 1, 3]
+    watched.roster.look(100.0 + TAKE_S)
+    assert watched.roster.rows == [1]
+    assert watched.rig.roster["wanted"][:ROWS].tolist() == [0, 2, 0, 0]
+    assert watched.rig.control["learner_deaths"] == 0
+
+
 def test_who_may_leave(watched: Watched, pid: int) -> None:
-    watched.roster.adopt()
+    watched.roster.adopt(0.0)
     for generation in (0, 2, 9):
         with pytest.raises(Evicted):
             watched.roster.detach(pid, 0, generation)
@@ -81,7 +97,7 @@ def test_who_may_leave(watched: Watched, pid: int) -> None:
 
 def test_a_connection_of_an_earlier_learner(watched: Watched) -> None:
     """Its row has another learner by now, which has not mapped its ring yet."""
-    watched.roster.adopt()
+    watched.roster.adopt(0.0)
     watched.roster.look_at(1, 1)
     assert watched.roster.rows == [0, 1, 2, 3]
     watched.roster.look_at(1, 2)
@@ -93,7 +109,7 @@ def test_a_connection_of_an_earlier_learner(watched: Watched) -> None:
 
 def test_what_is_freed(watched: Watched) -> None:
     entries, rings = watched.rig.roster, watched.rig.memory.rings
-    watched.roster.adopt()
+    watched.roster.adopt(0.0)
     watched.roster.detach(int(entries[0]["pid"]), 0, 1)
     watched.roster.free_rows()
     assert sorted(rings) == [0, 1, 2, 3]
