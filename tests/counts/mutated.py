@@ -41,7 +41,7 @@ def left_out(number: int) -> int:
 
 
 @__import__("numba").extending.overload(left_out)
-def _compiled_left_out(number: Any) -> Any:
+def _compiled_left_out(number: int) -> Any:
     def code(number: int) -> int:
         return _left_out(number)
     return code
