@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from served import Job
 
 VALUES = 1024
-PATIENCE_S = 30.0  # for what takes milliseconds on an idle machine
+# For what takes milliseconds on an idle machine.
+PATIENCE_S = float(os.environ.get("PATIENCE_S", "30"))
 NO_WATCHDOG = (JobNotFound, ConnectionLost, NoAnswer)
 
 

@@ -28,6 +28,7 @@ def ran_out_of_time(lines: Iterable[str]) -> bool:
 
 
 LEFT_OUT = "GADEI_PS_LEFT_OUT"  # the number of the mutant; none is 0
+PATIENCE = {"PATIENCE_S": "20"}  # many places are noticed because a test waits in vain
 REACHED = "GADEI_PS_REACHED"  # a file with a byte for each mutant, set where one would be left out
 # Appended to the bridge between compiled Python and C.
 BRIDGE = """
@@ -226,7 +227,7 @@ class Tree:
                 cwd=self.tree,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | ours | (more or {}),
+                env=os.environ | PATIENCE | ours | (more or {}),
                 start_new_session=True,
             )
             self.running.add(child.pid)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE_S = 60.0  # for what takes milliseconds on an idle machine
+# For what takes milliseconds on an idle machine.
+PATIENCE_S = float(os.environ.get("PATIENCE_S", "60"))
 
 
 def eventually(
