@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.simulated import Watch, simulate
 
 from gadei_ps.errors import UsageError
 from gadei_ps.simulate.draws import Stream, uniform
@@ -17,10 +18,7 @@ from gadei_ps.simulate.events import Events
 from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.simulate.run_times import Recorded, RunTimes, parse
 from gadei_ps.simulate.setting import Faults, GiveUp, Setting
-from gadei_ps.simulate.simulator import Simulator
 from gadei_ps.sync import names
-from gadei_ps.sync import parse as parse_model
-from gadei_ps.sync.wsp import WSP
 
 MODELS = [
     "asp",
@@ -34,17 +32,6 @@ MODELS = [
     "wsp:1",
     "wsp:D=0,s_local=2",
 ]
-
-
-def simulate(spec: str, times: RunTimes | Sequence[Sequence[float]], **how: Any) -> Outcome:
-    """One run; times: rows of run times by iteration, or a source."""
-    source = times if isinstance(times, RunTimes) else Recorded(np.array(times, np.float64))
-    learners = how.pop("learners", None)
-    if learners is None:
-        assert not isinstance(times, RunTimes)
-        learners = len(times[0])
-    training = how.pop("training", None)
-    return Simulator(parse_model(spec), Setting(learners, source, **how), training).run()
 
 
 def counts(found: Outcome) -> tuple[int, int, int, int]:
@@ -68,47 +55,6 @@ def test_bsp_waits_for_the_slowest() -> None:
     assert found.waiting_s == 2 + 2 + 2 + 2
     assert found.waiting_share == 8 / 28
     assert found.staleness.max == 0
-
-
-class Watch:
-    """A training that moves nothing: notes what it is told, and works out the staleness itself."""
-
-    def __init__(self) -> None:
-        self.begun: list[tuple[int, int]] = []
-        self.published: Counter[int] = Counter()
-        self.applied: list[tuple[int, ...]] = []
-        self.dropped: Counter[int] = Counter()
-        self.progress: list[float] = []
-        self.staleness: list[int] = []
-        self._version = 0
-        self._newest: dict[int, int] = {}
-        self._pulled: dict[int, int] = {}
-        self._rings: dict[int, deque[int]] = defaultdict(deque)
-
-    def pull(self, learners: Sequence[int]) -> None:
-        self._newest.update(dict.fromkeys(learners, self._version))
-
-    def begin(self, learners: Sequence[int], iterations: Sequence[int]) -> None:
-        self.begun += zip(learners, iterations, strict=True)
-        self._pulled.update({k: self._newest[k] for k in learners})
-
-    def publish(self, learner: int) -> None:
-        self.published[learner] += 1
-        self._rings[learner].append(self._pulled.pop(learner))
-
-    def apply(self, learners: Sequence[int], *, on_arrival: bool) -> None:
-        self.applied.append(tuple(learners))
-        self.staleness += [self._version - self._rings[k].popleft() for k in learners]
-        self._version += len(learners)
-
-    def drop(self, learners: Sequence[int]) -> None:
-        self.dropped.update(learners)
-        for k in learners:
-            self._rings[k].popleft()
-
-    def look(self, now: float, progress: float, applied: int) -> None:
-        self.progress.append(progress)
-        assert applied == self._version
 
 
 def test_asp_never_waits_and_staleness_counts_what_others_applied() -> None:
@@ -353,64 +299,6 @@ def test_ssp_keeps_its_bound(
     assert watch.most <= bound
     if source == "speeds:1,3":
         assert watch.most == bound
-
-
-@settings(deadline=None, max_examples=30, derandomize=True)
-@given(
-    source=sources,
-    D=st.integers(0, 3),
-    s_local=st.integers(0, 4),
-    learners=st.integers(2, 8),
-    seed=st.integers(0, 99),
-    server_s=st.sampled_from([0.0, 0.02]),
-)
-def test_wsp_keeps_its_bound(
-    source: str, D: int, s_local: int, learners: int, seed: int, server_s: float
-) -> None:
-    """Park et al. 2020: a mini-batch p > (D + 1)(s_local + 1) + s_local is computed from weights
-    that hold the mini-batches of every other learner up to p - (s_global + 1)."""
-    model = WSP(D, s_local)
-
-    class Bound(Watch):
-        def __init__(self) -> None:
-            super().__init__()
-            self.done: Counter[int] = Counter()
-            self.seen: dict[int, int] = {}
-            self.before: dict[int, int] = {}
-            self.lacks = 0
-
-        def pull(self, learners_: Sequence[int]) -> None:
-            super().pull(learners_)
-            for k in learners_:
-                others = min(self.done[other] for other in range(learners) if other != k)
-                self.seen[k] = others * model.wave
-
-        def begin(self, learners_: Sequence[int], iterations: Sequence[int]) -> None:
-            super().begin(learners_, iterations)
-            self.before.update({k: self.seen[k] for k in learners_})
-
-        def publish(self, learner: int) -> None:
-            last = (self.published[learner] + 1) * model.wave
-            super().publish(learner)
-            for p, seen in ((last - 1, self.before[learner]), (last, self.seen[learner])):
-                if p > (D + 1) * model.wave + s_local:
-                    self.lacks = max(self.lacks, p - (model.s_global + 1) - seen)
-
-        def apply(self, learners: Sequence[int], *, on_arrival: bool) -> None:
-            super().apply(learners, on_arrival=on_arrival)
-            self.done.update(learners)
-
-    watch, iterations = Bound(), 8 * model.wave
-    simulate(
-        str(model),
-        parse(source, seed),
-        learners=learners,
-        iterations=iterations,
-        server_s=server_s,
-        seed=seed,
-        training=watch,
-    )
-    assert not watch.lacks
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)
