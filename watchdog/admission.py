@@ -141,7 +141,7 @@ class Admission:
         if self._coming is not None:
             self._wait(client, lambda: self._offer(client, offered, says, file))
             return None
-        if early and self._start.awaits:
+        if early and self._start.awaits_first:
             again = Waiting(client, lambda: self._offer(client, offered, says, file))
             self._early.append((time.monotonic(), again))
             return None
@@ -310,8 +310,8 @@ class Admission:
             if self._stopping.begun or (not is_model and client not in self._sockets):
                 task.progress.cancel()
         if self._early:
-            stopping = self._stopping.begun
-            self._hear_early(lambda since: stopping or self._start.is_late(since))
+            none = self._stopping.begun or not self._start.awaits_first
+            self._hear_early(lambda since: none or self._start.is_late(since))
             if now >= self._noted_at + SAY_S:
                 self._noted_at = now
                 for _, one in self._early:

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import psutil
 
 from gadei_ps.job.config import LearnersConfig
 from gadei_ps.machine import process
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
+from gadei_ps.memory import finished
 from gadei_ps.memory.layout import CONTROL, Stop, Work
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.memory import JobMemory
@@ -69,9 +69,9 @@ class JobLearners:
                     environ = found.environ()
                     if process.alive(found.pid, start):  # else it may be another process' by now
                         self._adopt(found.pid, start, environ)
-        bits = self.memory.control.view(CONTROL)["finished"].tolist()
+        control = self.memory.control.view(CONTROL)
         for one in self.all:
-            one.finished = bool(bits[one.index // 64] >> one.index % 64 & 1)
+            one.finished = finished.has(control, one.index)
 
     def _adopt(self, pid: int, start: int, environ: Mapping[str, str]) -> None:
         name = NAME.fullmatch(environ.get(NAME_VARIABLE, ""))
@@ -114,7 +114,7 @@ class JobLearners:
         control = self.memory.control.view(CONTROL)
         # Kept for the next watchdog. A learner that a stop has ended may be wanted again.
         if one.finished and (done or int(control["stop"]) == Stop.GO):
-            control["finished"][one.index // 64] |= np.uint64(1 << one.index % 64)
+            finished.add(control, one.index)
         exit_ = Exit(now, now - one.since > USEFUL_S)
         one.exits = restart.remembered((*one.exits, exit_), self.policy)
         if not one.finished:

@@ -21,6 +21,7 @@ from gadei_ps.job.control import (
     Checkpoint,
     Detach,
     Discard,
+    LeaveOut,
     Offer,
     Reload,
     SetSync,
@@ -144,6 +145,8 @@ class Requests:
                 return self._set_sync(request)
             case SetWork():
                 return self._set_work(request)
+            case LeaveOut():
+                return self._leave_out(request)
             case Checkpoint():
                 self._checkpoint(client)
                 return None
@@ -201,6 +204,12 @@ class Requests:
 
     def _detach(self, client: Client, request: Detach) -> dict[str, Any]:
         self._roster.detach(client.pid, request.row, request.generation)
+        return {}
+
+    def _leave_out(self, request: LeaveOut) -> dict[str, Any]:
+        """Where the job file has learners, those are awaited, and not a launcher's."""
+        if self._memory.config.learners is None:
+            self._start.leave_out(request.number)
         return {}
 
     def _reload(self, request: Reload) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 So that each run of such a job gives the same weights: learner 0 makes the model, and batches are
 handed out once all learners ask for them, in the order of rows. The server awaits them as well
-(gadei_ps.server.start). What does not come within the learners' time limit is awaited no longer.
+(gadei_ps.server.start). Learners that have ended for good are not awaited, and what does not come
+within the learners' time limit is awaited no longer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.job import modes
-from gadei_ps.memory import layout
+from gadei_ps.memory import finished, layout
 from gadei_ps.memory.layout import CONTROL, Work
 from gadei_ps.watchdog.memory import JobMemory
 
@@ -35,11 +36,25 @@ class Start:
         """Whether learners of this job begin together, and have not begun yet."""
         return self._learners > 1 and modes.awaits_start(self._memory.control)
 
+    @property
+    def awaits_first(self) -> bool:
+        """Whether learner 0, which makes the model, is awaited."""
+        return self.awaits and not finished.has(self._control, 0)
+
+    @property
+    def _awaited(self) -> int:
+        return max(1, self._learners - finished.count(self._control))
+
+    def leave_out(self, number: int) -> None:
+        """The learner of this number has ended for good."""
+        finished.add(self._control, number)
+        self._memory.ring_bells()
+
     def report(self) -> dict[str, int] | None:
         """For the status: learners that are there, of those that are awaited; None once begun."""
         if not self.awaits:
             return None
-        return {"learners": min(self._asking(0xFFFFFFFF), self._learners), "of": self._learners}
+        return {"learners": min(self._asking(0xFFFFFFFF), self._awaited), "of": self._awaited}
 
     def is_late(self, since: float) -> bool:
         """Whether who waits since then waits no longer."""
@@ -52,7 +67,7 @@ class Start:
         if int(control["work"]) != Work.NONE or not int(control["batches"]):
             return
         self._since = self._since or time.monotonic()
-        all_ask = self._asking(layout.WANTS_WORK) >= self._learners
+        all_ask = self._asking(layout.WANTS_WORK) >= self._awaited
         if self.awaits and not all_ask and not stopping and not self.is_late(self._since):
             return
         at = self._memory.control.word(CONTROL, "work")

@@ -18,18 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gadei_ps.commands import daemon, jobs, saved
+from gadei_ps.commands import daemon, saved
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.errors import ControlError, GadeiError, JobNotFound, JobStopped, UsageError
+from gadei_ps.commands.served import Attached, Served
+from gadei_ps.errors import GadeiError, JobStopped, UsageError
 from gadei_ps.job import config
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.control import Connection, Status, StopJob
-from gadei_ps.job.processes import Processes
 from gadei_ps.machine import gpus, interrupts
 from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.machine.output import Output
-from gadei_ps.memory import shm, totals
-from gadei_ps.memory.layout import Phase
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show.counts import counted, mostly_refused
 from gadei_ps.show.optimizer import start
@@ -38,7 +35,6 @@ from gadei_ps.storage.export import check as check_export
 
 POLL_S = 0.05
 REPORT_S = 1.0
-DRAIN_S = 30.0
 LEAVE_S = 5.0  # until the job has applied what ended learners had published
 GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
 
@@ -84,7 +80,7 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
                 f"{given}: job {job!r} is running and has its configuration; leave out the option, "
                 "or stop the job first"
             )
-        attached = _Attached(job)
+        attached = Attached(job)
         return _Run(attached, command, options, _one_more(attached, options)).run()
     if job.endswith(".toml"):
         wanted = with_overrides(config.load(Path(job)), options.overrides, job)
@@ -98,7 +94,7 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
     with Daemon(
         wanted, verbose=options.verbose, learners=options.learners, fresh=options.fresh
     ) as served:
-        return _Run(_Served(served), command, options, compute).run()
+        return _Run(Served(served), command, options, compute).run()
 
 
 def _compute(options: RunOptions) -> Compute:
@@ -144,7 +140,7 @@ def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoR
     Of the options, only device and gpus are used. Raises JobNotFound, UsageError, DeviceError.
     """
     check_command(command)
-    attached = _Attached(job)
+    attached = Attached(job)
     env = os.environ | {JOB_VARIABLE: attached.socket} | _one_more(attached, options).environment(0)
     sys.stdout.flush()
     try:
@@ -156,108 +152,13 @@ def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoR
 def attach_and_wait(job: str, command: Sequence[str], options: RunOptions) -> dict[str, Any]:
     """Runs one more learner as a child to its end; returns the summary. Raises GadeiError."""
     check_command(command)
-    attached = _Attached(job)
+    attached = Attached(job)
     return _Run(attached, command, options, _one_more(attached, options)).run()
 
 
-def _one_more(attached: _Attached, options: RunOptions) -> Compute:
+def _one_more(attached: Attached, options: RunOptions) -> Compute:
     """Devices of learners that join the job's present learners."""
     return _compute(options).beside(one["pid"] for one in attached.before["learners"])
-
-
-# -- where the learners' job lives ----------------------------------------------------------------
-
-
-class _Attached:
-    """A job that another process serves; it continues when the learners have ended.
-
-    Servers and learners outlive the job's watchdog, and the next watchdog adopts them.
-    """
-
-    def __init__(self, job: str) -> None:
-        with Connection(job) as connection:
-            self.socket = str(connection.path.absolute())
-        self.before = jobs.status(self.socket)
-        self._ends_idle = self.before["when_idle"] == "stop"
-        self._processes = Processes(self.socket)
-
-    def counts(self) -> dict[str, int]:
-        """Of gradients and samples, also of a job that has ended: its memory is still mapped."""
-        return totals.counts(self._processes.control)
-
-    def report(self) -> dict[str, Any] | None:
-        """The job's status; None once it has ended.
-
-        While no watchdog answers, `watchdog_pid` is None and the rest is read from memory.
-        """
-        try:
-            found = jobs.status(self.socket)
-        except (JobNotFound, ControlError):
-            return self._remembered() if self._goes_on() else None
-        if found["job_id"] != self.before["job_id"]:
-            return None
-        self._ends_idle = found["when_idle"] == "stop"  # a reload may change it
-        return found
-
-    def _goes_on(self) -> bool:
-        if int(self._processes.control["phase"]) > Phase.DRAINING:
-            return False
-        if self._processes.server() is not None or self._processes.standby() is not None:
-            return True
-        return (shm.SHM / self._processes.segment.name[1:]).exists()
-
-    def _remembered(self) -> dict[str, Any]:
-        control = self._processes.control
-        roster = control["roster"]
-        pids = roster["pid"][roster["retired"] != roster["generation"]]
-        told = {
-            "version": int(control["version"]),
-            "learners": [{"pid": pid} for pid in pids.tolist()],
-            "watchdog_pid": None,
-        }
-        return self.before | self.counts() | told
-
-    def was_stopped(self) -> bool:
-        """Whether the job's stop has ended the learners, and not the learners' end the job."""
-        stopped = (Phase.DRAINING, Phase.KEPT, Phase.STOPPED)
-        return int(self._processes.control["phase"]) in stopped and not self._ends_idle
-
-    def end(self) -> dict[str, Any] | None:
-        """Nothing is to be ended."""
-        return self.report()
-
-
-class _Served:
-    """A job that this process serves; it ends with the learners."""
-
-    def __init__(self, served: Daemon) -> None:
-        self.socket = str(served.socket)
-        self._daemon = served
-        self._control = Processes(served.config.name).control
-        # Of a job that goes on from a checkpoint these are not 0.
-        self.before: dict[str, Any] = {"version": int(self._control["version"]), **self.counts()}
-
-    def counts(self) -> dict[str, int]:
-        """Of gradients and samples, also once the job has ended: its memory is still mapped."""
-        return totals.counts(self._control)
-
-    def report(self) -> dict[str, Any] | None:
-        """The job's status; None after the job was stopped. Raises JobFailed."""
-        try:
-            return self._daemon.request(Status())
-        except JobStopped:
-            return None
-
-    def was_stopped(self) -> bool:
-        """No: it ends with `run`, and the exit codes of the learners are what counts."""
-        return False
-
-    def end(self) -> dict[str, Any] | None:
-        """Stops the job; its final report, None if it was stopped before."""
-        try:
-            return self._daemon.request(StopJob(drain=True, timeout_s=DRAIN_S), 2 * DRAIN_S)
-        except JobStopped:
-            return None
 
 
 # -- the learners ---------------------------------------------------------------------------------
@@ -268,7 +169,7 @@ class _Run:
 
     def __init__(
         self,
-        job: _Attached | _Served,
+        job: Attached | Served,
         command: Sequence[str],
         options: RunOptions,
         compute: Compute,
@@ -279,6 +180,7 @@ class _Run:
         self.compute = compute
         self.last: dict[str, Any] = job.before
         self.ended: dict[int, Ended] = {}
+        self.missed: list[Ended] = []  # ended for good; the job may await them
         self.pids: set[int] = set()
         self.restarts = 0
         self.begin = time.monotonic()
@@ -301,6 +203,7 @@ class _Run:
                 if not self._look_at_job():
                     self._say_goodbye(learners)
                     break
+                self._tell_of_missed()
                 if self.signal is None and (number := signalled()) is not None:
                     until = time.monotonic() + GRACE_S
                     self._pass_on(number, learners)
@@ -401,9 +304,11 @@ class _Run:
     def _look_at_learners(self, learners: Learners, restarts: int) -> None:
         for one in learners.ended():
             self.ended[one.index] = one
+            again = one.code < 0 and self.restarts < restarts
+            if not again:
+                self.missed.append(one)
             if one.code == 0:
                 continue
-            again = one.code < 0 and self.restarts < restarts
             left = len(learners.pids)
             if self.output is not None:
                 self.output.catch_up()  # the reason is above this line
@@ -415,6 +320,18 @@ class _Run:
                 self.restarts += 1
                 del self.ended[one.index]
                 learners.start(one.index)
+
+    def _tell_of_missed(self) -> None:
+        """Tells the job which learners have ended, while it awaits all of them for the first step.
+
+        Not yet of one that the job still takes for present: it would count twice.
+        """
+        if not self.last.get("start"):
+            return
+        there = {one["pid"] for one in self.last["learners"] if not one["leaving"]}
+        for one in [one for one in self.missed if one.pid not in there]:
+            self.missed.remove(one)
+            self.job.leave_out(one.index)
 
     def _summary(self) -> dict[str, Any]:
         before, after = self.job.before, self.last

@@ -28,6 +28,7 @@ from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
 from gadei_ps.job import paths
 from gadei_ps.job.optimizer import Settings
 from gadei_ps.memory import shm
+from gadei_ps.memory.layout import MAX_LEARNERS
 
 PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20
@@ -116,6 +117,13 @@ class Checkpoint(_Message):
     op: Literal["checkpoint"] = "checkpoint"
 
 
+class LeaveOut(_Message):
+    """The learner of this number, of `run`, has ended for good: the start awaits it no longer."""
+
+    op: Literal["leave_out"] = "leave_out"
+    number: int = Field(ge=0, lt=MAX_LEARNERS)
+
+
 class StopJob(_Message):
     """Ends the job; with `drain` learners first finish and what they published is applied."""
 
@@ -131,7 +139,17 @@ class Discard(_Message):
 
 
 Request = Annotated[
-    Attach | Checkpoint | Detach | Discard | Offer | Reload | SetSync | SetWork | Status | StopJob,
+    Attach
+    | Checkpoint
+    | Detach
+    | Discard
+    | LeaveOut
+    | Offer
+    | Reload
+    | SetSync
+    | SetWork
+    | Status
+    | StopJob,
     Field(discriminator="op"),
 ]
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

@@ -1,8 +1,9 @@
 """The start of a job whose learners begin together, so that each run of it gives the same weights.
 
 The first superstep of BSP takes in all learners that the job is to have, as the watchdog says on
-the server's command line. Who asks for a turn or for work is there. A learner that does not come
-is awaited for as long as one that holds up others may do nothing.
+the server's command line, except those that have ended for good. Who asks for a turn or for work is
+there. A learner that does not come is awaited for as long as one that holds up others may do
+nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.memory import layout
+from gadei_ps.memory import finished, layout
 from gadei_ps.memory.layout import Work
 
 EPOCHS = 2  # at most so many are open at once
@@ -39,7 +40,8 @@ class Start:
         there = joined
         if _all_handed(control):  # of few batches there are none for some of them
             there += sum(bool(one & layout.WANTS_WORK) for one in wants)
-        if there >= self.learners:
+        awaited = max(1, self.learners - finished.count(control))
+        if there >= awaited:
             return True
         now = time.monotonic()
         if there != self._came:
@@ -50,7 +52,7 @@ class Start:
             "not all learners have come, going on without the others: this run cannot be repeated "
             "to the last bit; see their output",
             learners=there,
-            awaited=self.learners,
+            awaited=awaited,
         )
         return True
 

@@ -113,6 +113,34 @@ def test_failing_learner(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert gpus.has_driver() or "compute on the host" not in result.err
 
 
+FAILS_EARLY = """
+import os, signal
+import numpy as np
+from gadei_ps.learners.client import Client
+
+index = int(os.environ["GADEI_PS_LEARNER"])
+if index == 0:
+    raise SystemExit("no data")
+with Client(tensors={"w": np.zeros(8)}) as client:
+    client.push({"w": np.ones(8)})
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    client.wait_applied()
+"""
+
+
+def test_learners_that_fail_before_all_have_come_are_not_awaited(cli: Cli, job_name: str) -> None:
+    """Neither the one that was to make the model, nor one whose gradient waits for all."""
+    (cli.directory / "early.py").write_text(FAILS_EARLY)
+    (cli.directory / "job.toml").write_text(
+        f'name = "{job_name}"\nsync = "bsp"\nlearner_timeout_s = 0\n'
+    )
+    ran = cli("run", "job.toml", "--learners", 3, "--json", "--", sys.executable, "early.py")
+    assert ran.code == 1, ran
+    assert [one["exit_code"] for one in ran.json["ended"]] == [1, -signal.SIGKILL, 0]
+    assert ran.json["gradients_applied"] == 2
+
+
 def test_a_script_saves_at_ctrl_c(cli: Cli, job_name: str, learner: list[str]) -> None:
     """As in a terminal: KeyboardInterrupt in the script, also in what a shell has started."""
     script = Path(learner[1])

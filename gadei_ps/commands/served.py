@@ -1,0 +1,117 @@
+"""Where the learners of `run` and `attach` have their job: in another process, or in this one."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from gadei_ps.commands import jobs
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.errors import ControlError, JobNotFound, JobStopped
+from gadei_ps.job.control import Connection, LeaveOut, Status, StopJob
+from gadei_ps.job.processes import Processes
+from gadei_ps.memory import shm, totals
+from gadei_ps.memory.layout import MAX_LEARNERS, Phase
+
+DRAIN_S = 30.0
+
+
+class Attached:
+    """A job that another process serves; it continues when the learners have ended.
+
+    Servers and learners outlive the job's watchdog, and the next watchdog adopts them.
+    """
+
+    def __init__(self, job: str) -> None:
+        with Connection(job) as connection:
+            self.socket = str(connection.path.absolute())
+        self.before = jobs.status(self.socket)
+        self._ends_idle = self.before["when_idle"] == "stop"
+        self._processes = Processes(self.socket)
+
+    def counts(self) -> dict[str, int]:
+        """Of gradients and samples, also of a job that has ended: its memory is still mapped."""
+        return totals.counts(self._processes.control)
+
+    def report(self) -> dict[str, Any] | None:
+        """The job's status; None once it has ended.
+
+        While no watchdog answers, `watchdog_pid` is None and the rest is read from memory.
+        """
+        try:
+            found = jobs.status(self.socket)
+        except (JobNotFound, ControlError):
+            return self._remembered() if self._goes_on() else None
+        if found["job_id"] != self.before["job_id"]:
+            return None
+        self._ends_idle = found["when_idle"] == "stop"  # a reload may change it
+        return found
+
+    def _goes_on(self) -> bool:
+        if int(self._processes.control["phase"]) > Phase.DRAINING:
+            return False
+        if self._processes.server() is not None or self._processes.standby() is not None:
+            return True
+        return (shm.SHM / self._processes.segment.name[1:]).exists()
+
+    def _remembered(self) -> dict[str, Any]:
+        control = self._processes.control
+        roster = control["roster"]
+        pids = roster["pid"][roster["retired"] != roster["generation"]]
+        told = {
+            "version": int(control["version"]),
+            "learners": [{"pid": pid} for pid in pids.tolist()],
+            "watchdog_pid": None,
+        }
+        return self.before | self.counts() | told
+
+    def was_stopped(self) -> bool:
+        """Whether the job's stop has ended the learners, and not the learners' end the job."""
+        stopped = (Phase.DRAINING, Phase.KEPT, Phase.STOPPED)
+        return int(self._processes.control["phase"]) in stopped and not self._ends_idle
+
+    def leave_out(self, number: int) -> None:
+        """The job may await learners of other commands: their numbers are not known here."""
+
+    def end(self) -> dict[str, Any] | None:
+        """Nothing is to be ended."""
+        return self.report()
+
+
+class Served:
+    """A job that this process serves; it ends with the learners."""
+
+    def __init__(self, served: Daemon) -> None:
+        self.socket = str(served.socket)
+        self._daemon = served
+        self._control = Processes(served.config.name).control
+        # Of a job that goes on from a checkpoint these are not 0.
+        self.before: dict[str, Any] = {"version": int(self._control["version"]), **self.counts()}
+
+    def counts(self) -> dict[str, int]:
+        """Of gradients and samples, also once the job has ended: its memory is still mapped."""
+        return totals.counts(self._control)
+
+    def report(self) -> dict[str, Any] | None:
+        """The job's status; None after the job was stopped. Raises JobFailed."""
+        try:
+            return self._daemon.request(Status())
+        except JobStopped:
+            return None
+
+    def was_stopped(self) -> bool:
+        """No: it ends with `run`, and the exit codes of the learners are what counts."""
+        return False
+
+    def leave_out(self, number: int) -> None:
+        """The learner of this number has ended for good: the others begin without it."""
+        if number < MAX_LEARNERS:  # no job lets in more
+            with contextlib.suppress(ControlError, JobStopped):  # the next report says so
+                self._daemon.request(LeaveOut(number=number))
+
+    def end(self) -> dict[str, Any] | None:
+        """Stops the job; its final report, None if it was stopped before."""
+        try:
+            return self._daemon.request(StopJob(drain=True, timeout_s=DRAIN_S), 2 * DRAIN_S)
+        except JobStopped:
+            return None
