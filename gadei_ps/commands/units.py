@@ -51,10 +51,7 @@ StartLimitIntervalSec=120
 StartLimitBurst=10
 # With the default dependencies, $target would wait until learners can attach. The lines
 # below are the defaults without that one.
-DefaultDependencies=no
 $base
-Conflicts=shutdown.target
-Before=shutdown.target
 
 [Service]
 # Ready when learners can attach. The first start of an installation compiles for half a minute or
@@ -161,10 +158,7 @@ After=gadei-ps@%i.service
 ConditionPathExists=%t/gadei-ps/%i.wanted
 StartLimitIntervalSec=120
 StartLimitBurst=10
-DefaultDependencies=no
 $base
-Conflicts=shutdown.target
-Before=shutdown.target
 
 [Service]
 Type=exec
@@ -229,7 +223,13 @@ keep = 3
 on_stop = true
 """
 
-BASE = {
+# systemd's default dependencies, except that the target does not wait for the unit.
+BASE = """\
+DefaultDependencies=no
+{}
+Conflicts=shutdown.target
+Before=shutdown.target"""
+BASE_OF = {
     Scope.SYSTEM: "Requires=sysinit.target\nAfter=sysinit.target basic.target",
     Scope.USER: "Requires=basic.target\nAfter=basic.target",
 }
@@ -398,7 +398,7 @@ def texts(
         "flag": "" if system else " --user",
         "jobs": "/etc/gadei-ps" if system else "~/.config/gadei-ps",
         "program": command,
-        "base": BASE[scope],
+        "base": BASE.format(BASE_OF[scope]),
         "limits": LIMITS,
         "places": Template(SYSTEM_PLACES if system else USER_PLACES).substitute(user=user),
         "learner_places": Template(SYSTEM_LEARNER_PLACES if system else USER_PLACES).substitute(
