@@ -16,9 +16,9 @@ from typing import Any
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, ModelMismatch, UsageError
 from gadei_ps.job.control import Attach, Offer
 from gadei_ps.job.optimizer import NOTHING
-from gadei_ps.memory import segment, shm, weights
+from gadei_ps.memory import reserve, segment, shm, weights
 from gadei_ps.memory.layout import Role
-from gadei_ps.memory.reserve import Cancelled
+from gadei_ps.memory.reserve import Cancelled, Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
 from gadei_ps.show.counts import counted
@@ -41,12 +41,22 @@ Answer = dict[str, Any] | None
 
 @dataclass(eq=False)
 class File:
-    """A learner's file; closed when nothing refers to it any more."""
+    """A learner's file; closed when nothing refers to it any more.
+
+    That may be its last close, which frees its memory: never in the watchdog's own thread.
+    """
 
     fd: int
 
+    def close(self) -> None:
+        """For a thread that has time."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def __del__(self) -> None:
-        os.close(self.fd)
+        if self.fd >= 0:
+            reserve.let_go(self.fd)
 
 
 @dataclass(frozen=True)
@@ -149,14 +159,16 @@ class Admission:
         self._memory.config.optimizer.spec(says.settings)
         first = First(placed, making.read_from(file.fd, placed), script=says)
 
-        def done(made: tuple[Segment, Segment], error: BaseException | None) -> None:
-            self._model_made(client, file, first, made, error)
+        def make(progress: Progress) -> tuple[Segment, Segment]:
+            try:
+                return self._memory.make_model(first, self._learners, progress)
+            finally:
+                file.close()
 
-        task = self._maker.ask(
-            "the model",
-            lambda progress: self._memory.make_model(first, self._learners, progress),
-            done,
-        )
+        def done(made: tuple[Segment, Segment], error: BaseException | None) -> None:
+            self._model_made(client, first, made, error)
+
+        task = self._maker.ask("the model", make, done)
         self._coming = task, placed
         self._asked[client] = task
         self._hear_early(lambda since: True)
@@ -172,13 +184,12 @@ class Admission:
     def _model_made(
         self,
         client: Client,
-        file: File,
         first: First,
         made: tuple[Segment, Segment],
         error: BaseException | None,
     ) -> None:
         self._coming = None
-        del self._asked[client], file  # it was open until now: the values were read from it
+        del self._asked[client]
         if error is None:
             try:
                 model.enter(self._memory, first, made, self._log)
@@ -251,7 +262,7 @@ class Admission:
         client = one.client
         del self._asked[client]
         if error is None and (self._stopping.begun or client not in self._sockets):
-            self._maker.drop(ring)
+            self._drop(ring)
             error = Cancelled()
         notice = ""
         if error is None:
@@ -260,8 +271,7 @@ class Admission:
                 if said != self._memory.script:
                     self._memory.enter_script(said)
             except UsageError as problem:
-                self._maker.drop(ring)
-                segment.unlink(ring.name)
+                self._drop(ring)
                 error = problem
         if error is not None:
             self._roster.give_up(coming)
@@ -289,6 +299,11 @@ class Admission:
             }
             | ({"notice": notice} if notice else {}),
         )
+
+    def _drop(self, ring: Segment) -> None:
+        """Of a ring that was made in vain."""
+        segment.unlink(ring.name)  # first: what goes last frees the memory
+        self._maker.drop(ring)
 
     def _settled(self, request: Attach) -> tuple[Script, str]:
         """What the scripts have said with this learner, and what it is to be told. Raises

@@ -18,6 +18,7 @@ from typing import Any
 from gadei_ps.errors import ControlError, GadeiError
 from gadei_ps.job import control
 from gadei_ps.machine import log
+from gadei_ps.memory import reserve
 
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
@@ -56,7 +57,7 @@ class Client:
 
     def drop_fds(self) -> None:
         while self.fds:
-            os.close(self.fds.pop())
+            reserve.let_go(self.fds.pop())
 
 
 Handler = Callable[[Client, control.Request], "dict[str, Any] | None"]

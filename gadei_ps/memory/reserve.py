@@ -8,6 +8,7 @@ kernel is done with the pieces in hand.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import os
@@ -177,6 +178,18 @@ def take(
             progress.add(length)
 
     _in_parallel(-(-size // PIECE), piece)
+
+
+def let_go(fd: int) -> None:
+    """Closes a file in a thread of its own.
+
+    If nobody else has it open, the kernel frees its memory first: 0.1 s for each GB.
+    """
+    try:
+        # Not threading: this may be called wherever an object ends, also within that module.
+        _thread.start_new_thread(os.close, (fd,))
+    except RuntimeError:  # no more threads
+        os.close(fd)
 
 
 def _in_parallel(count: int, work: Callable[[int], None]) -> None:

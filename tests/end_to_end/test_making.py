@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from support import FORK, Child, daemon, eventually, fork, gone, live_weights, segments, status
+from support import (
+    FORK,
+    Child,
+    config,
+    daemon,
+    eventually,
+    fork,
+    gone,
+    live_weights,
+    segments,
+    status,
+)
 
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, GadeiError, JobStopped, ModelMismatch
 from gadei_ps.job.control import Attach, Checkpoint, Connection, StopJob, ask
 from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client
+from gadei_ps.memory import segment
+from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.shm import segment_name
+from gadei_ps.watchdog.admission import Admission, Waiting
 
 VALUES = 4 << 20
 SLOW = 1 << 20  # bytes: a piece of this size waits for its permission
@@ -155,6 +172,69 @@ def test_a_learner_dies_while_its_ring_is_made(job_name: str, brake: Brake) -> N
             assert second.receive() == (0, 0.0)
             leaves(second)
         assert status(job_name)["learner_deaths"] == 0, "it never was one"
+
+
+def is_a_file(link: str) -> bool:
+    """Whether this descriptor, as /proc shows it, is of a learner's file. Raises OSError."""
+    return str(Path(link).readlink()).startswith("/memfd:gadei-ps")
+
+
+def files(pid: int) -> int:
+    """How many learners' files a process has open."""
+    count = 0
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += is_a_file(str(one))
+    return count
+
+
+def test_the_watchdogs_thread_frees_no_file(
+    job_name: str, brake: Brake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last close of gigabytes takes longer than an answer may."""
+    watchdog, its_thread, others = (FORK.Value("q", 0) for _ in range(3))
+    close = os.close
+
+    def counts(fd: int) -> None:
+        with contextlib.suppress(OSError):
+            if os.getpid() == watchdog.value and is_a_file(f"/proc/self/fd/{fd}"):
+                mine = threading.get_native_id() == os.getpid()
+                (its_thread if mine else others).value += 1
+        close(fd)
+
+    monkeypatch.setattr(os, "close", counts)
+    with daemon(job_name), fork(1, _learn, job_name, MODEL) as (first,):
+        watchdog.value = pid = status(job_name)["watchdog_pid"]
+        brake.reached()
+        with fork(1, _learn, job_name, MODEL) as (second,):
+            with fork(1, _learn, job_name, MODEL) as (third,):
+                eventually(lambda: files(pid) == 3)
+                for one in (first, third):
+                    one.kill()
+            brake.release()
+            assert second.receive() == (0, 7.0)
+            eventually(lambda: files(pid) == 0)
+            leaves(second)
+    assert (its_thread.value, others.value) == (0, 3)
+
+
+def test_a_ring_made_in_vain_has_no_name_when_it_is_dropped(job_name: str) -> None:
+    """Else the watchdog's thread would free it, by taking the name away last."""
+    ring = segment.create(job_name, "ring.0", SegmentKind.RING, SLOW, job_id=bytes(16))
+    named: list[bool] = []
+    maker, stopping = mock.Mock(), mock.Mock(begun=True, refusal=lambda: JobStopped("stopping"))
+    maker.drop = lambda held: named.append(segment.is_named(held))
+    memory = mock.Mock(config=config(job_name))
+    admission = Admission(
+        mock.Mock(), memory, mock.Mock(), stopping, maker, mock.Mock(), 1, mock.Mock()
+    )
+    client = mock.Mock()
+    admission._asked[client] = mock.Mock()
+    try:
+        admission._ring_made(Waiting(client, mock.Mock()), Attach(), mock.Mock(row=0), ring, None)
+    finally:
+        segment.unlink(ring.name)
+    assert named == [False]
 
 
 def test_a_stop_while_a_model_is_made(job_name: str, brake: Brake) -> None:
