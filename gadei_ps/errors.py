@@ -16,6 +16,31 @@ _LASTING: Final = frozenset(
 )
 
 
+_REMEDIES: Final = {
+    errno.EACCES: "look at its owner and mode (ls -l)",
+    errno.EPERM: "look at its owner and mode (ls -l)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close some files of other programs",
+    errno.ENOMEM: "free some memory",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EROFS: "name a place that can be written",
+}
+
+
+def in_words(error: OSError) -> str:
+    """What the system says: where, what, and what to do if that is known."""
+    what = error.strerror or str(error) or type(error).__name__
+    remedy = _REMEDIES.get(error.errno or 0)
+    return "".join(
+        (
+            f"{error.filename}: " if error.filename else "",
+            what,
+            f"; {remedy}" if remedy else "",
+        )
+    )
+
+
 def is_lasting(error: OSError) -> bool:
     """Whether another try would fail as well: then it is a mistake, with exit code 2."""
     return error.errno in _LASTING

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import GadeiError, JobFailed, SegmentError
+from gadei_ps.errors import GadeiError, JobFailed, SegmentError, in_words
 from gadei_ps.job.control import (
     Attach,
     Detach,
@@ -196,9 +196,7 @@ def _map(
             "did logind remove it (RemoveIPC)? gadei-ps doctor tells"
         ) from None
     except OSError as error:
-        raise SegmentError(
-            f"segment {reply[part][1:]}: {error.strerror}; free some memory or descriptors"
-        ) from None
+        raise SegmentError(f"segment {in_words(error)}") from None
 
 
 def detach(

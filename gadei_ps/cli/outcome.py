@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from gadei_ps.errors import GadeiError, JobNotFound
+from gadei_ps.errors import GadeiError, JobNotFound, in_words
 from gadei_ps.machine import interrupts, log
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.show.plain import plain
@@ -101,8 +101,7 @@ def _told(error: Exception) -> tuple[str, str, int]:
         what = error.format_message().replace("Value error, ", "").rstrip(".")
         return "UsageError", f"{what}; see {path} --help", 2
     if isinstance(error, OSError):
-        what = error.strerror or str(error) or type(error).__name__
-        return type(error).__name__, f"{error.filename}: {what}" if error.filename else what, 1
+        return type(error).__name__, in_words(error), 1
     if isinstance(error, MemoryError):
         return "MemoryError", "not enough memory", 1
     return (

@@ -18,7 +18,15 @@ from typing import Any, Self
 
 from gadei_ps import errors
 from gadei_ps.commands import jobs
-from gadei_ps.errors import ControlError, GadeiError, JobFailed, JobInUse, JobNotFound, JobStopped
+from gadei_ps.errors import (
+    ControlError,
+    GadeiError,
+    JobFailed,
+    JobInUse,
+    JobNotFound,
+    JobStopped,
+    in_words,
+)
 from gadei_ps.job import control, paths
 from gadei_ps.job.absence import absence
 from gadei_ps.job.config import JobConfig, from_mapping
@@ -309,7 +317,8 @@ def main() -> None:
         os.write(say, f"{type(error).__name__}: {error}".encode())
         code = error.exit_code
     except (OSError, MemoryError) as error:
-        said = f"JobFailed: the daemon of job {config.name!r} could not start: {error}"
+        why = in_words(error) if isinstance(error, OSError) else "not enough memory"
+        said = f"JobFailed: the daemon of job {config.name!r} could not start: {why}"
         os.write(say, said.encode())
         code = 1
     sys.exit(code)

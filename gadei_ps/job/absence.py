@@ -180,10 +180,10 @@ def how(job: str, other: str | None) -> str:
 
 
 def locked(path: Path) -> bool:
-    """Whether a watchdog holds this lock file."""
+    """Whether a watchdog holds this lock file. Raises OSError if that cannot be told."""
     try:
         fd = paths.open_lock(path, create=False)
-    except (OSError, ControlError):
+    except (FileNotFoundError, ControlError):
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -55,11 +55,13 @@ def open_file(path: Path, flags: int, mode: int = 0o600, owner: int | None = Non
 
 
 def _why_not_opened(path: Path, error: OSError, owner: int) -> str:
-    """Empty if it is a file that `owner` alone can open."""
+    """Empty if it is a file that `owner` alone can open, and we are `owner`, or root."""
     try:
-        return foreign(path.lstat(), owner)
+        why = foreign(path.lstat(), owner)
     except OSError:
         return str(error.strerror)
+    strange = os.geteuid() not in (0, owner)
+    return why or (f"it belongs to another user (uid {owner})" if strange else "")
 
 
 def foreign(status: os.stat_result, owner: int) -> str:

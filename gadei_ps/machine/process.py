@@ -30,7 +30,10 @@ def start_ticks(pid: int) -> int:
     A process is there as long as any of its threads runs, also if its main thread has ended. Raises
     OSError if the kernel does not say: no file descriptor or memory is free.
     """
-    return _native.start_ticks(pid)
+    try:
+        return _native.start_ticks(pid)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, f"/proc/{pid}/stat") from None
 
 
 def cpu_s(pid: int) -> float:

@@ -58,10 +58,13 @@ class Living:
 
 
 def living(job: str, uid: int | None = None) -> Living:
-    """What the kernel says of the job's processes."""
+    """What the kernel says of the job's processes.
+
+    Raises OSError if it does not say: nobody is to be taken for dead for that.
+    """
     try:
         fd = shm.open_segment(segment_name(job, "control", uid), writable=False, owner=uid)
-    except (NotOurs, OSError):
+    except (NotOurs, FileNotFoundError):
         return Living()
     try:
         locked = [holds.held(fd, byte) for byte in (holds.WATCHDOG, *holds.SERVERS)]
@@ -86,11 +89,12 @@ def elsewhere(job: str) -> str:
 def peek(job: str, uid: int | None = None) -> np.void | None:
     """A copy of the job's control record, also if another build made it.
 
-    None if there is none, or if it is not ours, half made or of another layout version.
+    None if there is none, or if it is not ours, half made or of another layout version. Raises
+    OSError if it cannot be read.
     """
     try:
         fd = shm.open_segment(segment_name(job, "control", uid), writable=False, owner=uid)
-    except (NotOurs, OSError):
+    except (NotOurs, FileNotFoundError):
         return None
     try:
         return _control(fd)
@@ -133,12 +137,15 @@ def is_here(header: np.void) -> bool:
 
 
 def find(job: str | None = None, uid: int | None = None) -> list[Found]:
-    """All segments of this project in /dev/shm, or one job's (of this user, or of user `uid`)."""
+    """All segments of this project in /dev/shm, or one job's (of this user, or of user `uid`).
+
+    Raises OSError if that cannot be told.
+    """
     wanted = os.getuid() if uid is None else uid
     found = []
     try:
         names = sorted(path.name for path in shm.SHM.iterdir())
-    except OSError:
+    except FileNotFoundError:
         return []
     for name in names:
         match = shm.SEGMENT_NAME.fullmatch(name)
@@ -146,7 +153,7 @@ def find(job: str | None = None, uid: int | None = None) -> list[Found]:
             continue
         found.append(_look(name, match["job"], match["part"], int(match["uid"])))
     looked = [one for one in found if one is not None]
-    alive = {key: living(*key) for key in {(one.job, one.uid) for one in looked}}
+    alive = {key: living(*key) for key in {(one.job, one.uid) for one in looked if not one.foreign}}
     return [one if one.foreign else _with_processes(one, alive[one.job, one.uid]) for one in looked]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import posix_ipc
 
 from gadei_ps import _native
-from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError
+from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError, in_words
 from gadei_ps.machine import own, process
 from gadei_ps.memory import build, layout, presence, reserve, shm
 from gadei_ps.memory.layout import SegmentKind
@@ -98,9 +98,10 @@ def create(
     except posix_ipc.ExistentialError:
         raise FileExistsError(errno.EEXIST, "segment exists", name) from None
     except posix_ipc.PermissionsError:  # no OSError
-        raise NoSharedMemory(f"cannot make {name} in {shm.SHM}: Permission denied") from None
+        denied = OSError(errno.EACCES, os.strerror(errno.EACCES))
+        raise NoSharedMemory(f"cannot make {name} in {shm.SHM}: {in_words(denied)}") from None
     except OSError as error:
-        raise NoSharedMemory(f"cannot make {name} in {shm.SHM}: {error.strerror}") from None
+        raise NoSharedMemory(f"cannot make {name} in {shm.SHM}: {in_words(error)}") from None
     memory: mmap.mmap | None = None
     try:
         # Otherwise reserving could make the kernel kill a process.
@@ -119,6 +120,8 @@ def create(
             filling = None if fill is None else functools.partial(fill, segment)
             reserve.take(shared.fd, segment.address, size, progress, filling)
         except OSError as error:
+            if error.filename:  # it was not the segment's memory
+                raise NoSharedMemory(f"cannot make {name}: {in_words(error)}") from None
             if limit := reserve.own_limit(error, size):
                 what = f"cannot reserve {reserve.mib(size)} MiB for {name}: {limit}"
                 raise NoSharedMemory(what) from None

@@ -24,7 +24,7 @@ import time
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import GadeiError, OtherVersion, SegmentError
+from gadei_ps.errors import GadeiError, OtherVersion, SegmentError, in_words
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
@@ -424,8 +424,11 @@ def main() -> None:
     except OtherVersion as error:
         log.get(job=asked.job).error("not started", reason=str(error))
         code = build.REFUSED
-    except (GadeiError, SpecError, OSError) as error:
+    except (GadeiError, SpecError) as error:
         log.get(job=asked.job).error("parameter server", reason=str(error))
+        code = 1
+    except OSError as error:
+        log.get(job=asked.job).error("parameter server", reason=in_words(error))
         code = 1
     except Exception:
         log.get(job=asked.job).exception("parameter server")

@@ -7,6 +7,7 @@
  * number fails, and all after it.
  */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -66,7 +67,7 @@ const char *counts_failed(void) { return plan->failed ? plan->what : ""; }
 static int loads(const char *path)
 {
     size_t length = strlen(path);
-    return strstr(path, "/lib/python") || (length > 3 && !strcmp(path + length - 3, ".py")) ||
+    return strstr(path, "/lib/python") || strstr(path, "/gadei_ps/") || (length > 3 && !strcmp(path + length - 3, ".py")) ||
            (length > 4 && !strcmp(path + length - 4, ".pyc"));
 }
 
@@ -131,6 +132,8 @@ int shm_open(const char *name, int flags, mode_t mode)
 {
     return fails(OPEN, name) ? -1 : NEXT(shm_open)(name, flags, mode);
 }
+
+DIR *opendir(const char *name) { return fails(OPEN, name) ? NULL : NEXT(opendir)(name); }
 
 /* Arenas and stacks of Python itself do not count, as malloc's memory does not. */
 static int of_interpreter(size_t size) { return size == 1 << 20 || size == 16 << 10; }

@@ -3,8 +3,8 @@
 Run with faults.c preloaded. Each line of standard input names the scene, the role, the kind of
 call, its number (0: none fails, and all are listed) and the error. A fork lives that life; the
 answer says what failed, and all that is wrong. Scenes: `life` is a job from its start to its end,
-with two learners and a checkpoint. In `adopted` a watchdog and a learner have died, and in `taken
-over` the active server; there, calls count from the death on.
+with two learners and a checkpoint. In `adopted` a watchdog and a learner have died, in `taken over`
+the active server, and in `orphaned` a watchdog; there, calls count from the death on.
 """
 
 from __future__ import annotations
@@ -131,9 +131,10 @@ class Life:
             standby=scene == "taken over",
             checkpoint={"every_s": 0, "directory": str(self.saved)},
         )
-        self.commands = role == "command"
+        self.commands = role == "command" and scene == "life"
         self.daemon = QuickDaemon(self.config)
         self.total = 0
+        self.alone = False  # no watchdog is to be there
         self.wrong: list[str] = []
         self.said: list[str] = []
 
@@ -178,6 +179,31 @@ class Life:
         self._push(one)
         self._dismiss(one)
 
+    def orphaned(self) -> None:
+        self.twice("start", self._start)
+        one = self._hire()
+        self._push(one)
+        watchdog = self.daemon._process
+        assert watchdog is not None
+        watchdog.kill()
+        watchdog.wait()
+        self.alone = True
+        self.plan()
+        for words, code, says in (
+            (["ls"], 0, "orphaned"),
+            (["status", self.job], 1, "has lost its watchdog"),
+            (["gc"], 0, ""),
+            (["gc", self.job], 0, ""),
+            (["stop", self.job], 1, "has no watchdog to write its last checkpoint"),
+            (["trace", self.job, "--out", str(self.directory / "trace"), "--for", "1ms"], 0, "0 "),
+            (["export", self.job, str(self.directory / "orphan.npz")], 0, "orphan.npz"),
+        ):
+            self.twice(words[0], lambda words=words, c=code, s=says: self._command(words, c, s))
+        self.alone = False
+        self.twice("start", self._start)
+        self._push(one)
+        self._dismiss(one)
+
     def _hire(self) -> Child:
         one = Child(_stay, self.job)
         one.receive(LIFE_S)
@@ -198,15 +224,23 @@ class Life:
         self.scene(self)
         self._settle()
         if self.commands:
-            for words in (
-                ["status", self.job],
-                ["ls"],
-                ["checkpoint", self.job],
-                ["export", self.job, str(self.directory / "out.npz")],
-                ["gc", self.job],
-                ["stop", self.job, "--drain"],
+            out = str(self.directory / "out")
+            for words, says in (
+                (["status", self.job], self.job),
+                (["status"], self.job),
+                (["ls"], "running"),
+                (["set", self.job, "sync=ssp:2"], "ssp"),
+                (["trace", self.job, "--out", out, "--for", "1ms"], "0 run times"),
+                (["kill", self.job, "--server", "--signal", "CONT"], "server"),
+                (["attach", self.job, "--", "true"], ""),
+                (["run", self.job, "--", "true"], ""),
+                (["checkpoint", self.job], "checkpoint of version"),
+                (["export", self.job, f"{out}.npz"], "out.npz"),
+                (["gc"], ""),
+                (["gc", self.job], ""),
+                (["stop", self.job, "--drain"], self.job),
             ):
-                self.twice(words[0], lambda words=words: self._command(words))
+                self.twice(words[0], lambda words=words, says=says: self._command(words, 0, says))
         else:
             self.twice("checkpoint", lambda: jobs.checkpoint(self.job))
             self._settle()
@@ -243,7 +277,7 @@ class Life:
     def _watch(self) -> None:
         """Starts another watchdog if this one has ended, as systemd does."""
         process = self.daemon._process
-        if process is None or process.poll() is None:
+        if process is None or self.alone or process.poll() is None:
             return
         self.said.append(f"the watchdog has ended with {process.returncode}")
         self.twice("start again", self._start)
@@ -275,21 +309,27 @@ class Life:
         if now["version"] != self.total or (live_weights(self.job)[:VALUES] != -self.total).any():
             self.wrong.append(f"{self.total} gradients were pushed, {now['version']} are applied")
 
-    def _command(self, words: list[str]) -> None:
-        paths = [self.directory / name for name in ("out", "err")]
+    def _command(self, words: list[str], wanted: int, says: str) -> None:
+        """wanted: how it ends. says: a part of what it says then."""
+        paths = [self.directory / name for name in ("stdout", "stderr")]
         with open(paths[0], "wb") as out, open(paths[1], "wb") as err:
             child = quick.Forked(
                 [sys.executable, "-P", "-m", "gadei_ps", *words], stdout=out, stderr=err
             )
             code = child.wait(LIFE_S)
-        said = paths[1].read_text()
+        told, said = [path.read_text() for path in paths]
+        what = f"{words[0]} has ended with {code}: {said}"
         lines = 1 + said.count("left alone: ")  # gc names each file that it cannot open
+        lines += 2 if words[0] == "run" else 0  # it says how it begins and how it has ended
         if code not in (0, 1, 2) or said.count("\n") > lines or "internal error" in said:
-            self.wrong.append(f"{words[0]} has ended with {code}: {said}")
-        if code:
-            if not said:
-                self.wrong.append(f"{words[0]} has ended with {code} and said nothing")
-            raise GadeiError(f"{words[0]} has ended with {code}: {said}")
+            self.wrong.append(what)
+        if code and not said:
+            self.wrong.append(f"{what} nothing")
+        if code == wanted and says in (said if code else told):
+            return
+        if not code:
+            self.wrong.append(f"{what} and said: {told}")
+        raise GadeiError(what)
 
     def _stop(self) -> None:
         process = self.daemon._process
@@ -299,7 +339,12 @@ class Life:
         jobs.stop(self.job, drain=True, timeout_s=10.0)
 
 
-SCENES = {"life": Life.life, "adopted": Life.adopted, "taken over": Life.taken_over}
+SCENES = {
+    "life": Life.life,
+    "adopted": Life.adopted,
+    "taken over": Life.taken_over,
+    "orphaned": Life.orphaned,
+}
 
 
 def _live(asked: dict[str, Any]) -> dict[str, Any]:
@@ -341,6 +386,8 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
         life.wrong.append(text)
     shutil.rmtree(directory)
     shutil.rmtree(runtime)
+    said = life.said + [line for line in text.splitlines() if "error" in line]
+    life.wrong += [f"no words for users: {line}" for line in said if "[Errno" in line]
     if (calls := shim.counts_all()) is None:
         life.wrong.append("the list of calls is full (COUNTS_ROOM in faults.c)")
     return {
@@ -348,7 +395,7 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
         "seen": shim.counts_seen(),
         "calls": (calls or b"").decode(errors="replace").splitlines(),
         "wrong": life.wrong,
-        "said": life.said + [line for line in text.splitlines() if "error" in line],
+        "said": said,
     }
 
 

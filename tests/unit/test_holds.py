@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 from support import Child, segments
 from support.hostile import SIZE
 
 from gadei_ps.errors import JobInUse
+from gadei_ps.job.absence import locked
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
 from gadei_ps.memory import holds, layout, presence, segment, shm
@@ -63,6 +66,28 @@ def test_each_byte_has_one_holder(made: Segment, job_name: str) -> None:
     mine.release()
     mine.release()
     assert held(job_name) == [False, False, True]
+
+
+@pytest.mark.parametrize("why", [errno.EACCES, errno.EMFILE])
+def test_nobody_is_taken_for_dead_because_a_file_cannot_be_opened(
+    made: Segment, job_name: str, monkeypatch: pytest.MonkeyPatch, why: int
+) -> None:
+    def refuse(where: Path | str, *how: object, **more: object) -> int:
+        raise OSError(why, os.strerror(why), str(where))
+
+    calls: list[Callable[[], object]] = [
+        lambda: presence.living(job_name),
+        lambda: presence.peek(job_name),
+        lambda: locked(shm.path_of(made.name)),
+    ]
+    with monkeypatch.context() as here:
+        here.setattr(os, "open", refuse)
+        for call in calls:
+            with pytest.raises(OSError, match="control"):
+                call()
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(OSError, match=str(shm.SHM)):
+        presence.find(job_name)
 
 
 def test_a_killed_process_holds_nothing(made: Segment, job_name: str) -> None:

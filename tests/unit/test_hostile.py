@@ -387,3 +387,18 @@ def test_an_own_file_that_cannot_be_opened_is_not_taken_for_foreign(
     path.chmod(0o666)
     with pytest.raises(NotOurs, match="other users may open it"):
         own.open_file(path, os.O_RDWR)
+
+
+def test_a_file_of_another_user_is_foreign_although_its_owner_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "segment"
+    path.touch(0o600)
+
+    def refuse(path: Path, flags: int, mode: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+    with pytest.raises(NotOurs, match="belongs to another user"):
+        own.open_file(path, os.O_RDWR, owner=path.stat().st_uid)
