@@ -28,8 +28,12 @@ _REMEDIES: Final = {
 }
 
 
-def in_words(error: OSError) -> str:
-    """What the system says: where, what, and what to do if that is known."""
+def in_words(error: BaseException) -> str:
+    """An error's message; of the system's errors where, what, and what to do if that is known."""
+    if isinstance(error, MemoryError):
+        return "not enough memory"
+    if not isinstance(error, OSError):
+        return str(error) or type(error).__name__
     what = error.strerror or str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0)
     return "".join(

@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gadei_ps.errors import ControlError, GadeiError, JobFailed, ModelMismatch, UsageError
+from gadei_ps.errors import (
+    ControlError,
+    GadeiError,
+    JobFailed,
+    ModelMismatch,
+    UsageError,
+    in_words,
+)
 from gadei_ps.job.control import Attach, Offer
 from gadei_ps.job.optimizer import NOTHING
 from gadei_ps.memory import reserve, segment, shm, weights
@@ -349,8 +356,11 @@ class Admission:
                 return
             error = JobFailed(self._failed) if self._failed else self._stopping.refusal()
         if not isinstance(error, GadeiError):
-            self._log.error("a request failed", reason=repr(error))
-            error = ControlError(f"the watchdog could not do it: {error}")
+            self._log.error(
+                "a request failed",
+                reason=in_words(error) if isinstance(error, OSError) else repr(error),
+            )
+            error = ControlError(f"the watchdog could not do it: {in_words(error)}")
         self._sockets.reply(client, failure(error))
 
     def end(self, failed: str) -> None:

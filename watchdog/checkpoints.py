@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import CheckpointError, CheckpointMistake
+from gadei_ps.errors import CheckpointError, CheckpointMistake, in_words
 from gadei_ps.job import service
 from gadei_ps.machine import cgroups, process
 from gadei_ps.memory.layout import CONTROL, Phase
@@ -84,7 +84,7 @@ class Checkpoints:
             self._begin(look_beyond=int(self._control["version"]))
         except OSError as error:
             self.unsure = False
-            self.log.warning("cannot look at the checkpoints", reason=str(error))
+            self.log.warning("cannot look at the checkpoints", reason=in_words(error))
 
     def refuse(self) -> None:
         """Raises CheckpointMistake if examine() has found one; the job's memory stays."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import sync
-from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, NotSaved
+from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, NotSaved, in_words
 from gadei_ps.job import control, modes
 from gadei_ps.job.config import check_room
 from gadei_ps.job.control import (
@@ -107,9 +107,10 @@ class Requests:
                 lock.renew()
             self._sockets.renew()
         except (GadeiError, OSError) as error:
-            if str(error) != self._unreachable:
-                self._log.error("the job's socket is lost, and cannot be made", reason=str(error))
-            self._unreachable = str(error)
+            why = in_words(error)
+            if why != self._unreachable:
+                self._log.error("the job's socket is lost, and cannot be made", reason=why)
+            self._unreachable = why
         else:
             path = str(self._sockets.path)
             self._log.warning("the socket or its lock was removed: made again", socket=path)

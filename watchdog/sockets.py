@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gadei_ps.errors import ControlError, GadeiError
+from gadei_ps.errors import ControlError, GadeiError, in_words
 from gadei_ps.job import control
 from gadei_ps.machine import log
 from gadei_ps.memory import reserve
@@ -224,8 +224,8 @@ class ControlServer:
             except GadeiError as error:
                 answer = failure(error)
             except OSError as error:  # no memory or descriptor is free, say
-                log.get().error("a request failed", reason=str(error))
-                answer = failure(ControlError(f"the watchdog could not do it: {error}"))
+                log.get().error("a request failed", reason=in_words(error))
+                answer = failure(ControlError(f"the watchdog could not do it: {in_words(error)}"))
             except Exception as error:  # one bad request must not end the job
                 log.get().exception("a request failed", request=raw[:200])
                 answer = failure(ControlError(f"the watchdog could not do it: {error}"))

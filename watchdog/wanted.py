@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gadei_ps.errors import ControlError, GadeiError
+from gadei_ps.errors import ControlError, GadeiError, in_words
 from gadei_ps.job import paths, service
 
 
@@ -33,9 +33,9 @@ class Wanted:
         try:
             made = self._make()
         except (GadeiError, OSError) as error:  # the directory may have changed since the start
-            self.problem = f"units of learners do not start: {error}"
+            self.problem = f"units of learners do not start: {in_words(error)}"
             if self.problem != before:
-                self._log.error("units of learners do not start", reason=str(error))
+                self._log.error("units of learners do not start", reason=in_words(error))
             return
         if made is None:
             return

@@ -317,7 +317,7 @@ def main() -> None:
         os.write(say, f"{type(error).__name__}: {error}".encode())
         code = error.exit_code
     except (OSError, MemoryError) as error:
-        why = in_words(error) if isinstance(error, OSError) else "not enough memory"
+        why = in_words(error)
         said = f"JobFailed: the daemon of job {config.name!r} could not start: {why}"
         os.write(say, said.encode())
         code = 1

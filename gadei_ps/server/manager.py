@@ -424,10 +424,7 @@ def main() -> None:
     except OtherVersion as error:
         log.get(job=asked.job).error("not started", reason=str(error))
         code = build.REFUSED
-    except (GadeiError, SpecError) as error:
-        log.get(job=asked.job).error("parameter server", reason=str(error))
-        code = 1
-    except OSError as error:
+    except (GadeiError, SpecError, OSError) as error:
         log.get(job=asked.job).error("parameter server", reason=in_words(error))
         code = 1
     except Exception:

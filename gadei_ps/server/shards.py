@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gadei_ps import _native
+from gadei_ps.errors import in_words
 from gadei_ps.machine import log, placement
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import CONTROL, STATE
@@ -109,7 +110,7 @@ class Shards:
         try:
             placement.bind(index, cores, self.weights.address)
         except (OSError, ValueError) as error:  # slower, perhaps, and no reason not to serve
-            self._log.warning("shard not bound to cores", shard=index, reason=str(error))
+            self._log.warning("shard not bound to cores", shard=index, reason=in_words(error))
         try:
             shard.stand_by(part)
         except BaseException as error:

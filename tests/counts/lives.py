@@ -49,7 +49,7 @@ PROGRAMS = {
 }
 KINDS = (
     *("open", "mmap", "ftruncate", "fallocate", "fsync", "rename", "read", "write"),
-    *("pidfd_open", "clone", "vfork"),
+    *("pidfd_open", "clone", "vfork", "opendir"),
 )
 PR_SET_CHILD_SUBREAPER = 36
 VALUES = 304  # as the model is padded

@@ -21,6 +21,7 @@ from preloaded import ask, preloaded
 # Errors that each kind of call may have, the likeliest first. EINTR: nothing may come of it.
 ERRORS = {
     "open": ("EMFILE", "ENOMEM", "EIO", "EINTR", "EACCES"),
+    "opendir": ("EMFILE", "ENOMEM", "EIO", "EACCES"),
     "mmap": ("ENOMEM",),
     "ftruncate": ("ENOSPC", "EIO", "EINTR"),
     "fallocate": ("ENOSPC", "ENOMEM", "EIO"),
@@ -52,6 +53,7 @@ SHORT = {
     ("adopted", "watchdog", "mmap"): 4,
     ("taken over", "watchdog", "pidfd_open"): 1,
     ("taken over", "server", "mmap"): 2,
+    ("orphaned", "command", "rename"): 1,
 }
 # Kinds of which each has calls; the whole run has failed some of each.
 MADE = {
@@ -59,11 +61,20 @@ MADE = {
     ("life", "server"): {"open", "mmap", "read", "clone"},
     ("life", "saver"): {"open", "mmap", "fsync", "rename", "read", "write", "clone"},
     ("life", "learner"): {"open", "mmap"},
-    ("life", "command"): {"open", "mmap", "fsync", "rename", "read", "write", "pidfd_open"},
+    ("life", "command"): {
+        "open",
+        "opendir",
+        "mmap",
+        "fsync",
+        "rename",
+        "read",
+        "write",
+        "pidfd_open",
+    },
     ("adopted", "watchdog"): {"open", "mmap", "rename", "read", "write", "pidfd_open", "clone"},
     ("taken over", "watchdog"): {"open", "read", "write", "pidfd_open", "clone"},
     ("taken over", "server"): {"open", "mmap", "read", "clone"},
-    ("orphaned", "command"): {"open", "mmap", "read", "write"},
+    ("orphaned", "command"): {"open", "opendir", "mmap", "read", "write"},
 }
 NOT_OF_PIPES = ("ENOSPC", "EIO")  # what a write to one cannot have
 MISSED = 0.1  # of the calls to fail; a process may make fewer than when they were listed
