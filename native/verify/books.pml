@@ -10,7 +10,8 @@
  * Abstractions: a gradient's chunks are one step (apply.pml has them). The journal is a copy of all
  * words of the books, made before `open`: a log of single old values is the same, because an entry
  * is whole before its word changes. One thread has the lease at a time (apply.pml), so a kill ends
- * the thread at once and the next begins to recover. Statistics are one counter for each row.
+ * the thread at once and the next begins to recover. Statistics are one counter for each row, and one
+ * for those that are gone.
  * -DLEARNER_LIVES: only servers die. Which of several things to do comes first is left open, so
  * every order of the real loop is there.
  *
@@ -34,14 +35,15 @@ typedef Books {
     byte items[R * AHEAD];  /* the last batches handed to each, by handed % AHEAD */
     byte handed[R];
     byte next;
-    byte again[B];          /* to be handed out again */
-    byte agains;
+    byte agains;            /* how many of `again` are to be handed out again */
+    byte past;              /* counted of those that are gone */
     byte counted[R];
     bool booked
 }
 Books now;           /* in control */
 Books old;           /* the journal; zero when it is closed, only to keep states few */
 bool open;
+byte again[B];       /* not in the journal: what stands above `agains` means nothing */
 
 byte copy[R * AHEAD];  /* in the ring: what the learner reads */
 byte work_head[R], work_tail[R];
@@ -63,16 +65,15 @@ inline set_all(to, from) { /* one word after the other matters only where a kill
         for (i : 0 .. R - 1) {
             to.handed[i] = from.handed[i]; to.counted[i] = from.counted[i]
         }
-        for (i : 0 .. B - 1) { to.again[i] = from.again[i] }
-        to.next = from.next; to.agains = from.agains; to.booked = from.booked; i = 0
+        to.next = from.next; to.agains = from.agains; to.past = from.past;
+        to.booked = from.booked; i = 0
     }
 }
 
 inline clear_old() {
     for (i : 0 .. R * AHEAD - 1) { old.out[i] = 0; old.items[i] = 0 }
     for (i : 0 .. R - 1) { old.handed[i] = 0; old.counted[i] = 0 }
-    for (i : 0 .. B - 1) { old.again[i] = 0 }
-    old.next = 0; old.agains = 0; old.booked = false; i = 0
+    old.next = 0; old.agains = 0; old.past = 0; old.booked = false; i = 0
 }
 
 inline begin_books() { set_all(old, now); open = true }
@@ -80,14 +81,14 @@ inline commit() { d_step { open = false; clear_old() } }
 
 inline roll_back() { /* word by word: a second death in it must be harmless */
     now.booked = old.booked;
-    d_step { for (i : 0 .. R * AHEAD - 1) { now.out[i] = old.out[i] } i = 0 }
     now.next = old.next;
-    d_step { for (i : 0 .. B - 1) { now.again[i] = old.again[i] } i = 0 }
     now.agains = old.agains;
-    d_step { for (i : 0 .. R * AHEAD - 1) { now.items[i] = old.items[i] } i = 0 }
+    now.past = old.past;
+    d_step { for (i : 0 .. R - 1) { now.counted[i] = old.counted[i] } i = 0 }
     now.handed[0] = old.handed[0];
     now.handed[1] = old.handed[1];
-    d_step { for (i : 0 .. R - 1) { now.counted[i] = old.counted[i] } i = 0 }
+    d_step { for (i : 0 .. R * AHEAD - 1) { now.out[i] = old.out[i] } i = 0 }
+    d_step { for (i : 0 .. R * AHEAD - 1) { now.items[i] = old.items[i] } i = 0 }
     commit()
 }
 
@@ -125,7 +126,7 @@ inline top_up(r) {
         if
         :: b == AHEAD -> break
         :: b < AHEAD && now.agains ->
-            d_step { x = now.again[now.agains - 1]; now.out[r * AHEAD + b] = x };
+            d_step { x = again[now.agains - 1]; now.out[r * AHEAD + b] = x };
             now.agains = now.agains - 1
         :: b < AHEAD && !now.agains && now.next < B ->
             d_step { x = now.next + 1; now.out[r * AHEAD + b] = x };
@@ -144,8 +145,8 @@ inline top_up(r) {
 
 inline books(more) { /* of the frame in hand */
     begin_books();
-    atomic { find(record_row, record_frame); assert(i < AHEAD); now.out[record_row * AHEAD + i] = 0; i = 0 };
     now.counted[record_row] = now.counted[record_row] + 1;
+    atomic { find(record_row, record_frame); assert(i < AHEAD); now.out[record_row * AHEAD + i] = 0; i = 0 };
     if
     :: more && wanted[record_row] -> top_up(record_row)
     :: else
@@ -157,7 +158,6 @@ inline books(more) { /* of the frame in hand */
     now.booked = true;
     commit();
 #endif
-    write_copy(record_row)
 }
 
 inline finish() {
@@ -170,8 +170,7 @@ inline finish() {
         :: else
         fi
     };
-    idle = true;
-    d_step { tail[record_row] = applied[record_row]; record_row = 0; record_frame = 0 }
+    d_step { idle = true; record_row = 0; record_frame = 0 }
 }
 
 #define WORK(r) (now.agains || now.next < B) && \
@@ -211,7 +210,8 @@ end_idle: do
             idle = false;
             books(true);
             finish();
-            r = 0
+            write_copy(r);
+            d_step { tail[r] = applied[r]; r = 0 }
         :: atomic { if :: wanted[0] && WORK(0) -> r = 0 :: wanted[1] && WORK(1) -> r = 1 fi };
             begin_books();
             top_up(r);
@@ -224,13 +224,15 @@ end_idle: do
             :: atomic { i = 0; do :: i < AHEAD && !now.out[AHEAD + i] -> i++ :: else -> break od; b = i; i = 0 };
                 if
                 :: b < AHEAD ->
-                    now.again[now.agains] = now.out[AHEAD + b];
+                    again[now.agains] = now.out[AHEAD + b];
                     now.agains = now.agains + 1;
                     now.out[AHEAD + b] = 0
                 :: else -> break
                 fi
             od;
             b = 0;
+            now.past = now.past + now.counted[1];
+            now.counted[1] = 0;
             commit();
             drained = true
         od
@@ -273,8 +275,8 @@ proctype Monitor() {
         for (i : 0 .. B - 1) { assert(answered[i] == 1) }
         for (i : 0 .. R * AHEAD - 1) { assert(!now.out[i]) }
         assert(now.next == B && now.agains == 0 && idle && !open);
-        assert(now.counted[0] == head[0] && now.counted[1] == head[1]);
-        assert(drained == killed[1]);
+        assert(now.counted[0] == head[0] && now.counted[1] + now.past == head[1]);
+        assert(drained == killed[1] && (!drained || !now.counted[1]));
         done = true
     }
 }

@@ -1,4 +1,4 @@
-/* Sees what other processes store into words of shared memory. A shared library for test_traces.py.
+/* Sees what other processes store into words of shared memory. A shared library for traces.py.
  *
  * A sample is the value of each word; it is kept if it differs from the one before. */
 #include <signal.h>
@@ -9,7 +9,7 @@
 #include <sys/user.h>
 #include <sys/wait.h>
 
-#define WORDS 16
+#define WORDS 24
 #define REGISTERS 4
 
 struct word {

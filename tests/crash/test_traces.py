@@ -8,26 +8,19 @@ So stores that the code does in another order than its model, or that the model 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
-import functools
 import os
 import random
 import secrets
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from clients.drivers import CC, Programs
-from support import Child, Pusher, Rig, eventually
-from support.models import verify
-from support.turns import Turns
+from support import Pusher, Rig, eventually
 from team import Team, push_ones, send
+from traces import Recorder, Trace, accepts, load, swapped, traced, with_one_more
 
 from gadei_ps.job.processes import Role
 from gadei_ps.learners.client import Client
@@ -35,103 +28,7 @@ from gadei_ps.memory import layout, shm
 from gadei_ps.memory.layout import ALL_APPLIED, CHUNK, CONTROL, ENTRY, IDLE, RECORD, RING, STATE
 from gadei_ps.memory.weights import Tensor
 
-HERE = Path(__file__).parent
-ROOM = 4096  # samples
-PTRACE_TRACEME = 0
 FRAMES, SLOTS, CHUNKS = 3, 2, 3
-Trace = list[tuple[int, ...]]
-"""What the words held, in this order."""
-
-
-class _Samples(ctypes.Structure):
-    _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("room", ctypes.c_int64),
-        ("kept", ctypes.c_int64),
-        ("words", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-    )
-
-
-class Recorder:
-    """The values of some words, one sample after the other."""
-
-    def __init__(self, library: Path, words: Sequence[tuple[int, int]]) -> None:
-        """words: of each its address and its bytes."""
-        self._code = ctypes.CDLL(str(library))
-        self._guarded = 0
-        self._words = np.array(words, np.uint64)
-        self._values = np.zeros((ROOM, len(words)), np.uint64)
-        self._samples = _Samples(
-            self._values.ctypes.data, ROOM, 0, self._words.ctypes.data, len(words)
-        )
-        self.sample()
-
-    def sample(self) -> None:
-        assert self._code.sample(ctypes.byref(self._samples))
-
-    def trace(self, pid: int) -> None:
-        """Begins with a process that has asked to be traced and has stopped itself."""
-        assert os.WIFSTOPPED(os.waitpid(pid, 0)[1])
-        self._guarded = self._code.guard(ctypes.byref(self._samples), pid)
-
-    def go_on(self, pid: int, most: int = 0) -> None:
-        """Lets it run until it has stored something else, or for `most` instructions."""
-        arguments = (ctypes.byref(self._samples), pid, self._guarded, ctypes.c_int64(most))
-        assert self._code.go_on(*arguments), "the process has ended"
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """A thread samples meanwhile."""
-        stop = ctypes.c_uint32(0)
-        call = (ctypes.byref(self._samples), ctypes.byref(stop))
-        thread = threading.Thread(target=self._code.watch, args=call)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.value = 1
-            thread.join()
-            self.sample()
-
-    @property
-    def rows(self) -> list[list[int]]:
-        found: list[list[int]] = self._values[: self._samples.kept].tolist()
-        return found
-
-
-@pytest.fixture(scope="module")
-def recorder(turns: Turns) -> Callable[[list[tuple[int, int]]], Recorder]:
-    """Makes recorders of words: of each its address and its bytes."""
-    verify()
-    compiler = [*CC, "-shared", "-fPIC"]
-    library = Programs(turns).build(
-        HERE / "stores.c", "-lrt", compiler=compiler, name="libstores.so"
-    )
-    return functools.partial(Recorder, library)
-
-
-def accepts(
-    model: str, defines: str, words: Sequence[str], trace: Trace, *, gaps: bool = False
-) -> bool:
-    """gaps: a word that differs in two samples may have had other values in between."""
-    found: bool = verify().accepts(model, defines, words, trace, gaps=gaps)
-    return found
-
-
-def swapped(trace: Trace, first: tuple[int, int], then: tuple[int, int]) -> Trace:
-    """The trace with two stores, one right after the other, in the other order.
-
-    first, then: of each its word, by number, and the value stored.
-    """
-    for number in range(1, len(trace) - 1):
-        before, between, after = trace[number - 1 : number + 2]
-        one = between[first[0]] == first[1] != before[first[0]]
-        if one and after[then[0]] == then[1] != between[then[0]]:
-            other = list(before)
-            other[then[0]] = then[1]
-            return [*trace[:number], tuple(other), *trace[number + 1 :]]
-    raise AssertionError(f"they do not follow one another: {first}, {then} in {trace}")
 
 
 # -- a shard, instruction by instruction ----------------------------------------------------------
@@ -154,21 +51,6 @@ def _words_of_a_shard(rig: Rig) -> list[tuple[int, int]]:
     return [(one, 8) for one in (cursor, applied, tail, torn, steps, ring.word(RING, "head"))]
 
 
-def _serve(pipe: Connection, rig: Rig) -> None:
-    """A server of one thread, to be traced from the first instruction of its recovery on."""
-    faulthandler.disable()
-    assert not ctypes.CDLL(None).ptrace(PTRACE_TRACEME, 0, None, None)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    rig.recover()
-    rig._shard.serve(rig.part(0))
-
-
-def _traced(rig: Rig, record: Recorder) -> Child:
-    child = Child(_serve, rig)
-    record.trace(child.pid)
-    return child
-
-
 def _run_a_shard(rig: Rig, record: Recorder, chance: random.Random, *, lose: bool) -> Trace:
     """Frames are applied by servers, two of which are killed. lose: the last one becomes zeros."""
     memory, at = rig.memory.rings[0], int(rig.ring(0)["slots_at"])
@@ -177,7 +59,7 @@ def _run_a_shard(rig: Rig, record: Recorder, chance: random.Random, *, lose: boo
     lost_at = chance.choice([0, 1, 3, 5])
     deaths = sorted(chance.sample(range(1, 24), 2))
     published = 0
-    child = _traced(rig, record)
+    child = traced(rig, record)
     try:
         while tail[0] < FRAMES:
             waiting = published - int(tail[0])
@@ -191,7 +73,7 @@ def _run_a_shard(rig: Rig, record: Recorder, chance: random.Random, *, lose: boo
                 deaths.pop(0)
                 record.go_on(child.pid, chance.randrange(1, 300))
                 child.kill()
-                child = _traced(rig, record)
+                child = traced(rig, record)
                 continue  # its last store may have been the last of all that is published
             record.go_on(child.pid)
     finally:
@@ -209,7 +91,7 @@ def test_a_shard_stores_what_its_model_stores(
         print(f"seed {seed}")  # shown if anything below fails
         chance = random.Random(seed)
         with Rig(name, [Tensor("w", (CHUNKS * CHUNK,))], slots=SLOTS, shards=1) as rig:
-            rig._shard.load()
+            load(rig)
             record = recorder(_words_of_a_shard(rig))
             trace = _run_a_shard(rig, record, chance, lose=lose)
         ends = (MODELS_IDLE, FRAMES, FRAMES, lose, FRAMES, FRAMES)
@@ -295,18 +177,6 @@ def _learner_truncates(team: Team, entry: np.void) -> None:
     with _learner(team):
         pass
     eventually(lambda: int(entry["retired"]) == 2)
-
-
-def with_one_more(trace: Trace, store: tuple[int, int], values: dict[int, int]) -> Trace:
-    """The trace with a sample more, right before the one in which a word has this value first.
-
-    values: by word, in which it differs from the sample before.
-    """
-    number = next(at for at, sample in enumerate(trace) if sample[store[0]] == store[1])
-    other = list(trace[number - 1])
-    for word, value in values.items():
-        other[word] = value
-    return [*trace[:number], tuple(other), *trace[number:]]
 
 
 @pytest.mark.parametrize(
