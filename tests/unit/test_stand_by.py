@@ -1,0 +1,47 @@
+"""What the thread of a shard tells when it has got its lease, before it serves and when it rests."""
+
+from __future__ import annotations
+
+import threading
+
+from support import Rig, eventually
+
+from gadei_ps import _native
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import SHARD, Mode
+from gadei_ps.memory.weights import Tensor
+from gadei_ps.server.structs import NOT_READING
+
+VALUES = 1 << 23  # of a gradient whose rest takes long enough to be watched
+PREVIOUS = 1 << 8 | Mode.HOLD  # what the server before had obeyed
+
+
+def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
+    with Rig(job_name, [Tensor("w", (VALUES,))], shards=1, slots=2) as rig:
+        told = rig.control["shard"][0]
+        at = rig.word("shard")
+        _native.lease_make(at + layout.offset(SHARD, "lease"))
+        rig.publish(0, rig.ones())
+        record = rig.state["record"][0]
+        record["ring"], record["generation"], record["applies"] = 0, 1, 1
+        record["span"][:2] = layout.IDLE
+        record["cursor"] = 0  # nothing of it is applied
+        told["mode"] = PREVIOUS
+        rig._shard.load()
+        rig.board["quit"], rig.board["seen"] = 0, NOT_READING
+        thread = threading.Thread(target=rig._shard.stand_by, args=(rig.part(0),))
+        thread.start()
+        try:
+            eventually(lambda: 0 < record["cursor"] < layout.ALL_APPLIED)
+            # What this thread reads must not be unmapped, and nobody may count on what was obeyed.
+            meanwhile = int(rig.board["seen"][0]), int(told["mode"]), int(told["tid"])
+            assert meanwhile == (0, Mode.ON_ARRIVAL, thread.native_id)
+            assert told["heartbeat"] == 0
+            rig.wait_applied(0, 0)
+            assert told["recovered"] == 1
+            eventually(lambda: rig.board["seen"][0] == rig.board["table_version"])
+            eventually(lambda: told["cpu"])  # it rests
+        finally:
+            rig.board["quit"] = 1
+            rig.bell()
+            thread.join()
