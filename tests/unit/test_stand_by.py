@@ -1,4 +1,4 @@
-"""What the thread of a shard tells when it has got its lease, before it serves and when it rests."""
+"""What the thread of a shard tells when it gets its lease, before it serves, and when it rests."""
 
 from __future__ import annotations
 
