@@ -5,6 +5,7 @@
     mutants.py --list        what would be left out
     mutants.py record.py:65  only those whose name contains one of these words
     mutants.py --known FILE  not those that were noticed in a run that printed these lines
+    mutants.py --reached FILE --clean 0  by which tests an earlier run with --reached has found
 
 All are built into one copy of this tree, with a number each; a variable of the environment says
 which one is left out, so that nothing is compiled anew. Each runs with a /dev/shm and pids of its
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import json
 import os
 import re
 import shutil
@@ -30,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mutated import BY_PYTEST, TIMED_OUT, Tree
@@ -85,6 +87,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--known", type=Path)
     parser.add_argument("--clean", type=int, default=CLEAN_RUNS, help="runs with nothing left out")
+    parser.add_argument("--reached", type=Path, help="keeps which tests reach which place")
     how = parser.parse_args()
     every = list(mutants())
     known = known_places(how.known.read_text()) if how.known else set()
@@ -109,28 +112,40 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gadei-ps-mutants-") as folder:
         tree = Tree(Path(folder))
         tree.make([(number, one) for number, (one, _) in enumerate(every, 1)])
+        keys = [one.key for one, _ in every]
+        if how.reached and how.reached.exists():
+            kept = json.loads(how.reached.read_text())
+            tree.reached = {number: kept.get(key, {}) for number, key in enumerate(keys, 1)}
         try:
-            return _run(tree, chosen, how.jobs, how.clean)
+            return _run(tree, chosen, how.jobs, how.clean, lambda: keep(tree, keys, how.reached))
         finally:
             tree.stop()
 
 
-def _run(
-    tree: Tree, chosen: list[tuple[int, Mutant, Room]], jobs: int, clean: int = CLEAN_RUNS
-) -> int:
-    limits: dict[Room, float] = {}
+def keep(tree: Tree, keys: list[str], file: Path | None) -> None:
+    """Writes down which tests reach which place, by Mutant.key: the next run needs no clean run."""
+    if file is not None:
+        kept = {key: tree.reached.get(number, {}) for number, key in enumerate(keys, 1)}
+        file.write_text(json.dumps(kept))
 
+
+def _run(
+    tree: Tree,
+    chosen: list[tuple[int, Mutant, Room]],
+    jobs: int,
+    clean: int = CLEAN_RUNS,
+    cleaned: Callable[[], None] = lambda: None,
+) -> int:
     def wrong(room: Room) -> str:
         begin = time.monotonic()
         verdict, line = tree.reach(room.tests)
         seconds = time.monotonic() - begin
-        limits[room] = max(limits.get(room, 0.0), 3 * seconds + 120)
         print(f"nothing left out: {verdict} in {seconds:.0f} s  {line}", flush=True)
         return "" if verdict == "passed" else f"a test {verdict}: {line}"
 
     def attempt(number: int, one: Mutant, room: Room) -> str:
         begin = time.monotonic()
-        verdict, line = tree.run(number, limits[room])
+        verdict, line = tree.run(number, room)
         if verdict == "passed":
             verdict = "equivalent" if one.key in EQUIVALENT else "SURVIVES"
             line = EQUIVALENT.get(one.key, line)
@@ -147,6 +162,7 @@ def _run(
         if found := next(filter(None, list(pool.map(wrong, runs))), None):
             print(f"mutants: with nothing left out, {found}", file=sys.stderr)
             return 2
+        cleaned()
         verdicts = list(pool.map(lambda each: attempt(*each), chosen))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from places import ROOT, Mutant
+from places import ROOT, Mutant, Room
 
 TIMED_OUT = "timed out"
 BY_PYTEST = re.compile(r"Timeout \(?>|\++ Timeout \++")
@@ -197,17 +197,21 @@ class Tree:
                     known[one["test"]] = min(one["seconds"], known.get(one["test"], 1e9))
         return verdict, line
 
-    def run(self, number: int, limit_s: float) -> tuple[str, str]:
+    def run(self, number: int, room: Room) -> tuple[str, str]:
         """passed, failed, timed out or broken, and the line that says so.
 
-        Only tests that reach the place are run. The quick ones are first; tests that take about as
-        long are in the order of their files, which share what they set up.
+        Of the room's tests, only those that reach the place are run. The quick ones are first;
+        tests that take about as long are in the order of their files, which share what they set up.
         """
-        reached = self.reached.get(number, {})
+        reached = {
+            test: seconds
+            for test, seconds in self.reached.get(number, {}).items()
+            if test.startswith(room.tests)
+        }
         if not reached:
             return "passed", "no test reaches it"
         tests = sorted(reached, key=lambda test: (round(math.log2(reached[test] + 1e-3)), test))
-        return self._run(number, tests, limit_s)
+        return self._run(number, tests, 3 * sum(reached.values()) + 300)
 
     def _run(
         self, number: int, what: list[str], limit_s: float, more: Mapping[str, str] | None = None
