@@ -30,6 +30,7 @@ SERVERS: Final = (1, 2)
 """Bytes of the file, by the server's line in control."""
 
 # A line of /proc/PID/fdinfo/FD.
+ENDED = FileNotFoundError, ProcessLookupError
 HELD = re.compile(r"lock:.*OFDLCK.* WRITE .* (?P<byte>\d+) \d+$")
 LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
@@ -94,22 +95,23 @@ def nameless(job: str) -> dict[int, int]:
     """Which byte each process has locked of a control segment of this job that has lost its name.
 
     By pid, of this user's processes that can be seen here. /proc tells it: such a file cannot
-    be opened.
+    be opened. Raises OSError where /proc cannot be read for want of descriptors or memory.
     """
     path = shm.path_of(shm.segment_name(job, "control"))
     gone, device, found = f"{path} (deleted)", path.parent.stat().st_dev, {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # another user's, or it has just ended
+        with contextlib.suppress(*ENDED, PermissionError):  # or another user's
             if folder.stat().st_uid != os.geteuid():
                 continue
             for fd in (folder / "fd").iterdir():
-                if str(fd.readlink()) != gone or fd.stat().st_dev != device:
-                    continue
-                for line in (folder / "fdinfo" / fd.name).read_text().splitlines():
-                    if match := HELD.match(line):
-                        found[int(folder.name)] = int(match["byte"])
+                with contextlib.suppress(*ENDED):  # it has just closed this file
+                    if str(fd.readlink()) != gone or fd.stat().st_dev != device:
+                        continue
+                    for line in (folder / "fdinfo" / fd.name).read_text().splitlines():
+                        if match := HELD.match(line):
+                            found[int(folder.name)] = int(match["byte"])
     return found
 
 

@@ -194,6 +194,28 @@ def hold_it(pipe: Connection, job: str, byte: int) -> None:
     signal.pause()
 
 
+def hold_and_open_files(pipe: Connection, job: str, byte: int) -> None:
+    first = os.open("/", os.O_RDONLY)
+    mine = holds.take(job, byte)
+    pipe.send(mine is not None)
+    while True:  # files whose numbers are before that of the lock
+        os.close(first)
+        first = os.open("/", os.O_RDONLY)
+
+
+def test_a_server_that_opens_files_is_seen(job_name: str) -> None:
+    """Its files come and go while /proc is read. Who does not see it would serve the job again."""
+    made = segment.create(job_name, "control", SegmentKind.CONTROL, SIZE, job_id=bytes(16))
+    server = Child(hold_and_open_files, job_name, holds.SERVERS[0])
+    try:
+        assert server.receive()
+        segment.unlink(made.name)
+        for _ in range(50):
+            assert holds.nameless(job_name) == {server.pid: holds.SERVERS[0]}
+    finally:
+        server.kill()
+
+
 def test_no_process_is_ended_for_the_pid_of_another(
     job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
