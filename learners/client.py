@@ -123,6 +123,8 @@ class Client(Work, Frames):
             self.wire = WireType[wire.upper()]
         except KeyError:
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
+        if not isinstance(name, str):
+            raise UsageError(f"name={name!r}: give a text, which status shows")
         says = optimizer if isinstance(optimizer, Settings) else said(**(optimizer or {}))
         self._forks = forks()
         try:

@@ -64,7 +64,7 @@ def said(
         "weight_decay": _number("weight_decay", weight_decay),
     }
     if betas is not None:
-        if len(betas) != 2:
+        if not isinstance(betas, Sequence) or len(betas) != 2:
             raise UsageError(f"betas={betas!r}: give two numbers, as (0.9, 0.999)")
         fields["beta1"], fields["beta2"] = (_number("betas", one) for one in betas)
     fields = {field: value for field, value in fields.items() if value is not None}
@@ -78,6 +78,11 @@ def said(
 
 
 def _kind(kind: str, momentum: float | None, nesterov: bool | None) -> str:
+    if isinstance(kind, type):
+        raise UsageError(
+            f"kind={kind.__name__}: write like={kind.__name__} for a class of torch, or give one "
+            f"of {', '.join(KINDS)}"
+        )
     name = str(kind).lower()
     if name not in KINDS:
         raise UsageError(f"optimizer kind {kind!r}: use one of {', '.join(KINDS)}")
@@ -98,10 +103,10 @@ def _number(name: str, value: SupportsFloat | None) -> float | None:
     if value is None:
         return None
     try:
-        if isinstance(value, str | bool):
+        if isinstance(value, str | bytes | bool):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UsageError(f"{name}={value!r}: give a number") from None
 
 

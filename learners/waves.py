@@ -106,18 +106,24 @@ class Waves:
         """The oldest mini-batch that has begun has changed the weights. True if a wave was pushed.
 
         Waits for a free slot then. loss, samples: of this mini-batch. Raises what Client.push
-        raises.
+        raises; then the mini-batch has not ended.
         """
         if not self.in_flight:
             raise UsageError("no mini-batch has begun: call begin() first")
         wave = self._waves[0]
+        known = list(self._losses), self._samples
         wave.ended += 1
         self._samples += samples
         if not math.isnan(loss):
             self._losses.append(loss)
         if not (wave.whole and wave.ended == wave.begun):
             return False
-        self._push()
+        try:
+            self._push()
+        except BaseException:  # such as KeyboardInterrupt: the mini-batch can be ended once more
+            wave.ended -= 1
+            self._losses, self._samples = known
+            raise
         return True
 
     def flush(self) -> bool:

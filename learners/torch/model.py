@@ -18,12 +18,16 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 @dataclass(frozen=True)
 class Trained:
-    """A model's parameters that require a gradient and its buffers of float32, by name."""
+    """A model's parameters that require a gradient and its buffers of float32, by name.
+
+    frozen: its other parameters, which stay local.
+    """
 
     module: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
     device: torch.device
+    frozen: dict[str, torch.nn.Parameter]
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Trained:
@@ -33,14 +37,18 @@ class Trained:
                 "give Optimizer the model itself, not its parameters or groups of them: "
                 "Optimizer(model, kind='adamw', lr=1e-3), for the job knows them by name"
             )
-        parameters = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
+        parameters: dict[str, torch.nn.Parameter] = {}
+        frozen: dict[str, torch.nn.Parameter] = {}
+        for name, parameter in module.named_parameters():
+            (parameters if parameter.requires_grad else frozen)[name] = parameter
         if not parameters:
             raise UsageError("the model has no parameters that require a gradient")
         for name, parameter in parameters.items():
+            if torch.nn.parameter.is_lazy(parameter):
+                raise UsageError(
+                    f"parameter {name!r} has no values yet (a lazy layer): call the model with a "
+                    "batch before Optimizer(model)"
+                )
             if parameter.dtype != torch.float32 or parameter.device.type not in ("cpu", "cuda"):
                 raise UsageError(
                     f"parameter {name!r} is {parameter.dtype} on {parameter.device}: the weights "
@@ -52,7 +60,7 @@ class Trained:
             for name, buffer in module.named_buffers()
             if buffer.dtype == torch.float32 and buffer.device == device and buffer.numel()
         }
-        return cls(module, parameters, buffers, device)
+        return cls(module, parameters, buffers, device, frozen)
 
     def join(self, job: str | None, **options: Any) -> Client:
         """A client whose job has this model. options: keywords of Client. Raises what it raises."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -137,6 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         self._samples = 0
         self._made_with = shown(OptimizerSpec.unpack(self.client.hyper[:PACKED]))
         self._job_lr = float(self._made_with["lr"])
+        self._frozen = trained.frozen
         self._steps = 0  # of the wave in hand
         self._wave = 1  # mini-batches in it
         self._may_drop = False  # inside iteration(), and the job may go on without this learner
@@ -205,15 +207,52 @@ class Optimizer(torch.optim.Optimizer):
                 result = closure()
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 self.report(loss=result)
+        scale = self._rate_scale()
+        if self._frozen:
+            self._warn_of_unfrozen()
         if self._wave_goes_on():
             return result
-        rate = self.param_groups[0]["lr"]
-        scale = float(rate) / self._job_lr if rate != self._job_lr and self._job_lr else 1.0
-        self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
+        try:
+            self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
+        except BaseException:  # such as KeyboardInterrupt: this step has not been made
+            self._steps -= 1
+            raise
         self._end_iteration()
         return result
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_push)
+
+    def _rate_scale(self) -> float:
+        """This learner's learning rate relative to the job's. Raises UsageError."""
+        rate = self.param_groups[0]["lr"]
+        try:
+            rate = float(rate)
+            if rate == self._job_lr:
+                return 1.0
+            if rate >= 0 and self._job_lr and math.isfinite(scale := rate / self._job_lr):
+                return scale
+        except (TypeError, ValueError, OverflowError):
+            pass
+        else:
+            if rate > 0 and not self._job_lr:
+                raise UsageError(
+                    f"param_groups[0]['lr'] is {rate:g}, and the job's rate is 0: give Optimizer, "
+                    "or the job file, a rate above 0"
+                )
+        raise UsageError(f"param_groups[0]['lr'] is {rate!r}: set a number from 0 on")
+
+    def _warn_of_unfrozen(self) -> None:
+        """Warns once of parameters that the job does not have and that require a gradient now."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                warnings.warn(
+                    f"parameter {name!r} requires a gradient now, and did not when Optimizer was "
+                    "made: the job does not have it, so that it is not trained; freeze it after "
+                    "Optimizer(model) instead",
+                    stacklevel=5,
+                )
+                self._frozen = {}
+                return
 
     def _wave_goes_on(self) -> bool:
         """Counts a mini-batch of a wave; whether more of them are to come."""
@@ -230,8 +269,8 @@ class Optimizer(torch.optim.Optimizer):
         return True
 
     def _end_iteration(self) -> None:
-        self.backend.forget()
         self._steps = 0
+        self.backend.forget()
         self._loss = float("nan")
         if self._own_data:
             self.client.wait_turn()

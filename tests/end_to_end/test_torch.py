@@ -211,6 +211,10 @@ def test_what_is_not_trained(job_name: str) -> None:
         assert (row["applied"], row["refused"]) == (STEPS, 0)
         assert np.mean(losses[-5:]) < np.mean(losses[:5])
         assert torch.isneginf(model.mask[0, 1])
+        model[0].weight.requires_grad_(True)
+        with pytest.warns(UserWarning, match=r"'0\.weight' requires a gradient now.*not trained"):
+            train(model, optimizer, steps=2)
+        train(model, optimizer, steps=2)  # it warns once
         optimizer.close()
 
 
@@ -222,6 +226,10 @@ def test_what_cannot_be_trained(job_name: str) -> None:
             Optimizer(model, job_name)
         with pytest.raises(UsageError, match="no parameters"):
             Optimizer(nn.ReLU(), job_name)
+        with pytest.raises(UsageError, match=r"'weight' has no values yet.*a batch"):
+            Optimizer(nn.LazyLinear(3), job_name)
+        with pytest.raises(UsageError, match="name=3: give a text"):
+            Optimizer(plain_model(), job_name, name=3)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"the model itself, not its .* kind='adamw'"):
             Optimizer(plain_model().parameters(), job_name)
         with pytest.raises(UsageError, match=r"argument is the job's name, not 0\.1: write lr="):
@@ -256,6 +264,27 @@ def test_settings_that_move_while_it_trains(job_name: str) -> None:
         optimizer.step()
         optimizer.client.wait_applied()
         assert status(job_name)["version"] == 2
+        for wrong in ("fast", None, -0.1, float("nan"), float("inf")):
+            group["lr"] = wrong
+            with pytest.raises(UsageError, match=r"\['lr'\] is .*: set a number"):
+                optimizer.step()
+        group["lr"] = torch.tensor(0.1)
+        before = model[0].bias.detach().clone()
+        train(model, optimizer, steps=3)  # refused steps have left nothing behind
+        optimizer.client.wait_applied()
+        assert status(job_name)["version"] == 5
+        assert (model[0].bias != before).any()
+        optimizer.close()
+
+
+def test_a_rate_beside_a_rate_of_zero(job_name: str) -> None:
+    """A gradient tells its rate as a share of the job's: none is a share of zero."""
+    with daemon(job_name, optimizer={}):
+        optimizer = Optimizer(plain_model(), job_name, kind="sgd", lr=0)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        with pytest.raises(UsageError, match=r"the job's rate is 0: .*above 0"):
+            optimizer.step()
         optimizer.close()
 
 

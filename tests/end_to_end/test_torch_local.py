@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -110,6 +111,22 @@ def test_gradients_and_updates_are_told_apart(job: Daemon, job_name: str) -> Non
         warnings.simplefilter("error")  # one line, and no more
         LocalOptimizer(plain_model(), momentum, other)
     assert "\n" not in str(refused.value)
+
+
+def test_an_interrupted_push_is_made_up_for(job_name: str) -> None:
+    """After Ctrl-C in step(), as in a notebook, the next one pushes the changes of both."""
+    with daemon(job_name, optimizer={}):
+        model = plain_model()
+        optimizer = LocalOptimizer(model, momentum, job_name)
+        interrupted = mock.patch.object(optimizer.client, "push", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            _train(model, optimizer, slice(0, 2))
+        _train(model, optimizer, slice(2, 4))
+        optimizer.client.wait_applied()
+        assert optimizer.client.published == 1
+        for mine, jobs in zip(model.parameters(), optimizer.client.weights.values(), strict=True):
+            torch.testing.assert_close(mine.detach(), torch.from_numpy(jobs.copy()))
+        optimizer.close()
 
 
 def test_it_says_itself_that_the_job_adds(job_name: str) -> None:
