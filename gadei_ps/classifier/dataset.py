@@ -127,7 +127,7 @@ def read_test(
 class Table(NamedTuple):
     """A file's header, its rows, all as wide as the header, and its texts.
 
-    header: empty if the file has none. notices: how the file was read.
+    header: empty if the file has none. notices: how the file was read, and what was left out.
     """
 
     header: tuple[str, ...]
@@ -148,7 +148,7 @@ def read_table(path: str | PathLike[str], text_column: str | None = None) -> Tab
         row += [""] * (width - len(row))
     header = opened.records.names or opened.columns.names
     texts = [row[opened.columns.text].strip() for row in rows]
-    return Table(tuple(header), rows, texts, opened.notices())
+    return Table(tuple(header), rows, texts, (*opened.notices(), *opened.left_out()))
 
 
 class _Labelled(NamedTuple):
@@ -180,10 +180,7 @@ def _labelled(
             rows.append(_Labelled(line, text, label))
         else:
             empty.append(line)
-    warnings = []
-    if opened.repeated:
-        what = f"{counted(opened.repeated, 'row')} with the header's names again: left out"
-        warnings.append(f"{place(path)}: {what}")
+    warnings = opened.left_out()
     if empty:
         what = f"{counted(len(empty), 'row')} without a text or a label, from here on: left out"
         warnings.append(f"{place(path, empty[0])}: {what}")
@@ -212,6 +209,13 @@ class _Opened:
         told = [", ".join(self.records.form), self.columns.notice]
         text = "; ".join(part for part in told if part)
         return (f"{place(self.path)}: {text}",) if text else ()
+
+    def left_out(self) -> list[str]:
+        """A line for rows that repeat the header, if there were any among those read so far."""
+        if not self.repeated:
+            return []
+        what = f"{counted(self.repeated, 'row')} with the header's names again: left out"
+        return [f"{place(self.path)}: {what}"]
 
     def rows(self) -> Iterator[Row]:
         """At least one row, padded to the header's width, each with its line. Once."""

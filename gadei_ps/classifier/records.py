@@ -205,7 +205,7 @@ def _separator(text: str) -> tuple[str, int]:
     It fits if all of them have the same number of columns, at least two. If several fit, the one
     is taken that leaves a column whose values repeat, as labels do.
     """
-    if found := re.match(r"sep=(.)\r?\n", text):  # as Excel writes it
+    if found := re.match(r"sep=([^\r\n\"])\r?\n", text):  # as Excel writes it
         return found[1], 1
     sample, cut = text[:SAMPLE], len(text) > SAMPLE
     best, best_score = ",", (0, 0)

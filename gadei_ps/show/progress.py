@@ -13,11 +13,13 @@ LINE_S = 1.0  # before the first line, and between two
 def making(note: Mapping[str, Any]) -> str:
     """`the model is being made: 512 of 2,048 MiB`. note: what, and done and total in bytes.
 
-    Of a note that has a text, the text.
+    Of a note that has a text, the text. Of less than 1 MiB, no size.
     """
     if "text" in note:
         return str(note["text"])
     done, total = note["done"] >> 20, note["total"] >> 20
+    if not total:
+        return f"{note['what']} is being made"
     return f"{note['what']} is being made: {done:,} of {total:,} MiB"
 
 

@@ -59,6 +59,7 @@ class HostBackend:
         self._client = client
         self._trained = trained
         self._view = view
+        self._closed = False
         self._undo = contextlib.ExitStack()
         self._flat = client.flat if view else client.pull()
         views = client.model.views(self._flat)
@@ -189,6 +190,11 @@ class HostBackend:
 
     def close(self) -> None:
         self._undo.close()
+        if self._closed:
+            return
+        self._closed = True
+        if not self._view:
+            self._client.pull(self._flat)
         with torch.no_grad():
             for parameter in self._trained.parameters.values():
                 parameter.data = parameter.data.clone()

@@ -379,7 +379,10 @@ class Optimizer(torch.optim.Optimizer):
             self.backend.refresh()
 
     def close(self) -> None:
-        """Leaves the job; the model keeps the weights as they are now, in memory of its own."""
+        """Leaves the job; the model keeps the job's weights as they are now, in memory of its own.
+
+        A second call does nothing.
+        """
         self._undo.close()
         try:
             self.backend.close()

@@ -185,9 +185,11 @@ def test_scheduler_view_and_batch_norm(view: bool, job_name: str) -> None:
         if not view:
             with torch.no_grad():
                 model[0].weight.zero_()  # the learner's own copy: no harm
-        model.eval()
-        twin.eval()
         optimizer.close()
+        same_state(model, twin)  # the job's, also where the learner had a copy
+        model[1].running_mean.fill_(7.0)
+        optimizer.close()  # a second time: nothing happens to the model
+        assert (model[1].running_mean == 7).all()
 
 
 def test_what_is_not_trained(job_name: str) -> None:

@@ -1,4 +1,4 @@
-"""Durations and sizes of the command line."""
+"""Durations, sizes and progress of the command line, as texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from gadei_ps.commands import quantities
 from gadei_ps.errors import UsageError
+from gadei_ps.show import progress
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,10 @@ def test_nonsense(text: str) -> None:
     for read in (quantities.duration, quantities.size):
         with pytest.raises(UsageError, match="write it like"):
             read(text)
+
+
+def test_how_far_the_making_of_memory_is() -> None:
+    note = {"what": "the ring of learner 1", "done": 512 << 20, "total": 2 << 30}
+    assert progress.making(note) == "the ring of learner 1 is being made: 512 of 2,048 MiB"
+    assert progress.making(note | {"done": 1, "total": 9}) == "the ring of learner 1 is being made"
+    assert progress.making({"text": "any"}) == "any"

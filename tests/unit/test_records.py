@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gadei_ps.classifier import records
 from gadei_ps.classifier.dataset import DatasetError, read_table, read_training
 
 PAIRS = (("ok", "x"), ("no", "y"))
@@ -81,6 +82,15 @@ def check(path: Path, notice: str, **columns: str) -> None:
 )
 def test_every_form_reads_alike(tmp_path: Path, made: str | bytes, notice: str) -> None:
     check(written(tmp_path, made), notice)
+
+
+@pytest.mark.parametrize("separator", ['"', "\r"])
+def test_what_separates_nothing(tmp_path: Path, separator: str) -> None:
+    """A separator that Python's newer parsers refuse with an error of their own."""
+    path = written(tmp_path, f"sep={separator}\n" + text_of(ROWS))
+    assert records.opened(path).form == ()
+    with pytest.raises(DatasetError, match="only one column"):
+        read_training(path)
 
 
 def test_an_array_of_json_objects(tmp_path: Path) -> None:
@@ -169,6 +179,9 @@ def test_rows_that_hold_nothing_are_left_out(tmp_path: Path) -> None:
         f"{path}: 1 row with the header's names again: left out",
         f"{path}:7: 2 rows without a text or a label, from here on: left out",
     )
+    table = read_table(path)  # as predict does, whose answers are then fewer than the lines
+    assert table.notices == data.warnings[:1]
+    assert len(table.rows) == len(ROWS) + 2
 
 
 def test_a_very_long_text(tmp_path: Path) -> None:
