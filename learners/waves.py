@@ -71,6 +71,20 @@ class Waves:
         """Mini-batches that have begun and not ended."""
         return sum(wave.begun - wave.ended for wave in self._waves)
 
+    def may_begin(self, last: bool | None = None) -> bool:
+        """Whether begin(last=last) may be called. If not, end() the oldest mini-batch first."""
+        ends, ahead = self._place(last)[1:]
+        return self.in_flight < self.client.wave and not (ends and ahead)
+
+    def _place(self, last: bool | None) -> tuple[_Wave, bool, bool]:
+        """The wave of the next mini-batch, whether it ends it, and whether another is in hand."""
+        if not self._waves or self._waves[-1].whole:
+            wave = _Wave(self.client.wave, self._pulled)
+        else:
+            wave = self._waves[-1]
+        ends = wave.begun + 1 >= wave.size if last is None else last
+        return wave, ends, bool(self._waves) and wave is not self._waves[0]
+
     def begin(self, *, last: bool | None = None, timeout_s: float | None = None) -> bool:
         """Waits until the next mini-batch may begin. True if it has pulled weights for it.
 
@@ -78,12 +92,7 @@ class Waves:
         what Client.wait_mini_batch raises; then nothing has changed.
         """
         most = self.client.wave
-        if not self._waves or self._waves[-1].whole:
-            wave = _Wave(most, self._pulled)
-        else:
-            wave = self._waves[-1]
-        ends = wave.begun + 1 >= wave.size if last is None else last
-        ahead = bool(self._waves) and wave is not self._waves[0]
+        wave, ends, ahead = self._place(last)
         if self.in_flight >= most or (ends and ahead):
             raise UsageError(
                 f"mini-batches that have begun: {self.in_flight} of {most}; end() the oldest first"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import JobStopped, UsageError
+from gadei_ps.errors import JobStopped, PushTimeout, UsageError
 from gadei_ps.job.control import Lasting, SetWork
 from gadei_ps.learners.waits import Waits
 from gadei_ps.memory import layout
@@ -109,28 +109,52 @@ class Work(Waits, ABC):
             yield batch
 
     def waves(
-        self, samples: int, batch_size: int, epochs: int, seed: int = 0
+        self,
+        samples: int,
+        batch_size: int,
+        epochs: int,
+        seed: int = 0,
+        *,
+        before_wait: Callable[[], object] | None = None,
     ) -> Iterator[list[Batch]]:
         """The same a wave at a time: its mini-batches of batch_size, at most `wave` of them.
 
-        Waits for no turn: wait_mini_batch() does, for each of them.
+        Waits for no turn: wait_mini_batch() does, for each of them. before_wait: is called when no
+        batch is there; it must answer all that are taken, for which others may wait.
         """
-        for whole in self._taken_batches(samples, batch_size * self.wave, epochs, seed):
+        size = batch_size * self.wave
+        for whole in self._taken_batches(samples, size, epochs, seed, before_wait):
             cuts = range(batch_size, len(whole.indices), batch_size)
             yield [whole._replace(indices=part) for part in np.split(whole.indices, cuts)]
 
     def _taken_batches(
-        self, samples: int, batch_size: int, epochs: int, seed: int
+        self,
+        samples: int,
+        batch_size: int,
+        epochs: int,
+        seed: int,
+        before_wait: Callable[[], object] | None = None,
     ) -> Iterator[Batch]:
         self.set_work(samples, batch_size, epochs, seed)
         order = np.empty(0, np.int64)
         epoch = -1
-        while (taken := self.take_batch()) is not None:
+        while (taken := self._take(before_wait)) is not None:
             index = taken & 0xFFFFFFFF
             if taken >> 32 != epoch:
                 epoch = taken >> 32
                 order = epoch_order(samples, seed, epoch)
             yield Batch(epoch, index, order[index * batch_size : (index + 1) * batch_size])
+
+    def _take(self, before_wait: Callable[[], object] | None) -> int | None:
+        if before_wait is None:
+            return self.take_batch()
+        if len(self._taken) < int(self._control["ahead"]):
+            try:
+                return self.take_batch(0.0)
+            except PushTimeout:
+                pass
+        before_wait()
+        return self.take_batch()
 
     def take_batch(self, timeout_s: float | None = None) -> int | None:
         """Id of the next batch handed to this learner; None when there will be no more."""
