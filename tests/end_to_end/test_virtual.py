@@ -78,7 +78,7 @@ def delayed(modules: list[nn.Module], wave: int) -> tuple[list[torch.Tensor], li
         }
         loss = CRITERION(functional_call(model, leaves, (inputs,)), targets)
         flying.append(torch.autograd.grad(loss, list(leaves.values())))
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     while flying:
         end()
     return server, losses
