@@ -1,8 +1,8 @@
-"""Virtual workers: a learner made of stages, through which mini-batches run in a pipeline.
+"""Virtual workers: a learner of several devices, through which mini-batches run in a pipeline.
 
-After Park et al. 2020 (HetPipe). A model is cut into stages. Each has a thread, which computes
-forward passes and backward passes of different mini-batches in turn. The pipeline is never flushed:
-s_local + 1 mini-batches are in flight, those of a wave under WSP.
+After Park et al. 2020 (HetPipe): the pipeline of section 4, and WSP of section 5. A model is cut
+into stages, one for each device. The pipeline is never flushed: s_local + 1 mini-batches are in
+flight, as many as a wave has.
 
     train()     the oldest mini-batch has to end first, if as many are in flight as may be:
                 its gradients step the optimizer, on the learner's own weights
@@ -12,187 +12,94 @@ s_local + 1 mini-batches are in flight, those of a wave under WSP.
                                 ◀─ backward ◀─ backward ◀─┘
 
 So mini-batch p is computed, forward and backward and in all stages, from the weights after p -
-(s_local + 1) and what was pulled by then, whatever the threads do. A stage prefers a waiting
-backward pass. Activations and gradients are handed over without copies.
+(s_local + 1) and what was pulled by then, whatever the threads do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Self
 
-import numpy as np
 import torch
-from torch.func import functional_call
 
 from gadei_ps.errors import JobStopped, UsageError
-from gadei_ps.learners.client import Batch, Client
-from gadei_ps.learners.torch.model import Trained, initial
+from gadei_ps.job.optimizer import Settings
+from gadei_ps.learners import stages
+from gadei_ps.learners.client import Batch
+from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
+from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.waves import Waves
-from gadei_ps.machine import process
-from gadei_ps.memory.weights import FloatArray
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-LossFunction = Callable[[Any, Any], torch.Tensor]
-Names = dict[str, str]
-"""Parameters of a stage: their names in it, and in the whole model."""
-
-
-@dataclass
-class _MiniBatch:
-    """One on its way. Its stages fill it in; `done` is set when the first one has ended with it."""
-
-    targets: Any
-    loss_function: LossFunction
-    weights: FloatArray
-    parameters: list[dict[str, torch.Tensor]]
-    """Of each stage, as leaves: views of `weights`."""
-    samples: int
-    entered: list[Any] = field(default_factory=list)
-    left: list[Any] = field(default_factory=list)
-    loss: float = math.nan
-    failure: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-
-class _Stage(threading.Thread):
-    """A part of the model, and the thread that computes it."""
-
-    def __init__(self, module: torch.nn.Module, number: int, threads: int) -> None:
-        super().__init__(name=f"stage-{number}", daemon=True)
-        self._module = module
-        self._number = number
-        self._threads = threads
-        self.before: _Stage | None = None
-        self.after: _Stage | None = None
-        self._ready = threading.Condition()
-        self._forward: deque[tuple[_MiniBatch, Any]] = deque()
-        self._backward: deque[tuple[_MiniBatch, Any]] = deque()
-        self._ends = False
-
-    def forward(self, one: _MiniBatch, inputs: Any) -> None:
-        """Has it computed; from any thread."""
-        with self._ready:
-            self._forward.append((one, inputs))
-            self._ready.notify()
-
-    def backward(self, one: _MiniBatch, gradient: Any) -> None:
-        with self._ready:
-            self._backward.append((one, gradient))
-            self._ready.notify()
-
-    def end(self) -> None:
-        with self._ready:
-            self._ends = True
-            self._ready.notify()
-
-    def run(self) -> None:
-        torch.set_num_threads(self._threads)
-        while True:
-            with self._ready:
-                self._ready.wait_for(lambda: self._backward or self._forward or self._ends)
-                if self._ends:
-                    return
-                back = bool(self._backward)
-                one, given = (self._backward if back else self._forward).popleft()
-            try:
-                self._go_back(one, given) if back else self._go_on(one, given)
-            except BaseException as error:
-                one.failure = error
-                one.done.set()
-
-    def _go_on(self, one: _MiniBatch, inputs: Any) -> None:
-        if self.before is not None:
-            inputs = inputs.detach().requires_grad_()
-        outputs = functional_call(self._module, one.parameters[self._number], (inputs,))
-        one.entered.append(inputs)
-        if self.after is not None:
-            one.left.append(outputs)
-            self.after.forward(one, outputs.detach())
-            return
-        loss = one.loss_function(outputs, one.targets)
-        one.loss = float(loss.detach())
-        one.left.append(loss)
-        self._go_back(one, None)
-
-    def _go_back(self, one: _MiniBatch, gradient: Any) -> None:
-        torch.autograd.backward(one.left.pop(), gradient)
-        inputs = one.entered.pop()
-        if self.before is not None:
-            self.before.backward(one, inputs.grad)
-        else:
-            one.done.set()
 
 
 class VirtualWorker:
-    """A learner that is a pipeline of stages on the host.
+    """A learner that is a pipeline of stages.
 
-        worker = VirtualWorker([first, second], lambda p: torch.optim.SGD(p, lr=0.01))
-        for inputs, targets in loader:
-            worker.train(inputs, targets, criterion)
-        worker.close()
+        with VirtualWorker(layers, ["cuda:0", "cuda:1"], lambda p: torch.optim.SGD(p, 0.01)) as worker:
+            for inputs, targets in loader:
+                worker.train(inputs, targets, criterion)
 
-    stages: modules on the CPU; each takes one tensor, the output of the one before. Their
-    parameters that require a gradient become the job's, named as in nn.ModuleList(stages). make:
-    given these, makes the optimizer; its state stays in this process. threads: of each stage's
-    computation; by default the cores of this process in equal shares. job, wire, error_feedback,
-    name: see Client. The job adds updates (`--optimizer add`); under another model than WSP one
-    mini-batch is in flight at a time.
+    layers: modules on the CPU, at least as many as devices; each takes what the one before returns.
+    Their parameters that require a gradient become the job's, named as in nn.Sequential(*layers),
+    so that learners with other cuts and plain ones may work in the same job.
 
-    Raises UsageError for stages that share a parameter, and for buffers that are trained, such as
-    batch norm's statistics: stages would see them in different versions.
+    devices: one for each stage. "cuda:0" and the like, or "host": a thread that computes on the
+    CPU with a share of this process's cores; "host:3" with three of them. A stage's layers are
+    moved to its device.
+
+    optimizer: given the parameters, makes an optimizer of torch's; its state never leaves this
+    process. cuts: the first layer of each stage but the first, ascending: [2, 5] makes stages of
+    layers 0 to 1, 2 to 4 and the others. Without it, the stage with the most parameters has as few
+    as can be. job, wire, error_feedback, name: see Client.
+
+    The optimizer of the job is "add", as this class says to it. s_local is that of the job's WSP;
+    under another model one mini-batch is in flight at a time.
+
+    Raises UsageError for a device that is not there, for cuts that do not fit, where stages share a
+    parameter, and for layers with running statistics (batch norm), all before the job is asked;
+    where the job has another optimizer; and what Client raises.
     """
 
     def __init__(
         self,
-        stages: Sequence[torch.nn.Module],
-        make: Make,
+        layers: Sequence[torch.nn.Module],
+        devices: Sequence[str | torch.device],
+        optimizer: Make,
         job: str | None = None,
         *,
-        threads: Sequence[int] | None = None,
+        cuts: Sequence[int] | None = None,
         wire: str = "float32",
         error_feedback: bool = False,
         name: str = "",
     ) -> None:
-        self.stages = list(stages)
-        self._trained = trained = _checked(torch.nn.ModuleList(stages))
-        cores = [max(1, process.cores() // len(stages))] * len(stages)
-        shares = cores if threads is None else list(threads)
-        if len(shares) != len(stages) or min(shares) < 1:
-            raise UsageError(f"threads: give a number above 0 for each of {len(stages)} stages")
-        self.client = Client(
+        where = stages.places(devices)
+        self.model = torch.nn.Sequential(*layers)
+        """All layers. Its modes train() and eval() are those of the stages."""
+        self._stages = _stages(self.model, where, cuts)
+        self._trained = trained = _checked(self.model, self._stages)
+        self.client = trained.join(
             job,
-            tensors=initial(trained.parameters),
+            optimizer=Settings(kind="add"),
             wire=wire,
             error_feedback=error_feedback,
             name=name,
         )
+        self._elsewhere: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
         try:
-            self.waves = Waves(self.client)
-            for at, parameter in trained.parameters.items():
-                parameter.data = torch.from_numpy(self.waves.weights[at])
-            self.local = make(list(trained.parameters.values()))
+            self.waves = Waves(self.client, self._bring)
+            self._place_weights()
+            self.local = optimizer(list(trained.parameters.values()))
             """The optimizer that was made; for a learning-rate scheduler, say."""
         except BaseException:
             self.client.detach()
             raise
-        self._names: list[Names] = [
-            {
-                inner: f"{number}.{inner}"
-                for inner, _ in stage.named_parameters()
-                if f"{number}.{inner}" in trained.parameters
-            }
-            for number, stage in enumerate(stages)
-        ]
-        self._flying: deque[_MiniBatch] = deque()
-        self._room: list[FloatArray] = []  # copies of the weights that no mini-batch needs
-        self._own_data = True
-        self._stages = [_Stage(one, at, shares[at]) for at, one in enumerate(stages)]
+        self._flying: deque[MiniBatch] = deque()
+        self._free: list[list[Weights]] = []  # weights that no mini-batch needs any more
+        self._left = False
         for before, after in itertools.pairwise(self._stages):
             before.after, after.before = after, before
         for stage in self._stages:
@@ -201,23 +108,33 @@ class VirtualWorker:
     # -- training -------------------------------------------------------------------------------
 
     def train(
-        self, inputs: torch.Tensor, targets: Any, loss_function: LossFunction
+        self, inputs: torch.Tensor, targets: object, loss_function: LossFunction
     ) -> float | None:
         """Sends a mini-batch into the pipeline; waits for the oldest one if it is full.
 
-        Returns the loss of a mini-batch that has ended meanwhile, if one has. Raises what a stage
-        or loss_function raises, and what Waves.begin and end raise.
+        inputs: of the first layer, samples along the first dimension; must not change until the
+        mini-batch has ended. loss_function: given the last layer's output and targets, returns a
+        scalar; is called in the last stage's thread. Returns the loss of a mini-batch that has
+        ended meanwhile, if one has.
+
+        Raises what a layer or loss_function has raised for any mini-batch in flight, and what
+        Waves.begin and end raise. Whatever is raised, the worker has left the job then.
         """
-        ended = self._make_room(None)
-        self.waves.begin()
-        self._enter(inputs, targets, loss_function)
+        with self._or_leave():
+            ended = self._make_room(None)
+            self._begin(None)
+            self._enter(inputs, targets, loss_function)
         return ended
 
     def drain(self) -> float | None:
-        """Waits until no mini-batch is in flight. Returns the mean of their losses, if any were."""
+        """Waits until no mini-batch is in flight. Returns the mean of their losses, if any were.
+
+        Raises what train() raises, and has left the job then.
+        """
         losses = []
-        while self._flying:
-            losses.append(self._end_oldest())
+        with self._or_leave():
+            while self._flying:
+                losses.append(self._end_oldest())
         return sum(losses) / len(losses) if losses else None
 
     def train_on(
@@ -232,41 +149,64 @@ class VirtualWorker:
     ) -> Iterator[tuple[Batch, float | None]]:
         """Trains on the mini-batches that the server hands out of a data set.
 
-        inputs, targets: all samples, along the first dimension. Yields each mini-batch that has
-        entered the pipeline, with what train() returns. Each is answered once an epoch.
+        inputs, targets: all samples, along the first dimension. batch_size: samples of a
+        mini-batch. Yields each mini-batch that has entered the pipeline, with what train() returns.
+        A wave is one batch of the server's, and is answered once an epoch. Raises what train() and
+        Client.waves raise.
         """
-        self._own_data = False
-        for parts in self.client.waves(
-            len(inputs), batch_size, epochs, seed, before_wait=self.drain
-        ):
+        waves = self.client.waves(len(inputs), batch_size, epochs, seed, before_wait=self.drain)
+        while True:
+            with self._or_leave():
+                parts = next(waves, None)
+            if parts is None:
+                break
             for number, part in enumerate(parts, 1):
                 last = number == len(parts)
-                ended = self._make_room(last)
-                try:
-                    self.waves.begin(last=last)
-                except JobStopped:
-                    return
-                at = torch.from_numpy(part.indices)
-                self._enter(inputs[at], targets[at], loss_function)
+                with self._or_leave():
+                    ended = self._make_room(last)
+                    try:
+                        self._begin(last)
+                    except JobStopped:
+                        return
+                    at = torch.from_numpy(part.indices)
+                    self._enter(inputs[at], targets[at], loss_function)
                 yield part, ended
         self.drain()
 
+    @torch.no_grad()
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the last layer returns for inputs, on its device; for an evaluation.
+
+        Drains the pipeline, and computes in this thread, stage after stage, with the learner's own
+        weights. Call model.eval() before and model.train() after it, as with any model.
+        """
+        self.drain()
+        for stage in self._stages:
+            inputs = stage.module(inputs.to(stage.place.device))
+        return inputs
+
     def _make_room(self, last: bool | None) -> float | None:
+        """Ends what has to end before the next mini-batch may begin. last: see Waves.begin."""
+        self._raise_failure()
         ended = None
         while self._flying and not self.waves.may_begin(last):
             ended = self._end_oldest()
         return ended
 
-    def _enter(self, inputs: torch.Tensor, targets: Any, loss_function: LossFunction) -> None:
+    def _begin(self, last: bool | None) -> None:
+        if self.waves.begin(last=last):
+            with torch.no_grad():
+                for own, parameter in self._elsewhere:
+                    parameter.copy_(own)
+
+    def _enter(self, inputs: torch.Tensor, targets: object, loss_function: LossFunction) -> None:
         """The mini-batch has begun: copies the weights for it, and sends it on its way."""
-        copy = self._room.pop() if self._room else np.empty_like(self.waves.flat)
-        np.copyto(copy, self.waves.flat)
-        views = self.client.model.views(copy)
-        parameters = [
-            {inner: torch.from_numpy(views[at]).requires_grad_() for inner, at in names.items()}
-            for names in self._names
-        ]
-        one = _MiniBatch(targets, loss_function, copy, parameters, len(inputs))
+        weights = self._free.pop() if self._free else [_empty(stage) for stage in self._stages]
+        with torch.no_grad():
+            for stage, copies in zip(self._stages, weights, strict=True):
+                for inner, parameter in stage.parameters.items():
+                    copies[inner].copy_(parameter)
+        one = MiniBatch(targets, loss_function, len(inputs), weights)
         self._flying.append(one)
         self._stages[0].forward(one, inputs)
 
@@ -274,58 +214,161 @@ class VirtualWorker:
         """Waits for the oldest mini-batch in flight; its gradients step the optimizer."""
         one = self._flying[0]
         one.done.wait()
-        if one.failure is not None:
-            raise one.failure
-        for names, leaves in zip(self._names, one.parameters, strict=True):
-            for inner, at in names.items():
-                self._trained.parameters[at].grad = leaves[inner].grad
+        self._raise_failure()
+        for stage, copies in zip(self._stages, one.weights, strict=True):
+            for inner, parameter in stage.parameters.items():
+                parameter.grad, copies[inner].grad = copies[inner].grad, None
         self.local.step()
         self.waves.end(loss=one.loss, samples=one.samples)
         self._flying.popleft()
-        self._room.append(one.weights)
+        self._free.append(one.weights)
         return one.loss
+
+    def _raise_failure(self) -> None:
+        for one in self._flying:
+            if one.failure is not None:
+                raise one.failure
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def _place_weights(self) -> None:
+        """Parameters of the host become views of the learner's own weights, others follow them."""
+        own = {name: torch.from_numpy(one) for name, one in self.waves.weights.items()}
+        for name, buffer in self._trained.buffers.items():
+            buffer.copy_(own[name])
+        for stage in self._stages:
+            if stage.place.has_own_memory:
+                stage.module.to(stage.place.device)
+        far = {
+            id(one)
+            for stage in self._stages
+            if stage.place.has_own_memory
+            for one in stage.parameters.values()
+        }
+        with torch.no_grad():
+            for name, parameter in self._trained.parameters.items():
+                if id(parameter) in far:
+                    parameter.copy_(own[name])
+                    self._elsewhere.append((own[name], parameter))
+                else:
+                    parameter.data = own[name]
+
+    def _bring(self) -> None:
+        """Brings weights from devices, before a wave's change is pushed or made again."""
+        with torch.no_grad():
+            for own, parameter in self._elsewhere:
+                own.copy_(parameter)
 
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the mini-batches in flight, pushes an unfinished wave and leaves the job.
+        """Ends the mini-batches in flight, pushes an unfinished wave, and leaves the job.
 
-        Batches of the server's that are not done go to other learners. The stages keep the weights,
-        in memory of their own.
+        With batches of the server's that are not done, it leaves at once: they go to other
+        learners, whole. The layers keep the weights, on the CPU, in memory of their own. Raises
+        what train() raises. Does nothing if the worker has left the job.
         """
-        try:
-            if self._own_data and all(one.failure is None for one in self._flying):
+        if self._left:
+            return
+        with self._or_leave():
+            self._raise_failure()
+            if not self.client.unanswered:
                 self.drain()
                 self.waves.flush()
+        self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """close(); after an exception it leaves at once, and drops what is not pushed."""
+        if kind is None:
+            self.close()
+        else:
+            self._leave()
+
+    @contextlib.contextmanager
+    def _or_leave(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        if self._left:
+            return
+        self._left = True
+        for stage in self._stages:
+            stage.end()
+        try:
+            self.client.detach()
         finally:
             for stage in self._stages:
-                stage.end()
-            for stage in self._stages:
                 stage.join()
+            self._flying.clear()
             for parameter in self._trained.parameters.values():
-                parameter.data = parameter.data.clone()
+                parameter.data = parameter.data.to("cpu", copy=True)
                 parameter.grad = None
-            self.client.detach()
+            self.model.to("cpu")
 
 
-def _checked(module: torch.nn.ModuleList) -> Trained:
-    """Raises UsageError for stages that cannot be a pipeline on the host."""
-    if not len(module):
-        raise UsageError("a virtual worker needs at least one stage")
-    found: dict[int, int] = {}
-    for number, stage in enumerate(module):
-        for inner, parameter in stage.named_parameters():
-            if found.setdefault(id(parameter), number) != number:
-                raise UsageError(
-                    f"stages {found[id(parameter)]} and {number} share the parameter {inner!r}: "
-                    "put both layers into one stage"
-                )
-    trained = Trained.of(module)
-    if trained.device.type != "cpu":
-        raise UsageError(f"the stages are on {trained.device}: a virtual worker is on the CPU")
-    if trained.buffers:
+def _stages(
+    model: torch.nn.Sequential, where: Sequence[Place], cuts: Sequence[int] | None
+) -> list[Stage]:
+    """Cuts the model. Raises UsageError for cuts that do not fit."""
+    layers = list(model)
+    if len(layers) < len(where):
         raise UsageError(
-            f"stage {next(iter(trained.buffers))!r} is a buffer that training changes: a pipeline "
-            "cannot keep its versions apart; use layers without running statistics"
+            f"devices: {len(where)} for {len(layers)} layers: give at most one for each layer"
         )
+    if cuts is None:
+        sizes = [sum(one.numel() for one in layer.parameters()) for layer in layers]
+        cuts = stages.even_cuts(sizes, len(where))
+    bounds = [0, *cuts, len(layers)]
+    if len(cuts) != len(where) - 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise UsageError(
+            f"cuts {list(cuts)}: {len(where)} devices and {len(layers)} layers need "
+            f"{len(where) - 1} ascending numbers of layers above 0 and below {len(layers)}"
+        )
+    return [
+        Stage(number, torch.nn.Sequential(*layers[first:end]), place)
+        for number, ((first, end), place) in enumerate(
+            zip(itertools.pairwise(bounds), where, strict=True)
+        )
+    ]
+
+
+def _checked(model: torch.nn.Sequential, parts: Sequence[Stage]) -> Trained:
+    """Raises UsageError for a model that cannot be a pipeline."""
+    trained = Trained.of(model)
+    if trained.device.type != "cpu":
+        raise UsageError(
+            f"the layers are on {trained.device}: leave them on the CPU, and the worker moves "
+            "each to its stage's device"
+        )
+    names = {id(one): name for name, one in model.named_parameters()}
+    stage_of: dict[int, int] = {}
+    for stage in parts:
+        for one in stage.module.parameters():
+            if stage_of.setdefault(id(one), stage.number) != stage.number:
+                raise UsageError(
+                    f"stages {stage_of[id(one)]} and {stage.number} share the parameter "
+                    f"{names[id(one)]!r}: put the layers that use it into one stage with cuts="
+                )
+    for name, layer in model.named_modules():
+        if getattr(layer, "running_mean", None) is not None:
+            raise UsageError(
+                f"layer {name!r} ({type(layer).__name__}) keeps running statistics, which have no "
+                "version of each mini-batch's own: give it track_running_stats=False, or take "
+                "GroupNorm or LayerNorm"
+            )
     return trained
+
+
+def _empty(stage: Stage) -> Weights:
+    """Memory for a mini-batch's copy of the weights; leaves."""
+    return {
+        inner: torch.empty_like(parameter, requires_grad=True)
+        for inner, parameter in stage.parameters.items()
+    }

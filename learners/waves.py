@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,12 +49,15 @@ class Waves:
     """The weights of one learner, and its waves. Belongs to the thread that computes.
 
     A pipeline may begin up to client.wave mini-batches before it ends the first of them; they end
-    in the order in which they began. Raises UsageError unless the job adds what learners push.
+    in the order in which they began. before_reading: is called before what has changed is read; it
+    writes those of the learner's own weights into `flat` that lie elsewhere, on a GPU, say. Raises
+    UsageError unless the job adds what learners push.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, before_reading: Callable[[], object] = lambda: None) -> None:
         check(client)
         self.client = client
+        self._before_reading = before_reading
         self._base = client.pull()  # what the job has of this learner's changes is in it
         self.flat: FloatArray = self._base.copy()
         """The learner's own weights, float32, shape (client.model.elements,)."""
@@ -165,6 +168,7 @@ class Waves:
 
     def _own(self) -> FloatArray:
         """What the mini-batches that are not pushed have changed; valid until the next call."""
+        self._before_reading()
         buffers = self.client.model.parameters  # a mask may hold infinities
         with np.errstate(invalid="ignore"):
             np.subtract(self.flat, self._base, out=self._update)

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
+import os
+import signal
+import sys
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import daemon, status
+from support import daemon, eventually, fork, status
 from support.torch_models import one_thread as one_thread
 from torch import nn
 from torch.func import functional_call
 
+from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.torch import LocalOptimizer
+from gadei_ps.learners import stages
+from gadei_ps.learners.torch import LocalOptimizer, Optimizer
 from gadei_ps.learners.virtual import VirtualWorker
+from gadei_ps.learners.work import epoch_order
 
 CRITERION = nn.functional.cross_entropy
 COUNT = 11  # mini-batches
+ADDS = {"optimizer": {"kind": "add"}}
 
 
-def stages(count: int) -> list[nn.Module]:
+def layers() -> list[nn.Module]:
     torch.manual_seed(3)
-    layers = [nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3)]
-    cuts = {1: [0, 5], 2: [0, 2, 5], 3: [0, 1, 3, 5]}[count]
-    return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(cuts)]
+    return [nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3)]
 
 
 def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -41,12 +47,25 @@ def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield inputs, (inputs.sum(1) > 0).long()
 
 
-def delayed(modules: list[nn.Module], wave: int) -> tuple[list[torch.Tensor], list[float]]:
+def of_job(job: str) -> list[torch.Tensor]:
+    """The weights that a learner gets that joins now, one that has no stages."""
+    model = nn.Sequential(*layers())
+    LocalOptimizer(model, momentum, job).close()
+    return [one.detach() for one in model.parameters()]
+
+
+def has_left(job: str) -> bool:
+    stages_left = [one for one in threading.enumerate() if one.name.startswith("gadei-stage")]
+    return not status(job)["learners"] and not stages_left
+
+
+def delayed(wave: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
     """One after another in one thread, each from the weights of `wave` mini-batches before.
 
-    With the arithmetic of a job: what is pulled, what is pushed, and what is made again.
+    With the arithmetic of a job: what is pulled, what is pushed, and what is made again. Returns
+    the server's weights, the learner's own and the losses.
     """
-    model = nn.Sequential(*modules)
+    model = nn.Sequential(*layers())
     own = list(model.parameters())
     optimizer = momentum(own)
     server = [one.detach().clone() for one in own]
@@ -81,59 +100,72 @@ def delayed(modules: list[nn.Module], wave: int) -> tuple[list[torch.Tensor], li
         losses.append(float(loss.detach()))
     while flying:
         end()
-    return server, losses
+    return server, [one.detach() for one in own], losses
 
 
-@pytest.mark.parametrize(("s_local", "count"), [(s, n) for s in range(4) for n in (2, 3)])
+CASES = [(s_local, count, False) for s_local in range(4) for count in (2, 3)] + [(3, 3, True)]
+
+
+@pytest.mark.parametrize(("s_local", "count", "far"), CASES)
 def test_it_is_the_sequential_program_with_delayed_weights(
-    s_local: int, count: int, job_name: str
+    s_local: int, count: int, far: bool, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, losses = delayed(stages(count), s_local + 1)
-    with daemon(job_name, sync=f"wsp:D=1,s_local={s_local}", optimizer={"kind": "add"}):
-        made = stages(count)
-        worker = VirtualWorker(made, momentum, job_name, threads=[1] * count)
-        seen = [worker.train(inputs, targets, CRITERION) for inputs, targets in data()]
-        assert seen[: s_local + 1] == [None] * (s_local + 1)
-        assert seen[s_local + 1 :] == losses[: COUNT - s_local - 1]
-        assert worker.drain() == pytest.approx(np.mean(losses[COUNT - s_local - 1 :]))
-        client = worker.client
-        worker.close()
-        assert client.published == -(-COUNT // (s_local + 1))
-        late = VirtualWorker(stages(count), momentum, job_name)
-        mine = [one.detach().clone() for one in nn.ModuleList(late.stages).parameters()]
-        late.close()
-        for got, wanted in zip(mine, expected, strict=True):
+    """Bit for bit. far: the weights of stages 0 and 2 come and go as those on a GPU."""
+    expected, own, losses = delayed(s_local + 1)
+    devices = ["host:1"] * count
+    if far:
+        devices = ["host:1", "host:2", "host:1"]
+        monkeypatch.setattr(stages.Place, "has_own_memory", property(lambda one: one.cores == 1))
+    with daemon(job_name, sync=f"wsp:D=1,s_local={s_local}", **ADDS):
+        with VirtualWorker(layers(), devices, momentum, job_name) as worker:
+            seen = [worker.train(inputs, targets, CRITERION) for inputs, targets in data()]
+            assert seen[: s_local + 1] == [None] * (s_local + 1)
+            assert seen[s_local + 1 :] == losses[: COUNT - s_local - 1]
+            assert worker.drain() == pytest.approx(np.mean(losses[COUNT - s_local - 1 :]))
+            inputs = next(data())[0]
+            predicted = worker.predict(inputs)
+            assert torch.equal(predicted, nn.Sequential(*worker.model)(inputs))
+        assert worker.client.published == -(-COUNT // (s_local + 1))
+        for got, wanted in zip(worker.model.parameters(), own, strict=True):
+            assert torch.equal(got, wanted)
+        for got, wanted in zip(of_job(job_name), expected, strict=True):
             assert torch.equal(got, wanted)
 
 
 def test_without_a_pipeline_it_is_the_plain_learner(job_name: str) -> None:
-    with daemon(job_name, optimizer={"kind": "add"}):
-        plain, made = nn.Sequential(*stages(2)), stages(2)
+    with daemon(job_name, **ADDS):
+        plain = nn.Sequential(*layers())
         optimizer = LocalOptimizer(plain, momentum, job_name)
         for inputs, targets in data():
             optimizer.zero_grad()
             CRITERION(plain(inputs), targets).backward()
             optimizer.step()
         optimizer.close()
-    with daemon(f"{job_name}-v", optimizer={"kind": "add"}):
-        worker = VirtualWorker(made, momentum, f"{job_name}-v", threads=[1, 1])
+    with (
+        daemon(f"{job_name}-v", optimizer={}),  # it says itself that the job adds
+        VirtualWorker(layers(), ["host:1", "host:1"], momentum, f"{job_name}-v") as worker,
+    ):
         for inputs, targets in data():
             worker.train(inputs, targets, CRITERION)
-        worker.close()
-    for mine, theirs in zip(nn.Sequential(*made).parameters(), plain.parameters(), strict=True):
+        with pytest.raises(UsageError, match="has kind add from its first learner"):
+            Optimizer(nn.Sequential(*layers()), f"{job_name}-v", kind="sgd")
+    for mine, theirs in zip(worker.model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+# -- batches of the server's --------------------------------------------------------------------
+
+SAMPLES = torch.randn(13, 10, generator=torch.Generator().manual_seed(5))
+LABELS = (SAMPLES.sum(1) > 0).long()
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_batches_of_the_server(ahead: int, job_name: str) -> None:
     """Two epochs of 7 mini-batches in waves of three: the last wave is shorter."""
-    inputs = torch.randn(13, 10, generator=torch.Generator().manual_seed(5))
-    targets = (inputs.sum(1) > 0).long()
-    sync = "wsp:D=0,s_local=2"
-    with daemon(job_name, sync=sync, optimizer={"kind": "add"}, ahead=ahead):
-        worker = VirtualWorker(stages(2), momentum, job_name)
+    with daemon(job_name, sync="wsp:D=0,s_local=2", **ADDS, ahead=ahead):
+        worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name)
         taken: dict[int, list[int]] = {0: [], 1: []}
-        for batch, _ in worker.train_on(inputs, targets, CRITERION, batch_size=2, epochs=2):
+        for batch, _ in worker.train_on(SAMPLES, LABELS, CRITERION, batch_size=2, epochs=2):
             taken[batch.epoch] += batch.indices.tolist()
         assert [sorted(one) for one in taken.values()] == [list(range(13))] * 2
         worker.client.wait_applied()
@@ -143,24 +175,210 @@ def test_batches_of_the_server(ahead: int, job_name: str) -> None:
         worker.close()
 
 
-def test_what_a_stage_raises_reaches_the_caller(job_name: str) -> None:
-    with daemon(job_name, sync="wsp:D=0,s_local=1", optimizer={"kind": "add"}):
-        worker = VirtualWorker(stages(2), momentum, job_name)
-        worker.train(torch.ones(2, 9), torch.zeros(2, dtype=torch.int64), CRITERION)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            worker.drain()
+class Acting(nn.Module):
+    """Does something before a forward pass: with the number of it, from 1."""
+
+    def __init__(self, what: Callable[[int], object]) -> None:
+        super().__init__()
+        self.what = what
+        self.number = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.number += 1
+        self.what(self.number)
+        return inputs
+
+
+def _train_until(pipe: Connection, job: str, blocked: int) -> None:
+    """Tells each mini-batch that enters the pipeline; its last stage stands still at one of them."""
+    torch.set_num_threads(1)
+    still = Acting(lambda number: threading.Event().wait() if number == blocked else None)
+    first = layers()
+    worker = VirtualWorker([*first, still], ["host:1", "host:1"], momentum, job, cuts=[3])
+    for batch, _ in worker.train_on(SAMPLES, LABELS, CRITERION, batch_size=2, epochs=2):
+        pipe.send((batch.epoch, batch.indices.tolist()))
+
+
+def test_batches_of_a_killed_worker_go_to_others(job_name: str) -> None:
+    """SIGKILL with mini-batches 5 to 7 in flight, of two waves: both go back, whole."""
+    with (
+        daemon(job_name, sync="wsp:D=0,s_local=2", **ADDS, ahead=4),
+        fork(1, _train_until, job_name, 5) as (victim,),
+    ):
+        entered = [victim.receive() for _ in range(7)]
+        assert not victim.has_sent
+        victim.kill()
+        eventually(lambda: not status(job_name)["learners"])
+        taken: dict[int, list[int]] = {0: [], 1: []}
+        for epoch, indices in entered[:3]:  # the wave that it has pushed
+            taken[epoch] += indices
+        with VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name) as worker:
+            for batch, _ in worker.train_on(SAMPLES, LABELS, CRITERION, batch_size=2, epochs=2):
+                taken[batch.epoch] += batch.indices.tolist()
+            worker.client.wait_applied()
+            told = status(job_name)
+        assert [sorted(one) for one in taken.values()] == [list(range(13))] * 2
+        assert entered[0] == (0, epoch_order(13, 0, 0)[:2].tolist())
+        assert (told["gradients_applied"], told["work"]["state"]) == (6, "done")
+        assert told["batches_requeued"] >= 2
+
+
+# -- the end ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(job_name: str) -> Iterator[Daemon]:
+    with daemon(job_name, sync="wsp:D=0,s_local=3", **ADDS) as one:
+        yield one
+
+
+def refuse(number: int) -> None:
+    if number == 2:
+        raise ArithmeticError("the second mini-batch")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_a_layer_raises_ends_the_worker(job: Daemon, job_name: str, backward: bool) -> None:
+    acting = Acting(refuse)
+    made = layers()
+    if backward:
+        made[2].register_full_backward_hook(lambda *_: acting(torch.empty(0)) and None)
+    else:
+        made.insert(2, acting)
+    worker = VirtualWorker(made, ["host:1", "host:1"], momentum, job_name)
+    with pytest.raises(ArithmeticError, match="the second mini-batch"):
+        for inputs, targets in data():
+            worker.train(inputs, targets, CRITERION)
+    eventually(lambda: has_left(job_name))
+    assert not status(job_name)["gradients_applied"]  # of a wave that is not whole
+    with pytest.raises(UsageError, match="detached"):
+        worker.train(inputs, targets, CRITERION)
+    worker.close()
+    worker.model(inputs)  # of its own memory
+    # One that fails while no train() is to come is told by close().
+    worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name)
+    worker.train(torch.ones(2, 9), torch.zeros(2, dtype=torch.int64), CRITERION)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         worker.close()
+    eventually(lambda: has_left(job_name))
+
+
+def test_an_interrupt_ends_the_worker(job_name: str) -> None:
+    """Control-C while train() waits for a mini-batch."""
+    calls: list[int] = []
+
+    def waits() -> bool:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        names = []
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back  # type: ignore[assignment]
+        return len(calls) == 2 and "_end_oldest" in names
+
+    def interrupt(_: int) -> None:
+        eventually(waits)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with daemon(job_name, **ADDS):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            VirtualWorker(
+                [*layers(), Acting(interrupt)], ["host:1", "host:1"], momentum, job_name
+            ) as worker,
+        ):
+            for inputs, targets in data():
+                calls.append(1)
+                worker.train(inputs, targets, CRITERION)
+        assert len(calls) == 2
+        eventually(lambda: has_left(job_name))
         assert not status(job_name)["gradients_applied"]
 
 
-def test_stages_that_cannot_be_a_pipeline() -> None:
-    shared = nn.Linear(3, 3)
-    wrong: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
-        "share the parameter 'weight'": ([shared, shared], {}),
-        "is a buffer that training changes": ([nn.Linear(3, 3), nn.BatchNorm1d(3)], {}),
-        "at least one stage": ([], {}),
-        "for each of 2 stages": ([nn.Linear(3, 3), nn.Linear(3, 3)], {"threads": [1]}),
-    }
-    for why, (modules, how) in wrong.items():
-        with pytest.raises(UsageError, match=why):
-            VirtualWorker(modules, momentum, "no-such-job", **how)
+def test_an_exception_in_the_block_drops_what_is_not_pushed(job: Daemon, job_name: str) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name) as worker,
+    ):
+        worker.train(*next(data()), CRITERION)
+        raise ZeroDivisionError
+    eventually(lambda: has_left(job_name))
+    assert not status(job_name)["gradients_applied"]
+
+
+# -- layers, devices, cuts ----------------------------------------------------------------------
+
+
+def test_frozen_layers_and_tables_stay_as_they_are(job: Daemon, job_name: str) -> None:
+    """Nothing is trained in the first stage; a table belongs to the job, which does not change."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", torch.randn(10))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs + self.rows
+
+    made = [Table(), *layers()]
+    made[1].requires_grad_(False)
+    frozen, tables = made[1].weight.clone(), made[0].rows.clone()  # type: ignore[operator, union-attr]
+    with VirtualWorker(made, ["host:1"] * 3, momentum, job_name, cuts=[1, 2]) as worker:
+        before = made[3].weight.clone()  # type: ignore[operator, union-attr]
+        for inputs, targets in data():
+            worker.train(inputs, targets, CRITERION)
+    assert torch.equal(made[1].weight, frozen)  # type: ignore[arg-type]
+    assert torch.equal(made[0].rows, tables)  # type: ignore[arg-type]
+    assert not torch.equal(made[3].weight, before)  # type: ignore[arg-type]
+    late = [Table(), *layers()]
+    late[1].requires_grad_(False)
+    VirtualWorker(late, ["host:1"], momentum, job_name).close()
+    assert torch.equal(late[0].rows, tables)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_a_pipeline_is_refused(job_name: str) -> None:
+    """Before the job is asked: there is none."""
+    shared, two = nn.Linear(3, 3), ["host", "host"]
+    pair: list[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    wrong: list[tuple[str, list[nn.Module], Any, list[int] | None]] = [
+        ("stages 0 and 1 share the parameter '0.weight'", [shared, nn.Tanh(), shared], two, [1]),
+        (
+            "'1' \\(BatchNorm1d\\) keeps running statistics",
+            [*pair[:1], nn.BatchNorm1d(3)],
+            two,
+            None,
+        ),
+        ("devices: 2 for 0 layers", [], two, None),
+        ("devices: 3 for 2 layers", pair, [*two, "host"], None),
+        ("devices: give a list", pair, "host", None),
+        ("devices: give a list", pair, [], None),
+        ("device 'host:0': give 'host'", pair, ["host", "host:0"], None),
+        ("device 'cuda:0': PyTorch .* sees no GPU here", pair, ["host", "cuda:0"], None),
+        ("cuts \\[2\\]: 2 devices and 2 layers need 1 ascending", pair, two, [2]),
+        ("cuts \\[1, 1\\]: 3 devices", [*pair, nn.Tanh()], [*two, "host"], [1, 1]),
+    ]
+    for why, made, devices, cuts in wrong:
+        with pytest.raises(UsageError, match=why) as refused:
+            VirtualWorker(made, devices, momentum, job_name, cuts=cuts)
+        assert "\n" not in str(refused.value)
+
+
+def test_one_tensor_between_stages(job: Daemon, job_name: str) -> None:
+    recurrent: list[nn.Module] = [nn.LSTM(10, 4), nn.Linear(4, 3)]
+    worker = VirtualWorker(recurrent, ["host", "host"], momentum, job_name)
+    with pytest.raises(UsageError, match="stage 0 hands on tuple: between stages there is one"):
+        worker.train(*next(data()), CRITERION)
+        worker.drain()
+
+
+def test_layers_are_cut_evenly() -> None:
+    assert stages.even_cuts([220, 0, 420, 0, 63], 2) == [2]
+    assert stages.even_cuts([220, 0, 420, 0, 63], 3) == [2, 4]
+    assert stages.even_cuts([0, 0, 5], 3) == [1, 2]
+    assert stages.even_cuts([1, 1, 1, 9], 1) == []
+    assert stages.even_cuts([9, 1, 1, 1], 3) in ([1, 2], [1, 3])
+
+
+def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages.process, "cores", lambda: 8)
+    assert [one.cores for one in stages.places(["host:3", "host", "host"])] == [3, 2, 2]
+    assert [one.cores for one in stages.places(["host"] * 9)] == [1] * 9
