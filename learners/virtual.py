@@ -39,7 +39,8 @@ Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 class VirtualWorker:
     """A learner that is a pipeline of stages.
 
-        with VirtualWorker(layers, ["cuda:0", "cuda:1"], lambda p: torch.optim.SGD(p, 0.01)) as worker:
+        worker = VirtualWorker(layers, ["cuda:0", "cuda:1"], lambda p: torch.optim.SGD(p, lr=0.01))
+        with worker:
             for inputs, targets in loader:
                 worker.train(inputs, targets, criterion)
 

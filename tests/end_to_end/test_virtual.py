@@ -190,12 +190,11 @@ class Acting(nn.Module):
 
 
 def _train_until(pipe: Connection, job: str, blocked: int) -> None:
-    """Tells each mini-batch that enters the pipeline; its last stage stands still at one of them."""
+    """Tells each mini-batch that enters; the last stage stands still at one of them."""
     torch.set_num_threads(1)
     still = Acting(lambda number: threading.Event().wait() if number == blocked else None)
-    first = layers()
-    worker = VirtualWorker([*first, still], ["host:1", "host:1"], momentum, job, cuts=[3])
-    for batch, _ in worker.train_on(SAMPLES, LABELS, CRITERION, batch_size=2, epochs=2):
+    worker = VirtualWorker([*layers(), still], ["host:1", "host:1"], momentum, job, cuts=[3])
+    for batch, _ in worker.train_on(SAMPLES, LABELS, CRITERION, batch_size=1, epochs=2):
         pipe.send((batch.epoch, batch.indices.tolist()))
 
 
@@ -213,13 +212,13 @@ def test_batches_of_a_killed_worker_go_to_others(job_name: str) -> None:
         for epoch, indices in entered[:3]:  # the wave that it has pushed
             taken[epoch] += indices
         with VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name) as worker:
-            for batch, _ in worker.train_on(SAMPLES, LABELS, CRITERION, batch_size=2, epochs=2):
+            for batch, _ in worker.train_on(SAMPLES, LABELS, CRITERION, batch_size=1, epochs=2):
                 taken[batch.epoch] += batch.indices.tolist()
             worker.client.wait_applied()
             told = status(job_name)
         assert [sorted(one) for one in taken.values()] == [list(range(13))] * 2
-        assert entered[0] == (0, epoch_order(13, 0, 0)[:2].tolist())
-        assert (told["gradients_applied"], told["work"]["state"]) == (6, "done")
+        assert entered[0] == (0, epoch_order(13, 0, 0)[:1].tolist())
+        assert (told["gradients_applied"], told["work"]["state"]) == (10, "done")
         assert told["batches_requeued"] >= 2
 
 
