@@ -31,6 +31,7 @@ from gadei_ps.learners import stages
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.waits import LEFT
 from gadei_ps.learners.waves import Waves
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -179,7 +180,8 @@ class VirtualWorker:
         """What the last layer returns for inputs, on its device; for an evaluation.
 
         Drains the pipeline, and computes in this thread, stage after stage, with the learner's own
-        weights. Call model.eval() before and model.train() after it, as with any model.
+        weights. Call model.eval() before and model.train() after it, as with any model. After
+        close(), call the model itself.
         """
         self.drain()
         for stage in self._stages:
@@ -290,6 +292,8 @@ class VirtualWorker:
 
     @contextlib.contextmanager
     def _or_leave(self) -> Iterator[None]:
+        if self._left:  # not every call asks the client, and the threads have ended
+            raise UsageError(LEFT)
         try:
             yield
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -238,20 +239,21 @@ def refuse(number: int) -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_a_layer_raises_ends_the_worker(job: Daemon, job_name: str, backward: bool) -> None:
-    acting = Acting(refuse)
+    numbers = itertools.count(1)
     made = layers()
     if backward:
-        made[2].register_full_backward_hook(lambda *_: acting(torch.empty(0)) and None)
+        made[2].register_full_backward_hook(lambda *_: refuse(next(numbers)))
     else:
-        made.insert(2, acting)
+        made.insert(2, Acting(refuse))
     worker = VirtualWorker(made, ["host:1", "host:1"], momentum, job_name)
     with pytest.raises(ArithmeticError, match="the second mini-batch"):
         for inputs, targets in data():
             worker.train(inputs, targets, CRITERION)
     eventually(lambda: has_left(job_name))
     assert not status(job_name)["gradients_applied"]  # of a wave that is not whole
-    with pytest.raises(UsageError, match="detached"):
-        worker.train(inputs, targets, CRITERION)
+    for again in (lambda: worker.train(inputs, targets, CRITERION), worker.drain):
+        with pytest.raises(UsageError, match="has detached from its job"):
+            again()
     worker.close()
     worker.model(inputs)  # of its own memory
     # One that fails while no train() is to come is told by close().
