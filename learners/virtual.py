@@ -81,8 +81,9 @@ class VirtualWorker:
         where = stages.places(devices)
         self.model = torch.nn.Sequential(*layers)
         """All layers. Its modes train() and eval() are those of the stages."""
+        self._trained = trained = Trained.of(self.model)
         self._stages = _stages(self.model, where, cuts)
-        self._trained = trained = _checked(self.model, self._stages)
+        _check(trained, self._stages)
         self.client = trained.join(
             job,
             optimizer=Settings(kind="add"),
@@ -344,15 +345,14 @@ def _stages(
     ]
 
 
-def _checked(model: torch.nn.Sequential, parts: Sequence[Stage]) -> Trained:
+def _check(trained: Trained, parts: Sequence[Stage]) -> None:
     """Raises UsageError for a model that cannot be a pipeline."""
-    trained = Trained.of(model)
     if trained.device.type != "cpu":
         raise UsageError(
             f"the layers are on {trained.device}: leave them on the CPU, and the worker moves "
             "each to its stage's device"
         )
-    names = {id(one): name for name, one in model.named_parameters()}
+    names = {id(one): name for name, one in trained.module.named_parameters()}
     stage_of: dict[int, int] = {}
     for stage in parts:
         for one in stage.module.parameters():
@@ -361,14 +361,13 @@ def _checked(model: torch.nn.Sequential, parts: Sequence[Stage]) -> Trained:
                     f"stages {stage_of[id(one)]} and {stage.number} share the parameter "
                     f"{names[id(one)]!r}: put the layers that use it into one stage with cuts="
                 )
-    for name, layer in model.named_modules():
+    for name, layer in trained.module.named_modules():
         if getattr(layer, "running_mean", None) is not None:
             raise UsageError(
                 f"layer {name!r} ({type(layer).__name__}) keeps running statistics, which have no "
                 "version of each mini-batch's own: give it track_running_stats=False, or take "
                 "GroupNorm or LayerNorm"
             )
-    return trained
 
 
 def _empty(stage: Stage) -> Weights:

@@ -352,7 +352,8 @@ def test_what_cannot_be_a_pipeline_is_refused(job_name: str) -> None:
             two,
             None,
         ),
-        ("devices: 2 for 0 layers", [], two, None),
+        ("the model has no parameters", [], two, None),
+        ("parameter '0.weight' has no values yet", [nn.LazyLinear(3), *pair], two, None),
         ("devices: 3 for 2 layers", pair, [*two, "host"], None),
         ("devices: give a list", pair, "host", None),
         ("devices: give a list", pair, [], None),
@@ -373,6 +374,14 @@ def test_one_tensor_between_stages(job: Daemon, job_name: str) -> None:
     with pytest.raises(UsageError, match="stage 0 hands on tuple: between stages there is one"):
         worker.train(*next(data()), CRITERION)
         worker.drain()
+    # With batches of the server's nothing is awaited at the end, but this is not kept silent.
+    worker = VirtualWorker(recurrent, ["host", "host"], momentum, job_name)
+    for _ in worker.train_on(SAMPLES, LABELS, CRITERION, batch_size=2, epochs=1):
+        break
+    eventually(lambda: worker._flying[0].failure is not None)
+    with pytest.raises(UsageError, match="stage 0 hands on tuple"):
+        worker.close()
+    eventually(lambda: has_left(job_name))
 
 
 def test_layers_are_cut_evenly() -> None:
