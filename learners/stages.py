@@ -211,3 +211,12 @@ class Stage(threading.Thread):
             self.before.backward(one, entered.grad)
         else:
             one.done.set()
+
+
+def end(stages: Sequence[Stage]) -> None:
+    """Ends their threads, and waits for what they compute."""
+    for stage in stages:
+        stage.end()
+    for stage in stages:
+        if stage is not threading.current_thread():  # which may collect garbage
+            stage.join()

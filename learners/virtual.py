@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
@@ -107,6 +108,8 @@ class VirtualWorker:
             before.after, after.before = after, before
         for stage in self._stages:
             stage.start()
+        # Also where a script ends without close(): torch must not compute while Python ends.
+        self._end_stages = weakref.finalize(self, stages.end, self._stages)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -310,8 +313,7 @@ class VirtualWorker:
         try:
             self.client.detach()
         finally:
-            for stage in self._stages:
-                stage.join()
+            self._end_stages()
             self._flying.clear()
             for parameter in self._trained.parameters.values():
                 parameter.data = parameter.data.to("cpu", copy=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -308,6 +309,15 @@ def test_an_exception_in_the_block_drops_what_is_not_pushed(job: Daemon, job_nam
         raise ZeroDivisionError
     eventually(lambda: has_left(job_name))
     assert not status(job_name)["gradients_applied"]
+
+
+def test_one_that_is_dropped_leaves(job: Daemon, job_name: str) -> None:
+    """As one does at the end of a script that does not close it."""
+    worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name)
+    worker.train(*next(data()), CRITERION)
+    del worker
+    gc.collect()
+    eventually(lambda: has_left(job_name))
 
 
 # -- layers, devices, cuts ----------------------------------------------------------------------
