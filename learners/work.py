@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,8 @@ from gadei_ps.job.control import Lasting, SetWork
 from gadei_ps.learners.waits import Waits
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase
+
+MOST = 2**31  # epochs, and batches of an epoch, are fewer
 
 
 class Batch(NamedTuple):
@@ -40,6 +44,10 @@ class Taken:
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(self._ids)
 
     def add(self, batch: int) -> None:
         self._ids.append(batch)
@@ -88,9 +96,16 @@ class Work(Waits, ABC):
         Raises UsageError, ControlError.
         """
         self._check_process()
-        if samples <= 0 or batch_size <= 0 or epochs <= 0:
-            raise UsageError("samples, batch_size and epochs must be above 0")
+        for name, value in (("samples", samples), ("batch_size", batch_size), ("epochs", epochs)):
+            if _whole(name, value) < 1:
+                raise UsageError(f"{name}={value}: give a number from 1 on")
+        if not 0 <= _whole("seed", seed) < 2**63:
+            raise UsageError(f"seed={seed}: give a number from 0 to {2**63 - 1}")
         batches = -(-samples // batch_size)
+        if max(batches, epochs) >= MOST:
+            raise UsageError(
+                f"{batches} batches an epoch and {epochs} epochs: give fewer than {MOST} of each"
+            )
         self._connection.request(SetWork(batches=batches, epochs=epochs, seed=seed))
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
@@ -99,9 +114,11 @@ class Work(Waits, ABC):
         samples: rows of the data set, which every learner has whole. Each epoch is shuffled anew
         by (seed, epoch), so that all learners agree. Every batch is to be answered by one push.
         Also waits for the turn that the synchronization model gives. Under WSP a batch is a wave:
-        `wave` mini-batches of batch_size, whose gradients are added up and pushed as one.
+        `wave` mini-batches of batch_size, whose gradients are added up and pushed as one. After a
+        loop that was left early, the next one begins with the batches that are not answered.
         """
-        for batch in self._taken_batches(samples, batch_size * self.wave, epochs, seed):
+        left = self._taken.ids
+        for batch in self._taken_batches(samples, batch_size * self.wave, epochs, seed, left=left):
             try:
                 self.wait_turn()
             except JobStopped:
@@ -134,11 +151,13 @@ class Work(Waits, ABC):
         epochs: int,
         seed: int,
         before_wait: Callable[[], object] | None = None,
+        left: Sequence[int] = (),
     ) -> Iterator[Batch]:
+        """left: ids of batches that this learner has already, which come first."""
         self.set_work(samples, batch_size, epochs, seed)
         order = np.empty(0, np.int64)
         epoch = -1
-        while (taken := self._take(before_wait)) is not None:
+        for taken in chain(left, iter(lambda: self._take(before_wait), None)):
             index = taken & 0xFFFFFFFF
             if taken >> 32 != epoch:
                 epoch = taken >> 32
@@ -181,6 +200,14 @@ class Work(Waits, ABC):
     def unanswered(self) -> int:
         """Batches taken that no push has answered yet."""
         return len(self._taken)
+
+
+def _whole(name: str, value: int) -> int:
+    """Raises UsageError unless it is one."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name}={value!r}: give a whole number") from None
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

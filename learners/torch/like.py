@@ -128,7 +128,7 @@ def check_unchanged(group: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     """Raises UsageError if a setting of a parameter group differs from the job's. lr may differ."""
     for name, has in made.items():
         now = group.get(name, has)
-        if name == "lr" or now == has or (name == "betas" and tuple(now) == has):
+        if name == "lr" or now == has or (isinstance(now, list) and tuple(now) == has):
             continue
         moved = name in ("momentum", "betas")
         raise UsageError(

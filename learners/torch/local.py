@@ -49,6 +49,11 @@ class LocalOptimizer:
         error_feedback: bool = False,
         name: str = "",
     ) -> None:
+        if not callable(make):
+            raise UsageError(
+                f"make is a {type(make).__name__}: give a function that makes the optimizer, as "
+                "lambda p: torch.optim.SGD(p, lr=0.1)"
+            )
         self._trained = trained = Trained.of(model)
         if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
             raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")
@@ -65,6 +70,10 @@ class LocalOptimizer:
                 tensor.data = torch.from_numpy(self.waves.weights[at])
             self.local = make(list(trained.parameters.values()))
             """The optimizer that was made; for a learning-rate scheduler, say."""
+            if not isinstance(self.local, torch.optim.Optimizer):
+                raise UsageError(
+                    f"make gave a {type(self.local).__name__}: let it return an optimizer of torch"
+                )
         except BaseException:
             self.client.detach()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +36,13 @@ NO_STATE = (
     "load_state_dict: momentum and moments are not loaded, the job's server has its own; "
     "gadei-ps checkpoint and restore keep them"
 )
+
+
+def _brief(value: object) -> str:
+    """For a message of one line."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return repr(value)
 
 
 class _NotWanted(Exception):
@@ -293,13 +301,23 @@ class Optimizer(torch.optim.Optimizer):
     def report(
         self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
     ) -> None:
-        """What the next step's gradient tells status and metrics. Does not wait for a GPU."""
-        if isinstance(loss, torch.Tensor):
-            self._loss = self.backend.loss(loss)
-        elif loss is not None:
-            self._loss = float(loss)
+        """What the next step's gradient tells status and metrics. Does not wait for a GPU.
+
+        loss: one number. samples: a whole number. Raises UsageError.
+        """
+        if loss is not None:
+            try:
+                if isinstance(loss, torch.Tensor):
+                    self._loss = self.backend.loss(loss)
+                else:
+                    self._loss = float(loss)
+            except (TypeError, ValueError, RuntimeError):
+                raise UsageError(f"report(loss={_brief(loss)}): give one number") from None
         if samples is not None:
-            self._samples = samples
+            try:
+                self._samples = operator.index(samples)
+            except TypeError:
+                raise UsageError(f"report(samples={samples!r}): give a whole number") from None
 
     # -- gradients that are not wanted any more -------------------------------------------------
 
@@ -362,6 +380,9 @@ class Optimizer(torch.optim.Optimizer):
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
         """Mini-batches that the server hands out; see Client.batches. One step() for each."""
         self._own_data = False
+        if self._steps:  # of a wave that was left in the middle: its batch comes again
+            self._steps = 0
+            self.zero_grad()
         try:
             for batch in self.client.batches(samples, batch_size, epochs, seed):
                 self.backend.refresh()

@@ -279,17 +279,6 @@ def test_settings_that_move_while_it_trains(job_name: str) -> None:
         optimizer.close()
 
 
-def test_a_rate_beside_a_rate_of_zero(job_name: str) -> None:
-    """A gradient tells its rate as a share of the job's: none is a share of zero."""
-    with daemon(job_name, optimizer={}):
-        optimizer = Optimizer(plain_model(), job_name, kind="sgd", lr=0)
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.1
-        with pytest.raises(UsageError, match=r"the job's rate is 0: .*above 0"):
-            optimizer.step()
-        optimizer.close()
-
-
 def test_closure_and_missing_gradients(job_name: str) -> None:
     with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
         model = plain_model()
@@ -308,6 +297,13 @@ def test_closure_and_missing_gradients(job_name: str) -> None:
         loss = optimizer.step(closure)
         assert status(job_name)["learners"][0]["loss"] == pytest.approx(float(loss.detach()))
         assert (model[0].weight != before).any()
+        for told, why in (
+            ({"loss": torch.ones(3)}, r"loss=a tensor of shape \[3\]\): give one number"),
+            ({"loss": "low"}, r"loss='low'\): give one number"),
+            ({"samples": 2.5}, r"samples=2\.5\): give a whole number"),
+        ):
+            with pytest.raises(UsageError, match=why):
+                optimizer.report(**told)
         optimizer.close()
 
 

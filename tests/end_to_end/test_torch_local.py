@@ -136,6 +136,10 @@ def test_it_says_itself_that_the_job_adds(job_name: str) -> None:
         told = status(job_name)["settings"]
         assert (told["kind"], told["lr"]) == ("add", 1.0)
         assert told["from"] == {"kind": "script", "lr": "default"}
+        with pytest.raises(UsageError, match="make is a SGD: give a function"):
+            LocalOptimizer(plain_model(), momentum([*plain_model().parameters()]), job_name)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="make gave a NoneType"):
+            LocalOptimizer(plain_model(), lambda p: None, job_name)  # type: ignore[arg-type,return-value]
         with pytest.raises(UsageError, match="has kind add from its first learner"):
             Optimizer(plain_model(), job_name, kind="sgd")
         optimizer.close()

@@ -124,6 +124,8 @@ def test_param_groups_are_torchs(kind: Kind) -> None:
     )
     theirs = made.param_groups[0]
     assert {key: theirs[key] for key in group} == group
+    with pytest.raises(UsageError, match="'betas'" if "betas" in group else "'weight_decay'"):
+        check_unchanged({**group, "betas": 0.9, "weight_decay": None}, group)
     check_unchanged({**theirs, "lr": 7, "betas": list(theirs.get("betas", ()))}, group)
     for key in group.keys() - {"lr"}:
         with pytest.raises(

@@ -1,0 +1,49 @@
+"""Steps of PyTorch's Optimizer that are refused, and loops that are left between two of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import daemon, status
+from support.torch_models import one_thread as one_thread
+from support.torch_models import plain_model
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.torch import Optimizer
+
+
+def test_a_rate_beside_a_rate_of_zero(job_name: str) -> None:
+    """A gradient tells its rate as a share of the job's: none is a share of zero."""
+    with daemon(job_name, optimizer={}):
+        optimizer = Optimizer(plain_model(), job_name, kind="sgd", lr=0)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        with pytest.raises(UsageError, match=r"the job's rate is 0: .*above 0"):
+            optimizer.step()
+        optimizer.close()
+
+
+def test_a_loop_that_was_left_goes_on_with_its_batch(job_name: str) -> None:
+    """After break, or Ctrl-C in a notebook: each batch is answered once all the same."""
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
+        model = plain_model()
+        optimizer = Optimizer(model, job_name)
+        for given, why in (
+            ((0, 4, 1), "samples=0: give a number from 1"),
+            ((12.0, 4, 1), r"samples=12\.0: give a whole number"),
+            ((12, 4, 2**40), r"3 batches an epoch and \d+ epochs: give fewer"),
+            ((12, 4, 1, -1), "seed=-1: give a number from 0"),
+        ):
+            with pytest.raises(UsageError, match=why):
+                next(optimizer.batches(*given))  # type: ignore[arg-type]
+        left = next(optimizer.batches(12, 4, 1))
+        seen = []
+        for batch in optimizer.batches(12, 4, 1):
+            seen.append(batch.id)
+            model(torch.ones(4, 10)).sum().backward()
+            optimizer.step()
+        assert seen[0] == left.id
+        assert len(set(seen)) == len(seen) == 3
+        optimizer.client.wait_applied()
+        assert status(job_name)["work"]["epochs_done"] == 1
+        optimizer.close()
