@@ -332,15 +332,15 @@ def gc(
     from gadei_ps.show import view
 
     left = jobs.collect(names, dry_run=dry_run)
-    for why in jobs.foreign(names):
-        print(f"gadei-ps: left alone: {plain(why)}", file=sys.stderr)
-    for why in jobs.left_alone(names or (), left):
-        print(f"gadei-ps: {plain(why)}", file=sys.stderr)
     result = {
         "dry_run": dry_run,
         "removed": [one.as_dict() for one in left],
         "bytes": sum(one.bytes for one in left),
     }
     tell(as_json, result, lambda: view.removed(result))
+    for why in jobs.foreign(names):
+        print(f"gadei-ps: left alone: {plain(why)}", file=sys.stderr)
+    for why in jobs.left_alone(names or (), left):
+        print(f"gadei-ps: {plain(why)}", file=sys.stderr)
     _tell_where(not left and not names, as_json)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,10 +88,11 @@ Verbose = Annotated[
 
 
 def tell(as_json: bool, result: Mapping[str, Any], shown: Callable[[], RenderableType]) -> None:
-    """Prints the result of a command, for programs or for people."""
+    """Prints the result of a command, for programs or for people; before anything else it says."""
     if as_json:
         print_json(result)
-        return
-    from gadei_ps.show import tables
+    else:
+        from gadei_ps.show import tables
 
-    tables.show(shown())
+        tables.show(shown())
+    sys.stdout.flush()  # where this fails, that is all that is said

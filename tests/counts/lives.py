@@ -321,7 +321,6 @@ class Life:
         what = f"{words[0]} has ended with {code}: {said}"
         lines = 1 + said.count("left alone: ")  # gc names each file that it cannot open
         lines += 2 if words[0] == "run" else 0  # it says how it begins and how it has ended
-        lines += words[0] == "gc"  # it says where it has looked, or why it leaves a job alone
         if code not in (0, 1, 2) or said.count("\n") > lines or "internal error" in said:
             self.wrong.append(what)
         if code and not said:

@@ -17,7 +17,7 @@ from lines import Tracer
 from served import Job
 from support import segments
 
-from gadei_ps.errors import CheckpointError, NotSaved
+from gadei_ps.errors import CheckpointError, CheckpointMistake, NotSaved
 from gadei_ps.job import paths
 from gadei_ps.job.control import Checkpoint
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
@@ -325,9 +325,13 @@ def kept(job: Job, tracer: Tracer, dying: Dying) -> None:
     _work(job)
     aside = job.checkpoints.rename(job.checkpoints.with_suffix(".aside"))
     job.checkpoints.touch()  # no directory
+    # A watchdog that dies when all else has ended leaves nothing to be adopted: the next start
+    # looks at that directory first.
+    job.refusal = CheckpointMistake.__name__
     with dying():
         job.until(job.ends, "it ends")
-    assert job.ended == NotSaved.exit_code, job
+    assert job.ended in (NotSaved.exit_code, CheckpointMistake.exit_code), job
+    job.refusal = ""
     job.checkpoints.unlink()
     aside.rename(job.checkpoints)
     job.start()
