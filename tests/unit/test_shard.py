@@ -201,11 +201,13 @@ def test_nonfinite_where_the_job_allows_it(job_name: str) -> None:
 
 def test_statistics(job_name: str) -> None:
     with Rig(job_name, W, learners=2) as rig, rig.serving():
-        rig.apply(0, rig.ones(), samples=3, loss=2.5, started=1.0, finished=2.0, clock=7)
+        times = {"started": 1.0, "finished": 2.0}
+        rig.apply(0, rig.ones(), samples=3, loss=2.5, clock=7, version=5, **times)
         for _ in range(40):
             rig.apply(1, rig.ones(), version=0, samples=2)
         first, second = rig.roster[0], rig.roster[1]
         assert (first["samples"], first["loss"], first["clock"]) == (3, 2.5, 7)
+        assert first["version"] == 5  # it is from the future: not stale
         assert (first["started"], first["finished"]) == (1.0, 2.0)
         assert (first["applied"], first["staleness_max"]) == (1, 0)
         assert (second["applied"], second["samples"]) == (40, 80)
@@ -230,12 +232,14 @@ def test_what_a_dead_learner_has_published_is_applied(job_name: str) -> None:
     with Rig(job_name, W, learners=1, slots=4) as rig:
         for _ in range(4):
             rig.publish(0, rig.ones(), samples=1)
+        counts = ("applied", "dropped", "refused", "samples")
+        rig.roster[0]["dropped"], rig.roster[0]["refused"] = 2, 3
         rig.roster[0]["wanted"] = 0
         with rig.serving():
             eventually(lambda: rig.roster[0]["drained"])
         np.testing.assert_array_equal(rig.weights, -4.0)
-        assert (rig.control["past_applied"], rig.control["past_samples"]) == (4, 4)
-        assert rig.roster[0]["applied"] == 0
+        assert [int(rig.control[f"past_{what}"]) for what in counts] == [4, 2, 3, 4]
+        assert [int(rig.roster[0][what]) for what in counts] == [0, 0, 0, 0]
 
 
 def test_a_ring_that_is_not_served_yet_is_not_read(job_name: str) -> None:
