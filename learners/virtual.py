@@ -21,21 +21,18 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import torch
 
 from gadei_ps.errors import JobStopped, UsageError
-from gadei_ps.job.optimizer import Settings
 from gadei_ps.learners import stages
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
-from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.waits import LEFT
 from gadei_ps.learners.waves import Waves
-
-Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class VirtualWorker:
@@ -63,8 +60,9 @@ class VirtualWorker:
     under another model one mini-batch is in flight at a time.
 
     Raises UsageError for a device that is not there, for cuts that do not fit, where stages share a
-    parameter, and for layers with running statistics (batch norm), all before the job is asked;
-    where the job has another optimizer; and what Client raises.
+    parameter, for layers with running statistics (batch norm), and for an optimizer that is no
+    function, all before the job is asked; for a function that makes none; where the job has another
+    optimizer; and what Client raises.
     """
 
     def __init__(
@@ -85,18 +83,14 @@ class VirtualWorker:
         self._trained = trained = Trained.of(self.model)
         self._stages = _stages(self.model, where, cuts)
         _check(trained, self._stages)
-        self.client = trained.join(
-            job,
-            optimizer=Settings(kind="add"),
-            wire=wire,
-            error_feedback=error_feedback,
-            name=name,
+        self.client = trained.join_adding(
+            job, optimizer, "optimizer", wire=wire, error_feedback=error_feedback, name=name
         )
         self._elsewhere: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
         try:
             self.waves = Waves(self.client, self._bring)
             self._place_weights()
-            self.local = optimizer(list(trained.parameters.values()))
+            self.local = trained.made(optimizer, "optimizer")
             """The optimizer that was made; for a learning-rate scheduler, say."""
         except BaseException:
             self.client.detach()

@@ -90,7 +90,9 @@ def in_force(config: JobConfig, script: Script) -> dict[str, Any]:
 
 
 def settled(config: JobConfig, script: Script, says: Settings) -> tuple[Script, str]:
-    """What has been said once a learner is let in, and a line for it where the job overrides it.
+    """What the scripts have said together with this learner's, and what it is to be warned of.
+
+    The warning is empty unless the job overrides something that the learner's script says.
 
     says: what the learner's own script says. Raises UsageError where it disagrees with the job.
     """

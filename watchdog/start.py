@@ -57,7 +57,7 @@ class Start:
         return {"learners": min(self._asking(0xFFFFFFFF), self._awaited), "of": self._awaited}
 
     def is_late(self, since: float) -> bool:
-        """Whether who waits since then waits no longer."""
+        """Whether a learner that has waited since then has waited long enough."""
         limit_s = self._memory.config.learner_timeout_s
         return bool(limit_s) and time.monotonic() - since > limit_s
 

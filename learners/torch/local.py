@@ -9,13 +9,10 @@ from typing import Any
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.job.optimizer import Settings
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import gpu
-from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.waves import Waves
-
-Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class LocalOptimizer:
@@ -49,31 +46,18 @@ class LocalOptimizer:
         error_feedback: bool = False,
         name: str = "",
     ) -> None:
-        if not callable(make):
-            raise UsageError(
-                f"make is a {type(make).__name__}: give a function that makes the optimizer, as "
-                "lambda p: torch.optim.SGD(p, lr=0.1)"
-            )
         self._trained = trained = Trained.of(model)
         if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
             raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")
-        self.client = trained.join(
-            job,
-            optimizer=Settings(kind="add"),
-            wire=wire,
-            error_feedback=error_feedback,
-            name=name,
+        self.client = trained.join_adding(
+            job, make, "make", wire=wire, error_feedback=error_feedback, name=name
         )
         try:
             self.waves = Waves(self.client)
             for at, tensor in (trained.parameters | trained.buffers).items():
                 tensor.data = torch.from_numpy(self.waves.weights[at])
-            self.local = make(list(trained.parameters.values()))
+            self.local = trained.made(make, "make")
             """The optimizer that was made; for a learning-rate scheduler, say."""
-            if not isinstance(self.local, torch.optim.Optimizer):
-                raise UsageError(
-                    f"make gave a {type(self.local).__name__}: let it return an optimizer of torch"
-                )
         except BaseException:
             self.client.detach()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,13 @@ import numpy as np
 import torch
 
 from gadei_ps.errors import UsageError
+from gadei_ps.job.optimizer import Settings
 from gadei_ps.learners.client import Client
 from gadei_ps.memory.weights import Model
 
 Parameters = Mapping[str, torch.nn.Parameter]
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""Given the parameters, makes an optimizer of torch's, which is the learner's own."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,27 @@ class Trained:
             buffers=_initial(self.buffers),
             **options,
         )
+
+    def join_adding(self, job: str | None, make: Make, argument: str, **options: Any) -> Client:
+        """The same, whose job adds what the learner's own optimizer changes.
+
+        argument: as what `make` was given. Raises UsageError if it is no function.
+        """
+        if not callable(make):
+            raise UsageError(
+                f"{argument} is a {type(make).__name__}: give a function that makes the optimizer, "
+                "as lambda p: torch.optim.SGD(p, lr=0.1)"
+            )
+        return self.join(job, optimizer=Settings(kind="add"), **options)
+
+    def made(self, make: Make, argument: str) -> torch.optim.Optimizer:
+        """The learner's own optimizer. Raises UsageError if it is none."""
+        optimizer = make(list(self.parameters.values()))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"{argument} gave a {type(optimizer).__name__}: let it return an optimizer of torch"
+            )
+        return optimizer
 
     def in_order_of(self, model: Model) -> list[torch.Tensor]:
         """The tensors in the order of the job's table, which the first learner has made."""

@@ -138,7 +138,7 @@ def kill_servers(job: str) -> None:
     eventually(lambda: (now := Processes(job).server()) is not None and now not in pids)
 
 
-def test_whoever_dies_the_settings_stay(cli: Cli, job_name: str) -> None:
+def test_the_settings_outlive_every_process(cli: Cli, job_name: str) -> None:
     """Servers before and after the model came, the watchdog, and all of them."""
     watchdog = cli.serve(job_name, "standby = true\n[checkpoint]\nevery_s = 0\n")
     eventually(lambda: status(job_name)["standby_pid"])

@@ -376,6 +376,9 @@ def test_what_cannot_be_a_pipeline_is_refused(job_name: str) -> None:
         with pytest.raises(UsageError, match=why) as refused:
             VirtualWorker(made, devices, momentum, job_name, cuts=cuts)
         assert "\n" not in str(refused.value)
+    ready = momentum([*nn.Linear(3, 3).parameters()])
+    with pytest.raises(UsageError, match="optimizer is a SGD: give a function"):
+        VirtualWorker(pair, two, ready, job_name)  # type: ignore[arg-type]
 
 
 def test_one_tensor_between_stages(job: Daemon, job_name: str) -> None:

@@ -371,17 +371,17 @@ def test_odd_names_of_another_user(
             path.unlink(missing_ok=True)
 
 
+def _refuse(path: Path, flags: int, mode: int) -> int:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
 def test_an_own_file_that_cannot_be_opened_is_not_taken_for_foreign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy of the kernel forbids it for now, say: its job is not begun anew in its place."""
     path = tmp_path / "segment"
     path.touch(0o600)
-
-    def refuse(path: Path, flags: int, mode: int) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", _refuse)
     with pytest.raises(PermissionError, match="segment"):
         own.open_file(path, os.O_RDWR)
     path.chmod(0o666)
@@ -394,11 +394,7 @@ def test_a_file_of_another_user_is_foreign_although_its_owner_was_asked_for(
 ) -> None:
     path = tmp_path / "segment"
     path.touch(0o600)
-
-    def refuse(path: Path, flags: int, mode: int) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", _refuse)
     monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
     with pytest.raises(NotOurs, match="belongs to another user"):
         own.open_file(path, os.O_RDWR, owner=path.stat().st_uid)
