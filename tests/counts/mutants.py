@@ -82,12 +82,12 @@ def told_of(every: list[Mutant]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--known", type=Path)
+    parser.add_argument("words", nargs="*", help="only places whose names contain one of them")
+    parser.add_argument("--list", action="store_true", help="the places; leaves nothing out")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
+    parser.add_argument("--known", type=Path, help="what a run has printed: not those noticed")
     parser.add_argument("--clean", type=int, default=CLEAN_RUNS, help="runs with nothing left out")
-    parser.add_argument("--reached", type=Path, help="keeps which tests reach which place")
+    parser.add_argument("--reached", type=Path, help="file: which tests reach which place")
     how = parser.parse_args()
     every = list(mutants())
     known = known_places(how.known.read_text()) if how.known else set()
