@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,15 @@ def _where(compute: Compute, learners: int) -> str:
     return "learners compute with CUDA" + (f" on GPU {used}" if used else "")
 
 
+def handed_out(work: Mapping[str, int]) -> float:
+    """Epochs that the server has handed out, with the part of the one in hand.
+
+    work: as the job's status has it. Learners may already have batches of the next epoch while the
+    last ones of an epoch are not answered.
+    """
+    return work["epoch"] + work["next"] / work["batches"]
+
+
 class _Run:
     """One running training."""
 
@@ -219,13 +228,13 @@ class _Run:
             compute=self.compute,
         )
         try:
-            self._watch(learners, batches)
+            self._watch(learners)
             self.status = self.daemon.request(StopJob(drain=True, timeout_s=30.0), timeout_s=60.0)
             learners.end()
         finally:
             learners.kill()
 
-    def _watch(self, learners: Learners, batches: int) -> None:
+    def _watch(self, learners: Learners) -> None:
         evaluated = 0
         first_gradient = last_progress = 0.0
         progress = 0
@@ -243,12 +252,10 @@ class _Run:
                 raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
             if first_gradient:
                 self.train_seconds = now - first_gradient
-            answered = work["epochs_done"]
-            if work["next"] and work["epoch"] == answered:
-                answered += work["next"] / batches
-            self.display.update(self.status, answered, self._left(answered))
+            begun = handed_out(work)
+            self.display.update(self.status, begun, self._left(begun))
             if (number := self.signalled()) is not None:
-                self._wind_up(number, round(answered, 2) if answered > evaluated else None)
+                self._wind_up(number, round(begun, 2) if begun > evaluated else None)
                 return
             if work["epochs_done"] > evaluated:
                 evaluated = work["epochs_done"]
