@@ -20,6 +20,8 @@ import torch
 from torch.func import functional_call
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.stopwatch import BACKWARD, FORWARD, Stopwatch
+from gadei_ps.learners.torch.model import Trained
 from gadei_ps.machine import process
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -39,6 +41,18 @@ class Place:
     def has_own_memory(self) -> bool:
         """Whether weights have to be copied there."""
         return self.device.type != "cpu"
+
+    @property
+    def name(self) -> str:
+        """As places() takes it, with the number of cores or of the GPU."""
+        return str(self.device) if self.has_own_memory else f"host:{self.cores}"
+
+    def use(self) -> None:
+        """What the calling thread computes, it computes here from now on."""
+        if self.device.type == "cpu":
+            torch.set_num_threads(self.cores)
+        else:
+            torch.cuda.set_device(self.device)
 
 
 def places(devices: Sequence[str | torch.device]) -> list[Place]:
@@ -71,7 +85,7 @@ def _cuda(name: str) -> torch.device:
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
         raise UsageError(f"device {name!r}: PyTorch sees {count} GPUs; the first is 'cuda:0'")
-    return device
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def even_cuts(sizes: Sequence[int], stages: int) -> list[int]:
@@ -97,6 +111,22 @@ def even_cuts(sizes: Sequence[int], stages: int) -> list[int]:
             for end in range(stage, len(sizes) + 1)
         }
     return best[len(sizes)][1]
+
+
+def check_model(model: Trained) -> None:
+    """Raises UsageError for a model that cannot be a pipeline, however it is cut."""
+    if model.device.type != "cpu":
+        raise UsageError(
+            f"the layers are on {model.device}: leave them on the CPU, and the worker moves "
+            "each to its stage's device"
+        )
+    for name, layer in model.module.named_modules():
+        if getattr(layer, "running_mean", None) is not None:
+            raise UsageError(
+                f"layer {name!r} ({type(layer).__name__}) keeps running statistics, which have no "
+                "version of each mini-batch's own: give it track_running_stats=False, or take "
+                "GroupNorm or LayerNorm"
+            )
 
 
 @dataclass
@@ -129,6 +159,7 @@ class Stage(threading.Thread):
         """Those that are trained, by their names in this stage."""
         self.before: Stage | None = None
         self.after: Stage | None = None
+        self.watch = Stopwatch(place.device)
         self._ready = threading.Condition()
         self._forward: deque[tuple[MiniBatch, torch.Tensor]] = deque()
         self._backward: deque[tuple[MiniBatch, torch.Tensor | None]] = deque()
@@ -153,26 +184,27 @@ class Stage(threading.Thread):
             self._ready.notify()
 
     def run(self) -> None:
-        if self.place.device.type == "cpu":
-            torch.set_num_threads(self.place.cores)  # of this thread's computations
-        else:
-            torch.cuda.set_device(self.place.device)
+        self.place.use()
         while True:
             with self._ready:
                 self._ready.wait_for(lambda: self._backward or self._forward or self._ends)
                 if self._ends:
                     return
-                if self._backward:
-                    one, given = self._backward.popleft()
-                    compute: Callable[..., None] = self._go_back
-                else:
-                    one, given = self._forward.popleft()
-                    compute = self._go_on
-            try:
-                compute(one, given)
-            except BaseException as error:
-                one.failure = error
-                one.done.set()
+            self.compute()
+
+    def compute(self) -> None:
+        """Computes one pass that waits, in the calling thread: a backward pass if there is one."""
+        if self._backward:
+            one, given = self._backward.popleft()
+            compute: Callable[..., None] = self._go_back
+        else:
+            one, given = self._forward.popleft()
+            compute = self._go_on
+        try:
+            compute(one, given)
+        except BaseException as error:
+            one.failure = error
+            one.done.set()
 
     def _go_on(self, one: MiniBatch, inputs: torch.Tensor) -> None:
         if self.before is not None:
@@ -181,6 +213,7 @@ class Stage(threading.Thread):
         inputs = inputs.to(self.place.device)
         if self.before is not None:
             inputs.requires_grad_(needed)
+        begun = self.watch.start()
         outputs = functional_call(self.module, one.weights[self.number], (inputs,))
         one.entered.append(inputs)
         if self.after is None:
@@ -189,9 +222,11 @@ class Stage(threading.Thread):
                 targets = targets.to(self.place.device)
             loss = one.loss_function(outputs, targets)
             one.loss = float(loss.detach())
+            self.watch.stop(FORWARD, begun)
             one.left.append(loss)
             self._go_back(one, None)
         elif isinstance(outputs, torch.Tensor):
+            self.watch.stop(FORWARD, begun)
             one.left.append(outputs)
             self.after.forward(one, outputs)
         else:
@@ -204,13 +239,15 @@ class Stage(threading.Thread):
         left, entered = one.left.pop(), one.entered.pop()
         # Without a gradient nothing before it is trained, a frozen embedding, say.
         if self.after is None or gradient is not None:
-            if gradient is not None:
-                gradient = gradient.to(self.place.device)
+            begun = self.watch.start()
             torch.autograd.backward(left, gradient)
-        if self.before is not None:
-            self.before.backward(one, entered.grad)
-        else:
+            self.watch.stop(BACKWARD, begun)
+        if self.before is None:
             one.done.set()
+            return
+        back = entered.grad
+        # This stage brings it, and not the one before, which may go on with what it has.
+        self.before.backward(one, back if back is None else back.to(self.before.place.device))
 
 
 def end(stages: Sequence[Stage]) -> None:

@@ -30,6 +30,7 @@ from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.learners import stages
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
+from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.waits import LEFT
 from gadei_ps.learners.waves import Waves
@@ -186,6 +187,10 @@ class VirtualWorker:
             inputs = stage.module(inputs.to(stage.place.device))
         return inputs
 
+    def stage_times(self) -> list[StageTimes]:
+        """What each stage has computed so far. Waits for what a GPU still computes."""
+        return [stage.watch.times() for stage in self._stages]
+
     def _make_room(self, last: bool | None) -> float | None:
         """Ends what has to end before the next mini-batch may begin. last: see Waves.begin."""
         self._raise_failure()
@@ -220,6 +225,9 @@ class VirtualWorker:
             for inner, parameter in stage.parameters.items():
                 parameter.grad, copies[inner].grad = copies[inner].grad, None
         self.local.step()
+        for stage in self._stages:
+            for parameter in stage.parameters.values():
+                parameter.grad = None  # its memory is for the next gradient
         self.waves.end(loss=one.loss, samples=one.samples)
         self._flying.popleft()
         self._free.append(one.weights)
@@ -342,12 +350,8 @@ def _stages(
 
 
 def _check(trained: Trained, parts: Sequence[Stage]) -> None:
-    """Raises UsageError for a model that cannot be a pipeline."""
-    if trained.device.type != "cpu":
-        raise UsageError(
-            f"the layers are on {trained.device}: leave them on the CPU, and the worker moves "
-            "each to its stage's device"
-        )
+    """Raises UsageError for a model that cannot be a pipeline of these stages."""
+    stages.check_model(trained)
     names = {id(one): name for name, one in trained.module.named_parameters()}
     stage_of: dict[int, int] = {}
     for stage in parts:
@@ -357,13 +361,6 @@ def _check(trained: Trained, parts: Sequence[Stage]) -> None:
                     f"stages {stage_of[id(one)]} and {stage.number} share the parameter "
                     f"{names[id(one)]!r}: put the layers that use it into one stage with cuts="
                 )
-    for name, layer in trained.module.named_modules():
-        if getattr(layer, "running_mean", None) is not None:
-            raise UsageError(
-                f"layer {name!r} ({type(layer).__name__}) keeps running statistics, which have no "
-                "version of each mini-batch's own: give it track_running_stats=False, or take "
-                "GroupNorm or LayerNorm"
-            )
 
 
 def _empty(stage: Stage) -> Weights:

@@ -124,6 +124,9 @@ def test_it_is_the_sequential_program_with_delayed_weights(
             assert seen[: s_local + 1] == [None] * (s_local + 1)
             assert seen[s_local + 1 :] == losses[: COUNT - s_local - 1]
             assert worker.drain() == pytest.approx(np.mean(losses[COUNT - s_local - 1 :]))
+            for times in worker.stage_times():
+                assert times.forward == times.backward == COUNT
+                assert times.forward_s > 0 < times.backward_s
             inputs = next(data())[0]
             predicted = worker.predict(inputs)
             assert torch.equal(predicted, nn.Sequential(*worker.model)(inputs))
