@@ -87,6 +87,7 @@ ROOMS = (
             "gadei_ps/job/modes.py",
         ),
         (
+            "tests/unit/test_take_in.py",
             "tests/end_to_end/test_exactly_once.py",
             "tests/end_to_end/test_set.py",
             "tests/end_to_end/test_sync.py",
