@@ -1,4 +1,4 @@
-"""A row's words while the manager takes a new learner in, as a death at any store would leave them."""
+"""The words of a row, as a death at any store would leave them while a learner is taken in."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from support import Rig
 
 from gadei_ps import _native
+from gadei_ps.machine import log
 from gadei_ps.memory import layout
 from gadei_ps.memory.weights import Tensor
-from gadei_ps.machine import log
 from gadei_ps.server import driver
 from gadei_ps.server.driver import Driver
 from gadei_ps.server.rings import Mapped
