@@ -65,8 +65,9 @@ class Team:
     ) -> None:
         tensors = [{"name": "w", "shape": [values]}]
         # With a checkpoint directory, a job that is served again continues from memory.
-        how = {"shards": 2, "checkpoint": {"every_s": 0, "directory": str(directory)}} | how
-        self.config = config(name, tensors=tensors, **how)
+        checkpoints = {"every_s": 0, "directory": str(directory)}
+        how = {"tensors": tensors, "shards": 2, "checkpoint": checkpoints} | how
+        self.config = config(name, **how)
         self.name = name
         self.daemon = start(self.config)
         self.learners: list[Pusher] = []
