@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +25,8 @@ from gadei_ps.errors import UsageError
 from gadei_ps.learners.stopwatch import BACKWARD, FORWARD, Stopwatch
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.machine import process
+from gadei_ps.machine.gpus import VISIBLE
+from gadei_ps.machine.launch import DEVICE_VARIABLE, DEVICES_VARIABLE
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Weights = dict[str, torch.Tensor]
@@ -55,12 +59,39 @@ class Place:
             torch.cuda.set_device(self.device)
 
 
-def places(devices: Sequence[str | torch.device]) -> list[Place]:
+def given() -> list[str]:
+    """The devices that `gadei-ps run` and `attach` have given this learner.
+
+    GPUs if PyTorch sees as many; else, with --device auto, parts of the threads that PyTorch has
+    here, which are the learner's share of the cores. Raises UsageError where there are none.
+    """
+    told = os.environ.get(DEVICES_VARIABLE, "")
+    if not re.fullmatch(r"[1-9]\d{0,2}", told):
+        raise UsageError(
+            'devices: give one for each stage, as ["host", "host"], or start the script with '
+            "gadei-ps run --devices-per-learner N"
+        )
+    count, device = int(told), os.environ.get(DEVICE_VARIABLE) or "auto"
+    seen = torch.cuda.device_count() if device != "host" else 0
+    if device == "cuda" or seen >= count:
+        return [f"cuda:{number}" for number in range(count)]
+    if device == "auto" and os.environ.get(VISIBLE):
+        print(
+            f"gadei-ps: this learner computes on the host: of its GPUs ({os.environ[VISIBLE]}) "
+            f"PyTorch {torch.__version__} sees {seen}, and {count} are needed",
+            file=sys.stderr,
+        )
+    return [f"host:{max(1, torch.get_num_threads() // count)}"] * count
+
+
+def places(devices: Sequence[str | torch.device] | None) -> list[Place]:
     """Where the stages compute: "host", "host:CORES" or a CUDA device, one for each stage.
 
-    Stages of "host" share the cores that others do not name. Raises UsageError for a device that is
-    not there.
+    Stages of "host" share the cores that others do not name. None: see given(). Raises UsageError
+    for a device that is not there.
     """
+    if devices is None:
+        devices = given()
     if isinstance(devices, str) or not devices:
         raise UsageError('devices: give a list, one for each stage: ["host", "host"]')
     names = [str(one) for one in devices]

@@ -50,7 +50,7 @@ class VirtualWorker:
 
     devices: one for each stage. "cuda:0" and the like, or "host": a thread that computes on the
     CPU with a share of this process's cores; "host:3" with three of them. A stage's layers are
-    moved to its device.
+    moved to its device. None: those that `gadei-ps run --devices-per-learner` has given.
 
     optimizer: given the parameters, makes an optimizer of torch's; its state never leaves this
     process. cuts: the first layer of each stage but the first, ascending: [2, 5] makes stages of
@@ -69,8 +69,8 @@ class VirtualWorker:
     def __init__(
         self,
         layers: Sequence[torch.nn.Module],
-        devices: Sequence[str | torch.device],
-        optimizer: Make,
+        devices: Sequence[str | torch.device] | None = None,
+        optimizer: Make | None = None,
         job: str | None = None,
         *,
         cuts: Sequence[int] | None = None,
@@ -78,6 +78,11 @@ class VirtualWorker:
         error_feedback: bool = False,
         name: str = "",
     ) -> None:
+        if optimizer is None:
+            raise UsageError(
+                "optimizer is missing: give a function that makes it, as "
+                "lambda p: torch.optim.SGD(p, lr=0.1)"
+            )
         where = stages.places(devices)
         self.model = torch.nn.Sequential(*layers)
         """All layers. Its modes train() and eval() are those of the stages."""

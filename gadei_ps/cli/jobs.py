@@ -15,6 +15,7 @@ from gadei_ps.cli.options import (
     Command,
     Device,
     DeviceName,
+    DevicesPerLearner,
     Gpus,
     JobArgument,
     Json,
@@ -95,6 +96,7 @@ def run(
     ] = None,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
+    devices_per_learner: DevicesPerLearner = 1,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
@@ -116,6 +118,7 @@ def run(
             overrides={name: value for name, value in given.items() if value is not None},
             device=device.value,
             gpus=gpus,
+            devices_per_learner=devices_per_learner,
             fresh=fresh,
             out=out,
             log_dir=log_dir,
@@ -135,6 +138,7 @@ def attach(
     command: Command,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
+    devices_per_learner: DevicesPerLearner = 1,
     as_json: Json = False,
 ) -> int:
     """Add one learner to a running job: gadei-ps attach demo -- python my_train.py
@@ -143,7 +147,9 @@ def attach(
     """
     from gadei_ps.commands.run import RunOptions, attach_and_wait, become_learner
 
-    options = RunOptions(device=device.value, gpus=gpus, stdout=2)
+    options = RunOptions(
+        device=device.value, gpus=gpus, devices_per_learner=devices_per_learner, stdout=2
+    )
     if not as_json:
         become_learner(job, command, options)
     summary = attach_and_wait(job, command, options)

@@ -77,9 +77,20 @@ Gpus = Annotated[
     typer.Option(
         "--gpus",
         metavar="K,...",
-        help="Deal these GPUs out to the learners in turn, one each: numbers of nvidia-smi, UUIDs "
+        help="Deal these GPUs out to the learners in turn: numbers of nvidia-smi, UUIDs "
         "(also of MIG parts), or positions in CUDA_VISIBLE_DEVICES if that is set.",
         show_default="all GPUs",
+    ),
+]
+DevicesPerLearner = Annotated[
+    int,
+    typer.Option(
+        "--devices-per-learner",
+        metavar="N",
+        min=1,
+        max=256,
+        help="Devices of each learner, for the stages of a virtual worker: N GPUs, or N parts of "
+        "its share of the cores.",
     ),
 ]
 Verbose = Annotated[

@@ -43,9 +43,9 @@ GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
 class RunOptions:
     """Options of `run`.
 
-    overrides: parts of a job's configuration, from flags. device, gpus: as given by the flags of
-    the same name. fresh: a job that `run` makes begins from zero. out: file for the weights at the
-    end. log_dir: directory for a file of each learner's output.
+    overrides: parts of a job's configuration, from flags. device, gpus, devices_per_learner: as
+    given by the flags of the same name. fresh: a job that `run` makes begins from zero. out: file
+    for the weights at the end. log_dir: directory for a file of each learner's output.
     """
 
     learners: int = 1
@@ -53,6 +53,7 @@ class RunOptions:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     device: str = "auto"
     gpus: str | None = None
+    devices_per_learner: int = 1
     fresh: bool = False
     out: Path | None = None
     log_dir: Path | None = None
@@ -99,9 +100,13 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
 
 def _compute(options: RunOptions) -> Compute:
     """Devices of the learners. Raises UsageError or DeviceError before anything is started."""
-    compute = Compute.wanted(options.device, options.gpus)
+    compute = Compute.wanted(options.device, options.gpus, options.devices_per_learner)
+    if shared := compute.shared(options.learners):
+        _say(shared)
     if compute.why:
         _say(f"warning: {compute.why}; learners are not told which GPU to use")
+    elif compute.each > 1:
+        return compute  # virtual workers need no CuPy, and say themselves where they compute
     elif (why := compute.without()) and (compute.gpus or gpus.has_driver()):
         _say(f"learners compute on the host: {why}")
     return compute
@@ -137,7 +142,8 @@ def check_command(command: Sequence[str]) -> None:
 def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoReturn:
     """Replaces this process by the command, with the job in its environment.
 
-    Of the options, only device and gpus are used. Raises JobNotFound, UsageError, DeviceError.
+    Of the options, only device, gpus and devices_per_learner are used. Raises JobNotFound,
+    UsageError, DeviceError.
     """
     check_command(command)
     attached = Attached(job)

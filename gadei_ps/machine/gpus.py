@@ -160,22 +160,25 @@ def least_used(gpus: Sequence[str], pids: Iterable[int]) -> tuple[str, ...]:
             for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 name, _, value = variable.partition(b"=")
                 if name.decode(errors="replace") == VISIBLE:
-                    given[value.decode(errors="replace")] += 1
+                    given.update(value.decode(errors="replace").split(","))
     for gpu in gpus:  # named twice, it is to have twice as many
         given[gpu] -= gpus.count(gpu) - 1
     return tuple(sorted(gpus, key=lambda gpu: given[gpu]))
 
 
 def assign(
-    gpus: Sequence[str], index: int, environ: Mapping[str, str] = os.environ
+    gpus: Sequence[str], index: int, environ: Mapping[str, str] = os.environ, each: int = 1
 ) -> dict[str, str]:
-    """Environment variables that give learner `index` its GPU: one of `gpus`, in turn.
+    """Environment variables that give learner `index` its GPUs: so many of `gpus`, in turn.
 
-    environ: that of the launcher, to which these are added.
+    environ: that of the launcher, to which these are added. each: at most as many as there are
+    different ones.
     """
     if not gpus:
         return {}
-    return {VISIBLE: gpus[index % len(gpus)]} | order(environ)
+    first = index * each % len(gpus)
+    dealt = list(dict.fromkeys([*gpus[first:], *gpus[:first]]))[:each]  # no learner has one twice
+    return {VISIBLE: ",".join(dealt)} | order(environ)
 
 
 def order(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -19,6 +19,7 @@ from gadei_ps.machine.output import Output
 JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"
 DEVICE_VARIABLE = "GADEI_PS_DEVICE"
+DEVICES_VARIABLE = "GADEI_PS_DEVICES"
 GRACE_S = 5.0
 QUICK_S = 5.0  # a learner that dies sooner than this has not worked
 MAX_QUICK_DEATHS = 3
@@ -29,35 +30,44 @@ class Compute:
     """What learners compute on.
 
     device: what they are told, auto, cuda or host; None tells nothing. gpus: what they get in turn,
-    one each, by their names in CUDA_VISIBLE_DEVICES; without any they see what their launcher sees.
-    why: of what was looked for and not found, in one line.
+    by their names in CUDA_VISIBLE_DEVICES; without any they see what their launcher sees. why: of
+    what was looked for and not found, in one line. each: devices of a learner, one for each stage
+    of a virtual worker.
     """
 
     device: str | None = None
     gpus: tuple[str, ...] = ()
     why: str = ""
+    each: int = 1
 
     @classmethod
-    def wanted(cls, device: str, asked: str | None) -> Compute:
-        """device and asked: what --device and --gpus say.
+    def wanted(cls, device: str, asked: str | None, each: int = 1) -> Compute:
+        """device, asked and each: what --device, --gpus and --devices-per-learner say.
 
         Raises UsageError, or DeviceError with what is missing.
         """
         if device == "host":
             if asked is not None:
                 raise UsageError("--gpus needs --device cuda or auto, not host")
-            return cls(device)
+            return cls(device, each=each)
         if asked is not None:
-            return cls(device, gpus.choose(asked, gpus.visible()))._checked()
+            return cls(device, gpus.choose(asked, gpus.visible()), each=each)._checked()
         try:
-            return cls(device, gpus.visible())._checked()
+            found = gpus.visible()
         except DeviceError as error:
             if device != "auto":
                 raise
-            return cls(device, why=str(error))
+            return cls(device, why=str(error), each=each)
+        return cls(device, found, each=each)._checked()
 
     def _checked(self) -> Compute:
-        """Itself; raises DeviceError if --device cuda cannot be had."""
+        """Itself; raises DeviceError if --device cuda, or as many GPUs, cannot be had."""
+        there = list(dict.fromkeys(self.gpus))
+        if there and len(there) < self.each:
+            raise DeviceError(
+                f"--devices-per-learner {self.each}: GPUs that a learner can get are "
+                f"{', '.join(there)}; give at most {len(there)}, or --device host"
+            )
         if self.device == "cuda" and (why := self._missing()):
             raise DeviceError(f"device cuda: {why}")
         return self
@@ -78,6 +88,17 @@ class Compute:
         why = self.why or self._missing()
         return Compute("host", why=why) if why else replace(self, device="cuda")
 
+    def shared(self, learners: int) -> str:
+        """Which devices so many learners have to share, in one line; empty if each has its own.
+
+        Of learners of one device nothing is said.
+        """
+        wanted = self.each * learners
+        there, what = (len(self.gpus), "GPUs") if self.gpus else (process.cores(), "cores")
+        if self.each == 1 or wanted <= there:
+            return ""
+        return f"{learners} x {self.each} devices on {there} {what}: learners share them"
+
     def beside(self, pids: Iterable[int]) -> Compute:
         """For learners that join these: GPUs that few of them have come first."""
         return replace(self, gpus=gpus.least_used(self.gpus, pids))
@@ -86,10 +107,10 @@ class Compute:
         """What learner `index` has in its environment besides what its launcher has."""
         if self.device is None:
             return {}
-        told = {DEVICE_VARIABLE: self.device}
+        told = {DEVICE_VARIABLE: self.device, DEVICES_VARIABLE: str(self.each)}
         if self.device == "host":
             return told | {gpus.VISIBLE: ""}
-        return told | gpus.assign(self.gpus, index)
+        return told | gpus.assign(self.gpus, index, each=self.each)
 
 
 NOTHING_SAID = Compute()

@@ -70,6 +70,37 @@ def test_learners_get_gpus_in_turn(
         assert ("learners compute on the host" in result.err) == (seen[0][0] == "auto")
 
 
+STAGES = """
+import torch
+from gadei_ps.learners.virtual import VirtualWorker
+
+layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)]
+with VirtualWorker(layers, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as worker:
+    worker.train(torch.ones(2, 3), torch.ones(2, 1), torch.nn.functional.mse_loss)
+    print([f"{one.place.device}:{one.place.cores}" for one in worker._stages])
+"""
+
+
+def test_devices_for_the_stages_of_a_virtual_worker(cli: Cli, job_name: str) -> None:
+    """Of its two GPUs PyTorch sees none here, so it takes parts of its threads."""
+    pytest.importorskip("torch")
+    run = ["run", job_name, "--devices-per-learner", 2, "--sync", "wsp:D=0,s_local=1"]
+    (cli.directory / "stages.py").write_text(STAGES)
+    one = cli(*run, "--", sys.executable, "stages.py", OMP_NUM_THREADS="2")
+    assert one.code == 0, one
+    assert one.out == "['cpu:1', 'cpu:1']\n"
+    assert "this learner computes on the host: of its GPUs (0,1) PyTorch" in one.err
+    several = cli(*run, "--learners", 2, "--gpus", "1,0", "--", sys.executable, "-c", SHOW)
+    assert shown(several.out) == [["0", "auto", "1,0", BUS], ["1", "auto", "1,0", BUS]]
+    assert "gadei-ps: 2 x 2 devices on 2 GPUs: learners share them" in several.err
+    run[3] = 3
+    assert cli(*run, "--", "true").error == (
+        "--devices-per-learner 3: GPUs that a learner can get are 0, 1; give at most 2, or "
+        "--device host"
+    )
+    assert not is_running(job_name)
+
+
 def test_started_again_it_keeps_its_gpu(cli: Cli, job_name: str) -> None:
     die = "; i = os.environ['GADEI_PS_LEARNER']; i == '1' and os.kill(os.getpid(), 9)"
     command = ["run", job_name, "--learners", 2, "--restart", 2]
@@ -89,6 +120,8 @@ def test_attach_goes_on_in_turn(cli: Cli, job_name: str, learner: list[str]) -> 
     assert shown(given.err) == [["0", "auto", "0", BUS]]
     hidden = cli("attach", job_name, "--device", "host", *show)
     assert shown(hidden.out) == [[None, "host", "", None]]
+    both = cli("attach", job_name, "--devices-per-learner", 2, *show)
+    assert shown(both.out) == [[None, "auto", "1,0", BUS]]
     assert cli("attach", job_name, "--gpus", "2", *show).error == (
         "--gpus 2: there is no GPU 2; nvidia-smi shows 0, 1"
     )

@@ -408,6 +408,33 @@ def test_layers_are_cut_evenly() -> None:
     assert stages.even_cuts([9, 1, 1, 1], 3) in ([1, 2], [1, 3])
 
 
+def test_devices_that_run_gives(monkeypatch: pytest.MonkeyPatch, job_name: str) -> None:
+    for wrong in ("", "0", "-1", "x", "9999"):
+        monkeypatch.setenv("GADEI_PS_DEVICES", wrong)
+        with pytest.raises(UsageError, match="devices: give one for each stage"):
+            VirtualWorker(layers(), optimizer=momentum, job=job_name)
+    with pytest.raises(UsageError, match="optimizer is missing: give a function"):
+        VirtualWorker(layers(), ["host"])
+    monkeypatch.setenv("GADEI_PS_DEVICES", "2")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    seen = 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    for device, found in {
+        "": ["cuda:0", "cuda:1"],
+        "auto": ["cuda:0", "cuda:1"],
+        "cuda": ["cuda:0", "cuda:1"],
+        "host": ["host:2", "host:2"],
+    }.items():
+        monkeypatch.setenv("GADEI_PS_DEVICE", device)
+        assert stages.given() == found
+    monkeypatch.setenv("GADEI_PS_DEVICE", "auto")
+    seen = 1
+    assert stages.given() == ["host:2", "host:2"]
+    monkeypatch.setenv("GADEI_PS_DEVICE", "cuda")
+    with pytest.raises(UsageError, match="device 'cuda:0': PyTorch"):
+        stages.places(None)
+
+
 def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages.process, "cores", lambda: 8)
     assert [one.cores for one in stages.places(["host:3", "host", "host"])] == [3, 2, 2]

@@ -184,7 +184,7 @@ def _grants(waves: int, where: str) -> Callable[[str], None]:
         def published(driver: Driver, row: int, grant: int) -> None:
             publish(driver, row, grant + waves if 0 < grant < layout.UNBOUNDED else grant)
 
-        Driver.publish_grant = published  # type: ignore[method-assign]
+        Driver.publish_grant = published  # type: ignore[method-assign,assignment]
 
     return change
 

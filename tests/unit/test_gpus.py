@@ -13,10 +13,10 @@ import support
 from shell import program
 
 from gadei_ps.errors import DeviceError, UsageError
-from gadei_ps.machine import gpus
+from gadei_ps.machine import gpus, process
 from gadei_ps.machine.cuda import has_cupy
 from gadei_ps.machine.gpus import ORDER, VISIBLE, Gpu
-from gadei_ps.machine.launch import DEVICE_VARIABLE, Compute
+from gadei_ps.machine.launch import DEVICE_VARIABLE, DEVICES_VARIABLE, Compute
 
 TWO = """GPU 0: NVIDIA H200 (UUID: GPU-8d6c)
 GPU 1: NVIDIA GeForce RTX 3060 (Ti) (UUID: GPU-77aa)
@@ -177,6 +177,21 @@ def test_assign_goes_round() -> None:
     assert gpus.assign([], 0, {}) == {}
 
 
+@pytest.mark.parametrize(
+    ("there", "each", "dealt"),
+    [
+        (["0", "1", "2", "3"], 2, ["0,1", "2,3", "0,1"]),
+        (["0", "1", "2"], 2, ["0,1", "2,0", "1,2"]),
+        (["0", "0", "1"], 2, ["0,1", "1,0", "0,1"]),
+        (["0", "1"], 2, ["0,1", "0,1", "0,1"]),
+    ],
+)
+def test_assign_several(there: list[str], each: int, dealt: list[str]) -> None:
+    """In turn too, and none of them twice to one learner."""
+    given = [gpus.assign(there, index, {}, each)[VISIBLE] for index in range(3)]
+    assert given == dealt
+
+
 @pytest.mark.parametrize("name", [VISIBLE, ORDER])
 def test_assign_keeps_the_callers_order(name: str) -> None:
     assert gpus.assign(["3"], 0, {name: "..."}) == {VISIBLE: "3"}
@@ -275,12 +290,30 @@ def test_auto_settles_for_the_host(broken_cupy: None, tmp_path: Path) -> None:
 def test_environment_of_learners() -> None:
     assert Compute().environment(0) == {}
     host = Compute.wanted("host", None)
-    assert host.environment(1) == {DEVICE_VARIABLE: "host", VISIBLE: ""}
+    assert host.environment(1) == {DEVICE_VARIABLE: "host", DEVICES_VARIABLE: "1", VISIBLE: ""}
     assert host.settled() == host
     auto = Compute("auto", ("0", "1", "3"))
     assert [auto.environment(index)[VISIBLE] for index in range(4)] == ["0", "1", "3", "0"]
     assert auto.environment(0)[DEVICE_VARIABLE] == "auto"
-    assert Compute("cuda").beside([os.getpid()]).environment(1) == {DEVICE_VARIABLE: "cuda"}
+    told = {DEVICE_VARIABLE: "cuda", DEVICES_VARIABLE: "1"}
+    assert Compute("cuda").beside([os.getpid()]).environment(1) == told
+
+
+def test_several_devices_of_a_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool(tmp_path, f"print({TWO!r})")
+    compute = Compute.wanted("auto", None, 2)
+    told = compute.beside([os.getpid()]).environment(0)
+    assert (told[VISIBLE], told[DEVICES_VARIABLE]) == ("0,1", "2")
+    assert compute.shared(1) == ""
+    assert compute.shared(2) == "2 x 2 devices on 2 GPUs: learners share them"
+    with pytest.raises(DeviceError, match="r 3: GPUs that a learner can get are 0, 1; give at mos"):
+        Compute.wanted("auto", None, 3)
+    with pytest.raises(DeviceError, match="r 2: GPUs that a learner can get are 1; give at most 1"):
+        Compute.wanted("auto", "1,1", 2)
+    monkeypatch.setattr(process, "cores", lambda: 4)
+    assert Compute("host", each=2).shared(2) == ""
+    assert Compute("auto", each=2).shared(3) == "3 x 2 devices on 4 cores: learners share them"
+    assert Compute("auto", each=1).shared(9) == "", "as ever"
 
 
 def test_those_who_join_get_what_few_have() -> None:
@@ -288,13 +321,13 @@ def test_those_who_join_get_what_few_have() -> None:
         subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {VISIBLE: gpu}
         )
-        for gpu in ("0", "3", "0")
+        for gpu in ("0,1", "3", "0")
     ]
     pids = [one.pid for one in learners]
     try:
         for pid in pids:  # which is empty for a moment after a program has been loaded
             support.eventually(lambda pid=pid: Path(f"/proc/{pid}/environ").read_bytes())
-        assert gpus.least_used(("0", "1", "3"), [*pids, 2**30]) == ("1", "3", "0")
+        assert gpus.least_used(("0", "1", "2", "3"), [*pids, 2**30]) == ("2", "1", "3", "0")
         assert gpus.least_used(("0", "0", "3"), pids[:2]) == ("0", "0", "3")
         assert gpus.least_used((), pids) == ()
     finally:
