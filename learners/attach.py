@@ -157,6 +157,14 @@ def offer(
         os.close(fd)
 
 
+def _to_the_script() -> int:
+    """The `stacklevel` with which a warning of the caller names the line of the user's script."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("gadei_ps."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def attach(
     connection: Lasting, name: str, heard: Heard | None = None, says: Settings = NOTHING
 ) -> Place:
@@ -168,7 +176,7 @@ def attach(
     asked = Attach(name=name[:31], number=number(), optimizer=says if says.said else None)
     reply = connection.request(asked, heard=heard)
     if "notice" in reply and number() <= 0:  # one of a team says it
-        warnings.warn(reply["notice"], stacklevel=3)
+        warnings.warn(reply["notice"], stacklevel=_to_the_script())
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
         return Place(

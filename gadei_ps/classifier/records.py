@@ -271,6 +271,8 @@ def _csv(
 
 # JSON and Parquet
 
+MOST_KEYS = 1000
+"""Of all objects of a file: each is a column of every row."""
 _ONE_A_LINE = 'write one object a line, as {"text": ..., "label": ...}'
 
 
@@ -322,6 +324,9 @@ def _named(
             raise error(path, line, "not a JSON object", _ONE_A_LINE)
         for key in value:
             if key not in at:
+                if len(at) == MOST_KEYS:
+                    what = f"its objects have more than {MOST_KEYS:,} different keys"
+                    raise error(path, line, what, _ONE_A_LINE)
                 at[key] = len(names)
                 names.append(_plain(key))
         fields = [""] * len(names)

@@ -220,7 +220,11 @@ def predict(
 
 def _print_prediction(one: Prediction) -> None:
     """Prints label, probability and sentence, separated by tabs."""
-    print(one.label, f"{one.probability:.4f}", one.text, sep="\t", flush=sys.stdout.isatty())
+    from gadei_ps.show.plain import shown
+
+    terminal = sys.stdout.isatty()
+    label, text = (shown(part) if terminal else part for part in (one.label, one.text))
+    print(label, f"{one.probability:.4f}", text, sep="\t", flush=terminal)
 
 
 def _need_torch(command: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -13,6 +14,8 @@ import pytest
 import support
 from shell import Cli, Result, Running, is_running
 
+from gadei_ps.classifier.predict import Prediction
+from gadei_ps.cli import training
 from gadei_ps.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -136,6 +139,17 @@ def test_predict_csv(cli: Cli, trained: tuple[Path, Result]) -> None:
     assert header == ["text", "label", "predicted_label", "predicted_probability"]
     assert len(rest) == len(labelled.json["predictions"]) == 6
     assert "no column named 'text'" in cli("predict", model, "--csv", "in.csv").error
+
+
+@pytest.mark.parametrize(("terminal", "text"), [(True, "a\\x1b[2Jb\n"), (False, "a\x1b[2Jb\n")])
+def test_a_terminal_takes_no_text_for_commands(
+    terminal: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    with contextlib.redirect_stdout(out):
+        training._print_prediction(Prediction("a\x1b[2Jb", "x", 0.5))
+    assert out.getvalue() == f"x\t0.5000\t{text}"
 
 
 def test_model_in_numbers(trained: tuple[Path, Result]) -> None:

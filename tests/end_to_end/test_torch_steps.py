@@ -47,3 +47,11 @@ def test_a_loop_that_was_left_goes_on_with_its_batch(job_name: str) -> None:
         optimizer.client.wait_applied()
         assert status(job_name)["work"]["epochs_done"] == 1
         optimizer.close()
+
+
+def test_a_warning_names_the_line_of_the_script(job_name: str) -> None:
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.5}):
+        with pytest.warns(UserWarning, match="from its job file") as told:
+            optimizer = Optimizer(plain_model(), job_name, kind="sgd", lr=0.1)
+        assert [one.filename for one in told] == [__file__]
+        optimizer.close()

@@ -106,6 +106,14 @@ def test_an_array_of_json_objects(tmp_path: Path) -> None:
     assert table.rows[-1] == ["", "?", "", ""]
 
 
+def test_objects_of_too_many_keys(tmp_path: Path) -> None:
+    """Each would be a column of every row: memory by the square of the rows."""
+    lines = [json.dumps({"text": "a", "label": "x", f"key {n}": n}) for n in range(1200)]
+    path = written(tmp_path, "\n".join(lines), "data.jsonl")
+    with pytest.raises(DatasetError, match=r"data.jsonl:999: .*more than 1,000 different keys"):
+        read_table(path)
+
+
 def parquet(path: Path) -> Path:
     import pyarrow
     from pyarrow import parquet
