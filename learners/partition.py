@@ -78,10 +78,12 @@ class Chain:
         count = len(self.pieces)
         cells = np.full((count + 1, count + 1), _NEVER, np.int64)
         sizes = [*(one.entering for one in self.pieces), self.leaving]
-        needed, entering = (
-            [{n for n, one in enumerate(self.held) if at in of(one)} for at in range(count + 1)]
-            for of in (lambda one: one.pieces, lambda one: one.borders)
-        )
+        needed = [
+            {n for n, one in enumerate(self.held) if at in one.pieces} for at in range(count + 1)
+        ]
+        entering = [
+            {n for n, one in enumerate(self.held) if at in one.borders} for at in range(count + 1)
+        ]
         for a in range(count):
             known: set[int] = set()
             held = own = in_hand = 0

@@ -43,7 +43,7 @@ def run(
     busy = False  # the learner's thread
     now, order = 0, 0
     events: list[tuple[int, int, Pass | None]] = []  # None: of the learner's thread
-    found = []
+    found: list[Pass] = []
 
     def begin(seconds: int, what: tuple[int, bool, int] | None) -> None:
         nonlocal order

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ import torch
 from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.learners import stages
 from gadei_ps.learners.client import Batch
+from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch.model import Make, Trained
@@ -55,7 +57,8 @@ class VirtualWorker:
     optimizer: given the parameters, makes an optimizer of torch's; its state never leaves this
     process. cuts: the first layer of each stage but the first, ascending: [2, 5] makes stages of
     layers 0 to 1, 2 to 4 and the others. Without it, the stage with the most parameters has as few
-    as can be. job, wire, error_feedback, name: see Client.
+    as can be. plan: of `gadei-ps partition`, or its file; says devices and cuts. job, wire,
+    error_feedback, name: see Client.
 
     The optimizer of the job is "add", as this class says to it. s_local is that of the job's WSP;
     under another model one mini-batch is in flight at a time.
@@ -74,6 +77,7 @@ class VirtualWorker:
         job: str | None = None,
         *,
         cuts: Sequence[int] | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
         wire: str = "float32",
         error_feedback: bool = False,
         name: str = "",
@@ -83,6 +87,8 @@ class VirtualWorker:
                 "optimizer is missing: give a function that makes it, as "
                 "lambda p: torch.optim.SGD(p, lr=0.1)"
             )
+        if plan is not None:
+            devices, cuts = _planned(plan, layers, devices, cuts)
         where = stages.places(devices)
         self.model = torch.nn.Sequential(*layers)
         """All layers. Its modes train() and eval() are those of the stages."""
@@ -326,6 +332,20 @@ class VirtualWorker:
                 parameter.data = parameter.data.to("cpu", copy=True)
                 parameter.grad = None
             self.model.to("cpu")
+
+
+def _planned(
+    plan: Plan | str | os.PathLike[str],
+    layers: Sequence[torch.nn.Module],
+    devices: object,
+    cuts: object,
+) -> tuple[list[str], list[int]]:
+    """Devices and cuts of a plan. Raises UsageError if it is for other layers, or not alone."""
+    if devices is not None or cuts is not None:
+        raise UsageError("plan says the devices and the cuts: leave out devices and cuts, or plan")
+    made = plan if isinstance(plan, Plan) else Plan.load(plan)
+    made.check(layers)
+    return made.devices, made.cuts
 
 
 def _stages(

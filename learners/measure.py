@@ -1,0 +1,302 @@
+"""What each layer of a model takes: time on each kind of device, and memory.
+
+Times are those of the stages' own code: each layer is a stage for itself, computes as in a
+pipeline, with copies of its weights, and is timed by its stopwatch. What a stage without layers
+takes is subtracted, and counted once for each stage of a plan. On the host all layers run in their
+order, so that caches hold what they hold in training; on a GPU one after another, since it need not
+hold the whole model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.partition import Chain, Link, Piece, Times
+from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
+from gadei_ps.learners.survey import label, problem
+from gadei_ps.learners.torch.model import Make, Trained
+from gadei_ps.machine import process
+
+WARM_UP = 3  # passes that do not count
+LEAST, MOST_S = 3, 20.0  # after this time no more passes than these
+COPIES = 2  # of the weights, by turns, as mini-batches in flight have them
+SIZES = 4 << 10, 16 << 20  # bytes, of copies between devices
+STEPS = 9
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A mini-batch, as VirtualWorker.train takes it."""
+
+    inputs: torch.Tensor
+    targets: Any
+    loss_function: LossFunction
+
+
+@dataclass(frozen=True)
+class LearnerTimes:
+    """Of the learner's own thread for each mini-batch, if all layers are on the host; ns."""
+
+    copy: int
+    """Copies the weights."""
+    step: int
+    """Steps the optimizer."""
+    state: Mapping[str, int]
+    """Bytes that the optimizer keeps for each parameter."""
+
+
+def kind(place: Place) -> str:
+    """Places of one kind are equally fast."""
+    return torch.cuda.get_device_name(place.device) if place.has_own_memory else place.name
+
+
+def memory(place: Place) -> str:
+    """Places with the same one hand tensors on without a copy."""
+    return str(place.device) if place.has_own_memory else "host"
+
+
+def times(
+    layers: Sequence[torch.nn.Module], chain: Chain, sample: Sample, place: Place, repeats: int
+) -> Times:
+    """How long each piece takes at a place; medians.
+
+    Raises UsageError for what a layer raises there.
+    """
+    modules = [torch.nn.Sequential(*layers[one.first : one.end]) for one in chain.pieces]
+
+    def measured(stop: threading.Event) -> Times:
+        empty = _Group([torch.nn.Sequential()], chain.pieces[:1], place, stop, False, False)
+        small = torch.zeros(1, device=place.device, requires_grad=True)
+        (more,), _ = empty.medians(sample, small, 10 * repeats)
+        found: list[tuple[int, int]] = []
+        inputs: Any = sample.inputs
+        ends = len(modules)
+        width = 1 if place.has_own_memory else ends
+        for a in range(0, ends, width):
+            group = _Group(
+                modules[a : a + width], chain.pieces[a:], place, stop, not a, a + width == ends
+            )
+            some, inputs = group.medians(sample, inputs, repeats)
+            found += some
+        forward, backward = (
+            tuple(max(0, one[which] - more[which]) for one in found) for which in (0, 1)
+        )
+        return Times(forward, backward, *more)
+
+    return _there(place, measured)
+
+
+class _Edge(Stage):
+    """Beside a part of a model: takes what the part hands on."""
+
+    outputs: torch.Tensor
+
+    def forward(self, one: MiniBatch, inputs: torch.Tensor) -> None:
+        self.outputs = inputs
+
+    def backward(self, one: MiniBatch, gradient: torch.Tensor | None) -> None:
+        pass
+
+
+class _Group:
+    """Stages in a row that are computed by one thread."""
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Sequential],
+        pieces: Sequence[Piece],
+        place: Place,
+        stop: threading.Event,
+        begins: bool,
+        ends: bool,
+    ) -> None:
+        """begins, ends: whether it has the model's first and last layer."""
+        self._modules, self._pieces, self._place, self._stop = modules, pieces, place, stop
+        self._stages = [Stage(number, one, place) for number, one in enumerate(modules)]
+        for before, after in itertools.pairwise(self._stages):
+            before.after, after.before = after, before
+        self._edge = _Edge(-1, torch.nn.Sequential(), place)
+        if not begins:
+            self._stages[0].before = self._edge
+        if not ends:
+            self._stages[-1].after = self._edge
+
+    def medians(
+        self, sample: Sample, inputs: torch.Tensor, repeats: int
+    ) -> tuple[list[tuple[int, int]], torch.Tensor | None]:
+        """Forward and backward of each stage, ns, and what the group hands on, on the CPU."""
+        for one in self._modules:
+            one.to(self._place.device)
+        try:
+            copies = [[_copies(stage) for stage in self._stages] for _ in range(COPIES)]
+            found: list[list[tuple[float, float]]] = []
+            began = time.monotonic()
+            for number in range(-WARM_UP, repeats):
+                if number >= LEAST and time.monotonic() - began > MOST_S:
+                    break
+                some = self._round(sample, inputs, copies[number % COPIES])
+                if number >= 0:
+                    found.append(some)
+        except torch.OutOfMemoryError as error:
+            piece = self._pieces[0]
+            raise UsageError(
+                f"{label(self._modules[0], piece.first, piece.end)} on {self._place.name}: "
+                f"{problem(error)}"
+            ) from None
+        finally:
+            for one in self._modules:
+                one.to("cpu")
+        middle = [
+            (
+                _ns(statistics.median(f for f, _ in stage)),
+                _ns(statistics.median(b for _, b in stage)),
+            )
+            for stage in zip(*found, strict=True)
+        ]
+        if self._stages[-1].after is None:
+            return middle, None
+        left = self._edge.outputs
+        return middle, left.detach().cpu().requires_grad_(left.requires_grad)
+
+    def _round(
+        self, sample: Sample, inputs: torch.Tensor, weights: list[Weights]
+    ) -> list[tuple[float, float]]:
+        """Seconds of a forward and a backward pass, of each stage."""
+        one = MiniBatch(sample.targets, sample.loss_function, len(inputs), weights)
+        before = [stage.watch.times() for stage in self._stages]
+        *others, last = self._stages
+        self._stages[0].forward(one, inputs)
+        for stage in self._stages:
+            self._compute(stage, one)
+        if last.after is not None:
+            left = self._edge.outputs
+            last.backward(one, torch.ones_like(left) if left.requires_grad else None)
+            self._compute(last, one)
+        for stage in reversed(others):
+            self._compute(stage, one)
+        for stage_weights in weights:
+            for copy in stage_weights.values():
+                copy.grad = None
+        return [
+            (after.forward_s - was.forward_s, after.backward_s - was.backward_s)
+            for was, after in zip(before, (one.watch.times() for one in self._stages), strict=True)
+        ]
+
+    def _compute(self, stage: Stage, one: MiniBatch) -> None:
+        if self._stop.is_set():
+            raise InterruptedError
+        stage.compute()
+        if one.failure is not None:
+            piece = self._pieces[stage.number]
+            what = label(stage.module, piece.first, piece.end)
+            raise UsageError(f"{what} on {self._place.name}: {problem(one.failure)}")
+
+
+def _copies(stage: Stage) -> Weights:
+    return {name: one.detach().clone().requires_grad_() for name, one in stage.parameters.items()}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def learner(trained: Trained, make: Make) -> LearnerTimes:
+    """What the learner's thread does for each mini-batch, on copies of the weights.
+
+    Raises UsageError if what `make` returns is no optimizer, or fails.
+    """
+    weights = [one.detach() for one in trained.parameters.values()]
+
+    def measured(_: threading.Event) -> LearnerTimes:
+        copies = [torch.nn.Parameter(one.clone()) for one in weights]
+        try:
+            optimizer = make(copies)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise UsageError(f"it gave a {type(optimizer).__name__}, not an optimizer of torch")
+            for one in copies:
+                one.grad = torch.zeros_like(one)
+            steps = [_timed(optimizer.step) for _ in range(STEPS)]
+        except Exception as error:
+            raise UsageError(f"the optimizer: {problem(error)}") from None
+
+        @torch.no_grad()
+        def copy() -> None:
+            for one, weight in zip(copies, weights, strict=True):
+                one.copy_(weight)
+
+        state = {
+            name: sum(one.nbytes for one in optimizer.state[copy_].values() if torch.is_tensor(one))
+            for name, copy_ in zip(trained.parameters, copies, strict=True)
+        }
+        copying = [_timed(copy) for _ in range(STEPS)]
+        # The first step makes the state.
+        return LearnerTimes(
+            _ns(statistics.median(copying[1:])), _ns(statistics.median(steps[1:])), state
+        )
+
+    return _there(Place(torch.device("cpu"), process.cores()), measured)
+
+
+def links(places: Sequence[Place]) -> dict[tuple[str, str], Link]:
+    """How fast tensors get from each memory to each other one."""
+    devices = {memory(one): one.device for one in places}
+    found = {}
+    for one, other in itertools.permutations(devices, 2):
+        seconds = [_copying(size, devices[one], devices[other]) for size in SIZES]
+        byte = max(0.0, (seconds[1] - seconds[0]) / (SIZES[1] - SIZES[0]))
+        found[one, other] = Link(_ns(seconds[0]), byte * 1e9)
+    return found
+
+
+def _copying(size: int, one: torch.device, other: torch.device) -> float:
+    tensor = torch.zeros(size, dtype=torch.uint8, device=one)
+
+    def copy() -> None:
+        tensor.to(other)
+        for device in (one, other):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    return statistics.median([_timed(copy) for _ in range(STEPS)])
+
+
+def _timed(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def _there(place: Place, act: Callable[[threading.Event], T]) -> T:
+    """Has it computed in a thread of its own at that place. The event is set on Control-C."""
+    stop = threading.Event()
+    made: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            place.use()
+            made.append(act(stop))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="gadei-measure")
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        stop.set()
+        thread.join()
+        raise
+    if failed:
+        raise failed[0]
+    return made[0]

@@ -1,0 +1,294 @@
+"""A plan of a virtual worker's stages: made from measured layers, kept in a file, read by a worker.
+
+made = plan.make(layers, Sample(inputs, targets, criterion), ["host:1", "host:1"], in_flight=4)
+worker = VirtualWorker(layers, plan=made, optimizer=...)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import psutil
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners import measure, partition, stages, timeline
+from gadei_ps.learners.measure import Sample
+from gadei_ps.learners.partition import Device, Placed, Profile
+from gadei_ps.learners.stages import Place
+from gadei_ps.learners.survey import survey
+from gadei_ps.learners.torch.model import Make, Trained
+from gadei_ps.machine import given
+
+MOST_BYTES = 16 << 20  # of a plan's file
+REPEATS = 20
+FULL = 0.99  # share of the time that a slowest stage is busy which waits for nothing
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class PassTimes(_Part):
+    """Seconds of a forward and of a backward pass."""
+
+    forward_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+
+
+class PlannedPiece(_Part):
+    """Layers that stay together, mostly one, as they were measured."""
+
+    first_layer: int = Field(ge=0)
+    end_layer: int
+    trained_bytes: int = Field(ge=0)
+    frozen_bytes: int = Field(ge=0)
+    optimizer_bytes: int = Field(ge=0)
+    entering_bytes: int = Field(ge=0)
+    times: dict[str, PassTimes]
+    """By kind of device."""
+
+
+class PlannedStage(_Part):
+    """One stage, with its predicted times for a mini-batch and its memory."""
+
+    device: str
+    first_layer: int = Field(ge=0)
+    end_layer: int
+    parameters: int = Field(ge=0)
+    forward_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    transfer_s: float = Field(ge=0)
+    total_s: float = Field(ge=0)
+    idle_share: float
+    memory_bytes: int = Field(ge=0)
+    memory_limit_bytes: int = Field(ge=0)
+
+
+class Plan(_Part):
+    """Stages for a model, and what is predicted of them."""
+
+    format: Literal[1] = 1
+    layers: list[int]
+    """Parameters of each layer, frozen ones included."""
+    in_flight: int = Field(ge=1)
+    stages: list[PlannedStage] = Field(min_length=1)
+    left_out: list[str]
+    """Devices that would make it slower, or on which nothing fits."""
+    pieces: list[PlannedPiece]
+    copy_s: float = Field(ge=0)
+    step_s: float = Field(ge=0)
+    learner_bytes: int = Field(ge=0)
+    mini_batches_per_s: float = Field(ge=0)
+    bubble_share: float
+    full_in_flight: int | None
+    """Fewest mini-batches in flight with which the slowest stage waits for nothing."""
+
+    @model_validator(mode="after")
+    def _stages_follow(self) -> Self:
+        ends = [0, *(one.end_layer for one in self.stages)]
+        firsts = [*(one.first_layer for one in self.stages), len(self.layers)]
+        if ends != firsts or any(one.end_layer <= one.first_layer for one in self.stages):
+            raise ValueError("the stages do not have each layer once, in order")
+        return self
+
+    @property
+    def devices(self) -> list[str]:
+        """Of each stage, as VirtualWorker takes them."""
+        return [one.device for one in self.stages]
+
+    @property
+    def cuts(self) -> list[int]:
+        """The first layer of each stage but the first."""
+        return [one.first_layer for one in self.stages[1:]]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a file of `gadei-ps partition --out`. Raises UsageError."""
+        again = "make it with gadei-ps partition --out"
+        try:
+            return cls.model_validate_json(given.read(path, MOST_BYTES))
+        except OSError as error:
+            raise UsageError(f"plan {os.fspath(path)}: {error.strerror}; {again}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
+            what = first["msg"].removeprefix("Value error, ").split("\n")[0]
+            where = f"{field}: " if field else ""
+            raise UsageError(f"plan {os.fspath(path)}: {where}{what}; {again}") from None
+
+    def check(self, layers: Sequence[torch.nn.Module]) -> None:
+        """Raises UsageError if it was made for other layers."""
+        sizes = _sizes(layers)
+        again = "make it again with gadei-ps partition"
+        if len(sizes) != len(self.layers):
+            raise UsageError(
+                f"the plan is for {len(self.layers)} layers and the model has {len(sizes)}: {again}"
+            )
+        for number, (planned, size) in enumerate(zip(self.layers, sizes, strict=True)):
+            if planned != size:
+                raise UsageError(
+                    f"layer {number} ({type(layers[number]).__name__}) has {size:,} parameters, "
+                    f"and {planned:,} in the plan: {again}"
+                )
+
+    def passes(self, mini_batches: int) -> list[timeline.Pass]:
+        """What the stages do when, for the first mini-batches."""
+        passes = [
+            _halves(one.forward_s * 1e9, one.backward_s * 1e9, one.transfer_s * 1e9)
+            for one in self.stages
+        ]
+        own = round(self.copy_s * 1e9), round(self.step_s * 1e9)
+        return timeline.run(passes, self.in_flight, *own, mini_batches)
+
+
+def make(
+    layers: Sequence[torch.nn.Module],
+    sample: Sample,
+    devices: Sequence[str | torch.device],
+    *,
+    in_flight: int,
+    limits: Sequence[int] | None = None,
+    optimizer: Make = lambda p: torch.optim.SGD(p, lr=0.01),
+    repeats: int = REPEATS,
+) -> Plan:
+    """Measures layers and devices, and plans the stages.
+
+    layers, devices, optimizer: as VirtualWorker takes them. in_flight: mini-batches, s_local + 1.
+    limits: bytes that a stage may have on each device; by default what is free there now, an equal
+    share for each. repeats: passes of each layer that are measured. Raises UsageError for a model
+    that cannot be a pipeline, for what layers raise, and if no plan fits.
+    """
+    where = stages.places(devices)
+    check(layers, where, limits)
+    trained = Trained.of(torch.nn.Sequential(*layers))
+    stages.check_model(trained)
+    own = measure.learner(trained, optimizer)
+    chain = survey(trained, sample.inputs, sample.targets, sample.loss_function, own.state)
+    most = free(where) if limits is None else limits
+    there = [
+        Device(one.name, measure.kind(one), measure.memory(one), limit)
+        for one, limit in zip(where, most, strict=True)
+    ]
+    partition.check_fits(chain, there, in_flight)
+    by_kind = {measure.kind(one): one for one in reversed(where)}
+    times = {
+        kind: measure.times(layers, chain, sample, place, repeats)
+        for kind, place in by_kind.items()
+    }
+    profile = Profile(chain, times, measure.links(where))
+    placed = partition.plan(profile, there, in_flight)
+    return _told(layers, profile, there, placed, own, in_flight)
+
+
+def check(
+    layers: Sequence[torch.nn.Module], where: Sequence[Place], limits: Sequence[int] | None
+) -> None:
+    """Raises UsageError for numbers that do not go together."""
+    if len(where) > partition.MOST_DEVICES:
+        raise UsageError(
+            f"devices: {len(where)}, and a plan is for at most {partition.MOST_DEVICES}: name the "
+            "best ones"
+        )
+    if len(layers) < len(where):
+        raise UsageError(
+            f"devices: {len(where)} for {len(layers)} layers: give at most one for each layer"
+        )
+    if limits is not None and len(limits) != len(where):
+        raise UsageError(
+            f"memory: {len(limits)} sizes for {len(where)} devices: give one for each device"
+        )
+
+
+def free(where: Sequence[Place]) -> list[int]:
+    """Bytes of memory that are free at each place, shared by those that have the same."""
+    shared = [measure.memory(one) for one in where]
+    found = {
+        name: torch.cuda.mem_get_info(one.device)[0]
+        if one.has_own_memory
+        else psutil.virtual_memory().available
+        for name, one in zip(shared, where, strict=True)
+    }
+    return [found[name] // shared.count(name) for name in shared]
+
+
+def _told(
+    layers: Sequence[torch.nn.Module],
+    profile: Profile,
+    devices: Sequence[Device],
+    placed: Sequence[Placed],
+    own: measure.LearnerTimes,
+    in_flight: int,
+) -> Plan:
+    pieces = profile.chain.pieces
+    weights = sum(one.weights for one in pieces)
+    on_host = sum(
+        sum(piece.weights for piece in pieces[one.first : one.end])
+        for one in placed
+        if devices[one.device].memory == "host"
+    )
+    copy, step = (round(ns * on_host / weights) for ns in (own.copy, own.step))
+    passes = [_halves(one.forward, one.backward, one.bringing) for one in placed]
+    pace = timeline.pace(passes, in_flight, copy, step)
+    slowest = max(one.total for one in placed)
+    sizes = _sizes(layers)
+    return Plan(
+        layers=sizes,
+        in_flight=in_flight,
+        stages=[
+            PlannedStage(
+                device=devices[one.device].name,
+                first_layer=(first := pieces[one.first].first),
+                end_layer=(end := pieces[one.end - 1].end),
+                parameters=sum(sizes[first:end]),
+                forward_s=one.forward / 1e9,
+                backward_s=one.backward / 1e9,
+                transfer_s=one.bringing / 1e9,
+                total_s=one.total / 1e9,
+                idle_share=max(0.0, 1 - one.total / pace),
+                memory_bytes=one.memory,
+                memory_limit_bytes=devices[one.device].limit,
+            )
+            for one in placed
+        ],
+        left_out=[
+            one.name
+            for number, one in enumerate(devices)
+            if number not in {stage.device for stage in placed}
+        ],
+        pieces=[
+            PlannedPiece(
+                first_layer=one.first,
+                end_layer=one.end,
+                trained_bytes=one.weights,
+                frozen_bytes=one.fixed,
+                optimizer_bytes=one.state,
+                entering_bytes=one.entering,
+                times={
+                    kind: PassTimes(
+                        forward_s=its.forward[number] / 1e9, backward_s=its.backward[number] / 1e9
+                    )
+                    for kind, its in profile.times.items()
+                },
+            )
+            for number, one in enumerate(pieces)
+        ],
+        copy_s=copy / 1e9,
+        step_s=step / 1e9,
+        learner_bytes=3 * weights,
+        mini_batches_per_s=1e9 / pace,
+        bubble_share=max(0.0, 1 - slowest / pace),
+        full_in_flight=timeline.filling(passes, copy, step, FULL),
+    )
+
+
+def _halves(forward: float, backward: float, bringing: float) -> tuple[int, int]:
+    """A stage's forward and backward pass, with what each of them brings; ns."""
+    return round(forward + bringing / 2), round(backward + bringing / 2)
+
+
+def _sizes(layers: Sequence[torch.nn.Module]) -> list[int]:
+    return [sum(one.numel() for one in layer.parameters()) for layer in layers]
