@@ -222,7 +222,7 @@ def learner(trained: Trained, make: Make) -> LearnerTimes:
         try:
             optimizer = make(copies)
             if not isinstance(optimizer, torch.optim.Optimizer):
-                raise UsageError(f"it gave a {type(optimizer).__name__}, not an optimizer of torch")
+                raise UsageError(f"{type(optimizer).__name__} is no optimizer of torch")
             for one in copies:
                 one.grad = torch.zeros_like(one)
             steps = [_timed(optimizer.step) for _ in range(STEPS)]

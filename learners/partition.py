@@ -227,19 +227,14 @@ def _check(needs: Cells, devices: Sequence[Device]) -> None:
         (least([*fits[:number], needs, *fits[number + 1 :]]) - one.limit, number)
         for number, one in enumerate(devices)
     )
-    what = "lower s_local, take smaller mini-batches, or name more devices"
-    if more < _NEVER // 2:
-        limit = devices[number].limit
-        raise UsageError(
-            f"no plan fits into the memory: {_at(devices, number)} needs at least "
-            f"{_mib(limit + more)}, and may have {_mib(limit)}; or {what}"
-        )
-    # Each lacks some: the least factor for all, in thousandths.
-    shares = [np.where(needs < _NEVER, -(-needs * 1000 // one.limit), _NEVER) for one in devices]
-    limits = ", ".join(f"{one.name} {_mib(one.limit)}" for one in devices)
+    # Or all of them some: the least factor, in hundredths.
+    shares = [np.where(needs < _NEVER, -(-needs * 100 // one.limit), _NEVER) for one in devices]
+    limit = devices[number].limit
     raise UsageError(
-        f"no plan fits into the memory: all devices need {least(shares) / 1000:.3f} times what "
-        f"they may have ({limits}); or {what}"
+        f"no plan fits into the memory: {_at(devices, number)} needs at least "
+        f"{_mib(limit + more)} and may have {_mib(limit)}, or all devices need "
+        f"{least(shares) / 100:.2f} times what they may have; lower s_local, take smaller "
+        "mini-batches, or name more devices"
     )
 
 

@@ -22,6 +22,7 @@ from gadei_ps.learners.stages import Place
 from gadei_ps.learners.survey import survey
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.machine import given
+from gadei_ps.show.counts import counted
 
 MOST_BYTES = 16 << 20  # of a plan's file
 REPEATS = 20
@@ -199,7 +200,8 @@ def check(
         )
     if limits is not None and len(limits) != len(where):
         raise UsageError(
-            f"memory: {len(limits)} sizes for {len(where)} devices: give one for each device"
+            f"memory: {counted(len(limits), 'size')} for {counted(len(where), 'device')}: give one "
+            "for each"
         )
 
 

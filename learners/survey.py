@@ -96,11 +96,12 @@ class _Pass:
                 with self._saving(number):
                     given = layer(given)
             except Exception as error:
-                what = f"given a tensor of shape {tuple(self.entering[-1].shape)}"
-                if not is_tensor:
-                    what = f"given a {type(self.entering[-1]).__name__}"
+                before = self.entering[-1]
+                kind = (
+                    f"tensor of shape {tuple(before.shape)}" if is_tensor else type(before).__name__
+                )
                 raise UsageError(
-                    f"{label(layer, number, number + 1)}, {what}: {problem(error)}"
+                    f"{label(layer, number, number + 1)}, given a {kind}: {problem(error)}"
                 ) from None
             for at, (one, was) in enumerate(zip(self.entering, versions, strict=True)):
                 if was is not None and one._version != was:  # changed in place

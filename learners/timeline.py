@@ -8,6 +8,7 @@ ended.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import deque
 from collections.abc import Sequence
@@ -110,7 +111,10 @@ def filling(stages: Sequence[tuple[int, int]], copy: int, step: int, share: floa
     None if no number does.
     """
     slowest = max(map(sum, stages))
-    for in_flight in range(1, ENOUGH + 1):
-        if slowest >= share * pace(stages, in_flight, copy, step):
-            return in_flight
-    return None
+
+    def is_full(in_flight: int) -> bool:
+        return slowest >= share * pace(stages, in_flight, copy, step)
+
+    if not is_full(ENOUGH):
+        return None
+    return 1 + bisect.bisect_left(range(1, ENOUGH), True, key=is_full)

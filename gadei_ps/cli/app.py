@@ -19,6 +19,7 @@ from gadei_ps.cli import (
     jobs,
     machine,
     outcome,
+    partition,
     runtime_model,
     serving,
     sync,
@@ -45,6 +46,7 @@ app.command("set")(sync.set_job)
 app.command()(serving.reload)
 app.command()(sync.trace)
 app.command()(simulation.simulate)
+app.command()(partition.partition)
 app.command()(checkpoints.checkpoint)
 app.command()(checkpoints.restore)
 app.command()(checkpoints.export)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from gadei_ps.cli import results
 from gadei_ps.cli.options import (
     MODELS,
     SERVED,
@@ -202,12 +203,8 @@ def _draw(job: str | None, file: Path) -> None:
     from gadei_ps.commands import jobs
     from gadei_ps.show import picture
     from gadei_ps.show.status import RATE_S, Rates, job_status, statuses
-    from gadei_ps.storage import files
 
-    if file.suffix != ".svg":
-        raise UsageError(f"--svg {file}: give a name that ends in .svg")
-    if not file.parent.is_dir():
-        raise UsageError(f"--svg {file}: there is no directory {file.parent}; create it first")
+    results.check("--svg", file, ".svg")
     if job is None:
         shown = statuses(jobs.statuses())
     else:
@@ -217,11 +214,7 @@ def _draw(job: str | None, file: Path) -> None:
         report = jobs.status(job)
         shown = job_status(report, rates.update(report["learners"]))
     made = picture.svg(shown, " ".join(("gadei-ps status", job or "")).rstrip())
-    try:
-        with files.replacing(file) as stream:
-            stream.write(made.encode())
-    except OSError as error:
-        raise UsageError(f"--svg {file}: cannot be written ({error.strerror})") from None
+    results.write("--svg", file, made)
     print(f"wrote {file}")
 
 

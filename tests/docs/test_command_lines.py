@@ -126,6 +126,7 @@ LEARNER = """
             pushed += 1
             time.sleep(0.002)
 """
+MODEL = ROOT / "examples" / "my_model.py"
 ROWS = "text,label\n" + "".join(
     f"a {w} sentence number {i},{w}\n" for i in range(40) for w in ("red", "blue")
 )
@@ -140,6 +141,11 @@ SMALL = (
     (r"\bnative/examples/least_squares\.toml\b", "c/{job}.toml"),
     (r"\[JOB\]", "JOB"),
     (r"sync=MODEL\b", "sync=ssp:2"),
+    (
+        r"\bpartition MODULE:NAME --sample MODULE:NAME",
+        "partition my_model:layers --sample my_model:sample",
+    ),
+    (r"--devices LIST\b", "--devices host:1,host:1"),
     (r"\bOUT\b", "weights.npz"),
     (r"\bbench NAME\b", "bench start --quick"),
     (r"\b(demo|least_squares|JOB|NAME|X)\b", "{job}"),
@@ -148,6 +154,7 @@ SMALL = (
 MORE = {
     "train": ["--epochs", "1"],
     "simulate": ["--iterations", "4"],
+    "partition": ["--repeats", "1"],
     "runtime-model": ["--epochs", "1"],
     "install-unit": ["--dry-run"],
     "uninstall-unit": ["--dry-run"],
@@ -172,6 +179,7 @@ STAGES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     ),
     "trained": lambda words: words[0] == "train",
     "predicted": lambda words: words[0] == "predict",
+    "planned": lambda words: words[0] == "partition",
     "run": lambda words: words[0] == "run",
     "ended": lambda words: words[0] == "serve" and "--finish" in words,
     "served": lambda words: words[0] == "serve",
@@ -210,6 +218,7 @@ class Bench:
             "OMP_NUM_THREADS": "1",
         }
         (cli.directory / "my_train.py").write_text(textwrap.dedent(LEARNER))
+        (cli.directory / "my_model.py").write_bytes(MODEL.read_bytes())
         (cli.directory / "rows.csv").write_text(ROWS)
         text = (ROOT / "native" / "examples" / "least_squares.toml").read_text()
         (cli.directory / "c").mkdir()
@@ -317,7 +326,7 @@ def test_lines_with_a_job(bench: Bench, compiled: None) -> None:
 
 @pytest.mark.timeout(600)
 def test_lines_without_a_job(bench: Bench, compiled: None) -> None:
-    for stage in ("alone", "trained", "predicted"):
+    for stage in ("alone", "trained", "predicted", "planned"):
         bench.all(stage)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import partition
+from gadei_ps.learners import partition, timeline
 from gadei_ps.learners.partition import (
     Chain,
     Device,
@@ -154,3 +155,110 @@ def test_it_is_the_best_of_all_plans(problem: tuple[Profile, list[Device], int])
     for one in made:
         needs = memory_of(profile.chain, one.first, one.end, in_flight)
         assert one.memory == needs <= devices[one.device].limit
+
+
+def row(times: Sequence[int], *, weights: int = 0, entering: int = 0, quick: int = 1) -> Profile:
+    """Pieces with these times forward, and the same backward; on the quick kind a part of them."""
+    pieces = tuple(Piece(n, n + 1, weights, 0, 0, entering, n > 0) for n in range(len(times)))
+    some = tuple(times)
+    parts = tuple(one // quick for one in some)
+    links = {way: Link(5, 1.0) for way in itertools.permutations(MEMORIES, 2)}
+    return Profile(
+        Chain(pieces, (), 0),
+        {"slow": Times(some, some, 0, 0), "quick": Times(parts, parts, 0, 0)},
+        links,
+    )
+
+
+def device(kind: str = "slow", memory: str = "host", limit: int = PLENTY) -> Device:
+    return Device(f"{memory}:1", kind, memory, limit)
+
+
+def test_equal_plans_are_told_apart() -> None:
+    """As many layers as can be in the stage before; the device that was named first."""
+    made = partition.plan(row([5, 1, 1, 1]), [device(), device(), device()], 4)
+    assert [(one.device, one.first, one.end) for one in made] == [(0, 0, 1), (1, 1, 3), (2, 3, 4)]
+
+
+def test_a_device_that_only_delays_is_left_out() -> None:
+    """What is brought to it and back takes longer than what it computes."""
+    both = [device("quick"), device("slow", "gpu 0")]
+    far = row([100, 100], entering=10**6, quick=2)
+    assert [one.device for one in partition.plan(far, both, 4)] == [0]
+    # A stage that is slower by less than a hundredth is no reason.
+    near = row([10_000, 20], entering=20)
+    assert len(partition.plan(near, [device(), device("slow", "gpu 0")], 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "number", "needed", "factor"),
+    [((100, 99), 0, 180, "1.80"), ((45, 45), 0, 270, "4.00"), ((90, 170), 1, 180, "1.06")],
+)
+def test_what_is_lacking_is_said(
+    limits: tuple[int, ...], number: int, needed: int, factor: str
+) -> None:
+    """With the memory that the error names there is a plan, and with less there is none."""
+    chain = row([1, 1, 1], weights=10 << 20).chain  # of 90 MiB each, nine times the weights
+
+    def ask(*limits: int) -> None:
+        partition.check_fits(chain, [device(limit=one << 20) for one in limits], 4)
+
+    which = (
+        f"device {number} (host:1) needs at least {needed}.0 MiB and may have {limits[number]}.0"
+    )
+    more = f"all devices need {factor} times what they may have; lower s_local"
+    with pytest.raises(UsageError, match=f"{re.escape(which)} MiB, or {re.escape(more)}"):
+        ask(*limits)
+    enough = list(limits)
+    enough[number] = needed
+    ask(*enough)
+    enough[number] -= 1
+    with pytest.raises(UsageError, match="no plan fits"):
+        ask(*enough)
+
+
+# -- the timeline --------------------------------------------------------------------------------
+
+EVEN = [(10, 20)] * 3
+
+
+def test_a_stage_prefers_a_backward_pass() -> None:
+    """The first stages compute ahead; then each has one pass of each kind in turn."""
+    passes = timeline.run(EVEN, 4, 0, 0, 8)
+    assert len(passes) == 8 * 3 * 2
+    assert [
+        (one.mini_batch, one.backward)
+        for one in sorted(passes, key=lambda one: one.begin)
+        if one.stage == 0
+    ][:8] == [
+        (0, False),
+        (1, False),
+        (2, False),
+        (3, False),
+        (0, True),
+        (4, False),
+        (1, True),
+        (5, False),
+    ]
+    for stage in range(3):
+        own = sorted((one.begin, one.end) for one in passes if one.stage == stage)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(own))
+    last = {(one.mini_batch, one.backward): one for one in passes if one.stage == 2}
+    assert all(last[n, False].end == last[n, True].begin for n in range(8))
+
+
+def test_no_more_are_in_flight_than_may_be() -> None:
+    for in_flight in (1, 2, 5):
+        passes = timeline.run(EVEN, in_flight, 3, 4, 20)
+        begin = {one.mini_batch: one.begin for one in passes if one.stage == 0 and not one.backward}
+        end = {one.mini_batch: one.end for one in passes if one.stage == 0 and one.backward}
+        for number in range(20 - in_flight):
+            assert begin[number + in_flight] >= end[number] + 3 + 4
+
+
+def test_the_pace() -> None:
+    assert timeline.pace(EVEN, 1, 3, 4) == 97  # all stages in turn, and the learner's thread
+    assert timeline.pace(EVEN, 8, 3, 4) == 30  # the slowest stage
+    assert timeline.pace([(10, 20), (1, 1)], 8, 30, 40) == 70  # the learner's thread
+    assert timeline.filling(EVEN, 0, 0, 0.99) == 3
+    assert timeline.filling(EVEN, 30, 40, 0.99) is None

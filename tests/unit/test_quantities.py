@@ -27,7 +27,14 @@ def test_duration(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("2M", 2_000_000), ("100m", 100_000_000), ("64KiB", 65536), ("1.5G", 1_500_000_000), ("7", 7)],
+    [
+        ("2M", 2_000_000),
+        ("100m", 100_000_000),
+        ("512MB", 512_000_000),
+        ("64KiB", 65536),
+        ("1.5G", 1_500_000_000),
+        ("7", 7),
+    ],
 )
 def test_size(text: str, count: int) -> None:
     assert quantities.size(text) == count

@@ -1,0 +1,103 @@
+"""The command `gadei-ps partition`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gadei_ps.cli import results
+from gadei_ps.cli.options import Json, tell
+from gadei_ps.errors import UsageError
+
+REPEATS = 20  # learners.plan.REPEATS, whose module imports PyTorch
+SYNC = "wsp:D=1,s_local=3"
+
+
+def partition(
+    layers: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME",
+            help="The layers: a list or an nn.Sequential in a Python module, or a function that "
+            "returns one.",
+        ),
+    ],
+    sample: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="A mini-batch: (inputs, targets, loss_function), or a function that returns it.",
+        ),
+    ],
+    devices: Annotated[
+        str,
+        typer.Option(
+            metavar="DEVICE,...",
+            help="At most 8 devices for the stages, in any order: host, host:CORES or cuda:NUMBER.",
+        ),
+    ],
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE,...",
+            help="Memory that a stage may take on each device, such as 512MB or 2GB.",
+            show_default="what is free, in equal shares",
+        ),
+    ] = None,
+    sync: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="The job's synchronization model; of WSP, s_local + 1 mini-batches are in flight, "
+            "of others one.",
+        ),
+    ] = SYNC,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="The learner's optimizer: sgd, momentum, adagrad, adam, adamw, or MODULE:NAME of "
+            "a function that makes it.",
+        ),
+    ] = "sgd",
+    repeats: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Measure each layer N times.")
+    ] = REPEATS,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json", help="Write the plan to this file; VirtualWorker(plan=) reads it."
+        ),
+    ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Write a picture of what is shown to this file."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Plan the stages of a virtual worker: measure layers and devices, and cut where it is best."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("partition needs PyTorch: pip install 'gadei-ps[torch]'")
+    results.check("--out", out)
+    results.check("--svg", svg, ".svg")
+    from gadei_ps.commands import partition as planner
+    from gadei_ps.machine import process
+    from gadei_ps.show import partition as view
+    from gadei_ps.show import picture
+
+    made, call = planner.partition(layers, sample, devices, memory, sync, optimizer, repeats)
+    told = made.model_dump()
+    shown = view.plan(told, made.passes(view.drawn(made.in_flight)), process.cores(), call)
+    if out is not None:
+        results.write("--out", out, made.model_dump_json(indent=1) + "\n")
+    if svg is not None:
+        results.write("--svg", svg, picture.svg(shown, f"gadei-ps partition {layers}"))
+    tell(as_json, told, lambda: shown)
+    for file in (out, svg):
+        if file is not None:
+            print(f"wrote {file}", file=sys.stderr)
+    return 0

@@ -1,0 +1,109 @@
+"""A virtual worker with a plan: measured, written, read, trained; and plans for other layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import daemon
+from support.torch_models import one_thread as one_thread
+from torch import nn
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.plan import Plan, Sample, make
+from gadei_ps.learners.virtual import VirtualWorker
+
+CRITERION = nn.functional.cross_entropy
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [
+        nn.Linear(10, 20),
+        nn.ReLU(inplace=True),
+        nn.Linear(20, 20),
+        nn.Tanh(),
+        nn.Linear(20, 3),
+    ]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    source = torch.Generator().manual_seed(11)
+    for _ in range(11):
+        inputs = torch.randn(8, 10, generator=source)
+        yield inputs, (inputs.sum(1) > 0).long()
+
+
+@pytest.fixture(scope="module")
+def made() -> Plan:
+    return make(layers(), Sample(*next(data()), CRITERION), ["host:1"] * 3, in_flight=4, repeats=1)
+
+
+def test_a_plan_is_trained(made: Plan, job_name: str, tmp_path: Path) -> None:
+    """It computes what other stages compute."""
+    file = tmp_path / "plan.json"
+    file.write_text(made.model_dump_json())
+    assert Plan.load(file) == made
+    assert made.layers == [220, 0, 420, 0, 63]
+    trained = []
+    for number, how in enumerate(
+        ({"plan": file}, {"plan": made}, {"devices": ["host:1", "host:1"], "cuts": [2]})
+    ):
+        job = f"{job_name}-{number}"
+        with (
+            daemon(job, sync="wsp:D=1,s_local=3", optimizer={"kind": "add"}),
+            VirtualWorker(layers(), optimizer=sgd, job=job, **how) as worker,  # type: ignore[arg-type]
+        ):
+            for inputs, targets in data():
+                worker.train(inputs, targets, CRITERION)
+            worker.drain()
+            if "plan" in how:
+                assert len(worker.stage_times()) == len(made.stages)
+        trained.append([one.detach() for one in worker.model.parameters()])
+    for weights in zip(*trained, strict=True):
+        assert all(torch.equal(one, weights[0]) for one in weights)
+
+
+def test_a_plan_for_other_layers_is_refused(made: Plan, job_name: str, tmp_path: Path) -> None:
+    """Before the job is asked: there is none."""
+    told = json.loads(made.model_dump_json())
+    files = {
+        "list": [],
+        "twice": told | {"stages": told["stages"] * 2},
+        "later": told | {"format": 2},
+        "negative": told | {"in_flight": 0},
+        "more": told | {"colour": "red"},
+    }
+    for name, value in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    other = [nn.Linear(10, 21), nn.Tanh(), nn.Linear(21, 20), nn.Tanh(), nn.Linear(20, 3)]
+    wrong: list[tuple[str, list[nn.Module], Any, dict[str, Any]]] = [
+        ("the plan is for 5 layers and the model has 4: make it again", layers()[1:], made, {}),
+        (r"layer 0 \(Linear\) has 231 parameters, and 220 in the plan", other, made, {}),
+        ("plan says the devices and the cuts", layers(), made, {"devices": ["host"]}),
+        ("plan says the devices and the cuts", layers(), made, {"cuts": [1]}),
+    ]
+    for name, why in (
+        ("none", "No such file or directory; make it with gadei-ps"),
+        ("list", "Input should be an object; make it"),
+        ("twice", "the stages do not have each layer once, in order; make it"),
+        ("later", "format: Input should be 1; make it"),
+        ("negative", "in_flight: Input should be greater than or equal to 1; make it"),
+        ("more", "colour: Extra inputs are not permitted; make it"),
+    ):
+        file = tmp_path / f"{name}.json"
+        wrong.append((f"plan {file}: {why}", layers(), file, {}))
+    for why, given, plan, more in wrong:
+        with pytest.raises(UsageError, match=why) as refused:
+            VirtualWorker(given, plan=plan, optimizer=sgd, job=job_name, **more)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(UsageError, match="optimizer is missing: give a function that makes it"):
+        VirtualWorker(layers(), plan=made, job=job_name)
