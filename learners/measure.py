@@ -24,7 +24,6 @@ from gadei_ps.learners.partition import Chain, Link, Piece, Times
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
 from gadei_ps.learners.survey import label, problem
 from gadei_ps.learners.torch.model import Make, Trained
-from gadei_ps.machine import process
 
 WARM_UP = 3  # passes that do not count
 LEAST, MOST_S = 3, 20.0  # after this time no more passes than these
@@ -244,7 +243,7 @@ def learner(trained: Trained, make: Make) -> LearnerTimes:
             _ns(statistics.median(copying[1:])), _ns(statistics.median(steps[1:])), state
         )
 
-    return _there(Place(torch.device("cpu"), process.cores()), measured)
+    return _there(Place(torch.device("cpu"), torch.get_num_threads()), measured)
 
 
 def links(places: Sequence[Place]) -> dict[tuple[str, str], Link]:
