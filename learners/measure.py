@@ -27,7 +27,7 @@ from gadei_ps.learners.torch.model import Make, Trained
 
 WARM_UP = 3  # passes that do not count
 LEAST, MOST_S = 3, 20.0  # after this time no more passes than these
-COPIES = 2  # of the weights, by turns, as mini-batches in flight have them
+MOST_COPIES = 4  # of the weights, by turns, as mini-batches in flight have them
 SIZES = 4 << 10, 16 << 20  # bytes, of copies between devices
 STEPS = 9
 T = TypeVar("T")
@@ -65,27 +65,31 @@ def memory(place: Place) -> str:
 
 
 def times(
-    layers: Sequence[torch.nn.Module], chain: Chain, sample: Sample, place: Place, repeats: int
+    layers: Sequence[torch.nn.Module],
+    chain: Chain,
+    sample: Sample,
+    place: Place,
+    in_flight: int,
+    repeats: int,
 ) -> Times:
-    """How long each piece takes at a place; medians.
+    """How long each piece takes at a place, with mini-batches in flight; medians.
 
     Raises UsageError for what a layer raises there.
     """
     modules = [torch.nn.Sequential(*layers[one.first : one.end]) for one in chain.pieces]
 
     def measured(stop: threading.Event) -> Times:
-        empty = _Group([torch.nn.Sequential()], chain.pieces[:1], place, stop, False, False)
+        empty = _Group([torch.nn.Sequential()], chain.pieces[:1], place, stop)
         small = torch.zeros(1, device=place.device, requires_grad=True)
-        (more,), _ = empty.medians(sample, small, 10 * repeats)
+        (more,), _ = empty.medians(sample, small, 1, 10 * repeats)
         found: list[tuple[int, int]] = []
         inputs: Any = sample.inputs
         ends = len(modules)
         width = 1 if place.has_own_memory else ends
         for a in range(0, ends, width):
-            group = _Group(
-                modules[a : a + width], chain.pieces[a:], place, stop, not a, a + width == ends
-            )
-            some, inputs = group.medians(sample, inputs, repeats)
+            group = _Group(modules[a : a + width], chain.pieces[a:], place, stop)
+            group.neighbours(before=a > 0, after=a + width < ends)
+            some, inputs = group.medians(sample, inputs, min(in_flight, MOST_COPIES), repeats)
             found += some
         forward, backward = (
             tuple(max(0, one[which] - more[which]) for one in found) for which in (0, 1)
@@ -116,34 +120,33 @@ class _Group:
         pieces: Sequence[Piece],
         place: Place,
         stop: threading.Event,
-        begins: bool,
-        ends: bool,
     ) -> None:
-        """begins, ends: whether it has the model's first and last layer."""
         self._modules, self._pieces, self._place, self._stop = modules, pieces, place, stop
         self._stages = [Stage(number, one, place) for number, one in enumerate(modules)]
         for before, after in itertools.pairwise(self._stages):
             before.after, after.before = after, before
         self._edge = _Edge(-1, torch.nn.Sequential(), place)
-        if not begins:
-            self._stages[0].before = self._edge
-        if not ends:
-            self._stages[-1].after = self._edge
+        self.neighbours(before=True, after=True)
+
+    def neighbours(self, *, before: bool, after: bool) -> None:
+        """Whether the model has layers before and after these."""
+        self._stages[0].before = self._edge if before else None
+        self._stages[-1].after = self._edge if after else None
 
     def medians(
-        self, sample: Sample, inputs: torch.Tensor, repeats: int
+        self, sample: Sample, inputs: torch.Tensor, copies: int, repeats: int
     ) -> tuple[list[tuple[int, int]], torch.Tensor | None]:
         """Forward and backward of each stage, ns, and what the group hands on, on the CPU."""
         for one in self._modules:
             one.to(self._place.device)
         try:
-            copies = [[_copies(stage) for stage in self._stages] for _ in range(COPIES)]
+            weights = [[_copies(stage) for stage in self._stages] for _ in range(copies)]
             found: list[list[tuple[float, float]]] = []
             began = time.monotonic()
             for number in range(-WARM_UP, repeats):
                 if number >= LEAST and time.monotonic() - began > MOST_S:
                     break
-                some = self._round(sample, inputs, copies[number % COPIES])
+                some = self._round(sample, inputs, weights[number % copies])
                 if number >= 0:
                     found.append(some)
         except torch.OutOfMemoryError as error:
@@ -171,6 +174,9 @@ class _Group:
         self, sample: Sample, inputs: torch.Tensor, weights: list[Weights]
     ) -> list[tuple[float, float]]:
         """Seconds of a forward and a backward pass, of each stage."""
+        for stage_weights in weights:  # a gradient stays until its copy is used again
+            for copy in stage_weights.values():
+                copy.grad = None
         one = MiniBatch(sample.targets, sample.loss_function, len(inputs), weights)
         before = [stage.watch.times() for stage in self._stages]
         *others, last = self._stages
@@ -183,9 +189,6 @@ class _Group:
             self._compute(last, one)
         for stage in reversed(others):
             self._compute(stage, one)
-        for stage_weights in weights:
-            for copy in stage_weights.values():
-                copy.grad = None
         return [
             (after.forward_s - was.forward_s, after.backward_s - was.backward_s)
             for was, after in zip(before, (one.watch.times() for one in self._stages), strict=True)
@@ -209,7 +212,7 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def learner(trained: Trained, make: Make) -> LearnerTimes:
+def learner(trained: Trained, make: Make, threads: int) -> LearnerTimes:
     """What the learner's thread does for each mini-batch, on copies of the weights.
 
     Raises UsageError if what `make` returns is no optimizer, or fails.
@@ -243,7 +246,7 @@ def learner(trained: Trained, make: Make) -> LearnerTimes:
             _ns(statistics.median(copying[1:])), _ns(statistics.median(steps[1:])), state
         )
 
-    return _there(Place(torch.device("cpu"), torch.get_num_threads()), measured)
+    return _there(Place(torch.device("cpu"), threads), measured)
 
 
 def links(places: Sequence[Place]) -> dict[tuple[str, str], Link]:

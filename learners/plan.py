@@ -167,7 +167,7 @@ def make(
     check(layers, where, limits)
     trained = Trained.of(torch.nn.Sequential(*layers))
     stages.check_model(trained)
-    own = measure.learner(trained, optimizer)
+    own = measure.learner(trained, optimizer, stages.left(where))
     chain = survey(trained, sample.inputs, sample.targets, sample.loss_function, own.state)
     most = free(where) if limits is None else limits
     there = [
@@ -177,7 +177,7 @@ def make(
     partition.check_fits(chain, there, in_flight)
     by_kind = {measure.kind(one): one for one in reversed(where)}
     times = {
-        kind: measure.times(layers, chain, sample, place, repeats)
+        kind: measure.times(layers, chain, sample, place, in_flight, repeats)
         for kind, place in by_kind.items()
     }
     profile = Profile(chain, times, measure.links(where))

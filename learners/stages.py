@@ -54,6 +54,8 @@ class Place:
     def use(self) -> None:
         """What the calling thread computes, it computes here from now on."""
         if self.device.type == "cpu":
+            # A thread's first question takes over what any thread has set last; ask it before.
+            torch.get_num_threads()
             torch.set_num_threads(self.cores)
         else:
             torch.cuda.set_device(self.device)
@@ -103,6 +105,15 @@ def places(devices: Sequence[str | torch.device] | None) -> list[Place]:
         Place(torch.device("cpu"), cores or share) if one else Place(_cuda(name), share)
         for name, one, cores in zip(names, told, fixed, strict=True)
     ]
+
+
+def left(where: Sequence[Place]) -> int:
+    """Threads for the learner's own computations: of the cores that stages leave, at least one.
+
+    With more, it and the stages would wait for each other at the end of each computation.
+    """
+    taken = sum(one.cores for one in where if one.device.type == "cpu")
+    return max(1, min(torch.get_num_threads(), process.cores() - taken))
 
 
 def _cuda(name: str) -> torch.device:

@@ -90,6 +90,7 @@ class VirtualWorker:
         if plan is not None:
             devices, cuts = _planned(plan, layers, devices, cuts)
         where = stages.places(devices)
+        self._threads = stages.left(where)
         self.model = torch.nn.Sequential(*layers)
         """All layers. Its modes train() and eval() are those of the stages."""
         self._trained = trained = Trained.of(self.model)
@@ -311,11 +312,15 @@ class VirtualWorker:
     def _or_leave(self) -> Iterator[None]:
         if self._left:  # not every call asks the client, and the threads have ended
             raise UsageError(LEFT)
+        before = torch.get_num_threads()
+        torch.set_num_threads(min(before, self._threads))
         try:
             yield
         except BaseException:
             self._leave()
             raise
+        finally:
+            torch.set_num_threads(before)
 
     def _leave(self) -> None:
         if self._left:

@@ -14,6 +14,7 @@ from support.torch_models import one_thread as one_thread
 from torch import nn
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners import stages
 from gadei_ps.learners.plan import Plan, Sample, make
 from gadei_ps.learners.virtual import VirtualWorker
 
@@ -107,3 +108,27 @@ def test_a_plan_for_other_layers_is_refused(made: Plan, job_name: str, tmp_path:
         assert "\n" not in str(refused.value)
     with pytest.raises(UsageError, match="optimizer is missing: give a function that makes it"):
         VirtualWorker(layers(), plan=made, job=job_name)
+
+
+def test_the_learner_leaves_the_cores_to_the_stages(
+    made: Plan, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It steps with what they leave, and has its threads again between the calls."""
+    monkeypatch.setattr(stages.process, "cores", lambda: len(made.stages) + 1)
+    seen: set[int] = set()
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            seen.add(torch.get_num_threads())
+            super().step()
+
+    torch.set_num_threads(3)
+    with (
+        daemon(job_name, optimizer={"kind": "add"}),
+        VirtualWorker(layers(), plan=made, optimizer=lambda p: Noting(p, 0.1), job=job_name) as one,
+    ):
+        for inputs, targets in data():
+            one.train(inputs, targets, CRITERION)
+            assert torch.get_num_threads() == 3
+    assert seen == {1}
+    assert torch.get_num_threads() == 3

@@ -155,7 +155,7 @@ def test_layers_are_measured_where_they_compute(far: bool, monkeypatch: pytest.M
     slow.seen.clear()
     threads = torch.get_num_threads()
     sample = Sample(torch.randn(ROWS, 10), torch.zeros(ROWS, dtype=torch.int64), cross_entropy)
-    found = measure.times(layers, chain, sample, stages.Place(torch.device("cpu"), 2), 3)
+    found = measure.times(layers, chain, sample, stages.Place(torch.device("cpu"), 2), 2, 3)
     assert slow.seen == {("gadei-measure", 2)}
     assert found.forward[1] > 7_000_000 > found.stage_forward > 0
     assert found.backward[1] > 3_000_000 > found.stage_backward > 0
@@ -168,7 +168,7 @@ def test_the_learners_thread_is_measured_on_copies() -> None:
     model = nn.Linear(10, 3)
     before = model.weight.clone()
     trained = Trained.of(model)
-    found = measure.learner(trained, lambda p: torch.optim.Adam(p, lr=1.0))
+    found = measure.learner(trained, lambda p: torch.optim.Adam(p, lr=1.0), 1)
     assert found.state == {"weight": 2 * 30 * F + F, "bias": 2 * 3 * F + F}  # and counts of steps
     assert found.copy > 0 < found.step
     assert torch.equal(model.weight, before)
