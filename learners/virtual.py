@@ -30,12 +30,14 @@ import torch
 from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.learners import stages
 from gadei_ps.learners.client import Batch
+from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch.model import Make, Trained
+from gadei_ps.learners.torch.sums import Sums
 from gadei_ps.learners.waits import LEFT
-from gadei_ps.learners.waves import Waves
+from gadei_ps.learners.waves import WaveOrder, Waves
 
 
 class VirtualWorker:
@@ -55,13 +57,16 @@ class VirtualWorker:
     moved to its device. None: those that `gadei-ps run --devices-per-learner` has given.
 
     optimizer: given the parameters, makes an optimizer of torch's; its state never leaves this
-    process. cuts: the first layer of each stage but the first, ascending: [2, 5] makes stages of
-    layers 0 to 1, 2 to 4 and the others. Without it, the stage with the most parameters has as few
-    as can be. plan: of `gadei-ps partition`, or its file; says devices and cuts. job, wire,
-    error_feedback, name: see Client.
+    process. None: the job's server has the optimizer and gets the sum of each wave's gradients (see
+    GradientWaves); the learner's weights are those that it pulls.
 
-    The optimizer of the job is "add", as this class says to it. s_local is that of the job's WSP;
-    under another model one mini-batch is in flight at a time.
+    cuts: the first layer of each stage but the first, ascending: [2, 5] makes stages of layers 0 to
+    1, 2 to 4 and the others. Without it, the stage with the most parameters has as few as can be.
+    plan: of `gadei-ps partition`, or its file; says devices and cuts. job, wire, error_feedback,
+    name: see Client.
+
+    With an optimizer, that of the job is "add", as this class says to it. s_local is that of the
+    job's WSP; under another model one mini-batch is in flight at a time.
 
     Raises UsageError for a device that is not there, for cuts that do not fit, where stages share a
     parameter, for layers with running statistics (batch norm), and for an optimizer that is no
@@ -82,11 +87,6 @@ class VirtualWorker:
         error_feedback: bool = False,
         name: str = "",
     ) -> None:
-        if optimizer is None:
-            raise UsageError(
-                "optimizer is missing: give a function that makes it, as "
-                "lambda p: torch.optim.SGD(p, lr=0.1)"
-            )
         if plan is not None:
             devices, cuts = _planned(plan, layers, devices, cuts)
         where = stages.places(devices)
@@ -96,15 +96,24 @@ class VirtualWorker:
         self._trained = trained = Trained.of(self.model)
         self._stages = _stages(self.model, where, cuts)
         _check(trained, self._stages)
-        self.client = trained.join_adding(
-            job, optimizer, "optimizer", wire=wire, error_feedback=error_feedback, name=name
-        )
+        how = {"wire": wire, "error_feedback": error_feedback, "name": name}
+        if optimizer is None:
+            self.client = trained.join(job, **how)
+        else:
+            self.client = trained.join_adding(job, optimizer, "optimizer", **how)
         self._elsewhere: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
+        self._sums: Sums | None = None
+        self.local: torch.optim.Optimizer | None = None
+        """The optimizer that was made; for a learning-rate scheduler, say."""
         try:
-            self.waves = Waves(self.client, self._bring)
+            gradients = GradientWaves(self.client, self._bring) if optimizer is None else None
+            self.waves: WaveOrder = gradients or Waves(self.client, self._bring)
             self._place_weights()
-            self.local = trained.made(optimizer, "optimizer")
-            """The optimizer that was made; for a learning-rate scheduler, say."""
+            if optimizer is not None:
+                self.local = trained.made(optimizer, "optimizer")
+            if gradients is not None:
+                elsewhere = {id(parameter) for _, parameter in self._elsewhere}
+                self._sums = Sums(gradients.gradients, trained.parameters, elsewhere)
         except BaseException:
             self.client.detach()
             raise
@@ -229,14 +238,17 @@ class VirtualWorker:
         self._stages[0].forward(one, inputs)
 
     def _end_oldest(self) -> float:
-        """Waits for the oldest mini-batch in flight; its gradients step the optimizer."""
+        """Waits for the oldest mini-batch in flight; its gradients step the optimizer or add up."""
         one = self._flying[0]
         one.done.wait()
         self._raise_failure()
         for stage, copies in zip(self._stages, one.weights, strict=True):
             for inner, parameter in stage.parameters.items():
                 parameter.grad, copies[inner].grad = copies[inner].grad, None
-        self.local.step()
+        if self.local is not None:
+            self.local.step()
+        if self._sums is not None:
+            self._sums.add()
         for stage in self._stages:
             for parameter in stage.parameters.values():
                 parameter.grad = None  # its memory is for the next gradient
@@ -275,7 +287,10 @@ class VirtualWorker:
                     parameter.data = own[name]
 
     def _bring(self) -> None:
-        """Brings weights from devices, before a wave's change is pushed or made again."""
+        """Brings from devices what is pushed: sums, or weights, also before they are made again."""
+        if self._sums is not None:
+            self._sums.bring()
+            return
         with torch.no_grad():
             for own, parameter in self._elsewhere:
                 own.copy_(parameter)

@@ -20,6 +20,7 @@ Under other models than WSP a wave is one mini-batch.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,25 +46,19 @@ class _Wave:
     whole: bool = False  # its last mini-batch has begun
 
 
-class Waves:
-    """The weights of one learner, and its waves. Belongs to the thread that computes.
+class WaveOrder(ABC):
+    """The weights of one learner, and its waves: which mini-batch may begin, waits, pulls, pushes.
 
     A pipeline may begin up to client.wave mini-batches before it ends the first of them; they end
-    in the order in which they began. before_reading: is called before what has changed is read; it
-    writes those of the learner's own weights into `flat` that lie elsewhere, on a GPU, say. Raises
-    UsageError unless the job adds what learners push.
+    in the order in which they began. Belongs to the thread that computes.
     """
 
-    def __init__(self, client: Client, before_reading: Callable[[], object] = lambda: None) -> None:
-        check(client)
+    def __init__(self, client: Client) -> None:
         self.client = client
-        self._before_reading = before_reading
-        self._base = client.pull()  # what the job has of this learner's changes is in it
-        self.flat: FloatArray = self._base.copy()
-        """The learner's own weights, float32, shape (client.model.elements,)."""
+        self.flat: FloatArray = client.pull()
+        """The weights that this learner computes with, float32, shape (client.model.elements,)."""
         self.weights: dict[str, FloatArray] = client.model.views(self.flat)
-        """The same by name. Change them in place, between begin() and end()."""
-        self._update = np.empty_like(self.flat)
+        """The same by name."""
         self._waves: deque[_Wave] = deque()  # the first is in hand
         self._pulled = -1  # version of the last pull; -1: none since the learner has joined
         self._losses: list[float] = []
@@ -166,7 +161,52 @@ class Waves:
                     return
                 yield part
 
-    def _own(self) -> FloatArray:
+    def _pull(self) -> None:
+        self.client.wait_applied()  # all that was pushed is in the weights, so nothing comes twice
+        self._take()
+        self._pulled = self.client.version
+
+    def _push(self) -> None:
+        self.client.push(
+            self._of_wave(),
+            loss=sum(self._losses) / len(self._losses) if self._losses else math.nan,
+            samples=self._samples,
+            version=self._waves[0].version,
+        )
+        self._forget()
+        self._waves.popleft()
+        self._losses.clear()
+        self._samples = 0
+
+    @abstractmethod
+    def _take(self) -> None:
+        """Brings the job's weights into `flat`. All that this learner has pushed is in them."""
+
+    @abstractmethod
+    def _of_wave(self) -> FloatArray:
+        """What is to be pushed of the first wave, shape (client.model.elements,)."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """It is pushed."""
+
+
+class Waves(WaveOrder):
+    """Weights that each mini-batch changes in place, between begin() and end().
+
+    before_reading: is called before what has changed is read; it writes those of the learner's own
+    weights into `flat` that lie elsewhere, on a GPU, say. Raises UsageError unless the job adds
+    what learners push.
+    """
+
+    def __init__(self, client: Client, before_reading: Callable[[], object] = lambda: None) -> None:
+        check(client)
+        super().__init__(client)
+        self._before_reading = before_reading
+        self._base = self.flat.copy()  # what the job has of this learner's changes is in it
+        self._update = np.empty_like(self.flat)
+
+    def _of_wave(self) -> FloatArray:
         """What the mini-batches that are not pushed have changed; valid until the next call."""
         self._before_reading()
         buffers = self.client.model.parameters  # a mask may hold infinities
@@ -175,25 +215,14 @@ class Waves:
         self._update[buffers:][self.flat[buffers:] == self._base[buffers:]] = 0
         return self._update
 
-    def _pull(self) -> None:
-        """Brings the job's weights, and makes the changes again that the job does not have yet."""
-        self.client.wait_applied()  # all that was pushed is in the weights, so nothing comes twice
-        own = self._own()
+    def _take(self) -> None:
+        """Makes the changes again that the job does not have yet."""
+        own = self._of_wave()
         self.client.pull(self._base)
         np.add(self._base, own, out=self.flat)
-        self._pulled = self.client.version
 
-    def _push(self) -> None:
-        self.client.push(
-            self._own(),
-            loss=sum(self._losses) / len(self._losses) if self._losses else math.nan,
-            samples=self._samples,
-            version=self._waves[0].version,
-        )
+    def _forget(self) -> None:
         np.copyto(self._base, self.flat)
-        self._waves.popleft()
-        self._losses.clear()
-        self._samples = 0
 
 
 def adds(client: Client) -> bool:
