@@ -342,15 +342,15 @@ class Server:
         try:
             one = self.rings.map(row, generation, self.control, populate=not self.active)
         except (FileNotFoundError, SegmentError) as error:
-            if not self.active or int(entry["retired"]) >= generation:
-                return  # a server that stands by may be late: it has just been retired
+            if not self.active:
+                return  # it may be late: the row has just been retired
             self.log.error("a learner's ring cannot be mapped", row=row, reason=str(error))
             if not served:
                 entry["retired"] = generation
                 return
             one = self.rings.replace(row, generation)
         # The name is used again: what was opened is this learner's if it has not been retired yet.
-        if int(entry["generation"]) != generation or int(entry["retired"]) >= generation:
+        if int(entry["retired"]) >= generation:
             return
         if int(entry["broken"]) == generation:
             self.rings.break_(row, generation)

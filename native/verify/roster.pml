@@ -370,8 +370,8 @@ inline look_again() {
     d_step {
 #ifndef NO_MAP_CHECK
         if
-        :: generation != g || retired >= g -> mapped[i] = mapped[i] & ~BIT(n); n = 0
-        :: else
+        :: retired >= g -> mapped[i] = mapped[i] & ~BIT(n); n = 0
+        :: else -> assert(generation == g)
         fi;
 #endif
 #ifdef DAMAGE
