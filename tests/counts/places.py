@@ -88,6 +88,9 @@ ROOMS = (
         ),
         (
             "tests/unit/test_take_in.py",
+            "tests/unit/test_driven.py",
+            "tests/unit/test_rings_followed.py",
+            "tests/unit/test_succession.py",
             "tests/end_to_end/test_exactly_once.py",
             "tests/end_to_end/test_set.py",
             "tests/end_to_end/test_sync.py",

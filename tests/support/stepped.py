@@ -1,0 +1,127 @@
+"""A server's manager over a job's segments, whose steps a test calls one by one."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from types import TracebackType
+
+from gadei_ps import _native
+from gadei_ps.job import modes
+from gadei_ps.machine import log, process
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Action, ServerState
+from gadei_ps.sync import SyncModel
+from gadei_ps.watchdog.servers import Servers
+from support.rig import Rig
+
+
+def make_leases(rig: Rig) -> None:
+    """As the watchdog does while no server lives."""
+    logger, selector = log.get(), selectors.DefaultSelector()
+    Servers(rig.memory, selector, logger, [], 1.0, 1.0, logger.error)._make_leases()
+    selector.close()
+
+
+def begin(rig: Rig, model: SyncModel) -> None:
+    """The job's first model, before any server has come."""
+    modes.begin(rig.memory.control, model)
+
+
+def attach(rig: Rig, row: int, generation: int) -> None:
+    """A learner that no server serves yet."""
+    rig.add(row, generation)
+    rig.roster[row]["served"] = rig.roster[row]["grant"] = 0
+    rig.control["ring_inode"][row] = rig.memory.rings[row].inode
+
+
+class Stepped:
+    """The manager of a server, in this process and thread. It starts no shards: the test is they.
+
+    number: its line in control.
+    """
+
+    def __init__(self, rig: Rig, number: int = 0) -> None:
+        # Here: the tests that need no server are spared Numba.
+        from gadei_ps.server.manager import Server
+        from gadei_ps.server.options import Asked
+
+        self._rig = rig
+        self.line = rig.control["server"][number]
+        self.line["start"], self.line["pid"] = process.start_ticks(os.getpid()), os.getpid()
+        self.line["state"], self.line["reigns"] = ServerState.STARTING, 0
+        for row, ring in rig.memory.rings.items():
+            rig.control["ring_inode"][row] = ring.inode
+        self.server = Server(Asked(rig.memory.config.name, number, 10.0, []))
+
+    def __enter__(self) -> Stepped:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """Its leases become free; of those that it has not, the kernel says so."""
+        for lease in ("heir", "lease"):
+            _native.lease_release(self.server.control_segment.word(layout.CONTROL, lease))
+        if self.server._hold is not None:
+            self.server._hold.release()
+
+    def lead(self) -> None:
+        """It gets the managers' lease, and its shards theirs."""
+        self.server._try_leases()
+        assert self.server.active
+        self.stand_by()
+        self.serve()
+
+    def stand_by(self) -> None:
+        """It maps the model."""
+        self.server._map_model()
+        rings = self.server.rings
+        assert rings is not None
+        self.rings = rings
+        self.board = rings.board[0]
+        self.shown = self.board["ring"]
+
+    def serve(self) -> None:
+        """Its shards have their leases, and know the newest table of rings."""
+        self.board["seen"][: self._rig.shards] = self.board["table_version"]
+        self.board["holds"][: self._rig.shards] = 1
+
+    def turn(self) -> None:
+        """A pass of the main loop, from the look at the roster on."""
+        self.server._follow()
+        driver = self.server.driver
+        assert driver is not None
+        if self.server.active:
+            driver.run(self.server._all_serve)
+            self.server._retire()
+        else:
+            driver.follow()
+
+    def turns(self) -> None:
+        """Passes of which the shards hear everything."""
+        for _ in range(3):
+            self.turn()
+            self.serve()
+
+    def consume(self, row: int, upto: int) -> None:
+        """All shards are done with the frames below."""
+        self._rig.state["applied"][: self._rig.shards, row] = upto
+
+    def finish_superstep(self) -> None:
+        """The shards do what the manager has published."""
+        control, state = self._rig.control, self._rig.state
+        for row, action in enumerate(control["superstep_action"].tolist()):
+            if action != Action.SKIP:
+                self.consume(row, int(control["superstep_upto"][row]))
+        state["record"]["supersteps"][: self._rig.shards] = control["superstep"]
+
+    def obey(self) -> None:
+        """All shards do as the mode says."""
+        self._rig.control["shard"]["mode"][: self._rig.shards] = self._rig.control["mode"]
