@@ -19,9 +19,10 @@ from gadei_ps.server.start import Start
 
 @pytest.mark.parametrize(("model", "grant"), [("asp", layout.UNBOUNDED), ("bsp", 0)])
 def test_the_words_of_the_learner_before(job_name: str, model: str, grant: int) -> None:
-    with Rig(job_name, [Tensor("w", (10,))], shards=2, collect=model == "bsp") as rig:
+    with Rig(job_name, [Tensor("w", (5000,))], shards=2, collect=model == "bsp") as rig:
         state = rig.memory.state
         assert state is not None
+        assert rig.shards == 2
         entry, applied = rig.roster[0], rig.state["applied"][:, 0]
         # Of the learner before, generation 1. The thread of another server may still know its ring.
         entry["member"] = entry["obsolete"] = entry["grant"] = 5
