@@ -2,7 +2,8 @@
 
 It lies in the control segment behind the control record, in two places of equal size. Each place
 holds a number, the length of the text, a CRC-32 of all three, and the text (JSON). The whole place
-with the higher number counts: a watchdog may die while it writes the other one.
+with the higher number counts: a watchdog may die while it writes the other one, which is not whole
+then, as its CRC-32 tells.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ def write(control: Segment, config: JobConfig) -> None:
             memory[at : at + HEAD.size] = bytes(HEAD.size)
         return
     at, number = places[numbers.index(min(numbers))], max(numbers) + 1
-    memory[at : at + HEAD.size] = bytes(HEAD.size)
     memory[at + HEAD.size : at + HEAD.size + len(text)] = text
     HEAD.pack_into(memory, at, number, len(text), _sum(number, text))
 

@@ -119,8 +119,7 @@ class Roster:
             entry = entries[row]
             generation = int(entry["generation"])
             if int(entry["wanted"]) != generation:
-                entry["wanted"] = 0
-                continue
+                continue  # it is leaving
             pid = int(entry["pid"])
             pidfd = own.watch_process(pid, int(entry["pid_start"]))
             if pidfd is not None:

@@ -49,8 +49,6 @@ EQUIVALENT: dict[str, str] = {
     "gadei_ps/server/record.py finish: fence() (number 2) -> pass": _ORDER,
     "gadei_ps/server/record.py finish: fence() (number 3) -> pass": _ORDER,
     "gadei_ps/server/account.py show_all_work: fence() -> pass": _ORDER,
-    'watchdog/memory.py JobMemory._adopt_ring: int(entry["generation"]) == int(entry["retired"]) '
-    "-> False": "the ring of a free row is adopted, and the first look frees it",
 }
 
 

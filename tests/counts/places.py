@@ -108,6 +108,11 @@ ROOMS = (
             "learners/attach.py",
         ),
         (
+            "tests/unit/test_new_memory.py",
+            "tests/unit/test_adopted_memory.py",
+            "tests/unit/test_servers.py",
+            "tests/unit/test_told.py",
+            "tests/unit/test_recorded.py",
             "tests/unit/test_roster.py",
             "tests/unit/test_segment.py",
             "tests/end_to_end/test_clean_stop.py",

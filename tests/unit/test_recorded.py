@@ -20,7 +20,8 @@ def _made(job: JobConfig, request: pytest.FixtureRequest) -> Segment:
 
 
 def test_the_last_whole_one_counts(job_name: str, request: pytest.FixtureRequest) -> None:
-    configs = [config(job_name, slots=slots) for slots in (1, 2, 3)]
+    commands = ["./train"], ["./train", "--all"], ["./learn", "--for", "ever"]
+    configs = [config(job_name, learners={"command": one}) for one in commands]
     control = _made(configs[0], request)
     assert recorded.read(job_name) is None
     for one in configs:
@@ -29,10 +30,14 @@ def test_the_last_whole_one_counts(job_name: str, request: pytest.FixtureRequest
         assert recorded.read(job_name) == one
     after = bytes(control.memory[recorded.AT :])
     changed = [at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-    for until in changed:  # it died here
-        control.memory[recorded.AT : recorded.AT + until] = after[:until]
-        control.memory[recorded.AT + until :] = before[until:]
-        assert recorded.read(job_name) == configs[1], until
+    text_first = sorted(changed, key=lambda at: at < recorded.HEAD.size)
+    assert text_first != changed
+    for order in (changed, text_first):
+        control.memory[recorded.AT :] = before
+        for at in order:
+            assert recorded.read(job_name) == configs[1], at  # it died here
+            control.memory[recorded.AT + at] = after[at]
+        assert recorded.read(job_name) == configs[2]
 
 
 def test_no_record(job_name: str, request: pytest.FixtureRequest) -> None:

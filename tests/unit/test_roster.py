@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 import structlog
-from support import Rig
+from support import PATIENCE_S, Rig
+from support.words import at_each_line, words
 
 from gadei_ps.errors import ControlError, Evicted
 from gadei_ps.machine import process
@@ -17,6 +19,7 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
+from gadei_ps.watchdog import roster
 from gadei_ps.watchdog.roster import TAKE_S, Roster
 
 ROWS = 4
@@ -27,10 +30,16 @@ class Watched:
 
     def __init__(self, rig: Rig, pid: int) -> None:
         self.rig, self.freed = rig, list[Segment]()
+        self.selector = selectors.DefaultSelector()
         for entry in rig.roster[:ROWS]:
             entry["pid"], entry["pid_start"] = pid, process.start_ticks(pid)
         log = structlog.get_logger()
-        self.roster = Roster(rig.memory, selectors.DefaultSelector(), log, 0.0, self.freed.append)
+        self.roster = Roster(rig.memory, self.selector, log, 0.0, self.freed.append)
+
+    def hear(self) -> None:
+        """What the selector tells."""
+        for key, mask in self.selector.select(PATIENCE_S):
+            key.data(mask)
 
 
 @pytest.fixture
@@ -58,6 +67,72 @@ def test_who_is_adopted(watched: Watched) -> None:
     assert entries["wanted"][:ROWS].tolist() == [1, 0, 0, 0]
     assert entries["gone"][3] == Gone.DIED
     assert watched.rig.control["learner_deaths"] == 1
+
+
+def test_a_row_without_a_ring(watched: Watched) -> None:
+    """Its dead watchdog has given it away or was about to; nobody can be served there."""
+    entries = watched.rig.roster
+    for row in (0, 1):
+        watched.rig.memory.remove_ring(row)
+    entries[1]["wanted"] = 9
+    watched.roster.adopt(0.0)
+    assert watched.roster.rows == [2, 3]
+    assert entries["wanted"][:ROWS].tolist() == [0, 0, 3, 4]
+
+
+def test_a_new_learner(watched: Watched) -> None:
+    """At no instant its row counts as its own while words of the learner before are there."""
+    entries, memory = watched.rig.roster, watched.rig.memory
+    watched.roster.adopt(0.0)
+    row = ROWS  # of a learner that has left
+    used = entries[row]
+    for field in ("generation", "served", "retired"):
+        used[field] = 3
+    for field in ("gone", "drained", "grant", "obsolete", "handed", "pid", "pid_start", "applied"):
+        used[field] = 8
+    for field in ("dropped", "refused", "samples", "version", "clock", "unasked", "loss"):
+        used[field] = 8
+    for field in ("staleness_sum", "staleness_max", "histogram", "reason", "outstanding"):
+        used[field] = 8
+    used["name"] = b"before"
+    watched.rig.control["ring_inode"][row] = 8
+    coming = watched.roster.begin(os.getpid(), "a" * 40)
+    assert (coming.row, coming.generation) == (row, ROWS + 1)
+    ring = memory.make_ring(row, coming.generation)
+    seen = []
+
+    def look() -> None:
+        inode = int(watched.rig.control["ring_inode"][row])
+        seen.append((words(used), inode, int(ring.header["magic"])))
+
+    with at_each_line(look, roster):
+        watched.roster.admit(coming, ring)
+    said = {
+        "generation": ROWS + 1,
+        "wanted": ROWS + 1,
+        "pid": os.getpid(),
+        "pid_start": process.start_ticks(os.getpid()),
+        "name": b"a" * 31,
+        "served": 3,
+        "retired": 3,
+        "outstanding": layout.NO_BATCH,
+    }
+    whole = said, ring.inode, layout.MAGIC
+    assert seen[-1] == whole
+    assert all(one == whole for one in seen if one[0]["generation"] == ROWS + 1)
+    assert {one[0]["generation"] for one in seen} == {3, ROWS + 1}
+    assert watched.roster.rows == [0, 1, 2, 3, row]
+    assert memory.rings[row] is ring
+
+
+def test_a_learner_dies(watched: Watched, pid: int) -> None:
+    watched.roster.adopt(0.0)
+    os.kill(pid, signal.SIGKILL)
+    while watched.roster.rows:
+        watched.hear()
+    assert watched.rig.control["learner_deaths"] == ROWS
+    assert (watched.rig.roster["wanted"] == 0).all()
+    assert (watched.rig.roster["gone"][:ROWS] == Gone.DIED).all()
 
 
 def test_a_place_that_was_never_taken(watched: Watched) -> None:

@@ -1,0 +1,176 @@
+"""What an adoption makes of the words that a dead watchdog has left, at each of its lines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import support
+from support.memory import create_model, create_ring
+from support.words import at_each_line, words
+
+from gadei_ps import sync
+from gadei_ps.machine import process
+from gadei_ps.memory import layout, segment, shm
+from gadei_ps.memory.layout import CONTROL, Phase, ServerState, Stop
+from gadei_ps.memory.weights import Tensor, place
+from gadei_ps.watchdog import elsewhere, memory
+from gadei_ps.watchdog.memory import JobMemory
+
+THERE = 1  # another pid namespace
+MODEL = place([Tensor("w", (10,))])
+
+
+@pytest.fixture
+def dead() -> tuple[int, int]:
+    """Pid and start time of a process that is no more."""
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        start = process.start_ticks(child.pid)
+        child.kill()
+    return child.pid, start
+
+
+@pytest.fixture
+def left(job_name: str, dead: tuple[int, int]) -> Iterator[JobMemory]:
+    """A job with learners in rows 0 and 1, and one in row 2 that has left; no server is alive."""
+    made = JobMemory(support.config(job_name))
+    made.create_control(sync.parse("asp"))
+    try:
+        create_model(made, MODEL, np.zeros(MODEL.elements, np.float32))
+        control = made.control.view(CONTROL)
+        control["model_ready"] = 1
+        control["phase"] = Phase.SERVING
+        for row in range(3):
+            ring = create_ring(made, row, row + 1)
+            entry = control["roster"][row]
+            entry["generation"] = entry["wanted"] = row + 1
+            control["ring_inode"][row] = ring.inode
+        entry["wanted"], entry["retired"] = 0, 3
+        control["watchdog_pid"], control["watchdog_start"] = dead
+        for part in parts(made):
+            part.header["owner_pid"], part.header["owner_start"] = dead
+        made.release()
+        yield made
+    finally:
+        made.remove()
+
+
+def parts(job: JobMemory) -> list[segment.Segment]:
+    assert job.weights and job.state
+    return [job.control, job.weights, job.state, *job.rings.values()]
+
+
+def adopted(left: JobMemory) -> JobMemory:
+    made = JobMemory(left.config)
+    assert made.adopt()
+    made.release()
+    made.close()
+    return made
+
+
+def said(expected: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in expected.items() if value}
+
+
+@pytest.mark.parametrize(
+    ("phase", "stop", "after"),
+    [
+        (Phase.SERVING, Stop.GO, (Phase.SERVING, Stop.GO)),
+        (Phase.DRAINING, Stop.DRAIN, (Phase.DRAINING, Stop.DRAIN)),
+        (Phase.KEPT, Stop.CLOSED, (Phase.STARTING, Stop.GO)),
+        (Phase.FAILED, Stop.CLOSED, (Phase.STARTING, Stop.GO)),
+    ],
+)
+def test_every_word_of_an_adopted_job(
+    left: JobMemory, phase: Phase, stop: Stop, after: tuple[Phase, Stop]
+) -> None:
+    """A job that has ended without its last checkpoint, or has failed, begins to serve again."""
+    control = left.control.view(CONTROL)
+    control["phase"], control["stop"] = phase, stop
+    me = os.getpid(), process.start_ticks(os.getpid())
+    before = words(control)
+    made = adopted(left)
+    changed = {
+        "watchdog_pid": me[0],
+        "watchdog_start": me[1],
+        "watchdog_starts": 2,
+        "header.owner_pid": me[0],
+        "header.owner_start": me[1],
+        "phase": after[0],
+        "stop": after[1],
+    }
+    assert words(control) == said(before | changed)
+    assert sorted(made.rings) == [0, 1]
+    for part in parts(made):
+        assert (part.header["owner_pid"], part.header["owner_start"]) == me
+    assert [os.path.lexists(shm.path_of(left.rings[row].name)) for row in range(3)] == [1, 1, 0]
+
+
+def test_never_the_words_of_two_watchdogs(left: JobMemory, dead: tuple[int, int]) -> None:
+    """A pid with the start time of another would be that of a dead owner: gc would remove it."""
+    me = os.getpid(), process.start_ticks(os.getpid())
+    control = left.control.view(CONTROL)
+    seen = set()
+
+    def look() -> None:
+        seen.add((int(control["watchdog_pid"]), int(control["watchdog_start"])))
+        for part in parts(left):
+            seen.add((int(part.header["owner_pid"]), int(part.header["owner_start"])))
+
+    with at_each_line(look, memory, segment):
+        adopted(left)
+    assert {dead, me} <= seen
+    assert {one for one in seen if one[0]} == {dead, me}
+
+
+def test_an_adoption_that_has_died(left: JobMemory, dead: tuple[int, int]) -> None:
+    """At whichever line: the next one ends where this one would have."""
+    control = left.control.view(CONTROL)
+    control["phase"], control["stop"] = Phase.FAILED, Stop.CLOSED
+    images = dict[bytes, None]()  # in order
+    with at_each_line(lambda: images.setdefault(bytes(left.control.memory)), memory, segment):
+        adopted(left)
+    whole = words(control)
+    assert len(images) >= 10
+    for one in images:
+        left.control.memory[:] = one
+        if control["watchdog_pid"]:
+            control["watchdog_pid"], control["watchdog_start"] = dead
+        starts = int(control["watchdog_starts"])
+        assert sorted(adopted(left).rings) == [0, 1]
+        assert words(control) == whole | {"watchdog_starts": starts + 1}
+
+
+def test_pids_of_another_namespace(left: JobMemory) -> None:
+    """Nobody takes them for pids of this one, whenever the watchdog dies that removes them."""
+    for row in range(3):  # this process has them mapped for writing
+        left.rings[row].view(layout.RING)
+        segment.unlink(left.rings[row].name)
+    control = left.control.view(CONTROL)
+    control["lease_pid"], control["server"]["pid"], control["roster"]["pid"] = 11, 12, 13
+    control["server"]["state"] = ServerState.READY
+    for part in parts(left):
+        part.header["owner_namespace"] = THERE
+    names = "watchdog_pid", "lease_pid", "server.pid", "server.state", "roster.pid"
+    before = words(control)
+    seen = []
+
+    def look() -> None:
+        now = words(control)
+        seen.append((now.get("header.owner_namespace"), {n: now.get(n) for n in names}))
+
+    with at_each_line(look, elsewhere):
+        made = adopted(left)
+    assert seen[-1] == (process.namespace(), dict.fromkeys(names) | {"watchdog_pid": os.getpid()})
+    whole = {name: before[name] for name in names}
+    none = dict.fromkeys(names)
+    for namespace, pids in seen:
+        if namespace == THERE:
+            assert pids == whole
+        elif namespace == process.namespace():
+            assert pids | {"watchdog_pid": None} == none
+    assert {one[0] for one in seen} == {THERE, None, process.namespace()}
+    assert not made.rings

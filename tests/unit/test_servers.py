@@ -1,0 +1,114 @@
+"""The words by which a watchdog and its servers know each other, in a job's real memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+from collections.abc import Iterator
+
+import pytest
+import support
+from support import PATIENCE_S
+from support.words import at_each_line, words
+
+from gadei_ps import _native, sync
+from gadei_ps.machine import log, process
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, SHARD, ServerState
+from gadei_ps.watchdog import servers
+from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.servers import Servers
+
+
+@pytest.fixture
+def watched(job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    """The servers of a new job: processes that do nothing."""
+    memory = JobMemory(support.config(job_name))
+    memory.create_control(sync.parse("asp"))
+    idle = ["sh", "-c", "exec sleep 1000", "a server"]
+    monkeypatch.setattr(process, "module_command", lambda *what: [*idle, *what])
+    selector = selectors.DefaultSelector()
+    made = Servers(memory, selector, log.get(), [], 5.0, 1.0, pytest.fail)
+    yield made
+    for one in made.running.values():
+        one.kill("the test is over")
+    with contextlib.suppress(KeyError):
+        hear(made, 2)
+    selector.close()
+    memory.remove()
+
+
+def hear(made: Servers, deaths: int) -> None:
+    """Until so many processes have died, or none is left."""
+    while deaths and made.running:
+        for key, mask in made.selector.select(PATIENCE_S):
+            key.data(mask)
+            deaths -= 1
+
+
+def test_a_server_starts_and_dies(watched: Servers) -> None:
+    """At no instant its pid stands with words of another server."""
+    control = watched.memory.control.view(CONTROL)
+    line = control["server"][0]
+    line["start"], line["reigns"] = 7, 1  # of the one before
+    seen = []
+    with at_each_line(lambda: seen.append(words(line)), servers):
+        watched.look(1.0)
+    one = watched.running[0]
+    whole = {
+        "pid": one.pid,
+        "start": process.start_ticks(one.pid),
+        "state": ServerState.STARTING,
+    }
+    assert seen[-1] == whole
+    assert all(one == whole for one in seen if "pid" in one)
+    assert control["server_starts"] == 1
+    os.kill(one.pid, signal.SIGKILL)
+    hear(watched, 1)
+    assert words(line) == {"start": whole["start"]}
+    assert (control["server_starts"], control["server_deaths"]) == (1, 1)
+
+
+def test_servers_are_adopted(watched: Servers) -> None:
+    """The one that lives, and not the one whose pid is another process's by now."""
+    watched.look(1.0)
+    control = watched.memory.control.view(CONTROL)
+    lines, one = control["server"], watched.running[0]
+    for field in ("pid", "state", "start", "reigns"):
+        lines[1][field] = lines[0][field]
+    lines["state"] = ServerState.READY
+    lines[1]["start"] -= 1
+    before = words(lines)
+    other = Servers(watched.memory, selectors.DefaultSelector(), log.get(), [], 5.0, 1.0, print)
+    other.adopt()
+    assert [each.pid for each in other.running.values()] == [one.pid]
+    assert words(lines) == before | {"pid": {0: one.pid}, "state": {0: ServerState.READY}}
+    assert control["server_deaths"] == 0
+    os.close(other.running[0].pidfd)
+    other.selector.close()
+
+
+def test_new_leases(watched: Servers) -> None:
+    """Whatever has been left in their place, a server can take each of them."""
+    segment = watched.memory.control
+    control = segment.view(CONTROL)
+    before = words(control)
+    leases = [segment.word(CONTROL, name) for name in ("lease", "heir")]
+    first = segment.word(CONTROL, "shard") + layout.offset(SHARD, "lease")
+    leases += [first + number * SHARD.itemsize for number in range(layout.MAX_SHARDS)]
+    size = CONTROL["lease"].itemsize
+    for at in leases:
+        at -= segment.address
+        segment.memory[at : at + size] = b"\xff" * size
+    control["sleepers"] = control["lease_shards"] = control["lease_state"] = 1
+    watched.look(1.0)
+    for at in leases:
+        assert _native.lease_take(at, 0) == 0
+        _native.lease_release(at)
+    said = words(control)
+    for field in ("sleepers", "lease_shards", "lease_state"):
+        assert field not in said
+    changed = {name.split(".")[0].split("[")[0] for name in said if said[name] != before.get(name)}
+    assert changed == {"server", "server_starts", "lease", "heir", "shard"}

@@ -1,0 +1,222 @@
+"""What a watchdog tells learners and shards by single words, and counts, in a job's real memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import support
+from support.memory import create_model, create_ring
+from support.words import at_each_line, words
+
+from gadei_ps import _native, sync
+from gadei_ps.errors import ControlError
+from gadei_ps.learners import attach
+from gadei_ps.learners.attach import Place
+from gadei_ps.machine import log, process
+from gadei_ps.memory.layout import CONTROL, RING, Gone, Phase, ServerState, Stop
+from gadei_ps.memory.weights import Tensor, place
+from gadei_ps.watchdog import dead, status, stopping, supervisor
+from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.notify import Notify
+from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.roster import Roster
+from gadei_ps.watchdog.saver import Saver, Task
+from gadei_ps.watchdog.servers import Servers
+from gadei_ps.watchdog.stopping import Stopping
+from gadei_ps.watchdog.supervisor import Supervisor
+
+MODEL = place([Tensor("w", (10,))])
+
+
+@pytest.fixture
+def memory(job_name: str) -> Iterator[JobMemory]:
+    """A job that serves, with a learner in row 0, which is this process."""
+    made = JobMemory(support.config(job_name))
+    made.create_control(sync.parse("asp"))
+    try:
+        create_model(made, MODEL, np.zeros(MODEL.elements, np.float32))
+        ring = create_ring(made, 0, 1)
+        control = made.control.view(CONTROL)
+        control["model_ready"] = 1
+        control["phase"] = Phase.SERVING
+        control["ring_inode"][0] = ring.inode
+        entry = control["roster"][0]
+        entry["generation"] = entry["wanted"] = 1
+        entry["pid"], entry["pid_start"] = os.getpid(), process.start_ticks(os.getpid())
+        yield made
+    finally:
+        made.remove()
+
+
+@pytest.fixture
+def ended() -> tuple[int, int]:
+    """Pid and start time of a process that is no more."""
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        start = process.start_ticks(child.pid)
+        child.kill()
+    return child.pid, start
+
+
+class Seen(list[tuple[Phase, Stop]]):
+    """The phase and the stop word at each line of some code."""
+
+    def __init__(self, memory: JobMemory) -> None:
+        self.control = memory.control.view(CONTROL)
+
+    def look(self) -> None:
+        self.append((Phase(int(self.control["phase"])), Stop(int(self.control["stop"]))))
+
+    def check(self, *last: object) -> None:
+        """A learner that sees the stop sees the reason, too."""
+        assert self[-1] == last
+        assert {one[0] for one in self if one[1] == Stop.CLOSED} == {last[0]}
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def test_a_stop(memory: JobMemory) -> None:
+    selector = selectors.DefaultSelector()
+    roster = Roster(memory, selector, log.get(), 0.0, lambda ring: None)
+    checkpoints = Checkpoints(memory, selector, log.get())
+    stop = Stopping(memory, roster, checkpoints, Notify(), log.get())
+    roster.adopt(0.0)
+    control, seen = memory.control.view(CONTROL), Seen(memory)
+    stop.begin(drain=True, timeout_s=1000.0)
+    seen.look()
+    stop.begin(drain=False, timeout_s=1000.0)
+    seen.look()
+    stop.begin(drain=True, timeout_s=1000.0)
+    seen.look()
+    told = [Stop.DRAIN, Stop.NOW, Stop.NOW]
+    assert seen == [(Phase.DRAINING, one) for one in told]
+    with at_each_line(seen.look, stopping):
+        assert not stop.over(now=float("inf"))
+    seen.check(Phase.DRAINING, Stop.CLOSED)
+    assert control["roster"][0]["gone"] == Gone.STOPPED
+    selector.close()
+
+
+def test_what_a_dead_watchdogs_job_tells_its_learners(
+    memory: JobMemory, ended: tuple[int, int]
+) -> None:
+    control, seen = memory.control.view(CONTROL), Seen(memory)
+    memory.release()
+    control["watchdog_pid"], control["watchdog_start"] = ended
+    with at_each_line(seen.look, dead):
+        dead.end_servers(memory.config.name)
+    seen.check(Phase.FAILED, Stop.CLOSED)
+    control["phase"] = Phase.KEPT
+    dead.end_servers(memory.config.name)
+    assert control["phase"] == Phase.KEPT, "it has told them already"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_life_of_a_job(
+    job_name: str, monkeypatch: pytest.MonkeyPatch, resume: bool, fails: bool
+) -> None:
+    """Its server is words alone."""
+
+    def look(servers: Servers, now: float) -> None:
+        control = servers.memory.control.view(CONTROL)
+        control["lease_state"] = 1
+        control["server"][0]["state"] = ServerState.READY
+
+    monkeypatch.setattr(Servers, "look", look)
+    monkeypatch.setattr(Servers, "serving", property(lambda _: True))
+    tensors = [{"name": "w", "shape": [10]}]
+    made = Supervisor(support.config(job_name, tensors=tensors), Options(resume=resume))
+    try:
+        made.startup()
+        seen = Seen(made.memory)
+        said = words(made._control)
+        if fails:
+            made._fail("the test wants it")
+        with at_each_line(seen.look, supervisor):
+            made.shutdown()
+    except BaseException:
+        made.shutdown()
+        raise
+    assert said["phase"] == Phase.SERVING
+    assert said.get("temporary") == (None if resume else 1)
+    seen.check(Phase.FAILED if fails else Phase.STOPPED, Stop.CLOSED)
+
+
+# -- learners -------------------------------------------------------------------------------------
+
+
+def test_a_learner_leaves_that_no_watchdog_hears(memory: JobMemory) -> None:
+    assert memory.weights
+    ring = memory.rings[0]
+    here = Place(memory.config.name, 0, 1, memory.control, memory.weights, ring)
+    gone = mock.Mock()
+    gone.request.side_effect = ControlError("nobody listens")
+    attach.detach(gone, 0, 1, os.getpid(), here)
+    assert words(ring.view(RING))["detached"] == 1
+
+
+def test_who_is_told_to_be_leaving(memory: JobMemory) -> None:
+    entry = memory.control.view(CONTROL)["roster"][0]
+    assert [one["leaving"] for one in status.report(memory)["learners"]] == [False]
+    entry["wanted"] = 0
+    assert [one["leaving"] for one in status.report(memory)["learners"]] == [True]
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+class Parking(Saver):
+    """Shards that obey the pause word at once."""
+
+    def _wait_parked(self, deadline: int) -> bool:
+        self.paused = _native.load(self._segment.word(CONTROL, "pause"))
+        self._control["shard"]["parked"] = self.paused
+        assert self._all_parked(deadline)
+        return super()._wait_parked(deadline)
+
+
+def test_shards_pause_for_a_copy(memory: JobMemory) -> None:
+    control = memory.control.view(CONTROL)
+    one = Parking(Task(memory.config.name, memory.job_id.hex(), memory.files, "", 1, {}))
+    snapshot, _ = one._take()
+    assert one.paused
+    assert control["pause"] == 0
+    assert snapshot.version == 0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_becomes_of_a_checkpoint(memory: JobMemory, killed: bool) -> None:
+    """A saver that was killed in its pause holds no shard."""
+    control = memory.control.view(CONTROL)
+    control["pause"] = 1 << 62
+    before = words(control)
+    made = Checkpoints(memory, selectors.DefaultSelector(), log.get())
+    made._saver = subprocess.Popen(["sleep", "1000" if killed else "0"])
+    if killed:
+        made._saver.send_signal(signal.SIGKILL)
+    else:
+        outcome = {"ok": True, "version": 7, "path": "", "problem": "", "aside": None}
+        made._said += json.dumps(outcome | {"pause_ms": 0.0}).encode()
+    heard: list[dict[str, Any]] = []
+    made._heard.append(heard.append)
+    made._end()
+    assert [one["ok"] for one in heard] == [not killed]
+    after = words(control)
+    if killed:
+        assert before.pop("pause")
+        for bell in ("manager_bell", "shard_bell"):
+            assert after.pop(bell) > before.pop(bell, 0)
+        assert after == before | {"checkpoint_failures": 1}
+    else:
+        assert after == before | {"checkpoints": 1, "checkpoint_version": 7}
