@@ -67,6 +67,21 @@ FULL: dict[str, dict[str, Any]] = {
         "megabytes": 25,
         "gradients": 2000,
     },
+    "virtual": {
+        "waits": [
+            [[0.010, 0.020]] * 2,
+            [[0.010, 0.020]] * 3,
+            [[0.010, 0.020]] * 4,
+            [[0.004, 0.006], [0.007, 0.013], [0.010, 0.020]],
+        ],
+        "in_flight": [1, 2],
+        "micro_batches": [2, 8],
+        "mini_batches": 24,
+        "s_local": [0, 1, 3],
+        "towers": [(64, 4, 8), (256, 4, 8), (256, 4, 64), (1024, 2, 16), (1024, 4, 64)],
+        "rounds": 3,
+        "call_s": 0.5,
+    },
 }
 QUICK: dict[str, dict[str, Any]] = {
     "apply": {"bytes": [2 * MB], "rounds": 2, "call_s": 0.003},
@@ -109,6 +124,16 @@ QUICK: dict[str, dict[str, Any]] = {
         "run_s": 0.2,
         "megabytes": 1,
         "gradients": 100,
+    },
+    "virtual": {
+        "waits": [[[0.001, 0.002]] * 2],
+        "in_flight": [2],
+        "micro_batches": [2],
+        "mini_batches": 4,
+        "s_local": [3],
+        "towers": [(64, 1, 8)],
+        "rounds": 1,
+        "call_s": 0.02,
     },
 }
 

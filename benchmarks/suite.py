@@ -30,6 +30,7 @@ BENCHMARKS = {
     "memory": "resident and shared memory of a job and of each learner",
     "start": "how long a daemon takes to be ready and a learner to attach",
     "attach": "how long a large model takes to come in, against zeroing its memory",
+    "virtual": "a pipeline of stages beside torch's pipelines, its threads, and the planner",
 }
 
 

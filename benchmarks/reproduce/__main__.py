@@ -34,6 +34,7 @@ PARTS = (
     "cutoff_loss",
     "staleness",
     "wsp_staleness",
+    "virtual_accuracy",
     "sync_accuracy",
     "validation",
 )

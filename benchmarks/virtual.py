@@ -1,0 +1,164 @@
+"""Virtual workers: the pipeline without flush beside torch's pipelines, and what its threads cost.
+
+- *stretched*: stages that wait besides computing, so that a few cores are enough for many stages.
+  Once the pipeline is full, at most 1 / slowest stage mini-batches end a second. Beside it,
+  torch.distributed.pipelining, one process for each stage: a mini-batch of m micro-batches leaves
+  the pipeline empty after each update, so of k equal stages each stands still for (k - 1) / (m + k
+  - 1) of the time. A micro-batch has as many samples as a mini-batch here. Its gradients are of the
+  current weights; here they are of those s_local mini-batches before.
+- *stages*: stages of real layers (gadei_ps.benchmarks.virtual_stages).
+- *bytes*: what a learner pushes for each mini-batch, by the headers of its frames.
+- *planned*: predicted times and memory of stages (gadei_ps.benchmarks.virtual_plan).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from gadei_ps.benchmarks import virtual_stages
+from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
+from gadei_ps.benchmarks.gang import Gang
+from gadei_ps.benchmarks.sizes import sizes
+from gadei_ps.benchmarks.virtual_layers import Shape
+from gadei_ps.commands.daemon import Daemon
+from gadei_ps.job.config import from_mapping
+from gadei_ps.job.control import Status
+
+PACKAGE = "gadei_ps.benchmarks"
+OURS, LIMIT = "gadei-ps", "1 / slowest stage"
+SCHEDULES = "GPipe", "1F1B"
+REACH = 0.95
+"""Of the limit."""
+MEMBER = ["-m", f"{PACKAGE}.virtual_member"]
+
+
+def measure(quick: bool) -> Report:
+    """Measure all parts."""
+    size = sizes("virtual", quick)
+    report = Report(["measured", "contender", "figure", "beside"])
+    report.notes.append("stretched: stages wait besides computing, so that they need no cores")
+    with Gang([MEMBER] * 2) as members:
+        for waits in size["waits"]:
+            _stretched(report, members, waits, size)
+        virtual_stages.measure(report, members, size, served)
+        _bytes(report, members, size["s_local"])
+    return report
+
+
+@contextmanager
+def served(s_local: int | None) -> Iterator[tuple[str, Daemon]]:
+    """A job for learners with optimizers of their own. None: under ASP."""
+    model = "asp" if s_local is None else f"wsp:D=1,s_local={s_local}"
+    name = f"virtual-{os.getpid()}-{s_local}"
+    told = {"name": name, "sync": model, "optimizer": {"kind": "add"}, "standby": False}
+    with Daemon(from_mapping(told, name), silent=True) as daemon:
+        yield name, daemon
+
+
+def _stretched(
+    report: Report, members: Gang, waits: Sequence[Sequence[float]], size: Mapping[str, Any]
+) -> None:
+    """One pipeline, with some numbers of mini-batches in flight."""
+    stages = len(waits)
+    shape = Shape(stages, waits=waits)
+    total = [sum(one) for one in waits]
+    limit = 1 / max(total)
+    count = size["mini_batches"]
+    facts = {"series": "stretched", "stages_s": total, "limit": limit}
+    what = f"{stages} stages of {_milliseconds(total)}"
+    contenders: dict[str, Callable[[], float]] = {}
+    told: dict[str, dict[str, Any]] = {}
+
+    def ours(job: str) -> Callable[[], float]:
+        order = {"shape": shape.told(), "pipeline": job, "mini_batches": count}
+        return lambda: _rate(members.ask(order, first=1)[0])
+
+    def theirs(ranks: Gang, schedule: str, micro_batches: int) -> Callable[[], float]:
+        times = max(1, -(-count // micro_batches))
+        order = {"shape": shape.told(), "schedule": schedule, "micro_batches": micro_batches}
+        return lambda: times * micro_batches / ranks.seconds({**order, "times": times})
+
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gadei-ps-")))
+        meet = [str(stages), str(scratch / "meet")]
+        ranks = [["-m", f"{PACKAGE}.peers_pipelining", str(rank), *meet] for rank in range(stages)]
+        peers = stack.enter_context(Gang(ranks, env={"GLOO_SOCKET_IFNAME": "lo"}))
+        for in_flight in (stages * times for times in size["in_flight"]):
+            job = stack.enter_context(served(in_flight - 1))[0]
+            name = f"{OURS}, {in_flight} in flight"
+            contenders[name] = ours(job)
+            told[name] = {"contender": OURS, "in_flight": in_flight}
+        for schedule in SCHEDULES:
+            for micro_batches in (stages * times for times in size["micro_batches"]):
+                name = f"{schedule}, {micro_batches} micro-batches"
+                contenders[name] = theirs(peers, schedule, micro_batches)
+                bubble = 1 - micro_batches / (micro_batches - 1 + sum(total) * limit)
+                more = {"micro_batches": micro_batches, "bubble_in_theory": bubble}
+                told[name] = {"contender": f"torch {schedule}", **more}
+        figures = alternate(contenders, size["rounds"])
+    for name, rates in figures.items():
+        row = {**told[name], **facts, **summary(rates, "1/s", larger=True)}
+        row["bubble"] = bubble = 1 - row["median"] / limit
+        report.rows.append(row)
+        beside = f"{1 - bubble:.3f} of the limit"
+        if "bubble_in_theory" in row:
+            beside += f"; bubble {bubble:.1%}, {row['bubble_in_theory']:.1%} in theory"
+        report.lines.append([what, name, f"{row['median']:.2f}/s ±{row['spread']:.0%}", beside])
+    best = f"{OURS}, {stages * max(size['in_flight'])} in flight"
+    share = ratios_of(figures[best], [limit] * len(figures[best]), larger=True)
+    reached = {"reach": REACH, "reached": share["ratio"] >= REACH}
+    report.ratios.append({"contender": LIMIT, **facts, **share, **reached})
+    for name in figures:
+        if "micro_batches" in told[name]:
+            ratio = ratios_of(figures[best], figures[name], larger=True)
+            report.ratios.append({**told[name], **facts, **ratio})
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    each = [f"{1e3 * one:g}" for one in seconds]
+    return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} ms"
+
+
+def _rate(told: Mapping[str, Any]) -> float:
+    rate: float = told["mini_batches"] / told["seconds"]
+    return rate
+
+
+def _bytes(report: Report, members: Gang, s_locals: Sequence[int]) -> None:
+    """Of a plain learner, and of virtual workers."""
+    shape = Shape(2, width=64)
+    alone = 0.0
+    for s_local in (None, *s_locals):
+        with served(s_local) as (job, daemon):
+            way = {"plain": job, "threads": 1} if s_local is None else {"pipeline": job}
+            order = {"shape": shape.told(), "mini_batches": 64, **way}
+            told = members.ask(order, first=1)[0]
+            status = daemon.request(Status())
+        each = told["bytes"] / told["mini_batches"]
+        alone = alone or each
+        wanted = 1 if s_local is None else 1 / (s_local + 1)
+        row: dict[str, Any] = {
+            "contender": "plain learner" if s_local is None else OURS,
+            "series": "bytes",
+            "s_local": s_local,
+            "median": each,
+            "unit": "bytes",
+            "of_the_plain_learner": each / alone,
+            "model_bytes": status["model"]["bytes"],
+            "gradients_applied": status["gradients_applied"],
+            **{name: told[name] for name in ("mini_batches", "frames", "bytes")},
+        }
+        report.rows.append(row)
+        if s_local is not None:
+            ratio = {"ratio": alone / each, "reach": s_local + 1}
+            reached = each / alone == wanted
+            fact = {"series": "bytes", "s_local": s_local, "reached": reached}
+            report.ratios.append({"contender": "plain learner", **fact, **ratio})
+        name = row["contender"] if s_local is None else f"{OURS}, s_local={s_local}"
+        beside = f"{each / alone:g} of the plain learner's"
+        report.lines.append(["bytes a mini-batch", name, f"{each:,.0f}", beside])
