@@ -1,4 +1,4 @@
-"""`make bench`: runs all benchmarks, writes results into the checkout and plots into docs/.
+"""`make bench`: runs all benchmarks, writes results into the checkout, plots and tables into docs/.
 
     python -m gadei_ps.benchmarks [--quick] [NAME]...
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 
-from gadei_ps.benchmarks import plots, suite
+from gadei_ps.benchmarks import plots, suite, virtual_tables
 from gadei_ps.machine import process
 
 
@@ -28,6 +28,7 @@ def main() -> None:
     if not options.quick:
         for path in plots.draw(suite.RESULTS, suite.RESULTS.parents[1] / "docs" / "plots"):
             print(path)
+        virtual_tables.write()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from gadei_ps.benchmarks import virtual_stages
+from gadei_ps.benchmarks import virtual_plan, virtual_stages
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.gang import Gang
 from gadei_ps.benchmarks.sizes import sizes
@@ -47,6 +47,7 @@ def measure(quick: bool) -> Report:
             _stretched(report, members, waits, size)
         virtual_stages.measure(report, members, size, served)
         _bytes(report, members, size["s_local"])
+        virtual_plan.measure(report, members, size, served)
     return report
 
 

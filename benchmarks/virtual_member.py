@@ -7,10 +7,12 @@ Orders, each with a shape (gadei_ps.benchmarks.virtual_layers.Shape):
     {"pipeline": JOB, "mini_batches" or "seconds"}     a VirtualWorker, a thread for each stage
     {"plain": JOB, "threads", "seconds"}               a LocalOptimizer, with threads of torch
     {"towers": COUNT, "at", "seconds"}                 passes alone, COUNT stages in threads
+    {"planned": JOB, "devices", "in_flight"}           a pipeline of the planner's
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,13 @@ from torch.nn import functional
 
 from gadei_ps.benchmarks.peers import answer, orders
 from gadei_ps.benchmarks.virtual_layers import LR, Shape
+from gadei_ps.benchmarks.virtual_memory import Meters
+from gadei_ps.errors import UsageError
+from gadei_ps.learners import plan
 from gadei_ps.learners.client import Client
+from gadei_ps.learners.measure import Sample
+from gadei_ps.learners.plan import Plan
+from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch import LocalOptimizer
 from gadei_ps.learners.virtual import VirtualWorker
 
@@ -49,7 +57,11 @@ def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def measured(
-    train: Callable[[], object], client: Client, mini_batches: int, seconds: float
+    train: Callable[[], object],
+    client: Client,
+    mini_batches: int,
+    seconds: float,
+    when_full: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Trains whole waves, at least so many mini-batches and so long. The pipeline is full before.
 
@@ -58,6 +70,7 @@ def measured(
     wave = client.wave
     for _ in range(2 * wave):
         train()
+    when_full()
     pushed, frames = Pushed(client), client.published
     done = 0
     begin = now = time.perf_counter()
@@ -75,24 +88,78 @@ def measured(
 
 
 def pipeline(
-    shape: Shape, job: str, mini_batches: int = 0, seconds: float = 0.0, cores: int = 1
+    shape: Shape, job: str, mini_batches: int = 0, seconds: float = 0.0, made: Plan | None = None
 ) -> dict[str, Any]:
-    """A virtual worker with a stage for each tower. Also returns the seconds of its stages."""
+    """A virtual worker with a stage for each tower, or as planned.
+
+    Also returns the mean seconds of a mini-batch in each stage.
+    """
     inputs, targets = shape.sample()
-    devices = [f"host:{cores}"] * shape.stages
-    with VirtualWorker(shape.towers(), devices, _sgd, job) as worker:
+    devices = None if made else ["host:1"] * shape.stages
+    before: list[StageTimes] = []
+    with VirtualWorker(shape.towers(), devices, _sgd, job, plan=made) as worker:
         told = measured(
             lambda: worker.train(inputs, targets, functional.mse_loss),
             worker.client,
             mini_batches,
             seconds,
+            lambda: before.extend(worker.stage_times()),
         )
-        worker.drain()
-        stages = worker.stage_times()
+        after = worker.stage_times()
     told["stages_s"] = [
-        one.forward_s / one.forward + one.backward_s / one.backward for one in stages
+        (b.forward_s - a.forward_s) / (b.forward - a.forward)
+        + (b.backward_s - a.backward_s) / (b.backward - a.backward)
+        for a, b in zip(before, after, strict=True)
     ]
     return told
+
+
+def planned(
+    shape: Shape,
+    job: str,
+    devices: list[str],
+    in_flight: int,
+    limits: list[int] | None = None,
+    seconds: float = 0.0,
+) -> dict[str, Any]:
+    """Plans the stages, trains, and counts the memory of each stage if there are limits.
+
+    limits: bytes for each device. Returns {"refused": why} if no plan fits.
+    """
+    inputs, targets = shape.sample()
+    sample = Sample(inputs, targets, functional.mse_loss)
+    try:
+        made = plan.make(
+            shape.towers(), sample, devices, in_flight=in_flight, limits=limits, optimizer=_sgd
+        )
+    except UsageError as error:
+        return {"refused": str(error)}
+    told = pipeline(shape, job, seconds=seconds, made=made)
+    told["predicted_s"] = [one.total_s for one in made.stages]
+    told["predicted_rate"] = made.mini_batches_per_s
+    told["cuts"] = made.cuts
+    told["predicted_bytes"] = [one.memory_bytes for one in made.stages]
+    if limits:
+        told["peak_bytes"] = _peaks(shape, job, made)
+    return told
+
+
+def _peaks(shape: Shape, job: str, made: Plan) -> list[int]:
+    """The most that each stage holds at a time, with its weights."""
+    meters = Meters()
+    inputs, targets = shape.sample()
+    layers = shape.towers()
+    meters.watch(layers)
+    bounds = [0, *made.cuts, len(layers)]
+    with VirtualWorker(layers, made.devices, _sgd, job, cuts=made.cuts) as worker:
+        for _ in range(2 * LEAST * worker.client.wave):
+            worker.train(inputs, targets, functional.mse_loss)
+        worker.drain()
+    weights = [
+        sum(one.nbytes for layer in layers[first:end] for one in layer.parameters())
+        for first, end in itertools.pairwise(bounds)
+    ]
+    return [meters.of[number].peak + size for number, size in enumerate(weights)]
 
 
 def plain(
@@ -106,7 +173,7 @@ def plain(
 
     def train() -> None:
         optimizer.zero_grad()
-        functional.mse_loss(model(inputs), targets).backward()
+        torch.autograd.backward([functional.mse_loss(model(inputs), targets)])
         optimizer.step()
 
     try:
@@ -125,7 +192,7 @@ def towers(shape: Shape, count: int, at: float, seconds: float) -> dict[str, Any
         tower, own = shape.tower(number), inputs.detach().requires_grad_()
         passes, now = 0, 0.0
         while not passes or now < at + seconds:
-            torch.autograd.backward(tower(own).sum())
+            torch.autograd.backward([tower(own).sum()])
             tower.zero_grad()
             own.grad = None
             now = time.monotonic()
@@ -143,7 +210,7 @@ def towers(shape: Shape, count: int, at: float, seconds: float) -> dict[str, Any
 def main() -> None:
     """Does what it is told, until its input ends."""
     torch.set_num_threads(1)
-    ways = {"pipeline": pipeline, "plain": plain, "towers": towers}
+    ways = {"pipeline": pipeline, "plain": plain, "towers": towers, "planned": planned}
     for order in orders():
         shape = Shape(**order.pop("shape"))
         way = next(iter(order.keys() & ways.keys()))

@@ -10,11 +10,11 @@ import sys
 import pytest
 from shell import Cli
 
-from gadei_ps.benchmarks import suite
+from gadei_ps.benchmarks import suite, virtual_tables
 from gadei_ps.memory import presence
 
 # One benchmark of each kind, to save time. The others use the same processes and loops.
-RUN = ["apply", "undo", "latency", "nlc", "start", "attach"]
+RUN = ["apply", "undo", "latency", "nlc", "start", "attach", "virtual"]
 RATIO = {"contender", "ratio"}
 ROW = {"contender", "unit"}
 
@@ -53,6 +53,9 @@ def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
     assert all(row.keys() >= ROW for row in result["rows"])
     assert all(ratio.keys() >= RATIO for ratio in result["ratios"])
     assert any("gadei-ps" in row["contender"] for row in result["rows"]) or name in ("start",)
+    if name == "virtual":
+        page = virtual_tables.PAGE.read_text()
+        assert virtual_tables.MISSING not in virtual_tables.filled(page, out / f"{name}.json")
     # Its jobs have the process's pid in their names.
     assert not [one.name for one in presence.find() if f"-{bench.pid}" in one.name]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gadei_ps.benchmarks import virtual_tables
 from gadei_ps.benchmarks.reproduce import __main__ as reproduction
 
 ROOT = Path(__file__).parents[2]
@@ -260,3 +261,10 @@ def test_what_is_wrong_is_found() -> None:
 def test_the_reproduction_is_that_of_the_results() -> None:
     """docs/reproduction.md is what `python -m gadei_ps.benchmarks.reproduce --write` writes."""
     assert (ROOT / "docs" / "reproduction.md").read_text() == reproduction.document()
+
+
+def test_the_tables_of_virtual_workers_are_those_of_the_results() -> None:
+    """They are what `python -m gadei_ps.benchmarks.virtual_tables` writes."""
+    page = virtual_tables.PAGE.read_text()
+    assert {name for _, name in virtual_tables.MARK.findall(page)} == virtual_tables.TABLES.keys()
+    assert page == virtual_tables.filled(page)
