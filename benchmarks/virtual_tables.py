@@ -53,7 +53,10 @@ def _stretched(rows: list[Row]) -> str:
     return _table(
         ["k stages", *header],
         (
-            [f"{len(key)} of {_milliseconds(key)} ms", *(line[column] for column in header)]
+            [
+                f"{len(key)} of {_milliseconds(key)} ms",
+                *(line.get(column, "-") for column in header),
+            ]
             for key, line in lines.items()
         ),
     )
