@@ -63,17 +63,14 @@ def run(
                 entered += 1
             return
         found.append(one)
-        if one.backward:
-            idle[one.stage] = True
-            if one.stage:
-                backward[one.stage - 1].append(one.mini_batch)
-            else:
-                done.add(one.mini_batch)
-        elif one.stage < last:
-            idle[one.stage] = True
-            forward[one.stage + 1].append(one.mini_batch)
-        else:  # goes on at once
-            begin(stages[last][1], (last, True, one.mini_batch))
+        idle[one.stage] = True
+        if not one.backward:
+            ready = backward[last] if one.stage == last else forward[one.stage + 1]
+            ready.append(one.mini_batch)
+        elif one.stage:
+            backward[one.stage - 1].append(one.mini_batch)
+        else:
+            done.add(one.mini_batch)
 
     steps = False
     while True:

@@ -54,9 +54,12 @@ def test_a_plan_is_trained(made: Plan, job_name: str, tmp_path: Path) -> None:
     file.write_text(made.model_dump_json())
     assert Plan.load(file) == made
     assert made.layers == [220, 0, 420, 0, 63]
+    first, *_, last = made.stages
+    parts = [first.model_copy(update={"end_layer": 3}), last.model_copy(update={"first_layer": 3})]
+    other = made.model_copy(update={"stages": parts})  # cut where it would not be without a plan
     trained = []
     for number, how in enumerate(
-        ({"plan": file}, {"plan": made}, {"devices": ["host:1", "host:1"], "cuts": [2]})
+        ({"plan": file}, {"plan": other}, {"devices": ["host:1", "host:1"], "cuts": [2]})
     ):
         job = f"{job_name}-{number}"
         with (
@@ -66,8 +69,9 @@ def test_a_plan_is_trained(made: Plan, job_name: str, tmp_path: Path) -> None:
             for inputs, targets in data():
                 worker.train(inputs, targets, CRITERION)
             worker.drain()
-            if "plan" in how:
-                assert len(worker.stage_times()) == len(made.stages)
+            lengths = [len(stage.module) for stage in worker._stages]  # type: ignore[arg-type]
+            planned = [one.end_layer - one.first_layer for one in made.stages]
+            assert lengths == [planned, [3, 2], [2, 3]][number]
         trained.append([one.detach() for one in worker.model.parameters()])
     for weights in zip(*trained, strict=True):
         assert all(torch.equal(one, weights[0]) for one in weights)

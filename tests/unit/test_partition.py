@@ -222,29 +222,24 @@ def test_what_is_lacking_is_said(
 EVEN = [(10, 20)] * 3
 
 
-def test_a_stage_prefers_a_backward_pass() -> None:
-    """The first stages compute ahead; then each has one pass of each kind in turn."""
-    passes = timeline.run(EVEN, 4, 0, 0, 8)
-    assert len(passes) == 8 * 3 * 2
-    assert [
-        (one.mini_batch, one.backward)
-        for one in sorted(passes, key=lambda one: one.begin)
-        if one.stage == 0
-    ][:8] == [
-        (0, False),
-        (1, False),
-        (2, False),
-        (3, False),
-        (0, True),
-        (4, False),
-        (1, True),
-        (5, False),
-    ]
-    for stage in range(3):
+@pytest.mark.parametrize("stages", [EVEN, [(30, 5), (10, 20), (1, 40)], [(7, 11)]])
+def test_a_stage_prefers_a_backward_pass(stages: list[tuple[int, int]]) -> None:
+    """Where a forward pass begins, none waits; and the last stage computes both at once."""
+    passes = timeline.run(stages, 6, 0, 0, 20)
+    assert len(passes) == 20 * len(stages) * 2
+    by = {(one.stage, one.backward, one.mini_batch): one for one in passes}
+    for stage in range(len(stages)):
         own = sorted((one.begin, one.end) for one in passes if one.stage == stage)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(own))
-    last = {(one.mini_batch, one.backward): one for one in passes if one.stage == 2}
-    assert all(last[n, False].end == last[n, True].begin for n in range(8))
+        for number in range(20):
+            if stage + 1 < len(stages):
+                came = by[stage + 1, True, number].end
+                assert by[stage + 1, False, number].begin >= by[stage, False, number].end
+            else:
+                came = by[stage, False, number].end
+                assert by[stage, True, number].begin == came
+            waited = range(came, by[stage, True, number].begin)
+            assert not any(by[stage, False, other].begin in waited for other in range(20))
 
 
 def test_no_more_are_in_flight_than_may_be() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -12,9 +13,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import measure, stages
+from gadei_ps.learners import measure, stages, stopwatch
 from gadei_ps.learners.measure import Sample
-from gadei_ps.learners.partition import Chain, Held, Piece
+from gadei_ps.learners.partition import Chain, Held, Piece, Times
 from gadei_ps.learners.survey import survey
 from gadei_ps.learners.torch.model import Trained
 
@@ -162,6 +163,17 @@ def test_layers_are_measured_where_they_compute(far: bool, monkeypatch: pytest.M
     assert len(found.forward) == len(found.backward) == 3
     assert all(one.grad is None for layer in layers for one in layer.parameters())
     assert torch.get_num_threads() == threads
+
+
+def test_what_a_stage_takes_besides_its_layers_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that is one second later each time that it is looked at."""
+    clock = itertools.count()
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(clock))
+    layers: list[nn.Module] = [nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3)]
+    sample = Sample(torch.randn(ROWS, 10), torch.zeros(ROWS, dtype=torch.int64), cross_entropy)
+    place = stages.Place(torch.device("cpu"), 1)
+    found = measure.times(layers, surveyed(layers), sample, place, 4, 2)
+    assert found == Times((0, 0, 0), (0, 0, 0), 10**9, 10**9)
 
 
 def test_the_learners_thread_is_measured_on_copies() -> None:
