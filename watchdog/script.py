@@ -130,9 +130,9 @@ def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) 
     )
     if name == "kind" and "add" in (has, says):
         advice = (
-            "add is for scripts that push updates (LocalOptimizer, Waves), the others are for "
-            "those that push gradients; say the same in all scripts, and in [optimizer] of the job "
-            "file or with --optimizer"
+            "add is for scripts that push updates (LocalOptimizer, Waves, VirtualWorker with "
+            "optimizer=), the others are for those that push gradients; say the same in all "
+            "scripts, and in [optimizer] of the job file or with --optimizer"
         )
     elif name == "kind" and source != "script":
         advice = (

@@ -1,7 +1,8 @@
 """Virtual workers, their stages, servers and watchdogs die: each update is applied once.
 
 The weights of each layer count how often the job has trained on each sample: with SGD of rate 1,
-each mini-batch takes 1 from the values of its samples, whatever the weights are.
+the learner's own or the server's, each mini-batch takes 1 from the values of its samples, whatever
+the weights are.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ VALUES = 600  # of each sample
 MODEL = place([Tensor(f"{stage}.counts", (SAMPLES, VALUES)) for stage in range(STAGES)])
 HOW = {
     "tensors": [{"name": one.name, "shape": list(one.shape)} for one in MODEL.tensors],
-    "optimizer": {"kind": "add"},
     "sync": f"wsp:D=1,s_local={WAVE - 1}",
 }
 
@@ -88,10 +88,12 @@ def failing(stage: int, backward: bool) -> int:
     return 1 + 2 * stage + backward
 
 
-def _work(pipe: Connection, job: str, order: np.ndarray, most: np.ndarray, epochs: int) -> None:
+def _work(
+    pipe: Connection, job: str, kind: str, order: np.ndarray, most: np.ndarray, epochs: int
+) -> None:
     """Trains on the server's batches while the job's version is below most[0].
 
-    If a stage fails, another worker takes its place in this process.
+    kind: of the job's optimizer. If a stage fails, another worker takes its place in this process.
     """
     torch.set_num_threads(1)
     inputs = torch.eye(SAMPLES, SAMPLES + VALUES)
@@ -99,7 +101,7 @@ def _work(pipe: Connection, job: str, order: np.ndarray, most: np.ndarray, epoch
         worker = VirtualWorker(
             [Counts(stage, order) for stage in range(STAGES)],
             ["host:1"] * STAGES,
-            lambda parameters: torch.optim.SGD(parameters, 1.0),
+            (lambda parameters: torch.optim.SGD(parameters, 1.0)) if kind == "add" else None,
             job,
         )
         pipe.send(worker.client.row)
@@ -125,10 +127,10 @@ def loaded() -> None:
 class Worker:
     """A process with virtual workers, one after the other, and the rings that they have had."""
 
-    def __init__(self, job: str, most: np.ndarray, epochs: int = EPOCHS) -> None:
+    def __init__(self, job: str, kind: str, most: np.ndarray, epochs: int = EPOCHS) -> None:
         self._job = job
         self.order = np.frombuffer(mmap.mmap(-1, 8), np.int64)
-        self.child = Child(_work, job, self.order, most, epochs)
+        self.child = Child(_work, job, kind, self.order, most, epochs)
         self.rings: list[Segment] = []
         self.let_in()
 
@@ -143,17 +145,19 @@ class Worker:
 
 
 class Crew(Team):
-    """A job that adds what virtual workers push."""
+    """A job of virtual workers. kind: of its optimizer."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, kind: str) -> None:
+        self._kind = kind
         self.most = np.frombuffer(mmap.mmap(-1, 8), np.int64)
         self.workers: list[Worker] = []
         self.all: list[Worker] = []
-        super().__init__(name, directory, learners=0, **HOW)
+        how = {"optimizer": {"kind": kind, "lr": 1.0}} | HOW
+        super().__init__(name, directory, learners=0, **how)
 
     def hire(self) -> None:
         while len(self.workers) < WORKERS:
-            self.workers.append(Worker(self.name, self.most))
+            self.workers.append(Worker(self.name, self._kind, self.most))
             self.all.append(self.workers[-1])
 
     def fire(self) -> None:
@@ -212,10 +216,11 @@ def _round(crew: Crew, victims: tuple[str | Role, ...], chance: random.Random) -
 
 
 @pytest.mark.timeout(120 + 5 * ROUNDS)
-def test_killed_at_random_instants(job_name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["add", "sgd"])
+def test_killed_at_random_instants(kind: str, job_name: str, tmp_path: Path) -> None:
     chance = random.Random(3)
     counts = dict.fromkeys(("worker", "forward", "backward", *Role), 0)
-    with Crew(job_name, tmp_path) as crew:
+    with Crew(job_name, tmp_path, kind) as crew:
         for number in range(ROUNDS):
             victims = VICTIMS[number % len(VICTIMS)]
             _round(crew, victims, chance)
@@ -236,11 +241,13 @@ def test_killed_at_random_instants(job_name: str, tmp_path: Path) -> None:
         assert now["gradients_dropped"] == now["gradients_refused"] == 0
         assert now["work"]["state"] == "done"
         assert now["batches_requeued"] > 0
-        assert now["learner_deaths"] == counts["worker"]
+        unseen = counts["worker"] - now["learner_deaths"]  # beside the death of a watchdog
+        assert 0 <= unseen <= counts[Role.WATCHDOG]
     assert not segments(job_name)
     team.TOLD.append(
-        f"virtual workers: {counts['worker']} killed, stages failed in {counts['forward']} forward "
-        f"and {counts['backward']} backward passes, {counts[Role.SERVER]} servers, "
+        f"virtual workers ({kind}): {counts['worker']} killed, stages failed in "
+        f"{counts['forward']} forward and {counts['backward']} backward passes, "
+        f"{counts[Role.SERVER]} servers, "
         f"{counts[Role.STANDBY]} standbys and {counts[Role.WATCHDOG]} watchdogs killed: "
         f"{crew.published} updates once each, {now['batches_requeued']} batches handed out again"
     )
@@ -249,11 +256,12 @@ def test_killed_at_random_instants(job_name: str, tmp_path: Path) -> None:
 def test_a_stage_that_hangs(job_name: str) -> None:
     """Its worker does nothing that others could see: it is killed, and its batches go to others."""
     most = np.array([2**62])
-    with daemon(job_name, learner_timeout_s=TIMEOUT_S / 2, **HOW):
-        hung = Worker(job_name, most, 3)
+    how = {"optimizer": {"kind": "add"}, "learner_timeout_s": TIMEOUT_S / 2} | HOW
+    with daemon(job_name, **how):
+        hung = Worker(job_name, "add", most, 3)
         eventually(lambda: hung.published)
         hung.order[0] = HANG
-        good = Worker(job_name, most, 3)
+        good = Worker(job_name, "add", most, 3)
         try:
             assert good.child.join() == 0
             assert gone(hung.child.pid)
