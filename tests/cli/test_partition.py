@@ -114,10 +114,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "lacks.py").write_text("import no_such_module\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    before = set(sys.modules)
     yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    for name in ("mine", "torn", "leaves", "lacks"):
+        sys.modules.pop(name, None)
 
 
 WRONG = [
