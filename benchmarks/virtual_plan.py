@@ -36,7 +36,7 @@ def measure(report: Report, members: Gang, size: Mapping[str, Any], served: Serv
     for name, told in size["planned"].items():
         with served(IN_FLIGHT - 1) as (job, _):
             order = {"shape": Shape(**told).told(), "planned": job, "in_flight": IN_FLIGHT}
-            order |= {"devices": DEVICES, "seconds": size["call_s"]}
+            order |= {"devices": DEVICES, "seconds": 2 * size["call_s"]}
             rounds = [members.ask(order, first=1)[0] for _ in range(size["rounds"])]
         _times(report, name, rounds)
     with served(IN_FLIGHT - 1) as (job, _):
