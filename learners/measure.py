@@ -49,9 +49,11 @@ class LearnerTimes:
     copy: int
     """Copies the weights."""
     step: int
-    """Steps the optimizer."""
+    """Steps the optimizer, or adds gradients up for the server's."""
     state: Mapping[str, int]
-    """Bytes that the optimizer keeps for each parameter."""
+    """Bytes that it keeps for each parameter: the optimizer's state, or the sum."""
+    hosts: int
+    """Copies of all weights that the host has besides."""
 
 
 def kind(place: Place) -> str:
@@ -212,41 +214,63 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def learner(trained: Trained, make: Make, threads: int) -> LearnerTimes:
+def learner(trained: Trained, make: Make | None, threads: int) -> LearnerTimes:
     """What the learner's thread does for each mini-batch, on copies of the weights.
 
-    Raises UsageError if what `make` returns is no optimizer, or fails.
+    make: None if the server has the optimizer; the thread adds gradients up then. Raises UsageError
+    if what `make` returns is no optimizer, or fails.
     """
     weights = [one.detach() for one in trained.parameters.values()]
 
+    @torch.no_grad()
     def measured(_: threading.Event) -> LearnerTimes:
         copies = [torch.nn.Parameter(one.clone()) for one in weights]
-        try:
-            optimizer = make(copies)
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise UsageError(f"{type(optimizer).__name__} is no optimizer of torch")
-            for one in copies:
-                one.grad = torch.zeros_like(one)
-            steps = [_timed(optimizer.step) for _ in range(STEPS)]
-        except Exception as error:
-            raise UsageError(f"the optimizer: {problem(error)}") from None
+        for one in copies:
+            one.grad = torch.zeros_like(one)
 
-        @torch.no_grad()
         def copy() -> None:
             for one, weight in zip(copies, weights, strict=True):
                 one.copy_(weight)
 
-        state = {
-            name: sum(one.nbytes for one in optimizer.state[copy_].values() if torch.is_tensor(one))
-            for name, copy_ in zip(trained.parameters, copies, strict=True)
-        }
+        if make is None:
+            state = [one.nbytes for one in copies]
+            steps = _adding(copies)
+        else:
+            steps, state = _stepping(copies, make)
         copying = [_timed(copy) for _ in range(STEPS)]
         # The first step makes the state.
         return LearnerTimes(
-            _ns(statistics.median(copying[1:])), _ns(statistics.median(steps[1:])), state
+            _ns(statistics.median(copying[1:])),
+            _ns(statistics.median(steps[1:])),
+            dict(zip(trained.parameters, state, strict=True)),
+            2 if make is None else 3,
         )
 
     return _there(Place(torch.device("cpu"), threads), measured)
+
+
+def _stepping(copies: list[torch.nn.Parameter], make: Make) -> tuple[list[float], list[int]]:
+    """Seconds of steps of the learner's optimizer, and bytes of its state for each parameter."""
+    try:
+        optimizer = make(copies)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"{type(optimizer).__name__} is no optimizer of torch")
+        steps = [_timed(optimizer.step) for _ in range(STEPS)]
+    except Exception as error:
+        raise UsageError(f"the optimizer: {problem(error)}") from None
+    kept = [optimizer.state[one].values() for one in copies]
+    return steps, [sum(one.nbytes for one in values if torch.is_tensor(one)) for values in kept]
+
+
+def _adding(copies: list[torch.nn.Parameter]) -> list[float]:
+    """Seconds of adding gradients up."""
+    sums = [torch.zeros_like(one) for one in copies]
+
+    def add() -> None:
+        for one, copy in zip(sums, copies, strict=True):
+            one.add_(copy)
+
+    return [_timed(add) for _ in range(STEPS)]
 
 
 def links(places: Sequence[Place]) -> dict[tuple[str, str], Link]:

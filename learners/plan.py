@@ -153,7 +153,7 @@ def make(
     *,
     in_flight: int,
     limits: Sequence[int] | None = None,
-    optimizer: Make = lambda p: torch.optim.SGD(p, lr=0.01),
+    optimizer: Make | None = None,
     repeats: int = REPEATS,
 ) -> Plan:
     """Measures layers and devices, and plans the stages.
@@ -280,7 +280,7 @@ def _told(
         ],
         copy_s=copy / 1e9,
         step_s=step / 1e9,
-        learner_bytes=3 * weights,
+        learner_bytes=own.hosts * weights,
         mini_batches_per_s=1e9 / pace,
         bubble_share=max(0.0, 1 - slowest / pace),
         full_in_flight=timeline.filling(passes, copy, step, FULL),

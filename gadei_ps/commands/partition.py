@@ -34,6 +34,7 @@ OPTIMIZERS: dict[str, tuple[str, Make]] = {
     "adam": ("torch.optim.Adam(p)", lambda p: torch.optim.Adam(p)),
     "adamw": ("torch.optim.AdamW(p)", lambda p: torch.optim.AdamW(p)),
 }
+SERVERS = "none"  # the worker has no optimizer, and the job's server has one
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ def partition(
             repeats=repeats,
         )
     shown = ", ".join(f'"{one}"' for one in made.devices)
-    cuts = f", cuts={made.cuts}" if made.cuts else ""
-    return made, f"VirtualWorker({modules.said}, devices=[{shown}]{cuts}, optimizer={chosen})"
+    said = [modules.said, f"devices=[{shown}]"]
+    said += [f"cuts={made.cuts}"] if made.cuts else []
+    said += [f"optimizer={chosen}"] if make is not None else []
+    return made, f"VirtualWorker({', '.join(said)})"
 
 
 def found(option: str, text: str, *, call: bool = True) -> Found:
@@ -162,8 +165,10 @@ def _sample(text: str, value: Any) -> Sample:
     return Sample(*value)
 
 
-def _optimizer(text: str) -> tuple[str, Make]:
-    """How a script says it, and the function that makes it."""
+def _optimizer(text: str) -> tuple[str, Make | None]:
+    """How a script says it, and the function that makes it; None for the server's."""
+    if text == SERVERS:
+        return "", None
     if ":" in text:
         name = found("--optimizer", text, call=False)
         if not callable(name.value):
@@ -174,7 +179,7 @@ def _optimizer(text: str) -> tuple[str, Make]:
         return name.said, name.value
     if text not in OPTIMIZERS:
         raise UsageError(
-            f"--optimizer {text!r}: give one of {', '.join(OPTIMIZERS)}, or MODULE:NAME"
+            f"--optimizer {text!r}: give one of {', '.join(OPTIMIZERS)}, {SERVERS}, or MODULE:NAME"
         )
     said, make = OPTIMIZERS[text]
     return f"lambda p: {said}", make

@@ -76,7 +76,7 @@ def _facts(made: Mapping[str, Any], slowest: float, cores: int) -> dict[str, str
         "bubble": f"{made['bubble_share']:.0%} of the time the slowest stage waits",
         "learner": (
             f"{_time(made['copy_s'])} to copy weights and {_time(made['step_s'])} for the "
-            f"optimizer, for each mini-batch; {size(made['learner_bytes'])} more on the host"
+            f"update, for each mini-batch; {size(made['learner_bytes'])} more on the host"
         ),
     }
     advice = []

@@ -173,3 +173,7 @@ def test_what_a_plan_has_for_programs(module: None) -> None:
     assert told["pieces"][0]["optimizer_bytes"] == 2 * 220 * 4 + 8  # two moments and the steps
     assert told["pieces"][0]["times"].keys() == {"host:1"}
     assert call.endswith("optimizer=torch.optim.Adam)")
+    made, call = partition.partition(
+        *("mine:layers", "mine:sample", "host:1", None, "wsp:0", "none", 1)
+    )
+    assert call == 'VirtualWorker(layers(), devices=["host:1"])'

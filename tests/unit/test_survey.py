@@ -183,5 +183,6 @@ def test_the_learners_thread_is_measured_on_copies() -> None:
     found = measure.learner(trained, lambda p: torch.optim.Adam(p, lr=1.0), 1)
     assert found.state == {"weight": 2 * 30 * F + F, "bias": 2 * 3 * F + F}  # and counts of steps
     assert found.copy > 0 < found.step
+    assert measure.learner(trained, None, 1).state == {"weight": 30 * F, "bias": 3 * F}
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
