@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -133,7 +134,8 @@ def kill_servers(job: str) -> None:
     """Both at once; returns when others serve."""
     pids = presence.server_pids(job)
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a dead one, which is not replaced yet
+            os.kill(pid, signal.SIGKILL)
     eventually(lambda: all(map(gone, pids)))
     eventually(lambda: (now := Processes(job).server()) is not None and now not in pids)
 
