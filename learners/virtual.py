@@ -49,7 +49,7 @@ class VirtualWorker:
                 worker.train(inputs, targets, criterion)
 
     layers: modules on the CPU, at least as many as devices; each takes what the one before returns.
-    Their parameters that require a gradient become the job's, named as in nn.Sequential(*layers),
+    Their parameters that require a gradient become the job's, named as in an nn.Sequential of them,
     so that learners with other cuts and plain ones may work in the same job.
 
     devices: one for each stage. "cuda:0" and the like, or "host": a thread that computes on the
