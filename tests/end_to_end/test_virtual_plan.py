@@ -14,7 +14,7 @@ from support.torch_models import one_thread as one_thread
 from torch import nn
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import stages
+from gadei_ps.learners import measure, stages
 from gadei_ps.learners.plan import Plan, Sample, make
 from gadei_ps.learners.virtual import VirtualWorker
 
@@ -134,3 +134,19 @@ def test_the_learner_leaves_the_cores_to_the_stages(
             assert torch.get_num_threads() == 3
     assert seen == {1}
     assert torch.get_num_threads() == 3
+
+
+def test_what_is_brought_from_another_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage with one core has its own memory here, as a GPU has; no device holds all layers."""
+    monkeypatch.setattr(stages.Place, "has_own_memory", property(lambda one: one.cores == 1))
+    monkeypatch.setattr(measure, "kind", lambda one: f"{one.cores} cores")
+    sample, how = Sample(*next(data()), CRITERION), {"in_flight": 2, "optimizer": sgd, "repeats": 1}
+    (whole,) = make(layers(), sample, ["host:2"], **how).stages  # type: ignore[arg-type]
+    assert whole.transfer_s == 0
+    limits = [whole.memory_bytes - 1] * 2
+    both = make(layers(), sample, ["host:1", "host:2"], limits=limits, **how)  # type: ignore[arg-type]
+    assert [one.transfer_s > 0 for one in both.stages] == [False, True]
+    assert both.pieces[0].times.keys() == {"1 cores", "2 cores"}
+    for one in both.stages:
+        assert one.total_s == pytest.approx(one.forward_s + one.backward_s + one.transfer_s)
+    assert len(both.passes(6)) == 6 * 2 * 2
