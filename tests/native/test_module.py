@@ -67,3 +67,13 @@ def test_a_consistent_copy_goes_by_the_job_not_by_the_ring() -> None:
         assert learner.copy_on(0) == 0
         learner.copy_end()
         np.testing.assert_array_equal(copy, live)
+
+
+def test_a_word_and_half_a_word() -> None:
+    words = np.full(3, 2**64 - 1, np.uint64)
+    at = words.ctypes.data + 8
+    _native.store32(at, 5)
+    assert words.tolist() == [2**64 - 1, (2**32 - 1) << 32 | 5, 2**64 - 1]
+    _native.store(at, 6)
+    assert words.tolist() == [2**64 - 1, 6, 2**64 - 1]
+    assert (_native.load(at), _native.load32(at)) == (6, 6)

@@ -133,6 +133,8 @@ def test_requests_and_replies(
         {"v": 1, "op": "work", "batches": 5, "epochs": 6, "seed": 2**62},
         {"v": 1, "op": "detach", "row": ROW, "generation": GENERATION},
     ]
+    # If this watchdog dies before it reads that, the next one reads the word.
+    assert memory.rings[ROW].view(RING)["detached"] == 1
 
 
 NOTE = '{"v":1,"ok":true,"note":"making","what":"the ring of learner 4","done":1,"total":2}'

@@ -206,6 +206,34 @@ def test_a_verdict_ends_a_wait(field: str, value: Any, verdict: int) -> None:
     assert waiting.done() == verdict
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "verdict"), [("stop", Stop.CLOSED, STOPPED), ("wanted", 0, EVICTED)]
+)
+def test_a_frame_that_comes_too_late(field: str, value: Any, verdict: int) -> None:
+    """Nobody waits for it any more, as for a learner that is just publishing."""
+    ring = Ring(1, 2)
+    ring.claim()
+    ring.publish()
+    assert (ring.head(), ring.ring["publishing"]) == (1, 0)
+    ring.claim()
+    pronounce(ring, field, value)
+    assert ring.publish() == verdict
+    assert (ring.head(), ring.ring["publishing"]) == (1, 0)
+
+
+def test_what_a_learner_wants() -> None:
+    ring = Ring(1, 1)
+    ring.wait_grant(0)
+    assert ring.ring["wants"] == layout.WANTS_TURN
+    ring.take()
+    both = layout.WANTS_TURN | layout.WANTS_WORK
+    assert ring.ring["wants"] == both
+    _native.pause_learner(ring.at, ring.control_at, 1)
+    assert ring.ring["wants"] == both | layout.WANTS_PAUSE
+    _native.pause_learner(ring.at, ring.control_at, 0)
+    assert ring.ring["wants"] == both
+
+
 def test_grants() -> None:
     ring = Ring(1, 1)
     ring.entry["grant"] = 2

@@ -1,0 +1,57 @@
+"""What a process says as it ends because a script has written to memory that it can only read."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+
+import pytest
+
+from gadei_ps import _native
+
+PAGE = mmap.PAGESIZE
+
+
+def dies(told: list[tuple[int, int]], at: int) -> str:
+    """What a process says that calls tell_of_stores(page, pages) so often and stores at a page."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # no report of pytest's
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(write, 2)
+        memory = mmap.mmap(-1, 4 * PAGE, prot=mmap.PROT_READ)
+        address = _native.address(memory)
+        for page, pages in told:
+            _native.tell_of_stores(address + page * PAGE, pages * PAGE)
+        ctypes.memset(address + at * PAGE, 1, 1)
+        os._exit(0)
+    os.close(write)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGSEGV
+    with os.fdopen(read) as said:
+        return said.read()
+
+
+@pytest.mark.parametrize(
+    ("told", "at", "says"),
+    [
+        ([(1, 2)], 1, True),
+        ([(1, 2)], 2, True),
+        ([(1, 2)], 0, False),
+        ([(1, 2)], 3, False),
+        ([(1, 1), (2, 1)], 2, True),
+        ([(1, 2), (1, 0)], 1, False),
+        ([(1, 1), (1, 2)], 2, True),
+        ([(1, 2), (1, 1)], 2, False),
+        ([(1, 2), (1, 0), (2, 1)], 1, False),
+    ],
+)
+def test_who_has_stored(told: list[tuple[int, int]], at: int, says: bool) -> None:
+    """Only a store into what is told of then; the last word on a place counts."""
+    said = dies(told, at)
+    assert ("written to a parameter in place" in said) == says
+    assert bool(said) == says
