@@ -84,6 +84,8 @@ def partition(
         raise UsageError("partition needs PyTorch: pip install 'gadei-ps[torch]'")
     results.check("--out", out)
     results.check("--svg", svg, ".svg")
+    from rich.console import Group
+
     from gadei_ps.commands import partition as planner
     from gadei_ps.machine import process
     from gadei_ps.show import partition as view
@@ -91,12 +93,16 @@ def partition(
 
     made, call = planner.partition(layers, sample, devices, memory, sync, optimizer, repeats)
     told = made.model_dump()
-    shown = view.plan(told, made.passes(view.drawn(made.in_flight)), process.cores(), call)
+    shown = view.plan(told, made.passes(view.drawn(made.in_flight)), process.cores())
     if out is not None:
         results.write("--out", out, made.model_dump_json(indent=1) + "\n")
     if svg is not None:
-        results.write("--svg", svg, picture.svg(shown, f"gadei-ps partition {layers}"))
+        results.write(
+            "--svg", svg, picture.svg(Group(shown, "", call), f"gadei-ps partition {layers}")
+        )
     tell(as_json, told, lambda: shown)
+    if not as_json:
+        print(f"\n{call}", flush=True)  # in one line, however narrow the terminal is
     for file in (out, svg):
         if file is not None:
             print(f"wrote {file}", file=sys.stderr)

@@ -34,8 +34,8 @@ def drawn(in_flight: int) -> int:
     return min(in_flight, MOST_WIDTH) + 2 * MOST_WIDTH // SLOWEST
 
 
-def plan(made: Mapping[str, Any], passes: Sequence[Any], cores: int, call: str) -> RenderableType:
-    """All of it. made: a plan as JSON. cores: of this process. call: the line to paste."""
+def plan(made: Mapping[str, Any], passes: Sequence[Any], cores: int) -> RenderableType:
+    """All of it. made: a plan as JSON. cores: of this process."""
     stages = made["stages"]
     slowest = max(one["total_s"] for one in stages)
     column = max(slowest / SLOWEST, 3 / made["mini_batches_per_s"] / MOST_WIDTH)
@@ -45,25 +45,27 @@ def plan(made: Mapping[str, Any], passes: Sequence[Any], cores: int, call: str) 
         facts(_facts(made, slowest, cores)),
         Text(),
         Timeline([one["device"] for one in stages], passes, column),
-        Text(),
-        Text(call),
     )
 
 
 def _stages(stages: Sequence[Mapping[str, Any]]) -> Table:
-    numbers = ("parameters", "forward", "backward", "transfer", "total", "idle", "memory", "of")
-    made = table("stage", "device", "layers", *numbers, right=numbers)
+    """Narrow enough for 80 columns, unless something is brought from other devices."""
+    times = ["forward", "backward", "transfer", "total"]
+    if not any(one["transfer_s"] for one in stages):
+        times.remove("transfer")
+    numbers = ("parameters", *times, "idle", "memory")
+    made = table("", "device", "layers", *numbers, right=numbers)
     for number, one in enumerate(stages):
         first, last = one["first_layer"], one["end_layer"] - 1
+        share = one["memory_bytes"] / one["memory_limit_bytes"]
         made.add_row(
             str(number),
             one["device"],
             str(first) if first == last else f"{first} to {last}",
             f"{one['parameters']:,}",
-            *(_time(one[f"{name}_s"]) for name in ("forward", "backward", "transfer", "total")),
+            *(_time(one[f"{name}_s"]) for name in times),
             f"{one['idle_share']:.0%}",
-            size(one["memory_bytes"]),
-            size(one["memory_limit_bytes"]),
+            f"{size(one['memory_bytes'])}, {share:.0%}",
         )
     return made
 
