@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 
+from gadei_ps.benchmarks import virtual_layers as layers
 from gadei_ps.benchmarks.peers import answer, orders
-from gadei_ps.benchmarks.virtual_layers import LR, Shape
+from gadei_ps.benchmarks.virtual_shape import Shape
 
 SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
@@ -27,13 +28,13 @@ class Rank:
     """One stage, with its optimizer."""
 
     def __init__(self, rank: int, shape: Shape, schedule: str, micro_batches: int) -> None:
-        tower = shape.tower(rank)
+        tower = layers.tower(shape, rank)
         stage = PipelineStage(tower, rank, shape.stages, torch.device("cpu"))
         self._schedule = SCHEDULES[schedule](
             stage, n_microbatches=micro_batches, loss_fn=functional.mse_loss
         )
-        self._optimizer = torch.optim.SGD(tower.parameters(), LR)
-        inputs, targets = shape.sample(micro_batches)
+        self._optimizer = torch.optim.SGD(tower.parameters(), layers.LR)
+        inputs, targets = layers.sample(shape, micro_batches)
         self._inputs = (inputs,) if rank == 0 else ()
         self._targets = {"target": targets} if rank == shape.stages - 1 else {}
 

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,11 +21,10 @@ from typing import Any
 
 from gadei_ps.benchmarks import virtual_plan, virtual_stages
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
-from gadei_ps.benchmarks.gang import Failed, Gang
+from gadei_ps.benchmarks.gang import Gang
 from gadei_ps.benchmarks.sizes import sizes
-from gadei_ps.benchmarks.virtual_layers import Shape
-from gadei_ps.commands.daemon import Daemon
-from gadei_ps.job.config import from_mapping
+from gadei_ps.benchmarks.virtual_jobs import Jobs
+from gadei_ps.benchmarks.virtual_shape import Shape
 from gadei_ps.job.control import Status
 
 PACKAGE = "gadei_ps.benchmarks"
@@ -43,27 +41,23 @@ def measure(quick: bool) -> Report:
     size = sizes("virtual", quick)
     report = Report(["measured", "contender", "figure", "beside"])
     report.notes.append("stretched: stages wait besides computing, so that they need no cores")
-    with Gang([MEMBER] * 2, start_s=START_S) as members:
+    if not size["micro_batches"]:
+        report.notes.append("torch.distributed.pipelining is left out: it takes long to start")
+    with Gang([MEMBER] * 2, start_s=START_S) as members, Jobs() as jobs:
         for waits in size["waits"]:
-            _stretched(report, members, waits, size)
-        virtual_stages.measure(report, members, size, served)
-        _bytes(report, members, size["s_local"])
-        virtual_plan.measure(report, members, size, served)
+            _stretched(report, members, jobs, waits, size)
+        virtual_stages.measure(report, members, size, jobs)
+        _bytes(report, members, jobs, size["s_local"])
+        virtual_plan.measure(report, members, size, jobs)
     return report
 
 
-@contextmanager
-def served(s_local: int | None) -> Iterator[tuple[str, Daemon]]:
-    """A job for learners with optimizers of their own. None: under ASP."""
-    model = "asp" if s_local is None else f"wsp:D=1,s_local={s_local}"
-    name = f"virtual-{os.getpid()}-{s_local}"
-    told = {"name": name, "sync": model, "optimizer": {"kind": "add"}, "standby": False}
-    with Daemon(from_mapping(told, name), silent=True) as daemon:
-        yield name, daemon
-
-
 def _stretched(
-    report: Report, members: Gang, waits: Sequence[Sequence[float]], size: Mapping[str, Any]
+    report: Report,
+    members: Gang,
+    jobs: Jobs,
+    waits: Sequence[Sequence[float]],
+    size: Mapping[str, Any],
 ) -> None:
     """One pipeline, with some numbers of mini-batches in flight."""
     stages = len(waits)
@@ -85,24 +79,20 @@ def _stretched(
         order = {"shape": shape.told(), "schedule": schedule, "micro_batches": micro_batches}
         return lambda: times * micro_batches / ranks.seconds({**order, "times": times})
 
+    peers: Gang | None = None
     with ExitStack() as stack:
         for in_flight in (stages * times for times in size["in_flight"]):
-            job = stack.enter_context(served(in_flight - 1))[0]
             name = f"{OURS}, {in_flight} in flight"
-            contenders[name] = ours(job)
+            contenders[name] = ours(jobs.job(in_flight - 1, shape))
             told[name] = {"contender": OURS, "in_flight": in_flight}
-        try:
-            peers = stack.enter_context(_ranks(stages))
-        except Failed as error:
-            report.notes.append(f"torch.distributed.pipelining is left out: {error}")
-        else:
+        for times in size["micro_batches"]:
+            peers = peers or stack.enter_context(_ranks(stages))
             for schedule in SCHEDULES:
-                for micro_batches in (stages * times for times in size["micro_batches"]):
-                    name = f"{schedule}, {micro_batches} micro-batches"
-                    contenders[name] = theirs(peers, schedule, micro_batches)
-                    bubble = 1 - micro_batches / (micro_batches - 1 + sum(total) * limit)
-                    more = {"micro_batches": micro_batches, "bubble_in_theory": bubble}
-                    told[name] = {"contender": f"torch {schedule}", **more}
+                name = f"{schedule}, {(micro_batches := times * stages)} micro-batches"
+                contenders[name] = theirs(peers, schedule, micro_batches)
+                bubble = 1 - micro_batches / (micro_batches - 1 + sum(total) * limit)
+                more = {"micro_batches": micro_batches, "bubble_in_theory": bubble}
+                told[name] = {"contender": f"torch {schedule}", **more}
         figures = alternate(contenders, size["rounds"])
     for name, rates in figures.items():
         row = {**told[name], **facts, **summary(rates, "1/s", larger=True)}
@@ -142,16 +132,16 @@ def _rate(told: Mapping[str, Any]) -> float:
     return rate
 
 
-def _bytes(report: Report, members: Gang, s_locals: Sequence[int]) -> None:
+def _bytes(report: Report, members: Gang, jobs: Jobs, s_locals: Sequence[int]) -> None:
     """Of a plain learner, and of virtual workers."""
-    shape = Shape(2, width=64)
+    shape = Shape(2)
     alone = 0.0
     for s_local in (None, *s_locals):
-        with served(s_local) as (job, daemon):
-            way = {"plain": job, "threads": 1} if s_local is None else {"pipeline": job}
-            order = {"shape": shape.told(), "mini_batches": 64, **way}
-            told = members.ask(order, first=1)[0]
-            status = daemon.request(Status())
+        job = jobs.job(s_local, shape)
+        way = {"plain": job, "threads": 1} if s_local is None else {"pipeline": job}
+        order = {"shape": shape.told(), "mini_batches": 64, **way}
+        told = members.ask(order, first=1)[0]
+        status = jobs.daemon(s_local, shape).request(Status())
         each = told["bytes"] / told["mini_batches"]
         alone = alone or each
         wanted = 1 if s_local is None else 1 / (s_local + 1)
@@ -163,7 +153,6 @@ def _bytes(report: Report, members: Gang, s_locals: Sequence[int]) -> None:
             "unit": "bytes",
             "of_the_plain_learner": each / alone,
             "model_bytes": status["model"]["bytes"],
-            "gradients_applied": status["gradients_applied"],
             **{name: told[name] for name in ("mini_batches", "frames", "bytes")},
         }
         report.rows.append(row)

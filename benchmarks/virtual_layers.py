@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from gadei_ps.benchmarks.virtual_shape import Shape
 
 LR = 1e-6  # so small that the weights hardly change
 
@@ -40,42 +40,24 @@ class Waits(nn.Module):
         return changed
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model, and its mini-batches. Each stage has so many layers, Linear and ReLU of one width.
+def tower(shape: Shape, stage: int) -> nn.Sequential:
+    """One stage. Its weights are the same in every process."""
+    torch.manual_seed(stage)
+    made: list[nn.Module] = []
+    for _ in range(shape.layers):
+        made += [nn.Linear(shape.width, shape.width), nn.ReLU()]
+    if shape.waits:
+        made.append(Waits(*shape.waits[stage]))
+    return nn.Sequential(*made)
 
-    waits: for each stage, seconds that it waits in a forward and in a backward pass besides.
-    """
 
-    stages: int
-    width: int = 16
-    layers: int = 1
-    samples: int = 8
-    waits: Sequence[Sequence[float]] = ()
+def towers(shape: Shape) -> list[nn.Module]:
+    """All stages."""
+    return [tower(shape, stage) for stage in range(shape.stages)]
 
-    def tower(self, stage: int) -> nn.Sequential:
-        """One stage. Its weights are the same in every process."""
-        torch.manual_seed(stage)
-        made: list[nn.Module] = []
-        for _ in range(self.layers):
-            made += [nn.Linear(self.width, self.width), nn.ReLU()]
-        if self.waits:
-            made.append(Waits(*self.waits[stage]))
-        return nn.Sequential(*made)
 
-    def towers(self) -> list[nn.Module]:
-        """All stages."""
-        return [self.tower(stage) for stage in range(self.stages)]
-
-    def sample(self, mini_batches: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of so many mini-batches together, for a mean squared error."""
-        source = torch.Generator().manual_seed(1)
-        size = mini_batches * self.samples, self.width
-        return torch.randn(size, generator=source), torch.randn(size, generator=source)
-
-    def told(self) -> dict[str, Any]:
-        """As keywords, for another process."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return f"width {self.width}, {self.layers} layers, mini-batch {self.samples}"
+def sample(shape: Shape, mini_batches: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of so many mini-batches together, for a mean squared error."""
+    source = torch.Generator().manual_seed(1)
+    size = mini_batches * shape.samples, shape.width
+    return torch.randn(size, generator=source), torch.randn(size, generator=source)

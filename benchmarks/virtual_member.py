@@ -2,7 +2,7 @@
 
     python -m gadei_ps.benchmarks.virtual_member
 
-Orders, each with a shape (gadei_ps.benchmarks.virtual_layers.Shape):
+Orders, each with a shape (gadei_ps.benchmarks.virtual_shape.Shape):
 
     {"pipeline": JOB, "mini_batches" or "seconds"}     a VirtualWorker, a thread for each stage
     {"plain": JOB, "threads", "seconds"}               a LocalOptimizer, with threads of torch
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from gadei_ps.benchmarks import virtual_layers as layers
 from gadei_ps.benchmarks.peers import answer, orders
-from gadei_ps.benchmarks.virtual_layers import LR, Shape
 from gadei_ps.benchmarks.virtual_memory import Meters
+from gadei_ps.benchmarks.virtual_shape import Shape
 from gadei_ps.errors import UsageError
 from gadei_ps.learners import plan
 from gadei_ps.learners.client import Client
@@ -53,7 +54,7 @@ class Pushed:
 
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, LR)
+    return torch.optim.SGD(parameters, layers.LR)
 
 
 def measured(
@@ -94,10 +95,10 @@ def pipeline(
 
     Also returns the mean seconds of a mini-batch in each stage.
     """
-    inputs, targets = shape.sample()
+    inputs, targets = layers.sample(shape)
     devices = None if made else ["host:1"] * shape.stages
     before: list[StageTimes] = []
-    with VirtualWorker(shape.towers(), devices, _sgd, job, plan=made) as worker:
+    with VirtualWorker(layers.towers(shape), devices, _sgd, job, plan=made) as worker:
         told = measured(
             lambda: worker.train(inputs, targets, functional.mse_loss),
             worker.client,
@@ -126,11 +127,16 @@ def planned(
 
     limits: bytes for each device. Returns {"refused": why} if no plan fits.
     """
-    inputs, targets = shape.sample()
+    inputs, targets = layers.sample(shape)
     sample = Sample(inputs, targets, functional.mse_loss)
     try:
         made = plan.make(
-            shape.towers(), sample, devices, in_flight=in_flight, limits=limits, optimizer=_sgd
+            layers.towers(shape),
+            sample,
+            devices,
+            in_flight=in_flight,
+            limits=limits,
+            optimizer=_sgd,
         )
     except UsageError as error:
         return {"refused": str(error)}
@@ -147,16 +153,16 @@ def planned(
 def _peaks(shape: Shape, job: str, made: Plan) -> list[int]:
     """The most that each stage holds at a time, with its weights."""
     meters = Meters()
-    inputs, targets = shape.sample()
-    layers = shape.towers()
-    meters.watch(layers)
-    bounds = [0, *made.cuts, len(layers)]
-    with VirtualWorker(layers, made.devices, _sgd, job, cuts=made.cuts) as worker:
+    inputs, targets = layers.sample(shape)
+    stack = layers.towers(shape)
+    meters.watch(stack)
+    bounds = [0, *made.cuts, len(stack)]
+    with VirtualWorker(stack, made.devices, _sgd, job, cuts=made.cuts) as worker:
         for _ in range(2 * LEAST * worker.client.wave):
             worker.train(inputs, targets, functional.mse_loss)
         worker.drain()
     weights = [
-        sum(one.nbytes for layer in layers[first:end] for one in layer.parameters())
+        sum(one.nbytes for layer in stack[first:end] for one in layer.parameters())
         for first, end in itertools.pairwise(bounds)
     ]
     return [meters.of[number].peak + size for number, size in enumerate(weights)]
@@ -167,8 +173,8 @@ def plain(
 ) -> dict[str, Any]:
     """The same model in one learner, with so many threads of torch."""
     torch.set_num_threads(threads)
-    inputs, targets = shape.sample()
-    model = torch.nn.Sequential(*shape.towers())
+    inputs, targets = layers.sample(shape)
+    model = torch.nn.Sequential(*layers.towers(shape))
     optimizer = LocalOptimizer(model, _sgd, job)
 
     def train() -> None:
@@ -185,11 +191,11 @@ def plain(
 def towers(shape: Shape, count: int, at: float, seconds: float) -> dict[str, Any]:
     """Forward and backward passes of `count` towers, a thread each, from the moment `at` on."""
     rates = [0.0] * count
-    inputs = shape.sample()[0].requires_grad_()
+    inputs = layers.sample(shape)[0].requires_grad_()
 
     def compute(number: int) -> None:
         torch.set_num_threads(1)
-        tower, own = shape.tower(number), inputs.detach().requires_grad_()
+        tower, own = layers.tower(shape, number), inputs.detach().requires_grad_()
         passes, now = 0, 0.0
         while not passes or now < at + seconds:
             torch.autograd.backward([tower(own).sum()])

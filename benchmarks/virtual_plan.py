@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from gadei_ps.benchmarks.common import Report
 from gadei_ps.benchmarks.gang import Gang
-from gadei_ps.benchmarks.virtual_layers import Shape
+from gadei_ps.benchmarks.virtual_jobs import Jobs
+from gadei_ps.benchmarks.virtual_shape import Shape
 
 OURS = "gadei-ps"
 REACH = 0.1
@@ -25,27 +25,19 @@ IN_FLIGHT = 4
 DEVICES = ["host:1"] * 2
 
 
-class Served(Protocol):
-    """Starts a job with this s_local."""
-
-    def __call__(self, s_local: int | None) -> AbstractContextManager[tuple[str, Any]]: ...
-
-
-def measure(report: Report, members: Gang, size: Mapping[str, Any], served: Served) -> None:
+def measure(report: Report, members: Gang, size: Mapping[str, Any], jobs: Jobs) -> None:
     """members: one of them trains."""
+
+    def ask(shape: Shape, devices: Sequence[str], **more: object) -> dict[str, Any]:
+        order = {"shape": shape.told(), "planned": jobs.job(IN_FLIGHT - 1, shape), **more}
+        return members.ask({**order, "in_flight": IN_FLIGHT, "devices": devices}, first=1)[0]
+
     for name, told in size["planned"].items():
-        with served(IN_FLIGHT - 1) as (job, _):
-            order = {"shape": Shape(**told).told(), "planned": job, "in_flight": IN_FLIGHT}
-            order |= {"devices": DEVICES, "seconds": 2 * size["call_s"]}
-            rounds = [members.ask(order, first=1)[0] for _ in range(size["rounds"])]
-        _times(report, name, rounds)
-    with served(IN_FLIGHT - 1) as (job, _):
-        limit = size["limit"]
-        order = {"shape": Shape(**size["large"]).told(), "planned": job, "in_flight": IN_FLIGHT}
-        one, two = (
-            members.ask({**order, "devices": some, "limits": [limit] * len(some)}, first=1)[0]
-            for some in (DEVICES[:1], DEVICES)
-        )
+        shape = Shape(**told)
+        seconds = 2 * size["call_s"]
+        _times(report, name, [ask(shape, DEVICES, seconds=seconds) for _ in range(size["rounds"])])
+    limit, shape = size["limit"], Shape(**size["large"])
+    one, two = (ask(shape, some, limits=[limit] * len(some)) for some in (DEVICES[:1], DEVICES))
     _memory(report, one, two, limit)
 
 

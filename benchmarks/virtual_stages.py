@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.gang import Gang
-from gadei_ps.benchmarks.virtual_layers import Shape
+from gadei_ps.benchmarks.virtual_jobs import Jobs
+from gadei_ps.benchmarks.virtual_shape import Shape
 
 OURS = "gadei-ps"
 ONE, THREADS, PROCESSES = "one thread", "two threads", "two processes"
@@ -24,19 +24,16 @@ PLAIN = {f"plain learner, {count} of torch's threads": count for count in (1, 2)
 S_LOCAL = 3
 BEFORE_S = 0.05  # the order has come by then, and the towers are made
 
-Served = Callable[[int], AbstractContextManager[tuple[str, Any]]]
 
-
-def measure(report: Report, members: Gang, size: Mapping[str, Any], served: Served) -> None:
-    """members: two processes. served: starts a job with this s_local."""
+def measure(report: Report, members: Gang, size: Mapping[str, Any], jobs: Jobs) -> None:
+    """members: two processes."""
     for width, layers, samples in size["towers"]:
         shape = Shape(2, width, layers, samples)
-        with served(S_LOCAL) as (job, _):
-            contenders = {
-                **_alone(members, shape, size["call_s"]),
-                **_whole(members, shape, job, size["call_s"]),
-            }
-            _tell(report, shape, alternate(contenders, size["rounds"]))
+        contenders = {
+            **_alone(members, shape, size["call_s"]),
+            **_whole(members, shape, jobs.job(S_LOCAL, shape), size["call_s"]),
+        }
+        _tell(report, shape, alternate(contenders, size["rounds"]))
 
 
 def _alone(members: Gang, shape: Shape, seconds: float) -> dict[str, Callable[[], float]]:

@@ -26,9 +26,9 @@ from gadei_ps.memory.weights import data, read_table
 
 WORKERS, STAGES = 2, 2
 MODELS = tuple((D, s_local) for D in (0, 1, 4) for s_local in (0, 3))
-EPOCHS = {"mnist": 5, "trec6": 8}
+EPOCHS = {"mnist": 6, "trec6": 8}
 SEEDS = {"mnist": (0,), "trec6": (0, 1, 2)}
-RATES = {"mnist": 0.1, "trec6": 0.02}
+RATES = {"mnist": 0.05, "trec6": 0.02}
 REACH = 0.01
 LOOK_S = 0.5
 PATIENCE_S = 300.0
