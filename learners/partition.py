@@ -230,11 +230,11 @@ def _check(needs: Cells, devices: Sequence[Device]) -> None:
     # Or all of them some: the least factor, in hundredths.
     shares = [np.where(needs < _NEVER, -(-needs * 100 // one.limit), _NEVER) for one in devices]
     limit = devices[number].limit
+    every = f", or all devices need {least(shares) / 100:.2f} times what they may have"
     raise UsageError(
         f"no plan fits into the memory: {_at(devices, number)} needs at least "
-        f"{_mib(limit + more)} and may have {_mib(limit)}, or all devices need "
-        f"{least(shares) / 100:.2f} times what they may have; lower s_local, take smaller "
-        "mini-batches, or name more devices"
+        f"{_mib(limit + more)} and may have {_mib(limit)}{every if len(devices) > 1 else ''}; "
+        "lower s_local, take smaller mini-batches, or name more devices"
     )
 
 

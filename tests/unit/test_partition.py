@@ -209,6 +209,8 @@ def test_what_is_lacking_is_said(
     more = f"all devices need {factor} times what they may have; lower s_local"
     with pytest.raises(UsageError, match=f"{re.escape(which)} MiB, or {re.escape(more)}"):
         ask(*limits)
+    with pytest.raises(UsageError, match=r"270.0 MiB and may have 9.0 MiB; lower s_local"):
+        ask(9)
     enough = list(limits)
     enough[number] = needed
     ask(*enough)
