@@ -21,7 +21,8 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.partition import Chain, Link, Piece, Times
-from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
+from gadei_ps.learners.places import Place
+from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.survey import label, problem
 from gadei_ps.learners.torch.model import Make, Trained
 

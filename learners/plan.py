@@ -15,13 +15,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import measure, partition, stages, timeline
+from gadei_ps.learners import measure, partition, places, stages, timeline
 from gadei_ps.learners.measure import Sample
 from gadei_ps.learners.partition import Device, Placed, Profile
-from gadei_ps.learners.stages import Place
+from gadei_ps.learners.places import Place
 from gadei_ps.learners.survey import survey
 from gadei_ps.learners.torch.model import Make, Trained
-from gadei_ps.machine import given
+from gadei_ps.machine import cgroups, given
 from gadei_ps.show.counts import counted
 
 MOST_BYTES = 16 << 20  # of a plan's file
@@ -136,6 +136,17 @@ class Plan(_Part):
                     f"and {planned:,} in the plan: {again}"
                 )
 
+    def check_in_flight(self, most: int) -> None:
+        """Raises UsageError if the job has more mini-batches in flight than memory was planned for.
+
+        most: s_local + 1 of the job.
+        """
+        if most > self.in_flight:
+            raise UsageError(
+                f"the plan is for {self.in_flight} in flight and the job has {most}: make it "
+                "again with gadei-ps partition --sync, or lower the job's s_local"
+            )
+
     def passes(self, mini_batches: int) -> list[timeline.Pass]:
         """What the stages do when, for the first mini-batches."""
         passes = [
@@ -159,17 +170,21 @@ def make(
     """Measures layers and devices, and plans the stages.
 
     layers, devices, optimizer: as VirtualWorker takes them. in_flight: mini-batches, s_local + 1.
-    limits: bytes that a stage may have on each device; by default what is free there now, an equal
-    share for each. repeats: passes of each layer that are measured. Raises UsageError for a model
-    that cannot be a pipeline, for what layers raise, and if no plan fits.
+    limits: bytes that a stage may have on each device; by default what is free there now, without
+    what the learner needs beside its stages, an equal share for each. repeats: passes of each layer
+    that are measured. Raises UsageError for a model that cannot be a pipeline, for what layers
+    raise, and if no plan fits.
     """
-    where = stages.places(devices)
+    where = places.parse(devices)
     check(layers, where, limits)
+    if in_flight < 1 or repeats < 1:
+        raise UsageError(f"in_flight={in_flight}, repeats={repeats}: give numbers from 1 on")
     trained = Trained.of(torch.nn.Sequential(*layers))
     stages.check_model(trained)
-    own = measure.learner(trained, optimizer, stages.left(where))
+    own = measure.learner(trained, optimizer, places.remaining_threads(where))
     chain = survey(trained, sample.inputs, sample.targets, sample.loss_function, own.state)
-    most = free(where) if limits is None else limits
+    weights = sum(one.weights for one in chain.pieces)
+    most = free(where, own.hosts * weights) if limits is None else limits
     there = [
         Device(one.name, measure.kind(one), measure.memory(one), limit)
         for one, limit in zip(where, most, strict=True)
@@ -203,18 +218,25 @@ def check(
             f"memory: {counted(len(limits), 'size')} for {counted(len(where), 'device')}: give one "
             "for each"
         )
+    if limits is not None and min(limits) < 1:
+        raise UsageError(f"memory: {min(limits)} bytes: give sizes above 0")
 
 
-def free(where: Sequence[Place]) -> list[int]:
-    """Bytes of memory that are free at each place, shared by those that have the same."""
+def free(where: Sequence[Place], besides: int) -> list[int]:
+    """Bytes of memory that are free at each place, shared by those that have the same.
+
+    On the host without `besides`, and within the memory limits of control groups, beyond which the
+    kernel would kill the worker. At least 1.
+    """
+    limit = cgroups.tightest()
+    host = psutil.virtual_memory().available
+    host = (host if limit is None else min(host, limit.free)) - besides
     shared = [measure.memory(one) for one in where]
     found = {
-        name: torch.cuda.mem_get_info(one.device)[0]
-        if one.has_own_memory
-        else psutil.virtual_memory().available
+        name: torch.cuda.mem_get_info(one.device)[0] if one.has_own_memory else host
         for name, one in zip(shared, where, strict=True)
     }
-    return [found[name] // shared.count(name) for name in shared]
+    return [max(1, found[name] // shared.count(name)) for name in shared]
 
 
 def _told(

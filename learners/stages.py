@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import re
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,112 +19,13 @@ import torch
 from torch.func import functional_call
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.places import Place
 from gadei_ps.learners.stopwatch import BACKWARD, FORWARD, Stopwatch
 from gadei_ps.learners.torch.model import Trained
-from gadei_ps.machine import process
-from gadei_ps.machine.gpus import VISIBLE
-from gadei_ps.machine.launch import DEVICE_VARIABLE, DEVICES_VARIABLE
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Weights = dict[str, torch.Tensor]
 """Of a stage, by their names in it."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a stage computes."""
-
-    device: torch.device
-    cores: int
-    """Threads of a computation on the host."""
-
-    @property
-    def has_own_memory(self) -> bool:
-        """Whether weights have to be copied there."""
-        return self.device.type != "cpu"
-
-    @property
-    def name(self) -> str:
-        """As places() takes it, with the number of cores or of the GPU."""
-        return str(self.device) if self.has_own_memory else f"host:{self.cores}"
-
-    def use(self) -> None:
-        """What the calling thread computes, it computes here from now on."""
-        if self.device.type == "cpu":
-            # A thread's first question takes over what any thread has set last; ask it before.
-            torch.get_num_threads()
-            torch.set_num_threads(self.cores)
-        else:
-            torch.cuda.set_device(self.device)
-
-
-def given() -> list[str]:
-    """The devices that `gadei-ps run` and `attach` have given this learner.
-
-    GPUs if PyTorch sees as many; else, with --device auto, parts of the threads that PyTorch has
-    here, which are the learner's share of the cores. Raises UsageError where there are none.
-    """
-    told = os.environ.get(DEVICES_VARIABLE, "")
-    if not re.fullmatch(r"[1-9]\d{0,2}", told):
-        raise UsageError(
-            'devices: give one for each stage, as ["host", "host"], or start the script with '
-            "gadei-ps run --devices-per-learner N"
-        )
-    count, device = int(told), os.environ.get(DEVICE_VARIABLE) or "auto"
-    seen = torch.cuda.device_count() if device != "host" else 0
-    if device == "cuda" or seen >= count:
-        return [f"cuda:{number}" for number in range(count)]
-    if device == "auto" and os.environ.get(VISIBLE):
-        print(
-            f"gadei-ps: this learner computes on the host: of its GPUs ({os.environ[VISIBLE]}) "
-            f"PyTorch {torch.__version__} sees {seen}, and {count} are needed",
-            file=sys.stderr,
-        )
-    return [f"host:{max(1, torch.get_num_threads() // count)}"] * count
-
-
-def places(devices: Sequence[str | torch.device] | None) -> list[Place]:
-    """Where the stages compute: "host", "host:CORES" or a CUDA device, one for each stage.
-
-    Stages of "host" share the cores that others do not name. None: see given(). Raises UsageError
-    for a device that is not there.
-    """
-    if devices is None:
-        devices = given()
-    if isinstance(devices, str) or not devices:
-        raise UsageError('devices: give a list, one for each stage: ["host", "host"]')
-    names = [str(one) for one in devices]
-    told = [re.fullmatch(r"host(?::([1-9]\d*))?", name) for name in names]
-    fixed = [int(one[1]) if one and one[1] else 0 for one in told]
-    sharing = sum(one is not None and one[1] is None for one in told)
-    share = max(1, (process.cores() - sum(fixed)) // max(1, sharing))
-    return [
-        Place(torch.device("cpu"), cores or share) if one else Place(_cuda(name), share)
-        for name, one, cores in zip(names, told, fixed, strict=True)
-    ]
-
-
-def left(where: Sequence[Place]) -> int:
-    """Threads for the learner's own computations: of the cores that stages leave, at least one.
-
-    With more, it and the stages would wait for each other at the end of each computation.
-    """
-    taken = sum(one.cores for one in where if one.device.type == "cpu")
-    return max(1, min(torch.get_num_threads(), process.cores() - taken))
-
-
-def _cuda(name: str) -> torch.device:
-    if not re.fullmatch(r"cuda(:\d+)?", name):
-        raise UsageError(f"device {name!r}: give 'host', 'host:CORES', 'cuda' or 'cuda:NUMBER'")
-    if not torch.cuda.is_available():
-        raise UsageError(
-            f"device {name!r}: PyTorch {torch.__version__} sees no GPU here; give 'host'"
-        )
-    device = torch.device(name)
-    count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
-        raise UsageError(f"device {name!r}: PyTorch sees {count} GPUs; the first is 'cuda:0'")
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def even_cuts(sizes: Sequence[int], stages: int) -> list[int]:
@@ -180,8 +78,8 @@ class MiniBatch:
     samples: int
     weights: list[Weights]
     """Of each stage, as leaves: this mini-batch's own until its backward pass has ended."""
-    entered: list[torch.Tensor] = field(default_factory=list)
-    left: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
     loss: float = math.nan
     failure: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -206,6 +104,15 @@ class Stage(threading.Thread):
         self._forward: deque[tuple[MiniBatch, torch.Tensor]] = deque()
         self._backward: deque[tuple[MiniBatch, torch.Tensor | None]] = deque()
         self._ends = False
+        self._begun = threading.Event()
+        self._unusable: BaseException | None = None
+
+    def begin(self) -> None:
+        """Starts the thread. Raises what its place raises, a GPU without memory, say."""
+        self.start()
+        self._begun.wait()
+        if self._unusable is not None:
+            raise self._unusable
 
     def forward(self, one: MiniBatch, inputs: torch.Tensor) -> None:
         """Has the forward pass computed; from any thread."""
@@ -226,7 +133,13 @@ class Stage(threading.Thread):
             self._ready.notify()
 
     def run(self) -> None:
-        self.place.use()
+        try:
+            self.place.use()
+        except BaseException as error:
+            self._unusable = error
+            return
+        finally:
+            self._begun.set()
         while True:
             with self._ready:
                 self._ready.wait_for(lambda: self._backward or self._forward or self._ends)
@@ -245,6 +158,7 @@ class Stage(threading.Thread):
         try:
             compute(one, given)
         except BaseException as error:
+            error.add_note(f"in stage {self.number} of the virtual worker, on {self.place.name}")
             one.failure = error
             one.done.set()
 
@@ -257,19 +171,21 @@ class Stage(threading.Thread):
             inputs.requires_grad_(needed)
         begun = self.watch.start()
         outputs = functional_call(self.module, one.weights[self.number], (inputs,))
-        one.entered.append(inputs)
+        one.inputs.append(inputs)
         if self.after is None:
-            targets = one.targets
-            if isinstance(targets, torch.Tensor):
-                targets = targets.to(self.place.device)
-            loss = one.loss_function(outputs, targets)
+            loss = one.loss_function(outputs, _moved(one.targets, self.place.device))
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise UsageError(
+                    "the loss function: it must return one number as a tensor, computed from what "
+                    "the last layer returns"
+                )
             one.loss = float(loss.detach())
             self.watch.stop(FORWARD, begun)
-            one.left.append(loss)
+            one.outputs.append(loss)
             self._go_back(one, None)
         elif isinstance(outputs, torch.Tensor):
             self.watch.stop(FORWARD, begun)
-            one.left.append(outputs)
+            one.outputs.append(outputs)
             self.after.forward(one, outputs)
         else:
             raise UsageError(
@@ -278,18 +194,29 @@ class Stage(threading.Thread):
             )
 
     def _go_back(self, one: MiniBatch, gradient: torch.Tensor | None) -> None:
-        left, entered = one.left.pop(), one.entered.pop()
+        outputs, inputs = one.outputs.pop(), one.inputs.pop()
         # Without a gradient nothing before it is trained, a frozen embedding, say.
         if self.after is None or gradient is not None:
             begun = self.watch.start()
-            torch.autograd.backward(left, gradient)
+            torch.autograd.backward(outputs, gradient)
             self.watch.stop(BACKWARD, begun)
         if self.before is None:
             one.done.set()
             return
-        back = entered.grad
+        back = inputs.grad
         # This stage brings it, and not the one before, which may go on with what it has.
         self.before.backward(one, back if back is None else back.to(self.before.place.device))
+
+
+def _moved(targets: Any, device: torch.device) -> Any:
+    """The same on the device; tensors also in tuples, lists and dictionaries."""
+    if isinstance(targets, torch.Tensor):
+        return targets.to(device)
+    if type(targets) in (tuple, list):
+        return type(targets)(_moved(one, device) for one in targets)
+    if type(targets) is dict:
+        return {name: _moved(one, device) for name, one in targets.items()}
+    return targets
 
 
 def end(stages: Sequence[Stage]) -> None:
@@ -297,5 +224,6 @@ def end(stages: Sequence[Stage]) -> None:
     for stage in stages:
         stage.end()
     for stage in stages:
-        if stage is not threading.current_thread():  # which may collect garbage
+        # This thread may be one of them, if it collects garbage; a start that failed begins none.
+        if stage is not threading.current_thread() and stage.ident is not None:
             stage.join()

@@ -28,11 +28,12 @@ from typing import Self
 import torch
 
 from gadei_ps.errors import JobStopped, UsageError
-from gadei_ps.learners import stages
+from gadei_ps.learners import places, stages
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.gradient_waves import GradientWaves
+from gadei_ps.learners.places import Place
 from gadei_ps.learners.plan import Plan
-from gadei_ps.learners.stages import LossFunction, MiniBatch, Place, Stage, Weights
+from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.torch.sums import Sums
@@ -87,12 +88,14 @@ class VirtualWorker:
         error_feedback: bool = False,
         name: str = "",
     ) -> None:
-        if plan is not None:
-            devices, cuts = _planned(plan, layers, devices, cuts)
-        where = stages.places(devices)
-        self._threads = stages.left(where)
+        made = None if plan is None else _planned(plan, layers, devices, cuts)
+        if made is not None:
+            devices, cuts = made.devices, made.cuts
+        where = places.parse(devices)
+        self._threads = places.remaining_threads(where)
         self.model = torch.nn.Sequential(*layers)
-        """All layers. Its modes train() and eval() are those of the stages."""
+        """All layers. Its modes train() and eval() are those of the stages. While mini-batches are
+        in flight its parameters may be copies that one of them has: call drain() first."""
         self._trained = trained = Trained.of(self.model)
         self._stages = _stages(self.model, where, cuts)
         _check(trained, self._stages)
@@ -105,7 +108,14 @@ class VirtualWorker:
         self._sums: Sums | None = None
         self.local: torch.optim.Optimizer | None = None
         """The optimizer that was made; for a learning-rate scheduler, say."""
+        self._flying: deque[MiniBatch] = deque()
+        self._free: list[list[Weights]] = []  # weights that no mini-batch needs any more
+        self._detached = False
+        # Also where a script ends without close(): torch must not compute while Python ends.
+        self._end_stages = weakref.finalize(self, stages.end, self._stages)
         try:
+            if made is not None:
+                made.check_in_flight(self.client.wave)
             gradients = GradientWaves(self.client, self._bring) if optimizer is None else None
             self.waves: WaveOrder = gradients or Waves(self.client, self._bring)
             self._place_weights()
@@ -114,18 +124,13 @@ class VirtualWorker:
             if gradients is not None:
                 elsewhere = {id(parameter) for _, parameter in self._elsewhere}
                 self._sums = Sums(gradients.gradients, trained.parameters, elsewhere)
+            for before, after in itertools.pairwise(self._stages):
+                before.after, after.before = after, before
+            for stage in self._stages:
+                stage.begin()
         except BaseException:
-            self.client.detach()
+            self._leave()
             raise
-        self._flying: deque[MiniBatch] = deque()
-        self._free: list[list[Weights]] = []  # weights that no mini-batch needs any more
-        self._left = False
-        for before, after in itertools.pairwise(self._stages):
-            before.after, after.before = after, before
-        for stage in self._stages:
-            stage.start()
-        # Also where a script ends without close(): torch must not compute while Python ends.
-        self._end_stages = weakref.finalize(self, stages.end, self._stages)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -140,8 +145,11 @@ class VirtualWorker:
         ended meanwhile, if one has.
 
         Raises what a layer or loss_function has raised for any mini-batch in flight, and what
-        Waves.begin and end raise. Whatever is raised, the worker has left the job then.
+        Waves.begin and end raise. Whatever is raised, the worker has left the job then. Raises
+        UsageError, and goes on, for inputs that are no tensor of samples.
         """
+        if not isinstance(inputs, torch.Tensor) or not inputs.dim():
+            raise UsageError("train: inputs must be a tensor with the samples along its first axis")
         with self._or_leave():
             ended = self._make_room(None)
             self._begin(None)
@@ -207,6 +215,16 @@ class VirtualWorker:
         for stage in self._stages:
             inputs = stage.module(inputs.to(stage.place.device))
         return inputs
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the learner's own weights and of the layers' buffers, on the CPU, by name.
+
+        Drains the pipeline first; raises what train() raises.
+        """
+        self.drain()
+        return {
+            name: one.detach().to("cpu", copy=True) for name, one in self.model.state_dict().items()
+        }
 
     def stage_times(self) -> list[StageTimes]:
         """What each stage has computed so far. Waits for what a GPU still computes."""
@@ -304,7 +322,7 @@ class VirtualWorker:
         learners, whole. The layers keep the weights, on the CPU, in memory of their own. Raises
         what train() raises. Does nothing if the worker has left the job.
         """
-        if self._left:
+        if self._detached:
             return
         with self._or_leave():
             self._raise_failure()
@@ -325,7 +343,7 @@ class VirtualWorker:
 
     @contextlib.contextmanager
     def _or_leave(self) -> Iterator[None]:
-        if self._left:  # not every call asks the client, and the threads have ended
+        if self._detached:  # not every call asks the client, and the threads have ended
             raise UsageError(LEFT)
         before = torch.get_num_threads()
         torch.set_num_threads(min(before, self._threads))
@@ -338,9 +356,9 @@ class VirtualWorker:
             torch.set_num_threads(before)
 
     def _leave(self) -> None:
-        if self._left:
+        if self._detached:
             return
-        self._left = True
+        self._detached = True
         for stage in self._stages:
             stage.end()
         try:
@@ -359,13 +377,13 @@ def _planned(
     layers: Sequence[torch.nn.Module],
     devices: object,
     cuts: object,
-) -> tuple[list[str], list[int]]:
-    """Devices and cuts of a plan. Raises UsageError if it is for other layers, or not alone."""
+) -> Plan:
+    """The plan itself. Raises UsageError if it is for other layers, or not alone."""
     if devices is not None or cuts is not None:
         raise UsageError("plan says the devices and the cuts: leave out devices and cuts, or plan")
     made = plan if isinstance(plan, Plan) else Plan.load(plan)
     made.check(layers)
-    return made.devices, made.cuts
+    return made
 
 
 def _stages(
@@ -380,6 +398,8 @@ def _stages(
     if cuts is None:
         sizes = [sum(one.numel() for one in layer.parameters()) for layer in layers]
         cuts = stages.even_cuts(sizes, len(where))
+    if not all(isinstance(one, int) for one in cuts):
+        raise UsageError(f"cuts {list(cuts)}: give numbers of layers, such as [2, 5]")
     bounds = [0, *cuts, len(layers)]
     if len(cuts) != len(where) - 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
         raise UsageError(

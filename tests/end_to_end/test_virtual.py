@@ -357,7 +357,7 @@ def test_what_cannot_be_a_pipeline_is_refused(job_name: str) -> None:
     """Before the job is asked: there is none."""
     shared, two = nn.Linear(3, 3), ["host", "host"]
     pair: list[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    wrong: list[tuple[str, list[nn.Module], Any, list[int] | None]] = [
+    wrong: list[tuple[str, list[nn.Module], Any, Any]] = [
         ("stages 0 and 1 share the parameter '0.weight'", [shared, nn.Tanh(), shared], two, [1]),
         (
             "'1' \\(BatchNorm1d\\) keeps running statistics",
@@ -373,6 +373,8 @@ def test_what_cannot_be_a_pipeline_is_refused(job_name: str) -> None:
         ("device 'host:0': give 'host'", pair, ["host", "host:0"], None),
         ("device 'cuda:0': PyTorch .* sees no GPU here", pair, ["host", "cuda:0"], None),
         ("cuts \\[2\\]: 2 devices and 2 layers need 1 ascending", pair, two, [2]),
+        ("cuts \\['a'\\]: give numbers of layers", pair, two, ["a"]),
+        ("devices: give a list", pair, 3, None),
         ("cuts \\[1, 1\\]: 3 devices", [*pair, nn.Tanh()], [*two, "host"], [1, 1]),
     ]
     for why, made, devices, cuts in wrong:
@@ -382,6 +384,43 @@ def test_what_cannot_be_a_pipeline_is_refused(job_name: str) -> None:
     ready = momentum([*nn.Linear(3, 3).parameters()])
     with pytest.raises(UsageError, match="optimizer is a SGD: give a function"):
         VirtualWorker(pair, two, ready, job_name)  # type: ignore[arg-type]
+
+
+def test_wrong_mini_batches(job_name: str) -> None:
+    """Inputs are looked at before anything is sent; a wrong loss ends the worker."""
+    inputs, targets = next(data())
+    with daemon(job_name, optimizer={}, sync="wsp:D=1,s_local=3"):
+        worker = VirtualWorker(layers(), ["host", "host"], momentum, job_name)
+        for wrong in ([1.0], torch.tensor(1.0)):
+            with pytest.raises(UsageError, match="inputs must be a tensor with the samples"):
+                worker.train(wrong, targets, CRITERION)  # type: ignore[arg-type]
+        worker.train(inputs, targets, CRITERION)
+        for loss in (lambda made, _: made, lambda *_: 1.0, lambda *_: torch.ones(())):
+            with pytest.raises(UsageError, match="loss function: it must return one number"):
+                worker.train(inputs, targets, loss)
+                worker.drain()
+            worker = VirtualWorker(layers(), ["host", "host"], momentum, job_name)
+        worker.close()
+
+
+def test_targets_in_parts_and_copies_of_the_weights(job_name: str) -> None:
+    inputs, targets = next(data())
+
+    def loss(outputs: torch.Tensor, parts: Any) -> torch.Tensor:
+        return CRITERION(outputs, parts["classes"][0])
+
+    with daemon(job_name, optimizer={}, sync="wsp:D=1,s_local=3"):
+        with VirtualWorker(layers(), ["host", "host"], momentum, job_name) as worker:
+            for _ in range(6):
+                worker.train(inputs, {"classes": [targets, None]}, loss)
+            kept = worker.state_dict()
+            assert not worker.waves.in_flight
+            own = {name: one.clone() for name, one in worker.model.state_dict().items()}
+            worker.train(inputs, {"classes": (targets,)}, loss)
+            worker.drain()
+        assert kept.keys() == own.keys()
+        for name, one in kept.items():
+            torch.testing.assert_close(one, own[name], rtol=0, atol=0)
 
 
 def test_one_tensor_between_stages(job: Daemon, job_name: str) -> None:
@@ -406,34 +445,3 @@ def test_layers_are_cut_evenly() -> None:
     assert stages.even_cuts([0, 0, 5], 3) == [1, 2]
     assert stages.even_cuts([1, 1, 1, 9], 1) == []
     assert stages.even_cuts([9, 1, 1, 1], 3) in ([1, 2], [1, 3])
-
-
-def test_devices_that_run_gives(monkeypatch: pytest.MonkeyPatch, job_name: str) -> None:
-    for wrong in ("", "0", "-1", "x", "9999"):
-        monkeypatch.setenv("GADEI_PS_DEVICES", wrong)
-        with pytest.raises(UsageError, match="devices: give one for each stage"):
-            VirtualWorker(layers(), optimizer=momentum, job=job_name)
-    monkeypatch.setenv("GADEI_PS_DEVICES", "2")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    seen = 2
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-    for device, found in {
-        "": ["cuda:0", "cuda:1"],
-        "auto": ["cuda:0", "cuda:1"],
-        "cuda": ["cuda:0", "cuda:1"],
-        "host": ["host:2", "host:2"],
-    }.items():
-        monkeypatch.setenv("GADEI_PS_DEVICE", device)
-        assert stages.given() == found
-    monkeypatch.setenv("GADEI_PS_DEVICE", "auto")
-    seen = 1
-    assert stages.given() == ["host:2", "host:2"]
-    monkeypatch.setenv("GADEI_PS_DEVICE", "cuda")
-    with pytest.raises(UsageError, match="device 'cuda:0': PyTorch"):
-        stages.places(None)
-
-
-def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.process, "cores", lambda: 8)
-    assert [one.cores for one in stages.places(["host:3", "host", "host"])] == [3, 2, 2]
-    assert [one.cores for one in stages.places(["host"] * 9)] == [1] * 9

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import daemon
+from support import daemon, eventually, status
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import measure, stages
+from gadei_ps.learners import measure, places, stages
 from gadei_ps.learners.plan import Plan, Sample, make
 from gadei_ps.learners.virtual import VirtualWorker
 
@@ -46,6 +46,14 @@ def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def made() -> Plan:
     return make(layers(), Sample(*next(data()), CRITERION), ["host:1"] * 3, in_flight=4, repeats=1)
+
+
+def test_a_job_with_more_in_flight(made: Plan, job_name: str) -> None:
+    """The memory of the plan would not do."""
+    with daemon(job_name, optimizer={}, sync="wsp:D=1,s_local=4"):
+        with pytest.raises(UsageError, match="the plan is for 4 in flight and the job has 5"):
+            VirtualWorker(layers(), plan=made, optimizer=sgd, job=job_name)
+        eventually(lambda: not status(job_name)["learners"])
 
 
 def test_a_plan_is_trained(made: Plan, job_name: str, tmp_path: Path) -> None:
@@ -116,7 +124,7 @@ def test_the_learner_leaves_the_cores_to_the_stages(
     made: Plan, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It steps with what they leave, and has its threads again between the calls."""
-    monkeypatch.setattr(stages.process, "cores", lambda: len(made.stages) + 1)
+    monkeypatch.setattr(places, "cores", lambda: len(made.stages) + 1)
     seen: set[int] = set()
 
     class Noting(torch.optim.SGD):

@@ -1,0 +1,123 @@
+"""Where the stages of a virtual worker compute: devices of one learner, and its cores."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gadei_ps.errors import UsageError
+from gadei_ps.machine import process
+from gadei_ps.machine.gpus import VISIBLE
+from gadei_ps.machine.launch import DEVICE_VARIABLE, DEVICES_VARIABLE
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage computes."""
+
+    device: torch.device
+    cores: int
+    """Threads of a computation on the host."""
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether weights have to be copied there."""
+        return self.device.type != "cpu"
+
+    @property
+    def name(self) -> str:
+        """As places() takes it, with the number of cores or of the GPU."""
+        return str(self.device) if self.has_own_memory else f"host:{self.cores}"
+
+    def use(self) -> None:
+        """What the calling thread computes, it computes here from now on."""
+        if self.device.type == "cpu":
+            # A thread's first question takes over what any thread has set last; ask it before.
+            torch.get_num_threads()
+            torch.set_num_threads(self.cores)
+        else:
+            torch.cuda.set_device(self.device)
+
+
+def cores() -> int:
+    """Of this learner: its share of the machine's, where its launcher has told it one."""
+    share = os.environ.get("OMP_NUM_THREADS", "")
+    return (
+        min(int(share), process.cores())
+        if re.fullmatch(r"[1-9]\d{0,3}", share)
+        else process.cores()
+    )
+
+
+def given() -> list[str]:
+    """The devices that `gadei-ps run` and `attach` have given this learner.
+
+    GPUs if PyTorch sees as many; else, with --device auto, equal parts of the learner's cores.
+    Raises UsageError where there are none.
+    """
+    told = os.environ.get(DEVICES_VARIABLE, "")
+    if not re.fullmatch(r"[1-9]\d{0,2}", told):
+        raise UsageError(
+            'devices: give one for each stage, as ["host", "host"], or start the script with '
+            "gadei-ps run --devices-per-learner N"
+        )
+    count, device = int(told), os.environ.get(DEVICE_VARIABLE) or "auto"
+    seen = torch.cuda.device_count() if device != "host" else 0
+    if device == "cuda" or seen >= count:
+        return [f"cuda:{number}" for number in range(count)]
+    if device == "auto" and os.environ.get(VISIBLE):
+        print(
+            f"gadei-ps: this learner computes on the host: of its GPUs ({os.environ[VISIBLE]}) "
+            f"PyTorch {torch.__version__} sees {seen}, and {count} are needed",
+            file=sys.stderr,
+        )
+    return [f"host:{max(1, cores() // count)}"] * count
+
+
+def parse(devices: Sequence[str | torch.device] | None) -> list[Place]:
+    """Where the stages compute: "host", "host:CORES" or a CUDA device, one for each stage.
+
+    Stages of "host" share the cores that others do not name. None: see given(). Raises UsageError
+    for a device that is not there.
+    """
+    if devices is None:
+        devices = given()
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise UsageError('devices: give a list, one for each stage: ["host", "host"]')
+    names = [str(one) for one in devices]
+    told = [re.fullmatch(r"host(?::([1-9]\d*))?", name) for name in names]
+    fixed = [int(one[1]) if one and one[1] else 0 for one in told]
+    sharing = sum(one is not None and one[1] is None for one in told)
+    share = max(1, (cores() - sum(fixed)) // max(1, sharing))
+    return [
+        Place(torch.device("cpu"), own or share) if one else Place(_cuda(name), share)
+        for name, one, own in zip(names, told, fixed, strict=True)
+    ]
+
+
+def remaining_threads(where: Sequence[Place]) -> int:
+    """Threads for the learner's own computations: of its cores that stages leave, at least one.
+
+    With more, it and the stages would wait for each other at the end of each computation.
+    """
+    taken = sum(one.cores for one in where if one.device.type == "cpu")
+    return max(1, min(torch.get_num_threads(), cores() - taken))
+
+
+def _cuda(name: str) -> torch.device:
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        raise UsageError(f"device {name!r}: give 'host', 'host:CORES', 'cuda' or 'cuda:NUMBER'")
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"device {name!r}: PyTorch {torch.__version__} sees no GPU here; give 'host'"
+        )
+    device = torch.device(name)
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise UsageError(f"device {name!r}: PyTorch sees {count} GPUs; the first is 'cuda:0'")
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
