@@ -5,6 +5,7 @@ gadei-ps run demo --sync wsp:D=1,s_local=3 -- python my_model.py
 """
 
 import itertools
+import os
 
 import torch
 from torch import nn
@@ -23,8 +24,12 @@ def layers() -> list[nn.Module]:
     return [*hidden, nn.Linear(sizes[-1], 2)]
 
 
+# Each learner of a job has mini-batches of its own.
+random = torch.Generator().manual_seed(int(os.environ.get("GADEI_PS_LEARNER", "0")))
+
+
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = torch.randn(BATCH, 256)
+    inputs = torch.randn(BATCH, 256, generator=random)
     return inputs, (inputs[:, :128].sum(dim=1) > inputs[:, 128:].sum(dim=1)).long()
 
 
@@ -44,5 +49,5 @@ if __name__ == "__main__":
     with VirtualWorker(layers(), plan="plan.json", optimizer=make) as worker:
         for step in range(400):
             loss = worker.train(*batch(), criterion)
-            if step % 100 == 99:
+            if loss is not None and step % 100 == 99:
                 print(f"mini-batch {step + 1}: loss {loss:.3f}", flush=True)

@@ -53,8 +53,10 @@ class LearnerTimes:
     """Steps the optimizer, or adds gradients up for the server's."""
     state: Mapping[str, int]
     """Bytes that it keeps for each parameter: the optimizer's state, or the sum."""
-    hosts: int
-    """Copies of all weights that the host has besides."""
+    on_host: int
+    """Arrays as large as all weights that the learner has on the host."""
+    in_stages: int
+    """Of these, those that a stage on the host has for its memory, weights and sums."""
 
 
 def kind(place: Place) -> str:
@@ -245,6 +247,7 @@ def learner(trained: Trained, make: Make | None, threads: int) -> LearnerTimes:
             _ns(statistics.median(steps[1:])),
             dict(zip(trained.parameters, state, strict=True)),
             2 if make is None else 3,
+            2 if make is None else 1,
         )
 
     return _there(Place(torch.device("cpu"), threads), measured)

@@ -92,6 +92,9 @@ def parse(devices: Sequence[str | torch.device] | None) -> list[Place]:
     names = [str(one) for one in devices]
     told = [re.fullmatch(r"host(?::([1-9]\d*))?", name) for name in names]
     fixed = [int(one[1]) if one and one[1] else 0 for one in told]
+    for name, own in zip(names, fixed, strict=True):
+        if own > process.cores():
+            raise UsageError(f"device {name!r}: this process may use {process.cores()} cores")
     sharing = sum(one is not None and one[1] is None for one in told)
     share = max(1, (cores() - sum(fixed)) // max(1, sharing))
     return [

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import measure, partition, places, stages, timeline
+from gadei_ps.learners import cutting, measure, partition, places, timeline
 from gadei_ps.learners.measure import Sample
 from gadei_ps.learners.partition import Device, Placed, Profile
 from gadei_ps.learners.places import Place
@@ -180,11 +180,11 @@ def make(
     if in_flight < 1 or repeats < 1:
         raise UsageError(f"in_flight={in_flight}, repeats={repeats}: give numbers from 1 on")
     trained = Trained.of(torch.nn.Sequential(*layers))
-    stages.check_model(trained)
+    cutting.check_model(trained)
     own = measure.learner(trained, optimizer, places.remaining_threads(where))
     chain = survey(trained, sample.inputs, sample.targets, sample.loss_function, own.state)
     weights = sum(one.weights for one in chain.pieces)
-    most = free(where, own.hosts * weights) if limits is None else limits
+    most = free(where, own.on_host * weights) if limits is None else limits
     there = [
         Device(one.name, measure.kind(one), measure.memory(one), limit)
         for one, limit in zip(where, most, strict=True)
@@ -302,7 +302,7 @@ def _told(
         ],
         copy_s=copy / 1e9,
         step_s=step / 1e9,
-        learner_bytes=own.hosts * weights,
+        learner_bytes=own.on_host * weights - own.in_stages * on_host,
         mini_batches_per_s=1e9 / pace,
         bubble_share=max(0.0, 1 - slowest / pace),
         full_in_flight=timeline.filling(passes, copy, step, FULL),

@@ -7,7 +7,6 @@ handed on without copies, unless two stages are on different devices.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections import deque
@@ -21,52 +20,10 @@ from torch.func import functional_call
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.places import Place
 from gadei_ps.learners.stopwatch import BACKWARD, FORWARD, Stopwatch
-from gadei_ps.learners.torch.model import Trained
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Weights = dict[str, torch.Tensor]
 """Of a stage, by their names in it."""
-
-
-def even_cuts(sizes: Sequence[int], stages: int) -> list[int]:
-    """Cuts a chain of layers so that the largest stage is as small as can be.
-
-    sizes: of each layer; at least `stages` of them. Returns the first layer of each stage but the
-    first. Of equal cuts it takes the later ones, so that a layer without parameters stays with the
-    one before.
-    """
-    before = [0, *itertools.accumulate(sizes)]
-    best: dict[int, tuple[int, list[int]]] = {  # of the first layers: the largest stage, the cuts
-        end: (before[end], []) for end in range(1, len(sizes) + 1)
-    }
-    for stage in range(2, stages + 1):
-        best = {
-            end: min(
-                (
-                    (max(best[cut][0], before[end] - before[cut]), [*best[cut][1], cut])
-                    for cut in range(end - 1, stage - 2, -1)  # min() takes the first of equal ones
-                ),
-                key=lambda one: one[0],
-            )
-            for end in range(stage, len(sizes) + 1)
-        }
-    return best[len(sizes)][1]
-
-
-def check_model(model: Trained) -> None:
-    """Raises UsageError for a model that cannot be a pipeline, however it is cut."""
-    if model.device.type != "cpu":
-        raise UsageError(
-            f"the layers are on {model.device}: leave them on the CPU, and the worker moves "
-            "each to its stage's device"
-        )
-    for name, layer in model.module.named_modules():
-        if getattr(layer, "running_mean", None) is not None:
-            raise UsageError(
-                f"layer {name!r} ({type(layer).__name__}) keeps running statistics, which have no "
-                "version of each mini-batch's own: give it track_running_stats=False, or take "
-                "GroupNorm or LayerNorm"
-            )
 
 
 @dataclass

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,16 +29,15 @@ from typing import Self
 import torch
 
 from gadei_ps.errors import JobStopped, UsageError
-from gadei_ps.learners import places, stages
+from gadei_ps.learners import cutting, places, stages
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.gradient_waves import GradientWaves
-from gadei_ps.learners.places import Place
 from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.torch.sums import Sums
-from gadei_ps.learners.waits import LEFT
+from gadei_ps.learners.unused import Unused
 from gadei_ps.learners.waves import WaveOrder, Waves
 
 
@@ -93,12 +93,14 @@ class VirtualWorker:
             devices, cuts = made.devices, made.cuts
         where = places.parse(devices)
         self._threads = places.remaining_threads(where)
+        for number, one in enumerate(layers):
+            if not isinstance(one, torch.nn.Module):
+                raise UsageError(f"layer {number} is a {type(one).__name__}: give modules of torch")
         self.model = torch.nn.Sequential(*layers)
         """All layers. Its modes train() and eval() are those of the stages. While mini-batches are
         in flight its parameters may be copies that one of them has: call drain() first."""
         self._trained = trained = Trained.of(self.model)
-        self._stages = _stages(self.model, where, cuts)
-        _check(trained, self._stages)
+        self._stages = cutting.cut(trained, where, cuts)
         how = {"wire": wire, "error_feedback": error_feedback, "name": name}
         if optimizer is None:
             self.client = trained.join(job, **how)
@@ -111,6 +113,8 @@ class VirtualWorker:
         self._flying: deque[MiniBatch] = deque()
         self._free: list[list[Weights]] = []  # weights that no mini-batch needs any more
         self._detached = False
+        self._failed = ""
+        self._in_use = threading.RLock()  # a wait for batches of the server's drains
         # Also where a script ends without close(): torch must not compute while Python ends.
         self._end_stages = weakref.finalize(self, stages.end, self._stages)
         try:
@@ -148,8 +152,7 @@ class VirtualWorker:
         Waves.begin and end raise. Whatever is raised, the worker has left the job then. Raises
         UsageError, and goes on, for inputs that are no tensor of samples.
         """
-        if not isinstance(inputs, torch.Tensor) or not inputs.dim():
-            raise UsageError("train: inputs must be a tensor with the samples along its first axis")
+        _check_samples("inputs", inputs)
         with self._or_leave():
             ended = self._make_room(None)
             self._begin(None)
@@ -181,9 +184,27 @@ class VirtualWorker:
 
         inputs, targets: all samples, along the first dimension. batch_size: samples of a
         mini-batch. Yields each mini-batch that has entered the pipeline, with what train() returns.
-        A wave is one batch of the server's, and is answered once an epoch. Raises what train() and
-        Client.waves raise.
+        A wave is one batch of the server's, and is answered once an epoch. Nothing is trained until
+        it is iterated. Raises what train() and Client.waves raise.
         """
+        _check_samples("inputs", inputs)
+        _check_samples("targets", targets)
+        if len(inputs) != len(targets):
+            raise UsageError(f"inputs has {len(inputs)} samples and targets {len(targets)}")
+        return Unused(
+            self._train_on(inputs, targets, loss_function, batch_size, epochs, seed),
+            "for batch, loss in worker.train_on(...): ...",
+        )
+
+    def _train_on(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        loss_function: LossFunction,
+        batch_size: int,
+        epochs: int,
+        seed: int,
+    ) -> Iterator[tuple[Batch, float | None]]:
         waves = self.client.waves(len(inputs), batch_size, epochs, seed, before_wait=self.drain)
         while True:
             with self._or_leave():
@@ -344,16 +365,21 @@ class VirtualWorker:
     @contextlib.contextmanager
     def _or_leave(self) -> Iterator[None]:
         if self._detached:  # not every call asks the client, and the threads have ended
-            raise UsageError(LEFT)
+            why = f", for it failed ({self._failed})" if self._failed else ""
+            raise UsageError(f"this virtual worker has left its job{why}: make a new VirtualWorker")
+        if not self._in_use.acquire(blocking=False):
+            raise UsageError("another thread uses this virtual worker: one at a time")
         before = torch.get_num_threads()
         torch.set_num_threads(min(before, self._threads))
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self._failed = type(error).__name__
             self._leave()
             raise
         finally:
             torch.set_num_threads(before)
+            self._in_use.release()
 
     def _leave(self) -> None:
         if self._detached:
@@ -372,6 +398,11 @@ class VirtualWorker:
             self.model.to("cpu")
 
 
+def _check_samples(what: str, given: object) -> None:
+    if not isinstance(given, torch.Tensor) or not given.dim():
+        raise UsageError(f"{what} must be a tensor with the samples along its first axis")
+
+
 def _planned(
     plan: Plan | str | os.PathLike[str],
     layers: Sequence[torch.nn.Module],
@@ -384,48 +415,6 @@ def _planned(
     made = plan if isinstance(plan, Plan) else Plan.load(plan)
     made.check(layers)
     return made
-
-
-def _stages(
-    model: torch.nn.Sequential, where: Sequence[Place], cuts: Sequence[int] | None
-) -> list[Stage]:
-    """Cuts the model. Raises UsageError for cuts that do not fit."""
-    layers = list(model)
-    if len(layers) < len(where):
-        raise UsageError(
-            f"devices: {len(where)} for {len(layers)} layers: give at most one for each layer"
-        )
-    if cuts is None:
-        sizes = [sum(one.numel() for one in layer.parameters()) for layer in layers]
-        cuts = stages.even_cuts(sizes, len(where))
-    if not all(isinstance(one, int) for one in cuts):
-        raise UsageError(f"cuts {list(cuts)}: give numbers of layers, such as [2, 5]")
-    bounds = [0, *cuts, len(layers)]
-    if len(cuts) != len(where) - 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise UsageError(
-            f"cuts {list(cuts)}: {len(where)} devices and {len(layers)} layers need "
-            f"{len(where) - 1} ascending numbers of layers above 0 and below {len(layers)}"
-        )
-    return [
-        Stage(number, torch.nn.Sequential(*layers[first:end]), place)
-        for number, ((first, end), place) in enumerate(
-            zip(itertools.pairwise(bounds), where, strict=True)
-        )
-    ]
-
-
-def _check(trained: Trained, parts: Sequence[Stage]) -> None:
-    """Raises UsageError for a model that cannot be a pipeline of these stages."""
-    stages.check_model(trained)
-    names = {id(one): name for name, one in trained.module.named_parameters()}
-    stage_of: dict[int, int] = {}
-    for stage in parts:
-        for one in stage.module.parameters():
-            if stage_of.setdefault(id(one), stage.number) != stage.number:
-                raise UsageError(
-                    f"stages {stage_of[id(one)]} and {stage.number} share the parameter "
-                    f"{names[id(one)]!r}: put the layers that use it into one stage with cuts="
-                )
 
 
 def _empty(stage: Stage) -> Weights:

@@ -97,7 +97,7 @@ def run(
     ] = None,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
-    devices_per_learner: DevicesPerLearner = 1,
+    devices_per_learner: DevicesPerLearner = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
@@ -139,7 +139,7 @@ def attach(
     command: Command,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
-    devices_per_learner: DevicesPerLearner = 1,
+    devices_per_learner: DevicesPerLearner = None,
     as_json: Json = False,
 ) -> int:
     """Add one learner to a running job: gadei-ps attach demo -- python my_train.py

@@ -83,7 +83,7 @@ Gpus = Annotated[
     ),
 ]
 DevicesPerLearner = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--devices-per-learner",
         metavar="N",
@@ -91,6 +91,7 @@ DevicesPerLearner = Annotated[
         max=256,
         help="Devices of each learner, for the stages of a virtual worker: N GPUs, or N parts of "
         "its share of the cores.",
+        show_default="one",
     ),
 ]
 Verbose = Annotated[

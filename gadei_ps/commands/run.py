@@ -53,7 +53,7 @@ class RunOptions:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     device: str = "auto"
     gpus: str | None = None
-    devices_per_learner: int = 1
+    devices_per_learner: int | None = None
     fresh: bool = False
     out: Path | None = None
     log_dir: Path | None = None
@@ -105,7 +105,7 @@ def _compute(options: RunOptions) -> Compute:
         _say(shared)
     if compute.why:
         _say(f"warning: {compute.why}; learners are not told which GPU to use")
-    elif compute.each > 1:
+    elif compute.each is not None:
         return compute  # virtual workers need no CuPy, and say themselves where they compute
     elif (why := compute.without()) and (compute.gpus or gpus.has_driver()):
         _say(f"learners compute on the host: {why}")

@@ -38,10 +38,10 @@ class Compute:
     device: str | None = None
     gpus: tuple[str, ...] = ()
     why: str = ""
-    each: int = 1
+    each: int | None = None
 
     @classmethod
-    def wanted(cls, device: str, asked: str | None, each: int = 1) -> Compute:
+    def wanted(cls, device: str, asked: str | None, each: int | None = None) -> Compute:
         """device, asked and each: what --device, --gpus and --devices-per-learner say.
 
         Raises UsageError, or DeviceError with what is missing.
@@ -63,7 +63,7 @@ class Compute:
     def _checked(self) -> Compute:
         """Itself; raises DeviceError if --device cuda, or as many GPUs, cannot be had."""
         there = list(dict.fromkeys(self.gpus))
-        if there and len(there) < self.each:
+        if there and self.each and len(there) < self.each:
             raise DeviceError(
                 f"--devices-per-learner {self.each}: GPUs that a learner can get are "
                 f"{', '.join(there)}; give at most {len(there)}, or --device host"
@@ -93,9 +93,9 @@ class Compute:
 
         Of learners of one device nothing is said.
         """
-        wanted = self.each * learners
+        wanted = (self.each or 1) * learners
         there, what = (len(self.gpus), "GPUs") if self.gpus else (process.cores(), "cores")
-        if self.each == 1 or wanted <= there:
+        if (self.each or 1) == 1 or wanted <= there:
             return ""
         return f"{learners} x {self.each} devices on {there} {what}: learners share them"
 
@@ -107,10 +107,12 @@ class Compute:
         """What learner `index` has in its environment besides what its launcher has."""
         if self.device is None:
             return {}
-        told = {DEVICE_VARIABLE: self.device, DEVICES_VARIABLE: str(self.each)}
+        told = {DEVICE_VARIABLE: self.device}
+        if self.each is not None:
+            told[DEVICES_VARIABLE] = str(self.each)
         if self.device == "host":
             return told | {gpus.VISIBLE: ""}
-        return told | gpus.assign(self.gpus, index, each=self.each)
+        return told | gpus.assign(self.gpus, index, each=self.each or 1)
 
 
 NOTHING_SAID = Compute()

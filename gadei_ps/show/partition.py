@@ -74,7 +74,10 @@ def _facts(made: Mapping[str, Any], slowest: float, cores: int) -> dict[str, str
     in_flight, full = made["in_flight"], made["full_in_flight"]
     own = made["copy_s"] + made["step_s"]
     rows: dict[str, str | Text] = {
-        "speed": f"{made['mini_batches_per_s']:,.1f} mini-batches/s with {in_flight:,} in flight",
+        "speed": (
+            f"{made['mini_batches_per_s']:,.1f} mini-batches/s with {in_flight:,} in flight, "
+            "without pushes and pulls"
+        ),
         "bubble": f"{made['bubble_share']:.0%} of the time the slowest stage waits",
         "learner": (
             f"{_time(made['copy_s'])} to copy weights and {_time(made['step_s'])} for the "
@@ -84,7 +87,8 @@ def _facts(made: Mapping[str, Any], slowest: float, cores: int) -> dict[str, str
     advice = []
     if made["left_out"]:
         advice.append(
-            f"{', '.join(made['left_out'])} left out: with it the slowest stage would not be faster"
+            f"{', '.join(made['left_out'])} left out: nothing fits there, or it would make nothing "
+            "faster"
         )
     if own > slowest:
         advice.append("the learner's own thread takes longer than the slowest stage")

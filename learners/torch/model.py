@@ -93,6 +93,18 @@ class Trained:
             raise UsageError(
                 f"{argument} gave a {type(optimizer).__name__}: let it return an optimizer of torch"
             )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                f"{argument} gave LBFGS, which computes gradients several times a step: take an "
+                "optimizer that steps with the gradients at hand"
+            )
+        own = {id(one) for one in self.parameters.values()}
+        held = [id(one) for group in optimizer.param_groups for one in group["params"]]
+        if not own.issuperset(held):
+            raise UsageError(
+                f"{argument} gave a {type(optimizer).__name__} of other parameters: make it of "
+                "those that the function is given, as lambda p: torch.optim.SGD(p, lr=0.1)"
+            )
         return optimizer
 
     def in_order_of(self, model: Model) -> list[torch.Tensor]:

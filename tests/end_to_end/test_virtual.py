@@ -260,7 +260,9 @@ def test_what_a_layer_raises_ends_the_worker(job: Daemon, job_name: str, backwar
     eventually(lambda: has_left(job_name))
     assert not status(job_name)["gradients_applied"]  # of a wave that is not whole
     for again in (lambda: worker.train(inputs, targets, CRITERION), worker.drain):
-        with pytest.raises(UsageError, match="has detached from its job"):
+        with pytest.raises(
+            UsageError, match=r"it failed \(ArithmeticError\): make a new"
+        ):
             again()
     worker.close()
     worker.model(inputs)  # of its own memory
@@ -353,56 +355,6 @@ def test_frozen_layers_and_tables_stay_as_they_are(job: Daemon, job_name: str) -
     assert torch.equal(late[0].rows, tables)  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_a_pipeline_is_refused(job_name: str) -> None:
-    """Before the job is asked: there is none."""
-    shared, two = nn.Linear(3, 3), ["host", "host"]
-    pair: list[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    wrong: list[tuple[str, list[nn.Module], Any, Any]] = [
-        ("stages 0 and 1 share the parameter '0.weight'", [shared, nn.Tanh(), shared], two, [1]),
-        (
-            "'1' \\(BatchNorm1d\\) keeps running statistics",
-            [*pair[:1], nn.BatchNorm1d(3)],
-            two,
-            None,
-        ),
-        ("the model has no parameters", [], two, None),
-        ("parameter '0.weight' has no values yet", [nn.LazyLinear(3), *pair], two, None),
-        ("devices: 3 for 2 layers", pair, [*two, "host"], None),
-        ("devices: give a list", pair, "host", None),
-        ("devices: give a list", pair, [], None),
-        ("device 'host:0': give 'host'", pair, ["host", "host:0"], None),
-        ("device 'cuda:0': PyTorch .* sees no GPU here", pair, ["host", "cuda:0"], None),
-        ("cuts \\[2\\]: 2 devices and 2 layers need 1 ascending", pair, two, [2]),
-        ("cuts \\['a'\\]: give numbers of layers", pair, two, ["a"]),
-        ("devices: give a list", pair, 3, None),
-        ("cuts \\[1, 1\\]: 3 devices", [*pair, nn.Tanh()], [*two, "host"], [1, 1]),
-    ]
-    for why, made, devices, cuts in wrong:
-        with pytest.raises(UsageError, match=why) as refused:
-            VirtualWorker(made, devices, momentum, job_name, cuts=cuts)
-        assert "\n" not in str(refused.value)
-    ready = momentum([*nn.Linear(3, 3).parameters()])
-    with pytest.raises(UsageError, match="optimizer is a SGD: give a function"):
-        VirtualWorker(pair, two, ready, job_name)  # type: ignore[arg-type]
-
-
-def test_wrong_mini_batches(job_name: str) -> None:
-    """Inputs are looked at before anything is sent; a wrong loss ends the worker."""
-    inputs, targets = next(data())
-    with daemon(job_name, optimizer={}, sync="wsp:D=1,s_local=3"):
-        worker = VirtualWorker(layers(), ["host", "host"], momentum, job_name)
-        for wrong in ([1.0], torch.tensor(1.0)):
-            with pytest.raises(UsageError, match="inputs must be a tensor with the samples"):
-                worker.train(wrong, targets, CRITERION)  # type: ignore[arg-type]
-        worker.train(inputs, targets, CRITERION)
-        for loss in (lambda made, _: made, lambda *_: 1.0, lambda *_: torch.ones(())):
-            with pytest.raises(UsageError, match="loss function: it must return one number"):
-                worker.train(inputs, targets, loss)
-                worker.drain()
-            worker = VirtualWorker(layers(), ["host", "host"], momentum, job_name)
-        worker.close()
-
-
 def test_targets_in_parts_and_copies_of_the_weights(job_name: str) -> None:
     inputs, targets = next(data())
 
@@ -437,11 +389,3 @@ def test_one_tensor_between_stages(job: Daemon, job_name: str) -> None:
     with pytest.raises(UsageError, match="stage 0 hands on tuple"):
         worker.close()
     eventually(lambda: has_left(job_name))
-
-
-def test_layers_are_cut_evenly() -> None:
-    assert stages.even_cuts([220, 0, 420, 0, 63], 2) == [2]
-    assert stages.even_cuts([220, 0, 420, 0, 63], 3) == [2, 4]
-    assert stages.even_cuts([0, 0, 5], 3) == [1, 2]
-    assert stages.even_cuts([1, 1, 1, 9], 1) == []
-    assert stages.even_cuts([9, 1, 1, 1], 3) in ([1, 2], [1, 3])

@@ -290,13 +290,14 @@ def test_auto_settles_for_the_host(broken_cupy: None, tmp_path: Path) -> None:
 def test_environment_of_learners() -> None:
     assert Compute().environment(0) == {}
     host = Compute.wanted("host", None)
-    assert host.environment(1) == {DEVICE_VARIABLE: "host", DEVICES_VARIABLE: "1", VISIBLE: ""}
+    assert host.environment(1) == {DEVICE_VARIABLE: "host", VISIBLE: ""}
     assert host.settled() == host
     auto = Compute("auto", ("0", "1", "3"))
     assert [auto.environment(index)[VISIBLE] for index in range(4)] == ["0", "1", "3", "0"]
     assert auto.environment(0)[DEVICE_VARIABLE] == "auto"
+    assert Compute("cuda").beside([os.getpid()]).environment(1) == {DEVICE_VARIABLE: "cuda"}
     told = {DEVICE_VARIABLE: "cuda", DEVICES_VARIABLE: "1"}
-    assert Compute("cuda").beside([os.getpid()]).environment(1) == told
+    assert Compute("cuda", each=1).environment(1) == told
 
 
 def test_several_devices_of_a_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

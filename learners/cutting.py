@@ -1,0 +1,103 @@
+"""Cuts a chain of layers into the stages of a virtual worker."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.places import Place
+from gadei_ps.learners.stages import Stage
+from gadei_ps.learners.torch.model import Trained
+from gadei_ps.show.counts import counted
+
+
+def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> list[Stage]:
+    """The stages of a chain of layers, one for each place.
+
+    model: of an nn.Sequential. cuts: the first layer of each stage but the first; None: see
+    even_cuts(). Raises UsageError for a model that cannot be a pipeline, and for cuts that do not
+    fit.
+    """
+    layers = list(cast(torch.nn.Sequential, model.module))  # one that stands twice, twice
+    if len(layers) < len(where):
+        raise UsageError(
+            f"devices: {len(where)} for {len(layers)} layers: give at most one for each layer"
+        )
+    if cuts is None:
+        sizes = [sum(one.numel() for one in layer.parameters()) for layer in layers]
+        cuts = even_cuts(sizes, len(where))
+    if isinstance(cuts, str) or not all(isinstance(one, int) for one in cuts):
+        raise UsageError(f"cuts {cuts!r}: give a list of numbers of layers, such as [2, 5]")
+    bounds = [0, *cuts, len(layers)]
+    if len(cuts) != len(where) - 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise UsageError(
+            f"cuts {list(cuts)}: for {len(where)} devices and {len(layers)} layers give "
+            f"{counted(len(where) - 1, 'number')}, ascending, above 0 and below {len(layers)}"
+        )
+    made = [
+        Stage(number, torch.nn.Sequential(*layers[first:end]), place)
+        for number, ((first, end), place) in enumerate(
+            zip(itertools.pairwise(bounds), where, strict=True)
+        )
+    ]
+    check_model(model)
+    _check_shared(model, made)
+    return made
+
+
+def _check_shared(trained: Trained, parts: Sequence[Stage]) -> None:
+    """Raises UsageError if stages share a parameter."""
+    names = {id(one): name for name, one in trained.module.named_parameters()}
+    stage_of: dict[int, int] = {}
+    for stage in parts:
+        for one in stage.module.parameters():
+            if stage_of.setdefault(id(one), stage.number) != stage.number:
+                raise UsageError(
+                    f"stages {stage_of[id(one)]} and {stage.number} share the parameter "
+                    f"{names[id(one)]!r}: put the layers that use it into one stage with cuts="
+                )
+
+
+def even_cuts(sizes: Sequence[int], stages: int) -> list[int]:
+    """Cuts a chain of layers so that the largest stage is as small as can be.
+
+    sizes: of each layer; at least `stages` of them. Returns the first layer of each stage but the
+    first. Of equal cuts it takes the later ones, so that a layer without parameters stays with the
+    one before.
+    """
+    before = [0, *itertools.accumulate(sizes)]
+    best: dict[int, tuple[int, list[int]]] = {  # of the first layers: the largest stage, the cuts
+        end: (before[end], []) for end in range(1, len(sizes) + 1)
+    }
+    for stage in range(2, stages + 1):
+        best = {
+            end: min(
+                (
+                    (max(best[cut][0], before[end] - before[cut]), [*best[cut][1], cut])
+                    for cut in range(end - 1, stage - 2, -1)  # min() takes the first of equal ones
+                ),
+                key=lambda one: one[0],
+            )
+            for end in range(stage, len(sizes) + 1)
+        }
+    return best[len(sizes)][1]
+
+
+def check_model(model: Trained) -> None:
+    """Raises UsageError for a model that cannot be a pipeline, however it is cut."""
+    if model.device.type != "cpu":
+        raise UsageError(
+            f"the layers are on {model.device}: leave them on the CPU, and the worker moves "
+            "each to its stage's device"
+        )
+    for name, layer in model.module.named_modules():
+        if getattr(layer, "running_mean", None) is not None:
+            raise UsageError(
+                f"layer {name!r} ({type(layer).__name__}) keeps running statistics, which have no "
+                "version of each mini-batch's own: give it track_running_stats=False, or take "
+                "GroupNorm or LayerNorm"
+            )

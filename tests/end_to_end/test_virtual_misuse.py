@@ -1,0 +1,143 @@
+"""Virtual workers that are made or used wrongly: one line each, and they have left the job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import daemon, eventually, status
+from support.torch_models import one_thread as one_thread
+from torch import nn
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners import cutting
+from gadei_ps.learners.virtual import VirtualWorker
+
+CRITERION = nn.functional.cross_entropy
+HOSTS = ["host", "host"]
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3)]
+
+
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.5)
+
+
+def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    source = torch.Generator().manual_seed(11)
+    while True:
+        inputs = torch.randn(8, 10, generator=source)
+        yield inputs, (inputs.sum(1) > 0).long()
+
+
+def test_what_cannot_be_a_pipeline_is_refused(job_name: str) -> None:
+    """Before the job is asked: there is none."""
+    shared, two = nn.Linear(3, 3), ["host", "host"]
+    pair: list[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    wrong: list[tuple[str, list[nn.Module], Any, Any]] = [
+        ("stages 0 and 1 share the parameter '0.weight'", [shared, nn.Tanh(), shared], two, [1]),
+        (
+            "'1' \\(BatchNorm1d\\) keeps running statistics",
+            [*pair[:1], nn.BatchNorm1d(3)],
+            two,
+            None,
+        ),
+        ("the model has no parameters", [], two, None),
+        ("layer 1 is a int: give modules of torch", [*pair[:1], 3], two, None),  # type: ignore[list-item]
+        ("cuts '2': give a list of numbers", pair, two, "2"),
+        ("device 'host:999': this process may use", pair, ["host:999", "host"], None),
+        ("parameter '0.weight' has no values yet", [nn.LazyLinear(3), *pair], two, None),
+        ("devices: 3 for 2 layers", pair, [*two, "host"], None),
+        ("devices: give a list", pair, "host", None),
+        ("devices: give a list", pair, [], None),
+        ("device 'host:0': give 'host'", pair, ["host", "host:0"], None),
+        ("device 'cuda:0': PyTorch .* sees no GPU here", pair, ["host", "cuda:0"], None),
+        ("cuts \\[2\\]: for 2 devices and 2 layers give 1 number, ascending", pair, two, [2]),
+        ("cuts \\['a'\\]: give a list of numbers", pair, two, ["a"]),
+        ("devices: give a list", pair, 3, None),
+        ("cuts \\[1, 1\\]: for 3 devices", [*pair, nn.Tanh()], [*two, "host"], [1, 1]),
+    ]
+    for why, made, devices, cuts in wrong:
+        with pytest.raises(UsageError, match=why) as refused:
+            VirtualWorker(made, devices, momentum, job_name, cuts=cuts)
+        assert "\n" not in str(refused.value)
+    ready = momentum([*nn.Linear(3, 3).parameters()])
+    with pytest.raises(UsageError, match="optimizer is a SGD: give a function"):
+        VirtualWorker(pair, two, ready, job_name)  # type: ignore[arg-type]
+
+
+def test_wrong_mini_batches(job_name: str) -> None:
+    """Inputs are looked at before anything is sent; a wrong loss ends the worker."""
+    inputs, targets = next(data())
+    with daemon(job_name, optimizer={}, sync="wsp:D=1,s_local=3"):
+        worker = VirtualWorker(layers(), ["host", "host"], momentum, job_name)
+        for wrong in ([1.0], torch.tensor(1.0)):
+            with pytest.raises(UsageError, match="inputs must be a tensor with the samples"):
+                worker.train(wrong, targets, CRITERION)  # type: ignore[arg-type]
+        worker.train(inputs, targets, CRITERION)
+        for loss in (lambda made, _: made, lambda *_: 1.0, lambda *_: torch.ones(())):
+            with pytest.raises(UsageError, match="loss function: it must return one number"):
+                worker.train(inputs, targets, loss)
+                worker.drain()
+            worker = VirtualWorker(layers(), ["host", "host"], momentum, job_name)
+        worker.close()
+
+
+def test_optimizers_that_would_train_nothing(job_name: str) -> None:
+    with daemon(job_name, optimizer={}):
+        for wrong, why in (
+            (lambda _: momentum(list(layers()[0].parameters())), "SGD of other parameters"),
+            (torch.optim.LBFGS, "LBFGS, which computes gradients several times"),
+        ):
+            with pytest.raises(UsageError, match=why):
+                VirtualWorker(layers(), HOSTS, wrong, job_name)
+            eventually(lambda: not status(job_name)["learners"])
+
+
+def test_one_thread_at_a_time(job_name: str) -> None:
+    inputs, targets = next(data())
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waiting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            inside.set()
+            go_on.wait()
+
+    with (
+        daemon(job_name, optimizer={}, sync="wsp:D=1,s_local=1"),
+        VirtualWorker(layers(), HOSTS, lambda p: Waiting(p, 0.1), job_name) as worker,
+    ):
+        worker.train(inputs, targets, CRITERION)
+        drains = threading.Thread(target=worker.drain)
+        drains.start()
+        inside.wait()
+        with pytest.raises(UsageError, match="another thread uses this virtual worker"):
+            worker.train(inputs, targets, CRITERION)
+        go_on.set()
+        drains.join()
+
+
+def test_batches_that_nobody_takes(job_name: str) -> None:
+    with (
+        daemon(job_name, optimizer={}, sync="wsp:D=1,s_local=1"),
+        VirtualWorker(layers(), HOSTS, momentum, job_name) as worker,
+    ):
+        some = torch.randn(16, 10)
+        with pytest.raises(UsageError, match="inputs has 16 samples and targets 15"):
+            worker.train_on(some, torch.zeros(15).long(), CRITERION, batch_size=4, epochs=1)
+        with pytest.warns(UserWarning, match="nothing was trained: write for batch, loss in work"):
+            worker.train_on(some, torch.zeros(16).long(), CRITERION, batch_size=4, epochs=1)
+
+
+def test_layers_are_cut_evenly() -> None:
+    assert cutting.even_cuts([220, 0, 420, 0, 63], 2) == [2]
+    assert cutting.even_cuts([220, 0, 420, 0, 63], 3) == [2, 4]
+    assert cutting.even_cuts([0, 0, 5], 3) == [1, 2]
+    assert cutting.even_cuts([1, 1, 1, 9], 1) == []
+    assert cutting.even_cuts([9, 1, 1, 1], 3) in ([1, 2], [1, 3])
