@@ -169,7 +169,9 @@ class Client(Work, Frames):
             for kind in (_native.PS_PUSHING, _native.PS_TAKING, _native.PS_COPYING)
         )
         self._taken = Taken()
-        self._refuses = bool(int(self._control["refuse_nonfinite"]))
+        self.refuses_nonfinite = bool(int(self._control["refuse_nonfinite"]))
+        """Whether the job refuses gradients that hold a NaN or an infinity."""
+        self._warns = self.refuses_nonfinite
         self._paused = 0  # blocks of pause() that are open
         self._gone_since = None
         self._carrier: Callable[[], Carrier | None] = lambda: None
@@ -408,8 +410,8 @@ class Client(Work, Frames):
     def _counted(self, batch: int) -> None:
         self._gone_since = None  # there was room for it, so the job has lived
         self._taken.remove(batch)
-        if self._refuses and not math.isfinite(self._learner.squares):
-            self._refuses = False  # the line is shown once
+        if self._warns and not math.isfinite(self._learner.squares):
+            self._warns = False  # the line is shown once
             print(REFUSED, file=sys.stderr, flush=True)
 
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:

@@ -35,6 +35,7 @@ from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
+from gadei_ps.learners.torch.finite import FiniteSteps
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.torch.sums import Sums
 from gadei_ps.learners.unused import Unused
@@ -110,6 +111,7 @@ class VirtualWorker:
         self._sums: Sums | None = None
         self.local: torch.optim.Optimizer | None = None
         """The optimizer that was made; for a learning-rate scheduler, say."""
+        self._steps: FiniteSteps | None = None
         self._flying: deque[MiniBatch] = deque()
         self._free: list[list[Weights]] = []  # weights that no mini-batch needs any more
         self._detached = False
@@ -125,6 +127,7 @@ class VirtualWorker:
             self._place_weights()
             if optimizer is not None:
                 self.local = trained.made(optimizer, "optimizer")
+                self._steps = FiniteSteps(self.client, self.local)
             if gradients is not None:
                 elsewhere = {id(parameter) for _, parameter in self._elsewhere}
                 self._sums = Sums(gradients.gradients, trained.parameters, elsewhere)
@@ -284,8 +287,8 @@ class VirtualWorker:
         for stage, copies in zip(self._stages, one.weights, strict=True):
             for inner, parameter in stage.parameters.items():
                 parameter.grad, copies[inner].grad = copies[inner].grad, None
-        if self.local is not None:
-            self.local.step()
+        if self._steps is not None:
+            self._steps.step()
         if self._sums is not None:
             self._sums.add()
         for stage in self._stages:

@@ -93,7 +93,8 @@ def _facts(made: Mapping[str, Any], slowest: float, cores: int) -> dict[str, str
     if own > slowest:
         advice.append("the learner's own thread takes longer than the slowest stage")
     elif made["bubble_share"] > FULL and full is not None and full > in_flight:
-        advice.append(f"s_local={full - 1} fills the pipeline, if the memory is enough")
+        model = f"wsp:D=1,s_local={full - 1}"
+        advice.append(f"--sync {model} fills the pipeline, if the memory is enough")
     threads = sum(int(one["device"].partition(":")[2] or 0) for one in _on_host(made["stages"]))
     if threads > cores:
         advice.append(

@@ -260,9 +260,7 @@ def test_what_a_layer_raises_ends_the_worker(job: Daemon, job_name: str, backwar
     eventually(lambda: has_left(job_name))
     assert not status(job_name)["gradients_applied"]  # of a wave that is not whole
     for again in (lambda: worker.train(inputs, targets, CRITERION), worker.drain):
-        with pytest.raises(
-            UsageError, match=r"it failed \(ArithmeticError\): make a new"
-        ):
+        with pytest.raises(UsageError, match=r"it failed \(ArithmeticError\): make a new"):
             again()
     worker.close()
     worker.model(inputs)  # of its own memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners import cutting
+from gadei_ps.learners.torch import LocalOptimizer
 from gadei_ps.learners.virtual import VirtualWorker
 
 CRITERION = nn.functional.cross_entropy
@@ -98,6 +100,33 @@ def test_optimizers_that_would_train_nothing(job_name: str) -> None:
             with pytest.raises(UsageError, match=why):
                 VirtualWorker(layers(), HOSTS, wrong, job_name)
             eventually(lambda: not status(job_name)["learners"])
+
+
+@pytest.mark.parametrize("kind", ["virtual", "local"])
+def test_one_gradient_that_is_not_finite(
+    kind: str, job_name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is left out; the learner's weights and its optimizer's moments stay finite."""
+    batches = itertools.islice(data(), 12)
+    with daemon(job_name, optimizer={}, sync="wsp:D=1,s_local=1"):
+        model = nn.Sequential(*layers())
+        if kind == "virtual":
+            worker = VirtualWorker(list(model), HOSTS, momentum, job_name)
+            for number, (inputs, targets) in enumerate(batches):
+                worker.train(inputs * torch.nan if number == 4 else inputs, targets, CRITERION)
+            worker.close()
+        else:
+            optimizer = LocalOptimizer(model, momentum, job_name)
+            for number, (inputs, targets) in enumerate(batches):
+                optimizer.zero_grad()
+                loss = CRITERION(model(inputs), targets)
+                (loss * torch.inf if number == 4 else loss).backward()
+                optimizer.step()
+            optimizer.close()
+        assert all(one.isfinite().all() for one in model.parameters())
+        eventually(lambda: status(job_name)["gradients_applied"] == 6)
+        assert not status(job_name)["gradients_refused"]
+    assert capfd.readouterr().err.count("its optimizer does not step with it") == 1
 
 
 def test_one_thread_at_a_time(job_name: str) -> None:
