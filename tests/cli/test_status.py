@@ -50,7 +50,7 @@ def test_a_picture_of_a_running_job(
         ("--svg status.png", "--svg status.png: give a name that ends in .svg"),
         ("--svg x.svg --json", "give only one of --svg, --json"),
         ("--svg x.svg --watch", "give only one of --watch, --svg"),
-        ("--svg taken.svg", "--svg taken.svg: cannot be written (Is a directory)"),
+        ("--svg taken.svg", "--svg taken.svg: it is a directory; name a file"),
     ],
 )
 def test_no_picture(cli: Cli, arguments: str, said: str) -> None:

@@ -430,11 +430,14 @@ def test_set_before_there_is_a_model(job_name: str) -> None:
 def test_stopped_learner_holds_a_change_up_until_it_goes_on(job_name: str) -> None:
     with (
         daemon(job_name, sync="ssp:9", tensors=TENSORS),
-        fork(2, _push_until_told, job_name) as team,
+        fork(2, _push_when_told, job_name) as team,
     ):
-        _all_granted(team)
+        _all_granted(team)  # so each has an iteration in hand
         team[0].signal(signal.SIGSTOP)
+        team[1].send(1)
         with pytest.raises(ControlError, match=r"has not reached a barrier within 0\.5 s"):
             jobs.set_sync(job_name, "bsp", 0.5)
         team[0].signal(signal.SIGCONT)
+        assert status(job_name)["sync"] != "bsp"
+        team[0].send(1)
         eventually(lambda: status(job_name)["sync"] == "bsp")
