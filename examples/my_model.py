@@ -39,7 +39,8 @@ def sample() -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
 
 
 def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.2)
+    # A plain learner trains this with 0.2. Here gradients are of weights without the last updates.
+    return torch.optim.SGD(parameters, lr=0.05)
 
 
 if __name__ == "__main__":
