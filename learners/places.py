@@ -31,7 +31,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As places() takes it, with the number of cores or of the GPU."""
+        """As parse() takes it, with the number of cores or of the GPU."""
         return str(self.device) if self.has_own_memory else f"host:{self.cores}"
 
     def use(self) -> None:
@@ -47,11 +47,8 @@ class Place:
 def cores() -> int:
     """Of this learner: its share of the machine's, where its launcher has told it one."""
     share = os.environ.get("OMP_NUM_THREADS", "")
-    return (
-        min(int(share), process.cores())
-        if re.fullmatch(r"[1-9]\d{0,3}", share)
-        else process.cores()
-    )
+    there = process.cores()
+    return min(int(share), there) if re.fullmatch(r"[1-9]\d{0,3}", share) else there
 
 
 def given() -> list[str]:

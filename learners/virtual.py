@@ -194,21 +194,19 @@ class VirtualWorker:
         _check_samples("targets", targets)
         if len(inputs) != len(targets):
             raise UsageError(f"inputs has {len(inputs)} samples and targets {len(targets)}")
+        waves = self.client.waves(len(inputs), batch_size, epochs, seed, before_wait=self.drain)
         return Unused(
-            self._train_on(inputs, targets, loss_function, batch_size, epochs, seed),
+            self._train_on(waves, inputs, targets, loss_function),
             "for batch, loss in worker.train_on(...): ...",
         )
 
     def _train_on(
         self,
+        waves: Iterator[list[Batch]],
         inputs: torch.Tensor,
         targets: torch.Tensor,
         loss_function: LossFunction,
-        batch_size: int,
-        epochs: int,
-        seed: int,
     ) -> Iterator[tuple[Batch, float | None]]:
-        waves = self.client.waves(len(inputs), batch_size, epochs, seed, before_wait=self.drain)
         while True:
             with self._or_leave():
                 parts = next(waves, None)

@@ -27,24 +27,23 @@ class FiniteSteps:
         self._optimizer = optimizer
         self._told = False
 
-    def step(self) -> bool:
-        """True if the optimizer has stepped."""
-        if self._refuses and not self._finite():
-            if not self._told:
-                print(LEFT_OUT, file=sys.stderr, flush=True)
-                self._told = True
-            return False
-        self._optimizer.step()
-        return True
+    def step(self) -> None:
+        """Steps, or says once that it has not."""
+        if not self._refuses or self._finite():
+            self._optimizer.step()
+        elif not self._told:
+            print(LEFT_OUT, file=sys.stderr, flush=True)
+            self._told = True
 
     def _finite(self) -> bool:
         largest: dict[torch.device, list[torch.Tensor]] = {}
         for group in self._optimizer.param_groups:
             for one in group["params"]:
-                if one.grad is not None and one.grad.numel():
-                    values = one.grad.coalesce().values() if one.grad.is_sparse else one.grad
-                    if values.numel():
-                        # NaN, or the largest by absolute value, which no square overflows.
-                        norm = torch.linalg.vector_norm(values, torch.inf)
-                        largest.setdefault(values.device, []).append(norm)
+                if one.grad is None:
+                    continue
+                values = one.grad.coalesce().values() if one.grad.is_sparse else one.grad
+                if values.numel():
+                    # NaN, or the largest by absolute value, which no square overflows.
+                    norm = torch.linalg.vector_norm(values, torch.inf)
+                    largest.setdefault(values.device, []).append(norm)
         return all(bool(torch.stack(some).isfinite().all()) for some in largest.values())

@@ -11,6 +11,8 @@ import pytest
 import torch
 from support import daemon, eventually, status
 from support.torch_models import one_thread as one_thread
+from support.torch_models import pipeline_layers as layers
+from support.torch_models import with_momentum as momentum
 from torch import nn
 
 from gadei_ps.errors import UsageError
@@ -20,15 +22,6 @@ from gadei_ps.learners.virtual import VirtualWorker
 
 CRITERION = nn.functional.cross_entropy
 HOSTS = ["host", "host"]
-
-
-def layers() -> list[nn.Module]:
-    torch.manual_seed(3)
-    return [nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3)]
-
-
-def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, momentum=0.5)
 
 
 def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -51,7 +51,7 @@ def dies(told: list[tuple[int, int]], at: int) -> str:
     ],
 )
 def test_who_has_stored(told: list[tuple[int, int]], at: int, says: bool) -> None:
-    """Only a store into what is told of then; the last word on a place counts."""
+    """Only a store into memory that has been announced; a later announcement replaces it."""
     said = dies(told, at)
     assert ("written to a parameter in place" in said) == says
     assert bool(said) == says

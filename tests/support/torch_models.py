@@ -57,3 +57,12 @@ LOCAL: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = 
     ),
     "adam": ({"kind": "adam", "lr": 0.01}, lambda p: torch.optim.Adam(p, 0.01)),
 }
+
+
+def pipeline_layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3)]
+
+
+def with_momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.5)

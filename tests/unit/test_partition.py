@@ -28,7 +28,7 @@ PLENTY = 10**9
 
 
 def memory_of(chain: Chain, a: int, b: int, in_flight: int) -> int:
-    """Bytes of a stage, said once more."""
+    """Bytes of a stage, worked out independently of the planner."""
     pieces = chain.pieces[a:b]
     sizes = [*(one.entering for one in chain.pieces), chain.leaving]
     flying = 1 if b == len(chain.pieces) else in_flight
