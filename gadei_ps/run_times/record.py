@@ -59,6 +59,7 @@ class Recorder:
         self._applied = self._state.view(STATE)["applied"][0]
         self._runs = self._state.view(STATE)["runs"]
         self._learners: dict[int, _Learner] = {}
+        self._begun = False  # who is found later has come since, and is recorded from the start
         self._last = -1  # highest number of an iteration so far
         self.rows = 0
         self.missed = 0
@@ -83,9 +84,10 @@ class Recorder:
             one = self._learners.get(row)
             if one is None or one.generation != generation:
                 # The first iteration of a late learner has the next number of the trace.
-                first = int(self._applied[row])
+                first = 0 if self._begun else int(self._applied[row])
                 one = self._learners[row] = _Learner(generation, first, begin - first)
             lines += self._read(row, one)
+        self._begun = True
         return lines
 
     def _read(self, row: int, one: _Learner) -> list[str]:

@@ -108,6 +108,7 @@ class Driver:
             _native.store(self._applied_at + 8 * (layout.MAX_LEARNERS * shard + one.row), 0)
         self._roster[one.row]["member"] = 0
         self._roster[one.row]["obsolete"] = 0
+        self._state["runs"]["sequence"][one.row] = 0  # of the learner before
         free = not (self.sync.uses_pushes or self.changing)
         self.publish_grant(one.row, layout.UNBOUNDED if free else 0)
         _native.store(served, one.generation)  # SYNC POINT: served

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -318,6 +319,8 @@ class Life:
             )
             code = child.wait(LIFE_S)
         told, said = [path.read_text() for path in paths]
+        # Of the tests beside this one, not of this job.
+        said = re.sub("^.* has jobs elsewhere .*\n", "", said, flags=re.MULTILINE)
         what = f"{words[0]} has ended with {code}: {said}"
         lines = 1 + said.count("left alone: ")  # gc names each file that it cannot open
         lines += 2 if words[0] == "run" else 0  # it says how it begins and how it has ended

@@ -1,4 +1,4 @@
-"""Changing a running job's model, stragglers that are told, waves, and recorded run times."""
+"""Changing a running job's model, stragglers that are told, and waves."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ import signal
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support import Child, daemon, eventually, fork, learner, live_weights, status
+from support import daemon, eventually, fork, learner, live_weights, status
+from support.steered import TENSORS, VALUES, all_granted, push_when_told, tell
 
 from gadei_ps.commands import jobs
-from gadei_ps.errors import ControlError, JobNotFound, UsageError
+from gadei_ps.errors import ControlError, UsageError
 from gadei_ps.job import control
 from gadei_ps.job.control import SetSync
 from gadei_ps.learners.client import Client
-from gadei_ps.memory.layout import RUNS
-from gadei_ps.run_times import record, traces
 from gadei_ps.sync.run_time_file import Sizes, contents
 
-VALUES = 3000
-TENSORS = [{"name": "w", "shape": [VALUES]}]
 MODELS = (
     "asp",
     "ssp:s=2",
@@ -47,33 +43,6 @@ def _push_until_told(pipe: Connection, job: str) -> None:
         pipe.send(client.published)
 
 
-def _push_when_told(pipe: Connection, job: str) -> None:
-    """Pushes when it is sent a number, gives up when it is sent "give up"; else says `wanted`."""
-    with Client(job) as client:
-        client.wait_turn()
-        pipe.send("granted")
-        while (what := pipe.recv()) is not None:
-            if what == "wanted":
-                pipe.send(client.wanted)
-                continue
-            if what == "give up":
-                client.give_up()
-            else:
-                client.push({"w": np.full(VALUES, what, np.float32)})
-            client.wait_turn()
-            pipe.send("granted")
-
-
-def _tell(child: Child, what: Any) -> Any:
-    child.send(what)
-    return child.receive()
-
-
-def _all_granted(team: list[Child]) -> None:
-    for child in team:
-        assert child.receive() == "granted"
-
-
 def test_every_change_under_load_loses_nothing(job_name: str) -> None:
     """From each model to each other one, while learners push as fast as they can."""
     pairs = list(itertools.permutations(MODELS, 2))
@@ -87,7 +56,7 @@ def test_every_change_under_load_loses_nothing(job_name: str) -> None:
         daemon(job_name, sync=MODELS[0], tensors=TENSORS, shards=2) as job,
         fork(3, _push_until_told, job_name) as team,
     ):
-        _all_granted(team)
+        all_granted(team)
         for model in order[1:]:
             result = jobs.set_sync(job_name, model, 30.0)
             assert result["sync"] == model == status(job_name)["sync"]
@@ -99,7 +68,7 @@ def test_every_change_under_load_loses_nothing(job_name: str) -> None:
 
             eventually(moved, what=lambda: status(job_name))
             job.check()
-        pushed = sum(_tell(child, "stop") for child in team)
+        pushed = sum(tell(child, "stop") for child in team)
         eventually(lambda: not status(job_name)["learners"])
         end = status(job_name)
         assert end["gradients_applied"] + end["gradients_dropped"] == pushed
@@ -114,7 +83,7 @@ def test_kills_amid_changes(times: str, job_name: str) -> None:
         daemon(job_name, sync="bsp", tensors=TENSORS, shards=2, standby=True) as job,
         fork(3, _push_until_told, job_name) as team,
     ):
-        _all_granted(team)
+        all_granted(team)
         for number, model in enumerate(("asp", "bsp", "ssp:s=1", "cutoff:c=2", "asp", "bsp")):
             control.ask(job_name, SetSync(sync=model))
             if times == "each" or number == 0:
@@ -127,7 +96,7 @@ def test_kills_amid_changes(times: str, job_name: str) -> None:
             )
             eventually(lambda: status(job_name)["standby_pid"], what="a standby")
             job.check()
-        pushed = sum(_tell(child, "stop") for child in team)
+        pushed = sum(tell(child, "stop") for child in team)
         eventually(lambda: not status(job_name)["learners"])
         end = status(job_name)
         assert end["gradients_applied"] + end["gradients_dropped"] == pushed
@@ -140,9 +109,9 @@ def test_kills_amid_changes(times: str, job_name: str) -> None:
 def test_change_waits_for_the_iteration_in_hand(job_name: str) -> None:
     with (
         daemon(job_name, sync="ssp:9", tensors=TENSORS),
-        fork(2, _push_when_told, job_name) as (one, other),
+        fork(2, push_when_told, job_name) as (one, other),
     ):
-        _all_granted([one, other])
+        all_granted([one, other])
         one.send(1)
         assert one.receive() == "granted"
         changing = threading.Thread(target=jobs.set_sync, args=(job_name, "bsp", 30.0))
@@ -157,12 +126,12 @@ def test_change_waits_for_the_iteration_in_hand(job_name: str) -> None:
         assert status(job_name)["sync"] == "ssp:s=9"
         other.send(3)
         changing.join()
-        _all_granted([one, other])
+        all_granted([one, other])
         assert status(job_name)["sync"] == "bsp"
         before = live_weights(job_name)[0]
         one.send(10)
         other.send(20)
-        _all_granted([one, other])
+        all_granted([one, other])
         assert live_weights(job_name)[0] == before - 15
 
 
@@ -179,41 +148,41 @@ def test_change_waits_for_the_iteration_in_hand(job_name: str) -> None:
 def test_bad_change_changes_nothing(spec: str, why: str, job_name: str) -> None:
     with (
         daemon(job_name, tensors=TENSORS),
-        fork(2, _push_when_told, job_name) as team,
+        fork(2, push_when_told, job_name) as team,
     ):
-        _all_granted(team)
+        all_granted(team)
         with pytest.raises((UsageError, ControlError), match=why):
             jobs.set_sync(job_name, spec, 1.0)
         assert (status(job_name)["sync"], status(job_name)["sync_wanted"]) == ("asp", None)
-        assert _tell(team[0], 1) == "granted"
+        assert tell(team[0], 1) == "granted"
 
 
 def test_straggler_gives_up_and_goes_on(job_name: str) -> None:
     with (
         daemon(job_name, sync="cutoff:c=2", tensors=TENSORS, shards=2),
-        fork(3, _push_when_told, job_name) as team,
+        fork(3, push_when_told, job_name) as team,
     ):
-        _all_granted(team)
+        all_granted(team)
         one, other, slow = team
-        assert _tell(slow, "wanted") is True
+        assert tell(slow, "wanted") is True
         one.send(100)
         other.send(300)
-        _all_granted([one, other])
+        all_granted([one, other])
         np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -200)
-        assert _tell(slow, "wanted") is False
-        assert _tell(slow, "give up") == "granted"
-        assert _tell(slow, "wanted") is True
+        assert tell(slow, "wanted") is False
+        assert tell(slow, "give up") == "granted"
+        assert tell(slow, "wanted") is True
         row = learner(job_name, slow.pid)
         assert row
         assert (row["dropped"], row["refused"], row["applied"]) == (1, 0, 0)
         # It counts in the superstep that runs.
         one.send(4)
         slow.send(8)
-        _all_granted([one, slow])
+        all_granted([one, slow])
         np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -206)
         # A push that is not wanted any more is given up as well.
-        assert _tell(other, "wanted") is False
-        assert _tell(other, 1e9) == "granted"
+        assert tell(other, "wanted") is False
+        assert tell(other, 1e9) == "granted"
         np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -206)
 
 
@@ -256,70 +225,6 @@ def test_batch_of_a_straggler_is_handed_out_again(job_name: str) -> None:
         job.check()
 
 
-def test_trace_records_every_iteration(job_name: str, tmp_path: Path) -> None:
-    out = tmp_path / "trace.csv"
-    with (
-        daemon(job_name, sync="bsp", tensors=TENSORS),
-        fork(2, _push_when_told, job_name) as team,
-    ):
-        _all_granted(team)
-        result: dict[str, Any] = {}
-        stop = record.Recorder(job_name)
-        assert stop.read() == []
-        for number in range(300):  # more than the memory keeps
-            for child in team:
-                child.send(1)
-            _all_granted(team)
-            if number % 50 == 0:
-                result[str(number)] = stop.read()
-        lines = [line for part in result.values() for line in part] + stop.read()
-        assert stop.rows == len(lines) == 600
-        assert stop.missed == 0
-        out.write_text(",".join(traces.HEADER) + "\n" + "".join(lines))
-    recorded = traces.read(out)
-    assert recorded.times.shape == (300, 2)
-    assert not np.isnan(recorded.times).any()
-    assert (recorded.times > 0).all()
-    with pytest.raises(JobNotFound, match="no job"):
-        record.Recorder(job_name)
-
-
-def test_trace_tells_what_was_cut_short(job_name: str) -> None:
-    with (
-        daemon(job_name, sync="cutoff:c=1", tensors=TENSORS),
-        fork(2, _push_when_told, job_name) as (fast, slow),
-    ):
-        _all_granted([fast, slow])
-        recorder = record.Recorder(job_name)
-        recorder.read()
-        assert _tell(fast, 1) == "granted"
-        assert _tell(slow, 1) == "granted"  # computed, and not wanted any more
-        assert _tell(fast, 1) == "granted"
-        assert _tell(slow, "give up") == "granted"
-        lines: list[str] = []
-        eventually(lambda: (lines.extend(recorder.read()), len(lines) == 4)[1])
-        row = learner(job_name, slow.pid)
-        assert row
-        mine = [line for line in lines if line.split(",")[1] == str(row["row"])]
-        assert [line.rsplit(",", 1)[1].strip() for line in mine] == ["0", "1"]
-
-
-def test_trace_counts_what_it_missed(job_name: str) -> None:
-    with (
-        daemon(job_name, tensors=TENSORS),
-        fork(1, _push_when_told, job_name) as (one,),
-    ):
-        _all_granted([one])
-        recorder = record.Recorder(job_name)
-        recorder.read()
-        for _ in range(200):
-            _tell(one, 1)
-        eventually(lambda: status(job_name)["gradients_applied"] == 200)
-        # The times of the last one are perhaps just being written, over those of an older one.
-        eventually(lambda: (recorder.read(), recorder.rows + recorder.missed == 200)[1])
-        assert RUNS <= recorder.rows <= RUNS + 1
-
-
 def _flood(pipe: Connection, job: str) -> None:
     """Never asks for a turn, and pushes faster than the server applies."""
     client = Client(job)
@@ -341,7 +246,7 @@ def test_change_from_asp_under_a_flood(job_name: str) -> None:
             assert child.receive() == "attached"
         eventually(lambda: status(job_name)["version"] > 2)
         assert jobs.set_sync(job_name, "ssp:s=3", 50.0)["changed"]
-        pushed = sum(_tell(child, "stop") for child in team)
+        pushed = sum(tell(child, "stop") for child in team)
         job.check()
         assert status(job_name)["gradients_applied"] == pushed
 
@@ -350,9 +255,9 @@ def test_newcomer_amid_a_change(job_name: str) -> None:
     """A learner that attaches meanwhile does not join the old model, which would wait for ever."""
     with (
         daemon(job_name, sync="bsp", tensors=TENSORS),
-        fork(2, _push_when_told, job_name) as (one, other),
+        fork(2, push_when_told, job_name) as (one, other),
     ):
-        _all_granted([one, other])
+        all_granted([one, other])
         changing = threading.Thread(target=jobs.set_sync, args=(job_name, "asp", 50.0))
         changing.start()
         eventually(lambda: status(job_name)["sync_wanted"] == "asp")
@@ -361,20 +266,20 @@ def test_newcomer_amid_a_change(job_name: str) -> None:
             one.send(1)
             other.send(1)
             changing.join()
-            _all_granted([one, other, late])
+            all_granted([one, other, late])
             assert status(job_name)["sync"] == "asp"
-            _tell(late, "stop")
+            tell(late, "stop")
 
 
 def test_death_of_a_straggler_amid_a_change(job_name: str) -> None:
     with (
         daemon(job_name, sync="cutoff:c=2", tensors=TENSORS),
-        fork(4, _push_when_told, job_name) as team,
+        fork(4, push_when_told, job_name) as team,
     ):
-        _all_granted(team)
+        all_granted(team)
         for child in team[:2]:
             child.send(1)
-        _all_granted(team[:2])  # the other two are stragglers
+        all_granted(team[:2])  # the other two are stragglers
         changing = threading.Thread(target=jobs.set_sync, args=(job_name, "asp", 50.0))
         changing.start()
         eventually(lambda: status(job_name)["sync_wanted"] == "asp")
@@ -385,7 +290,7 @@ def test_death_of_a_straggler_amid_a_change(job_name: str) -> None:
             child.send(1)
         changing.join()
         assert status(job_name)["sync"] == "asp"
-        _all_granted(team[:3])
+        all_granted(team[:3])
 
 
 def test_model_file_that_vanishes_ends_no_job(job_name: str, tmp_path: Path) -> None:
@@ -397,7 +302,7 @@ def test_model_file_that_vanishes_ends_no_job(job_name: str, tmp_path: Path) -> 
         daemon(job_name, sync=f"cutoff:file={path}", tensors=TENSORS, standby=True) as job,
         fork(2, _push_until_told, job_name) as team,
     ):
-        _all_granted(team)
+        all_granted(team)
         path.unlink()
         for _ in range(3):
             eventually(lambda: status(job_name)["standby_pid"], what="a standby")
@@ -409,16 +314,16 @@ def test_model_file_that_vanishes_ends_no_job(job_name: str, tmp_path: Path) -> 
 
 def test_row_of_a_straggler_is_clean_for_the_next(job_name: str) -> None:
     with daemon(job_name, sync="cutoff:c=1", tensors=TENSORS):
-        with fork(2, _push_when_told, job_name) as (slow, fast):
-            _all_granted([slow, fast])
+        with fork(2, push_when_told, job_name) as (slow, fast):
+            all_granted([slow, fast])
             for _ in range(3):
-                assert _tell(fast, 1) == "granted"
-            assert _tell(slow, "wanted") is False
+                assert tell(fast, 1) == "granted"
+            assert tell(slow, "wanted") is False
         eventually(lambda: not status(job_name)["learners"])
-        with fork(2, _push_when_told, job_name) as team:
+        with fork(2, push_when_told, job_name) as team:
             for child in team:
                 assert child.receive() == "granted"
-                assert _tell(child, "wanted") is True
+                assert tell(child, "wanted") is True
 
 
 def test_set_before_there_is_a_model(job_name: str) -> None:
@@ -430,9 +335,9 @@ def test_set_before_there_is_a_model(job_name: str) -> None:
 def test_stopped_learner_holds_a_change_up_until_it_goes_on(job_name: str) -> None:
     with (
         daemon(job_name, sync="ssp:9", tensors=TENSORS),
-        fork(2, _push_when_told, job_name) as team,
+        fork(2, push_when_told, job_name) as team,
     ):
-        _all_granted(team)  # so each has an iteration in hand
+        all_granted(team)  # so each has an iteration in hand
         team[0].signal(signal.SIGSTOP)
         with pytest.raises(ControlError, match=r"has not reached a barrier within 0\.5 s"):
             jobs.set_sync(job_name, "bsp", 0.5)

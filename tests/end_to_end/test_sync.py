@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 from support import Child, daemon, eventually, fork, learner, live_weights, status
+from support.steered import all_granted
 
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout
@@ -41,16 +42,11 @@ def _push_for_ever(pipe: Connection, job: str) -> None:
         client.push({"w": np.ones(VALUES, np.float32)})
 
 
-def _all_granted(learners: list[Child]) -> None:
-    for child in learners:
-        assert child.receive() == "granted"
-
-
 def test_bsp_applies_the_mean_of_the_living(job_name: str) -> None:
     with daemon(job_name, sync="bsp", tensors=TENSORS, shards=2), ExitStack() as stack:
         weights = live_weights(job_name)
         team = stack.enter_context(fork(4, _push_when_told, job_name))
-        _all_granted(team)
+        all_granted(team)
         expected = np.float32(0)
 
         def push(child: Child, number: int) -> None:
@@ -64,7 +60,7 @@ def test_bsp_applies_the_mean_of_the_living(job_name: str) -> None:
         for number, child in enumerate(team, 1):
             np.testing.assert_array_equal(weights[:VALUES], 0)
             push(child, number * 100)
-        _all_granted(team)
+        all_granted(team)
         expected -= mean(100, 200, 300, 400)
         np.testing.assert_array_equal(weights[:VALUES], expected)
 
@@ -74,7 +70,7 @@ def test_bsp_applies_the_mean_of_the_living(job_name: str) -> None:
         assert status(job_name)["supersteps"] == 1
         np.testing.assert_array_equal(weights[:VALUES], expected)
         team[3].kill()
-        _all_granted(team[:3])
+        all_granted(team[:3])
         expected -= mean(7, 7, 7)
         np.testing.assert_array_equal(weights[:VALUES], expected)
 
@@ -83,7 +79,7 @@ def test_bsp_applies_the_mean_of_the_living(job_name: str) -> None:
         team[2].kill()
         push(team[0], 9)
         push(team[1], 12)
-        _all_granted(team[:2])
+        all_granted(team[:2])
         expected -= mean(300, 9, 12)
         np.testing.assert_array_equal(weights[:VALUES], expected)
 
@@ -92,14 +88,14 @@ def test_bsp_applies_the_mean_of_the_living(job_name: str) -> None:
         assert late.receive() == "granted"
         for child in (*team[:2], late):
             push(child, 3)
-        _all_granted([*team[:2], late])
+        all_granted([*team[:2], late])
         expected -= mean(3, 3, 3)
         np.testing.assert_array_equal(weights[:VALUES], expected)
         # One that leaves by itself is not waited for either.
         late.send(None)
         push(team[0], 2)
         push(team[1], 4)
-        _all_granted(team[:2])
+        all_granted(team[:2])
         expected -= mean(2, 4)
         np.testing.assert_array_equal(weights[:VALUES], expected)
         end = status(job_name)
@@ -116,7 +112,7 @@ def test_bounded_spread(model: str, bound: int, job_name: str) -> None:
         daemon(job_name, sync=model, tensors=TENSORS, shards=2),
         fork(3, _push_for_ever, job_name) as team,
     ):
-        _all_granted(team)  # all are members now, at the same clock
+        all_granted(team)  # all are members now, at the same clock
         for child in team:
             child.send()
 
@@ -159,7 +155,7 @@ def test_asp_waits_for_nobody(job_name: str) -> None:
         daemon(job_name, tensors=TENSORS),
         fork(2, _push_for_ever, job_name) as (one, other),
     ):
-        _all_granted([one, other])
+        all_granted([one, other])
         one.signal(signal.SIGSTOP)
         other.send()
         eventually(lambda: _heads(job_name)[other.pid] > 200)
@@ -187,7 +183,7 @@ def test_nonfinite_is_refused_and_named(model: str, job_name: str) -> None:
         fork(1, _push_bad, job_name, 6) as (bad,),
         fork(1, _push_for_ever, job_name) as (good,),
     ):
-        _all_granted([bad, good])
+        all_granted([bad, good])
         for child in (bad, good):
             child.send()
         assert bad.receive() == "done"

@@ -58,7 +58,7 @@ def serve(pipe: Connection, job: str, namespace: int, *, reign: bool) -> None:
     pipe.recv()
     pipe.send(server._vouch())
     if reign:
-        eventually(lambda: not server._is_named())
+        eventually(lambda: not int(server._line["pid"]))  # stored after `lease_pid`
         server.heir = True
         server._try_leases()
         pipe.send(server.active)

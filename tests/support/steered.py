@@ -1,0 +1,41 @@
+"""Learners that do one thing at a time, when they are told."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.learners.client import Client
+from support.processes import Child
+
+VALUES = 3000
+TENSORS = [{"name": "w", "shape": [VALUES]}]
+
+
+def push_when_told(pipe: Connection, job: str) -> None:
+    """Pushes when it is sent a number, gives up when it is sent "give up"; else says `wanted`."""
+    with Client(job) as client:
+        client.wait_turn()
+        pipe.send("granted")
+        while (what := pipe.recv()) is not None:
+            if what == "wanted":
+                pipe.send(client.wanted)
+                continue
+            if what == "give up":
+                client.give_up()
+            else:
+                client.push({"w": np.full(VALUES, what, np.float32)})
+            client.wait_turn()
+            pipe.send("granted")
+
+
+def tell(child: Child, what: Any) -> Any:
+    child.send(what)
+    return child.receive()
+
+
+def all_granted(team: list[Child]) -> None:
+    for child in team:
+        assert child.receive() == "granted"
