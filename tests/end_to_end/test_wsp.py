@@ -6,27 +6,21 @@ weights themselves say how many mini-batches of each learner are in them.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from unittest import mock
 
 import numpy as np
 import pytest
-from support import daemon, eventually, fork, live_weights, quick
-from support.processes import Stopped
+from support import daemon, fork, quick
+from support.staleness import MANY, MODELS, grants, most_missed, notes
 
 from gadei_ps.errors import JobStopped, PushTimeout, UsageError
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.waves import Waves
-from gadei_ps.memory import layout
-from gadei_ps.server.driver import Driver
-from gadei_ps.sync.ssp import SSP
 from gadei_ps.sync.wsp import WSP
 
 ADDS = {"optimizer": {"kind": "add"}}
-MANY = 2**17  # mini-batches that are noted of each learner
 
 
 def _obey(pipe: Connection, job: str, me: int) -> None:
@@ -97,7 +91,7 @@ def test_figure_13(job_name: str) -> None:
 
 def _go_on(pipe: Connection, job: str, me: int, noted: mmap.mmap) -> None:
     """Mini-batch after mini-batch; notes how many of the others each begins with, and which."""
-    mine = _notes(noted)[me]
+    mine = notes(noted)[me]
     with Client(job) as client:
         waves = Waves(client)
         try:
@@ -105,88 +99,20 @@ def _go_on(pipe: Connection, job: str, me: int, noted: mmap.mmap) -> None:
             pipe.send("joined")
             pipe.recv()  # all have joined at the same clock
             for number in range(1, MANY):
-                others = np.delete(waves.weights["count"], me)
+                others = np.delete(waves.weights["0.count"], me)
                 mine[number] = int(others.min())
                 mine[0] = number
-                waves.weights["count"][me] += 1
+                waves.weights["0.count"][me] += 1
                 waves.end()
                 waves.begin()
         except JobStopped:
             pass
 
 
-def _notes(noted: mmap.mmap) -> np.ndarray:
-    return np.frombuffer(noted, np.int64).reshape(3, MANY)
-
-
-def _most_missed(job: str, model: WSP, ahead: int) -> int:
-    """The most mini-batches before it that one lacks, of those for which the model promises.
-
-    Of three learners one is stopped and continued. ahead: waves after its last one that the others
-    begin meanwhile.
-    """
-    counts = {"tensors": [{"name": "count", "shape": [3]}]}
-    noted = mmap.mmap(-1, 3 * MANY * 8)
-    seen = _notes(noted)
-    with (
-        daemon(job, sync=str(model), **ADDS, **counts),
-        fork(1, _go_on, job, 0, noted) as (first,),
-        fork(1, _go_on, job, 1, noted) as (second,),
-        fork(1, _go_on, job, 2, noted) as (slow,),
-    ):
-        team = first, second, slow
-        assert [one.receive() for one in team] == ["joined"] * 3
-        for one in team:
-            one.send("go")
-        eventually(lambda: seen[2, 0] > 3 * model.wave)
-        with Stopped(slow.pid):
-            # What it had begun to push is in the weights before the others stand still.
-            farthest = eventually(lambda: _where_they_wait(model, ahead, seen, job))
-        eventually(lambda: seen[0, 0] > farthest + 2 * model.wave)
-        with contextlib.ExitStack() as still:  # before any of them leaves, or is full
-            for one in team:
-                still.enter_context(Stopped(one.pid))
-            at_the_end = seen.copy()
-    missed = []
-    for mine in at_the_end:
-        p = np.arange((model.D + 1) * model.wave + model.s_local + 1, mine[0] + 1)
-        missed.append(int((p - 1 - mine[p]).max()))
-    return max(missed)
-
-
-def _where_they_wait(model: WSP, ahead: int, seen: np.ndarray, job: str) -> int:
-    """The last mini-batch that the others may begin while the slow one stands; 0: not there yet."""
-    pushed = int(live_weights(job)[2])
-    farthest = pushed + ahead * model.wave + model.s_local
-    return farthest if seen[0, 0] == seen[1, 0] == farthest else 0
-
-
-MODELS = [WSP(D, s_local) for D in (0, 1, 4) for s_local in (0, 3)]
-
-
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_what_a_mini_batch_sees_at_least(model: WSP, job_name: str) -> None:
     """The others come to the bound, and no mini-batch of any of them passes it."""
-    assert _most_missed(job_name, model, model.D + 1) == model.s_global
-
-
-def _grants(waves: int, where: str) -> Callable[[str], None]:
-    """For each fork of support.quick: a server grants so many waves more than it should."""
-
-    def change(program: str) -> None:
-        if program != "gadei_ps.server.manager":
-            return
-        if where == "model":
-            WSP._grant = lambda *of: SSP._grant(*of) + waves  # type: ignore[method-assign]
-            return
-        publish = Driver.publish_grant
-
-        def published(driver: Driver, row: int, grant: int) -> None:
-            publish(driver, row, grant + waves if 0 < grant < layout.UNBOUNDED else grant)
-
-        Driver.publish_grant = published  # type: ignore[method-assign,assignment]
-
-    return change
+    assert most_missed(job_name, model, model.D + 1, _go_on) == model.s_global
 
 
 WRONG = [("model", 1, one) for one in MODELS]
@@ -199,8 +125,8 @@ def test_a_server_that_grants_a_wave_too_many_or_too_few_is_noticed(
     where: str, waves: int, model: WSP, job_name: str
 ) -> None:
     """By the test above: the most that a mini-batch misses is another number then."""
-    with mock.patch.object(quick, "STARTING", [_grants(waves, where)]):
-        missed = _most_missed(job_name, model, model.D + 1 + waves)
+    with mock.patch.object(quick, "STARTING", [grants(waves, where)]):
+        missed = most_missed(job_name, model, model.D + 1 + waves, _go_on)
     assert missed == model.s_global + waves * model.wave
 
 
