@@ -39,8 +39,7 @@ def sample() -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
 
 
 def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    # A plain learner trains this with 0.2. Here gradients are of weights without the last updates.
-    return torch.optim.SGD(parameters, lr=0.05)
+    return torch.optim.Adam(parameters, lr=0.001)
 
 
 if __name__ == "__main__":

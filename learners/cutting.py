@@ -10,7 +10,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.places import Place
-from gadei_ps.learners.stages import Stage
+from gadei_ps.learners.stages import Layers, Stage
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.show.counts import counted
 
@@ -23,10 +23,7 @@ def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> l
     fit.
     """
     layers = list(cast(torch.nn.Sequential, model.module))  # one that stands twice, twice
-    if len(layers) < len(where):
-        raise UsageError(
-            f"devices: {len(where)} for {len(layers)} layers: give at most one for each layer"
-        )
+    check_count(layers, where)
     if cuts is None:
         sizes = [sum(one.numel() for one in layer.parameters()) for layer in layers]
         cuts = even_cuts(sizes, len(where))
@@ -38,15 +35,22 @@ def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> l
             f"cuts {list(cuts)}: for {len(where)} devices and {len(layers)} layers give "
             f"{counted(len(where) - 1, 'number')}, ascending, above 0 and below {len(layers)}"
         )
-    made = [
-        Stage(number, torch.nn.Sequential(*layers[first:end]), place)
-        for number, ((first, end), place) in enumerate(
-            zip(itertools.pairwise(bounds), where, strict=True)
-        )
-    ]
+    made: list[Stage] = []
+    for (first, end), place in zip(itertools.pairwise(bounds), where, strict=True):
+        part = Layers(*layers[first:end])
+        part.first = first
+        made.append(Stage(len(made), part, place))
     check_model(model)
     _check_shared(model, made)
     return made
+
+
+def check_count(layers: Sequence[torch.nn.Module], where: Sequence[Place]) -> None:
+    """Raises UsageError if there are more places than layers."""
+    if len(layers) < len(where):
+        raise UsageError(
+            f"devices: {len(where)} for {len(layers)} layers: give at most one for each layer"
+        )
 
 
 def _check_shared(trained: Trained, parts: Sequence[Stage]) -> None:

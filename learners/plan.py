@@ -209,10 +209,7 @@ def check(
             f"devices: {len(where)}, and a plan is for at most {partition.MOST_DEVICES}: name the "
             "best ones"
         )
-    if len(layers) < len(where):
-        raise UsageError(
-            f"devices: {len(where)} for {len(layers)} layers: give at most one for each layer"
-        )
+    cutting.check_count(layers, where)
     if limits is not None and len(limits) != len(where):
         raise UsageError(
             f"memory: {counted(len(limits), 'size')} for {counted(len(where), 'device')}: give one "

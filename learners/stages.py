@@ -42,11 +42,26 @@ class MiniBatch:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class Stage(threading.Thread):
-    """A part of the model, and the thread that computes it."""
+class Layers(torch.nn.Sequential):
+    """Layers of a model, from number `first`. What one of them raises says which it was."""
+
+    first = 0
+
+    def forward(self, inputs: Any) -> Any:
+        for number, layer in enumerate(self, self.first):
+            try:
+                inputs = layer(inputs)
+            except Exception as error:
+                error.add_note(f"in layer {number}, {type(layer).__name__}")
+                raise
+        return inputs
+
+
+class Stage:
+    """A part of the model: computes passes of it one after another, in a thread of its own once it
+    has begun."""
 
     def __init__(self, number: int, module: torch.nn.Module, place: Place) -> None:
-        super().__init__(name=f"gadei-stage-{number}", daemon=True)
         self.number = number
         self.module = module
         self.place = place
@@ -61,12 +76,16 @@ class Stage(threading.Thread):
         self._forward: deque[tuple[MiniBatch, torch.Tensor]] = deque()
         self._backward: deque[tuple[MiniBatch, torch.Tensor | None]] = deque()
         self._ends = False
+        self._thread: threading.Thread | None = None
         self._begun = threading.Event()
         self._unusable: BaseException | None = None
 
     def begin(self) -> None:
         """Starts the thread. Raises what its place raises, a GPU without memory, say."""
-        self.start()
+        name = f"gadei-stage-{self.number}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread.start()
+        self._thread = thread
         self._begun.wait()
         if self._unusable is not None:
             raise self._unusable
@@ -89,7 +108,13 @@ class Stage(threading.Thread):
             self._ends = True
             self._ready.notify()
 
-    def run(self) -> None:
+    def join(self) -> None:
+        """Waits until the thread has ended, if there is one."""
+        # This thread may be it, if it collects garbage.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
         try:
             self.place.use()
         except BaseException as error:
@@ -181,6 +206,4 @@ def end(stages: Sequence[Stage]) -> None:
     for stage in stages:
         stage.end()
     for stage in stages:
-        # This thread may be one of them, if it collects garbage; a start that failed begins none.
-        if stage is not threading.current_thread() and stage.ident is not None:
-            stage.join()
+        stage.join()

@@ -121,13 +121,18 @@ class Server:
                 if self.rings is not None:
                     self._follow()
                     self._start_shards()
-                if self.active and self.driver is not None:
-                    self.driver.run(self._all_serve)
-                    self._retire()
-                elif self.driver is not None:
-                    self.driver.follow()
+                    self._drive()
                 self._tell_ready()
             _native.futex_wait(self._manager_bell, bell, WAIT_NS)
+
+    def _drive(self) -> None:
+        """Drives the synchronization model; a standby follows the server that does."""
+        assert self.driver is not None
+        if self.active:
+            self.driver.run(self._all_serve)
+            self._retire()
+        else:
+            self.driver.follow()
 
     def shutdown(self) -> None:
         """Stops the shards at the end of the gradient in hand."""

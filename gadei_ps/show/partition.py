@@ -17,6 +17,7 @@ LEAST_WIDTH, MOST_WIDTH = 40, 110  # columns of the picture
 SLOWEST = 8  # columns of a mini-batch in the slowest stage
 FORWARD, BACKWARD, IDLE = ("›", "cyan"), ("‹", "green"), ("·", "dim")
 FULL = 0.05  # a smaller bubble needs no advice
+SHORT_S = 1e-3  # for a mini-batch; Python computes for one stage at a time
 
 
 class Pass(Protocol):
@@ -95,6 +96,11 @@ def _facts(made: Mapping[str, Any], slowest: float, cores: int) -> dict[str, str
     elif made["bubble_share"] > FULL and full is not None and full > in_flight:
         model = f"wsp:D=1,s_local={full - 1}"
         advice.append(f"--sync {model} fills the pipeline, if the memory is enough")
+    elif len(made["stages"]) > 1 and slowest < SHORT_S:
+        advice.append(
+            "stages this short wait for each other's Python: larger mini-batches or fewer devices "
+            "come closer to this speed"
+        )
     threads = sum(int(one["device"].partition(":")[2] or 0) for one in _on_host(made["stages"]))
     if threads > cores:
         advice.append(

@@ -246,10 +246,13 @@ def test_what_a_layer_raises_ends_the_worker(job: Daemon, job_name: str, backwar
         made[2].register_full_backward_hook(lambda *_: refuse(next(numbers)))
     else:
         made[2].register_forward_pre_hook(lambda *_: refuse(next(numbers)))
-    worker = VirtualWorker(made, ["host:1", "host:1"], momentum, job_name)
-    with pytest.raises(ArithmeticError, match="the second mini-batch"):
+    worker = VirtualWorker(made, ["host:1", "host:1"], momentum, job_name, cuts=[1])
+    with pytest.raises(ArithmeticError, match="the second mini-batch") as failed:
         for inputs, targets in data():
             worker.train(inputs, targets, CRITERION)
+    layer = [] if backward else [f"in layer 2, {type(made[2]).__name__}"]
+    where = "in stage 1 of the virtual worker, on host:1"
+    assert failed.value.__notes__ == [*layer, where]
     eventually(lambda: has_left(job_name))
     assert not status(job_name)["gradients_applied"]  # of a wave that is not whole
     for again in (lambda: worker.train(inputs, targets, CRITERION), worker.drain):

@@ -94,15 +94,9 @@ class Stepped:
         self.board["holds"][: self._rig.shards] = 1
 
     def turn(self) -> None:
-        """A pass of the main loop, from the look at the roster on."""
+        """A pass of the main loop, from the look at the roster on; it starts no shards."""
         self.server._follow()
-        driver = self.server.driver
-        assert driver is not None
-        if self.server.active:
-            driver.run(self.server._all_serve)
-            self.server._retire()
-        else:
-            driver.follow()
+        self.server._drive()
 
     def turns(self) -> None:
         """Passes of which the shards hear everything."""
