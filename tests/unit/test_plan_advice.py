@@ -18,14 +18,26 @@ def told(
     """Of a plan of equal stages. other: fields of the plan."""
     stage = {
         **dict.fromkeys(("forward_s", "backward_s"), total_s / 2),
-        **{"device": devices, "first_layer": 0, "end_layer": 1, "parameters": 1},
-        **{"transfer_s": 0, "total_s": total_s, "idle_share": 0},
-        **{"memory_bytes": 1, "memory_limit_bytes": 2},
+        "device": devices,
+        "first_layer": 0,
+        "end_layer": 1,
+        "parameters": 1,
+        "transfer_s": 0,
+        "total_s": total_s,
+        "idle_share": 0,
+        "memory_bytes": 1,
+        "memory_limit_bytes": 2,
     }
     made = {
-        **{"stages": [stage] * stages, "in_flight": 4, "full_in_flight": 4, "left_out": []},
-        **{"mini_batches_per_s": 1 / total_s, "bubble_share": 0, "learner_bytes": 1},
-        **{"copy_s": total_s / 9, "step_s": total_s / 9},
+        "stages": [stage] * stages,
+        "in_flight": 4,
+        "full_in_flight": 4,
+        "left_out": [],
+        "mini_batches_per_s": 1 / total_s,
+        "bubble_share": 0,
+        "learner_bytes": 1,
+        "copy_s": total_s / 9,
+        "step_s": total_s / 9,
         **other,
     }
     console = Console(width=200)
