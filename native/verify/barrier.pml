@@ -12,7 +12,8 @@
  * manager's private state is changed in one step where no other process reads it. All learners have
  * asked for a turn, and so are members, before the first push. A learner that has pushed K gradients
  * detaches. Gradients are never refused. A death is a rendezvous with the kernel, as in apply.pml;
- * -DSERVER_LIVES and -DLEARNER_LIVES limit who dies; -DWHOLE: the server's threads end together.
+ * -DSERVER_LIVES and -DLEARNER_LIVES limit who dies; -DWHOLE: the server's threads end together, of
+ * two shards.
  *
  * Wrong on purpose: -DFINISH_AGAIN (recover redoes a superstep that is finished except the cursor,
  * with what then stands in superstep_action), -DNO_STEPS (nor does it store `steps` of that one),
@@ -26,7 +27,9 @@
 #ifndef K
 #define K 2
 #endif
+#ifndef S
 #define S 2
+#endif
 #define NOBODY 9
 
 /* rings and roster */
@@ -49,7 +52,7 @@ bool dead[3], done;
 chan die = [0] of { byte } /* server * 3 + thread, or LEARNER + learner */
 
 #define KILLED (dead[0] || dead[1] || dead[2])
-#define ALL_FINISHED (finished[0] == superstep && finished[1] == superstep)
+#define ALL_FINISHED (finished[0] == superstep && finished[S - 1] == superstep)
 
 #ifdef WHOLE /* the rendezvous hands the atomic step on */
 #define NEXT_DIES die ! i * 3 + k + 1
@@ -234,10 +237,14 @@ end_serve: do
 #endif
         :: pending && ALL_FINISHED -> /* carry out */
             do
+            :: m < L -> action[m] = false; m++
+            :: m == L -> break
+            od;
+            m = 0;
+            do
             :: m < L ->
-                action[m] = false;
                 if
-                :: commit[m] -> upto[m] = applied[m] + 1; action[m] = true
+                :: commit[m] -> action[m] = true; upto[m] = applied[m] + 1
                 :: !commit[m]
                 fi;
                 m++
@@ -321,11 +328,11 @@ proctype Monitor() {
         for (l : 0 .. L - 1) {
             assert(gone[l] && !wanted[l]);
             assert((killed && l == 0) || head[l] == K);
-            assert(did[l] == head[l] && did[L + l] == head[l]);
-            assert(applied[l] == head[l] && applied[L + l] == head[l])
+            assert(did[l] == head[l] && did[(S - 1) * L + l] == head[l]);
+            assert(applied[l] == head[l] && applied[(S - 1) * L + l] == head[l])
         }
-        assert(steps[0] == superstep && steps[1] == superstep);
-        assert(!cursor[0] && !cursor[1]);
+        assert(steps[0] == superstep && steps[S - 1] == superstep);
+        assert(!cursor[0] && !cursor[S - 1]);
         done = true
     }
 }
@@ -335,7 +342,13 @@ ltl progress { <> done }
 init {
     atomic {
         byte l;
-        for (l : 0 .. 1) { run Shard(l, 0); run Shard(l, 1); run Manager(l) }
+        for (l : 0 .. 1) {
+            run Shard(l, 0);
+#if S > 1
+            run Shard(l, 1);
+#endif
+            run Manager(l)
+        }
         for (l : 0 .. L - 1) { wanted[l] = true; member[l] = true; run Learner(l) }
         l = 0;
         run Watchdog(); run Kernel(); run Monitor()
