@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageError
+from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageError, in_words
 from gadei_ps.job import paths, service
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import interrupts, log
@@ -52,7 +52,7 @@ def finish(job: str, file: JobConfig | UsageError, options: Options, notify: Not
         if isinstance(error, JobInUse) and not isinstance(error, JobDiffers):
             raise
         end(job)
-        notify.failed(str(error) or type(error).__name__)
+        notify.failed(in_words(error))
         raise
 
 

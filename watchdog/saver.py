@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import CheckpointError, CheckpointMistake, GadeiError
+from gadei_ps.errors import CheckpointError, CheckpointMistake, GadeiError, in_words
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment, weights
@@ -260,7 +260,7 @@ def main() -> None:
         else:
             outcome = Saver(task).save()
     except (GadeiError, OSError, MemoryError, RuntimeError) as error:  # the last: no more threads
-        outcome = {"ok": False, "error": str(error) or type(error).__name__}
+        outcome = {"ok": False, "error": in_words(error)}
         outcome["mistake"] = isinstance(error, CheckpointMistake)
     print(json.dumps(outcome), flush=True)
     sys.exit(0 if outcome["ok"] else 1)

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 
 from gadei_ps import _native
+from gadei_ps.errors import in_words
 from gadei_ps.machine import own, process
 from gadei_ps.memory import build, layout, reserve
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
@@ -216,7 +217,8 @@ class Servers:
             self._not_started(error, now)
 
     def _not_started(self, error: OSError, now: float) -> None:
-        self.log.error("cannot start a server", reason=reserve.own_limit(error, 0) or str(error))
+        reason = reserve.own_limit(error, 0) or in_words(error)
+        self.log.error("cannot start a server", reason=reason)
         self._last_exit = now
         exit_ = Exit(now, useful=False)
         self._exits = restart.remembered((*self._exits, exit_), self.policy)

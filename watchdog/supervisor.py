@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import GadeiError, JobFailed, JobStopped, NotSaved
+from gadei_ps.errors import GadeiError, JobFailed, JobStopped, NotSaved, in_words
 from gadei_ps.job import modes, paths, service
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import cgroups, log, process
@@ -130,7 +130,7 @@ class Supervisor:
             self._keep = self.memory.adopted  # for the next watchdog: this one never owned it
             raise
         except BaseException as error:
-            self._notify.failed(str(error) or type(error).__name__)
+            self._notify.failed(in_words(error))
             # An error in this program, or a machine out of memory, must not cost the job: the next
             # watchdog finds it as it is. Where the job is to end, there is no next one.
             self._keep = self._begun or self.memory.adopted

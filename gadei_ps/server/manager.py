@@ -349,7 +349,7 @@ class Server:
         except (FileNotFoundError, SegmentError) as error:
             if not self.active:
                 return  # it may be late: the row has just been retired
-            self.log.error("a learner's ring cannot be mapped", row=row, reason=str(error))
+            self.log.error("a learner's ring cannot be mapped", row=row, reason=in_words(error))
             if not served:
                 entry["retired"] = generation
                 return
