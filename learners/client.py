@@ -238,7 +238,7 @@ class Client(Work, Frames):
         self._learner.copies = 1
 
     def _pull_consistent(self, copy: FloatArray, timeout_s: float | None) -> None:
-        self._check_process()
+        self.check_process()
         if copy.shape != self.flat.shape or copy.dtype != np.float32 or not copy.flags.c_contiguous:
             raise UsageError(f"out: need contiguous float32 of shape {self.flat.shape}")
         with self._copying:
@@ -258,7 +258,7 @@ class Client(Work, Frames):
         run stays repeatable; under the other models they go on without it. Publishes first what a
         device has on its way. May be nested. Raises UsageError.
         """
-        self._check_process()
+        self.check_process()
         self._land()
         self._paused += 1
         try:
@@ -276,7 +276,7 @@ class Client(Work, Frames):
 
     def wait_turn(self, timeout_s: float | None = None) -> None:
         """Waits until the synchronization model lets this learner begin its next iteration."""
-        self._check_process()
+        self.check_process()
         self._wait(_native.wait_grant, (*self._rings, self.published), timeout_s, NO_TURN)
         self.sees_current()
         self._learner.started = time.monotonic()
@@ -290,7 +290,7 @@ class Client(Work, Frames):
         promises: pull then. The wave's run time does not count the wait, and the gradient counts as
         computed from the weights that it would have without this call.
         """
-        self._check_process()
+        self.check_process()
         begin = time.monotonic()
         arguments = *self._rings, self._learner.turn(number)
         try:
@@ -318,7 +318,8 @@ class Client(Work, Frames):
         by default the one taken first of those not yet answered. version: that it was computed
         from; by default the last pulled. A gradient that is not `wanted` any more is given up.
         rate_scale multiplies the job's learning rate. Raises PushTimeout, JobStopped, JobFailed;
-        UsageError where another thread pushes, or after detach(). Then nothing has been published.
+        UsageError where another thread pushes, or after detach(). Then nothing has been published;
+        after a KeyboardInterrupt perhaps: `published` tells.
         """
         kept: list[object] = []
         return self.push_from(
@@ -349,13 +350,14 @@ class Client(Work, Frames):
         flat gradient. The caller answers for the shapes. Raises ModelMismatch for a row that the
         tensor does not have.
         """
-        self._check_process()
+        self.check_process()
         self._land()
         learner = self._learner
         if not learner.wanted():
             return self.publish_nothing(batch, timeout_s, computed=True)
         answers = self._taken.begin(batch)
         facts = learner.version if version is None else version, answers, samples, rate_scale, loss
+        before = self.published
         try:
             sequence = learner.push(facts, where)
             if sequence < 0:
@@ -364,7 +366,7 @@ class Client(Work, Frames):
                     self._claim(timeout_s, until)
                     sequence = learner.push(facts, where)
         except BaseException as error:
-            self._taken.put_back(batch, answers)
+            self._settle(before, batch, answers)
             if isinstance(error, IndexError | ValueError):
                 raise self._wrong(error) from None
             raise
@@ -378,7 +380,7 @@ class Client(Work, Frames):
         PAYLOAD_AT, then publish(). The slot is this thread's until then; claiming again begins the
         same slot anew.
         """
-        self._check_process()
+        self.check_process()
         self._land()
         return self._claim(timeout_s, limit(timeout_s))
 
@@ -416,7 +418,7 @@ class Client(Work, Frames):
 
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
         """Waits until the gradient, by default the last one, is in the weights or dropped."""
-        self._check_process()
+        self.check_process()
         wanted = self.published - 1 if sequence is None else sequence
         if wanted >= 0:
             what = "the gradient was not applied"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import cast
 
@@ -27,12 +28,11 @@ def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> l
     if cuts is None:
         sizes = [sum(one.numel() for one in layer.parameters()) for layer in layers]
         cuts = even_cuts(sizes, len(where))
-    if isinstance(cuts, str) or not all(isinstance(one, int) for one in cuts):
-        raise UsageError(f"cuts {cuts!r}: give a list of numbers of layers, such as [2, 5]")
+    cuts = _numbers(cuts)
     bounds = [0, *cuts, len(layers)]
     if len(cuts) != len(where) - 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
         raise UsageError(
-            f"cuts {list(cuts)}: for {len(where)} devices and {len(layers)} layers give "
+            f"cuts {cuts}: for {len(where)} devices and {len(layers)} layers give "
             f"{counted(len(where) - 1, 'number')}, ascending, above 0 and below {len(layers)}"
         )
     made: list[Stage] = []
@@ -45,6 +45,16 @@ def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> l
     return made
 
 
+def _numbers(cuts: Sequence[int]) -> list[int]:
+    """Raises UsageError if they are none."""
+    try:
+        return [operator.index(one) for one in cuts]
+    except TypeError:
+        raise UsageError(
+            f"cuts {cuts!r}: give a list of numbers of layers, such as [2, 5]"
+        ) from None
+
+
 def check_count(layers: Sequence[torch.nn.Module], where: Sequence[Place]) -> None:
     """Raises UsageError if there are more places than layers."""
     if len(layers) < len(where):
@@ -54,15 +64,16 @@ def check_count(layers: Sequence[torch.nn.Module], where: Sequence[Place]) -> No
 
 
 def _check_shared(trained: Trained, parts: Sequence[Stage]) -> None:
-    """Raises UsageError if stages share a parameter."""
-    names = {id(one): name for name, one in trained.module.named_parameters()}
-    stage_of: dict[int, int] = {}
+    """Raises UsageError if stages share a parameter or a buffer, one module, say."""
+    whole, stage_of = trained.module, dict[int, int]()
+    names = {id(one): f"the parameter {name!r}" for name, one in whole.named_parameters()}
+    names |= {id(one): f"the buffer {name!r}" for name, one in whole.named_buffers()}
     for stage in parts:
-        for one in stage.module.parameters():
+        for one in itertools.chain(stage.module.parameters(), stage.module.buffers()):
             if stage_of.setdefault(id(one), stage.number) != stage.number:
                 raise UsageError(
-                    f"stages {stage_of[id(one)]} and {stage.number} share the parameter "
-                    f"{names[id(one)]!r}: put the layers that use it into one stage with cuts="
+                    f"stages {stage_of[id(one)]} and {stage.number} share {names[id(one)]}: put "
+                    "the layers that use it into one stage with cuts="
                 )
 
 

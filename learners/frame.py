@@ -150,7 +150,7 @@ class Frames(ABC):
     """Tensors that append() has written into the claimed slot; None if it holds none of them."""
 
     @abstractmethod
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
         """Raises UsageError in a child process of the one that attached."""
 
     @abstractmethod
@@ -217,16 +217,17 @@ class Frames(ABC):
         version: int | None = None,
     ) -> int:
         """Makes the claimed and written slot visible; returns the gradient's sequence number."""
-        self._check_process()
+        self.check_process()
         if not self._learner.kind:
             raise UsageError("nothing is written into the claimed slot")
         answers = self._taken.begin(batch)
         if version is None:
             version = self._learner.version
+        before = self.published
         try:
             sequence = self._learner.publish((version, answers, samples, rate_scale, loss))
         except BaseException as error:
-            self._taken.put_back(batch, answers)
+            self._settle(before, batch, answers)
             if isinstance(error, ValueError):
                 raise self._wrong(error) from None
             raise
@@ -235,6 +236,13 @@ class Frames(ABC):
             raise self._evicted() if sequence == _native.PS_EVICTED else self._ended()
         self._counted(answers)
         return sequence
+
+    def _settle(self, before: int, batch: int | None, answers: int) -> None:
+        """After an error in a push; before: `published` then. Interrupts come afterwards, too."""
+        if self.published == before:
+            self._taken.put_back(batch, answers)
+        else:
+            self._taken.remove(answers)
 
     def check_facts(
         self,

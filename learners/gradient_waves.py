@@ -42,7 +42,7 @@ class GradientWaves(WaveOrder):
                 "or start the job with another optimizer than add"
             )
         super().__init__(client)
-        self._before_reading = before_reading
+        self.before_reading = before_reading
         self._sum = np.zeros_like(self.flat)
         self.gradients: dict[str, FloatArray] = client.model.views(self._sum)
         """By name. Add to them in place, between begin() and end()."""
@@ -51,7 +51,7 @@ class GradientWaves(WaveOrder):
         self.client.pull(self.flat)
 
     def _of_wave(self) -> FloatArray:
-        self._before_reading()
+        self.before_reading()
         return self._sum
 
     def _forget(self) -> None:

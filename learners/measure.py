@@ -24,7 +24,7 @@ from gadei_ps.learners.partition import Chain, Link, Piece, Times
 from gadei_ps.learners.places import Place
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.survey import label, problem
-from gadei_ps.learners.torch.model import Make, Trained
+from gadei_ps.learners.torch.model import Make, Trained, own_optimizer
 
 WARM_UP = 3  # passes that do not count
 LEAST, MOST_S = 3, 20.0  # after this time no more passes than these
@@ -256,10 +256,13 @@ def learner(trained: Trained, make: Make | None, threads: int) -> LearnerTimes:
 def _stepping(copies: list[torch.nn.Parameter], make: Make) -> tuple[list[float], list[int]]:
     """Seconds of steps of the learner's optimizer, and bytes of its state for each parameter."""
     try:
-        optimizer = make(copies)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"{type(optimizer).__name__} is no optimizer of torch")
+        optimizer = own_optimizer(make, copies, "the optimizer")
+        if isinstance(optimizer, torch.optim.SparseAdam):  # of embeddings, whose gradients are so
+            for one in copies:
+                one.grad = torch.zeros_like(one).to_sparse(1)
         steps = [_timed(optimizer.step) for _ in range(STEPS)]
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(f"the optimizer: {problem(error)}") from None
     kept = [optimizer.state[one].values() for one in copies]

@@ -72,8 +72,9 @@ class Chain:
         """Bytes of each stage; [a, b] of one from piece a to before piece b, n + 1 by n + 1.
 
         The weights once, and a copy and a gradient for each mini-batch in flight; the optimizer's
-        state; what is not trained; the gradients of activations that a backward pass has in hand;
-        and the activations of all mini-batches in flight, or, of the last stage, of one.
+        state; what is not trained; the gradients of activations that a backward pass has in hand,
+        and those that wait for theirs; and the activations of all mini-batches in flight, or, of
+        the last stage, of one.
         """
         count = len(self.pieces)
         cells = np.full((count + 1, count + 1), _NEVER, np.int64)
@@ -94,7 +95,9 @@ class Chain:
                 held += sum(self.held[n].size for n in needed[b - 1] - known)
                 known |= needed[b - 1]
                 ends = sum(self.held[n].size for n in (entering[a] | entering[b]) - known)
-                cells[a, b] = own + in_hand + (held + ends) * (1 if b == count else in_flight)
+                last = b == count
+                waiting = 0 if last else sizes[b] * (in_flight - 1)
+                cells[a, b] = own + in_hand + waiting + (held + ends) * (1 if last else in_flight)
         return cells
 
 

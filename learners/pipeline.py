@@ -18,7 +18,9 @@ leaves. The gradients of a wave are added up on the device and leave as one.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Self
 
 from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
@@ -43,6 +45,7 @@ class Pipeline:
         self._pushed = 0  # mini-batches of the wave in hand
         self._wave = 1  # mini-batches in it
         self._cut = False  # batches() says how many
+        self._rest: deque[Batch] = deque()  # of a batch of the server's: no gradient pushed yet
         self._ready = False  # weights() has waited for the mini-batch in hand
         self._joined = False  # it has waited at all
         self._of = -1  # version of the weights that the wave in hand began with
@@ -105,15 +108,18 @@ class Pipeline:
         """Mini-batches that the server hands out; see Client.batches. One push() for each."""
         self._cut = True
         try:
-            for parts in self.client.waves(samples, batch_size, epochs, seed):
-                self._wave = len(parts)
-                for number, part in enumerate(parts):
-                    if self._pushed != number:
+            # After a loop that was left in the middle of a batch, the rest of that comes first.
+            left = [list(self._rest)] if self._rest else []
+            for parts in chain(left, self.client.waves(samples, batch_size, epochs, seed)):
+                self._rest = deque(parts)
+                self._wave = self._pushed + len(parts)
+                for part in parts:
+                    if self._rest[0] is not part:
                         raise UsageError("push() was not called for a batch: call it for each")
                     if self.client.waits_for_others:
                         self._await_turn()
                     yield part
-                if self._pushed:
+                if self._rest:
                     raise UsageError("push() was not called for a batch: call it for each")
         except JobStopped:
             return
@@ -138,6 +144,7 @@ class Pipeline:
         self._ready = False
         if wave == 1:
             self._link.push(gradients, self.version, **facts)
+            self._take_from_rest()
             return
         if not self._pushed:
             self._sum, self._losses, self._samples = self._link.gradients(), [], 0
@@ -149,6 +156,11 @@ class Pipeline:
         self._pushed += 1
         if self._pushed == wave:
             self._push_wave(facts)
+        self._take_from_rest()
+
+    def _take_from_rest(self) -> None:
+        if self._rest:
+            self._rest.popleft()
 
     def _add(self, gradients: Mapping[str, Any]) -> None:
         """Adds the gradients of a mini-batch to those of its wave."""

@@ -8,6 +8,7 @@ handed on without copies, unless two stages are on different devices.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -114,6 +115,11 @@ class Stage:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def forget(self) -> None:
+        """What waits to be computed; once the thread has ended."""
+        self._forward.clear()
+        self._backward.clear()
+
     def _run(self) -> None:
         try:
             self.place.use()
@@ -155,7 +161,12 @@ class Stage:
         outputs = functional_call(self.module, one.weights[self.number], (inputs,))
         one.inputs.append(inputs)
         if self.after is None:
-            loss = one.loss_function(outputs, _moved(one.targets, self.place.device))
+            targets = _moved(one.targets, self.place.device)
+            try:
+                loss = one.loss_function(outputs, targets)
+            except Exception as error:
+                error.add_note("in the loss function")
+                raise
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise UsageError(
                     "the loss function: it must return one number as a tensor, computed from what "
@@ -201,8 +212,13 @@ def _moved(targets: Any, device: torch.device) -> Any:
     return targets
 
 
-def end(stages: Sequence[Stage]) -> None:
-    """Ends their threads, and waits for what they compute."""
+def end(stages: Sequence[Stage], of: int = 0) -> None:
+    """Ends their threads, and waits for what they compute. of: the process that has them; 0: this.
+
+    A forked child has no such threads, and perhaps a lock that one of them held.
+    """
+    if of and of != os.getpid():
+        return
     for stage in stages:
         stage.end()
     for stage in stages:

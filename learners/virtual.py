@@ -23,23 +23,23 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import torch
 
 from gadei_ps.errors import JobStopped, UsageError
-from gadei_ps.learners import cutting, places, stages
+from gadei_ps.learners import checks, cutting, places, stages
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
-from gadei_ps.learners.torch.finite import FiniteSteps
+from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
-from gadei_ps.learners.torch.sums import Sums
+from gadei_ps.learners.torch.sums import Elsewhere, Sums
 from gadei_ps.learners.unused import Unused
-from gadei_ps.learners.waves import WaveOrder, Waves
+from gadei_ps.learners.waves import OTHERS, WaveOrder, Waves
 
 
 class VirtualWorker:
@@ -89,55 +89,64 @@ class VirtualWorker:
         error_feedback: bool = False,
         name: str = "",
     ) -> None:
-        made = None if plan is None else _planned(plan, layers, devices, cuts)
+        layers = checks.modules(layers)
+        made = None if plan is None else checks.planned(plan, layers, devices, cuts)
         if made is not None:
             devices, cuts = made.devices, made.cuts
-        where = places.parse(devices)
+        where = checks.devices(devices, planned=made is not None)
         self._threads = places.remaining_threads(where)
-        for number, one in enumerate(layers):
-            if not isinstance(one, torch.nn.Module):
-                raise UsageError(f"layer {number} is a {type(one).__name__}: give modules of torch")
         self.model = torch.nn.Sequential(*layers)
         """All layers. Its modes train() and eval() are those of the stages. While mini-batches are
         in flight its parameters may be copies that one of them has: call drain() first."""
         self._trained = trained = Trained.of(self.model)
         self._stages = cutting.cut(trained, where, cuts)
+        checks.free(trained)
         how = {"wire": wire, "error_feedback": error_feedback, "name": name}
         if optimizer is None:
             self.client = trained.join(job, **how)
         else:
             self.client = trained.join_adding(job, optimizer, "optimizer", **how)
-        self._elsewhere: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
-        self._sums: Sums | None = None
         self.local: torch.optim.Optimizer | None = None
         """The optimizer that was made; for a learning-rate scheduler, say."""
-        self._steps: FiniteSteps | None = None
         self._flying: deque[MiniBatch] = deque()
         self._free: list[list[Weights]] = []  # weights that no mini-batch needs any more
         self._detached = False
         self._failed = ""
         self._in_use = threading.RLock()  # a wait for batches of the server's drains
         # Also where a script ends without close(): torch must not compute while Python ends.
-        self._end_stages = weakref.finalize(self, stages.end, self._stages)
+        self._process = os.getpid()
+        self._end_stages = weakref.finalize(self, stages.end, self._stages, self._process)
+        self._finite = FiniteGradients(self.client)
         try:
             if made is not None:
                 made.check_in_flight(self.client.wave)
-            gradients = GradientWaves(self.client, self._bring) if optimizer is None else None
-            self.waves: WaveOrder = gradients or Waves(self.client, self._bring)
-            self._place_weights()
-            if optimizer is not None:
-                self.local = trained.made(optimizer, "optimizer")
-                self._steps = FiniteSteps(self.client, self.local)
-            if gradients is not None:
-                elsewhere = {id(parameter) for _, parameter in self._elsewhere}
-                self._sums = Sums(gradients.gradients, trained.parameters, elsewhere)
+            # Neither of them knows this object: one that is dropped leaves the job at once.
+            self.waves, self._use_gradients = self._begin_waves(optimizer)
+            if made is not None:
+                self.waves.most = made.in_flight
             for before, after in itertools.pairwise(self._stages):
                 before.after, after.before = after, before
             for stage in self._stages:
                 stage.begin()
+            for parameter in trained.parameters.values():
+                checks.own(parameter, self)
         except BaseException:
             self._leave()
             raise
+
+    def _begin_waves(self, optimizer: Make | None) -> tuple[WaveOrder, Callable[[], object]]:
+        """The waves, and what uses the gradients of a mini-batch that has ended."""
+        if optimizer is not None:
+            waves = Waves(self.client)
+            self._elsewhere = Elsewhere(self._place_weights(waves))
+            waves.before_reading = self._elsewhere.fetch
+            self.local = self._trained.made(optimizer, "optimizer")
+            return waves, self.local.step
+        gradients = GradientWaves(self.client)
+        self._elsewhere = Elsewhere(self._place_weights(gradients))
+        sums = Sums(gradients.gradients, self._trained.parameters, self._elsewhere.ids)
+        gradients.before_reading = sums.bring
+        return gradients, sums.add
 
     # -- training -------------------------------------------------------------------------------
 
@@ -155,10 +164,13 @@ class VirtualWorker:
         Waves.begin and end raise. Whatever is raised, the worker has left the job then. Raises
         UsageError, and goes on, for inputs that are no tensor of samples.
         """
-        _check_samples("inputs", inputs)
+        checks.samples("inputs", inputs)
+        checks.loss(loss_function)
+        if self.waves.has_part_of_a_batch:
+            raise UsageError(OTHERS)
         with self._or_leave():
-            ended = self._make_room(None)
-            self._begin(None)
+            ended = self._make_room()
+            self._begin()
             self._enter(inputs, targets, loss_function)
         return ended
 
@@ -190,39 +202,42 @@ class VirtualWorker:
         A wave is one batch of the server's, and is answered once an epoch. Nothing is trained until
         it is iterated. Raises what train() and Client.waves raise.
         """
-        _check_samples("inputs", inputs)
-        _check_samples("targets", targets)
+        checks.samples("inputs", inputs)
+        checks.samples("targets", targets)
         if len(inputs) != len(targets):
             raise UsageError(f"inputs has {len(inputs)} samples and targets {len(targets)}")
-        waves = self.client.waves(len(inputs), batch_size, epochs, seed, before_wait=self.drain)
+        checks.loss(loss_function)
+        parts = self.waves.parts(len(inputs), batch_size, epochs, seed, before_wait=self.drain)
         return Unused(
-            self._train_on(waves, inputs, targets, loss_function),
+            self._train_on(parts, inputs, targets, loss_function),
             "for batch, loss in worker.train_on(...): ...",
         )
 
     def _train_on(
         self,
-        waves: Iterator[list[Batch]],
+        parts: Iterator[tuple[Batch, bool]],
         inputs: torch.Tensor,
         targets: torch.Tensor,
         loss_function: LossFunction,
     ) -> Iterator[tuple[Batch, float | None]]:
+        with self._or_leave():
+            if not self.waves.has_part_of_a_batch:
+                self.drain()
+                self.waves.flush()  # a wave of the learner's own data
         while True:
             with self._or_leave():
-                parts = next(waves, None)
-            if parts is None:
+                part, last = next(parts, (None, False))
+            if part is None:
                 break
-            for number, part in enumerate(parts, 1):
-                last = number == len(parts)
-                with self._or_leave():
-                    ended = self._make_room(last)
-                    try:
-                        self._begin(last)
-                    except JobStopped:
-                        return
-                    at = torch.from_numpy(part.indices)
-                    self._enter(inputs[at], targets[at], loss_function)
-                yield part, ended
+            with self._or_leave():
+                ended = self._make_room(last)
+                try:
+                    self._begin(last, part.id)
+                except JobStopped:
+                    return
+                at = torch.from_numpy(part.indices)
+                self._enter(inputs[at], targets[at], loss_function)
+            yield part, ended
         self.drain()
 
     @torch.no_grad()
@@ -233,6 +248,7 @@ class VirtualWorker:
         weights. Call model.eval() before and model.train() after it, as with any model. After
         close(), call the model itself.
         """
+        checks.samples("inputs", inputs)
         self.drain()
         for stage in self._stages:
             inputs = stage.module(inputs.to(stage.place.device))
@@ -252,19 +268,20 @@ class VirtualWorker:
         """What each stage has computed so far. Waits for what a GPU still computes."""
         return [stage.watch.times() for stage in self._stages]
 
-    def _make_room(self, last: bool | None) -> float | None:
-        """Ends what has to end before the next mini-batch may begin. last: see Waves.begin."""
-        self._raise_failure()
-        ended = None
-        while self._flying and not self.waves.may_begin(last):
-            ended = self._end_oldest()
-        return ended
+    def _make_room(self, last: bool | None = None) -> float | None:
+        """Ends what has to end before the next mini-batch may begin; the mean of the losses.
 
-    def _begin(self, last: bool | None) -> None:
-        if self.waves.begin(last=last):
-            with torch.no_grad():
-                for own, parameter in self._elsewhere:
-                    parameter.copy_(own)
+        last: see Waves.begin.
+        """
+        self._raise_failure()
+        ended = []
+        while self._flying and not self.waves.may_begin(last):
+            ended.append(self._end_oldest())
+        return sum(ended) / len(ended) if ended else None
+
+    def _begin(self, last: bool | None = None, batch: int | None = None) -> None:
+        if self.waves.begin(last=last, batch=batch):
+            self._elsewhere.send()
 
     def _enter(self, inputs: torch.Tensor, targets: object, loss_function: LossFunction) -> None:
         """The mini-batch has begun: copies the weights for it, and sends it on its way."""
@@ -278,23 +295,22 @@ class VirtualWorker:
         self._stages[0].forward(one, inputs)
 
     def _end_oldest(self) -> float:
-        """Waits for the oldest mini-batch in flight; its gradients step the optimizer or add up."""
+        """Waits for the oldest mini-batch in flight, and uses its gradients."""
         one = self._flying[0]
         one.done.wait()
         self._raise_failure()
         for stage, copies in zip(self._stages, one.weights, strict=True):
             for inner, parameter in stage.parameters.items():
                 parameter.grad, copies[inner].grad = copies[inner].grad, None
-        if self._steps is not None:
-            self._steps.step()
-        if self._sums is not None:
-            self._sums.add()
+        if self._finite.are_good(self._trained.parameters.values()):
+            self._use_gradients()
         for stage in self._stages:
             for parameter in stage.parameters.values():
                 parameter.grad = None  # its memory is for the next gradient
         self.waves.end(loss=one.loss, samples=one.samples)
         self._flying.popleft()
-        self._free.append(one.weights)
+        if len(self._free) + len(self._flying) < self.client.wave:  # it may be fewer by now
+            self._free.append(one.weights)
         return one.loss
 
     def _raise_failure(self) -> None:
@@ -304,9 +320,10 @@ class VirtualWorker:
 
     # -- weights --------------------------------------------------------------------------------
 
-    def _place_weights(self) -> None:
-        """Parameters of the host become views of the learner's own weights, others follow them."""
-        own = {name: torch.from_numpy(one) for name, one in self.waves.weights.items()}
+    def _place_weights(self, waves: WaveOrder) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
+        """Parameters of the host become views of the learner's own weights. Returns the others,
+        each after what it follows of them."""
+        own = {name: torch.from_numpy(one) for name, one in waves.weights.items()}
         for name, buffer in self._trained.buffers.items():
             buffer.copy_(own[name])
         for stage in self._stages:
@@ -318,22 +335,15 @@ class VirtualWorker:
             if stage.place.has_own_memory
             for one in stage.parameters.values()
         }
+        elsewhere = []
         with torch.no_grad():
             for name, parameter in self._trained.parameters.items():
                 if id(parameter) in far:
                     parameter.copy_(own[name])
-                    self._elsewhere.append((own[name], parameter))
+                    elsewhere.append((own[name], parameter))
                 else:
                     parameter.data = own[name]
-
-    def _bring(self) -> None:
-        """Brings from devices what is pushed: sums, or weights, also before they are made again."""
-        if self._sums is not None:
-            self._sums.bring()
-            return
-        with torch.no_grad():
-            for own, parameter in self._elsewhere:
-                own.copy_(parameter)
+        return elsewhere
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -365,6 +375,7 @@ class VirtualWorker:
 
     @contextlib.contextmanager
     def _or_leave(self) -> Iterator[None]:
+        self.client.check_process()  # a forked child has none of the threads
         if self._detached:  # not every call asks the client, and the threads have ended
             why = f", for it failed ({self._failed})" if self._failed else ""
             raise UsageError(f"this virtual worker has left its job{why}: make a new VirtualWorker")
@@ -383,7 +394,7 @@ class VirtualWorker:
             self._in_use.release()
 
     def _leave(self) -> None:
-        if self._detached:
+        if self._detached or self._process != os.getpid():  # a forked child has no threads
             return
         self._detached = True
         for stage in self._stages:
@@ -393,29 +404,14 @@ class VirtualWorker:
         finally:
             self._end_stages()
             self._flying.clear()
+            self._free.clear()
+            for stage in self._stages:
+                stage.forget()
             for parameter in self._trained.parameters.values():
+                checks.disown(parameter)
                 parameter.data = parameter.data.to("cpu", copy=True)
                 parameter.grad = None
             self.model.to("cpu")
-
-
-def _check_samples(what: str, given: object) -> None:
-    if not isinstance(given, torch.Tensor) or not given.dim():
-        raise UsageError(f"{what} must be a tensor with the samples along its first axis")
-
-
-def _planned(
-    plan: Plan | str | os.PathLike[str],
-    layers: Sequence[torch.nn.Module],
-    devices: object,
-    cuts: object,
-) -> Plan:
-    """The plan itself. Raises UsageError if it is for other layers, or not alone."""
-    if devices is not None or cuts is not None:
-        raise UsageError("plan says the devices and the cuts: leave out devices and cuts, or plan")
-    made = plan if isinstance(plan, Plan) else Plan.load(plan)
-    made.check(layers)
-    return made
 
 
 def _empty(stage: Stage) -> Weights:

@@ -113,7 +113,7 @@ class Waits(Told):
     def __reduce__(self) -> NoReturn:
         raise stays(self)
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
         if _forks != self._forks:
             raise UsageError("this learner belongs to the parent process; attach after the fork")
 

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -34,13 +35,20 @@ from gadei_ps.learners.client import Client
 from gadei_ps.learners.work import Batch
 from gadei_ps.memory.weights import FloatArray
 
+NO_LIMIT = 2**31
+OTHERS = (
+    "a batch of the server's has begun: take the rest of it first, by another loop over batches() "
+    "or train_on()"
+)
 
-@dataclass
+
+@dataclass(eq=False)
 class _Wave:
     """A wave that is not pushed yet."""
 
     size: int  # mini-batches, as far as is known
     version: int  # of the weights that its first mini-batch was computed from
+    batch: int | None  # of the server's, which it answers; None: of the learner's own data
     begun: int = 0
     ended: int = 0
     whole: bool = False  # its last mini-batch has begun
@@ -63,6 +71,15 @@ class WaveOrder(ABC):
         self._pulled = -1  # version of the last pull; -1: none since the learner has joined
         self._losses: list[float] = []
         self._samples = 0
+        self._rest: deque[Batch] = deque()  # of a batch of the server's: what has not begun
+        self._begun: Batch | None = None  # the last of them that batches() has handed on
+        self._leaving: tuple[_Wave, int] | None = None  # is being pushed as this frame
+        self.most = NO_LIMIT
+        """Mini-batches in flight, if the model lets more of them begin."""
+
+    @property
+    def _room(self) -> int:
+        return min(self.client.wave, self.most)
 
     @property
     def in_flight(self) -> int:
@@ -71,32 +88,46 @@ class WaveOrder(ABC):
 
     def may_begin(self, last: bool | None = None) -> bool:
         """Whether begin(last=last) may be called. If not, end() the oldest mini-batch first."""
-        ends, ahead = self._place(last)[1:]
-        return self.in_flight < self.client.wave and not (ends and ahead)
+        ends, ahead = self._next_wave(last)[1:]
+        return self.in_flight < self._room and not (ends and ahead)
 
-    def _place(self, last: bool | None) -> tuple[_Wave, bool, bool]:
+    def _next_wave(
+        self, last: bool | None = None, batch: int | None = None
+    ) -> tuple[_Wave, bool, bool]:
         """The wave of the next mini-batch, whether it ends it, and whether another is in hand."""
         if not self._waves or self._waves[-1].whole:
-            wave = _Wave(self.client.wave, self._pulled)
+            wave = _Wave(self.client.wave, self._pulled, batch)
         else:
             wave = self._waves[-1]
-        ends = wave.begun + 1 >= wave.size if last is None else last
+        full = wave.begun + 1 >= wave.size
+        ends = full if last is None else last or (full and wave.batch is None)
         return wave, ends, bool(self._waves) and wave is not self._waves[0]
 
-    def begin(self, *, last: bool | None = None, timeout_s: float | None = None) -> bool:
+    def begin(
+        self,
+        *,
+        last: bool | None = None,
+        batch: int | None = None,
+        timeout_s: float | None = None,
+    ) -> bool:
         """Waits until the next mini-batch may begin. True if it has pulled weights for it.
 
-        last: whether this mini-batch ends its wave; by default the client.wave-th does. Raises
-        what Client.wait_mini_batch raises; then nothing has changed.
+        batch, last: the id of the server's batch that its wave answers, and whether it is the last
+        mini-batch of that; see parts(). A wave of the learner's own data ends with the
+        client.wave-th, or where last is true. Raises UsageError if another wave is to end first,
+        and what Client.wait_mini_batch raises; then nothing has changed.
         """
-        most = self.client.wave
-        wave, ends, ahead = self._place(last)
-        if self.in_flight >= most or (ends and ahead):
+        self._settle()
+        wave, ends, ahead = self._next_wave(last, batch)
+        if wave.batch != batch or (batch is None and self._rest):
+            raise UsageError(OTHERS if batch is None else "a wave of other data: flush() it first")
+        if self.in_flight >= self._room or (ends and ahead):
             raise UsageError(
-                f"mini-batches that have begun: {self.in_flight} of {most}; end() the oldest first"
+                f"mini-batches that have begun: {self.in_flight} of {self._room}; end() the oldest "
+                "first"
             )
         # The last number of a wave, however many mini-batches this one has.
-        number = most - 1 if ends or ahead else 0
+        number = self.client.wave - 1 if ends or ahead else 0
         pulls = ends or self._pulled < 0
         self.client.wait_mini_batch(number, timeout_s)
         if pulls:
@@ -107,14 +138,18 @@ class WaveOrder(ABC):
         wave.whole = ends
         if wave.begun == 1:
             self._waves.append(wave)
+        if batch is not None and self._rest:
+            self._rest.popleft()
         return pulls
 
     def end(self, *, loss: float = math.nan, samples: int = 0) -> bool:
         """The oldest mini-batch that has begun has changed the weights. True if a wave was pushed.
 
         Waits for a free slot then. loss, samples: of this mini-batch. Raises what Client.push
-        raises; then the mini-batch has not ended.
+        raises; then the mini-batch has not ended. After a KeyboardInterrupt it may have, and its
+        wave be pushed: `in_flight` tells.
         """
+        self._settle()
         if not self.in_flight:
             raise UsageError("no mini-batch has begun: call begin() first")
         wave = self._waves[0]
@@ -127,9 +162,11 @@ class WaveOrder(ABC):
             return False
         try:
             self._push()
-        except BaseException:  # such as KeyboardInterrupt: the mini-batch can be ended once more
-            wave.ended -= 1
-            self._losses, self._samples = known
+        except BaseException:
+            self._settle()
+            if wave in self._waves:  # it is not published: the mini-batch can be ended once more
+                wave.ended -= 1
+                self._losses, self._samples = known
             raise
         return True
 
@@ -139,6 +176,7 @@ class WaveOrder(ABC):
         For the end of data of its own. A batch of the server that is not done goes to others, so
         leave without flush() there.
         """
+        self._settle()
         if self.in_flight:
             raise UsageError(f"mini-batches that have begun: {self.in_flight}; end() them first")
         if not self._waves:
@@ -146,20 +184,49 @@ class WaveOrder(ABC):
         self._push()
         return True
 
-    def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
-        """Mini-batches that the server hands out, each begun already; end() each of them.
+    @property
+    def has_part_of_a_batch(self) -> bool:
+        """Whether some of a batch of the server's has begun, and the rest has not."""
+        return bool(self._rest)
 
-        See Client.batches. A wave is one batch of the server's, so that it is answered once.
+    def parts(
+        self,
+        samples: int,
+        batch_size: int,
+        epochs: int,
+        seed: int = 0,
+        *,
+        before_wait: Callable[[], object] | None = None,
+    ) -> Iterator[tuple[Batch, bool]]:
+        """Mini-batches that the server hands out, and whether each ends its wave: begin() them so.
+
+        A wave is one batch of the server's, so that it is answered once. After a loop that was left
+        in the middle of one, the next begins with the rest of that. before_wait: see Client.waves.
         """
-        for parts in self.client.waves(samples, batch_size, epochs, seed):
-            for number, part in enumerate(parts, 1):
-                if self.in_flight:
-                    raise UsageError("end() was not called for a batch: call it once for each")
-                try:
-                    self.begin(last=number == len(parts))
-                except JobStopped:
-                    return
-                yield part
+        waves = self.client.waves(samples, batch_size, epochs, seed, before_wait=before_wait)
+        for parts in chain([self._rest] if self._rest else [], waves):
+            self._rest = deque(parts)
+            while self._rest:
+                yield self._rest[0], len(self._rest) == 1
+
+    def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
+        """The same, each begun already; end() each of them. See Client.batches.
+
+        After a loop that was left before end(), the next begins with the same mini-batch.
+        """
+        if self.in_flight and self._begun is not None:
+            yield self._begun
+        elif not self.in_flight and not self._rest:
+            self.flush()  # an unfinished wave of the learner's own data
+        for part, last in self.parts(samples, batch_size, epochs, seed):
+            if self.in_flight:
+                raise UsageError("end() was not called for a batch: call it once for each")
+            try:
+                self.begin(last=last, batch=part.id)
+            except JobStopped:
+                return
+            self._begun = part
+            yield part
 
     def _pull(self) -> None:
         self.client.wait_applied()  # all that was pushed is in the weights, so nothing comes twice
@@ -167,16 +234,30 @@ class WaveOrder(ABC):
         self._pulled = self.client.version
 
     def _push(self) -> None:
+        wave = self._waves[0]
+        update = self._of_wave()
+        self._leaving = wave, self.client.published
         self.client.push(
-            self._of_wave(),
+            update,
             loss=sum(self._losses) / len(self._losses) if self._losses else math.nan,
             samples=self._samples,
-            version=self._waves[0].version,
+            batch=wave.batch,
+            version=wave.version,
         )
-        self._forget()
-        self._waves.popleft()
-        self._losses.clear()
-        self._samples = 0
+        self._settle()
+
+    def _settle(self) -> None:
+        """A wave that is published is in hand no more, also where an interrupt came just then."""
+        if self._leaving is None:
+            return
+        wave, frame = self._leaving
+        if self.client.published > frame:
+            self._forget()
+            self._losses = []
+            self._samples = 0
+            if wave in self._waves:
+                self._waves.popleft()
+        self._leaving = None
 
     @abstractmethod
     def _take(self) -> None:
@@ -202,13 +283,13 @@ class Waves(WaveOrder):
     def __init__(self, client: Client, before_reading: Callable[[], object] = lambda: None) -> None:
         check(client)
         super().__init__(client)
-        self._before_reading = before_reading
+        self.before_reading = before_reading
         self._base = self.flat.copy()  # what the job has of this learner's changes is in it
         self._update = np.empty_like(self.flat)
 
     def _of_wave(self) -> FloatArray:
         """What the mini-batches that are not pushed have changed; valid until the next call."""
-        self._before_reading()
+        self.before_reading()
         buffers = self.client.model.parameters  # a mask may hold infinities
         with np.errstate(invalid="ignore"):
             np.subtract(self.flat, self._base, out=self._update)

@@ -95,7 +95,7 @@ class Work(Waits, ABC):
 
         Raises UsageError, ControlError.
         """
-        self._check_process()
+        self.check_process()
         for name, value in (("samples", samples), ("batch_size", batch_size), ("epochs", epochs)):
             if _whole(name, value) < 1:
                 raise UsageError(f"{name}={value}: give a number from 1 on")
@@ -177,7 +177,7 @@ class Work(Waits, ABC):
 
     def take_batch(self, timeout_s: float | None = None) -> int | None:
         """Id of the next batch handed to this learner; None when there will be no more."""
-        self._check_process()
+        self.check_process()
         if len(self._taken) >= int(self._control["ahead"]):
             raise UsageError(
                 f"batches that wait for their gradients: {len(self._taken)}; "

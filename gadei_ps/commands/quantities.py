@@ -25,5 +25,5 @@ def size(text: str) -> int:
     """`2M`, `512MB`, `1.5G` or `64KiB` in bytes, above 0. Raises UsageError."""
     match = NUMBER.fullmatch(text.strip())
     if not match or match["unit"].lower() not in BYTES or not float(match["number"]):
-        raise UsageError(f"size {text!r}: write it like 64K, 2M, 100M or 16MiB")
+        raise UsageError(f"size {text!r}: write it like 64K, 2M, 512MB or 16MiB")
     return int(float(match["number"]) * BYTES[match["unit"].lower()])

@@ -11,7 +11,7 @@ import torch
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import gpu
-from gadei_ps.learners.torch.finite import FiniteSteps
+from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.waves import Waves
 
@@ -59,7 +59,7 @@ class LocalOptimizer:
                 tensor.data = torch.from_numpy(self.waves.weights[at])
             self.local = trained.made(make, "make")
             """The optimizer that was made; for a learning-rate scheduler, say."""
-            self._steps = FiniteSteps(self.client, self.local)
+            self._finite = FiniteGradients(self.client)
         except BaseException:
             self.client.detach()
             raise
@@ -86,8 +86,10 @@ class LocalOptimizer:
         result = None
         if closure is not None:
             result = self.local.step(closure)
-        else:
-            self._steps.step()
+        elif self._finite.are_good(
+            one for group in self.local.param_groups for one in group["params"]
+        ):
+            self.local.step()
         self.waves.end(loss=self._loss, samples=self._samples)
         self._loss, self._samples = math.nan, 0
         return result

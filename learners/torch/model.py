@@ -50,7 +50,7 @@ class Trained:
             if torch.nn.parameter.is_lazy(parameter):
                 raise UsageError(
                     f"parameter {name!r} has no values yet (a lazy layer): call the model with a "
-                    "batch before Optimizer(model)"
+                    "batch first"
                 )
             if parameter.dtype != torch.float32 or parameter.device.type not in ("cpu", "cuda"):
                 raise UsageError(
@@ -88,29 +88,36 @@ class Trained:
 
     def made(self, make: Make, argument: str) -> torch.optim.Optimizer:
         """The learner's own optimizer. Raises UsageError if it is none."""
-        optimizer = make(list(self.parameters.values()))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                f"{argument} gave a {type(optimizer).__name__}: let it return an optimizer of torch"
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                f"{argument} gave LBFGS, which computes gradients several times a step: take an "
-                "optimizer that steps with the gradients at hand"
-            )
-        own = {id(one) for one in self.parameters.values()}
-        held = [id(one) for group in optimizer.param_groups for one in group["params"]]
-        if not own.issuperset(held):
-            raise UsageError(
-                f"{argument} gave a {type(optimizer).__name__} of other parameters: make it of "
-                "those that the function is given, as lambda p: torch.optim.SGD(p, lr=0.1)"
-            )
-        return optimizer
+        return own_optimizer(make, list(self.parameters.values()), argument)
 
     def in_order_of(self, model: Model) -> list[torch.Tensor]:
         """The tensors in the order of the job's table, which the first learner has made."""
         tensors = {**self.parameters, **self.buffers}
         return [tensors[tensor.name] for tensor in model.tensors]
+
+
+def own_optimizer(
+    make: Make, parameters: list[torch.nn.Parameter], argument: str
+) -> torch.optim.Optimizer:
+    """What `make` gives for the parameters. Raises UsageError if a learner cannot step with it."""
+    optimizer = make(list(parameters))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"{argument} gave a {type(optimizer).__name__}: let it return an optimizer of torch"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            f"{argument} gave LBFGS, which computes gradients several times a step: take an "
+            "optimizer that steps with the gradients at hand"
+        )
+    own = {id(one) for one in parameters}
+    held = [id(one) for group in optimizer.param_groups for one in group["params"]]
+    if not own.issuperset(held):
+        raise UsageError(
+            f"{argument} gave a {type(optimizer).__name__} of other parameters: make it of "
+            "those that the function is given, as lambda p: torch.optim.SGD(p, lr=0.1)"
+        )
+    return optimizer
 
 
 def _device_of(parameters: Parameters) -> torch.device:

@@ -1,12 +1,36 @@
-"""Gradients of a wave, added up on the devices that compute them."""
+"""What a learner has on devices of its own: weights, and gradients of a wave that add up there."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from gadei_ps.memory.weights import FloatArray
+
+
+class Elsewhere:
+    """Parameters on devices with a memory of their own; arrays of the host that they follow."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
+        """pairs: of each its array on the host, and itself."""
+        self._pairs = pairs
+
+    @property
+    def ids(self) -> set[int]:
+        return {id(parameter) for _, parameter in self._pairs}
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """The host gets what the devices have."""
+        for own, parameter in self._pairs:
+            own.copy_(parameter)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """The devices get what the host has."""
+        for own, parameter in self._pairs:
+            parameter.copy_(own)
 
 
 class Sums:

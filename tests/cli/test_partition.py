@@ -150,7 +150,10 @@ WRONG = [
     ({"spec": "ssp:s_local=3"}, "--sync: ssp: unknown parameter 's_local'; allowed"),
     ({"optimizer": "newton"}, "--optimizer 'newton': give one of sgd, momentum, adagrad"),
     ({"optimizer": "mine:number"}, "--optimizer mine:number is of type int: give a function"),
-    ({"optimizer": "mine:none"}, "the optimizer: NoneType is no optimizer of torch"),
+    (
+        {"optimizer": "mine:none"},
+        "the optimizer gave a NoneType: let it return an optimizer of torch",
+    ),
 ]
 
 

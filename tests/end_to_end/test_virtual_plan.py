@@ -13,6 +13,7 @@ from support import daemon, eventually, status
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
+from gadei_ps.commands import jobs
 from gadei_ps.errors import UsageError
 from gadei_ps.learners import measure, places, stages
 from gadei_ps.learners.plan import Plan, Sample, make
@@ -54,6 +55,20 @@ def test_a_job_with_more_in_flight(made: Plan, job_name: str) -> None:
         with pytest.raises(UsageError, match="the plan is for 4 in flight and the job has 5"):
             VirtualWorker(layers(), plan=made, optimizer=sgd, job=job_name)
         eventually(lambda: not status(job_name)["learners"])
+
+
+def test_a_job_that_gets_more_in_flight(made: Plan, job_name: str) -> None:
+    """By `set`, which asks no plan: the worker keeps to what its memory is for."""
+    with (
+        daemon(job_name, sync="wsp:D=0,s_local=3", optimizer={"kind": "add"}),
+        VirtualWorker(layers(), plan=made, optimizer=sgd, job=job_name) as worker,
+    ):
+        assert jobs.set_sync(job_name, "wsp:D=0,s_local=7", 20.0)["changed"]
+        flying = 0
+        for inputs, targets in data():
+            worker.train(inputs, targets, CRITERION)
+            flying = max(flying, worker.waves.in_flight)
+        assert (worker.client.wave, flying) == (8, 4)
 
 
 def test_a_plan_is_trained(made: Plan, job_name: str, tmp_path: Path) -> None:

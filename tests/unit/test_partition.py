@@ -41,6 +41,7 @@ def memory_of(chain: Chain, a: int, b: int, in_flight: int) -> int:
         + sum(one.weights for one in pieces) * in_flight  # gradients
         + sum(one.state + one.fixed for one in pieces)
         + held * flying
+        + (0 if b == len(chain.pieces) else sizes[b]) * (in_flight - 1)  # gradients that wait
         + max(sizes[n] + sizes[n + 1] for n in range(a, b))
     )
 

@@ -1,0 +1,92 @@
+"""What a virtual worker is given, looked at before anything is done with it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners import places
+from gadei_ps.learners.places import Place
+from gadei_ps.learners.plan import Plan
+from gadei_ps.learners.torch.model import Trained
+
+# Workers by the ids of their parameters, which live as long as they do.
+_WORKERS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+
+
+def modules(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The layers. Raises UsageError if they are no modules."""
+    if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.Sequential):
+        layers = ()
+    try:
+        found = list(layers)
+    except TypeError:
+        found = []
+    if not found:
+        raise UsageError("layers: give a list of modules of torch, in their order")
+    for number, one in enumerate(found):
+        if not isinstance(one, torch.nn.Module):
+            raise UsageError(f"layer {number} is a {type(one).__name__}: give modules of torch")
+    return found
+
+
+def devices(asked: Sequence[str | torch.device] | None, *, planned: bool) -> list[Place]:
+    """Where the stages compute. planned: a plan says so. Raises UsageError."""
+    try:
+        return places.parse(asked)
+    except UsageError as error:
+        if not planned:
+            raise
+        raise UsageError(f"the plan's {error}; plan for this machine: gadei-ps partition") from None
+
+
+def own(parameter: torch.nn.Parameter, worker: object) -> None:
+    """Notes which worker has it."""
+    _WORKERS[id(parameter)] = worker
+
+
+def disown(parameter: torch.nn.Parameter) -> None:
+    """No worker has it any more."""
+    _WORKERS.pop(id(parameter), None)
+
+
+def free(trained: Trained) -> None:
+    """Raises UsageError if a virtual worker has these parameters, and has not left its job."""
+    for name, parameter in trained.parameters.items():
+        if id(parameter) in _WORKERS:
+            raise UsageError(
+                f"parameter {name!r} belongs to a virtual worker that has not left its job: "
+                "close() that one first, or make new layers"
+            )
+
+
+def samples(what: str, given: object) -> None:
+    """Raises UsageError if it is no tensor of samples."""
+    if not isinstance(given, torch.Tensor) or not given.dim():
+        raise UsageError(f"{what} must be a tensor with the samples along its first axis")
+
+
+def loss(function: object) -> None:
+    """Raises UsageError if it is no function."""
+    if not callable(function):
+        raise UsageError(f"loss_function is a {type(function).__name__}: give a function")
+
+
+def planned(
+    plan: Plan | str | os.PathLike[str],
+    layers: Sequence[torch.nn.Module],
+    devices: object,
+    cuts: object,
+) -> Plan:
+    """The plan itself. Raises UsageError if it is for other layers, or not alone."""
+    if devices is not None or cuts is not None:
+        raise UsageError("plan says the devices and the cuts: leave out devices and cuts, or plan")
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise UsageError(f"plan is a {type(plan).__name__}: give a plan, or the path of its file")
+    made = plan if isinstance(plan, Plan) else Plan.load(plan)
+    made.check(layers)
+    return made

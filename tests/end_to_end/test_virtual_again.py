@@ -1,0 +1,254 @@
+"""Loops that are left and entered again, interrupts and forks amid a learner's waves."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from support import daemon, eventually, fork, status
+from support.torch_models import one_thread as one_thread
+from support.torch_models import pipeline_layers as layers
+from support.torch_models import with_momentum as momentum
+from torch import nn
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners import devices
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.gradient_waves import GradientWaves
+from gadei_ps.learners.pipeline import Pipeline
+from gadei_ps.learners.torch import LocalOptimizer
+from gadei_ps.learners.virtual import VirtualWorker
+from gadei_ps.learners.waves import Waves
+
+CRITERION = nn.functional.cross_entropy
+ADDS = {"optimizer": {"kind": "add"}}
+INPUTS = torch.randn(26, 10, generator=torch.Generator().manual_seed(5))
+LABELS = (INPUTS.sum(1) > 0).long()
+WORK = {"batch_size": 2, "epochs": 1}
+
+
+# -- a loop that is left ------------------------------------------------------------------------
+
+
+def _virtual(job: str) -> tuple[Callable[..., Any], Callable[..., object], Client]:
+    worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job)
+
+    def loop(**work: int) -> Any:
+        return worker.train_on(INPUTS, LABELS, CRITERION, **work)  # type: ignore[arg-type]
+
+    return loop, lambda _: None, worker.client
+
+
+def _local(job: str) -> tuple[Callable[..., Any], Callable[..., object], Client]:
+    model = nn.Sequential(*layers())
+    optimizer = LocalOptimizer(model, momentum, job)
+
+    def loop(**work: int) -> Any:
+        return ((batch, None) for batch in optimizer.batches(len(INPUTS), **work))
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        CRITERION(model(INPUTS[batch.indices]), LABELS[batch.indices]).backward()
+        optimizer.step()
+
+    return loop, step, optimizer.client
+
+
+def _pipeline(job: str) -> tuple[Callable[..., Any], Callable[..., object], Client]:
+    client = Client(job, tensors={"w": np.zeros(3, np.float32)})
+    pipeline = Pipeline(client, devices.choose("host"))
+
+    def loop(**work: int) -> Any:
+        return ((batch, None) for batch in pipeline.batches(len(INPUTS), **work))
+
+    def push(batch: Any) -> None:
+        pipeline.weights()
+        pipeline.push({"w": np.ones(3, np.float32)}, samples=len(batch.indices))
+        pipeline.flush()
+
+    return loop, push, client
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+@pytest.mark.parametrize("make", [_virtual, _local, _pipeline])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_loop_that_is_left_in_the_middle_of_a_batch(
+    make: Callable[[str], Any], stepped: bool, ahead: int, job_name: str
+) -> None:
+    """The next one takes the rest of it: each sample once, each batch answered once.
+
+    stepped: the last mini-batch of the first loop is trained before the loop is left.
+    """
+    if make is _virtual and not stepped:
+        return  # it is trained by the loop itself
+    with daemon(job_name, sync="wsp:D=0,s_local=2", **ADDS, ahead=ahead):
+        loop, train, client = make(job_name)
+        seen: Counter[int] = Counter()
+        for number, (batch, _) in enumerate(loop(**WORK)):
+            if number == 4 and not stepped:
+                break
+            train(batch)
+            seen.update(batch.indices.tolist())
+            if number == 4:
+                break
+        for batch, _ in loop(**WORK):
+            train(batch)
+            seen.update(batch.indices.tolist())
+        assert seen == Counter(range(26))
+        assert not client.unanswered
+        client.wait_applied()
+        told = status(job_name)
+        assert (told["work"]["state"], told["gradients_applied"]) == ("done", 5)
+        assert told["learners"][0]["samples"] in (26, 0)  # LocalOptimizer: of batches() alone
+        client.detach()
+
+
+def test_own_data_and_the_servers_have_no_wave_in_common(job_name: str) -> None:
+    """Else a wave would be longer than others count on."""
+    with daemon(job_name, sync="wsp:D=0,s_local=3", **ADDS):
+        worker = VirtualWorker(layers(), ["host:1"], momentum, job_name)
+        for _ in range(3):
+            worker.train(INPUTS[:2], LABELS[:2], CRITERION)
+        loop = iter(worker.train_on(INPUTS, LABELS, CRITERION, **WORK))  # type: ignore[arg-type]
+        next(loop)
+        worker.client.wait_applied()
+        assert status(job_name)["learners"][0]["samples"] == 6  # three of its own, before
+        with pytest.raises(UsageError, match="a batch of the server's has begun: take the rest"):
+            worker.train(INPUTS[:2], LABELS[:2], CRITERION)
+        assert len(list(loop)) == 12
+        worker.close()
+        eventually(lambda: status(job_name)["gradients_applied"] == 1 + 4)
+
+
+# -- interrupts ---------------------------------------------------------------------------------
+
+
+class Interrupted:
+    """The learner in C, of which each push is followed by Control-C."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._learner = client._learner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    def push(self, *given: object) -> int:
+        assert self._learner.push(*given) >= 0
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_right_after_a_push(job_name: str) -> None:
+    """Python raises it when the C call has returned: the batch is answered all the same."""
+    with (
+        daemon(job_name, ahead=2),
+        Client(job_name, tensors={"w": np.zeros(3, np.float32)}) as client,
+    ):
+        batches = client.batches(4, 1, 1)
+        next(batches)
+        given = {"w": np.ones(3, np.float32)}
+        with (
+            mock.patch.object(client, "_learner", Interrupted(client)),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            client.push(given)
+        assert (client.published, client.unanswered) == (1, 0)
+        for _ in batches:
+            client.push(given)
+        client.wait_applied()
+        told = status(job_name)
+        assert (told["gradients_applied"], told["work"]["state"]) == (4, "done")
+
+
+@pytest.mark.parametrize("kind", ["add", "sgd"])
+def test_a_wave_that_is_interrupted_when_it_is_pushed(kind: str, job_name: str) -> None:
+    """It is pushed once, and in hand no more."""
+    settings = {"kind": kind} if kind == "add" else {"kind": kind, "lr": 1.0}
+    with (
+        daemon(job_name, optimizer=settings, sync="wsp:D=0,s_local=1"),
+        Client(job_name, tensors={"w": np.zeros(3, np.float32)}) as client,
+    ):
+        waves = Waves(client) if kind == "add" else GradientWaves(client)
+        changes = waves.weights if kind == "add" else waves.gradients  # type: ignore[attr-defined]
+        for number in range(6):
+            waves.begin()
+            changes["w"] += 1
+            if number != 3:
+                waves.end()
+                continue
+            with (
+                mock.patch.object(client, "_learner", Interrupted(client)),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                waves.end()
+            assert not waves.in_flight
+        client.wait_applied()
+        assert client.published == 3
+        np.testing.assert_array_equal(client.weights["w"], 6 if kind == "add" else -6)
+
+
+# -- forks --------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_is_told(job_name: str) -> None:
+    """It has none of the stages' threads, and must not wait for them; its end is not held up."""
+    with daemon(job_name, sync="wsp:D=0,s_local=3", **ADDS):
+        hold = torch.ones(())
+        worker = VirtualWorker([*layers(), Slow(hold)], ["host:1", "host:1"], momentum, job_name)
+        worker.train(INPUTS[:2], LABELS[:2], CRITERION)
+
+        def child(pipe: Any) -> None:
+            said = []
+            for use in (
+                worker.drain,
+                worker.close,
+                worker.state_dict,
+                lambda: worker.predict(INPUTS),
+                lambda: worker.train(INPUTS[:2], LABELS[:2], CRITERION),
+            ):
+                try:
+                    use()
+                except UsageError as error:
+                    said.append(str(error))
+            pipe.send(said)
+
+        with fork(1, child) as (one,):
+            why = "this learner belongs to the parent process; attach after the fork"
+            assert one.receive() == [why] * 5
+            assert one.join() == 0
+        hold.zero_()
+        worker.close()
+        eventually(lambda: status(job_name)["gradients_applied"] == 1)
+        assert os.getpid() == worker._process
+
+
+class Slow(nn.Module):
+    """Computes once `hold` is 0."""
+
+    def __init__(self, hold: torch.Tensor) -> None:
+        super().__init__()
+        self.hold = [hold]  # no part of the state
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        eventually(lambda: not self.hold[0])
+        return inputs
+
+
+# -- what stays ---------------------------------------------------------------------------------
+
+
+def test_a_worker_that_has_left_keeps_the_weights_alone(job_name: str) -> None:
+    """Of the pipeline's memory, which is several times the weights."""
+    with daemon(job_name, sync="wsp:D=0,s_local=3", **ADDS):
+        worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name)
+        for _ in range(6):
+            worker.train(INPUTS[:2], LABELS[:2], CRITERION)
+        worker.close()
+        assert not (worker._free or worker._flying)
+        assert not any(stage._forward or stage._backward for stage in worker._stages)
