@@ -220,10 +220,14 @@ class Optimizer(torch.optim.Optimizer):
             self._warn_of_unfrozen()
         if self._wave_goes_on():
             return result
+        before = self.client.published
         try:
             self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
-        except BaseException:  # such as KeyboardInterrupt: this step has not been made
-            self._steps -= 1
+        except BaseException:  # such as KeyboardInterrupt
+            if self.client.published == before:
+                self._steps -= 1  # this step has not been made
+            else:
+                self._forget()
             raise
         self._end_iteration()
         return result
@@ -276,10 +280,14 @@ class Optimizer(torch.optim.Optimizer):
             )
         return True
 
-    def _end_iteration(self) -> None:
+    def _forget(self) -> None:
+        """The wave in hand is pushed."""
         self._steps = 0
         self.backend.forget()
         self._loss = float("nan")
+
+    def _end_iteration(self) -> None:
+        self._forget()
         if self._own_data:
             self.client.wait_turn()
             self.backend.refresh()

@@ -22,7 +22,7 @@ from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.pipeline import Pipeline
-from gadei_ps.learners.torch import LocalOptimizer
+from gadei_ps.learners.torch import LocalOptimizer, Optimizer
 from gadei_ps.learners.virtual import VirtualWorker
 from gadei_ps.learners.waves import Waves
 
@@ -191,6 +191,34 @@ def test_a_wave_that_is_interrupted_when_it_is_pushed(kind: str, job_name: str) 
         client.wait_applied()
         assert client.published == 3
         np.testing.assert_array_equal(client.weights["w"], 6 if kind == "add" else -6)
+
+
+def test_an_optimizers_wave_that_is_interrupted_when_it_is_pushed(job_name: str) -> None:
+    """The next step begins another wave, with the same weights as without the interrupt."""
+    trained = []
+    for interrupt in (False, True):
+        job = f"{job_name}-{int(interrupt)}"
+        model = nn.Sequential(*layers())
+        with daemon(job, optimizer={"kind": "sgd", "lr": 0.1}, sync="wsp:D=0,s_local=1"):
+            optimizer = Optimizer(model, job)
+            for number in range(6):
+                optimizer.zero_grad()
+                CRITERION(model(INPUTS), LABELS).backward()
+                if number == 3 and interrupt:
+                    broken = mock.patch.object(
+                        optimizer.client, "_learner", Interrupted(optimizer.client)
+                    )
+                    with broken, pytest.raises(KeyboardInterrupt):
+                        optimizer.step()
+                    optimizer.client.wait_applied()
+                else:
+                    optimizer.step()
+            optimizer.client.wait_applied()
+            assert optimizer.client.published == 3
+            optimizer.close()
+        trained.append([one.detach() for one in model.parameters()])
+    for one, other in zip(*trained, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 # -- forks --------------------------------------------------------------------------------------
