@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x351d4ffc67da0883ull
+#define PS_BUILD 0x3ae12343ab16e7d8ull
 
 #endif

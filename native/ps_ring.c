@@ -196,6 +196,18 @@ void ps_pause(struct ps_ring *ring, const struct ps_control *control, int on)
     wake_shards(ring, control);
 }
 
+/* A learner that takes batches is waited for only while it has some. When all are done and it wants a
+ * turn, it computes with data of its own. */
+static void ask_for_turn(struct ps_ring *ring, const struct ps_control *control)
+{
+    uint32_t wants = __atomic_load_n(&ring->wants, __ATOMIC_RELAXED);
+    if (wants & PS_WANTS_WORK && __atomic_load_n(&control->work, __ATOMIC_ACQUIRE) == PS_WORK_DONE) {
+        __atomic_fetch_and(&ring->wants, ~(uint32_t)PS_WANTS_WORK, __ATOMIC_SEQ_CST);
+        wake_shards(ring, control);
+    }
+    ask(ring, control, PS_WANTS_TURN);
+}
+
 int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
                   uint64_t timeout_ns)
 {
@@ -203,7 +215,7 @@ int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64
     /* The flag is unused: the server wakes the learner after every change of a grant. */
     uint32_t unused;
     if (clock >= ps_load_acquire(&entry->grant)) /* SYNC POINT: grant */
-        ask(ring, control, PS_WANTS_TURN);
+        ask_for_turn(ring, control);
     WAIT_UNTIL(clock < ps_load_acquire(&entry->grant), &unused, &entry->grant_seq);
     (void)unused;
     return 0;

@@ -122,8 +122,38 @@ def test_own_data_and_the_servers_have_no_wave_in_common(job_name: str) -> None:
         with pytest.raises(UsageError, match="a batch of the server's has begun: take the rest"):
             worker.train(INPUTS[:2], LABELS[:2], CRITERION)
         assert len(list(loop)) == 12
+        worker.train(INPUTS[:2], LABELS[:2], CRITERION)
         worker.close()
-        eventually(lambda: status(job_name)["gradients_applied"] == 1 + 4)
+        eventually(lambda: status(job_name)["gradients_applied"] == 1 + 4 + 1)
+
+
+@pytest.mark.parametrize("sync", ["ssp:s=1", "bsp", "elastic-bsp:R=2", "cutoff:c=1", "wsp:D=0"])
+def test_own_data_after_the_servers_batches(sync: str, job_name: str) -> None:
+    """Of two learners, which took turns at the batches, too."""
+    with (
+        daemon(job_name, sync=f"{sync},s_local=0" if sync.startswith("wsp") else sync),
+        fork(2, _both, job_name) as team,
+    ):
+        for one in team:
+            assert one.receive() == "took all"
+        for one in team:
+            one.send("go on")
+        assert [one.join() for one in team] == [0, 0]
+        end = status(job_name)
+        assert end["gradients_applied"] + end["gradients_dropped"] >= 8 + 2 * 5
+        assert end["work"]["state"] == "done"
+
+
+def _both(pipe: Any, job: str) -> None:
+    given = {"w": np.ones(3, np.float32)}
+    with Client(job, tensors={"w": np.zeros(3, np.float32)}) as client:
+        for _ in client.batches(8, 1, 1):
+            client.push(given)
+        pipe.send("took all")
+        pipe.recv()
+        for _ in range(5):
+            client.wait_turn()
+            client.push(given)
 
 
 # -- interrupts ---------------------------------------------------------------------------------
