@@ -45,3 +45,35 @@ def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
             rig.board["quit"] = 1
             rig.bell()
             thread.join()
+
+
+def test_a_shard_that_waits_for_a_ring_lets_others_be_unmapped(job_name: str) -> None:
+    """It has a gradient to finish whose ring the manager has not mapped yet; it reads none then."""
+    with Rig(job_name, [Tensor("w", (4,))], shards=1, slots=2) as rig:
+        _native.lease_make(rig.word("shard") + layout.offset(SHARD, "lease"))
+        rig.publish(0, rig.ones())
+        record = rig.state["record"][0]
+        record["ring"], record["generation"], record["applies"] = 0, 1, 1
+        record["span"][:2] = layout.IDLE
+        record["cursor"] = 0
+        ring = rig.board["ring"][0].copy()
+        rig.board["ring"][0] = 0
+        rig.board["table_version"] += 1
+        rig._shard.load()
+        rig.board["quit"], rig.board["seen"] = 0, NOT_READING
+        thread = threading.Thread(target=rig._shard.stand_by, args=(rig.part(0),))
+        thread.start()
+        try:
+            for _ in range(2):
+                rig.board["table_version"] += 1  # another ring is forgotten
+                rig.bell()
+                eventually(lambda: rig.board["seen"][0] == rig.board["table_version"])
+                assert record["cursor"] == 0, "it still waits"
+            rig.board["ring"][0] = ring
+            rig.board["table_version"] += 1
+            rig.bell()
+            rig.wait_applied(0, 0)
+        finally:
+            rig.board["quit"] = 1
+            rig.bell()
+            thread.join()
