@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,22 +16,6 @@ from gadei_ps.learners.torch.model import Trained
 
 # Workers by the ids of their parameters, which live as long as they do.
 _WORKERS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-
-
-def modules(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The layers. Raises UsageError if they are no modules."""
-    if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.Sequential):
-        layers = ()
-    try:
-        found = list(layers)
-    except TypeError:
-        found = []
-    if not found:
-        raise UsageError("layers: give a list of modules of torch, in their order")
-    for number, one in enumerate(found):
-        if not isinstance(one, torch.nn.Module):
-            raise UsageError(f"layer {number} is a {type(one).__name__}: give modules of torch")
-    return found
 
 
 def devices(asked: Sequence[str | torch.device] | None, *, planned: bool) -> list[Place]:

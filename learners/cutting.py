@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -26,8 +26,7 @@ def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> l
     layers = list(cast(torch.nn.Sequential, model.module))  # one that stands twice, twice
     check_count(layers, where)
     if cuts is None:
-        sizes = [sum(one.numel() for one in layer.parameters()) for layer in layers]
-        cuts = even_cuts(sizes, len(where))
+        cuts = even_cuts(sizes(layers), len(where))
     cuts = _numbers(cuts)
     bounds = [0, *cuts, len(layers)]
     if len(cuts) != len(where) - 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
@@ -43,6 +42,27 @@ def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> l
     check_model(model)
     _check_shared(model, made)
     return made
+
+
+def modules(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The layers. Raises UsageError if they are no modules."""
+    if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.Sequential):
+        layers = ()
+    try:
+        found = list(layers)
+    except TypeError:
+        found = []
+    if not found:
+        raise UsageError("layers: give a list of modules of torch, in their order")
+    for number, one in enumerate(found):
+        if not isinstance(one, torch.nn.Module):
+            raise UsageError(f"layer {number} is a {type(one).__name__}: give modules of torch")
+    return found
+
+
+def sizes(layers: Iterable[torch.nn.Module]) -> list[int]:
+    """Parameters of each layer, frozen ones included."""
+    return [sum(one.numel() for one in layer.parameters()) for layer in layers]
 
 
 def _numbers(cuts: Sequence[int]) -> list[int]:

@@ -123,7 +123,7 @@ class Plan(_Part):
 
     def check(self, layers: Sequence[torch.nn.Module]) -> None:
         """Raises UsageError if it was made for other layers."""
-        sizes = _sizes(layers)
+        sizes = cutting.sizes(layers)
         again = "make it again with gadei-ps partition"
         if len(sizes) != len(self.layers):
             raise UsageError(
@@ -175,6 +175,7 @@ def make(
     that are measured. Raises UsageError for a model that cannot be a pipeline, for what layers
     raise, and if no plan fits.
     """
+    layers = cutting.modules(layers)
     where = places.parse(devices)
     check(layers, where, limits)
     if in_flight < 1 or repeats < 1:
@@ -255,7 +256,7 @@ def _told(
     passes = [_halves(one.forward, one.backward, one.bringing) for one in placed]
     pace = timeline.pace(passes, in_flight, copy, step)
     slowest = max(one.total for one in placed)
-    sizes = _sizes(layers)
+    sizes = cutting.sizes(layers)
     return Plan(
         layers=sizes,
         in_flight=in_flight,
@@ -309,7 +310,3 @@ def _told(
 def _halves(forward: float, backward: float, bringing: float) -> tuple[int, int]:
     """A stage's forward and backward pass, with what each of them brings; ns."""
     return round(forward + bringing / 2), round(backward + bringing / 2)
-
-
-def _sizes(layers: Sequence[torch.nn.Module]) -> list[int]:
-    return [sum(one.numel() for one in layer.parameters()) for layer in layers]

@@ -167,11 +167,7 @@ class Stage:
             except Exception as error:
                 error.add_note("in the loss function")
                 raise
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                raise UsageError(
-                    "the loss function: it must return one number as a tensor, computed from what "
-                    "the last layer returns"
-                )
+            check_loss("the loss function", loss)
             one.loss = float(loss.detach())
             self.watch.stop(FORWARD, begun)
             one.outputs.append(loss)
@@ -199,6 +195,15 @@ class Stage:
         back = inputs.grad
         # This stage brings it, and not the one before, which may go on with what it has.
         self.before.backward(one, back if back is None else back.to(self.before.place.device))
+
+
+def check_loss(what: str, loss: object) -> None:
+    """Raises UsageError if there is nothing to compute gradients of. what: returned it."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise UsageError(
+            f"{what}: it must return one number as a tensor, computed from what the last layer "
+            "returns"
+        )
 
 
 def _moved(targets: Any, device: torch.device) -> Any:

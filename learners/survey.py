@@ -14,7 +14,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.partition import Chain, Held, Piece
-from gadei_ps.learners.stages import LossFunction
+from gadei_ps.learners.stages import LossFunction, check_loss
 from gadei_ps.learners.torch.model import Trained
 
 
@@ -73,7 +73,7 @@ class _Pass:
     def __init__(self, trained: Trained, layers: Sequence[torch.nn.Module]) -> None:
         self._layers = layers
         module = trained.module
-        self._lasting = {_place(one) for one in (*module.parameters(), *module.buffers())}
+        self._lasting = {_storage(one) for one in (*module.parameters(), *module.buffers())}
         self._sizes: dict[int, int] = {}
         self._alive: list[Any] = []  # the address of a storage that is gone may be another's
         self._saved: list[set[int]] = [set() for _ in layers]
@@ -118,11 +118,7 @@ class _Pass:
                 loss = loss_function(outputs, targets)
         except Exception as error:
             raise UsageError(f"the sample's loss function: {problem(error)}") from None
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise UsageError(
-                "the sample's loss function: it must return one number as a tensor, computed from "
-                "what the layers return"
-            )
+        check_loss("the sample's loss function", loss)
 
     def _saving(self, layer: int) -> torch.autograd.graph.saved_tensors_hooks:
         def keep(tensor: torch.Tensor) -> None:
@@ -133,7 +129,7 @@ class _Pass:
         return torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept)
 
     def _seen(self, tensor: torch.Tensor) -> int:
-        at = _place(tensor)
+        at = _storage(tensor)
         self._sizes[at] = tensor.untyped_storage().nbytes()
         self._alive.append(tensor.untyped_storage())
         return at
@@ -165,7 +161,7 @@ def _sharing(layers: Sequence[torch.nn.Module]) -> set[int]:
     return {at for those in users.values() for at in range(those[0] + 1, those[-1] + 1)}
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

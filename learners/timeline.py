@@ -46,11 +46,11 @@ def run(
     events: list[tuple[int, int, Pass | None]] = []  # None: of the learner's thread
     found: list[Pass] = []
 
-    def begin(seconds: int, what: tuple[int, bool, int] | None) -> None:
+    def begin(ns: int, what: tuple[int, bool, int] | None) -> None:
         nonlocal order
         order += 1
-        one = None if what is None else Pass(*what, now, now + seconds)
-        heapq.heappush(events, (now + seconds, order, one))
+        one = None if what is None else Pass(*what, now, now + ns)
+        heapq.heappush(events, (now + ns, order, one))
 
     def end(one: Pass | None) -> None:
         nonlocal busy, entered, ended

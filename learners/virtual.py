@@ -89,7 +89,7 @@ class VirtualWorker:
         error_feedback: bool = False,
         name: str = "",
     ) -> None:
-        layers = checks.modules(layers)
+        layers = cutting.modules(layers)
         made = None if plan is None else checks.planned(plan, layers, devices, cuts)
         if made is not None:
             devices, cuts = made.devices, made.cuts
