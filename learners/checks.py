@@ -52,6 +52,8 @@ def samples(what: str, given: object) -> None:
     """Raises UsageError if it is no tensor of samples."""
     if not isinstance(given, torch.Tensor) or not given.dim():
         raise UsageError(f"{what} must be a tensor with the samples along its first axis")
+    if not len(given):
+        raise UsageError(f"{what} has no samples: leave out mini-batches that are empty")
 
 
 def loss(function: object) -> None:

@@ -101,6 +101,8 @@ def test_wrong_mini_batches(job_name: str) -> None:
                 worker.train(wrong, targets, CRITERION)  # type: ignore[arg-type]
             with pytest.raises(UsageError, match="inputs must be a tensor with the samples"):
                 worker.predict(wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="inputs has no samples: leave out"):
+            worker.train(inputs[:0], targets[:0], CRITERION)
         with pytest.raises(UsageError, match="loss_function is a int: give a function"):
             worker.train(inputs, targets, 3)  # type: ignore[arg-type]
         worker.train(inputs, targets, CRITERION)
