@@ -202,13 +202,13 @@ def test_nonfinite_where_the_job_allows_it(job_name: str) -> None:
 def test_statistics(job_name: str) -> None:
     with Rig(job_name, W, learners=2) as rig, rig.serving():
         times = {"started": 1.0, "finished": 2.0}
-        rig.apply(0, rig.ones(), samples=3, loss=2.5, clock=7, version=5, **times)
+        rig.apply(0, rig.ones(), samples=3, loss=2.5, clock=7, version=5, squares=6.25, **times)
         for _ in range(40):
             rig.apply(1, rig.ones(), version=0, samples=2)
         first, second = rig.roster[0], rig.roster[1]
         assert (first["samples"], first["loss"], first["clock"]) == (3, 2.5, 7)
         assert first["version"] == 5  # it is from the future: not stale
-        assert (first["started"], first["finished"]) == (1.0, 2.0)
+        assert (first["started"], first["finished"], first["norm"]) == (1.0, 2.0, 2.5)
         assert (first["applied"], first["staleness_max"]) == (1, 0)
         assert (second["applied"], second["samples"]) == (40, 80)
         assert second["staleness_max"] == 40
