@@ -240,6 +240,13 @@ class VirtualWorker:
             yield part, ended
         self.drain()
 
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around a long evaluation, say; see Client.pause. Drains the pipeline first."""
+        self.drain()
+        with self.client.pause():
+            yield
+
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """What the last layer returns for inputs, on its device; for an evaluation.

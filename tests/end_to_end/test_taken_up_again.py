@@ -298,6 +298,30 @@ class Slow(nn.Module):
         return inputs
 
 
+def test_a_worker_that_pauses_holds_nobody_up(job_name: str) -> None:
+    """Another one goes on, past the waves that it may be ahead; the paused one's are pushed."""
+    with (
+        daemon(job_name, sync="wsp:D=0,s_local=0", **ADDS),
+        fork(1, _until_five, job_name) as (one,),
+    ):
+        worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name)
+        worker.train(INPUTS[:2], LABELS[:2], CRITERION)
+        one.send("go on")
+        with worker.pause():
+            assert worker.waves.in_flight == 0
+            assert one.join() == 0
+        worker.train(INPUTS[:2], LABELS[:2], CRITERION)
+        worker.close()
+        eventually(lambda: status(job_name)["gradients_applied"] == 2 + 5)
+
+
+def _until_five(pipe: Any, job: str) -> None:
+    pipe.recv()
+    with VirtualWorker(layers(), ["host:1"], momentum, job) as worker:
+        for _ in range(5):
+            worker.train(INPUTS[:2], LABELS[:2], CRITERION)
+
+
 # -- what stays ---------------------------------------------------------------------------------
 
 
