@@ -366,7 +366,7 @@ class Client(Work, Frames):
                     self._claim(timeout_s, until)
                     sequence = learner.push(facts, where)
         except BaseException as error:
-            self._settle(before, batch, answers)
+            self._settle(error, before, batch, answers)
             if isinstance(error, IndexError | ValueError):
                 raise self._wrong(error) from None
             raise

@@ -46,7 +46,8 @@ def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> l
 
 def modules(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """The layers. Raises UsageError if they are no modules."""
-    if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.Sequential):
+    chain = torch.nn.Sequential | torch.nn.ModuleList
+    if isinstance(layers, torch.nn.Module) and not isinstance(layers, chain):
         layers = ()
     try:
         found = list(layers)

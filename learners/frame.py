@@ -227,7 +227,7 @@ class Frames(ABC):
         try:
             sequence = self._learner.publish((version, answers, samples, rate_scale, loss))
         except BaseException as error:
-            self._settle(before, batch, answers)
+            self._settle(error, before, batch, answers)
             if isinstance(error, ValueError):
                 raise self._wrong(error) from None
             raise
@@ -237,9 +237,9 @@ class Frames(ABC):
         self._counted(answers)
         return sequence
 
-    def _settle(self, before: int, batch: int | None, answers: int) -> None:
+    def _settle(self, error: BaseException, before: int, batch: int | None, answers: int) -> None:
         """After an error in a push; before: `published` then. Interrupts come afterwards, too."""
-        if self.published == before:
+        if isinstance(error, Exception) or self.published == before:
             self._taken.put_back(batch, answers)
         else:
             self._taken.remove(answers)

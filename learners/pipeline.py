@@ -26,6 +26,7 @@ from typing import Any, Self
 from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
 from gadei_ps.learners.client import Batch, Client, Rows
 from gadei_ps.learners.device_interface import Device
+from gadei_ps.learners.work import OTHERS
 
 
 class Pipeline:
@@ -46,6 +47,7 @@ class Pipeline:
         self._wave = 1  # mini-batches in it
         self._cut = False  # batches() says how many
         self._rest: deque[Batch] = deque()  # of a batch of the server's: no gradient pushed yet
+        self._handed = False  # the first of them, to who computes
         self._ready = False  # weights() has waited for the mini-batch in hand
         self._joined = False  # it has waited at all
         self._of = -1  # version of the weights that the wave in hand began with
@@ -110,17 +112,23 @@ class Pipeline:
         try:
             # After a loop that was left in the middle of a batch, the rest of that comes first.
             left = [list(self._rest)] if self._rest else []
+            done = self._pushed if left else 0
+            if self._pushed and not left:
+                self._push_wave({})  # of the learner's own data
+            self._handed = False
             for parts in chain(left, self.client.waves(samples, batch_size, epochs, seed)):
+                if self._pushed != done:
+                    raise UsageError("push() was called twice for a batch: call it once for each")
                 self._rest = deque(parts)
-                self._wave = self._pushed + len(parts)
+                self._wave = done + len(parts)
+                done = 0
                 for part in parts:
-                    if self._rest[0] is not part:
-                        raise UsageError("push() was not called for a batch: call it for each")
                     if self.client.waits_for_others:
                         self._await_turn()
+                    self._handed = True
                     yield part
-                if self._rest:
-                    raise UsageError("push() was not called for a batch: call it for each")
+                    if self._handed:
+                        raise UsageError("push() was not called for a batch: call it for each")
         except JobStopped:
             return
         finally:
@@ -140,6 +148,8 @@ class Pipeline:
         Under WSP it adds them to those of the wave, and hands the sum over with the last: then they
         are given as whole arrays. The mean loss and all samples go with it.
         """
+        if self._rest and not self._handed:
+            raise UsageError(OTHERS)
         wave = self._begin_wave()
         self._ready = False
         if wave == 1:
@@ -159,8 +169,9 @@ class Pipeline:
         self._take_from_rest()
 
     def _take_from_rest(self) -> None:
-        if self._rest:
+        if self._handed:
             self._rest.popleft()
+            self._handed = False
 
     def _add(self, gradients: Mapping[str, Any]) -> None:
         """Adds the gradients of a mini-batch to those of its wave."""

@@ -39,7 +39,8 @@ from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.torch.sums import Elsewhere, Sums
 from gadei_ps.learners.unused import Unused
-from gadei_ps.learners.waves import OTHERS, WaveOrder, Waves
+from gadei_ps.learners.waves import WaveOrder, Waves
+from gadei_ps.learners.work import OTHERS
 
 
 class VirtualWorker:
@@ -140,8 +141,8 @@ class VirtualWorker:
             waves = Waves(self.client)
             self._elsewhere = Elsewhere(self._place_weights(waves))
             waves.before_reading = self._elsewhere.fetch
-            self.local = self._trained.made(optimizer, "optimizer")
-            return waves, self.local.step
+            self.local = local = self._trained.made(optimizer, "optimizer")
+            return waves, lambda: local.step()  # which a scheduler may have replaced
         gradients = GradientWaves(self.client)
         self._elsewhere = Elsewhere(self._place_weights(gradients))
         sums = Sums(gradients.gradients, self._trained.parameters, self._elsewhere.ids)
@@ -166,6 +167,7 @@ class VirtualWorker:
         """
         checks.samples("inputs", inputs)
         checks.loss(loss_function)
+        self._check_usable()
         if self.waves.has_part_of_a_batch:
             raise UsageError(OTHERS)
         with self._or_leave():
@@ -380,12 +382,15 @@ class VirtualWorker:
         else:
             self._leave()
 
-    @contextlib.contextmanager
-    def _or_leave(self) -> Iterator[None]:
+    def _check_usable(self) -> None:
         self.client.check_process()  # a forked child has none of the threads
         if self._detached:  # not every call asks the client, and the threads have ended
             why = f", for it failed ({self._failed})" if self._failed else ""
             raise UsageError(f"this virtual worker has left its job{why}: make a new VirtualWorker")
+
+    @contextlib.contextmanager
+    def _or_leave(self) -> Iterator[None]:
+        self._check_usable()
         if not self._in_use.acquire(blocking=False):
             raise UsageError("another thread uses this virtual worker: one at a time")
         before = torch.get_num_threads()

@@ -32,14 +32,10 @@ from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.kernels import optimizers
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.work import Batch
+from gadei_ps.learners.work import OTHERS, Batch
 from gadei_ps.memory.weights import FloatArray
 
 NO_LIMIT = 2**31
-OTHERS = (
-    "a batch of the server's has begun: take the rest of it first, by another loop over batches() "
-    "or train_on()"
-)
 
 
 @dataclass(eq=False)
@@ -72,7 +68,7 @@ class WaveOrder(ABC):
         self._losses: list[float] = []
         self._samples = 0
         self._rest: deque[Batch] = deque()  # of a batch of the server's: what has not begun
-        self._begun: Batch | None = None  # the last of them that batches() has handed on
+        self._handed: Batch | None = None  # the last of them that has begun
         self._leaving: tuple[_Wave, int] | None = None  # is being pushed as this frame
         self.most = NO_LIMIT
         """Mini-batches in flight, if the model lets more of them begin."""
@@ -139,7 +135,7 @@ class WaveOrder(ABC):
         if wave.begun == 1:
             self._waves.append(wave)
         if batch is not None and self._rest:
-            self._rest.popleft()
+            self._handed = self._rest.popleft()
         return pulls
 
     def end(self, *, loss: float = math.nan, samples: int = 0) -> bool:
@@ -185,6 +181,11 @@ class WaveOrder(ABC):
         return True
 
     @property
+    def answers(self) -> int | None:
+        """The id of the server's batch that the wave in hand answers; None: it has other data."""
+        return self._waves[0].batch if self._waves else None
+
+    @property
     def has_part_of_a_batch(self) -> bool:
         """Whether some of a batch of the server's has begun, and the rest has not."""
         return bool(self._rest)
@@ -214,8 +215,8 @@ class WaveOrder(ABC):
 
         After a loop that was left before end(), the next begins with the same mini-batch.
         """
-        if self.in_flight and self._begun is not None:
-            yield self._begun
+        if self.in_flight and self._handed is not None and self.answers == self._handed.id:
+            yield self._handed
         elif not self.in_flight and not self._rest:
             self.flush()  # an unfinished wave of the learner's own data
         for part, last in self.parts(samples, batch_size, epochs, seed):
@@ -225,7 +226,6 @@ class WaveOrder(ABC):
                 self.begin(last=last, batch=part.id)
             except JobStopped:
                 return
-            self._begun = part
             yield part
 
     def _pull(self) -> None:

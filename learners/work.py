@@ -23,6 +23,12 @@ from gadei_ps.memory.layout import Phase
 MOST = 2**31  # epochs, and batches of an epoch, are fewer
 
 
+OTHERS = (
+    "a batch of the server's has begun: take the rest of it first, by another loop over batches() "
+    "or train_on()"
+)
+
+
 class Batch(NamedTuple):
     """A mini-batch that the server has handed to this learner."""
 

@@ -64,7 +64,6 @@ class LocalOptimizer:
             self.client.detach()
             raise
         self._hook = model.register_forward_pre_hook(lambda *_: self._begin_if_it_trains())
-        self._own_data = True
         self._loss = math.nan
         self._samples = 0
 
@@ -109,7 +108,6 @@ class LocalOptimizer:
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
         """Mini-batches that the server hands out; see Waves.batches. One step() for each."""
-        self._own_data = False
         for batch in self.waves.batches(samples, batch_size, epochs, seed):
             self._samples = len(batch.indices)
             yield batch
@@ -119,7 +117,7 @@ class LocalOptimizer:
         leaves the job. The model keeps its weights, in memory of its own."""
         self._hook.remove()
         try:
-            if self._own_data and not self.waves.in_flight:
+            if self.waves.answers is None and not self.waves.in_flight:
                 self.waves.flush()
         finally:
             for tensor in (self._trained.parameters | self._trained.buffers).values():

@@ -24,6 +24,7 @@ from gadei_ps.learners.torch.like import check_unchanged, settings, shown
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
+from gadei_ps.learners.work import OTHERS
 
 # Hooks on every optimizer's step; under these names in every torch since 2.0.
 _MODULE = sys.modules[torch.optim.Optimizer.__module__]
@@ -148,6 +149,7 @@ class Optimizer(torch.optim.Optimizer):
         self._job_lr = float(self._made_with["lr"])
         self._frozen = trained.frozen
         self._steps = 0  # of the wave in hand
+        self._of_batch = False  # it is one of the server's
         self._wave = 1  # mini-batches in it
         self._may_drop = False  # inside iteration(), and the job may go on without this learner
         self._undo = contextlib.ExitStack()
@@ -268,6 +270,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _wave_goes_on(self) -> bool:
         """Counts a mini-batch of a wave; whether more of them are to come."""
+        if self._own_data and self._of_batch and self._wave > 1:
+            raise UsageError(OTHERS)
         if self._own_data and not self._steps:
             self._wave = self.client.wave
         self._steps += 1
@@ -282,7 +286,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """The wave in hand is pushed."""
-        self._steps = 0
+        self._steps, self._of_batch = 0, False
         self.backend.forget()
         self._loss = float("nan")
 
@@ -388,9 +392,13 @@ class Optimizer(torch.optim.Optimizer):
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
         """Mini-batches that the server hands out; see Client.batches. One step() for each."""
         self._own_data = False
-        if self._steps:  # of a wave that was left in the middle: its batch comes again
+        if self._steps and self._of_batch:  # it was left in the middle, and comes again
             self._steps = 0
             self.zero_grad()
+        elif self._steps:
+            scale = self._rate_scale()
+            self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
+            self._forget()
         try:
             for batch in self.client.batches(samples, batch_size, epochs, seed):
                 self.backend.refresh()
@@ -399,6 +407,7 @@ class Optimizer(torch.optim.Optimizer):
                 for begin in range(0, count, batch_size):
                     self._samples = min(begin + batch_size, count)
                     steps = self._steps
+                    self._of_batch = True
                     yield batch._replace(indices=batch.indices[begin : begin + batch_size])
                     last = begin + batch_size >= count
                     if self.client.unanswered if last else self._steps != steps + 1:

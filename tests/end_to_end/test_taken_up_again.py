@@ -25,6 +25,7 @@ from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.learners.torch import LocalOptimizer, Optimizer
 from gadei_ps.learners.virtual import VirtualWorker
 from gadei_ps.learners.waves import Waves
+from gadei_ps.learners.work import Batch
 
 CRITERION = nn.functional.cross_entropy
 ADDS = {"optimizer": {"kind": "add"}}
@@ -75,6 +76,21 @@ def _pipeline(job: str) -> tuple[Callable[..., Any], Callable[..., object], Clie
     return loop, push, client
 
 
+def _optimizer(job: str) -> tuple[Callable[..., Any], Callable[..., object], Client]:
+    model = nn.Sequential(*layers())
+    optimizer = Optimizer(model, job)
+
+    def loop(**work: int) -> Any:
+        return ((batch, None) for batch in optimizer.batches(len(INPUTS), **work))
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        CRITERION(model(INPUTS[batch.indices]), LABELS[batch.indices]).backward()
+        optimizer.step()
+
+    return loop, step, optimizer.client
+
+
 @pytest.mark.parametrize("ahead", [1, 4])
 @pytest.mark.parametrize("make", [_virtual, _local, _pipeline])
 @pytest.mark.parametrize("stepped", [True, False])
@@ -106,6 +122,41 @@ def test_a_loop_that_is_left_in_the_middle_of_a_batch(
         told = status(job_name)
         assert (told["work"]["state"], told["gradients_applied"]) == ("done", 5)
         assert told["learners"][0]["samples"] in (26, 0)  # LocalOptimizer: of batches() alone
+        client.detach()
+
+
+@pytest.mark.parametrize("make", [_local, _pipeline, _optimizer])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_own_data_around_the_servers(
+    make: Callable[[str], Any], before: int, job_name: str
+) -> None:
+    """An unfinished wave of own data is pushed first; in the middle of a batch it is refused."""
+    settings = ADDS if make is _local else {}
+    with daemon(job_name, sync="wsp:D=0,s_local=2", **settings):
+        loop, train, client = make(job_name)
+        own = Batch(0, 0, np.arange(2))
+        for _ in range(before):
+            train(own)
+        seen: Counter[int] = Counter()
+        for batch, _ in loop(**WORK):
+            train(batch)
+            seen.update(batch.indices.tolist())
+            break
+        assert client.published == (before > 0)
+        with pytest.raises(UsageError, match="a batch of the server's has begun: take the rest"):
+            train(own)
+        if make is _optimizer:
+            seen.clear()  # it drops what it has of the batch, which comes again whole
+        for batch, _ in loop(**WORK):
+            train(batch)
+            seen.update(batch.indices.tolist())
+        assert seen == Counter(range(26))
+        assert client.published == (before > 0) + 5
+        for _ in range(3):
+            train(own)
+        client.wait_applied()
+        told = status(job_name)
+        assert (told["work"]["state"], told["gradients_applied"]) == ("done", (before > 0) + 6)
         client.detach()
 
 
@@ -154,6 +205,49 @@ def _both(pipe: Any, job: str) -> None:
         for _ in range(5):
             client.wait_turn()
             client.push(given)
+
+
+def test_a_mini_batch_of_own_data_is_not_one_of_the_last_loop(job_name: str) -> None:
+    with daemon(job_name, sync="wsp:D=0,s_local=0", **ADDS):
+        model = nn.Sequential(*layers())
+        optimizer = LocalOptimizer(model, momentum, job_name)
+        for batch in optimizer.batches(len(INPUTS), **WORK):
+            CRITERION(model(INPUTS[batch.indices]), LABELS[batch.indices]).backward()
+            optimizer.step()
+        model(INPUTS)  # begins one of its own data, which no step ends
+        assert list(optimizer.batches(len(INPUTS), **WORK)) == []
+        optimizer.step()
+        optimizer.close()
+        eventually(lambda: status(job_name)["gradients_applied"] == 13 + 1)
+
+
+def test_the_last_steps_after_the_servers_batches(job_name: str) -> None:
+    with daemon(job_name, sync="wsp:D=0,s_local=2", **ADDS):
+        model = nn.Sequential(*layers())
+        optimizer = LocalOptimizer(model, momentum, job_name)
+        for batch in optimizer.batches(len(INPUTS), **WORK):
+            CRITERION(model(INPUTS[batch.indices]), LABELS[batch.indices]).backward()
+            optimizer.step()
+        for _ in range(4):
+            CRITERION(model(INPUTS), LABELS).backward()
+            optimizer.step()
+        optimizer.close()  # pushes the wave that has one mini-batch
+        eventually(lambda: status(job_name)["gradients_applied"] == 5 + 2)
+
+
+def test_a_scheduler_sees_the_workers_steps(
+    job_name: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    with (
+        daemon(job_name, **ADDS),
+        VirtualWorker(layers(), ["host:1"], momentum, job_name) as worker,
+    ):
+        assert worker.local is not None
+        scheduler = torch.optim.lr_scheduler.StepLR(worker.local, 1)
+        for _ in range(3):
+            if worker.train(INPUTS[:2], LABELS[:2], CRITERION) is not None:
+                scheduler.step()
+    assert not [one for one in recwarn if "lr_scheduler" in str(one.message)]
 
 
 # -- interrupts ---------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_layers_of_another_worker(job_name: str) -> None:
         with pytest.raises(UsageError, match="belongs to a virtual worker that has not left"):
             VirtualWorker(mine, HOSTS, momentum, job_name)
         worker.close()
-        VirtualWorker(mine, HOSTS, momentum, job_name).close()
+        VirtualWorker(nn.ModuleList(mine), HOSTS, momentum, job_name).close()  # type: ignore[arg-type]
 
 
 def test_wrong_mini_batches(job_name: str) -> None:
