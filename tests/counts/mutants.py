@@ -49,6 +49,8 @@ EQUIVALENT: dict[str, str] = {
     "gadei_ps/server/record.py finish: fence() (number 2) -> pass": _ORDER,
     "gadei_ps/server/record.py finish: fence() (number 3) -> pass": _ORDER,
     "gadei_ps/server/account.py show_all_work: fence() -> pass": _ORDER,
+    "gadei_ps/server/statistics.py note_run: fence() -> pass": _ORDER,
+    "gadei_ps/server/statistics.py note_run: fence() (number 2) -> pass": _ORDER,
     "native/ps_lease.c ps_lease_make: error = pthread_mutexattr_setpshared(&how, "
     "PTHREAD_PROCESS_SHARED); -> (void)0;": "glibc shares each robust mutex; POSIX does not say so",
 }

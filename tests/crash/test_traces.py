@@ -118,6 +118,43 @@ def test_a_shard_that_stores_in_another_order_is_seen() -> None:
     assert not accepts("apply", APPLY, IN_APPLY, released)
 
 
+# -- the times of an iteration --------------------------------------------------------------------
+
+OLD, NEW = (7, 1.0, 2.0, 1), (1, 3.0, 4.0, 1)  # sequence, started, finished, action
+
+
+def test_times_are_never_seen_half_written(
+    job_name: str, recorder: Callable[..., Recorder]
+) -> None:
+    """Over those of an older iteration. Who reads the number twice, and it is the same and not 0,
+    has read the times that belong to it."""
+    with Rig(job_name, [Tensor("w", (4,))], slots=SLOTS, shards=1) as rig:
+        load(rig)
+        assert rig.memory.state
+        run = rig.state["runs"][0][0]
+        run["sequence"], run["started"], run["finished"], run["action"] = OLD
+        at = rig.memory.state.word(STATE, "runs")
+        words = [
+            (at + layout.offset(layout.RUN, field), layout.RUN.fields[field][0].itemsize)
+            for field in ("sequence", "started", "finished", "action")
+        ]
+        record = recorder(words)
+        child = traced(rig, record)
+        try:
+            rig.publish(0, rig.ones(), started=NEW[1], finished=NEW[2])
+            while record.rows[-1][0] != NEW[0]:
+                record.go_on(child.pid)
+        finally:
+            child.kill()
+    told = [_times(row) for row in record.rows]
+    assert {one for one in told if one[0]} == {OLD, NEW}
+
+
+def _times(row: list[int]) -> tuple[int, float, float, int]:
+    started, finished = np.array(row[1:3], np.uint64).view(np.float64).tolist()
+    return row[0], started, finished, row[3]
+
+
 # -- a row of the roster --------------------------------------------------------------------------
 
 GENERATION, WANTED, SERVED, RETIRED, DRAINED, BROKEN = range(6)
