@@ -54,6 +54,7 @@ from gadei_ps.watchdog.script import Script
 
 OWN_FILE = "serve it with the job file that it had, or drop it with serve --fresh"
 OWN_BUILD = "serve it with its own gadei-ps, or drop it with serve --fresh"
+LOOK_S = 0.001
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class JobMemory:
                 layout.CONTROL.itemsize + recorded.room(self.config),
                 job_id=self.job_id,
             )
-            hold = holds.take(self.config.name, holds.WATCHDOG)
+            hold = self._lock(made)
         # What another process has locked already, or put in its place, is not ours to remove.
         if hold is None or hold.inode != made.inode:
             raise JobInUse(f"job {self.config.name!r} has just been started by another")
@@ -109,6 +110,21 @@ class JobMemory:
         settings.enter(self.control, self.config, self.script)
         self._own()
         self.control.publish()
+
+    def _lock(self, made: Segment) -> Hold | None:
+        """The watchdog's lock on a control segment that is just made; None if another has it.
+
+        Another start, which looks whether there is anything to adopt, holds it for an instant. As
+        it finds nothing, both would be refused. Raises FileNotFoundError or NotOurs.
+        """
+        until = time.monotonic() + presence.HALF_MADE_S  # then others may take it for stale
+        while True:
+            hold = holds.take(self.config.name, holds.WATCHDOG)
+            if hold is not None or time.monotonic() > until:
+                return hold
+            if not segment.is_named(made):
+                return None
+            time.sleep(LOOK_S)
 
     def _own(self) -> None:
         """Enters this process as the job's watchdog and as the owner of its segments."""

@@ -165,7 +165,10 @@ def test_of_two_that_start_at_once_one_serves(cli: Cli, job_name: str, tmp_path:
     two = [Apart(cli.directory), Apart(cli.directory)]
     try:
         children = [one.start("serve", file.name) for one in two]
-        eventually(lambda: any(is_running(one.socket(job_name)) for one in two))
+        eventually(
+            lambda: any(is_running(one.socket(job_name)) for one in two),
+            what=lambda: [child.poll() is not None and child.communicate() for child in children],
+        )
         eventually(lambda: any(child.poll() is not None for child in children))
         loser = next(n for n, child in enumerate(children) if child.poll() is not None)
         said = children[loser].communicate()[1]

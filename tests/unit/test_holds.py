@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import Child, segments
@@ -118,6 +119,44 @@ def test_a_mapping_in_a_fork_keeps_no_lock(job_name: str) -> None:
         child.kill()
     memory.remove()
     assert not segments(job_name)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_look_at_memory_just_made_refuses_no_start(
+    job_name: str, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """Of two starts, one looks for memory to adopt just as the other has made its own."""
+    looks: list[holds.Hold] = []
+    create, tries = segment.create, []
+
+    def and_look(job: str, *args: Any, **kwargs: Any) -> Segment:
+        made = create(job, *args, **kwargs)
+        hold = holds.take(job, holds.WATCHDOG)
+        assert hold is not None
+        looks.append(hold)
+        return made
+
+    def goes_on(seconds: float) -> None:
+        tries.append(seconds)
+        if replaced:
+            segment.unlink(segment_name(job_name, "control"))
+            create(job_name, "control", SegmentKind.CONTROL, SIZE, job_id=bytes(16))
+        looks.pop().release()
+
+    monkeypatch.setattr(segment, "create", and_look)
+    monkeypatch.setattr("gadei_ps.watchdog.memory.time.sleep", goes_on)
+    memory = JobMemory(JobConfig(name=job_name))
+    try:
+        if replaced:
+            with pytest.raises(JobInUse, match="just been started by another"):
+                memory.create_control(parse("asp"))
+            assert segments(job_name), "not ours to remove"
+        else:
+            memory.create_control(parse("asp"))
+            assert held(job_name)[holds.WATCHDOG]
+        assert len(tries) == 1
+    finally:
+        segment.unlink(segment_name(job_name, "control"))
 
 
 def segment_of(job: str) -> Segment:
