@@ -241,18 +241,32 @@ def show_all_work(c: np.ndarray, row: int, ring: np.uint64) -> None:
 
 
 @inner
+def _is_coming(c: np.ndarray, row: int) -> bool:
+    """Whether a learner is there whose ring the manager has not shown yet."""
+    e = c[0].roster[row]
+    return bool(e.wanted != ZERO and e.wanted == e.generation and e.retired != e.generation)
+
+
+@inner
 def top_up_all(s: Shard) -> None:
-    """Closes epochs and hands out what can be handed out, to every learner that is there."""
+    """Closes epochs and hands out what can be handed out, to every learner that is there.
+
+    In the order of rows: a learner waits for those of lower rows whose rings are just being shown.
+    Otherwise who gets which batch at first would depend on how quickly that is done.
+    """
     c = s.c
     if get32(s.control + WORK) == NO_WORK:  # SYNC POINT: work
         return
     changed = ledger.close_epochs(c)
+    waits = False
     for row in range(MAX_LEARNERS):
         ring = shown_address(s, row)
         if ring == ZERO:
+            waits = waits or _is_coming(c, row)
             continue
         if (
-            takes_work(c, row, ring, s.board[0].ring[row].generation)
+            not waits
+            and takes_work(c, row, ring, s.board[0].ring[row].generation)
             and ledger.held(c, row) < integer(c[0].ahead)
             and ledger.has_more(c)
         ):

@@ -11,7 +11,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType
+from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType, Work
 from gadei_ps.memory.weights import Model, Tensor, data
 from gadei_ps.memory.weights import place as placed
 from gadei_ps.watchdog.memory import JobMemory
@@ -110,6 +110,19 @@ class Rig:
         seen = self.board["seen"][: self.shards]
         eventually(lambda: (seen == self.board["table_version"]).all())
         self.memory.remove_ring(row)
+
+    def set_work(self, batches: int, epochs: int) -> None:
+        """The job has so many batches, and every learner asks for them."""
+        for row in self.memory.rings:
+            self.ring(row)["wants"] = layout.WANTS_WORK
+        self.control["batches"], self.control["epochs"] = batches, epochs
+        _native.store32(self.word("work"), Work.WORKING)
+        self.bell()
+
+    def handed(self, row: int) -> list[int]:
+        """The batches that a learner has to answer."""
+        kept = self.roster[row]["outstanding"]
+        return sorted(kept[kept != layout.NO_BATCH].tolist())
 
     def word(self, field: str) -> int:
         return self.control_at + layout.offset(layout.CONTROL, field)

@@ -19,14 +19,11 @@ from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import (
     IDLE,
-    NO_BATCH,
     Action,
     FrameKind,
     Mode,
     Reason,
     Role,
-    Work,
-    batch_id,
 )
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.server.statistics import staleness_bin
@@ -175,6 +172,12 @@ def test_what_is_given_up_is_dropped(job_name: str) -> None:
         entry = rig.roster[0]
         assert (int(entry["dropped"]), int(entry["refused"]), int(entry["applied"])) == (1, 0, 0)
         assert not rig.weights.any()
+        rig.apply(0, rig.ones(), kind=FrameKind.EMPTY, payload_bytes=0, blocks=1)  # it was computed
+        runs = rig.state["runs"][0]
+        assert [(int(one["action"]), int(one["censored"])) for one in runs[:2]] == [
+            (Action.DROP, 1),
+            (Action.DROP, 0),
+        ]
 
 
 def test_times_of_the_last_iterations_are_kept(job_name: str) -> None:
@@ -284,101 +287,6 @@ def test_shards_say_which_mode_they_obey(job_name: str) -> None:
             else:
                 rig.wait_applied(0, sequence)
         np.testing.assert_array_equal(rig.weights, -2.0)
-
-
-def _set_work(rig: Rig, batches: int, epochs: int) -> None:
-    for row in rig.memory.rings:
-        rig.ring(row)["wants"] = layout.WANTS_WORK
-    rig.control["batches"], rig.control["epochs"] = batches, epochs
-    _native.store32(rig.word("work"), Work.WORKING)
-    rig.bell()
-
-
-def _handed(rig: Rig, row: int) -> list[int]:
-    """The batches that the row must answer."""
-    kept = rig.roster[row]["outstanding"]
-    return sorted(kept[kept != NO_BATCH].tolist())
-
-
-def test_a_learner_takes_the_batches_that_it_must_answer(job_name: str) -> None:
-    with Rig(job_name, W, learners=1, ahead=2, slots=4) as rig, rig.serving():
-        _set_work(rig, 5, 2)
-        ring, taken = rig.memory.rings[0].address, []
-        while (batch := _native.take_work(ring, rig.control_at, 10**10)) >= 0:
-            assert batch in _handed(rig, 0)
-            taken.append(batch)
-            rig.apply(0, rig.ones(), batch=batch)
-        assert taken == [batch_id(epoch, index) for epoch in range(2) for index in range(5)]
-        assert rig.roster[0]["unasked"] == 0
-
-
-def test_batches_of_the_dead_go_to_others(job_name: str) -> None:
-    with Rig(job_name, W, learners=2, ahead=2) as rig, rig.serving():
-        _set_work(rig, 3, 1)
-        first = eventually(lambda: _handed(rig, 0))
-        eventually(lambda: len(_handed(rig, 0)) + len(_handed(rig, 1)) == 3)
-        rig.apply(0, rig.ones(), batch=first[0])
-        rig.roster[0]["wanted"] = 0
-        rig.bell()
-        eventually(lambda: rig.roster[0]["drained"])
-        answered = 1
-        while int(rig.control["work"]) != Work.DONE:
-            for batch in _handed(rig, 1):
-                rig.apply(1, rig.ones(), batch=batch)
-                answered += 1
-            rig.bell()
-        assert answered == 3
-        assert rig.control["requeued_total"] == 1
-        assert rig.roster[1]["unasked"] == 0
-        np.testing.assert_array_equal(rig.weights, -3.0)
-
-
-def test_a_batch_that_was_not_asked_for(job_name: str) -> None:
-    with Rig(job_name, W, learners=1, ahead=1) as rig, rig.serving():
-        _set_work(rig, 5, 1)
-        (batch,) = eventually(lambda: _handed(rig, 0))
-        rig.apply(0, rig.ones(), batch=batch_id(0, 4))
-        rig.apply(0, rig.ones(), batch=batch_id(7, 7))
-        assert rig.roster[0]["unasked"] == 2
-        assert _handed(rig, 0) == [batch]
-
-
-def test_a_refused_gradient_answers_its_batch(job_name: str) -> None:
-    """Not one whose header is lost: what that says of a batch is not believed."""
-    with Rig(job_name, W, learners=1, ahead=1, slots=2) as rig, rig.serving():
-        _set_work(rig, 3, 1)
-        (first,) = eventually(lambda: _handed(rig, 0))
-        assert first == 0
-        rig.apply(0, rig.ones(), batch=first, generation=0)
-        assert (_handed(rig, 0), int(rig.roster[0]["refused"])) == ([first], 1)
-        rig.apply(0, rig.ones(), batch=first, flags=layout.CHECKED | layout.NONFINITE)
-        eventually(lambda: _handed(rig, 0) not in ([], [first]))
-        assert rig.control["requeued_total"] == rig.roster[0]["unasked"] == 0
-        np.testing.assert_array_equal(rig.weights, 0.0)
-
-
-@pytest.mark.parametrize("depart_first", [True, False])
-def test_who_publishes_after_leaving_takes_no_batch_along(
-    depart_first: bool, job_name: str
-) -> None:
-    with Rig(job_name, W, learners=2, ahead=1, slots=4) as rig:
-        _set_work(rig, 4, 1)
-        ring = rig.memory.rings[0].address
-        slot = _native.claim(ring, rig.control_at, 0)
-        assert slot > 0
-        with rig.serving():
-            eventually(lambda: _handed(rig, 0) and _handed(rig, 1))
-            (batch,) = _handed(rig, 0)
-            rig.roster[0]["wanted"] = 0
-            if depart_first:
-                rig.bell()
-                eventually(lambda: rig.roster[0]["drained"])
-            # It was in the middle of its push, and had looked at `wanted` before.
-            rig.publish(0, rig.ones(), slot=slot, batch=batch)
-            rig.wait_tail(0, 1)
-            rig.bell()
-            eventually(lambda: rig.roster[0]["drained"])
-            assert _handed(rig, 0) == []
 
 
 def test_pause(job_name: str) -> None:

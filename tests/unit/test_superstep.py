@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from support import Rig, eventually
 
-from gadei_ps import _native
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import NO_BATCH, Action, Role, Work
+from gadei_ps.memory.layout import Action, Role
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.server.symbols import get, put
 
@@ -20,20 +19,6 @@ W = [Tensor("w", (10,))]
 
 def noise(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
-
-
-def _set_work(rig: Rig, batches: int, epochs: int) -> None:
-    for row in rig.memory.rings:
-        rig.ring(row)["wants"] = layout.WANTS_WORK
-    rig.control["batches"], rig.control["epochs"] = batches, epochs
-    _native.store32(rig.word("work"), Work.WORKING)
-    rig.bell()
-
-
-def _handed(rig: Rig, row: int) -> list[int]:
-    """Batches that the row has to answer."""
-    kept = rig.roster[row]["outstanding"]
-    return sorted(kept[kept != NO_BATCH].tolist())
 
 
 def test_superstep_applies_the_mean(job_name: str) -> None:
@@ -88,14 +73,14 @@ def test_squares_that_cannot_be_clip_nothing(squares: float, job_name: str) -> N
 
 def test_a_dropped_gradients_batch_is_handed_out_again(job_name: str) -> None:
     with Rig(job_name, W, learners=2, ahead=1, collect=True) as rig, rig.serving():
-        _set_work(rig, 2, 1)
-        eventually(lambda: _handed(rig, 0) and _handed(rig, 1))
-        (batch,) = _handed(rig, 0)
+        rig.set_work(2, 1)
+        eventually(lambda: rig.handed(0) and rig.handed(1))
+        (batch,) = rig.handed(0)
         rig.publish(0, rig.ones(), batch=batch)
         rig.publish(1, rig.ones())  # it names no batch
         rig.superstep({0: Action.DROP, 1: Action.DROP})
         eventually(rig.superstep_done)
-        eventually(lambda: _handed(rig, 0) == [batch])
+        eventually(lambda: rig.handed(0) == [batch])
         assert rig.control["requeued_total"] == 1
         assert rig.control["requeued"] == 0
 
@@ -103,17 +88,17 @@ def test_a_dropped_gradients_batch_is_handed_out_again(job_name: str) -> None:
 def test_a_refused_gradients_batch_is_answered(job_name: str) -> None:
     """Not one whose header is lost: what that says of a batch is not believed."""
     with Rig(job_name, W, learners=2, ahead=1, collect=True) as rig, rig.serving():
-        _set_work(rig, 3, 1)
-        eventually(lambda: _handed(rig, 0) and _handed(rig, 1))
-        both = [*_handed(rig, 0), *_handed(rig, 1)]
+        rig.set_work(3, 1)
+        eventually(lambda: rig.handed(0) and rig.handed(1))
+        both = [*rig.handed(0), *rig.handed(1)]
         assert sorted(both) == [0, 1]
         lost, refused = both.index(0), both.index(1)
         rig.publish(lost, rig.ones(), batch=0, generation=0)
         rig.publish(refused, rig.ones(), batch=1, flags=layout.CHECKED | layout.NONFINITE)
         rig.superstep({lost: Action.REFUSE, refused: Action.REFUSE})
         eventually(rig.superstep_done)
-        eventually(lambda: _handed(rig, refused) == [2])
-        assert _handed(rig, lost) == [0]
+        eventually(lambda: rig.handed(refused) == [2])
+        assert rig.handed(lost) == [0]
         assert rig.control["requeued_total"] == rig.roster[lost]["unasked"] == 0
 
 
