@@ -35,11 +35,11 @@ from gadei_ps import _native
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
 from gadei_ps.job.control import Lasting
 from gadei_ps.job.optimizer import Settings
+from gadei_ps.learners.assign import Assigns
 from gadei_ps.learners.attach import Arrays, attach, detach, listener, offer
 from gadei_ps.learners.frame import (
     NONE,
     UNKNOWN,
-    Frames,
     Gradients,
     Rows,
     Where,
@@ -83,7 +83,7 @@ NO_TURN = "no grant to go on"
 NO_SLOT = "no slot came free: does the server apply gradients?"
 
 
-class Client(Work, Frames):
+class Client(Work, Assigns):
     """One learner.
 
     job: a job's name or its socket's path; None takes it from the environment that `gadei-ps run`

@@ -241,6 +241,30 @@ METHOD_OF_ONE(empty)
     Py_RETURN_NONE;
 }
 
+METHOD_OF_ONE(assign)
+{
+    uint64_t given[4];
+    if (takes(count, 5) < 0 || numbers(args, 1, 1, given) < 0 ||
+        numbers(args + 2, 3, 3, given + 1) < 0)
+        return NULL;
+    const struct ps_weights *weights = LEARNER->weights;
+    struct ps_gradient *values = malloc((weights->tensors + 1) * sizeof *values);
+    PyObject *where = values ? PySequence_Fast(args[1], "takes a sequence of addresses") : NULL;
+    int taken = where ? take_gradients(weights, where, values) : -1;
+    if (!values)
+        PyErr_NoMemory();
+    Py_XDECREF(where);
+    if (!taken) {
+        Py_BEGIN_ALLOW_THREADS
+        ps_frame_assign(LEARNER, (char *)given[0], values, given[1], given[2] != 0, given[3]);
+        Py_END_ALLOW_THREADS
+    }
+    free(values);
+    if (taken)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 METHOD(check)
 {
     UNUSED;
@@ -358,6 +382,7 @@ static PyMethodDef methods[] = {
     ENTRY(begin, "begin(payload): a frame of rows, of which append() writes the tensors"),
     ENTRY(append, "append(tensor, (values, indices, count, factors))"),
     ENTRY(empty, "empty(computed): a frame without a gradient"),
+    ENTRY(assign, "assign(payload, values, stream, reset, steps): an assignment of whole tensors"),
     ENTRY(check, "check(facts): raises what publish() and land() would raise for them"),
     ENTRY(publish, "publish(facts) -> sequence number of the frame that is written"),
     ENTRY(land, "land(landing, (sums, parts, loss_there, kind, blocks, bytes), facts)"),

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x3ae12343ab16e7d8ull
+#define PS_BUILD 0xdbbe259b29ed887eull
 
 #endif

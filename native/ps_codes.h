@@ -18,7 +18,7 @@ typedef float ps_f32;
 typedef double ps_f64;
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 8u
+#define PS_LAYOUT_VERSION 9u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
@@ -37,6 +37,7 @@ typedef double ps_f64;
 #define PS_PAYLOAD_AT 4096  /* of a slot: page-aligned, for devices that register payloads */
 
 #define PS_NO_BATCH UINT64_MAX
+#define PS_SAME_STEPS UINT64_MAX     /* an assignment that leaves the count of steps as it is */
 #define PS_UNBOUNDED (1ull << 62)           /* a grant without a bound */
 #define PS_IDLE UINT64_MAX           /* of a record: no gradient is in hand */
 #define PS_ALL_APPLIED (UINT64_MAX - 1)  /* all is in the weights, nothing is counted yet */
@@ -46,7 +47,8 @@ typedef double ps_f64;
   X(PS_MAGIC) X(PS_LAYOUT_VERSION) X(PS_MAX_LEARNERS) X(PS_MAX_SHARDS) X(PS_AHEAD)           \
   X(PS_REQUEUE) X(PS_FINISHED_WORDS) X(PS_HISTOGRAM) X(PS_CHUNK) X(PS_MAX_STREAMS)           \
   X(PS_UNDO_HALVES) X(PS_HYPER_ROOM) X(PS_JOURNAL) X(PS_MAX_DIMS) X(PS_RUNS) X(PS_SYNC_TEXT) \
-  X(PS_PAYLOAD_AT) X(PS_NO_BATCH) X(PS_UNBOUNDED) X(PS_IDLE) X(PS_ALL_APPLIED)
+  X(PS_PAYLOAD_AT) X(PS_NO_BATCH) X(PS_SAME_STEPS) X(PS_UNBOUNDED) X(PS_IDLE)                \
+  X(PS_ALL_APPLIED)
 
 /* X(name, value, meaning) */
 #define PS_KINDS(X)                                                      \
@@ -58,7 +60,8 @@ typedef double ps_f64;
 #define PS_FRAME_KINDS(X)                                                  \
   X(PS_DENSE, 1, "a value for each element, in the layout of the weights") \
   X(PS_ROWS, 2, "of some tensors only some rows")                          \
-  X(PS_EMPTY, 3, "no gradient: the learner has given the iteration up")
+  X(PS_EMPTY, 3, "no gradient: the learner has given the iteration up")    \
+  X(PS_ASSIGN, 4, "values that replace those of the job; blocks as in PS_ROWS")
 
 #define PS_WIRE_TYPES(X)       \
   X(PS_FLOAT32, 1, "4 bytes")  \
@@ -67,7 +70,8 @@ typedef double ps_f64;
 
 #define PS_FLAGS(X)                                          \
   X(PS_CHECKED, 1, "checked for values that are not finite") \
-  X(PS_NONFINITE, 2, "one was found")
+  X(PS_NONFINITE, 2, "one was found")                        \
+  X(PS_RESET, 4, "an assignment of weights also clears the optimizer's slots of them")
 
 #define PS_TENSOR_ROLES(X)                     \
   X(PS_PARAMETER, 1, "moved by the optimizer") \
@@ -133,7 +137,8 @@ typedef double ps_f64;
   X(PS_BAD_SCALE, 8, "scale of the learning rate is negative or not finite")         \
   X(PS_BAD_ROWS, 9, "a row out of range, or tensors or rows not in ascending order") \
   X(PS_GIVEN_UP, 10, "given up by its learner")                                      \
-  X(PS_TORN, 11, "could not be read to its end: the ring was damaged")
+  X(PS_TORN, 11, "could not be read to its end: the ring was damaged")               \
+  X(PS_BAD_ASSIGN, 12, "assigns a slot or a step that the optimizer cannot have")
 
 /* X(enum, its list) */
 #define PS_ENUMS(X)                    \

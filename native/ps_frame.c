@@ -77,7 +77,8 @@ void ps_frame_begin(struct ps_learner *learner, char *payload, enum ps_frame_kin
 {
     uint64_t dense = learner->weights->elements * ps_width_of(learner->dtype);
     uint64_t end = kind == PS_DENSE ? dense : ps_first_block(learner->weights);
-    learner->writing = (struct ps_writing){{payload, learner->dtype, end, 0.0}, kind, 0, 0};
+    learner->writing =
+        (struct ps_writing){.payload = {payload, learner->dtype, end, 0.0}, .kind = kind};
 }
 
 double ps_frame_dense(struct ps_learner *learner, uint64_t number, const float *values)
@@ -107,6 +108,30 @@ int ps_frame_append(struct ps_learner *learner, uint64_t number,
 void ps_frame_empty(struct ps_learner *learner, uint32_t computed)
 {
     learner->writing = (struct ps_writing){.kind = PS_EMPTY, .blocks = computed, .sorted = 1};
+}
+
+void ps_frame_assign(struct ps_learner *learner, char *payload, const struct ps_gradient *values,
+                     uint64_t stream, int reset, uint64_t steps)
+{
+    const struct ps_weights *weights = learner->weights;
+    struct ps_payload to = {payload, PS_FLOAT32, ps_first_block(weights), 0.0};
+    uint32_t blocks = 0;
+    uint64_t bad;
+    learner->writing.kind = 0;
+    for (uint64_t i = 0; i < weights->tensors; i++) {
+        struct ps_gradient whole = {.values = values[i].values};
+        if (whole.values)
+            ps_append(weights, &to, blocks++, i, &whole, 0, NULL, &bad); /* cannot fail */
+    }
+    learner->writing = (struct ps_writing){
+        .payload = to,
+        .kind = PS_ASSIGN,
+        .blocks = blocks,
+        .sorted = 1,
+        .flags = reset ? PS_RESET : 0,
+        .stream = stream,
+        .steps = steps,
+    };
 }
 
 static struct ps_frame header(const struct ps_learner *learner, const struct ps_facts *facts)
@@ -146,6 +171,11 @@ int64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *fact
     frame.blocks = writing->blocks;
     frame.payload_bytes = writing->payload.end;
     frame.squares = writing->payload.squares;
+    frame.flags = writing->flags;
+    frame.stream = writing->stream;
+    frame.steps = writing->steps;
+    if (writing->kind == PS_ASSIGN)
+        frame.dtype = PS_FLOAT32;
     frame.finished = ps_clock();
     refused = ps_publish_frame(learner->ring, learner->control, frame);
     ps_set_claimer(&learner->calls, 0);

@@ -285,8 +285,8 @@
  *
  * 0         8      16           24         32     40     48        56        64
  * || cursor | ring | generation | sequence | step | rate | version | applies ||
- * 64       72           80       88     96     104 128        176 192
- * || steps | supersteps | booked | torn | tear |   || span[2] |   ||
+ * 64       72           80       88     96     104         112 128        176 192
+ * || steps | supersteps | booked | torn | tear | next_step |   || span[2] |   ||
  */
 #define PS_RECORD_FIELDS(F, P, T)                                                               \
   F(T, 0, u64, cursor, , s,                                                                     \
@@ -302,7 +302,8 @@
   F(T, 72, u64, supersteps, , s, "number of the last one finished")                             \
   F(T, 80, u64, booked, , 0, "rows of the gradient in hand that statistics and ledger know of") \
   F(T, 88, u64, torn, , s, "parts of gradients that it could not read to their end")            \
-  F(T, 96, u64, tear, , s, "the same, before the gradient in hand") P(104, 24)                  \
+  F(T, 96, u64, tear, , s, "the same, before the gradient in hand")                              \
+  F(T, 104, u64, next_step, , s, "optimizer steps finished after it") P(112, 16)                  \
   F(T, 128, span, span, [2], s, "the last two stretches of chunks, in turn") P(176, 16)
 
 /* Old values of what a transaction of the books changes. A block: the old words, then one word
@@ -349,8 +350,8 @@
  *
  * 0           8            16      24        32     36      40              48      52       56
  * || sequence | generation | clock | version | kind | dtype | payload_bytes | flags | blocks |
- * 56      64         68           72     80        88         96        104 128
- * | batch || samples | rate_scale | loss | started | finished | squares |   ||
+ * 56      64         68           72     80        88         96        104      112     120 128
+ * | batch || samples | rate_scale | loss | started | finished | squares | stream | steps |   ||
  */
 #define PS_FRAME_FIELDS(F, P, T)                                                              \
   F(T, 0, u64, sequence, , L, "0 for the ring's first frame, then one more each time")        \
@@ -368,8 +369,9 @@
   F(T, 72, f64, loss, , L, "NaN: not told")                                                   \
   F(T, 80, f64, started, , L, "CLOCK_MONOTONIC, seconds")                                     \
   F(T, 88, f64, finished, , L, "")                                                            \
-  F(T, 96, f64, squares, , L,                                                                 \
-    "sum of squares, parameters only; infinite if a value is not finite") P(104, 24)
+  F(T, 96, f64, squares, , L, "sum of squares of parameters; infinite if a value is not finite") \
+  F(T, 104, u64, stream, , L, "of an assignment: 0 weights, 1 or 2 a slot of the optimizer")  \
+  F(T, 112, u64, steps, , L, "of an assignment: steps after it, or PS_SAME_STEPS") P(120, 8)
 
 /* One tensor of a rows frame; the blocks stand at the payload's begin.
  *

@@ -5,7 +5,7 @@
  *
  *   claim     ps_frame_claim, which returns the slot
  *   write     ps_frame_whole, or ps_frame_begin and then ps_frame_dense or ps_frame_append for each
- *             tensor, or ps_frame_empty
+ *             tensor, or ps_frame_empty, or ps_frame_assign
  *   publish   ps_frame_publish; or ps_frame_land, when a device still writes the payload
  *
  * All functions are for the learner's process, and for one thread at a time: ps_calls.h. The callers
@@ -24,6 +24,8 @@ struct ps_writing {
     uint32_t kind;   /* enum ps_frame_kind */
     uint32_t blocks; /* of a frame of rows; of an empty one: 1 if its gradient was computed */
     uint32_t sorted; /* 1: its blocks are in the table's order */
+    uint32_t flags;  /* PS_RESET of an assignment */
+    uint64_t stream, steps; /* of an assignment */
 };
 
 /* A consistent copy under way. */
@@ -103,6 +105,13 @@ int ps_frame_append(struct ps_learner *learner, uint64_t number,
 
 /* Writes a frame without gradient. computed: 1 if the iteration took the time of a whole one. */
 void ps_frame_empty(struct ps_learner *learner, uint32_t computed);
+
+/* Writes an assignment: whole tensors, in float32, that replace those of the job. values: as for
+ * ps_frame_whole, without rows and products; a tensor without values is left alone. stream: 0 the
+ * weights, 1 or 2 a slot of the optimizer. reset: 1 if the slots of assigned weights become zero.
+ * steps: optimizer steps from then on, or PS_SAME_STEPS. */
+void ps_frame_assign(struct ps_learner *learner, char *payload, const struct ps_gradient *values,
+                     uint64_t stream, int reset, uint64_t steps);
 
 /* Publishes the frame in hand, in the slot that this thread has claimed, and begins the next
  * iteration. Returns its sequence number; or PS_UNCLAIMED, PS_OTHERS, PS_LEFT, PS_STOPPED or PS_EVICTED, and then

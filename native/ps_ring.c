@@ -162,7 +162,7 @@ int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
         return PS_EVICTED;
     }
     frame.generation = ring->header.generation;
-    frame.flags = PS_CHECKED | (isfinite(frame.squares) ? 0u : PS_NONFINITE);
+    frame.flags = (frame.flags & PS_RESET) | PS_CHECKED | (isfinite(frame.squares) ? 0u : PS_NONFINITE);
     *ps_slot(ring, frame.sequence) = frame;
     ring->pulled = frame.version;
     ps_publish(ring, control);

@@ -36,6 +36,7 @@ MAX_DIMS: Final = _NUMBERS["PS_MAX_DIMS"]
 RUNS: Final = _NUMBERS["PS_RUNS"]
 SYNC_TEXT: Final = _NUMBERS["PS_SYNC_TEXT"]
 NO_BATCH: Final = _NUMBERS["PS_NO_BATCH"]
+SAME_STEPS: Final = _NUMBERS["PS_SAME_STEPS"]
 UNBOUNDED: Final = _NUMBERS["PS_UNBOUNDED"]
 IDLE: Final = _NUMBERS["PS_IDLE"]
 ALL_APPLIED: Final = _NUMBERS["PS_ALL_APPLIED"]
@@ -58,6 +59,7 @@ class FrameKind(IntEnum):
     DENSE = 1
     ROWS = 2
     EMPTY = 3  # no gradient: the learner has given the iteration up
+    ASSIGN = 4  # values that replace those of the job; blocks as in ROWS
 
 
 WIRE_BYTES: Final = {WireType.FLOAT32: 4, WireType.BFLOAT16: 2, WireType.FLOAT16: 2}
@@ -68,6 +70,7 @@ WANTS_PAUSE: Final = _CODE["PS_WANTS_PAUSE"]
 
 CHECKED: Final = _CODE["PS_CHECKED"]
 NONFINITE: Final = _CODE["PS_NONFINITE"]
+RESET: Final = _CODE["PS_RESET"]
 
 
 class Role(IntEnum):
@@ -155,6 +158,7 @@ class Reason(IntEnum):
     BAD_ROWS = 9
     GIVEN_UP = 10  # empty: not refused but dropped
     TORN = 11
+    BAD_ASSIGN = 12
 
 
 REASON_TEXT: Final = {Reason(code): text for code, text in _ENUMS["ps_reason"].values()}

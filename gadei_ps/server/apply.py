@@ -1,7 +1,7 @@
 """Applies the frames that a shard has in hand, whatever their kind.
 
-A frame is dense (dense.py) or of rows (rows.py); a mean may have frames of both kinds. This is the
-only file that chooses between them.
+A frame is dense (dense.py) or of rows (rows.py); a mean may have frames of both kinds. An
+assignment has the blocks of a frame of rows, and is alone. This is the only file that chooses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numba import types
 
 from gadei_ps.kernels.compiled import address_of, inner
 from gadei_ps.server.chunks import Walk, prepare
-from gadei_ps.server.constants import APPLY, MAX_LEARNERS, ONE, ROWS
+from gadei_ps.server.constants import APPLY, ASSIGN, MAX_LEARNERS, ONE, ROWS
 from gadei_ps.server.context import GENERATION, Shard, is_there, shard_of
 from gadei_ps.server.dense import apply_dense
 from gadei_ps.server.record import lock, note_torn, unlock
@@ -53,7 +53,7 @@ def _apply(part: int, members: int, first: int, start: int) -> None:
     walk = Walk(members, first, start)
     has_rows = False
     for m in range(members):
-        has_rows = has_rows or s.hands[m].kind == ROWS
+        has_rows = has_rows or s.hands[m].kind == ROWS or s.hands[m].kind == ASSIGN
     prepare(s)
     lock(s)
     if has_rows:

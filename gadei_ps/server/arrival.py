@@ -66,8 +66,8 @@ def _arrive(part: int, line: int) -> None:
         rate = cpu.learning_rate(s.c[0].hyper, steps) * frame[0].rate_scale
         if version > frame[0].version:
             rate = cpu.stale_rate(s.c[0].hyper, rate, integer(version - frame[0].version))
-        begin(s, Entry(row, ring.generation, tail, rate, version, 1))
         take(s, 0, slot, frame)
+        begin(s, Entry(row, ring.generation, tail, rate, version, 1, s.hands[0].next_step))
         apply_frames(s, Walk(1, 0, s.low))
         if s.number == 0:
             book_arrival(s, row, tail, frame, version, is_torn(s), more)

@@ -20,15 +20,17 @@ from gadei_ps.kernels.compiled import address_of, inlined, inner
 from gadei_ps.kernels.cpu import ADAGRAD, ADAM, ADAMW, ADD, MOMENTUM_SGD, NESTEROV, SGD
 from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind
 from gadei_ps.memory import layout
-from gadei_ps.server.constants import CHUNK, IDLE, ONE
+from gadei_ps.server.constants import ASSIGN, CHUNK, IDLE, ONE, ZERO
 from gadei_ps.server.context import (
     CURSOR,
+    HANDS,
     RECORD_BYTES,
     RECORDS,
     SPAN_END,
     SPAN_START,
     Shard,
     Streams,
+    hands_at,
     integer,
     span_at,
 )
@@ -41,6 +43,7 @@ VECTOR = 16  # values that a loop of vectors takes at once
 COEFFICIENTS_AT = np.uint64(layout.offset(PART, "coefficients"))
 # What moves a buffer, beside the kinds of optimizer that move a parameter.
 BUFFER = 0
+ASSIGNMENTS = 2  # where PART's `move` has the loops that assign
 
 _part_at = structs(PART)
 
@@ -120,7 +123,8 @@ def move_span(s: Shard, is_parameter: bool, form: int, gradient: np.uint64, span
     form: FLOAT32_FORM or BFLOAT16_FORM. gradient: address of that of the span's first value.
     """
     _note_span(s, span)
-    code = s.part[0].move[integer(is_parameter), form]
+    which = ASSIGNMENTS if s.hands[0].kind == ASSIGN else integer(is_parameter)
+    code = s.part[0].move[which, form]
     call(code, s.here, gradient, span.piece, span.start, span.end)
 
 
@@ -236,13 +240,66 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
     return move
 
 
+@inlined
+def _take_over(m: _Move, g: Values, hand: Any, kept: int, start: int, count: int) -> None:
+    """Puts values in the place of `count` weights, or of those of a slot, from `start` on."""
+    here = np.uint64(start * 4)
+    values = values_of(g.form, g.at, count)
+    if hand.stream == 0:
+        w = floats(m.at.weights + here, count)
+        for i in range(count):
+            w[i] = cpu.wide(values[i])
+    elif hand.stream <= kept:
+        slot = floats((m.at.slot0 if hand.stream == 1 else m.at.slot1) + here, count)
+        for i in range(count):
+            slot[i] = cpu.wide(values[i])
+    if hand.stream == 0 and hand.reset and kept > 0:
+        first = floats(m.at.slot0 + here, count)
+        for i in range(count):
+            first[i] = np.float32(0)
+    if hand.stream == 0 and hand.reset and kept > 1:
+        second = floats(m.at.slot1 + here, count)
+        for i in range(count):
+            second[i] = np.float32(0)
+
+
+def _assignment(form: Any) -> Callable[..., None]:
+    """The loop that assigns to a span, of parameters or of buffers, for any optimizer.
+
+    A buffer has no slots: an assignment to its slots changes nothing.
+    """
+
+    def assign(part: np.uint64, gradient: np.uint64, piece: int, start: int, end: int) -> None:
+        p = _part_at(part)[0]
+        m = _move_of(part)
+        hand = hands_at(part + HANDS)[0]
+        kept = 0
+        if start < integer(p.parameters):
+            kept = integer(p.slot0 != ZERO) + integer(p.slot1 != ZERO)
+        number = np.uint64(piece)
+        address = gradient
+        for low in range(start, end, CHUNK):
+            count = min(CHUNK, end - low)
+            save(m.at, kept, number, low, count)
+            mark(m.cursor, (number << ONE) | ONE)
+            _take_over(m, Values(address, form), hand, kept, low, count)
+            number += ONE
+            address += np.uint64(CHUNK) * bytes_of(form)
+
+    assign.__qualname__ = f"assign_{np.dtype(type(form)).name}"
+    return assign
+
+
 LOOP = types.void(types.uint64, types.uint64, types.int64, types.int64, types.int64)
 
 
 @functools.cache
 def loops(kind: int) -> list[list[int]]:
-    """Addresses of the loops for PART's `move`, compiled if need be: of buffers, of parameters.
+    """Addresses of the loops for PART's `move`, compiled if need be: of buffers, of parameters, of
+    assignments.
 
     kind: the optimizer's.
     """
-    return [[address_of(LOOP, _loop(one, form)) for form in FORMS] for one in (BUFFER, kind)]
+    moves = [[_loop(one, form) for form in FORMS] for one in (BUFFER, kind)]
+    moves.append([_assignment(form) for form in FORMS])
+    return [[address_of(LOOP, one) for one in of_forms] for of_forms in moves]

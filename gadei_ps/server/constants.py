@@ -19,6 +19,9 @@ MAX_LEARNERS = layout.MAX_LEARNERS
 CHUNK = layout.CHUNK
 AHEAD = layout.AHEAD
 NO_BATCH = np.uint64(layout.NO_BATCH)
+RESET = np.uint32(layout.RESET)
+SAME_STEPS = np.uint64(layout.SAME_STEPS)
+MOST_STEPS = np.uint64(2**62)  # an assignment may set no more
 
 # The cursor of a record, where it is not a chunk.
 IDLE = np.uint64(layout.IDLE)
@@ -31,6 +34,7 @@ FLOAT16 = int(WireType.FLOAT16)
 DENSE = int(FrameKind.DENSE)
 ROWS = int(FrameKind.ROWS)
 EMPTY = int(FrameKind.EMPTY)
+ASSIGN = int(FrameKind.ASSIGN)
 
 SKIP = int(Action.SKIP)
 APPLY = int(Action.APPLY)
@@ -57,3 +61,4 @@ BAD_SCALE = int(Reason.BAD_SCALE)
 BAD_ROWS = int(Reason.BAD_ROWS)
 GIVEN_UP = int(Reason.GIVEN_UP)
 TORN = int(Reason.TORN)
+BAD_ASSIGN = int(Reason.BAD_ASSIGN)

@@ -13,7 +13,7 @@ from gadei_ps.kernels import cpu
 from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, FRAME, RECORD, SHARD, STATE
-from gadei_ps.server.constants import MAX_LEARNERS, ZERO
+from gadei_ps.server.constants import ASSIGN, MAX_LEARNERS, ONE, RESET, SAME_STEPS, ZERO
 from gadei_ps.server.structs import BOARD, HAND, KNOWN_RING, PART, RING_LINE
 from gadei_ps.server.symbols import get, put, structs, words
 
@@ -198,6 +198,13 @@ def take(s: Shard, member: int, slot: np.uint64, frame: np.ndarray) -> None:
     hand.dtype = integer(frame[0].dtype)
     hand.kind = integer(frame[0].kind)
     hand.scale = cpu.clip_scale(s.c[0].hyper, frame[0].squares)
+    steps = s.state[0].record[s.number].steps
+    hand.next_step = steps + ONE
+    if frame[0].kind == ASSIGN:
+        hand.scale = 1.0
+        hand.stream = integer(frame[0].stream)
+        hand.reset = 1 if frame[0].flags & RESET else 0
+        hand.next_step = steps if frame[0].steps == SAME_STEPS else frame[0].steps
     hand.watch = slot + GENERATION
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,30 +18,11 @@ from gadei_ps.job import modes
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, Action, Reason, Work
 from gadei_ps.memory.segment import Segment
-from gadei_ps.server import frames
 from gadei_ps.server.change import Change
+from gadei_ps.server.member import Member, Next
 from gadei_ps.server.rings import Mapped
 from gadei_ps.server.start import Start
 from gadei_ps.sync import NotGranted
-
-
-@dataclass(eq=False)
-class Member:
-    """A learner whose ring is served."""
-
-    mapped: Mapped
-    reported: int = 0  # frames that the sync model has heard of
-    joined: bool = False
-    leaving: bool = False
-    granted: int = -1
-
-    @property
-    def row(self) -> int:
-        return self.mapped.row
-
-    @property
-    def generation(self) -> int:
-        return self.mapped.generation
 
 
 class Driver:
@@ -340,6 +320,12 @@ class Driver:
         """Reports new pushes to the model. True if some of them have no grant yet."""
         published = self._published(member)
         while member.reported < published:
+            found = None if self.sync.on_arrival else member.next(self._slots)
+            if found and found.assigns:
+                if self._applied(member) < member.reported:
+                    return False  # once what it has pushed before is in the weights
+                self._commit_assignment(found)
+                continue
             if not member.joined and self._change is not None:
                 return True  # for the next model
             if not member.joined:
@@ -350,12 +336,10 @@ class Driver:
                 return True
             refused = False
             started = None
-            if not self.sync.on_arrival:
-                slot = member.mapped.slot(member.reported, self._slots)
-                header = member.mapped.header(slot)
-                reason = self._check(member, slot, header)
+            if found:
+                reason = found.check(self._part)
                 refused = reason != Reason.OK
-                started = float(header[0]["started"])
+                started = found.started
                 if refused:
                     self._refusals[member.row, member.reported] = reason
             commits = self.sync.push(member.row, now, started=started, refused=refused)
@@ -363,16 +347,17 @@ class Driver:
             self._commits.extend(commits)
         return False
 
-    def _check(self, member: Member, slot: int, header: np.ndarray) -> int:
-        return int(
-            frames.check_frame(
-                np.uint64(header.ctypes.data),
-                np.uint64(member.mapped.ring.address + slot),
-                np.uint64(member.generation),
-                np.uint64(member.reported),
-                self._part,
-            )
-        )
+    def _commit_assignment(self, found: Next) -> None:
+        """An assignment is a superstep of its own, between two of the model's."""
+        member, row, reason = found.member, found.member.row, found.check(self._part)
+        if reason == Reason.OK:
+            self._commits.append(sync.Commit((row,)))
+        else:
+            self._refusals[row, member.reported] = reason
+            self._commits.append(sync.Commit((), (row,)))
+        member.reported += 1
+        if member.joined:
+            self._note_clock(member)
 
     # -- supersteps and grants --------------------------------------------------------------------
 

@@ -6,10 +6,12 @@ import math
 
 import numpy as np
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.memory import layout
 from gadei_ps.server.blocks import check_rows
 from gadei_ps.server.constants import (
+    ASSIGN,
+    BAD_ASSIGN,
     BAD_DTYPE,
     BAD_GENERATION,
     BAD_KIND,
@@ -22,15 +24,32 @@ from gadei_ps.server.constants import (
     FLOAT16,
     FLOAT32,
     GIVEN_UP,
+    MOST_STEPS,
     NOT_FINITE,
     OK,
     ROWS,
+    SAME_STEPS,
     UNCHECKED,
+    ZERO,
 )
 from gadei_ps.server.context import control_at, frame_at
 
 CHECKED = np.uint32(layout.CHECKED)
 NONFINITE = np.uint32(layout.NONFINITE)
+
+
+@inner
+def _may_assign(frame: np.ndarray, part: np.ndarray) -> bool:
+    """Whether the optimizer has the slot that an assignment names, and can have made its steps.
+
+    frame: its header, FRAME of shape (1,).
+    """
+    stream, steps = frame[0].stream, frame[0].steps
+    if stream == np.uint64(1) and part[0].slot0 == ZERO:
+        return False
+    if stream == np.uint64(2) and part[0].slot1 == ZERO:
+        return False
+    return bool(stream <= np.uint64(2) and (steps == SAME_STEPS or steps <= MOST_STEPS))
 
 
 @compiled
@@ -53,7 +72,8 @@ def check_frame(
         return BAD_SEQUENCE
     if frame[0].kind == EMPTY:
         return GIVEN_UP
-    if frame[0].kind != DENSE and frame[0].kind != ROWS:
+    kind = frame[0].kind
+    if kind != DENSE and kind != ROWS and kind != ASSIGN:
         return BAD_KIND
     if frame[0].dtype == FLOAT32:
         size = 4
@@ -68,6 +88,8 @@ def check_frame(
         reason = check_rows(header, slot, size, part)
         if reason != OK:
             return reason
+    if kind == ASSIGN and not _may_assign(frame, part):
+        return BAD_ASSIGN
     if control_at(part[0].control)[0].refuse_nonfinite:
         if not frame[0].flags & CHECKED:
             return UNCHECKED

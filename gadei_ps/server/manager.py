@@ -31,7 +31,8 @@ from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, Se
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.server import options
 from gadei_ps.server.code import Code
-from gadei_ps.server.driver import Driver, Member
+from gadei_ps.server.driver import Driver
+from gadei_ps.server.member import Member
 from gadei_ps.server.options import Asked
 from gadei_ps.server.rings import Rings
 from gadei_ps.server.shards import Shards, new_board

@@ -46,6 +46,8 @@ class Entry(NamedTuple):
     """Of the weights, before it."""
     applies: int
     """How many frames of it are applied."""
+    next_step: np.uint64
+    """Optimizer steps finished after it."""
 
 
 @inner
@@ -59,6 +61,7 @@ def begin(s: Shard, entry: Entry) -> None:
     record.rate = entry.rate
     record.version = entry.version
     record.applies = np.uint64(entry.applies)
+    record.next_step = entry.next_step
     record.booked = ZERO
     record.tear = record.torn
     put(span_at(s, 0), IDLE)
@@ -111,7 +114,6 @@ def finish(s: Shard) -> None:
                 s.state[0].applied[s.number, row] = s.c[0].superstep_upto[row]
         fence()  # the manager goes on from `applied` as soon as it sees this
         record.supersteps = record.sequence
-    if record.applies > ZERO:
-        record.steps = record.step + ONE
+    record.steps = record.next_step
     fence()
     put(s.cursor, IDLE)

@@ -128,8 +128,7 @@ def recover(part: np.ndarray) -> int:
             finish(s)
         else:
             record = s.state[0].record[s.number]
-            if record.applies > ZERO:
-                record.steps = record.step + ONE
+            record.steps = record.next_step
             put(s.cursor, IDLE)
     lock = s.me + SEQUENCE
     if get(lock) & ONE:

@@ -12,7 +12,7 @@ import numpy as np
 
 from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.memory import layout
-from gadei_ps.server.constants import EMPTY, ONE, ZERO
+from gadei_ps.server.constants import ASSIGN, EMPTY, ONE, ZERO
 from gadei_ps.server.context import Shard, integer
 from gadei_ps.server.symbols import fence
 
@@ -35,9 +35,11 @@ def staleness_bin(staleness: np.uint64) -> int:
 
 @inner
 def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64) -> None:
-    """Counts a gradient that is applied. version: of the weights, before it."""
+    """Counts a gradient or an assignment that is applied. version: of the weights, before it."""
     e = c[0].roster[row]
     e.applied += ONE
+    if frame[0].kind == ASSIGN:
+        return  # it says nothing of how the learner trains
     e.samples += np.uint64(frame[0].samples)
     e.loss = frame[0].loss
     e.norm = math.sqrt(frame[0].squares)
@@ -83,8 +85,11 @@ def count_past(c: np.ndarray, row: int) -> None:
 def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action: int) -> None:
     """Keeps the times of an iteration for `gadei-ps trace`.
 
-    Outside the transactions: a server that dies in between costs a record at most one line.
+    Outside the transactions: a server that dies in between costs a record at most one line. An
+    assignment is no iteration.
     """
+    if frame[0].kind == ASSIGN:
+        return
     at = integer(sequence % RUNS)
     s.state[0].runs[row, at].sequence = ZERO
     fence()

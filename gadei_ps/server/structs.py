@@ -52,6 +52,9 @@ HAND: Final = np.dtype(
         ("dtype", i64),
         ("kind", i64),
         ("scale", f64),  # what to multiply the gradient by, because of clipping
+        ("stream", i64),  # of an assignment: 0 the weights, 1 or 2 a slot
+        ("reset", i64),  # 1: the slots of assigned weights become zero
+        ("next_step", u64),  # optimizer steps finished after it, where it is alone
         ("watch", u64),  # address of a word that is 0 once its memory is lost; 0: none
         # The rest is used if one of the frames in hand is of rows (rows.py).
         ("next", i64),  # block to look at next
@@ -97,7 +100,7 @@ PART: Final = np.dtype(
         # Addresses of compiled code (kernels.compiled.address_of).
         ("apply", u64),  # apply.applier
         ("arrive", u64),  # arrival.arriver
-        ("move", u64, (2, 2)),  # chunks.loops: of buffers or parameters, by form of the gradient
+        ("move", u64, (3, 2)),  # chunks.loops: of buffers, parameters, assignments; by form
         ("tensors_at", u64),  # address of the model's table
         ("tensors", u64),
         ("elements", u64),

@@ -16,7 +16,7 @@ from gadei_ps.kernels.compiled import inner
 from gadei_ps.server.account import book_superstep
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
-from gadei_ps.server.constants import APPLY, MAX_LEARNERS, SKIP, ZERO
+from gadei_ps.server.constants import APPLY, MAX_LEARNERS, ONE, SKIP, ZERO
 from gadei_ps.server.context import Shard, integer, is_there, read_frame, take
 from gadei_ps.server.known import consume, oldest_slot
 from gadei_ps.server.record import VERSION, Entry, begin, finish
@@ -46,7 +46,10 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
         steps = integer(s.state[0].record[s.number].steps)
         rate = cpu.learning_rate(s.c[0].hyper, steps) * scale / max(scales, 1)
     version = get(s.control + VERSION)
-    begin(s, Entry(MAX_LEARNERS, ZERO, number, rate, version, members))
+    after = s.state[0].record[s.number].steps
+    if members > 0:
+        after = s.hands[0].next_step if members == 1 else after + ONE
+    begin(s, Entry(MAX_LEARNERS, ZERO, number, rate, version, members, after))
     if members > 0:
         apply_frames(s, Walk(members, 0, s.low))
     if s.number == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +15,12 @@ from gadei_ps.learners.torch.model import Trained
 
 LOADED = (
     "load_state_dict after Optimizer(model): the weights are the job's, and this learner can only "
-    "read them: load before Optimizer(model), after optimizer.close(), or use view=False"
+    "read them: write optimizer.assign(state_dict) instead, or load before Optimizer(model), or "
+    "after optimizer.close()"
 )
 LOST = (
     "load_state_dict after Optimizer(model) changes this learner's copy only, until the next step "
-    "brings the job's weights; load before Optimizer(model) to change those"
+    "brings the job's weights; write optimizer.assign(state_dict) to change those"
 )
 
 
@@ -44,6 +45,9 @@ class Backend(Protocol):
 
     def refresh(self) -> None:
         """Brings weights and buffers for the next step."""
+
+    def assigned(self, names: Collection[str]) -> None:
+        """Brings what was assigned to these tensors of the job."""
 
     def close(self) -> None:
         """Publishes what was pushed; gives the model its own memory, with the current weights."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -163,10 +163,21 @@ class GpuBackend:
             self._link.pull(self._back)
         self._refresh_buffers()
 
+    def assigned(self, names: Collection[str]) -> None:
+        self._link.fill(self._front)
+        self.version = self._link.version
+        self._refresh_buffers(names)
+
     @torch.no_grad()
-    def _refresh_buffers(self) -> None:
-        """Copies the job's buffers to the model's, which layers may replace: no views."""
-        if buffers := self._trained.buffers:  # one kernel for all
+    def _refresh_buffers(self, names: Collection[str] | None = None) -> None:
+        """Copies the job's buffers to the model's, which layers may replace: no views.
+
+        names: only of these.
+        """
+        buffers = self._trained.buffers
+        if names is not None:
+            buffers = {name: buffer for name, buffer in buffers.items() if name in names}
+        if buffers:  # one kernel for all
             theirs = [self._tensors[name] for name in buffers]
             torch._foreach_copy_(list(buffers.values()), theirs)
 

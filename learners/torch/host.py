@@ -7,7 +7,7 @@ import faulthandler
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,7 @@ class HostBackend:
                 faulthandler.enable()
             _native.tell_of_stores(client.place.weights.address, client.place.weights.size)
             self._undo.callback(_native.tell_of_stores, client.place.weights.address, 0)
+        self._bases: dict[str, np.ndarray] = {}
         at_loading(trained, refuse_loading if view else warn_of_loading, self._undo)
         self._refresh_buffers()
         self._ordered = trained.in_order_of(client.model)
@@ -169,13 +170,22 @@ class HostBackend:
         if self._trained.buffers:
             self._refresh_buffers()
 
+    def assigned(self, names: Collection[str]) -> None:
+        if not self._view:
+            self._client.pull(self._flat)
+        self._refresh_buffers(names)
+
     @torch.no_grad()
-    def _refresh_buffers(self) -> None:
-        """Copies the job's buffers, and keeps them: the next changes are counted from them."""
+    def _refresh_buffers(self, names: Collection[str] | None = None) -> None:
+        """Copies the job's buffers, and keeps them: the next changes are counted from them.
+
+        names: only of these.
+        """
         shared = self._client.weights
-        self._bases = {name: shared[name].copy() for name in self._trained.buffers}
         for name, buffer in self._trained.buffers.items():
-            buffer.copy_(torch.from_numpy(self._bases[name]))
+            if names is None or name in names:
+                self._bases[name] = shared[name].copy()
+                buffer.copy_(torch.from_numpy(self._bases[name]))
 
     def _changes(self) -> dict[int, np.ndarray]:
         """By how much buffers have changed, those that have, by number in the model."""

@@ -8,7 +8,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from gadei_ps.errors import UsageError
 from gadei_ps.kernels.optimizers import PACKED, OptimizerSpec
 from gadei_ps.learners.client import Batch
-from gadei_ps.learners.torch import gpu, host
+from gadei_ps.learners.torch import assign, gpu, host
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.host import HostBackend
@@ -386,6 +386,21 @@ class Optimizer(torch.optim.Optimizer):
         if self._own_data:
             self.client.wait_turn()
             self.backend.refresh()
+
+    # -- writes to the weights ------------------------------------------------------------------
+
+    def assign(self, values: Mapping[str, Any], *, reset: bool = False) -> None:
+        """Replaces weights of the job, exactly once; returns when they are in all shards.
+
+        values: tensors by the names of model.state_dict(), some of them or all. What this learner
+        has pushed before is applied before; what others push meanwhile, before or after. reset: the
+        optimizer's momentum and moments of these parameters become zero; otherwise they stay. See
+        Client.assign for what it raises.
+        """
+        given = assign.split(self._trained, values)
+        self.client.assign(given.job, reset=reset)
+        self.backend.assigned(given.job)
+        given.write_local()
 
     # -- work and the end -----------------------------------------------------------------------
 

@@ -23,7 +23,10 @@ RATE = 0.05
 DECAY = 0.01
 # What becomes of the learners' frames in a superstep; the second one is a frame of rows.
 ACTIONS = {0: Action.APPLY, 1: Action.APPLY, 2: Action.DROP, 3: Action.REFUSE}
-WAYS = ("dense", "rows", "superstep", "refused", "dropped")
+WAYS = ("dense", "rows", "superstep", "refused", "dropped", "assign")
+# Of assignments, which slot they are for: 0 is the weights. "alone" is one that a superstep is of.
+STREAM = {"assign": 0, "reset": 0, "slot": 1, "last slot": 2, "alone": 0}
+STEPS = 77  # that an assignment of a slot sets
 
 Gradient = tuple[np.ndarray, np.ndarray]
 """float32 of each element, and whether the gradient names it."""
@@ -53,6 +56,13 @@ EVERY += [
     # A dense frame after one of a row or of two, so that the pieces of one lie elsewhere.
     Path("after1", "momentum", WireType.FLOAT16),
     Path("after2", "sgd", WireType.FLOAT32),
+    # Assignments.
+    Path("reset", "adam", WireType.FLOAT32),
+    Path("reset", "momentum", WireType.BFLOAT16),
+    Path("slot", "adagrad", WireType.FLOAT32),
+    Path("slot", "adamw", WireType.FLOAT16),
+    Path("last slot", "adamw", WireType.FLOAT32),
+    Path("alone", "nesterov", WireType.FLOAT32),
 ]
 # The thread of another shard keeps no books.
 SECOND = [
@@ -68,12 +78,12 @@ def noise(*seed: int, count: int) -> np.ndarray:
 
 def rig_of(name: str, path: Path) -> Rig:
     """A rig for the path, before any gradient."""
-    collect = path.way == "superstep"
+    collect = path.way in ("superstep", "alone")
     optimizer = {"kind": path.optimizer, "lr": RATE, "weight_decay": DECAY}
     values = {
         one.name: noise(at, count=one.count).reshape(one.shape) for at, one in enumerate(TENSORS)
     }
-    learners = len(ACTIONS) if collect else 1 if path.way == "last" else 2
+    learners = len(ACTIONS) if path.way == "superstep" else 1 if path.way == "last" else 2
     how: dict[str, Any] = {"collect": collect, "learners": learners}
     how |= {"shards": path.shards, "slots": 2, "ahead": 2, "spin_us": 0.0}
     return Rig(name, TENSORS, values, optimizer=optimizer, **how)
@@ -102,7 +112,7 @@ def set_out(rig: Rig, path: Path) -> list[list[Gradient]]:
             for row in rows:
                 gradient = noise(9, number, row, count=rig.model.elements)
                 rig.publish(row, gradient, batch=batch_of(rig, row))
-            if path.way == "superstep":
+            if path.way in ("superstep", "alone"):
                 rig.superstep(dict.fromkeys(rows, Action.APPLY))
                 eventually(rig.superstep_done)
             for row in rows:
@@ -131,6 +141,23 @@ def _publish(rig: Rig, path: Path) -> list[list[Gradient]]:
             rig.publish(row, raw, batch=batch_of(rig, row), **says)
         rig.superstep(ACTIONS)
         return [given]
+    if path.way in STREAM:
+        values = {
+            0: (LISTED, noise(6, count=LISTED.size * 24).reshape(-1, 24)),
+            2: noise(8, count=24),
+        }
+        says |= {"kind": FrameKind.ASSIGN, "stream": STREAM[path.way], "steps": layout.SAME_STEPS}
+        if path.way == "reset":
+            says["flags"] = layout.CHECKED | layout.RESET
+        elif "slot" in path.way:
+            says["steps"] = STEPS
+        rig.publish_rows(0, values, batch=batch_of(rig, 0), **says)
+        if path.way == "alone":
+            rig.superstep({0: Action.APPLY})
+        places = [*(LISTED * 24).tolist(), rig.model.tensors[2].start]
+        return [
+            [_spread(rig, path.wire, dict(zip(places, [*values[0][1], values[2]], strict=True)))]
+        ]
     if path.way == "rows":
         return [[_publish_rows(rig, 0, says)]]
     if path.way == "refused":
@@ -175,7 +202,7 @@ def by_numpy(rig: Rig, path: Path, steps: Sequence[Sequence[Gradient]]) -> list[
 def _step(
     rig: Rig, path: Path, arrays: list[np.ndarray], given: Sequence[Gradient], number: int
 ) -> None:
-    """Changes weights and slots by the mean of the gradients."""
+    """Changes weights and slots by the mean of the gradients, or assigns."""
     spec = OptimizerSpec(Kind[path.optimizer.upper()], lr=RATE, weight_decay=DECAY)
     low, high = rig.range(path.index)
     here = np.arange(rig.model.elements)
@@ -183,6 +210,9 @@ def _step(
     if not all(one[1].all() for one in given):  # the padding goes with dense gradients only
         tensors = rig.model.tensors
         named &= np.any([(here >= t.start) & (here < t.start + t.count) for t in tensors], axis=0)
+    if path.way in STREAM:
+        _assign(rig, path, arrays, given[0][0], named)
+        return
     mean = np.sum([one[0] for one in given], axis=0) * np.float32(1 / len(given))
     moved, added = named & (here < rig.model.parameters), named & (here >= rig.model.parameters)
     parts = [array[moved] for array in arrays]
@@ -190,3 +220,16 @@ def _step(
     for array, part in zip(arrays, parts, strict=True):
         array[moved] = part
     arrays[0][added] += mean[added]
+
+
+def _assign(
+    rig: Rig, path: Path, arrays: list[np.ndarray], values: np.ndarray, named: np.ndarray
+) -> None:
+    """Puts the values that are named in the place of weights, or of a slot's of parameters."""
+    parameter = np.arange(rig.model.elements) < rig.model.parameters
+    stream = STREAM[path.way]
+    here = named & parameter if stream else named
+    arrays[stream][here] = values[here]
+    if path.way == "reset":
+        for slot in arrays[1:]:
+            slot[named & parameter] = 0

@@ -44,6 +44,11 @@ SUBSET = [
     Path("last", "nesterov", WireType.BFLOAT16),
     Path("after1", "momentum", WireType.FLOAT16),
     Path("after2", "sgd", WireType.FLOAT32),
+    Path("assign", "sgd", WireType.FLOAT32),
+    Path("assign", "adam", WireType.FLOAT32, 2, 1),
+    Path("reset", "adam", WireType.FLOAT32),
+    Path("last slot", "adamw", WireType.FLOAT32),
+    Path("alone", "nesterov", WireType.FLOAT32),
     Path("dense", "nesterov", WireType.BFLOAT16, 2, 1),
 ]
 WHOLE = bool(os.environ.get("CRASH_ALL"))

@@ -400,7 +400,7 @@ def test_loading_weights_after_the_optimizer(job_name: str) -> None:
         state = {name: one.clone() for name, one in model.state_dict().items()}
         optimizer = Optimizer(model, job_name)
         for module, part in ((model, state), (model[0], {"weight": state["0.weight"]})):
-            with pytest.raises(UsageError, match=r"load before Optimizer\(model\), after"):
+            with pytest.raises(UsageError, match="load before Optimizer"):
                 module.load_state_dict(part, strict=False)
         optimizer.close()
         model.load_state_dict(state)

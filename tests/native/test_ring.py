@@ -98,6 +98,8 @@ def test_a_frame_is_what_was_published() -> None:
             "started": 10.0,
             "finished": 11.0,
             "squares": 4.0,
+            "stream": 0,
+            "steps": 0,
         }
         assert ring.ring["pulled"] == 3
         for shard in range(2):

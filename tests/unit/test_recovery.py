@@ -27,7 +27,8 @@ def _stopped_inside(
     """Brings a shard of `rig` to where SIGKILL could leave it on the way to the state of `done`."""
     low, high = rig.range(shard)
     record = rig.state["record"][shard]
-    for field in ("ring", "generation", "sequence", "step", "rate", "version", "applies"):
+    fields = ("ring", "generation", "sequence", "step", "rate", "version", "applies", "next_step")
+    for field in fields:
         record[field] = done.state["record"][shard][field]
     # What is cut at the first buffer would be two; their pieces are numbered on.
     record["span"] = (layout.IDLE, 0, 0)
@@ -175,6 +176,7 @@ def test_an_open_row_is_restored_without_its_frame(job_name: str) -> None:
         record = rig.state["record"][0]
         for field, value in (("ring", 0), ("generation", 1), ("sequence", 0), ("applies", 1)):
             record[field] = value
+        record["next_step"] = 1
         record["span"] = (layout.IDLE, 0, 0)
         record["span"][1] = (4, low, low + 10)
         rig.undo(0, 0, 4)[:10] = before[low : low + 10]

@@ -141,6 +141,9 @@ BAD: list[tuple[dict[str, Any], Reason]] = [
     ({"rate_scale": -1.0}, Reason.BAD_SCALE),
     ({"rate_scale": math.nan}, Reason.BAD_SCALE),
     ({"rate_scale": math.inf}, Reason.BAD_SCALE),
+    ({"kind": FrameKind.ASSIGN, "stream": 1}, Reason.BAD_ASSIGN),
+    ({"kind": FrameKind.ASSIGN, "stream": 3}, Reason.BAD_ASSIGN),
+    ({"kind": FrameKind.ASSIGN, "steps": 2**63}, Reason.BAD_ASSIGN),
 ]
 
 

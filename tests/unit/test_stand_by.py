@@ -24,6 +24,7 @@ def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
         rig.publish(0, rig.ones())
         record = rig.state["record"][0]
         record["ring"], record["generation"], record["applies"] = 0, 1, 1
+        record["next_step"] = 1
         record["span"][:2] = layout.IDLE
         record["cursor"] = 0  # nothing of it is applied
         told["mode"] = PREVIOUS
@@ -54,6 +55,7 @@ def test_a_shard_that_waits_for_a_ring_lets_others_be_unmapped(job_name: str) ->
         rig.publish(0, rig.ones())
         record = rig.state["record"][0]
         record["ring"], record["generation"], record["applies"] = 0, 1, 1
+        record["next_step"] = 1
         record["span"][:2] = layout.IDLE
         record["cursor"] = 0
         ring = rig.board["ring"][0].copy()

@@ -1,0 +1,68 @@
+"""A learner as the driver of the synchronization model knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gadei_ps.memory.layout import FrameKind
+from gadei_ps.server import frames
+from gadei_ps.server.rings import Mapped
+
+
+@dataclass(eq=False)
+class Member:
+    """A learner whose ring is served."""
+
+    mapped: Mapped
+    reported: int = 0  # frames that the sync model has heard of, and assignments
+    joined: bool = False
+    leaving: bool = False
+    granted: int = -1
+
+    @property
+    def row(self) -> int:
+        return self.mapped.row
+
+    @property
+    def generation(self) -> int:
+        return self.mapped.generation
+
+    def next(self, slots: int) -> Next:
+        """The next frame to report. slots: of the ring."""
+        slot = self.mapped.slot(self.reported, slots)
+        return Next(self, slot, self.mapped.header(slot))
+
+
+class Next(NamedTuple):
+    """A frame whose header was read once: its learner may write over it."""
+
+    member: Member
+    slot: int
+    """Where it is, bytes from the ring's begin."""
+    header: np.ndarray
+    """FRAME, shape (1,)."""
+
+    @property
+    def assigns(self) -> bool:
+        """Whether it is an assignment, of which the sync model does not hear."""
+        return int(self.header[0]["kind"]) == FrameKind.ASSIGN
+
+    @property
+    def started(self) -> float:
+        return float(self.header[0]["started"])
+
+    def check(self, part: np.ndarray) -> int:
+        """Why it must not be applied (layout.Reason). part: PART of any shard."""
+        member = self.member
+        return int(
+            frames.check_frame(
+                np.uint64(self.header.ctypes.data),
+                np.uint64(member.mapped.ring.address + self.slot),
+                np.uint64(member.generation),
+                np.uint64(member.reported),
+                part,
+            )
+        )

@@ -1,0 +1,156 @@
+"""Writes to the job's weights that are no gradients: values that take the place of those there."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gadei_ps import _native
+from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.kernels.optimizers import slots
+from gadei_ps.learners.frame import NONE, UNKNOWN, Frames, whole_at
+from gadei_ps.learners.waits import OnlyOne, limit
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import NO_BATCH, SAME_STEPS
+from gadei_ps.memory.weights import FloatArray
+
+Values = Mapping[str, npt.ArrayLike]
+NO_SLOT = "no slot came free: does the server apply gradients?"
+
+
+class Assigns(Frames):
+    """The part of a client that assigns."""
+
+    refuses_nonfinite: bool
+    _pushing: OnlyOne
+
+    @property
+    @abstractmethod
+    def hyper(self) -> npt.NDArray[np.float64]:
+        """The job's optimizer, packed."""
+
+    @property
+    @abstractmethod
+    def current_version(self) -> int:
+        """Of the weights."""
+
+    @abstractmethod
+    def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
+        """Waits until a frame is in the weights."""
+
+    @abstractmethod
+    def _land(self) -> None:
+        """Waits until what a device brings is published."""
+
+    @abstractmethod
+    def _wait(
+        self,
+        wait: Callable[..., int],
+        arguments: tuple[int, ...],
+        timeout_s: float | None,
+        what: str,
+        until: float | None = None,
+    ) -> int:
+        """Repeats a native wait."""
+
+    def assign(
+        self, values: Values, *, reset: bool = False, timeout_s: float | None = None
+    ) -> None:
+        """Replaces weights of the job by these values; returns when they are in all shards.
+
+        values: by name, each of its tensor's shape; tensors that are not named stay as they are.
+        What this learner has pushed before is applied before. The server makes it exactly once,
+        as a gradient. reset: the optimizer's momentum and moments of these tensors become zero;
+        otherwise they stay. It answers no batch and waits for no turn. Raises ModelMismatch for
+        another name or shape, UsageError for a NaN or an infinity that the job refuses; then
+        nothing is changed. Raises what push() raises; then it may be made yet.
+        """
+        where, kept = self._checked(values)
+        if kept:
+            self._assign(where, timeout_s, reset=reset)
+
+    def assign_slot(
+        self,
+        stream: int,
+        values: Values,
+        *,
+        steps: int = SAME_STEPS,
+        timeout_s: float | None = None,
+    ) -> None:
+        """The same for a slot of the job's optimizer: 1 is momentum, Adagrad's sum or exp_avg, 2 is
+        exp_avg_sq. steps: how many steps the optimizer has made then; by default as before.
+
+        Raises UsageError for a slot that the optimizer does not have.
+        """
+        if not 1 <= stream <= slots(int(self.hyper[0])):
+            raise UsageError(f"assign: the job's optimizer has no slot {stream}")
+        where, kept = self._checked(values)
+        self._assign(where, timeout_s, stream=stream, steps=steps)
+        del kept
+
+    def _checked(self, values: Values) -> tuple[list[int], list[FloatArray]]:
+        """Addresses for the native half, and the arrays that they are of."""
+        if not isinstance(values, Mapping):
+            raise ModelMismatch(f"assign takes arrays by name, not a {type(values).__name__}")
+        known = {tensor.name for tensor in self.model.tensors}
+        for name in values:
+            if name not in known:
+                raise ModelMismatch(f"the job's model has no tensor {name!r}")
+        where: list[int] = []
+        kept: list[FloatArray] = []
+        for tensor in self.model.tensors:
+            if tensor.name not in values:
+                where += NONE
+                continue
+            try:
+                array = np.ascontiguousarray(values[tensor.name], np.float32)
+            except (TypeError, ValueError):
+                raise ModelMismatch(f"{tensor.name!r}: give numbers to assign") from None
+            given = np.shape(values[tensor.name])
+            if given != tensor.shape:
+                raise ModelMismatch(
+                    f"{tensor.name!r} was given values of shape {list(given)}, "
+                    f"the tensor has shape {list(tensor.shape)}"
+                )
+            if self.refuses_nonfinite and not np.isfinite(array).all():
+                raise UsageError(
+                    f"assign: {tensor.name!r} holds a NaN or an infinity, which the job refuses; "
+                    "nothing is changed"
+                )
+            kept.append(array)
+            where += whole_at(_native.address(array))
+        return where, kept
+
+    def _assign(
+        self,
+        where: list[int],
+        timeout_s: float | None,
+        *,
+        stream: int = 0,
+        reset: bool = False,
+        steps: int = SAME_STEPS,
+    ) -> None:
+        self.check_process()
+        self._land()
+        if self._learner.kind:
+            raise UsageError("assign: a gradient is begun and not pushed yet; assign after step()")
+        learner, facts = self._learner, (self._learner.version, NO_BATCH, 0, 1.0, UNKNOWN)
+        started: Any = learner.started
+        until = limit(timeout_s)
+        with self._pushing:
+            slot = self._wait(learner.claim, (), timeout_s, NO_SLOT, until)
+            try:
+                learner.assign(slot + layout.PAYLOAD_AT, where, stream, int(reset), steps)
+                sequence = learner.publish(facts)
+            except ValueError as error:
+                raise self._wrong(error) from None
+        if sequence < 0:
+            raise self._evicted() if sequence == _native.PS_EVICTED else self._ended()
+        learner.started = started  # the iteration in hand goes on
+        self.wait_applied(sequence, timeout_s)
+        if not learner.copies:
+            learner.version = self.current_version
