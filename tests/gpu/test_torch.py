@@ -243,3 +243,25 @@ def test_jax(job_name: str) -> None:
         told = status(job_name)
         assert told["gradients_applied"] == 2000
         assert not told["gradients_refused"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name", MODELS)
+def test_assigned_weights(gpu: str, name: str, job_name: str) -> None:
+    """They are in the model when the call returns; training goes on from there, as on the CPU."""
+    torch.manual_seed(3)
+    model = MODELS[name]()
+    twin = copy.deepcopy(model)
+    model.to(gpu)
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.05}, sync="bsp") as job:
+        optimizer, plain = Optimizer(model, job_name), torch.optim.SGD(twin.parameters(), 0.05)
+        best = copy.deepcopy(model.state_dict())
+        train(model, optimizer, gpu)
+        optimizer.assign(best)
+        if name != "words":  # of a table, pulls bring only the rows that are looked up
+            same_state(model, twin)
+        train(model, optimizer, gpu)
+        train(twin, plain, "cpu")
+        optimizer.close()
+        same_state(model, twin)
+        job.check()
