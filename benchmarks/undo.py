@@ -30,7 +30,7 @@ from gadei_ps.server.context import Shard, shard_of
 from gadei_ps.server.dense import apply_dense
 from gadei_ps.server.record import lock, unlock
 from gadei_ps.server.structs import BOARD, PART
-from gadei_ps.server.symbols import doubles, floats
+from gadei_ps.server.symbols import address, doubles, floats
 
 # Chunks of the loop without the log: the fastest length.
 CHUNK = 1024
@@ -45,7 +45,7 @@ LR = 1e-9
 @numba.njit(nogil=True)
 def with_log(part: Part, payload: int, times: int) -> None:
     """Apply the gradient at the address `payload` `times` times, as the server does."""
-    s = shard_of(part)
+    s = shard_of(address(part))
     s.hands[0].payload = payload
     s.hands[0].dtype = FLOAT32
     s.hands[0].scale = 1.0
@@ -81,7 +81,7 @@ def _chunks(kind: int, kept: int, s: Shard, coef: cpu.Scalars, payload: int) -> 
 @numba.njit(nogil=True, error_model="numpy")
 def without_log(part: Part, payload: int, times: int) -> None:
     """Do the same without the log. Each optimizer has its own loop here too."""
-    s = shard_of(part)
+    s = shard_of(address(part))
     for _ in range(times):
         prepare(s)
         coef = cpu.scalars(doubles(s.here + COEFFICIENTS_AT, COEFFICIENTS))

@@ -1,4 +1,11 @@
-"""How the code of the shard threads is compiled: without the GIL, kept on disk, like NumPy."""
+"""How the code of the shard threads is compiled: without the GIL, kept on disk, like NumPy.
+
+Numba makes each function ready to run by itself: it optimizes it, with all that it calls, makes
+machine code of it and wrappers by which Python can call it. Most functions here only become a part
+of others, with which they are optimized again. Of these it makes nothing but LLVM's code as it
+comes from the types, and what is run is optimized once, as a whole. Only loops over weights are
+optimized before they become a part, too.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +13,106 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+from numba.core import codegen, compiler
+from numba.core.registry import CPUDispatcher
 
 from gadei_ps.kernels import cache  # noqa: F401 (sets where Numba keeps compiled code)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-HOW = {"nogil": True, "error_model": "numpy"}
-# Without what would make a function callable from Python; that is a third of the time to compile.
+# Without counts of references: nothing here owns memory.
+HOW = {"nogil": True, "error_model": "numpy", "_nrt": False}
+# Without what would make a function callable from Python.
 PART = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _made: list[object] = []
 
 
-def compiled(function: F) -> F:
+class _NotRun:
+    """The part of Numba's code generator that a function needs to be run by itself."""
+
+    def set_env(self, name: str, env: object) -> None:
+        """Nothing: code that does not run reads no environment."""
+
+
+class _Part(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """The code of a function that does not run by itself, as its callers link it: as it is."""
+
+    codegen = _NotRun()
+
+    def finalize(self) -> None:
+        self._raise_if_finalized()
+        for library in dict.fromkeys(self._linking_libraries):
+            self._reload_init.update(library._reload_init)
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0  # Numba's word for a function that is not there
+
+
+class _LoopPart(_Part):
+    """The same, optimized: LLVM vectorizes a loop before it knows how often a caller runs it."""
+
+    finalize = codegen.JITCodeLibrary.finalize
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+
+class _PartCompiler(compiler.Compiler):  # type: ignore[misc]
+    """Compiles a part."""
+
+    library = _Part
+
+    def __init__(self, typing: Any, target: Any, library: Any, *rest: Any) -> None:
+        super().__init__(typing, target, library or self.library(target.codegen(), "part"), *rest)
+
+
+class _LoopPartCompiler(_PartCompiler):
+    library = _LoopPart
+
+
+class _Entry(CPUDispatcher):  # type: ignore[misc]
+    """A function that Python calls. In compiled code that calls it, it is a part like others."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(function, targetoptions={"nopython": True, **options})
+        self.part: Any = _part(function, options)
+        self.enable_caching()
+
+    @property
+    def _numba_type_(self) -> Any:
+        return self.part._numba_type_
+
+
+def _part(function: F, options: dict[str, Any]) -> F:
+    how = _LoopPartCompiler if options.get("forceinline") else _PartCompiler
+    made: F = numba.njit(pipeline_class=how, **options, **PART)(function)
+    return made
+
+
+def compiled(function: F, **more: Any) -> F:
     """Compiled to run without the GIL; the type checker sees the signature of the function.
 
-    For what Python calls; the compiled code is kept on disk.
+    For what Python calls; the compiled code is kept on disk. more: options of `numba.njit`.
     """
-    made: F = numba.njit(cache=True, **HOW)(function)
+    made: F = _Entry(function, HOW | more)
     return made
 
 
 def inner(function: F) -> F:
     """Compiled as a part of other compiled code, which alone can call it."""
-    made: F = numba.njit(**HOW, **PART)(function)
-    return made
+    return _part(function, HOW)
+
+
+def viewing(function: F) -> F:
+    """The same, for what returns an array: Numba wants counts of references there."""
+    return _part(function, HOW | {"_nrt": True})
 
 
 def inlined(function: F) -> F:
     """Compiled into each caller: for what runs once a chunk, where a call would be too slow."""
-    made: F = numba.njit(forceinline=True, **HOW, **PART)(function)
-    return made
+    return _part(function, HOW | {"forceinline": True})
 
 
 def address_of(signature: Any, function: Callable[..., None]) -> int:
@@ -44,6 +121,6 @@ def address_of(signature: Any, function: Callable[..., None]) -> int:
     Numba compiles a function's callees again as a part of it, and so on for each of its callers.
     What is called at its address is compiled once.
     """
-    made = numba.cfunc(signature, cache=True, error_model="numpy")(function)
+    made = numba.cfunc(signature, cache=True, error_model="numpy", _nrt=False)(function)
     _made.append(made)
     return int(made.address)

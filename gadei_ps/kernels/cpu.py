@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-import numba
-import numba.extending
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from gadei_ps.kernels import cache  # noqa: F401 (sets where Numba keeps compiled code)
 from gadei_ps.kernels.borrow import borrow
+from gadei_ps.kernels.compiled import compiled
 from gadei_ps.kernels.half import HAS_CONVERSION, from_bits
 from gadei_ps.kernels.optimizers import (
     BETA1,
@@ -76,26 +77,21 @@ def _kernel(function: F) -> F:
     error model leaves divisions by zero untested; with that test no loop would be vectorized.
     Kernels are inlined: a call passes each array in seven words, which takes 8 ns for `update`.
     """
-    compiled = numba.njit(
-        nogil=True,
-        cache=True,
-        forceinline=True,
-        error_model="numpy",
-        fastmath={"contract"},
-    )(function)
-    return cast(F, compiled)
+    return compiled(function, forceinline=True, fastmath={"contract"})
 
 
-def wide(value: Any) -> Any:
+@intrinsic
+def wide(context: Any, value: Any) -> Any:
     """Return a gradient's value as float32: a bfloat16's bits, given as uint16, or what it is."""
-    raise NotImplementedError
 
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if value != types.uint16:
+            return args[0]
+        word = ir.IntType(32)
+        bits = builder.shl(builder.zext(args[0], word), word(16))
+        return builder.bitcast(bits, ir.FloatType())
 
-@numba.extending.overload(wide, inline="always")
-def _wide(value):  # type: ignore[no-untyped-def]  # Numba compares the signatures
-    if value == numba.types.uint16:
-        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
-    return lambda value: value
+    return types.float32(value), build
 
 
 @_kernel

@@ -56,7 +56,7 @@ from gadei_ps.server.statistics import (
     count_refused,
     note_run,
 )
-from gadei_ps.server.symbols import fence, get32, hand_out, put32, wake, words
+from gadei_ps.server.symbols import address, fence, get32, hand_out, put32, wake, words
 
 WORK = np.uint64(layout.offset(CONTROL, "work"))
 WANTS = np.uint64(layout.offset(RING, "wants"))
@@ -213,7 +213,7 @@ def book_superstep(s: Shard, version: np.uint64) -> None:
 def takes_work(c: np.ndarray, row: int, ring: np.uint64, generation: np.uint64) -> bool:
     """Whether there is work, and the learner is there and asks for it."""
     return bool(
-        get32(np.uint64(c.ctypes.data) + WORK) == WORKING  # SYNC POINT: work
+        get32(address(c) + WORK) == WORKING  # SYNC POINT: work
         and c[0].roster[row].wanted == generation
         and get32(ring + WANTS) & WANTS_WORK
     )

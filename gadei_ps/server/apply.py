@@ -18,10 +18,7 @@ from gadei_ps.server.context import GENERATION, Shard, is_there, shard_of
 from gadei_ps.server.dense import apply_dense
 from gadei_ps.server.record import lock, note_torn, unlock
 from gadei_ps.server.rows import apply_rows
-from gadei_ps.server.structs import PART
-from gadei_ps.server.symbols import call, structs
-
-_part_at = structs(PART)
+from gadei_ps.server.symbols import call
 
 
 @inner
@@ -49,7 +46,7 @@ def _count_torn(s: Shard) -> int:
 
 def _apply(part: int, members: int, first: int, start: int) -> None:
     """Does what apply_frames() does, as a C function. part: address."""
-    s = shard_of(_part_at(part))
+    s = shard_of(np.uint64(part))
     walk = Walk(members, first, start)
     has_rows = False
     for m in range(members):

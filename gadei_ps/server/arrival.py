@@ -35,17 +35,14 @@ from gadei_ps.server.context import (
 from gadei_ps.server.frames import check_frame
 from gadei_ps.server.known import HEAD, consume, is_nonsense, oldest_slot
 from gadei_ps.server.record import VERSION, Entry, begin, finish, is_torn
-from gadei_ps.server.structs import PART
-from gadei_ps.server.symbols import call, get, get32, structs
+from gadei_ps.server.symbols import call, get, get32
 
 MODE = np.uint64(layout.offset(CONTROL, "mode"))
-
-_part_at = structs(PART)
 
 
 def _arrive(part: int, line: int) -> None:
     """Does what on_arrival() does, as a C function. part: address."""
-    s = shard_of(_part_at(part))
+    s = shard_of(np.uint64(part))
     ring = s.known[line]
     row, tail = ring.row, ring.tail
     head = get(ring.address + HEAD)

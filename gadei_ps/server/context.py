@@ -42,8 +42,9 @@ control_at = structs(CONTROL)
 state_at = structs(STATE)
 frame_at = structs(FRAME)
 board_at = structs(BOARD)
-hands_at = structs(HAND, MAX_LEARNERS)
-known_at = structs(KNOWN_RING, MAX_LEARNERS)
+part_at = structs(PART)
+hands_at = structs(HAND)
+known_at = structs(KNOWN_RING)
 
 
 class Streams(NamedTuple):
@@ -93,8 +94,9 @@ def integer(value: Any) -> int:
 
 
 @inner
-def shard_of(part: np.ndarray) -> Shard:
-    """The shard of a part. part: PART, shape (1,)."""
+def shard_of(here: np.uint64) -> Shard:
+    """The shard of the PART at this address."""
+    part = part_at(here)
     p = part[0]
     kept = 0
     if p.slot0 != ZERO:
@@ -103,7 +105,6 @@ def shard_of(part: np.ndarray) -> Shard:
         kept = 2
     c = control_at(p.control)
     at = np.uint64(p.index)
-    here = np.uint64(part.ctypes.data)
     return Shard(
         p.index,
         p.low,

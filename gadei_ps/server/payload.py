@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
-import numba.extending
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import inlined, inner
+from gadei_ps.kernels.compiled import inlined, inner, viewing
 from gadei_ps.memory import layout
 from gadei_ps.server.constants import BFLOAT16, FLOAT32
 from gadei_ps.server.context import Shard
 from gadei_ps.server.structs import PART
-from gadei_ps.server.symbols import floats, halves
+from gadei_ps.server.symbols import array_at, floats, halves
 
 AS_FLOAT32 = np.float32(0)
 AS_BFLOAT16 = np.uint16(0)
@@ -38,28 +38,24 @@ class Values(NamedTuple):
     """AS_FLOAT32 or AS_BFLOAT16: by its type, each form gets loops of its own."""
 
 
-def values_of(form: Any, address: Any, count: int) -> Any:
+@intrinsic
+def values_of(context: Any, form: Any, address: Any, count: Any) -> Any:
     """`count` values at an address as an array, of uint16 for bfloat16."""
-    raise NotImplementedError
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return array_at(context, builder, signature.return_type, *args[1:])
+
+    return types.Array(form, 1, "C")(form, types.uint64, types.intp), build
 
 
-@numba.extending.overload(values_of, inline="always")
-def _values_of(form, address, count):  # type: ignore[no-untyped-def]  # Numba compares signatures
-    if form == numba.types.uint16:
-        return lambda form, address, count: halves(address, count)
-    return lambda form, address, count: floats(address, count)
-
-
-def bytes_of(form: Any) -> np.uint64:
+@intrinsic
+def bytes_of(context: Any, form: Any) -> Any:
     """Bytes of one value."""
-    raise NotImplementedError
 
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.uint64, form.bitwidth // 8)
 
-@numba.extending.overload(bytes_of, inline="always")
-def _bytes_of(form):  # type: ignore[no-untyped-def]
-    if form == numba.types.uint16:
-        return lambda form: np.uint64(2)
-    return lambda form: np.uint64(4)
+    return types.uint64(form), build
 
 
 @inlined
@@ -97,7 +93,7 @@ def scale_of(s: Shard, member: int, is_parameter: bool) -> float:
     return s.hands[member].scale if is_parameter else 1.0
 
 
-@inner
+@viewing
 def mean_at(address: np.uint64, count: int) -> np.ndarray:
     """Memory for the mean of `count` values, all zero."""
     mean: np.ndarray = floats(address, count)

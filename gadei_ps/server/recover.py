@@ -26,7 +26,7 @@ from gadei_ps.server.context import (
 )
 from gadei_ps.server.journal import roll_back
 from gadei_ps.server.record import SEQUENCE, finish, is_torn, note_torn
-from gadei_ps.server.symbols import get, put
+from gadei_ps.server.symbols import address, get, put
 
 
 @inner
@@ -50,7 +50,7 @@ def _needs_no_ring(s: Shard) -> bool:
 @compiled
 def can_recover(part: np.ndarray) -> int:
     """1 if the rings of what is in hand are mapped; the manager may not have seen them yet."""
-    s = shard_of(part)
+    s = shard_of(address(part))
     record = s.state[0].record[s.number]
     if get(s.cursor) == IDLE or _is_finished(s) or _needs_no_ring(s):
         return 1
@@ -116,7 +116,7 @@ def recover(part: np.ndarray) -> int:
     part: PART, shape (1,). The frame is still in its ring, because its tail moves last. To be
     called when can_recover() says so.
     """
-    s = shard_of(part)
+    s = shard_of(address(part))
     if s.number == 0:
         roll_back(books(s))
     in_hand = 0

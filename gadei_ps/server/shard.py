@@ -44,6 +44,7 @@ from gadei_ps.server.recover import can_recover, recover
 from gadei_ps.server.structs import BOARD, PART
 from gadei_ps.server.superstep import all_known, apply_superstep
 from gadei_ps.server.symbols import (
+    address,
     bell,
     clock,
     cpu_here,
@@ -224,7 +225,7 @@ def serve(part: np.ndarray) -> int:
     Parameter server, the thread that holds the lease of this shard; recover() has been called.
     part: PART, shape (1,); all memory that it names stays mapped meanwhile.
     """
-    s = shard_of(part)
+    s = shard_of(address(part))
     board = part[0].board
     seen_version = board + SEEN + np.uint64(s.number) * WORD
     record = s.state[0].record[s.number]
@@ -301,7 +302,7 @@ def stand_by(part: np.ndarray) -> int:
 
     All of it without Python: at a take-over no thread waits for the interpreter's lock.
     """
-    s = shard_of(part)
+    s = shard_of(address(part))
     board = part[0].board
     number = np.uint64(s.number)
     taken = lease_take(s.me + LEASE, LEASE_NS)

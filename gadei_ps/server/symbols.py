@@ -7,19 +7,24 @@ load or store of shared memory across one.
 
 from __future__ import annotations
 
+import hashlib
+import operator
 from typing import Any
 
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import from_dtype, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.core.typing.templates import AbstractTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.np import arrayobj
 
 from gadei_ps import _native
 
 llvmlite.binding.load_library_permanently(_native.__file__)
 
+_WORD = ir.IntType(64)
 _u64, _u32, _f64, _void = types.uint64, types.uint32, types.float64, types.void
 
 get = types.ExternalFunction("ps_get", _u64(_u64))
@@ -44,16 +49,6 @@ shard_sleep = types.ExternalFunction(
 
 
 @intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    """An integer address as a void pointer."""
-
-    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.uint64), build
-
-
-@intrinsic
 def mark(context: Any, address: Any, value: Any) -> Any:
     """Stores as `put` does, but inlined, so that the loop around it is not slower.
 
@@ -65,7 +60,7 @@ def mark(context: Any, address: Any, value: Any) -> Any:
     """
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        word = builder.inttoptr(args[0], _WORD.as_pointer())
         builder.store_atomic(args[1], word, "release", 8)
         builder.fence("seq_cst", "singlethread")
         return context.get_dummy_value()
@@ -87,35 +82,92 @@ def call(context: Any, function: Any, *args: Any) -> Any:
     return types.void(types.uint64, given), build
 
 
-@njit(nogil=True, cache=True, inline="always")
-def floats(address: int, count: int) -> Any:
-    """`count` float32 values at an address."""
-    return carray(_pointer(np.uint64(address)), (count,), np.float32)
+def array_at(context: Any, builder: ir.IRBuilder, kind: types.Array, at: Any, count: Any) -> Any:
+    """Build the header of an array of `count` items at an address. It has no owner."""
+    item = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+    array = arrayobj.make_array(kind)(context, builder)
+    size = context.get_constant(types.intp, item)
+    data = builder.inttoptr(at, array.data.type)
+    arrayobj.populate_array(array, data, (count,), (size,), size, meminfo=None)
+    return array._getvalue()
 
 
-@njit(nogil=True, cache=True, inline="always")
-def doubles(address: int, count: int) -> Any:
-    """`count` float64 values at an address."""
-    return carray(_pointer(np.uint64(address)), (count,), np.float64)
+def _view(dtype: types.Type) -> Any:
+    """Make `view(address, count)` for compiled code: `count` items at an address as an array.
 
+    An intrinsic costs nothing to compile where it is called.
+    """
+    kind = types.Array(dtype, 1, "C")
 
-@njit(nogil=True, cache=True, inline="always")
-def halves(address: int, count: int) -> Any:
-    """`count` 16-bit values at an address."""
-    return carray(_pointer(np.uint64(address)), (count,), np.uint16)
+    @intrinsic
+    def view(context: Any, address: Any, count: Any) -> Any:
+        def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            return array_at(context, builder, kind, *args)
 
-
-@njit(nogil=True, cache=True, inline="always")
-def words(address: int, count: int) -> Any:
-    """`count` 64-bit words at an address."""
-    return carray(_pointer(np.uint64(address)), (count,), np.uint64)
-
-
-def structs(dtype: np.dtype[np.void], count: int = 1) -> Any:
-    """A compiled function `view(address)`: `count` structs at an address as an array."""
-
-    @njit(nogil=True, cache=True, inline="always")
-    def view(address: int) -> Any:
-        return carray(_pointer(np.uint64(address)), (count,), dtype)
+        return kind(types.uint64, types.intp), build
 
     return view
+
+
+floats = _view(types.float32)
+doubles = _view(types.float64)
+halves = _view(types.uint16)
+words = _view(types.uint64)
+
+
+class _Structs(types.Type):  # type: ignore[misc]
+    """Structs one after the other, of which compiled code holds the address alone.
+
+    An array's header has seven words, which each call of Numba's copies, and each look into the
+    array asks whether its index is negative: that took a third of the time to compile.
+    """
+
+    def __init__(self, dtype: np.dtype[np.void]) -> None:
+        self.record = from_dtype(dtype)
+        digest = hashlib.sha256(str(self.record).encode()).hexdigest()
+        super().__init__(f"structs_{digest[:8]}")  # it becomes a part of long names
+
+
+@register_model(_Structs)
+class _Address(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _WORD)
+
+
+@infer_global(operator.getitem)
+class _Item(AbstractTemplate):  # type: ignore[misc]
+    def generic(self, args: Any, kws: Any) -> Any:
+        if isinstance(args[0], _Structs):
+            return args[0].record(args[0], types.intp)
+        return None
+
+
+@lower_builtin(operator.getitem, _Structs, types.Integer)
+def _item(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    kind = context.get_value_type(signature.return_type)
+    size = signature.return_type.size
+    at = builder.add(args[0], builder.mul(args[1], _WORD(size)))
+    return builder.inttoptr(at, kind)
+
+
+def structs(dtype: np.dtype[np.void]) -> Any:
+    """Make `view(address)` for compiled code: view(address)[i] is the i-th struct there."""
+    kind = _Structs(dtype)
+
+    @intrinsic
+    def view(context: Any, address: Any) -> Any:
+        return kind(types.uint64), lambda context, builder, signature, args: args[0]
+
+    return view
+
+
+@intrinsic
+def address(context: Any, of: Any) -> Any:
+    """The address of an array's first item, or of a view's."""
+
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        if isinstance(of, _Structs):
+            return args[0]
+        return builder.ptrtoint(arrayobj.make_array(of)(context, builder, args[0]).data, _WORD)
+
+    return types.uint64(of), build

@@ -12,13 +12,14 @@ algorithms are in `benchmarks/reproduce/searches.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gadei_ps.kernels.compiled import compiled
 
+F = TypeVar("F", bound=Callable[..., Any])
 EndTimes = npt.NDArray[np.float64]
 Plan = tuple[npt.NDArray[np.int64], float]
 
@@ -54,10 +55,15 @@ def checked(search: Callable[[EndTimes], Any], end_times: EndTimes) -> Plan:
     return chosen, float(window)
 
 
+def _search(function: F) -> F:
+    """Compiled; makes arrays, so it counts their references."""
+    return compiled(function, _nrt=True)
+
+
 WRONG = ("", "a time is not finite", "must ascend in each row", "lie too far apart")
 
 
-@compiled
+@_search
 def _wrong(times: EndTimes) -> int:
     """Return an index of WRONG, 0 for times of the right form."""
     low, high = np.inf, -np.inf
@@ -77,7 +83,7 @@ def _wrong(times: EndTimes) -> int:
     return 0 if np.isfinite(high - low) else 3
 
 
-@compiled
+@_search
 def merged(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]:
     """Merge all times in ascending order; return them and their learners.
 
@@ -116,7 +122,7 @@ def merged(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int
     return keys, owners
 
 
-@compiled
+@_search
 def in_order(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]:
     """Do the same as `merged`, in O(Rn) if the times spread over the timeline.
 
@@ -167,7 +173,7 @@ def in_order(times: EndTimes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.i
     return keys, owners
 
 
-@compiled
+@_search
 def _plan(times: EndTimes) -> tuple[npt.NDArray[np.int64], float]:
     learners = times.shape[0]
     keys, owners = in_order(times)

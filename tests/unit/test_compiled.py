@@ -1,0 +1,91 @@
+"""What is compiled: only what runs by itself becomes machine code, and once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from llvmlite import binding
+
+from gadei_ps.kernels import compiled
+from gadei_ps.memory.layout import RING
+from gadei_ps.server.symbols import address, floats, structs, words
+
+pytestmark = pytest.mark.usefixtures("compiled")
+rings_at = structs(RING)
+
+
+@compiled.inner
+def _double(x: int) -> int:
+    return 2 * x
+
+
+@compiled.inlined
+def _sum(at: np.uint64, count: int) -> float:
+    total = np.float32(0)
+    for one in floats(at, count):
+        total += one
+    return total
+
+
+@compiled.compiled
+def _called(x: int) -> int:
+    return _double(x) + 1
+
+
+@compiled.compiled
+def _calls(x: int) -> int:
+    return _called(x) + _double(x)
+
+
+@compiled.compiled
+def _summed(array: np.ndarray) -> float:
+    return _sum(address(array), array.size)
+
+
+@compiled.compiled
+def _head(at: np.uint64, row: int) -> np.uint64:
+    rings = rings_at(at)
+    rings[row].head += np.uint64(1)
+    return words(address(rings), 1)[0] + rings[row].head
+
+
+def _library(function: Any) -> Any:
+    (made,) = function.overloads.values()
+    return made.library
+
+
+def test_only_what_python_calls_becomes_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    add = binding.ExecutionEngine.add_module
+
+    def note(engine: Any, module: Any) -> None:
+        loaded.extend(one.name for one in module.functions if not one.is_declaration)
+        add(engine, module)
+
+    monkeypatch.setattr(binding.ExecutionEngine, "add_module", note)
+    assert _calls(3) == 13
+    own = [name for name in loaded if "_double" in name or "_called" in name]
+    assert not own, "they are in the code of their caller, inlined"
+    assert isinstance(_library(_double), compiled._Part)
+    assert not _called.overloads, "nothing that Python could call"  # type: ignore[attr-defined]
+    assert _called(3) == 7
+    assert any("_called" in name for name in loaded)
+
+
+def test_a_loop_is_optimized_before_it_becomes_a_part() -> None:
+    values = np.arange(64, dtype=np.float32)
+    assert _summed(values) == values.sum()
+    library = _library(_sum)
+    assert isinstance(library, compiled._LoopPart)
+    assert library.get_pointer_to_function("any") == 0
+    assert "alloca" not in library.get_llvm_str()
+
+
+def test_structs_at_an_address() -> None:
+    rings = np.zeros(3, RING)
+    rings["head"] = (7, 8, 9)
+    first = int(rings.view(np.uint64)[0])
+    assert _head(np.uint64(rings.ctypes.data), 2) == first + 10
+    assert rings["head"].tolist() == [7, 8, 10]
