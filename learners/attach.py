@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, JobFailed, SegmentError, in_words
+from gadei_ps.job import numbers
 from gadei_ps.job.control import (
     Attach,
     Detach,
@@ -53,12 +54,14 @@ class Told:
     _control: np.void
     _control_at: int
     _version_at: int
+    _numbers_at: int
     _writes_at: list[int]
 
     def _see(self, control: Segment) -> None:
         self._control = control.view(CONTROL)
         self._control_at = at = control.address
         self._version_at = at + layout.offset(CONTROL, "version")
+        self._numbers_at = at + layout.offset(CONTROL, "numbers_done")
         shard = at + layout.offset(CONTROL, "shard") + layout.offset(SHARD, "sequence")
         shards = int(self._control["shards"])
         self._writes_at = [shard + SHARD.itemsize * number for number in range(shards)]
@@ -80,8 +83,12 @@ class Told:
     @property
     def hyper(self) -> npt.NDArray[np.float64]:
         """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack)."""
-        packed: npt.NDArray[np.float64] = self._control["hyper"]
-        return packed
+        return numbers.read(self._control, self._control_at)[1]
+
+    @property
+    def hyper_changes(self) -> int:
+        """How often `gadei-ps set` or a changed job file has changed the optimizer's numbers."""
+        return _native.load(self._numbers_at)
 
     @property
     def waits_for_others(self) -> bool:

@@ -8,17 +8,25 @@
 enum { HYPER_KIND = 0, HYPER_WEIGHT_DECAY = 6 };
 enum { KIND_SGD = 1, KIND_ADAGRAD = 4, KIND_ADD = 7 };
 
+/* Whether rows whose gradient is zero move nothing: not where weights decay. */
+static uint32_t ps_zeros_are_skipped(const struct ps_control *control)
+{
+    const double kind = control->hyper[HYPER_KIND];
+    return kind == KIND_ADD || ((kind == KIND_SGD || kind == KIND_ADAGRAD) &&
+                                control->hyper[HYPER_WEIGHT_DECAY] == 0.0);
+}
+
 void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
                       const struct ps_control *control, const struct ps_weights *weights)
 {
-    const double kind = control->hyper[HYPER_KIND];
+    uint64_t numbers = ps_load_acquire(&control->numbers_done); /* first: they are looked at again */
     *learner = (struct ps_learner){
         .ring = ring,
         .control = control,
         .weights = weights,
         .dtype = PS_FLOAT32,
-        .skips_zeros = kind == KIND_ADD || ((kind == KIND_SGD || kind == KIND_ADAGRAD) &&
-                                            control->hyper[HYPER_WEIGHT_DECAY] == 0.0),
+        .numbers = numbers,
+        .skips_zeros = ps_zeros_are_skipped(control),
         .version = ps_load_acquire(&control->version),
         .started = ps_clock(),
     };
@@ -50,6 +58,11 @@ struct ps_frame *ps_frame_claim(struct ps_learner *learner, uint64_t timeout_ns,
     ps_frame_drop(learner);
     struct ps_frame *slot = ps_claim(learner->ring, learner->control, timeout_ns, result);
     if (slot) {
+        uint64_t numbers = ps_load_acquire(&learner->control->numbers_done);
+        if (numbers != learner->numbers) {
+            learner->numbers = numbers;
+            learner->skips_zeros = ps_zeros_are_skipped(learner->control);
+        }
         ps_set_claimer(&learner->calls, ps_me());
         learner->calls.claimed = learner->ring->head;
     }

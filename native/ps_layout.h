@@ -140,14 +140,14 @@
  * | spin_ns | build | server_build |   || hyper[32] ||
  * 448      452    456           460            464              472     480         488     496
  * || phase | stop | model_ready | watchdog_pid | watchdog_start | pause | temporary | saves |
- * 496           504 512
- * | sync_wanted |   ||
+ * 496           504              512
+ * | sync_wanted | numbers_wanted ||
  * 512                 520         524           528           536            544 576
  * || lease_generation | lease_pid | lease_state | lease_start | lease_shards |   ||
  * 576        584               592 640           644            648        656 704
  * || version | supersteps_done |   || shard_bell | manager_bell | sleepers |   ||
- * 704          712         720    728 768
- * || superstep | sync_done | wave |   ||
+ * 704          712         720    728            736               744 768
+ * || superstep | sync_done | wave | numbers_done | numbers_version |   ||
  * 768     772 776       784      792    800    808           816        824 832
  * || work |   | batches | epochs | seed | next | epochs_done | requeued |   ||
  * 832             840            848            856            864              872 896
@@ -162,8 +162,8 @@
  * || server[2] || shard[64] || roster[256] || superstep_action[256] ||
  * 207104                   208128                 210176           242944               243968
  * || superstep_reason[256] || superstep_upto[256] || requeue[4096] || sync_text[2][512] ||
- * 243968             246016
- * || ring_inode[256] ||
+ * 243968             246016            246272
+ * || ring_inode[256] || hyper_next[32] ||
  */
 #define PS_CONTROL_FIELDS(F, P, T)                                                               \
   F(T, 0, header, header, , W, "")                                                               \
@@ -179,7 +179,7 @@
   F(T, 168, u64, build, , W, "of the C sources (ps_build.h); attaching refuses another one")     \
   F(T, 176, u64, server_build, , W, "of all that a server runs; a server of another build ends") \
   P(184, 8)                                                                                      \
-  F(T, 192, f64, hyper, [PS_HYPER_ROOM], W, "the packed optimizer (kernels/optimizers.py)")      \
+  F(T, 192, f64, hyper, [PS_HYPER_ROOM], W/S, "the packed optimizer (kernels/optimizers.py)")    \
   F(T, 448, u32, phase, , W, "enum ps_phase")                                                    \
   F(T, 452, u32, stop, , W, "enum ps_stop")                                                      \
   F(T, 456, u32, model_ready, , W, "1: weights and state exist")                                 \
@@ -189,8 +189,8 @@
     "CLOCK_MONOTONIC, ns, until which shards stand still; 0: none; W clears a dead saver's")     \
   F(T, 480, u64, temporary, , W, "1: a command's own job, which no later watchdog adopts")       \
   F(T, 488, u64, saves, , W, "1: a stop ends with a checkpoint")                                 \
-  F(T, 496, u64, sync_wanted, , W,                                                               \
-    "number of the model wanted; its text is sync_text[number % 2]") P(504, 8)                   \
+  F(T, 496, u64, sync_wanted, , W, "number of the model wanted: sync_text[number % 2]")          \
+  F(T, 504, u64, numbers_wanted, , W, "number of the change that `hyper_next` is for")           \
   F(T, 512, u64, lease_generation, , S, "how many servers have been active so far")              \
   F(T, 520, i32, lease_pid, , S, "the active server, or the last one")                           \
   F(T, 524, u32, lease_state, , S/W, "1: a server serves; W clears it with new leases")          \
@@ -205,7 +205,9 @@
     "a bit for each shard asleep, atomic; a learner that publishes wakes them") P(656, 48)       \
   F(T, 704, u64, superstep, , S, "number of the open superstep; stored last")                    \
   F(T, 712, u64, sync_done, , S, "number of the synchronization model in force")                 \
-  F(T, 720, u64, wave, , S, "mini-batches pushed as one gradient; above 1 under WSP") P(728, 40) \
+  F(T, 720, u64, wave, , S, "mini-batches pushed as one gradient; above 1 under WSP")            \
+  F(T, 728, u64, numbers_done, , S, "number of the last change of `hyper`")                      \
+  F(T, 736, u64, numbers_version, , S, "`version` at that change") P(744, 24)                    \
   F(T, 768, u32, work, , W/0, "enum ps_work; W sets PS_WORKING once") P(772, 4)                  \
   F(T, 776, u64, batches, , W, "of an epoch; written before `work` is set")                      \
   F(T, 784, u64, epochs, , W, "written before `work` is set")                                    \
@@ -238,10 +240,10 @@
   F(T, 207104, u32, superstep_reason, [PS_MAX_LEARNERS], S, "enum ps_reason if refused")         \
   F(T, 208128, u64, superstep_upto, [PS_MAX_LEARNERS], S, "frames consumed once it is done")     \
   F(T, 210176, u64, requeue, [PS_REQUEUE], 0, "batches to hand out again")                       \
-  F(T, 242944, u8, sync_text, [2][PS_SYNC_TEXT], W,                                              \
-    "the model in force; the next or the last one")                                              \
+  F(T, 242944, u8, sync_text, [2][PS_SYNC_TEXT], W, "the model in force; the next or last one")  \
   F(T, 243968, u64, ring_inode, [PS_MAX_LEARNERS], W,                                            \
-    "of each ring's file: its name may lead elsewhere")
+    "of each ring's file: its name may lead elsewhere")                                          \
+  F(T, 246016, f64, hyper_next, [PS_HYPER_ROOM], W, "what `hyper` is to be")
 
 /* A row of the table in the weights segment.
  *
@@ -432,7 +434,7 @@
   X(ps_shard, PS_SHARD_FIELDS, 128)        \
   X(ps_server, PS_SERVER_FIELDS, 64)       \
   X(ps_entry, PS_ENTRY_FIELDS, 768)        \
-  X(ps_control, PS_CONTROL_FIELDS, 246016) \
+  X(ps_control, PS_CONTROL_FIELDS, 246272) \
   X(ps_tensor, PS_TENSOR_FIELDS, 256)      \
   X(ps_weights, PS_WEIGHTS_FIELDS, 192)    \
   X(ps_span, PS_SPAN_FIELDS, 24)           \

@@ -44,6 +44,7 @@ struct ps_learner {
     uint32_t dtype;       /* of frames: enum ps_wire_type */
     uint32_t skips_zeros; /* 1: rows whose gradient is zero move nothing and need not be sent */
     uint32_t copies;      /* 1: gradients come from a pulled copy; 0: from the live weights */
+    uint64_t numbers;     /* of the optimizer, as `skips_zeros` goes by them */
     uint64_t version;     /* of the weights that the next gradient is computed from */
     uint64_t published;   /* frames */
     double started;       /* of the iteration, CLOCK_MONOTONIC seconds */

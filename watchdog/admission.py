@@ -163,7 +163,7 @@ class Admission:
             self._early.append((time.monotonic(), again))
             return None
         placed = weights.place(offered)
-        self._memory.config.optimizer.spec(says.settings)
+        self._memory.effective.optimizer.spec(says.settings)
         first = First(placed, making.read_from(file.fd, placed), script=says)
 
         def make(progress: Progress) -> tuple[Segment, Segment]:
@@ -316,7 +316,9 @@ class Admission:
         """What the scripts have said with this learner, and what it is to be told. Raises
         UsageError."""
         memory = self._memory
-        return script.settled(memory.config, memory.script, request.optimizer or NOTHING)
+        return script.settled(
+            memory.config, memory.script, request.optimizer or NOTHING, memory.changes
+        )
 
     def closed(self, client: Client) -> None:
         """A connection has ended. A learner that lives keeps the one by which it attached."""

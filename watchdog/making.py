@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gadei_ps.errors import ControlError
+from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.reserve import Progress
@@ -33,13 +34,15 @@ Values = Callable[[FloatArray, int], None]
 class First:
     """A model, what its values are (zeros if None), and the checkpoint that it comes from.
 
-    script: what was said about the optimizer with it; nothing where no learner brings it.
+    script: what was said about the optimizer with it; nothing where no learner brings it. changes:
+    of `gadei-ps set`, from the checkpoint.
     """
 
     model: Model
     values: Values | None
     snapshot: Snapshot | None = None
     script: Script = UNSAID
+    changes: Changes = NO_CHANGES
 
 
 def copied(values: np.ndarray) -> Values:

@@ -34,6 +34,7 @@ from gadei_ps.errors import (
     SegmentError,
 )
 from gadei_ps.job import modes, paths
+from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import process
@@ -43,11 +44,9 @@ from gadei_ps.memory.holds import Hold
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
-from gadei_ps.memory.totals import COUNTED
 from gadei_ps.memory.weights import Model
-from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.sync import SyncModel
-from gadei_ps.watchdog import elsewhere, making, recorded, script, settings
+from gadei_ps.watchdog import elsewhere, making, recorded, restored, script, settings
 from gadei_ps.watchdog.dead import differs, name_taken
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.script import Script
@@ -66,6 +65,8 @@ class JobMemory:
     model: Model | None = None
     script: Script = field(default_factory=Script)
     """What the learners' scripts have said about the optimizer."""
+    changes: Changes = NO_CHANGES
+    """What `gadei-ps set` has changed of it."""
     control: Segment = field(init=False)
     weights: Segment | None = field(default=None, init=False)
     state: Segment | None = field(default=None, init=False)
@@ -107,7 +108,7 @@ class JobMemory:
         control["spin_ns"] = int(self.config.resolved_spin_us() * 1e3)
         control["roster"]["outstanding"] = layout.NO_BATCH
         control["started"] = int(time.time())
-        settings.enter(self.control, self.config, self.script)
+        self.enter_settings()
         self._own()
         self.control.publish()
 
@@ -219,10 +220,11 @@ class JobMemory:
             self.state = self._attach("state", SegmentKind.STATE)
             self.model = weights.read_table(self.weights)
             self.script = script.read(found)
+            self.changes = recorded.read_changes(found).still(self.config)
             Stop(int(control["stop"]))
         except (FileNotFoundError, SegmentError, ValueError, OverflowError):
             self.weights = self.state = self.model = None
-            self.script = Script()
+            self.script, self.changes = Script(), NO_CHANGES
             self.job_id = secrets.token_bytes(16)
             return False
         # In this order: until no server lives elsewhere, the memory must not say that it is of this
@@ -230,7 +232,7 @@ class JobMemory:
         if not here:
             elsewhere.take_over(self.config.name, control)
         self.control, self.adopted = found, True
-        settings.enter(self.control, self.config, self.script)
+        self.enter_settings()
         self._open_files()
         self._adopt_rings()
         self._own()
@@ -283,7 +285,7 @@ class JobMemory:
 
     def _streams(self, first: First) -> int:
         """Optimizer slots."""
-        return optimizers.slots(self.config.optimizer.spec(first.script.settings).kind)
+        return optimizers.slots(self.effective.optimizer.spec(first.script.settings).kind)
 
     def needs(self, model: Model, streams: int, learners: int) -> dict[str, int]:
         """Bytes of each segment of a job with that model, optimizer slots and so many learners."""
@@ -332,41 +334,36 @@ class JobMemory:
         control = self.control.view(layout.CONTROL)
         control["shards"] = self.config.resolved_shards(first.model.elements)
         if first.snapshot is not None:
-            self._restore(first.snapshot)
+            restored.enter(control, self.state.view(layout.STATE), first.snapshot)
+            self.changes = first.changes
         self.enter_script(first.script)
         self.weights.publish()
         self.state.publish()
         self.model = first.model
 
     def enter_script(self, said: Script) -> None:
-        """This is what the scripts have said: the servers go by it from now on."""
+        """This is what the scripts have said, before their first gradient."""
+        settings.enter(self.control, self.config, said, self.changes)
         script.write(self.control, said)
         self.script = said
-        settings.enter(self.control, self.config, said)
+
+    def enter_settings(self) -> None:
+        """Enters what counts of the job file, the scripts and `gadei-ps set`.
+
+        Without a model, or before the first learner is let in, no gradient can be under way.
+        """
+        begins = self.model is None or self.script.is_open
+        settings.enter(self.control, self.config, self.script, self.changes, begins=begins)
+
+    @property
+    def effective(self) -> JobConfig:
+        """The job file with what `gadei-ps set` has changed."""
+        return self.changes.applied(self.config)
 
     def _open_files(self) -> None:
         for part in ("control", "weights", "state"):
             name = shm.segment_name(self.config.name, part)
             self.files[part] = shm.open_segment(name, writable=part == "control")
-
-    def _restore(self, snapshot: Snapshot) -> None:
-        """The counts and the work ledger of a checkpoint; the values are there."""
-        assert self.state is not None
-        control = self.control.view(layout.CONTROL)
-        state = self.state.view(layout.STATE)
-        state["record"]["steps"] = snapshot.steps
-        state["record"]["supersteps"] = snapshot.supersteps
-        control["superstep"] = control["supersteps_done"] = snapshot.supersteps
-        control["version"] = snapshot.version
-        control["checkpoint_version"] = snapshot.version
-        for field_ in ("batches", "epochs", "seed", "next", "epochs_done"):
-            control[field_] = snapshot.work[field_]
-        control["requeue"][: snapshot.requeue.size] = snapshot.requeue
-        control["requeued"] = snapshot.requeue.size
-        for field_ in COUNTED:
-            control[f"past_{field_}"] = snapshot.counts[field_]
-        control["requeued_total"] = snapshot.counts["requeued_total"]
-        control["work"] = snapshot.work["state"]
 
     def _drop_model(self) -> None:
         self.close()

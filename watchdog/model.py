@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from gadei_ps.errors import (
     CheckpointError,
     CheckpointMistake,
@@ -15,7 +13,7 @@ from gadei_ps.errors import (
     UsageError,
     is_lasting,
 )
-from gadei_ps.job import modes
+from gadei_ps.job import changes, modes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.optimizer import FIELDS, Settings
 from gadei_ps.machine import given
@@ -48,8 +46,9 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
     try:
         has = snapshot.config["optimizer"]
         said = Settings.model_validate({name: has.get(name) for name in FIELDS})
-        config.optimizer.spec(said)
-    except (ValidationError, UsageError) as error:
+        changed = changes.read(snapshot.changes).still(config)
+        changed.applied(config).optimizer.spec(said)
+    except (ValueError, UsageError) as error:  # the first: pydantic's, too
         why = error if isinstance(error, UsageError) else "its optimizer is none of this gadei-ps"
         raise CheckpointMistake(
             f"{path}: the job cannot go on with the checkpoint's optimizer: {why}; say another in "
@@ -57,7 +56,9 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
         ) from None
     # Where the job file says nothing, the job goes on as it was.
     going_on = Script(said, is_open=True, saved=True)
-    return First(snapshot.model, making.copied(snapshot.weights), snapshot, going_on)
+    if changed.values:
+        log.warning("the optimizer is as gadei-ps set has left it", **changed.values)
+    return First(snapshot.model, making.copied(snapshot.weights), snapshot, going_on, changed)
 
 
 def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
@@ -147,4 +148,6 @@ def enter(memory: JobMemory, first: First, made: tuple[Segment, Segment], log: A
 def started(memory: JobMemory) -> str:
     """What a job with a model does with gradients, in one line."""
     sync = modes.text(memory.control, modes.done(memory.control))
-    return start({"settings": script.report(memory.config, memory.script), "sync": sync})
+    return start(
+        {"settings": script.report(memory.config, memory.script, memory.changes), "sync": sync}
+    )

@@ -1,37 +1,42 @@
-"""A job's configuration in its own memory, so that the job can be ended without its job file.
+"""A job's configuration in its own memory, and what `gadei-ps set` has changed of its optimizer.
 
-It lies in the control segment behind the control record, in two places of equal size. Each place
-holds a number, the length of the text, a CRC-32 of all three, and the text (JSON). The whole place
-with the higher number counts: a watchdog may die while it writes the other one, which is not whole
-then, as its CRC-32 tells.
+So the job can be ended without its job file, and the next watchdog knows the changes. The text lies
+in the control segment behind the control record, in two places of equal size. Each place holds a
+number, the length of the text, a CRC-32 of all three, and the text (JSON). The whole place with the
+higher number counts: a watchdog may die while it writes the other one, which is not whole then, as
+its CRC-32 tells.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import zlib
+from typing import Any
 
 from pydantic import ValidationError
 
 from gadei_ps.errors import NotOurs
+from gadei_ps.job import changes
+from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.memory import layout, shm
 from gadei_ps.memory.segment import Segment
 
 AT = layout.CONTROL.itemsize
 HEAD = struct.Struct("<QII")  # number, bytes of the text, CRC-32
-SPARE = 4096  # bytes by which the text may grow: what a watchdog that adopts the job may change
+SPARE = 8192  # bytes by which the text may grow: what a watchdog that adopts the job may change
 
 
 def room(config: JobConfig) -> int:
     """Bytes that both places of this job take."""
-    return 2 * layout.rounded(HEAD.size + len(_text(config)) + SPARE, 8)
+    return 2 * layout.rounded(HEAD.size + len(_text(config, NO_CHANGES)) + SPARE, 8)
 
 
-def write(control: Segment, config: JobConfig) -> None:
+def write(control: Segment, config: JobConfig, changed: Changes) -> None:
     """Enters the configuration; one that has grown too long leaves no record."""
-    text, memory = _text(config), control.memory
+    text, memory = _text(config, changed), control.memory
     size = _place(len(memory))
     if size < HEAD.size:
         return
@@ -58,14 +63,34 @@ def read(job: str) -> JobConfig | None:
     finally:
         os.close(fd)
     try:
-        config = JobConfig.model_validate_json(max(found)[1])
+        config = JobConfig.model_validate(_parsed(max(found)[1]).get("config"))
     except ValidationError:
         return None
     return config if config.name == job else None
 
 
-def _text(config: JobConfig) -> bytes:
-    return config.model_dump_json().encode()
+def read_changes(control: Segment) -> Changes:
+    """What `gadei-ps set` has changed; nothing where there is no record."""
+    memory = control.memory
+    size = _place(len(memory))
+    found = [_read(bytes(memory[at : at + size])) for at in (AT, AT + size)]
+    try:
+        return changes.read(_parsed(max(found)[1]).get("changes", {}))
+    except ValueError:
+        return NO_CHANGES
+
+
+def _text(config: JobConfig, changed: Changes) -> bytes:
+    parts = {"config": config.model_dump(mode="json"), "changes": changed.model_dump()}
+    return json.dumps(parts, separators=(",", ":")).encode()
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _place(segment_bytes: int) -> int:

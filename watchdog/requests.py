@@ -24,6 +24,7 @@ from gadei_ps.job.control import (
     LeaveOut,
     Offer,
     Reload,
+    SetOptimizer,
     SetSync,
     SetWork,
     Status,
@@ -31,7 +32,7 @@ from gadei_ps.job.control import (
 )
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Work
-from gadei_ps.watchdog import settings, status
+from gadei_ps.watchdog import changing, settings, status
 from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.lock import NameLock
@@ -92,6 +93,7 @@ class Requests:
         self._admission.look(now)
         self._start.hand_out(self._stopping.begun)
         self._refusals.look(now)
+        changing.look(self._memory)
 
     def expire(self, lock: NameLock | None) -> None:
         """Drops clients that have begun a message and do not end it.
@@ -142,6 +144,8 @@ class Requests:
                 return self._detach(client, request)
             case Reload():
                 return self._reload(request)
+            case SetOptimizer():
+                return self._set_optimizer(request)
             case SetSync():
                 return self._set_sync(request)
             case SetWork():
@@ -219,12 +223,21 @@ class Requests:
         new, changed = settings.changed(
             memory.control, memory.config, request.config, memory.script
         )
+        changes = memory.changes.still(new)
+        settings.spec_of(new, memory.script, changes)
         if new != memory.config:
-            memory.config = new
-            settings.enter(memory.control, new, memory.script)
+            memory.config, memory.changes = new, changes
+            memory.enter_settings()
             self._roster.limit(new.learner_timeout_s)
             self._servers.limit(new.hang_s)
             self._log.info("the job file has changed", **changed)
+        return {"changed": changed}
+
+    def _set_optimizer(self, request: SetOptimizer) -> dict[str, Any]:
+        self._stopping.refuse()
+        changed = changing.change(self._memory, request)
+        if changed:
+            self._log.info("changing the optimizer's numbers", **changed)
         return {"changed": changed}
 
     def _set_sync(self, request: SetSync) -> dict[str, Any]:

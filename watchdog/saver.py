@@ -32,7 +32,7 @@ from gadei_ps.memory.shm import segment_name
 from gadei_ps.memory.totals import COUNTED, total
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog import model
+from gadei_ps.watchdog import model, recorded
 
 PAUSE_S = 1.0  # and a second for each gigabyte
 ATTEMPTS_S = 20.0  # a take-over or a long gradient may come in between
@@ -177,7 +177,8 @@ class Saver:
         """What changes with every gradient. A superstep that was about to be published when the
         pause began is applied within it, and the shards park again."""
         steps = self._state["record"]["steps"][: self._shards].tolist()
-        return (int(self._control["superstep"]), int(self._control["version"]), *steps)
+        told = (int(self._control[name]) for name in ("superstep", "version", "numbers_done"))
+        return (*told, *steps)
 
     def _copy(self) -> Snapshot:
         step = COPY_BYTES // 4
@@ -196,9 +197,12 @@ class Saver:
             ]
         )
         counts = {name: total(control, name) for name in COUNTED}
+        # The watchdog records a change before it takes effect: what is in force is not left out.
+        changes = recorded.read_changes(self._segment)
+        config = JobConfig.model_validate(self.task.config)
         snapshot = Snapshot(
             job=self.task.job,
-            config=self.task.config,
+            config=changes.applied(config).model_dump(mode="json"),
             model=self._model,
             weights=self._copies[0],
             slots=tuple(self._copies[1:]),
@@ -211,6 +215,7 @@ class Saver:
             clocks={
                 str(row): int(roster[row]["clock"]) for row in np.flatnonzero(roster["wanted"])
             },
+            changes=changes.model_dump(),
         )
         for one in jobs:
             one.result()

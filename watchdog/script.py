@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gadei_ps.errors import UsageError
+from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.optimizer import FIELDS, NOTHING, Settings, uses
 from gadei_ps.kernels import optimizers
@@ -82,35 +83,37 @@ def _at(place: int) -> int:
 # -- a learner's script ---------------------------------------------------------------------------
 
 
-def in_force(config: JobConfig, script: Script) -> dict[str, Any]:
+def in_force(config: JobConfig, script: Script, changes: Changes = NO_CHANGES) -> dict[str, Any]:
     """The settings that count and that the optimizer looks at, by field."""
-    spec = config.optimizer.spec(script.settings)
+    spec = changes.applied(config).optimizer.spec(script.settings)
     kind = spec.kind.name.lower()
     return {name: kind if name == "kind" else getattr(spec, name) for name in uses(kind)}
 
 
-def settled(config: JobConfig, script: Script, says: Settings) -> tuple[Script, str]:
+def settled(
+    config: JobConfig, script: Script, says: Settings, changes: Changes = NO_CHANGES
+) -> tuple[Script, str]:
     """What the scripts have said together with this learner's, and what it is to be warned of.
 
     The warning is empty unless the job overrides something that the learner's script says.
 
     says: what the learner's own script says. Raises UsageError where it disagrees with the job.
     """
-    now = in_force(config, script)
+    now = in_force(config, script, changes)
     overridden: dict[str, Any] = {}
     kind = {"kind": says.kind} if says.kind is not None else {}
     for name, value in (kind | says.applying(now["kind"])).items():
         if now[name] == value:
             continue
         updates = name == "kind" and "add" in (now[name], value)  # against gradients
-        if script.source(config, name) == "job" and not updates:
+        if name in changes.values or (script.source(config, name) == "job" and not updates):
             overridden[name] = value
         elif not script.is_open or name == "kind":  # whose slots are made
             raise _refusal(config, script, name, now[name], value)
-    told = _notice(config, now, overridden)
+    told = _notice(config, now, overridden, changes)
     if script.is_open and says.said:
         merged = script.settings.model_copy(update=says.said)
-        config.optimizer.spec(merged)
+        changes.applied(config).optimizer.spec(merged)
         return Script(merged), told
     return Script(script.settings, saved=script.saved), told
 
@@ -145,14 +148,19 @@ def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) 
     )
 
 
-def _notice(config: JobConfig, now: dict[str, Any], overridden: dict[str, Any]) -> str:
+def _notice(
+    config: JobConfig, now: dict[str, Any], overridden: dict[str, Any], changes: Changes
+) -> str:
     if not overridden:
         return ""
+    whence = "its job file or command line"
+    if changed := overridden.keys() & changes.values.keys():
+        whence = "gadei-ps set" if changed == overridden.keys() else f"{whence} and gadei-ps set"
     counts = ", ".join(f"{name} {_text(now[name])}" for name in overridden)
     said = ", ".join(f"{name} {_text(value)}" for name, value in overridden.items())
     return (
-        f"optimizer: job {config.name!r} has {counts} from its job file or command line, which "
-        f"counts before the script's {said}"
+        f"optimizer: job {config.name!r} has {counts} from {whence}, which counts before the "
+        f"script's {said}"
     )
 
 
@@ -163,14 +171,16 @@ def _text(value: Any) -> str:
 # -- for people -----------------------------------------------------------------------------------
 
 
-def report(config: JobConfig, script: Script) -> dict[str, Any]:
+def report(config: JobConfig, script: Script, changes: Changes = NO_CHANGES) -> dict[str, Any]:
     """The optimizer for the status: what counts and, under `from`, who says it, by field."""
-    now = in_force(config, script)
-    rest = config.optimizer
+    now = in_force(config, script, changes)
+    rest = changes.applied(config).optimizer
+    whence = {name: script.source(config, name) for name in now}
+    whence |= {name: "set" for name in changes.values if name in whence}
     return {
         **now,
         "clip_norm": rest.clip_norm,
         "staleness_aware": rest.staleness_aware,
         "schedule": rest.schedule.kind,
-        "from": {name: script.source(config, name) for name in now},
+        "from": whence,
     }

@@ -12,9 +12,10 @@ from typing import Any
 
 from gadei_ps import sync
 from gadei_ps.errors import ControlError
-from gadei_ps.job import modes
+from gadei_ps.job import modes, numbers
+from gadei_ps.job.changes import NAMES, NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig, from_mapping
-from gadei_ps.kernels import optimizers
+from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import Segment
 from gadei_ps.watchdog import recorded
@@ -23,7 +24,7 @@ from gadei_ps.watchdog.script import Script
 ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
 CHANGEABLE = frozenset(
     {
-        "optimizer.lr",
+        *(f"optimizer.{name}" for name in NAMES),
         "checkpoint.every_s",
         "checkpoint.every_gradients",
         "checkpoint.keep",
@@ -43,20 +44,44 @@ def digests(config: JobConfig) -> dict[str, int]:
     return {name: zlib.crc32(text) for name, text in texts.items()}
 
 
-def enter(memory: Segment, config: JobConfig, script: Script) -> None:
-    """Enters them into the control segment. Servers read the rate there for each gradient.
+def enter(
+    memory: Segment,
+    config: JobConfig,
+    script: Script,
+    changes: Changes = NO_CHANGES,
+    *,
+    begins: bool = True,
+) -> None:
+    """Enters them into the control segment.
 
-    script: what the scripts have said. The digests come first: the next watchdog enters the rest
-    again, whenever this one dies.
+    script: what the scripts have said. changes: of `gadei-ps set`. begins: whether no gradient has
+    come yet; after that, the servers change the optimizer's numbers (job/numbers.py). The digests
+    come first: the next watchdog enters the rest again, whenever this one dies.
     """
     control = memory.view(layout.CONTROL)
-    spec = config.optimizer.spec(script.settings)
+    spec = spec_of(config, script, changes)
     control["config"][: len(ADOPTED)] = list(digests(config).values())
-    control["hyper"][: optimizers.PACKED] = spec.pack()
+    recorded.write(memory, config, changes)
+    if begins:
+        numbers.enter(memory, spec.pack())
+    else:
+        numbers.ask(memory, spec.pack())
     control["optimizer"] = spec.kind
     control["staleness_aware"] = spec.staleness_aware
     control["saves"] = config.checkpoint is not None and config.checkpoint.on_stop
-    recorded.write(memory, config)
+
+
+def spec_of(config: JobConfig, script: Script, changes: Changes) -> OptimizerSpec:
+    """What counts of all that is said about the optimizer. Raises UsageError."""
+    return changes.applied(config).optimizer.spec(script.settings)
+
+
+def fields(spec: OptimizerSpec) -> dict[str, Any]:
+    """The fields by the names that `gadei-ps set` has for them."""
+    return {
+        name: spec.schedule.name.lower() if name == "schedule" else getattr(spec, name)
+        for name in NAMES
+    }
 
 
 def changed(

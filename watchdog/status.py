@@ -9,14 +9,14 @@ from gadei_ps.job import modes
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Reason, Work
 from gadei_ps.memory.totals import counts
-from gadei_ps.watchdog import script
+from gadei_ps.watchdog import changing, script
 from gadei_ps.watchdog.memory import JobMemory
 
 
 def report(memory: JobMemory) -> dict[str, Any]:
     """The status as plain values; counters only ever grow."""
     control = memory.control.view(layout.CONTROL)
-    told = script.report(memory.config, memory.script)
+    told = script.report(memory.config, memory.script, memory.changes)
     in_force, wanted = modes.done(memory.control), modes.wanted(memory.control)
     learners = [_learner(memory, row) for row in sorted(memory.rings)]
     return {
@@ -27,6 +27,8 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "sync_wanted": modes.text(memory.control, wanted) if wanted != in_force else None,
         "optimizer": told["kind"],
         "settings": told,
+        "settings_pending": not changing.is_settled(memory),
+        "settings_version": int(control["numbers_version"]),
         "when_idle": memory.config.when_idle,
         "shards": int(control["shards"]),
         "version": int(control["version"]),

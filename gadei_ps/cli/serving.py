@@ -153,12 +153,13 @@ def reload(
 ) -> int:
     """Have a running job take over changes of its job file.
 
-    These may change: lr of [optimizer]; every_s, every_gradients, keep and on_stop of [checkpoint];
-    learner_timeout_s, hang_s and when_idle. If anything else differs, nothing is changed.
+    These may change: all of [optimizer] but kind; every_s, every_gradients, keep and on_stop of
+    [checkpoint]; learner_timeout_s, hang_s and when_idle. If anything else differs, nothing is
+    changed.
     """
-    from gadei_ps.commands import jobs
+    from gadei_ps.commands import change
 
-    result = jobs.reload(_load(file, name))
+    result = change.reload(_load(file, name))
     if as_json:
         print_json(result)
         return 0

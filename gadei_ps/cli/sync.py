@@ -1,4 +1,4 @@
-"""Commands that change a job's synchronization model and record its run times."""
+"""Commands that change a running job's settings and record its run times."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Annotated
 
 import typer
 
-from gadei_ps.cli.options import MODELS, JobArgument, Json
+from gadei_ps.cli.options import MODELS, JobArgument, Json, tell
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
-
-SETTABLE = ("sync",)
 
 
 def set_job(
     job: JobArgument,
     settings: Annotated[
-        list[str], typer.Argument(metavar="sync=MODEL", help=f"The new model: {MODELS}")
+        list[str],
+        typer.Argument(
+            metavar="FIELD=VALUE...",
+            help="Fields of the optimizer, as lr=0.01 schedule=step step_size=1000; or sync=MODEL, "
+            f"alone: {MODELS}",
+        ),
     ],
     timeout: Annotated[
         float,
@@ -25,10 +28,25 @@ def set_job(
     ] = 60.0,
     as_json: Json = False,
 ) -> int:
-    """Change the synchronization model of a running job at its next barrier."""
-    from gadei_ps.commands import jobs
+    """Change the optimizer's numbers or the synchronization model of a running job.
 
-    result = jobs.set_sync(job, _settings(settings)["sync"], timeout)
+    Numbers change at once, between two gradients: lr, weight_decay, momentum, betas, eps,
+    clip_norm, staleness_aware, schedule, warmup_steps, step_size, step_gamma, total_steps, min_lr.
+    The model changes at the next barrier. Both are kept in the job's memory and its checkpoints.
+    """
+    from gadei_ps.commands import change
+    from gadei_ps.job import changes
+    from gadei_ps.show.optimizer import changed
+
+    models = [one.removeprefix("sync=") for one in settings if one.startswith("sync=")]
+    if not models:
+        values = changes.parse(settings)
+        result = change.set_optimizer(job, values, timeout)
+        tell(as_json, result, lambda: f"{job}: {changed(result)}")
+        return 0
+    if len(settings) > 1:
+        raise UsageError("sync is changed at a barrier, the rest at once: give sync=MODEL alone")
+    result = change.set_sync(job, models[0], timeout)
     if as_json:
         print_json(result)
     elif result["changed"]:
@@ -36,20 +54,6 @@ def set_job(
     else:
         print(f"{job}: already has {result['sync']}")
     return 0
-
-
-def _settings(given: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for item in given:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise UsageError(f"cannot read {item!r}; write sync=MODEL")
-        if key not in SETTABLE:
-            raise UsageError(f"{key!r} cannot be set in a running job; only sync can")
-        if key in found:
-            raise UsageError(f"{key} is given twice")
-        found[key] = value
-    return found
 
 
 def trace(

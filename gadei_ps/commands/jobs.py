@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,17 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps import sync
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import control, paths, service
 from gadei_ps.job.absence import absence, cut_off, explained, how, locked, unseen
-from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import (
     Checkpoint,
     Connection,
     Discard,
-    Reload,
-    SetSync,
     Status,
     StopJob,
 )
@@ -42,7 +37,6 @@ from gadei_ps.watchdog.dead import clear_dead
 ANSWER_TIMEOUT_S = 3.0
 CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
 SAVE_S = 600.0  # as long as the watchdog waits for the last checkpoint
-CHANGE_POLL_S = 0.02
 STOP_MARGIN_S = 20.0  # for what a stop does after the learners have left
 
 
@@ -74,7 +68,7 @@ def jobs() -> list[Job]:
 def status(job: str) -> dict[str, Any]:
     """What the job's watchdog reports. Raises JobNotFound or ControlError."""
     try:
-        return _plain(control.ask(job, Status(), ANSWER_TIMEOUT_S))
+        return plain(control.ask(job, Status(), ANSWER_TIMEOUT_S))
     except JobNotFound as error:
         raise explained(error) from None
     except NoAnswer as error:
@@ -147,44 +141,6 @@ def _look(name: str) -> Job:
     )
 
 
-# -- change ---------------------------------------------------------------------------------------
-
-
-def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
-    """Changes the synchronization model and waits for the barrier at which it takes effect.
-
-    Raises UsageError if `spec` is not a model, ControlError if the job refuses it or does not reach
-    a barrier in time. After a time-out the change still takes effect at the next barrier.
-    """
-    try:
-        wanted = str(sync.parse(spec))
-    except sync.SpecError as error:
-        raise UsageError(f"sync: {error}") from None
-    before = status(job)["sync"]
-    reply = _plain(control.ask(job, SetSync(sync=wanted)))
-    until = time.monotonic() + timeout_s
-    while reply["changes"]:
-        report = status(job)
-        if report["sync_wanted"] is None:
-            break
-        if time.monotonic() > until:
-            raise ControlError(
-                f"job {job!r} has not reached a barrier within {timeout_s:g} s; it will change to "
-                f"{reply['sync']} once every learner has pushed what it is computing"
-            )
-        time.sleep(CHANGE_POLL_S)
-    return {"job": job, "sync": reply["sync"], "before": before, "changed": reply["changes"]}
-
-
-def reload(job: JobConfig) -> dict[str, Any]:
-    """Has a running job take over its changed file; returns the fields that have changed.
-
-    Raises UsageError or ControlError, and changes nothing, if a field may not change; JobNotFound.
-    """
-    reply = _plain(control.ask(job.name, Reload(config=job.model_dump(mode="json"))))
-    return {"job": job.name, "changed": reply["changed"]}
-
-
 # -- stop -----------------------------------------------------------------------------------------
 
 
@@ -221,7 +177,7 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     try:
         try:
             how = Discard() if discard else StopJob(drain=drain, timeout_s=timeout_s)
-            report = _plain(control.ask(job, how, timeout_s=wait_s))
+            report = plain(control.ask(job, how, timeout_s=wait_s))
         except (JobNotFound, ControlError):
             # Another process may have stopped it between the two requests.
             if watchdog < 0 or not process.gone(watchdog, 1.0):
@@ -238,7 +194,8 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     return report
 
 
-def _plain(reply: dict[str, Any]) -> dict[str, Any]:
+def plain(reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply without what the protocol adds."""
     return {key: value for key, value in reply.items() if key not in ("v", "ok")}
 
 
@@ -307,7 +264,7 @@ def checkpoint(job: str) -> dict[str, Any]:
     Raises JobNotFound, CheckpointError, ControlError.
     """
     status(job)  # a job that does not answer must not take the long time-out of a slow disk
-    return _plain(control.ask(job, Checkpoint(), timeout_s=CHECKPOINT_S))
+    return plain(control.ask(job, Checkpoint(), timeout_s=CHECKPOINT_S))
 
 
 # -- gc -------------------------------------------------------------------------------------------

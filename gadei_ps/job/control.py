@@ -100,6 +100,15 @@ class SetSync(_Message):
     sync: str = Field(max_length=1024)
 
 
+class SetOptimizer(_Message):
+    """Other numbers of the optimizer, by field; the reply does not wait until they are in force."""
+
+    op: Literal["set"] = "set"
+    values: dict[Annotated[str, Field(max_length=40)], bool | int | float | str] = Field(
+        min_length=1, max_length=32
+    )
+
+
 class Reload(_Message):
     """The job file as it is now, all fields; what may not change while the job runs is refused."""
 
@@ -146,6 +155,7 @@ Request = Annotated[
     | LeaveOut
     | Offer
     | Reload
+    | SetOptimizer
     | SetSync
     | SetWork
     | Status

@@ -10,12 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps import _native, sync
+from gadei_ps.job import numbers
 from gadei_ps.machine import log
 from gadei_ps.memory.layout import CONTROL, Mode
 from gadei_ps.memory.segment import Segment
 from gadei_ps.sync import SyncModel
 
-MODE_BITS = 2  # of the word, below the number of the change
+MODE_BITS = 2  # of the word, below the count of changes
 
 
 def done(control: Segment) -> int:
@@ -74,12 +75,17 @@ def enforce(control: Segment, number: int, model: SyncModel) -> None:
     view = control.view(CONTROL)
     view["report"] = model.uses_pushes
     view["wave"] = model.wave
-    set_mode(control, number, Mode.ON_ARRIVAL if model.on_arrival else Mode.COLLECT)
+    changes = number + numbers.done(control)
+    set_mode(control, changes, Mode.ON_ARRIVAL if model.on_arrival else Mode.COLLECT)
 
 
-def set_mode(control: Segment, number: int, mode: Mode) -> int:
-    """Active server; returns the word. The shards look at it before each pass over the rings."""
-    word = number << MODE_BITS | mode
+def set_mode(control: Segment, changes: int, mode: Mode) -> int:
+    """Active server; returns the word. The shards look at it before each pass over the rings.
+
+    changes: of the model and of the optimizer's numbers together, the one in hand counted. So no
+    shard's answer to one change is taken for its answer to the next one.
+    """
+    word = changes << MODE_BITS | mode
     address = control.word(CONTROL, "mode")
     if _native.load32(address) != word:
         _native.store32(address, word)  # SYNC POINT: mode

@@ -14,10 +14,17 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.job import modes
+from gadei_ps.job import modes, numbers
 from gadei_ps.machine import log
 from gadei_ps.memory.layout import CONTROL, Mode
 from gadei_ps.memory.segment import Segment
+
+
+def hold(control: Segment, changes: int, shards: int) -> bool:
+    """Tells the shards to let frames lie; returns whether all do. changes: see modes.set_mode()."""
+    mode = modes.set_mode(control, changes, Mode.HOLD)
+    obeyed = control.view(CONTROL)["shard"]["mode"][:shards]
+    return bool((obeyed == np.uint32(mode)).all())
 
 
 class Change:
@@ -44,9 +51,7 @@ class Change:
 
     def shards_hold(self) -> bool:
         """Tells the shards to let frames lie; returns whether all do."""
-        mode = modes.set_mode(self._control, self.number, Mode.HOLD)
-        obeyed = self._control.view(CONTROL)["shard"]["mode"][: self._shards]
-        return bool((obeyed == np.uint32(mode)).all())
+        return hold(self._control, self.number + numbers.done(self._control), self._shards)
 
     def finish(self) -> None:
         """Puts the new model in force. The grants of the old one are taken back before."""

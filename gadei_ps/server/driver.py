@@ -20,6 +20,7 @@ from gadei_ps.memory.layout import CONTROL, ENTRY, Action, Reason, Work
 from gadei_ps.memory.segment import Segment
 from gadei_ps.server.change import Change
 from gadei_ps.server.member import Member, Next
+from gadei_ps.server.new_numbers import NewNumbers, counts_agree
 from gadei_ps.server.rings import Mapped
 from gadei_ps.server.start import Start
 from gadei_ps.sync import NotGranted
@@ -46,6 +47,7 @@ class Driver:
         self._resumed = False
         self._offset = 0  # clocks in the roster, which outlive servers, minus clocks of the model
         self._change: Change | None = None
+        self._numbers = NewNumbers(control, self._state, self._shards)
         self._start = start
         self._starts = False  # before the first superstep
 
@@ -57,6 +59,10 @@ class Driver:
 
     def run(self, serving: bool) -> None:
         """One pass over all members. serving: True if all shards serve."""
+        if not self._resumed:
+            self.follow()  # the previous server may have changed the model just before it died
+        if self._numbers.are_due and not (self._at_barrier or self._settle_numbers(serving)):
+            return
         if not self._resumed:
             self._resumed = self._take_over()
             if not self._resumed:
@@ -123,11 +129,7 @@ class Driver:
 
     def _switch(self, change: Change) -> None:
         """At the barrier: changes to the other model as soon as the shards stand still."""
-        used = np.flatnonzero(self._roster["generation"] != self._roster["retired"])
-        if not change.shards_hold():
-            return
-        counts = self._state["applied"][: self._shards, used]
-        if (counts != counts[0]).any():
+        if not (change.shards_hold() and counts_agree(self._segment, self._state, self._shards)):
             return
         self._commits.clear()
         self._refusals.clear()
@@ -143,6 +145,10 @@ class Driver:
         change.finish()
         self._change = None
         _native.bell(self._segment.word(CONTROL, "manager_bell"))
+
+    def _settle_numbers(self, serving: bool) -> bool:
+        open_ = not self._supersteps_done()
+        return self._numbers.settle(self.number, self.sync, serving=serving, superstep=open_)
 
     @property
     def changing(self) -> bool:
@@ -191,7 +197,6 @@ class Driver:
 
         A change of the model that was under way is made at once, without waiting for learners.
         """
-        self.follow()  # the previous server may have changed the model just before it died
         if self._is_to_change():
             if not self._supersteps_done():
                 return False

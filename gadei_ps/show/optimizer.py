@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SOURCES = {
+    "set": "from gadei-ps set",
     "job": "from the job",
     "script": "from the script",
     "checkpoint": "from the checkpoint",
@@ -47,3 +48,17 @@ def _whence(sources: Mapping[str, str], shown: list[str]) -> str:
 def start(status: Mapping[str, Any]) -> str:
     """What a job says at its start, once its model is there."""
     return f"optimizer {optimizer(status['settings'])}; sync {status['sync']}"
+
+
+def changed(result: Mapping[str, Any]) -> str:
+    """What `gadei-ps set` has done: `lr 0.1 -> 0.05, from version 1,200 on`."""
+    parts = [
+        f"{name} {_text(was)} -> {_text(now)}" for name, (was, now) in result["changed"].items()
+    ]
+    return f"{', '.join(parts)}, from version {result['version']:,} on" if parts else "already so"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -313,6 +313,7 @@ def read(path: Path) -> Snapshot:
             requeue=np.zeros(fields["requeue"], np.uint64),
             counts=fields["counts"],
             clocks=fields["clocks"],
+            changes=fields["changes"],
         )
         file.fill_tensors(made.weight_tensors())
     with files.verified(path / STATE, sums[STATE]) as file:

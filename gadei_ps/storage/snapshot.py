@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ class Snapshot:
     requeue: np.ndarray  # uint64 (n,), batches to be handed out again, with those outstanding
     counts: dict[str, int]  # applied, dropped, refused, samples, requeued_total
     clocks: dict[str, int]  # of learners, for information
+    changes: dict[str, Any] = field(default_factory=dict)  # job.changes.Changes, as JSON
 
     def weight_tensors(self) -> files.Tensors:
         """What weights.safetensors holds; views."""
@@ -85,6 +86,7 @@ class Snapshot:
             "elements": int(self.model.elements),
             "parameters": int(self.model.parameters),
             "config": self.config,
+            "changes": self.changes,
             "tensors": [
                 {
                     "name": one.name,
@@ -137,6 +139,8 @@ def parse(text: bytes) -> tuple[dict[str, Any], weights.Model]:
             raise ValueError(f"{name} is {type(value).__name__}, not {kind.__name__}")
         if isinstance(value, int) and value < 0:
             raise ValueError(f"{name} is negative")
+    if not isinstance(fields.setdefault("changes", {}), dict):
+        raise ValueError("changes is no object")
     for name in ("work", "counts", "clocks"):
         if any(type(value) is not int for value in fields[name].values()):
             raise ValueError(f"{name} holds other things than integers")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import operator
 import sys
 import warnings
@@ -14,13 +13,13 @@ from typing import Any, NoReturn
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.kernels.optimizers import PACKED, OptimizerSpec
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import assign, gpu, host
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.host import HostBackend
-from gadei_ps.learners.torch.like import check_unchanged, settings, shown
+from gadei_ps.learners.torch.job_settings import JobSettings
+from gadei_ps.learners.torch.like import settings
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
@@ -145,8 +144,7 @@ class Optimizer(torch.optim.Optimizer):
         self._own_data = True
         self._loss: float | torch.Tensor = float("nan")
         self._samples = 0
-        self._made_with = shown(OptimizerSpec.unpack(self.client.hyper[:PACKED]))
-        self._job_lr = float(self._made_with["lr"])
+        self._job = JobSettings(self.client)
         self._frozen = trained.frozen
         self._steps = 0  # of the wave in hand
         self._of_batch = False  # it is one of the server's
@@ -155,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):
         self._undo = contextlib.ExitStack()
         self._watched = False  # whether hooks look if the gradient is still wanted
         self._made = False
-        super().__init__(trained.parameters.values(), dict(self._made_with))
+        super().__init__(trained.parameters.values(), dict(self._job.shown))
         self._made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -180,7 +178,7 @@ class Optimizer(torch.optim.Optimizer):
         if float(group["lr"]) != before:
             warnings.warn(
                 f"load_state_dict sets this learner's learning rate to {float(group['lr']):g}; it "
-                f"was {before:g}, the job's is {self._job_lr:g}",
+                f"was {before:g}, the job's is {self._job.lr:g}",
                 stacklevel=2,
             )
 
@@ -210,14 +208,14 @@ class Optimizer(torch.optim.Optimizer):
         return any(hooks) or bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:
-        check_unchanged(self.param_groups[0], self._made_with)
+        self._job.look(self.param_groups[0])
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 self.report(loss=result)
-        scale = self._rate_scale()
+        scale = self._job.scale(self.param_groups[0])
         if self._frozen:
             self._warn_of_unfrozen()
         if self._wave_goes_on():
@@ -235,25 +233,6 @@ class Optimizer(torch.optim.Optimizer):
         return result
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_push)
-
-    def _rate_scale(self) -> float:
-        """This learner's learning rate relative to the job's. Raises UsageError."""
-        rate = self.param_groups[0]["lr"]
-        try:
-            rate = float(rate)
-            if rate == self._job_lr:
-                return 1.0
-            if rate >= 0 and self._job_lr and math.isfinite(scale := rate / self._job_lr):
-                return scale
-        except (TypeError, ValueError, OverflowError):
-            pass
-        else:
-            if rate > 0 and not self._job_lr:
-                raise UsageError(
-                    f"param_groups[0]['lr'] is {rate:g}, and the job's rate is 0: give Optimizer, "
-                    "or the job file, a rate above 0"
-                )
-        raise UsageError(f"param_groups[0]['lr'] is {rate!r}: set a number from 0 on")
 
     def _warn_of_unfrozen(self) -> None:
         """Warns once of parameters that the job does not have and that require a gradient now."""
@@ -411,7 +390,7 @@ class Optimizer(torch.optim.Optimizer):
             self._steps = 0
             self.zero_grad()
         elif self._steps:
-            scale = self._rate_scale()
+            scale = self._job.scale(self.param_groups[0])
             self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
             self._forget()
         try:

@@ -14,7 +14,7 @@ import pytest
 from support import daemon, eventually, fork, learner, live_weights, status
 from support.steered import TENSORS, VALUES, all_granted, push_when_told, tell
 
-from gadei_ps.commands import jobs
+from gadei_ps.commands import change
 from gadei_ps.errors import ControlError, UsageError
 from gadei_ps.job import control
 from gadei_ps.job.control import SetSync
@@ -58,7 +58,7 @@ def test_every_change_under_load_loses_nothing(job_name: str) -> None:
     ):
         all_granted(team)
         for model in order[1:]:
-            result = jobs.set_sync(job_name, model, 30.0)
+            result = change.set_sync(job_name, model, 30.0)
             assert result["sync"] == model == status(job_name)["sync"]
             heads = {row["pid"]: row["published"] for row in status(job_name)["learners"]}
 
@@ -114,15 +114,15 @@ def test_change_waits_for_the_iteration_in_hand(job_name: str) -> None:
         all_granted([one, other])
         one.send(1)
         assert one.receive() == "granted"
-        changing = threading.Thread(target=jobs.set_sync, args=(job_name, "bsp", 30.0))
+        changing = threading.Thread(target=change.set_sync, args=(job_name, "bsp", 30.0))
         changing.start()
         eventually(lambda: status(job_name)["sync_wanted"] == "bsp")
         with pytest.raises(ControlError, match="is just changing to bsp"):
-            jobs.set_sync(job_name, "asp", 1.0)
+            change.set_sync(job_name, "asp", 1.0)
         # Both finish what they have in hand, and neither begins another iteration.
         one.send(2)
         with pytest.raises(ControlError, match="is just changing"):
-            jobs.set_sync(job_name, "asp", 1.0)
+            change.set_sync(job_name, "asp", 1.0)
         assert status(job_name)["sync"] == "ssp:s=9"
         other.send(3)
         changing.join()
@@ -152,7 +152,7 @@ def test_bad_change_changes_nothing(spec: str, why: str, job_name: str) -> None:
     ):
         all_granted(team)
         with pytest.raises((UsageError, ControlError), match=why):
-            jobs.set_sync(job_name, spec, 1.0)
+            change.set_sync(job_name, spec, 1.0)
         assert (status(job_name)["sync"], status(job_name)["sync_wanted"]) == ("asp", None)
         assert tell(team[0], 1) == "granted"
 
@@ -245,7 +245,7 @@ def test_change_from_asp_under_a_flood(job_name: str) -> None:
         for child in team:
             assert child.receive() == "attached"
         eventually(lambda: status(job_name)["version"] > 2)
-        assert jobs.set_sync(job_name, "ssp:s=3", 50.0)["changed"]
+        assert change.set_sync(job_name, "ssp:s=3", 50.0)["changed"]
         pushed = sum(tell(child, "stop") for child in team)
         job.check()
         assert status(job_name)["gradients_applied"] == pushed
@@ -258,7 +258,7 @@ def test_newcomer_amid_a_change(job_name: str) -> None:
         fork(2, push_when_told, job_name) as (one, other),
     ):
         all_granted([one, other])
-        changing = threading.Thread(target=jobs.set_sync, args=(job_name, "asp", 50.0))
+        changing = threading.Thread(target=change.set_sync, args=(job_name, "asp", 50.0))
         changing.start()
         eventually(lambda: status(job_name)["sync_wanted"] == "asp")
         with fork(1, _push_until_told, job_name) as (late,):
@@ -280,7 +280,7 @@ def test_death_of_a_straggler_amid_a_change(job_name: str) -> None:
         for child in team[:2]:
             child.send(1)
         all_granted(team[:2])  # the other two are stragglers
-        changing = threading.Thread(target=jobs.set_sync, args=(job_name, "asp", 50.0))
+        changing = threading.Thread(target=change.set_sync, args=(job_name, "asp", 50.0))
         changing.start()
         eventually(lambda: status(job_name)["sync_wanted"] == "asp")
         team[2].send(5)  # late: dropped
@@ -328,7 +328,7 @@ def test_row_of_a_straggler_is_clean_for_the_next(job_name: str) -> None:
 
 def test_set_before_there_is_a_model(job_name: str) -> None:
     with daemon(job_name):
-        assert jobs.set_sync(job_name, "bsp", 5.0)["changed"]
+        assert change.set_sync(job_name, "bsp", 5.0)["changed"]
         assert status(job_name)["sync"] == "bsp"
 
 
@@ -340,7 +340,7 @@ def test_stopped_learner_holds_a_change_up_until_it_goes_on(job_name: str) -> No
         all_granted(team)  # so each has an iteration in hand
         team[0].signal(signal.SIGSTOP)
         with pytest.raises(ControlError, match=r"has not reached a barrier within 0\.5 s"):
-            jobs.set_sync(job_name, "bsp", 0.5)
+            change.set_sync(job_name, "bsp", 0.5)
         for child in team:
             child.send(1)
         eventually(lambda: status(job_name)["gradients_applied"] == 1)  # the other one's

@@ -13,7 +13,7 @@ from support import daemon, eventually, status
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
-from gadei_ps.commands import jobs
+from gadei_ps.commands import change
 from gadei_ps.errors import UsageError
 from gadei_ps.learners import measure, places, stages
 from gadei_ps.learners.plan import Plan, Sample, make
@@ -63,7 +63,7 @@ def test_a_job_that_gets_more_in_flight(made: Plan, job_name: str) -> None:
         daemon(job_name, sync="wsp:D=0,s_local=3", optimizer={"kind": "add"}),
         VirtualWorker(layers(), plan=made, optimizer=sgd, job=job_name) as worker,
     ):
-        assert jobs.set_sync(job_name, "wsp:D=0,s_local=7", 20.0)["changed"]
+        assert change.set_sync(job_name, "wsp:D=0,s_local=7", 20.0)["changed"]
         flying = 0
         for inputs, targets in data():
             worker.train(inputs, targets, CRITERION)

@@ -9,9 +9,11 @@ from support import Rig
 from support.stepped import Stepped, begin, make_leases
 
 from gadei_ps import _native, sync
-from gadei_ps.job import modes
+from gadei_ps.job import modes, numbers
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Mode, Reason
+from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
 
 W = [Tensor("w", (5000,))]  # enough for two shards
@@ -169,3 +171,101 @@ def test_the_words_of_a_model(job_name: str) -> None:
             _native.store(control.word(layout.CONTROL, "sync_done"), number)
             assert (rig.control["wave"], rig.control["report"]) == (model.wave, model.uses_pushes)
         assert {model.wave for model in asked} == {1, 4}
+
+
+class _Killed(Exception):
+    """The server dies here."""
+
+
+@pytest.mark.parametrize("collect", [False, True])
+@pytest.mark.parametrize("last", ["hyper", "numbers_done", "mode"])
+def test_new_numbers_whichever_store_is_the_last(last: str, collect: bool, job_name: str) -> None:
+    """No shard may go on before the numbers are whole, whichever server makes them so."""
+    with Rig(job_name, W, learners=2, shards=2, collect=collect, optimizer={"lr": 1.0}) as rig:
+        make_leases(rig)
+        memory = rig.memory.control
+        packed = OptimizerSpec(Kind.SGD, 0.25, weight_decay=0.5, clip_norm=3.0).pack()
+        with Stepped(rig) as one:
+            one.lead()
+            one.turns()
+            assert numbers.ask(memory, packed)
+            assert not numbers.ask(memory, packed * 2)  # one after the other
+
+            real = numbers.take_effect
+
+            def halfway(control: Segment, number: int) -> None:
+                if last == "hyper":
+                    control.view(layout.CONTROL)["hyper"][:3] = packed[:3]
+                    raise _Killed
+                real(control, number)
+                if last == "mode":
+                    modes.enforce(control, 0, sync.parse("bsp" if collect else "asp"))
+                raise _Killed
+
+            with (
+                mock.patch.object(numbers, "take_effect", halfway),
+                pytest.raises(_Killed),
+            ):
+                for _ in range(5):
+                    one.obey()
+                    one.turn()
+            version, held = numbers.done(memory), rig.control["mode"] & 3
+            assert version == int(last != "hyper")
+            if not collect and last != "mode":
+                assert held == Mode.HOLD  # so that the next server's shards apply nothing
+        with Stepped(rig, 1) as other:
+            make_leases(rig)
+            rig.control["shard"]["mode"] = Mode.ON_ARRIVAL  # as a shard begins
+            other.lead()
+            for _ in range(3):
+                if last == "hyper" and not collect and not numbers.done(memory):
+                    assert rig.control["mode"] & 3 == Mode.HOLD
+                other.turn()
+                other.serve()
+                other.obey()
+            assert numbers.are_in_force(memory, packed)
+            wanted = Mode.COLLECT if collect else Mode.ON_ARRIVAL
+            assert rig.control["mode"] == 1 << modes.MODE_BITS | wanted
+            assert numbers.read(rig.control, rig.control_at)[0] == 1
+
+
+def test_new_numbers_wait_for_the_slowest_shard(job_name: str) -> None:
+    with Rig(job_name, W, learners=1, shards=2, optimizer={"lr": 1.0}) as rig, Stepped(rig) as one:
+        make_leases(rig)
+        one.lead()
+        one.turns()
+        memory = rig.memory.control
+        for number, rate in enumerate((0.5, 0.25), start=1):
+            packed = OptimizerSpec(Kind.SGD, rate).pack()
+            numbers.ask(memory, packed)
+            one.turns()
+            # What a shard has answered to the change before is no answer to this one.
+            assert rig.control["mode"] == number << modes.MODE_BITS | Mode.HOLD
+            one.turns()
+            assert numbers.done(memory) == number - 1
+            one.obey()
+            rig.state["applied"][:2, 0] = 2 * number, 2 * number - 1
+            one.turns()
+            assert numbers.done(memory) == number - 1
+            rig.state["applied"][1, 0] = 2 * number
+            rig.control["version"] = 2 * number
+            one.turns()
+            assert numbers.are_in_force(memory, packed)
+            assert rig.control["numbers_version"] == 2 * number
+            assert rig.control["mode"] == number << modes.MODE_BITS | Mode.ON_ARRIVAL
+
+
+def test_new_numbers_wait_for_the_open_superstep(job_name: str) -> None:
+    with Rig(job_name, W, learners=1, shards=2, collect=True) as rig, Stepped(rig) as one:
+        make_leases(rig)
+        one.lead()
+        one.turns()
+        rig.publish(0, rig.ones())
+        one.turns()
+        assert rig.control["superstep"] == 1
+        numbers.ask(rig.memory.control, OptimizerSpec(Kind.SGD, 0.5).pack())
+        one.turns()
+        assert numbers.done(rig.memory.control) == 0
+        one.finish_superstep()
+        one.turns()
+        assert numbers.done(rig.memory.control) == 1

@@ -1,0 +1,78 @@
+"""Changes of a job that runs: its synchronization model, its optimizer's numbers, its job file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from gadei_ps import sync
+from gadei_ps.commands.jobs import plain, status
+from gadei_ps.errors import ControlError, UsageError
+from gadei_ps.job import control
+from gadei_ps.job.config import JobConfig
+from gadei_ps.job.control import Reload, SetOptimizer, SetSync
+
+CHANGE_POLL_S = 0.02
+RELOAD_S = 60.0  # until a server has the optimizer's numbers of a changed job file
+
+
+def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
+    """Changes the synchronization model and waits for the barrier at which it takes effect.
+
+    Raises UsageError if `spec` is not a model, ControlError if the job refuses it or does not reach
+    a barrier in time. After a time-out the change still takes effect at the next barrier.
+    """
+    try:
+        wanted = str(sync.parse(spec))
+    except sync.SpecError as error:
+        raise UsageError(f"sync: {error}") from None
+    before = status(job)["sync"]
+    reply = plain(control.ask(job, SetSync(sync=wanted)))
+    until = time.monotonic() + timeout_s
+    while reply["changes"]:
+        report = status(job)
+        if report["sync_wanted"] is None:
+            break
+        if time.monotonic() > until:
+            raise ControlError(
+                f"job {job!r} has not reached a barrier within {timeout_s:g} s; it will change to "
+                f"{reply['sync']} once every learner has pushed what it is computing"
+            )
+        time.sleep(CHANGE_POLL_S)
+    return {"job": job, "sync": reply["sync"], "before": before, "changed": reply["changes"]}
+
+
+def set_optimizer(job: str, values: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Changes numbers of the optimizer and waits until they are in force.
+
+    `changed` has what each was and is, by field; `version`: gradients applied before the first with
+    the new ones. Raises UsageError for what the job's optimizer cannot have, ControlError if no
+    server takes them in time; they are taken later then.
+    """
+    reply = plain(control.ask(job, SetOptimizer(values=dict(values))))
+    version = _await_numbers(job, timeout_s)
+    return {"job": job, "changed": reply["changed"], "version": version}
+
+
+def _await_numbers(job: str, timeout_s: float) -> int:
+    """Returns the version from which on the optimizer's numbers are in force."""
+    until = time.monotonic() + timeout_s
+    while (report := status(job))["settings_pending"]:
+        if time.monotonic() > until:
+            raise ControlError(
+                f"job {job!r} has not taken the optimizer's numbers within {timeout_s:g} s; it "
+                "takes them as soon as its server applies gradients"
+            )
+        time.sleep(CHANGE_POLL_S)
+    return int(report["settings_version"])
+
+
+def reload(job: JobConfig) -> dict[str, Any]:
+    """Has a running job take over its changed file; returns the fields that have changed.
+
+    Raises UsageError or ControlError, and changes nothing, if a field may not change; JobNotFound.
+    """
+    reply = plain(control.ask(job.name, Reload(config=job.model_dump(mode="json"))))
+    _await_numbers(job.name, RELOAD_S)
+    return {"job": job.name, "changed": reply["changed"]}

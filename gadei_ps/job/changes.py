@@ -1,0 +1,159 @@
+"""What `gadei-ps set` has changed of a running job's optimizer.
+
+A change counts before the job file, the command line and the scripts: in the job's memory, and in
+its checkpoints. It counts until the job file says another value than it did then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from gadei_ps.errors import UsageError
+from gadei_ps.job.config import JobConfig, ScheduleConfig
+from gadei_ps.job.optimizer import FIELDS, uses
+
+OF_SCHEDULE: Final = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
+OF_ALL: Final = ("clip_norm", "staleness_aware", "schedule", *OF_SCHEDULE)
+NAMES: Final = (*(name for name in FIELDS if name != "kind"), *OF_ALL)
+COUNTS: Final = ("warmup_steps", "step_size", "total_steps")
+WORDS: Final = {"true": True, "1": True, "false": False, "0": False}
+PAIRS: Final = {"betas": ("beta1", "beta2")}
+SHOWN: Final = "lr, weight_decay, momentum, betas, eps, clip_norm, staleness_aware, schedule, " + (
+    ", ".join(OF_SCHEDULE)
+)
+
+
+class Changes(BaseModel):
+    """Fields by name, each with its value and with what the job file said when it was changed.
+
+    schedule: the schedule's kind; its other fields stand beside it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    values: dict[str, Any] = {}
+    over: dict[str, Any] = {}
+
+    def with_(self, values: Mapping[str, Any], config: JobConfig) -> Self:
+        """These changes and further ones. config: as the job file says it."""
+        given = _given(config)
+        over = {name: given[name] for name in values}
+        return type(self)(values=self.values | dict(values), over=self.over | over)
+
+    def still(self, config: JobConfig) -> Self:
+        """Those that still count. config: as the job file says it now."""
+        given = _given(config)
+        names = [name for name in self.values if self.over.get(name) == given[name]]
+        return type(self)(
+            values={name: self.values[name] for name in names},
+            over={name: self.over.get(name) for name in names},
+        )
+
+    def applied(self, config: JobConfig) -> JobConfig:
+        """The configuration with these changes."""
+        if not self.values:
+            return config
+        own = {name: value for name, value in self.values.items() if name not in OF_SCHEDULE}
+        schedule = {name: self.values[name] for name in OF_SCHEDULE if name in self.values}
+        if "schedule" in own:
+            schedule["kind"] = own.pop("schedule")
+        own["schedule"] = config.optimizer.schedule.model_copy(update=schedule)
+        return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=own)})
+
+
+NO_CHANGES: Final = Changes()
+
+
+def read(raw: object) -> Changes:
+    """Changes that a checkpoint or the job's memory holds. Raises ValueError for anything else."""
+    found = Changes.model_validate(raw)
+    for name in found.values.keys() | found.over.keys():
+        if name not in NAMES:
+            raise ValueError(f"there is no field {name!r} to be changed")
+    return Changes(values=_checked(found.values), over=found.over)
+
+
+def checked(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """What a request wants, for an optimizer of that kind. Raises UsageError, in one line."""
+    for name in values:
+        if name == "kind":
+            raise UsageError(
+                "kind cannot change while a job runs: what its optimizer keeps for each weight "
+                "means nothing to another one; start a job of its own with the weights "
+                "(gadei-ps export, and weights = FILE in its job file)"
+            )
+        if name not in NAMES:
+            raise UsageError(f"{name} cannot be set in a running job; these can: {SHOWN}")
+        if name not in OF_ALL and name not in uses(kind):
+            raise UsageError(f"{name}: the job's optimizer is {kind}, which has none")
+    try:
+        return _checked(values)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def parse(given: Sequence[str]) -> dict[str, Any]:
+    """FIELD=VALUE, as a command line says it. Raises UsageError, in one line."""
+    found: dict[str, Any] = {}
+    for item in given:
+        name, equals, text = item.partition("=")
+        if not equals:
+            raise UsageError(f"cannot read {item!r}; write FIELD=VALUE, as lr=0.01")
+        names = PAIRS.get(name, (name,))
+        texts = text.split(",") if name in PAIRS else [text]
+        if len(texts) != len(names):
+            raise UsageError(f"{item}: give two numbers, as betas=0.9,0.999")
+        for one, value in zip(names, texts, strict=True):
+            if one in found:
+                raise UsageError(f"{one} is given twice")
+            found[one] = _read(one, value.strip())
+    return found
+
+
+def _read(name: str, text: str) -> Any:
+    if name in ("kind", "schedule") or name not in NAMES:
+        return text
+    if name == "staleness_aware":
+        if text.lower() not in WORDS:
+            raise UsageError(f"{name}={text}: give true or false")
+        return WORDS[text.lower()]
+    try:
+        return int(text) if name in COUNTS else float(text)
+    except ValueError:
+        what = "a whole number" if name in COUNTS else "a number"
+        raise UsageError(f"{name}={text}: give {what}") from None
+
+
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of the right type. Whether they go together, OptimizerConfig.spec() finds out."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "staleness_aware":
+            good = isinstance(value, bool)
+        elif name == "schedule":
+            good = value in ("constant", "step", "cosine")
+        elif name in COUNTS:
+            good = isinstance(value, int) and not isinstance(value, bool)
+        else:
+            good = isinstance(value, int | float) and not isinstance(value, bool)
+            good = good and math.isfinite(value)
+        if not good:
+            what = {"staleness_aware": "true or false", "schedule": "constant, step or cosine"}
+            number = "a whole number" if name in COUNTS else "a finite number"
+            raise ValueError(f"{name}={value}: give {what.get(name, number)}")
+        found[name] = value if name in COUNTS or isinstance(value, bool | str) else float(value)
+    return found
+
+
+def _given(config: JobConfig) -> dict[str, Any]:
+    """What a job file says of each field; None: nothing."""
+    optimizer, schedule = config.optimizer, config.optimizer.schedule
+    values = {
+        name: getattr(optimizer, name) for name in NAMES if name in type(optimizer).model_fields
+    }
+    values["schedule"] = schedule.kind
+    return values | {name: getattr(schedule, name) for name in OF_SCHEDULE}

@@ -1,0 +1,78 @@
+"""The numbers of a job's optimizer: those in force, and those that are to be.
+
+Servers read the packed optimizer (`hyper`) in control for every gradient. To change it, the
+watchdog writes `hyper_next` and then raises `numbers_wanted`. The active server copies it to
+`hyper` while every shard stands at the same gradient, and then stores the same number as
+`numbers_done`. If it dies before that store, no shard goes on until the next server has copied it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gadei_ps import _native
+from gadei_ps.kernels.optimizers import PACKED
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL
+from gadei_ps.memory.segment import Segment
+
+Packed = npt.NDArray[np.float64]
+
+
+def done(control: Segment) -> int:
+    """Number of the last change that took effect."""
+    return _native.load(control.word(CONTROL, "numbers_done"))
+
+
+def wanted(control: Segment) -> int:
+    """Number of the last change that was asked for."""
+    return _native.load(control.word(CONTROL, "numbers_wanted"))
+
+
+def enter(control: Segment, packed: Packed) -> None:
+    """Watchdog, before the job's first gradient."""
+    control.view(CONTROL)["hyper"][:PACKED] = packed
+
+
+def ask(control: Segment, packed: Packed) -> bool:
+    """Watchdog, whenever: these are wanted. False if a change to others is still under way."""
+    view, number = control.view(CONTROL), done(control)
+    if wanted(control) != number:
+        return bool((view["hyper_next"][:PACKED] == packed).all())
+    if (view["hyper"][:PACKED] == packed).all():
+        return True
+    view["hyper_next"][:PACKED] = packed
+    _native.store(control.word(CONTROL, "numbers_wanted"), number + 1)  # SYNC POINT: numbers
+    for bell in ("manager_bell", "shard_bell"):
+        _native.bell(control.word(CONTROL, bell))
+    return True
+
+
+def are_in_force(control: Segment, packed: Packed) -> bool:
+    """Whether servers apply gradients with these."""
+    same = (control.view(CONTROL)["hyper"][:PACKED] == packed).all()
+    return wanted(control) == done(control) and bool(same)
+
+
+def take_effect(control: Segment, number: int) -> None:
+    """Active server, while all shards stand at the same gradient."""
+    view = control.view(CONTROL)
+    view["hyper"][:PACKED] = view["hyper_next"][:PACKED]
+    view["numbers_version"] = view["version"]
+    _native.store(control.word(CONTROL, "numbers_done"), number)  # SYNC POINT: numbers in force
+
+
+def read(control: np.void, at: int) -> tuple[int, Packed]:
+    """Any process: the numbers, whole, and how many changes they have had.
+
+    control: CONTROL; at: its address. While a change is under way, those that are to be.
+    """
+    done_at = at + layout.offset(CONTROL, "numbers_done")
+    wanted_at = at + layout.offset(CONTROL, "numbers_wanted")
+    while True:
+        before = _native.load(done_at), _native.load(wanted_at)
+        name = "hyper" if before[0] == before[1] else "hyper_next"
+        packed: Packed = control[name][:PACKED].copy()
+        if (_native.load(done_at), _native.load(wanted_at)) == before:
+            return before[1], packed

@@ -1,0 +1,47 @@
+"""Changes of the optimizer's numbers while the job runs: what is asked for, and until it counts.
+
+The watchdog first records a change in the job's memory. From then on this watchdog, or the next
+one, asks the servers for it until it is in force (job/numbers.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gadei_ps.job import changes, numbers
+from gadei_ps.job.control import SetOptimizer
+from gadei_ps.kernels.optimizers import OptimizerSpec
+from gadei_ps.watchdog import settings
+from gadei_ps.watchdog.memory import JobMemory
+
+
+def change(memory: JobMemory, request: SetOptimizer) -> dict[str, Any]:
+    """What `gadei-ps set` wants; returns the fields that differ now, each with both values.
+
+    Raises UsageError, and changes nothing, for what the job's optimizer cannot have.
+    """
+    before = wanted(memory)
+    values = changes.checked(request.values, before.kind.name.lower())
+    new = memory.changes.with_(values, memory.config)
+    after = settings.spec_of(memory.config, memory.script, new)
+    if new != memory.changes:
+        memory.changes = new
+        memory.enter_settings()
+    was, now = settings.fields(before), settings.fields(after)
+    return {name: [was[name], now[name]] for name in values if was[name] != now[name]}
+
+
+def wanted(memory: JobMemory) -> OptimizerSpec:
+    """What counts of all that is said."""
+    return settings.spec_of(memory.config, memory.script, memory.changes)
+
+
+def is_settled(memory: JobMemory) -> bool:
+    """Whether the servers apply gradients with what counts."""
+    return numbers.are_in_force(memory.control, wanted(memory).pack())
+
+
+def look(memory: JobMemory) -> None:
+    """Asks for what is not in force yet: a change may have come amid another one. Every tick."""
+    if memory.model is not None and not is_settled(memory):
+        numbers.ask(memory.control, wanted(memory).pack())

@@ -1,0 +1,25 @@
+"""What a job takes from a checkpoint beside the values: counts and the work ledger."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gadei_ps.memory.totals import COUNTED
+from gadei_ps.storage.snapshot import Snapshot
+
+
+def enter(control: np.void, state: np.void, snapshot: Snapshot) -> None:
+    """Into new memory. control, state: CONTROL and STATE."""
+    state["record"]["steps"] = snapshot.steps
+    state["record"]["supersteps"] = snapshot.supersteps
+    control["superstep"] = control["supersteps_done"] = snapshot.supersteps
+    control["version"] = snapshot.version
+    control["checkpoint_version"] = snapshot.version
+    for field_ in ("batches", "epochs", "seed", "next", "epochs_done"):
+        control[field_] = snapshot.work[field_]
+    control["requeue"][: snapshot.requeue.size] = snapshot.requeue
+    control["requeued"] = snapshot.requeue.size
+    for field_ in COUNTED:
+        control[f"past_{field_}"] = snapshot.counts[field_]
+    control["requeued_total"] = snapshot.counts["requeued_total"]
+    control["work"] = snapshot.work["state"]
