@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, CheckpointMistake, GadeiError, in_words
+from gadei_ps.job.changes import read
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment, weights
@@ -99,6 +100,10 @@ class Saver:
         """Writes the checkpoint; returns the outcome. Raises CheckpointError."""
         snapshot, pause_s = self._take()
         os.nice(5)  # training goes first, now that the shards go on
+        changes = read(snapshot.changes)
+        if changes.values:
+            config = changes.applied(JobConfig.model_validate(snapshot.config))
+            snapshot = replace(snapshot, config=config.model_dump(mode="json"))
         written = checkpoint.write(
             Path(self.task.directory), snapshot, self.task.keep, lambda: os.write(1, MOVED)
         )
@@ -199,10 +204,9 @@ class Saver:
         counts = {name: total(control, name) for name in COUNTED}
         # The watchdog records a change before it takes effect: what is in force is not left out.
         changes = recorded.read_changes(self._segment)
-        config = JobConfig.model_validate(self.task.config)
         snapshot = Snapshot(
             job=self.task.job,
-            config=changes.applied(config).model_dump(mode="json"),
+            config=self.task.config,
             model=self._model,
             weights=self._copies[0],
             slots=tuple(self._copies[1:]),

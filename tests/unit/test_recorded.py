@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support import config
 
+from gadei_ps.job.changes import NAMES, NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import SegmentKind
@@ -26,7 +27,7 @@ def test_the_last_whole_one_counts(job_name: str, request: pytest.FixtureRequest
     assert recorded.read(job_name) is None
     for one in configs:
         before = bytes(control.memory[recorded.AT :])
-        recorded.write(control, one)
+        recorded.write(control, one, NO_CHANGES)
         assert recorded.read(job_name) == one
     after = bytes(control.memory[recorded.AT :])
     changed = [at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
@@ -45,10 +46,30 @@ def test_no_record(job_name: str, request: pytest.FixtureRequest) -> None:
     assert recorded.read(job_name) is None
     job = config(job_name)
     control = _made(job, request)
-    recorded.write(control, job)
-    recorded.write(control, config(job_name, learners={"command": ["x" * 100_000]}))
+    recorded.write(control, job, NO_CHANGES)
+    long = config(job_name, learners={"command": ["x" * 100_000]})
+    recorded.write(control, long, NO_CHANGES)
     assert recorded.read(job_name) is None
-    recorded.write(control, job)
+    recorded.write(control, job, NO_CHANGES)
     assert recorded.read(job_name) == job
-    recorded.write(control, job.model_copy(update={"sync": "of another version"}))
+    recorded.write(control, job.model_copy(update={"sync": "of another version"}), NO_CHANGES)
     assert recorded.read(job_name) is None
+
+
+def test_what_set_has_changed(job_name: str, request: pytest.FixtureRequest) -> None:
+    """It is told with the configuration, has room, and is dropped where it is no change."""
+    job = config(job_name)
+    control = _made(job, request)
+    assert recorded.read_changes(control) == NO_CHANGES
+    values = {"lr": 0.25, "schedule": "step", "step_size": 5, "staleness_aware": True}
+    some = NO_CHANGES.with_(values, job)
+    recorded.write(control, job, some)
+    assert recorded.read_changes(control) == some
+    assert recorded.read(job_name) == job
+    all_ = dict.fromkeys(NAMES, 1.2345678901234567e-123)
+    all_ |= {"schedule": "constant", "staleness_aware": False}
+    all_ |= dict.fromkeys(("warmup_steps", "step_size", "total_steps"), 2**53)
+    recorded.write(control, job, Changes(values=all_, over=all_))
+    assert recorded.read_changes(control).values == all_
+    recorded.write(control, job, Changes(values={"nosuch": 1.0}))
+    assert recorded.read_changes(control) == NO_CHANGES
