@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xdbbe259b29ed887eull
+#define PS_BUILD 0xbb2fe3741c1538bdull
 
 #endif
