@@ -195,14 +195,12 @@
   F(T, 520, i32, lease_pid, , S, "the active server, or the last one")                           \
   F(T, 524, u32, lease_state, , S/W, "1: a server serves; W clears it with new leases")          \
   F(T, 528, u64, lease_start, , S, "when that process started, as `owner_start`")                \
-  F(T, 536, u64, lease_shards, , S/W,                                                            \
-    "1: one server holds all shards' leases; W clears it with new leases") P(544, 32)            \
-  F(T, 576, u64, version, , 0, "gradients applied")                                              \
+  F(T, 536, u64, lease_shards, , S/W, "1: one server has all shards' leases; W clears it")       \
+  P(544, 32) F(T, 576, u64, version, , 0, "gradients applied")                                   \
   F(T, 584, u64, supersteps_done, , S, "") P(592, 48)                                            \
   F(T, 640, u32, shard_bell, , W/S/s/saver, "futex, bumped by atomic addition")                  \
   F(T, 644, u32, manager_bell, , W/S/s/saver, "futex, bumped by atomic addition")                \
-  F(T, 648, u64, sleepers, , s,                                                                  \
-    "a bit for each shard asleep, atomic; a learner that publishes wakes them") P(656, 48)       \
+  F(T, 648, u64, sleepers, , s, "a bit for each shard asleep, atomic") P(656, 48)                \
   F(T, 704, u64, superstep, , S, "number of the open superstep; stored last")                    \
   F(T, 712, u64, sync_done, , S, "number of the synchronization model in force")                 \
   F(T, 720, u64, wave, , S, "mini-batches pushed as one gradient; above 1 under WSP")            \
