@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from gadei_ps import _native
 from gadei_ps.errors import ModelMismatch, UsageError
-from gadei_ps.kernels.optimizers import slots
 from gadei_ps.learners.frame import NONE, UNKNOWN, Frames, whole_at
 from gadei_ps.learners.waits import OnlyOne, limit
 from gadei_ps.memory import layout
@@ -19,6 +18,8 @@ from gadei_ps.memory.layout import NO_BATCH, SAME_STEPS
 from gadei_ps.memory.weights import FloatArray
 
 Values = Mapping[str, npt.ArrayLike]
+Checked = tuple[list[int], list[FloatArray]]
+"""Addresses for the native half, and the arrays that they are of."""
 NO_SLOT = "no slot came free: does the server apply gradients?"
 
 
@@ -26,6 +27,8 @@ class Assigns(Frames):
     """The part of a client that assigns."""
 
     refuses_nonfinite: bool
+    assigned = 0
+    """Of the frames published so far: how many were assignments."""
     _pushing: OnlyOne
 
     @property
@@ -73,27 +76,8 @@ class Assigns(Frames):
         if kept:
             self._assign(where, timeout_s, reset=reset)
 
-    def assign_slot(
-        self,
-        stream: int,
-        values: Values,
-        *,
-        steps: int = SAME_STEPS,
-        timeout_s: float | None = None,
-    ) -> None:
-        """The same for a slot of the job's optimizer: 1 is momentum, Adagrad's sum or exp_avg, 2 is
-        exp_avg_sq. steps: how many steps the optimizer has made then; by default as before.
-
-        Raises UsageError for a slot that the optimizer does not have.
-        """
-        if not 1 <= stream <= slots(int(self.hyper[0])):
-            raise UsageError(f"assign: the job's optimizer has no slot {stream}")
-        where, kept = self._checked(values)
-        self._assign(where, timeout_s, stream=stream, steps=steps)
-        del kept
-
-    def _checked(self, values: Values) -> tuple[list[int], list[FloatArray]]:
-        """Addresses for the native half, and the arrays that they are of."""
+    def _checked(self, values: Values) -> Checked:
+        """Raises ModelMismatch, UsageError."""
         if not isinstance(values, Mapping):
             raise ModelMismatch(f"assign takes arrays by name, not a {type(values).__name__}")
         known = {tensor.name for tensor in self.model.tensors}
@@ -150,6 +134,7 @@ class Assigns(Frames):
                 raise self._wrong(error) from None
         if sequence < 0:
             raise self._evicted() if sequence == _native.PS_EVICTED else self._ended()
+        self.assigned += 1
         learner.started = started  # the iteration in hand goes on
         self.wait_applied(sequence, timeout_s)
         if not learner.copies:

@@ -35,7 +35,6 @@ from gadei_ps import _native
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
 from gadei_ps.job.control import Lasting
 from gadei_ps.job.optimizer import Settings
-from gadei_ps.learners.assign import Assigns
 from gadei_ps.learners.attach import Arrays, attach, detach, listener, offer
 from gadei_ps.learners.frame import (
     NONE,
@@ -49,6 +48,7 @@ from gadei_ps.learners.frame import (
     rows_at,
     whole_at,
 )
+from gadei_ps.learners.optimizer_state import OptimizerState
 from gadei_ps.learners.said import said
 from gadei_ps.learners.waits import Carrier, OnlyOne, forks, limit
 from gadei_ps.learners.work import Batch, Taken, Work, epoch_order
@@ -83,7 +83,7 @@ NO_TURN = "no grant to go on"
 NO_SLOT = "no slot came free: does the server apply gradients?"
 
 
-class Client(Work, Assigns):
+class Client(Work, OptimizerState):
     """One learner.
 
     job: a job's name or its socket's path; None takes it from the environment that `gadei-ps run`

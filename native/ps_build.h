@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x4a1e7cacec15c9b6ull
+#define PS_BUILD 0x321a3efca11d80adull
 
 #endif

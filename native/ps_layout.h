@@ -330,17 +330,19 @@
 
 /* Begins the state segment. An undo log: PS_UNDO_HALVES * PS_MAX_STREAMS * PS_CHUNK float32.
  *
- * 0         128        136        144          152       160 192           12480
- * || header || streams | slots_at | slot_bytes | undo_at |   || record[64] ||
- * 12480               143552     145600            1194176
- * || applied[64][256] || journal || runs[256][128] ||
+ * 0         128        136        144          152       160       168      176 192
+ * || header || streams | slots_at | slot_bytes | undo_at | loading | loaded |   ||
+ * 192           12480               143552     145600            1194176
+ * || record[64] || applied[64][256] || journal || runs[256][128] ||
  */
 #define PS_STATE_FIELDS(F, P, T)                                                           \
   F(T, 0, header, header, , W, "")                                                         \
   F(T, 128, u64, streams, , W, "optimizer slots: 0 SGD and add, 2 Adam and AdamW, else 1") \
   F(T, 136, u64, slots_at, , W, "the slots, bytes from the segment's begin")               \
   F(T, 144, u64, slot_bytes, , W, "of one stream")                                         \
-  F(T, 152, u64, undo_at, , W, "the undo logs, bytes from the segment's begin") P(160, 32) \
+  F(T, 152, u64, undo_at, , W, "the undo logs, bytes from the segment's begin")            \
+  F(T, 160, u64, loading, , W, "generation of who loads the optimizer's state; 0: nobody") \
+  F(T, 168, u64, loaded, , W, "digest of what was loaded; 0: nothing") P(176, 16)          \
   F(T, 192, record, record, [PS_MAX_SHARDS], s, "what a shard is doing")                   \
   F(T, 12480, u64, applied, [PS_MAX_SHARDS][PS_MAX_LEARNERS], s/S, "frames consumed")       \
   F(T, 143552, journal, journal, , 0, "old values of the transaction in hand")             \
@@ -418,10 +420,8 @@
   F(T, 280, u64, pulled, , L, "version that the last frame was computed from")                    \
   F(T, 288, u64, work_tail, , L, "batches taken")                                                 \
   F(T, 296, u64, detached, , L, "1: it has detached, though perhaps no watchdog has heard it")    \
-  F(T, 304, u32, publishing, , L, "1 while `head` is being moved, if the rings are not closed")   \
-  P(308, 12)                                                                                      \
-  F(T, 320, u32, released, , s, "futex of the learner, bumped when a slot may have come free")    \
-  P(324, 60)                                                                                      \
+  F(T, 304, u32, publishing, , L, "1 while `head` is moved, if rings are not closed") P(308, 12) \
+  F(T, 320, u32, released, , s, "futex of the learner, bumped when a slot may be free") P(324, 60) \
   F(T, 384, u32, work_head, , 0, "batches handed; futex of the learner") P(388, 60)               \
   F(T, 448, u64, work_items, [PS_AHEAD], 0, "the batches, used as a ring: epoch << 32 | index")   \
   F(T, 576, tail, tail, [PS_MAX_SHARDS], s, "")

@@ -19,6 +19,7 @@ from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, CheckpointMistake, in_words
 from gadei_ps.job import service
 from gadei_ps.machine import cgroups, process
+from gadei_ps.memory import reserve
 from gadei_ps.memory.layout import CONTROL, Phase
 from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.liveness import progress
@@ -32,6 +33,7 @@ SILENT_S = 10.0  # in which a saver that computes uses a part of a core
 RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
 Heard = Callable[[dict[str, Any]], None]
+NOWHERE = -1  # instead of a client's file: the copy is for the disk
 
 
 @dataclass(eq=False)
@@ -54,7 +56,9 @@ class Checkpoints:
     _dots: int = 0
     _saver: subprocess.Popen[bytes] | None = None
     _heard: list[Heard] = field(default_factory=list)
-    _next: list[Heard] = field(default_factory=list)
+    _next: list[tuple[Heard, int]] = field(default_factory=list)
+    _into: int = NOWHERE
+    """A client's file, which the saver at work copies into; see ask()."""
     _said: bytearray = field(default_factory=bytearray)
     _last_at: float = field(default_factory=time.monotonic)
     _failed_at: float = float("-inf")
@@ -133,20 +137,23 @@ class Checkpoints:
 
     # -- making ---------------------------------------------------------------------------------
 
-    def ask(self, heard: Heard) -> None:
+    def ask(self, heard: Heard, into: int = NOWHERE) -> None:
         """Begins a checkpoint; `heard` is called with its outcome.
 
-        One that is under way does not count: it may lack gradients that the caller saw applied.
-        Raises CheckpointError where there is nothing to save.
+        into: a file that gets a copy of the job instead of the disk; it is closed here. One that is
+        under way does not count: it may lack gradients that the caller saw applied. Raises
+        CheckpointError where there is nothing to save.
         """
         if self.memory.state is None:
+            _close(into)
             raise CheckpointError("the job has no model yet: there is nothing to save")
         if self._saver is not None:
-            self._next.append(heard)
+            self._next.append((heard, into))
             return
         try:
-            self._begin()
+            self._begin(into=into)
         except OSError as error:  # no memory or no process is available
+            _close(into)
             raise CheckpointError(f"cannot start a saver: {error.strerror}") from None
         self._heard.append(heard)
 
@@ -164,7 +171,7 @@ class Checkpoints:
             except OSError as error:
                 self._tell({"ok": False, "error": f"cannot start a saver: {error.strerror}"})
 
-    def _begin(self, look_beyond: int | None = None) -> None:
+    def _begin(self, look_beyond: int | None = None, into: int = NOWHERE) -> None:
         config = self.memory.config
         task = Task(
             config.name,
@@ -174,9 +181,10 @@ class Checkpoints:
             config.checkpoint.keep if config.checkpoint else KEEP,
             settings.with_script(config, self.memory.script).model_dump(mode="json"),
             look_beyond,
+            into,
         )
         self._looks = look_beyond is not None
-        if not self._looks:
+        if not self._looks and into == NOWHERE:
             self._last_at = time.monotonic()
         self._kills = cgroups.Kills()  # of the time in which the saver lives
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as done:
@@ -192,9 +200,10 @@ class Checkpoints:
                 process.module_command("gadei_ps.watchdog.saver"),
                 stdin=file,
                 stdout=write,
-                pass_fds=list(self.memory.files.values()),
+                pass_fds=[*self.memory.files.values(), *([] if into == NOWHERE else [into])],
             )
             failed.pop_all()
+        self._into = into
         os.set_blocking(read, False)
         self._said.clear()
         self.selector.register(read, selectors.EVENT_READ, lambda _: self._hear(read))
@@ -228,9 +237,13 @@ class Checkpoints:
         except ValueError:
             why = self._kills.told() or f"it ended with code {code}"
             outcome = {"ok": False, "error": f"the saver made no checkpoint: {why}"}
+        into, self._into = self._into, NOWHERE
+        _close(into)
         if self._looks:
             self._saw(outcome)
             self._go_on()
+        elif into != NOWHERE:
+            self._answer(outcome)
         else:
             self._tell(outcome)
 
@@ -259,6 +272,9 @@ class Checkpoints:
             rest = "the job is stopping" if ends else "training goes on"
             self.log.error(f"no checkpoint; {rest}", reason=outcome["error"])
         self.last = outcome | {"time": time.time()}
+        self._answer(outcome)
+
+    def _answer(self, outcome: dict[str, Any]) -> None:
         heard, self._heard = self._heard, []
         for one in heard:
             one(outcome)
@@ -267,9 +283,9 @@ class Checkpoints:
     def _go_on(self) -> None:
         """With those who have asked meanwhile."""
         waiting, self._next = self._next, []
-        for one in waiting:
+        for one, into in waiting:
             try:
-                self.ask(one)
+                self.ask(one, into)
             except CheckpointError as error:
                 one({"ok": False, "error": str(error)})
 
@@ -280,3 +296,9 @@ class Checkpoints:
             with contextlib.suppress(subprocess.TimeoutExpired):  # a disk may block it for ever
                 self._saver.wait(EXIT_S)
             self._saver = None
+
+
+def _close(file: int) -> None:
+    """Of a client; NOWHERE."""
+    if file != NOWHERE:
+        reserve.let_go(file)

@@ -19,9 +19,11 @@ from gadei_ps.job.config import check_room
 from gadei_ps.job.control import (
     Attach,
     Checkpoint,
+    Copy,
     Detach,
     Discard,
     LeaveOut,
+    Load,
     Offer,
     Reload,
     SetOptimizer,
@@ -35,6 +37,7 @@ from gadei_ps.memory.layout import Work
 from gadei_ps.watchdog import changing, settings, status
 from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.loading import Loading
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.memory import JobMemory
@@ -77,6 +80,7 @@ class Requests:
         self._sockets = ControlServer(path, selector, self._handle, self._closed)
         self._start = Start(memory, learners)
         self._refusals = Refusals(memory, log)
+        self._loading = Loading(memory)
         self._admission = Admission(
             self._sockets, memory, roster, stopping, maker, self._start, learners, log
         )
@@ -155,6 +159,12 @@ class Requests:
             case Checkpoint():
                 self._checkpoint(client)
                 return None
+            case Copy():
+                self._copy(client)
+                return None
+            case Load():
+                self._stopping.refuse()
+                return {"answer": self._loading.ask(request)}
             case Discard():
                 self._discard(client)
                 return None
@@ -194,6 +204,18 @@ class Requests:
             self._sockets.reply(client, failure(error) if failed else outcome)
 
         self._checkpoints.ask(heard)
+
+    def _copy(self, client: Client) -> None:
+        """The reply comes when the copy is in the client's file, or is not."""
+        if not client.fds:
+            raise ControlError("copy: no file came with the request")
+
+        def heard(outcome: dict[str, Any]) -> None:
+            failed = not outcome["ok"]
+            error = ControlError(f"no copy of the job: {outcome.get('error', '')}")
+            self._sockets.reply(client, failure(error) if failed else outcome)
+
+        self._checkpoints.ask(heard, into=client.fds.pop(0))
 
     def _discard(self, client: Client) -> None:
         """Raises ControlError where no checkpoint is newer: a stop is to lose nothing.

@@ -47,7 +47,8 @@ MOVED = b"."  # before the outcome: more of the checkpoint is on the disk
 class Task:
     """What to save, and where. config: written to the checkpoint. files: open segments, by part.
 
-    look_beyond: save nothing, but look for checkpoints newer than this version.
+    look_beyond: save nothing, but look for checkpoints newer than this version. into: write
+    nothing to the disk, but copy into this open file: the weights, then each slot. -1: none.
     """
 
     job: str
@@ -57,6 +58,7 @@ class Task:
     keep: int
     config: dict[str, Any]
     look_beyond: int | None = None
+    into: int = -1
 
 
 class Saver:
@@ -86,7 +88,12 @@ class Saver:
             self._sources.append(state_segment.array(np.float32, elements, at))
         # Pages are allocated before the pause: the first access to each takes longer than the copy.
         size = max(1, len(self._sources) * elements * 4)
-        self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if task.into >= 0:
+            if os.fstat(task.into).st_size != size:
+                raise CheckpointError(f"the file for the copy does not have {size} bytes")
+            self._memory = mmap.mmap(task.into, size)
+        else:
+            self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         _native.populate(_native.address(self._memory), size)
@@ -117,6 +124,12 @@ class Saver:
             "problem": written.problem,
             "aside": str(written.aside) if written.aside else None,
         }
+
+    def copy(self) -> dict[str, Any]:
+        """Copies the job into the task's file; returns the outcome. Raises CheckpointError."""
+        snapshot, pause_s = self._take()
+        told = {"version": snapshot.version, "steps": snapshot.steps, "pause_ms": pause_s * 1e3}
+        return {"ok": True} | told
 
     def _take(self) -> tuple[Snapshot, float]:
         """A consistent copy and how long the shards stood still for it, s."""
@@ -266,6 +279,8 @@ def main() -> None:
         if task.look_beyond is not None:
             config = JobConfig.model_validate(task.config)
             outcome = look(Path(task.directory), config, task.look_beyond)
+        elif task.into >= 0:
+            outcome = Saver(task).copy()
         else:
             outcome = Saver(task).save()
     except (GadeiError, OSError, MemoryError, RuntimeError) as error:  # the last: no more threads

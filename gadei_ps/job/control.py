@@ -126,6 +126,25 @@ class Checkpoint(_Message):
     op: Literal["checkpoint"] = "checkpoint"
 
 
+class Copy(_Message):
+    """Copies weights and optimizer state, as they are between two gradients, into the file that
+    comes with the request: the weights, then each slot, `elements` float32 each."""
+
+    op: Literal["copy"] = "copy"
+
+
+class Load(_Message):
+    """A learner asks whether it shall write the optimizer's state that its script loads.
+
+    generation: its own. digest: of that state. done: it has written it.
+    """
+
+    op: Literal["load"] = "load"
+    generation: int = Field(gt=0, lt=2**63)
+    digest: int = Field(gt=0, lt=2**63)
+    done: bool = False
+
+
 class LeaveOut(_Message):
     """The learner of this number, of `run`, has ended for good: the start awaits it no longer."""
 
@@ -150,9 +169,11 @@ class Discard(_Message):
 Request = Annotated[
     Attach
     | Checkpoint
+    | Copy
     | Detach
     | Discard
     | LeaveOut
+    | Load
     | Offer
     | Reload
     | SetOptimizer

@@ -21,6 +21,7 @@ from gadei_ps.learners.torch.host import HostBackend
 from gadei_ps.learners.torch.job_settings import JobSettings
 from gadei_ps.learners.torch.like import settings
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.torch.state import Saves
 from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
 from gadei_ps.learners.work import OTHERS
@@ -32,10 +33,6 @@ _HOOKS_OF_ALL = tuple(
 )
 # Without torch's wrapper, which loads torch._dynamo: that takes seconds of each learner's start.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-NO_STATE = (
-    "load_state_dict: momentum and moments are not loaded, the job's server has its own; "
-    "gadei-ps checkpoint and restore keep them"
-)
 
 
 def _brief(value: object) -> str:
@@ -49,7 +46,7 @@ class _NotWanted(Exception):
     """The synchronization model has gone on without the gradient that is being computed."""
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Saves):
     """Pushes the model's gradients to a job.
 
     model: its parameters that require a gradient become the job's. They are float32 and all on one
@@ -161,26 +158,6 @@ class Optimizer(torch.optim.Optimizer):
         if getattr(self, "_made", False):
             raise UsageError("a job's model is fixed: parameters cannot be added to it")
         _ADD_PARAM_GROUP(self, param_group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, for what state_dict() of this optimizer holds: the learning rate.
-
-        Warns where that moves the rate, or where momentum and moments are given: those of the job
-        are in its server. Raises ValueError, as torch does, for another model's state.
-        """
-        saved = state_dict["param_groups"]
-        if [len(one["params"]) for one in saved] != [len(self.param_groups[0]["params"])]:
-            raise ValueError("the state is of other parameters than this optimizer's")
-        if state_dict.get("state"):
-            warnings.warn(NO_STATE, stacklevel=2)
-        group, before = self.param_groups[0], float(self.param_groups[0]["lr"])
-        group |= {name: saved[0][name] for name in ("lr", "initial_lr") if name in saved[0]}
-        if float(group["lr"]) != before:
-            warnings.warn(
-                f"load_state_dict sets this learner's learning rate to {float(group['lr']):g}; it "
-                f"was {before:g}, the job's is {self._job.lr:g}",
-                stacklevel=2,
-            )
 
     def __reduce__(self) -> NoReturn:
         raise stays(self)

@@ -79,8 +79,8 @@ def test_what_cannot_be_assigned(job_name: str) -> None:
             with pytest.raises(error, match=says) as caught:
                 client.assign(values)  # type: ignore[arg-type]
             assert "\n" not in str(caught.value)
-        with pytest.raises(UsageError, match="has no slot 1"):
-            client.assign_slot(1, {"w": np.zeros((3, 2))})
+        with pytest.raises(UsageError, match="the state has 1 slots, the job's optimizer 0"):
+            client.load_optimizer_state([{"w": np.zeros((3, 2))}])
         assert client.published == 0
         assert not client.flat.any()
         job.check()

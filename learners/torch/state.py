@@ -1,0 +1,190 @@
+"""The state of a job's optimizer in the format of torch's own class of that kind."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gadei_ps.errors import UsageError
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch.job_settings import JobSettings
+from gadei_ps.learners.torch.model import Trained
+
+CLASSES: dict[Kind, type[torch.optim.Optimizer]] = {
+    Kind.SGD: torch.optim.SGD,
+    Kind.MOMENTUM: torch.optim.SGD,
+    Kind.NESTEROV: torch.optim.SGD,
+    Kind.ADAGRAD: torch.optim.Adagrad,
+    Kind.ADAM: torch.optim.Adam,
+    Kind.ADAMW: torch.optim.AdamW,
+}
+# What torch calls the slots.
+SLOTS: dict[Kind, tuple[str, ...]] = {
+    Kind.SGD: (),
+    Kind.MOMENTUM: ("momentum_buffer",),
+    Kind.NESTEROV: ("momentum_buffer",),
+    Kind.ADAGRAD: ("sum",),
+    Kind.ADAM: ("exp_avg", "exp_avg_sq"),
+    Kind.ADAMW: ("exp_avg", "exp_avg_sq"),
+}
+OURS = "gadei_ps"  # beside torch's entries: what torch's class does not keep
+KEPT = (
+    "load_state_dict: the job has made steps with another state, and keeps it; to go back to this "
+    "one, load it after a step of this learner"
+)
+Saved = Mapping[str, Any]
+
+
+def _kind(client: Client) -> Kind:
+    return OptimizerSpec.unpack(client.hyper).kind
+
+
+def _whole_group(client: Client, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group with all settings that torch's class has."""
+    kind = _kind(client)
+    has = inspect.signature(CLASSES[kind]).parameters.items()
+    defaults = {
+        name: one.default for name, one in has if one.default is not inspect.Parameter.empty
+    }
+    if kind in (Kind.ADAM, Kind.ADAMW):
+        defaults["decoupled_weight_decay"] = kind is Kind.ADAMW
+    return defaults | dict(group)
+
+
+def _read(
+    client: Client, trained: Trained, parameters: Sequence[torch.Tensor]
+) -> tuple[dict[int, dict[str, torch.Tensor]], int]:
+    """The state by the parameters' numbers, as torch's class keeps it, and the optimizer's steps.
+
+    parameters: in the order of the groups. Raises what Client.job_state raises.
+    """
+    kind, found = _kind(client), client.job_state()
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    if not found.steps or not SLOTS[kind]:
+        return state, found.steps
+    views = [client.model.views(slot) for slot in found.slots]
+    names = {id(parameter): name for name, parameter in trained.parameters.items()}
+    for number, parameter in enumerate(parameters):
+        name = names[id(parameter)]
+        one = {
+            key: torch.from_numpy(view[name]).to(parameter.device)
+            for key, view in zip(SLOTS[kind], views, strict=True)
+        }
+        if kind in (Kind.ADAGRAD, Kind.ADAM, Kind.ADAMW):
+            one = {"step": torch.tensor(float(found.steps))} | one
+        state[number] = one
+    return state, found.steps
+
+
+def _load(
+    client: Client, trained: Trained, parameters: Sequence[torch.Tensor], saved: Saved
+) -> None:
+    """Puts the state that state_dict() of this class or of torch's has saved into the server.
+
+    parameters: in the order of the groups. Warns where the job keeps another one. Raises UsageError
+    for the state of another optimizer, what Client.load_optimizer_state raises otherwise.
+    """
+    kind = _kind(client)
+    ids = [one for group in saved["param_groups"] for one in group["params"]]
+    names = {id(parameter): name for name, parameter in trained.parameters.items()}
+    steps: set[int] = set()
+    values: list[dict[str, np.ndarray]] = [{} for _ in SLOTS[kind]]
+    for number, parameter in zip(ids, parameters, strict=True):
+        state = {key: one for key, one in saved["state"].get(number, {}).items() if one is not None}
+        if not state or id(parameter) not in names:
+            continue  # it never had a gradient; it is frozen now
+        if {*state} - {"step"} != {*SLOTS[kind]}:
+            raise UsageError(
+                f"load_state_dict: the state has {', '.join(sorted(state))}, and the job's "
+                f"{kind.name.lower()} has {', '.join(SLOTS[kind]) or 'none'}: it is of another "
+                "optimizer"
+            )
+        if "step" in state:
+            steps.add(round(float(state["step"])))
+        for slot, key in zip(values, SLOTS[kind], strict=True):
+            slot[names[id(parameter)]] = state[key].detach().to("cpu", torch.float32).numpy()
+    if not steps and saved.get(OURS):
+        steps.add(int(saved[OURS]["steps"]))
+    if not any(steps) and not any(values):
+        return  # it is new
+    if len(steps) > 1:
+        warnings.warn(
+            f"load_state_dict: parameters have made {min(steps)} to {max(steps)} steps; the job "
+            f"counts {max(steps)} for all",
+            stacklevel=3,
+        )
+    if not client.load_optimizer_state(values, max(steps, default=None)):
+        warnings.warn(KEPT, stacklevel=3)
+
+
+def _warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Of settings that were saved and are not the job's, which counts. Not of lr."""
+    for theirs, ours in zip(saved["param_groups"], groups, strict=True):
+        for name, has in ours.items():
+            given = theirs.get(name, has)
+            if name in ("lr", "initial_lr", "params") or given == has:
+                continue
+            if isinstance(given, list) and tuple(given) == has:
+                continue
+            warnings.warn(
+                f"load_state_dict: {name} was saved as {given!r}; the job has {has!r}, which "
+                "counts",
+                stacklevel=3,
+            )
+
+
+class Saves(torch.optim.Optimizer):
+    """The part of Optimizer that saves and loads its state."""
+
+    client: Client
+    _trained: Trained
+    _job: JobSettings
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's class of the job's kind gives it, with momentum and moments of the server.
+
+        Between two gradients of all learners, after what this one has pushed. Raises what
+        Client.job_state raises; UsageError after close().
+        """
+        if self.client.left:
+            raise UsageError("state_dict: momentum and moments were the job's; save before close()")
+        parts = super().state_dict()
+        parts["state"], steps = _read(self.client, self._trained, self._parameters())
+        groups = [_whole_group(self.client, one) for one in parts["param_groups"]]
+        return parts | {"param_groups": groups, OURS: {"steps": steps}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, for what state_dict() of this optimizer or of torch's class holds.
+
+        Momentum and moments go to the job's server, and the learning rate is this learner's. Of
+        learners that load when they begin, one writes, before the job's first step; see
+        Client.load_optimizer_state. Warns where the job keeps another state, or where this moves
+        the rate. Raises ValueError, as torch does, for another model's state, UsageError for that
+        of another optimizer.
+        """
+        saved = state_dict["param_groups"]
+        parameters = self._parameters()
+        if [len(one["params"]) for one in saved] != [len(parameters)]:
+            # Torch's optimizers are mostly given frozen parameters as well.
+            parameters = list(self._trained.module.parameters())
+            if [len(one["params"]) for one in saved] != [len(parameters)]:
+                raise ValueError("the state is of other parameters than this optimizer's")
+        _warn_of_settings(state_dict, [self._job.shown])
+        _load(self.client, self._trained, parameters, state_dict)
+        group, before = self.param_groups[0], float(self.param_groups[0]["lr"])
+        group |= {name: saved[0][name] for name in ("lr", "initial_lr") if name in saved[0]}
+        if float(group["lr"]) != before:
+            warnings.warn(
+                f"load_state_dict sets this learner's learning rate to {float(group['lr']):g}; it "
+                f"was {before:g}, the job's is {self._job.lr:g}",
+                stacklevel=2,
+            )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [one for group in self.param_groups for one in group["params"]]
