@@ -6,14 +6,14 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import GadeiError, JobFailed, SegmentError, in_words
+from gadei_ps.errors import GadeiError, JobFailed, SegmentError, UsageError, in_words
 from gadei_ps.job import numbers
 from gadei_ps.job.control import (
     Attach,
@@ -129,15 +129,24 @@ def offer(
     buffers: Arrays,
     heard: Heard | None = None,
     says: Settings = NOTHING,
+    aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Makes the job's model, or checks that it is this one. heard: as for Connection.request.
 
-    says: about the optimizer, if the model is made. Raises ModelMismatch, NoSharedMemory, or
-    UsageError for settings that no optimizer has.
+    says: about the optimizer, if the model is made. aliases: further names, each with the tensor's
+    own, for exports. Raises ModelMismatch, NoSharedMemory, or UsageError for settings that no
+    optimizer has.
     """
     given = [Tensor(name, np.shape(array)) for name, array in tensors.items()]
     given += [Tensor(name, np.shape(array), Role.BUFFER) for name, array in buffers.items()]
-    model = weights.place(given)
+    further: dict[str, list[str]] = {}
+    for alias, of in (aliases or {}).items():
+        if of not in tensors and of not in buffers:
+            raise UsageError(
+                f"aliases: {alias!r} is said to be {of!r}, and no tensor has that name"
+            )
+        further.setdefault(of, []).append(alias)
+    model = weights.place(replace(one, aliases=tuple(further.get(one.name, ()))) for one in given)
     arrays = {**tensors, **buffers}
     # Tensor by tensor: a copy of all of them would take as much memory as the model once more.
     fd = memory_file(
@@ -152,7 +161,12 @@ def offer(
             Offer(
                 number=number(),
                 tensors=[
-                    TensorOffer(name=one.name, shape=list(one.shape), role=one.role.value)
+                    TensorOffer(
+                        name=one.name,
+                        shape=list(one.shape),
+                        role=one.role.value,
+                        aliases=list(one.aliases) or None,
+                    )
                     for one in model.tensors
                 ],
                 optimizer=says if says.said else None,

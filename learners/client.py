@@ -89,8 +89,9 @@ class Client(Work, OptimizerState):
     job: a job's name or its socket's path; None takes it from the environment that `gadei-ps run`
     and `attach` set. tensors: initial values of the parameters by name (the first learner's make
     the model; later ones must have the same names and shapes); None if the job has its model.
-    buffers: the same for tensors that no optimizer moves; a push adds to them. optimizer: which one
-    the job is to have, as `{"kind": "adamw", "lr": 1e-3}`, with the keywords of said(): the first
+    buffers: the same for tensors that no optimizer moves; a push adds to them. aliases: further
+    names of tensors, each with the tensor's own; exports have them too. optimizer: which one the
+    job is to have, as `{"kind": "adamw", "lr": 1e-3}`, with the keywords of said(): the first
     learner's counts where the job itself says nothing, and later ones must say the same. wire: how
     gradients travel, "float32", "bfloat16" or "float16". error_feedback: the client keeps what
     rounding to 16 bits did not send and adds it to the next gradient (Seide et al. 2014, '1-bit
@@ -108,6 +109,7 @@ class Client(Work, OptimizerState):
         *,
         tensors: Arrays | None = None,
         buffers: Arrays | None = None,
+        aliases: Mapping[str, str] | None = None,
         optimizer: Mapping[str, Any] | Settings | None = None,
         wire: str = "float32",
         error_feedback: bool = False,
@@ -136,7 +138,7 @@ class Client(Work, OptimizerState):
         try:
             heard = listener()
             if tensors is not None:
-                offer(self._connection, tensors, buffers or {}, heard, says)
+                offer(self._connection, tensors, buffers or {}, heard, says, aliases)
             name = name or os.environ.get(NAME_VARIABLE, "")
             place = attach(self._connection, name, heard, says)
         except BaseException:

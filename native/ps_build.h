@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x321a3efca11d80adull
+#define PS_BUILD 0x2d2753bfacb494c0ull
 
 #endif

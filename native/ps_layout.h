@@ -185,8 +185,7 @@
   F(T, 456, u32, model_ready, , W, "1: weights and state exist")                                 \
   F(T, 460, i32, watchdog_pid, , W, "")                                                          \
   F(T, 464, u64, watchdog_start, , W, "when the process started, as `owner_start`")              \
-  F(T, 472, u64, pause, , saver/W,                                                               \
-    "CLOCK_MONOTONIC, ns, until which shards stand still; 0: none; W clears a dead saver's")     \
+  F(T, 472, u64, pause, , saver/W, "CLOCK_MONOTONIC ns until which shards stand still; 0: none")  \
   F(T, 480, u64, temporary, , W, "1: a command's own job, which no later watchdog adopts")       \
   F(T, 488, u64, saves, , W, "1: a stop ends with a checkpoint")                                 \
   F(T, 496, u64, sync_wanted, , W, "number of the model wanted: sync_text[number % 2]")          \
@@ -258,8 +257,8 @@
 
 /* Begins the weights segment; W writes it before the magic.
  *
- * 0         128        136        144       152        160          168      176 192
- * || header || tensors | table_at | data_at | elements | parameters | values |   ||
+ * 0         128        136        144       152        160          168      176       184 192
+ * || header || tensors | table_at | data_at | elements | parameters | values | aliases |   ||
  */
 #define PS_WEIGHTS_FIELDS(F, P, T)                                                                \
   F(T, 0, header, header, , W, "")                                                                \
@@ -268,7 +267,8 @@
   F(T, 144, u64, data_at, , W, "bytes from the segment's begin; a multiple of 4096, for devices") \
   F(T, 152, u64, elements, , W, "float32 values, padding between tensors counted")                \
   F(T, 160, u64, parameters, , W, "elements before the first buffer, which begins at a chunk")    \
-  F(T, 168, u64, values, , W, "elements that belong to a tensor") P(176, 16)
+  F(T, 168, u64, values, , W, "elements in tensors") F(T, 176, u64, aliases, , W,                  \
+    "rows after those of the tensors: other names of tensors, by their `start`") P(184, 8)
 
 /* Chunks that follow each other, in number and in the weights: where an open one belongs.
  *

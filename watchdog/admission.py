@@ -121,7 +121,10 @@ class Admission:
 
     def offer(self, client: Client, request: Offer) -> Answer:
         """Raises JobStopped, ModelMismatch, UsageError or ControlError."""
-        offered = [Tensor(one.name, tuple(one.shape), Role(one.role)) for one in request.tensors]
+        offered = [
+            Tensor(one.name, tuple(one.shape), Role(one.role), aliases=tuple(one.aliases or ()))
+            for one in request.tensors
+        ]
         says = Script(request.optimizer or NOTHING)
         file = File(client.fds.pop(0)) if client.fds else None
         return self._offer(client, offered, says, file, request.number > 0)

@@ -104,7 +104,7 @@ def weights_segment(job: str, job_id: bytes, first: First, progress: Progress | 
     Raises NoSharedMemory, reserve.Cancelled and what first.values raises.
     """
     model = first.model
-    data_at = weights.data_at(len(model.tensors))
+    data_at = weights.data_at(weights.rows_of(model))
     made = segment.create(
         job,
         "weights",

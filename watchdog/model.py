@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gadei_ps.errors import (
     CheckpointError,
@@ -23,7 +27,7 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.show.counts import counted
 from gadei_ps.show.optimizer import start
-from gadei_ps.storage import checkpoint
+from gadei_ps.storage import checkpoint, export
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.watchdog import making, script
 from gadei_ps.watchdog.making import First
@@ -117,11 +121,14 @@ def _tensors(config: JobConfig) -> list[Tensor]:
 
 def _of_file(config: JobConfig, path: Path) -> First:
     # Imported here, for only jobs that name a file need it.
+    from safetensors import safe_open
     from safetensors.numpy import load_file
 
     try:
         with given.opened(path):  # tells why not; the library's errors have no number
             arrays = load_file(path)
+        with safe_open(path, "numpy") as file:
+            names = _aliases((file.metadata() or {}).get(export.ALIASES, ""), arrays)
     except Exception as error:
         passes = isinstance(error, OSError) and error.errno and not is_lasting(error)
         what = error.strerror if isinstance(error, OSError) and error.errno else error
@@ -130,10 +137,32 @@ def _of_file(config: JobConfig, path: Path) -> First:
     if missing:
         raise UsageError(f"{path} has no tensor {min(missing)!r} (buffers)")
     model = weights.place(
-        Tensor(name, array.shape, Role.BUFFER if name in config.buffers else Role.PARAMETER)
+        Tensor(
+            name,
+            array.shape,
+            Role.BUFFER if name in config.buffers else Role.PARAMETER,
+            aliases=tuple(alias for alias, of in names.items() if of == name),
+        )
         for name, array in arrays.items()
+        if name not in names
     )
     return First(model, making.copied(model.flatten(arrays)))
+
+
+def _aliases(text: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """What an export says of tensors that it has under two names; what is not so is left out."""
+    try:
+        said = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return {
+        alias: name
+        for alias, name in (said.items() if isinstance(said, dict) else ())
+        if isinstance(name, str)
+        and name not in said
+        and {alias, name} <= arrays.keys()
+        and np.array_equal(arrays[alias], arrays[name], equal_nan=True)
+    }
 
 
 def enter(memory: JobMemory, first: First, made: tuple[Segment, Segment], log: Any) -> None:

@@ -48,6 +48,8 @@ class TensorOffer(BaseModel):
     name: str = Field(max_length=119)
     shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=8)
     role: Literal[1, 2] = 1
+    aliases: list[Annotated[str, Field(max_length=119)]] | None = Field(None, max_length=256)
+    """Its other names, where layers share it."""
 
 
 class Attach(_Message):

@@ -35,6 +35,8 @@ class Tensor:
     shape: tuple[int, ...]
     role: Role = Role.PARAMETER
     start: int = 0
+    aliases: tuple[str, ...] = ()
+    """Its other names, where layers share it; for exports."""
 
     @property
     def count(self) -> int:
@@ -78,6 +80,17 @@ class Model:
             for tensor in self.tensors
         }
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The name of each alias' tensor."""
+        return {alias: tensor.name for tensor in self.tensors for alias in tensor.aliases}
+
+
+def is_name(name: str) -> bool:
+    """Whether a tensor may have this name."""
+    raw = name.encode(errors="replace")
+    return 1 <= len(raw) <= NAME_BYTES and b"\0" not in raw and raw.decode() == name
+
 
 def place(tensors: Iterable[Tensor]) -> Model:
     """Gives each tensor its start. Raises UsageError for a name or shape that is not allowed."""
@@ -86,14 +99,14 @@ def place(tensors: Iterable[Tensor]) -> Model:
         raise UsageError("the model has no tensors")
     names = set()
     for tensor in given:
-        raw = tensor.name.encode(errors="replace")
-        if not 1 <= len(raw) <= NAME_BYTES or b"\0" in raw or raw.decode() != tensor.name:
-            raise UsageError(
-                f"tensor name {tensor.name!r}: use 1 to {NAME_BYTES} bytes of UTF-8 without NUL"
-            )
-        if tensor.name in names:
-            raise UsageError(f"tensor {tensor.name!r} is given twice")
-        names.add(tensor.name)
+        for name in (tensor.name, *tensor.aliases):
+            if not is_name(name):
+                raise UsageError(
+                    f"tensor name {name!r}: use 1 to {NAME_BYTES} bytes of UTF-8 without NUL"
+                )
+            if name in names:
+                raise UsageError(f"tensor {name!r} is given twice")
+            names.add(name)
         if len(tensor.shape) > layout.MAX_DIMS:
             raise UsageError(f"tensor {tensor.name!r} has more than {layout.MAX_DIMS} dimensions")
         if any(size <= 0 for size in tensor.shape):
@@ -112,12 +125,17 @@ def place(tensors: Iterable[Tensor]) -> Model:
 
 def segment_bytes(model: Model) -> int:
     """Size of the weights segment."""
-    return data_at(len(model.tensors)) + model.elements * 4
+    return data_at(rows_of(model)) + model.elements * 4
 
 
-def data_at(tensors: int) -> int:
+def rows_of(model: Model) -> int:
+    """Of its table: tensors and aliases."""
+    return len(model.tensors) + len(model.aliases)
+
+
+def data_at(rows: int) -> int:
     """Bytes from the segment's begin to the values; page-aligned, as devices need it."""
-    return layout.rounded(layout.WEIGHTS.itemsize + tensors * layout.TENSOR.itemsize, layout.PAGE)
+    return layout.rounded(layout.WEIGHTS.itemsize + rows * layout.TENSOR.itemsize, layout.PAGE)
 
 
 def payload_bytes(model: Model) -> int:
@@ -135,13 +153,16 @@ def write_table(segment: Segment, model: Model) -> None:
     head = segment.view(layout.WEIGHTS)
     head["tensors"] = len(model.tensors)
     head["table_at"] = layout.WEIGHTS.itemsize
-    head["data_at"] = data_at(len(model.tensors))
+    head["data_at"] = data_at(rows_of(model))
     head["elements"] = model.elements
     head["parameters"] = model.parameters
     head["values"] = model.values
-    table = segment.array(layout.TENSOR, len(model.tensors), layout.WEIGHTS.itemsize)
-    for row, tensor in zip(table, model.tensors, strict=True):
-        row["name"] = tensor.name.encode()
+    head["aliases"] = len(model.aliases)
+    table = segment.array(layout.TENSOR, rows_of(model), layout.WEIGHTS.itemsize)
+    rows = [(tensor.name, tensor) for tensor in model.tensors]
+    rows += [(alias, tensor) for tensor in model.tensors for alias in tensor.aliases]
+    for row, (name, tensor) in zip(table, rows, strict=True):
+        row["name"] = name.encode()
         row["role"] = tensor.role
         row["dims"] = len(tensor.shape)
         row["shape"][: len(tensor.shape)] = tensor.shape
@@ -152,15 +173,20 @@ def write_table(segment: Segment, model: Model) -> None:
 def read_table(segment: Segment) -> Model:
     """Any process: the model that a weights segment holds."""
     head = segment.view(layout.WEIGHTS)
-    table = segment.array(layout.TENSOR, int(head["tensors"]), int(head["table_at"]))
+    count = int(head["tensors"])
+    table = segment.array(layout.TENSOR, count + int(head["aliases"]), int(head["table_at"]))
+    aliases: dict[int, list[str]] = {}
+    for row in table[count:]:
+        aliases.setdefault(int(row["start"]), []).append(row["name"].decode())
     tensors = tuple(
         Tensor(
             row["name"].decode(),
             tuple(int(size) for size in row["shape"][: int(row["dims"])]),
             Role(int(row["role"])),
             int(row["start"]),
+            tuple(aliases.get(int(row["start"]), ())),
         )
-        for row in table
+        for row in table[:count]
     )
     return Model(tensors, int(head["elements"]), int(head["parameters"]))
 

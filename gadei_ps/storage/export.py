@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import json
 import os
 import zipfile
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from gadei_ps.storage import files
 from gadei_ps.storage.snapshot import Snapshot
 
 _Save = Callable[[IO[bytes]], None]
+ALIASES: Final = "gadei_ps.aliases"
+"""In a safetensors file's metadata: of tensors that are there under two names, the other name."""
 NO_TORCH: Final = "a .pt file needs PyTorch: pip install 'gadei-ps[torch]'"
 
 
@@ -36,6 +39,8 @@ def check(out: Path) -> None:
 
 def export(snapshot: Snapshot, out: Path) -> None:
     """Writes the weights alone, whole or not at all, in the format that the suffix names.
+
+    A tensor with aliases is there under each of its names.
 
     .safetensors; .npz for numpy.load; .pt for torch.load, a state_dict. An older file is replaced.
     Raises UsageError for another suffix or for names that the format cannot hold, CheckpointError
@@ -61,7 +66,12 @@ def _format(out: Path) -> Callable[[Snapshot], _Save]:
 
 
 def _safetensors(snapshot: Snapshot) -> _Save:
-    blocks = files.safetensors(snapshot.weight_tensors())
+    """The format holds no tensor under two names: the values are there once for each."""
+    tensors, aliases = dict(snapshot.weight_tensors()), snapshot.model.aliases
+    told = {ALIASES: json.dumps(aliases)} if aliases else None
+    blocks = files.safetensors(
+        tensors | {alias: tensors[name] for alias, name in aliases.items()}, told
+    )
 
     def save(file: IO[bytes]) -> None:
         for block in blocks:
@@ -72,6 +82,7 @@ def _safetensors(snapshot: Snapshot) -> _Save:
 
 def _npz(snapshot: Snapshot) -> _Save:
     arrays = snapshot.model.views(snapshot.weights)
+    arrays |= {alias: arrays[name] for alias, name in snapshot.model.aliases.items()}
     for name in arrays:
         if f"{name}.npy" in arrays:
             raise ValueError(f"numpy.load cannot tell {name!r} from {name + '.npy'!r}")
@@ -95,6 +106,7 @@ def _torch(snapshot: Snapshot) -> _Save:
         name: torch.from_numpy(values if values.flags.writeable else values.copy())
         for name, values in snapshot.model.views(snapshot.weights).items()
     }
+    state |= {alias: state[name] for alias, name in snapshot.model.aliases.items()}
 
     def save(file: IO[bytes]) -> None:
         try:

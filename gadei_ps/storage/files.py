@@ -46,12 +46,13 @@ Tensors = Mapping[str, tuple[tuple[int, ...], np.ndarray]]
 # -- writing --------------------------------------------------------------------------------------
 
 
-def safetensors(tensors: Tensors) -> Iterator[memoryview]:
+def safetensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> Iterator[memoryview]:
     """The blocks of a safetensors file: length of the header, header, values.
 
     Raises ValueError for a name that the format cannot hold.
     """
-    header, at = {}, 0
+    header: dict[str, object] = {_RESERVED: metadata} if metadata else {}
+    at = 0
     for name, (shape, values) in tensors.items():
         if name == _RESERVED:
             raise ValueError(f"a safetensors file cannot hold a tensor named {name!r}")

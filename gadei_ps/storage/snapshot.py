@@ -94,6 +94,7 @@ class Snapshot:
                     "shape": [int(size) for size in one.shape],
                     "start": int(one.start),
                 }
+                | ({"aliases": list(one.aliases)} if one.aliases else {})
                 for one in self.model.tensors
             ],
         }
@@ -162,7 +163,10 @@ def _parse_tensor(row: Any) -> weights.Tensor:
             "shape": [*shape],
             "start": int(start),
         } if all(type(size) is int for size in shape):
-            return weights.Tensor(name, tuple(shape), Role[role.upper()], start)
+            aliases = row.get("aliases", [])
+            if type(aliases) is list and all(type(one) is str for one in aliases):
+                role = Role[role.upper()]
+                return weights.Tensor(name, tuple(shape), role, start, tuple(aliases))
     raise ValueError(f"tensors: {row!r} does not describe one")
 
 
@@ -174,12 +178,12 @@ def _check_placement(model: weights.Model) -> None:
     end, parameters = 0, None
     names: set[str] = set()
     for one in model.tensors:
-        raw = one.name.encode(errors="replace")
-        if not 1 <= len(raw) <= weights.NAME_BYTES or b"\0" in raw or raw.decode() != one.name:
-            raise ValueError(f"tensor {one.name!r} has an impossible name")
-        if one.name in names:
-            raise ValueError(f"tensor {one.name!r} is there twice")
-        names.add(one.name)
+        for name in (one.name, *one.aliases):
+            if not weights.is_name(name):
+                raise ValueError(f"tensor {name!r} has an impossible name")
+            if name in names:
+                raise ValueError(f"tensor {name!r} is there twice")
+            names.add(name)
         if len(one.shape) > layout.MAX_DIMS or any(size < 0 for size in one.shape):
             raise ValueError(f"tensor {one.name!r} has an impossible shape {list(one.shape)}")
         start = layout.rounded(end, weights.LINE)

@@ -71,8 +71,21 @@ class Trained:
             job,
             tensors=_initial(_ordered(self.module, self.parameters)),
             buffers=_initial(self.buffers),
+            aliases=self.aliases(),
             **options,
         )
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied weights, as state_dict() has them, each with the first name."""
+        ours = {**self.parameters, **self.buffers}
+        first = {id(tensor): name for name, tensor in ours.items()}
+        every: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
+        every |= dict(self.module.named_buffers(remove_duplicate=False))
+        return {
+            name: first[id(tensor)]
+            for name, tensor in every.items()
+            if id(tensor) in first and name not in ours
+        }
 
     def join_adding(self, job: str | None, make: Make, argument: str, **options: Any) -> Client:
         """The same, whose job adds what the learner's own optimizer changes.

@@ -51,6 +51,40 @@ def test_export_for_torch(tmp_path: Path) -> None:
         assert state[name].numpy().tobytes() == values.tobytes()
 
 
+def test_aliases(tmp_path: Path) -> None:
+    """The formats that people load strictly have a tensor under each of its names."""
+    tensors = [Tensor("a", (2, 3), aliases=("head.a", "b/a")), Tensor("c", (4,))]
+    given_one = one(1, place(tensors))
+    views = given_one.model.views(given_one.weights)
+    expected = views | {"head.a": views["a"], "b/a": views["a"]}
+    for suffix in ("safetensors", "npz", "pt"):
+        out = tmp_path / f"x.{suffix}"
+        export(given_one, out)
+        if suffix == "safetensors":
+            found = safetensors.numpy.load_file(out)
+        elif suffix == "npz":
+            found = dict(np.load(out, allow_pickle=False))
+        else:
+            torch = pytest.importorskip("torch")
+            state = torch.load(out, weights_only=True)
+            assert state["a"].data_ptr() == state["head.a"].data_ptr()
+            found = {name: tensor.numpy() for name, tensor in state.items()}
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            assert found[name].tobytes() == values.tobytes()
+
+
+def test_names_of_aliases() -> None:
+    for tensors, says in (
+        ([Tensor("a", (1,), aliases=("b",)), Tensor("b", (1,))], "'b' is given twice"),
+        ([Tensor("a", (1,), aliases=("a",))], "'a' is given twice"),
+        ([Tensor("a", (1,), aliases=("",))], "tensor name ''"),
+        ([Tensor("a", (1,), aliases=("x" * 120,))], "use 1 to 119 bytes"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            place(tensors)
+
+
 def test_exports_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("x", "x.bin", "x.npy"):
         with pytest.raises(UsageError, match=r"ends in \.safetensors, \.npz, \.pt"):
