@@ -121,7 +121,7 @@ class Assigns(Frames):
         self.check_process()
         self._land()
         if self._learner.kind:
-            raise UsageError("assign: a gradient is begun and not pushed yet; assign after step()")
+            raise UsageError("assign: a gradient is begun and not pushed yet: push it first")
         learner, facts = self._learner, (self._learner.version, NO_BATCH, 0, 1.0, UNKNOWN)
         started: Any = learner.started
         until = limit(timeout_s)

@@ -213,6 +213,15 @@ uint64_t gadei_published(const gadei_learner *learner);
  * GADEI_TIMEOUT, GADEI_STOPPED, GADEI_EVICTED, GADEI_FAILED. */
 int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms);
 
+/* Replaces weights of the job, exactly once; returns when they are in all shards. values: for each
+ * tensor of gadei_tensors its values, or NULL, which leaves it as it is. What this learner has pushed
+ * before is applied before. reset: 1 if the optimizer's momentum and moments of these tensors become
+ * zero. It answers no batch and waits for no turn. GADEI_ERROR for a value that is not finite, if the
+ * job refuses that, and while a slot is claimed; GADEI_TIMEOUT, GADEI_STOPPED, GADEI_EVICTED,
+ * GADEI_FAILED. After a time-out it may be made yet. */
+int gadei_assign(gadei_learner *learner, const float *const *values, int reset,
+                 int64_t timeout_ms);
+
 /* -- batches: the server hands them out, so that each is answered once an epoch ---------------- */
 
 /* Tells the server what to hand out: `batches` an epoch, `epochs` times. Every learner may tell it,

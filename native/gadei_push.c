@@ -230,12 +230,9 @@ int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indi
 
 /* -- publishing -------------------------------------------------------------------------------- */
 
-/* The frame answers the oldest batch that is not answered yet. */
-static int publish_frame(gadei_learner *learner, struct ps_facts facts)
+static int publish_with(gadei_learner *learner, const struct ps_facts *facts)
 {
-    facts.version = learner->common.version;
-    facts.batch = learner->taken_count ? learner->taken[learner->taken_first] : PS_NO_BATCH;
-    int64_t result = ps_frame_publish(&learner->common, &facts);
+    int64_t result = ps_frame_publish(&learner->common, facts);
     learner->slot = NULL;
     if (result == PS_STOPPED)
         return ps_ended(learner, GADEI_STOPPED);
@@ -243,6 +240,17 @@ static int publish_frame(gadei_learner *learner, struct ps_facts facts)
         return ps_evicted(learner);
     if (result < 0)
         return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal((int)result));
+    return GADEI_OK;
+}
+
+/* The frame answers the oldest batch that is not answered yet. */
+static int publish_frame(gadei_learner *learner, struct ps_facts facts)
+{
+    facts.version = learner->common.version;
+    facts.batch = learner->taken_count ? learner->taken[learner->taken_first] : PS_NO_BATCH;
+    int result = publish_with(learner, &facts);
+    if (result)
+        return result;
     if (learner->taken_count) {
         learner->taken_first = (learner->taken_first + 1) % PS_AHEAD;
         learner->taken_count--;
@@ -328,4 +336,57 @@ int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint3
     int refused = ps_begin_call(learner);
     return refused ? refused
                    : ps_end_call(learner, push(learner, gradient, loss, samples, timeout_ms));
+}
+
+/* -- assignments ------------------------------------------------------------------------------- */
+
+static int check_finite(gadei_learner *learner, const float *const *values)
+{
+    if (!learner->common.control->refuse_nonfinite)
+        return GADEI_OK;
+    for (uint32_t i = 0; i < learner->tensor_count; i++)
+        for (uint64_t k = 0; values[i] && k < learner->tensors[i].count; k++)
+            if (!isfinite(values[i][k]))
+                return ps_fail(learner, GADEI_ERROR,
+                               "assign: '%s' holds a NaN or an infinity, which the job refuses; "
+                               "nothing is changed",
+                               learner->tensors[i].name);
+    return GADEI_OK;
+}
+
+static int assign(gadei_learner *learner, const float *const *values, int reset,
+                  int64_t timeout_ms)
+{
+    struct ps_learner *common = &learner->common;
+    struct ps_limit limit = ps_limit_of(timeout_ms);
+    struct ps_facts facts = {
+        .version = common->version, .batch = PS_NO_BATCH, .rate_scale = 1.0f, .loss = NAN};
+    double started = common->started; /* of the iteration in hand, which goes on */
+    if (!values)
+        return ps_fail(learner, GADEI_ERROR, "assign: values are NULL");
+    if (learner->slot)
+        return ps_fail(learner, GADEI_ERROR,
+                       "assign: a gradient is begun and not pushed yet: push it first");
+    int result = check_finite(learner, values);
+    if (!result)
+        result = ps_wait_for(learner, try_slot, limit, WAITS_SLOT);
+    if (result)
+        return result;
+    for (uint32_t i = 0; i < learner->tensor_count; i++)
+        learner->gradients[i].values = values[i];
+    ps_frame_assign(common, payload(learner), learner->gradients, 0, reset, PS_SAME_STEPS);
+    result = publish_with(learner, &facts);
+    if (result)
+        return result;
+    common->started = started;
+    result = ps_wait_for(learner, try_applied, limit, "the assignment was not made");
+    if (!result && !common->copies)
+        common->version = ps_load_acquire(&common->control->version);
+    return result;
+}
+
+int gadei_assign(gadei_learner *learner, const float *const *values, int reset, int64_t timeout_ms)
+{
+    int refused = ps_begin_call(learner);
+    return refused ? refused : ps_end_call(learner, assign(learner, values, reset, timeout_ms));
 }

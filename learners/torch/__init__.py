@@ -11,9 +11,10 @@ The job's optimizer moves the weights; its state lies in the server. LocalOptimi
 that adds updates: there the optimizer is one of torch's, in the learner.
 
 On the CPU the model's parameters become views of the weights segment: a pull copies nothing, and
-other learners' gradients show at once (Hogwild). That memory is read-only. Writing to a parameter
-(model surgery, load_state_dict, an in-place clamp) ends the process with a segmentation fault and a
-traceback. With `view=False` the learner has a copy of its own instead, which every step renews.
+other learners' gradients show at once (Hogwild). That memory is read-only: Optimizer.assign has the
+server write. Writing to a parameter (model surgery, an in-place clamp) ends the process with a
+segmentation fault and a traceback. With `view=False` the learner has a copy of its own instead,
+which every step renews.
 
 On a GPU the parameters become views of a copy on the device. Newer weights reach it while the model
 computes, and gradients leave while the next step computes.

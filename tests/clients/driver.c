@@ -209,6 +209,8 @@ static void nulls(void)
     EXPECT(gadei_attach("x", NULL, NULL), GADEI_ERROR);
     REFUSED(gadei_find(NULL, "w"), NULL);
     REFUSED(gadei_find(learner, NULL), learner);
+    REFUSED(gadei_assign(NULL, NULL, 0, 0), NULL);
+    REFUSED(gadei_assign(learner, NULL, 0, 0), learner);
     REFUSED(gadei_pull_consistent(NULL, &value, 0), NULL);
     REFUSED(gadei_pull_consistent(learner, NULL, 0), learner);
     REFUSED(gadei_set_wire(NULL, GADEI_FLOAT32), NULL);

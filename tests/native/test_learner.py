@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import support
-from clients.drivers import ERROR, FAILED
+from clients.drivers import ERROR, FAILED, SMALL
 from support.hostile import NOBODY
 
 from gadei_ps.job import paths
@@ -49,6 +49,31 @@ def test_the_header_in_cpp_and_old_c(programs: Any, small: Any) -> None:
     programs.run(
         ["cc", "-std=c99", *strict, "-fsyntax-only", "-x", "c", EXAMPLE.parent / "gadei.h"]
     )
+
+
+def test_assignments(programs: Any, job: Callable[..., Any]) -> None:
+    """As Client.assign."""
+    program = programs.build(Path(__file__).parent / "assign.c")
+    running = job(**SMALL)
+    before = running.weights()
+    done = subprocess.run([program, running.socket], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [line.rstrip() for line in done.stdout.splitlines()] == [
+        "push 0",
+        "assign 0",
+        f"same 1 other {before[15] - 1:g}",
+        "push 0",
+        "applied 0",
+        "after 99",
+        f"null {ERROR} assign: values are NULL",
+        f"nan {ERROR} assign: 'w' holds a NaN or an infinity, which the job refuses; nothing is "
+        "changed",
+        "claim 0",
+        f"claimed {ERROR} assign: a gradient is begun and not pushed yet: push it first",
+        f"none {ERROR} the learner is NULL",
+    ]
+    running.gone()
+    assert running.status()["gradients_applied"] == 3
 
 
 def test_model_and_weights(small: Any, learner: Callable[[], Any]) -> None:
