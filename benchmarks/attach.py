@@ -78,7 +78,9 @@ def _measure(report: Report, size: int, optimizer: str, rounds: int) -> None:
 def _attach(optimizer: str, values: dict[str, np.ndarray]) -> dict[str, float]:
     """One attach, in a job of its own."""
     name = f"attach-{os.getpid()}"
-    config = from_mapping({"name": name, "optimizer": {"kind": optimizer}, "standby": False}, name)
+    config = from_mapping(
+        {"name": name, "history": False, "optimizer": {"kind": optimizer}, "standby": False}, name
+    )
     with Daemon(config) as daemon:
         watchdog = daemon.request(Status())["watchdog_pid"]
         ours, theirs = SPAWN.Pipe()

@@ -145,7 +145,13 @@ def job(name: str, size: int) -> JobConfig:
     """The configuration of a job with a model of `size` bytes."""
     tensors = [{"name": "w", "shape": [size // 4]}]
     return from_mapping(
-        {"name": name, "optimizer": {"kind": "sgd", "lr": 1e-6}, "tensors": tensors}, "ingest"
+        {
+            "name": name,
+            "history": False,
+            "optimizer": {"kind": "sgd", "lr": 1e-6},
+            "tensors": tensors,
+        },
+        "ingest",
     )
 
 

@@ -51,7 +51,8 @@ class Gangs:
         with ExitStack() as stack:
             name = f"latency-{os.getpid()}"
             config = from_mapping(
-                {"name": name, "spin_us": SPIN_US[self.mode], "tensors": MODEL}, "latency"
+                {"name": name, "history": False, "spin_us": SPIN_US[self.mode], "tensors": MODEL},
+                "latency",
             )
             stack.enter_context(Daemon(config, silent=True))
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gadei-ps-latency-"))

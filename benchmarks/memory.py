@@ -108,7 +108,9 @@ def sizes_of(job: str) -> dict[str, int]:
 def _over_time(report: Report, values: int, gradients: int) -> None:
     """Push dense gradients of this number of float32 values."""
     name = f"memory-{os.getpid()}"
-    config = from_mapping({"name": name, "optimizer": {"kind": "adam"}, "slots": 2}, "memory")
+    config = from_mapping(
+        {"name": name, "history": False, "optimizer": {"kind": "adam"}, "slots": 2}, "memory"
+    )
     tensors = {"w": np.zeros(values, np.float32)}
     gradient = {"w": np.full(values, 1e-3, np.float32)}
     private: dict[int, int] = {}

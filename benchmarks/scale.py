@@ -75,6 +75,7 @@ class Running:
         self.config = from_mapping(
             {
                 "name": name,
+                "history": False,
                 "optimizer": {"kind": "sgd", "lr": 1e-6},
                 "shards": point.shards,
                 "tensors": [{"name": "w", "shape": [point.bytes // 4]}],

@@ -233,6 +233,7 @@ def job_config(name: str, directory: Path, learners: int, seconds: float) -> con
     return config.from_mapping(
         {
             "name": name,
+            "history": False,
             "optimizer": {"kind": "adam", "lr": 1e-3},
             "tensors": [{"name": "w", "shape": [VALUES]}],
             "checkpoint": {

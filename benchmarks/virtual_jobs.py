@@ -42,7 +42,13 @@ class Jobs:
     def _start(self, s_local: int | None) -> tuple[str, Daemon, ExitStack]:
         model = "asp" if s_local is None else f"wsp:D=1,s_local={s_local}"
         name = f"virtual-{os.getpid()}-{next(self._numbers)}"
-        told = {"name": name, "sync": model, "optimizer": {"kind": "add"}, "standby": False}
+        told = {
+            "name": name,
+            "history": False,
+            "sync": model,
+            "optimizer": {"kind": "add"},
+            "standby": False,
+        }
         stack = ExitStack()
         daemon = stack.enter_context(Daemon(from_mapping(told, name), silent=True))
         return name, daemon, stack

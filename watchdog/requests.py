@@ -24,6 +24,7 @@ from gadei_ps.job.control import (
     Discard,
     LeaveOut,
     Load,
+    Measured,
     Offer,
     Reload,
     SetOptimizer,
@@ -37,6 +38,7 @@ from gadei_ps.memory.layout import Work
 from gadei_ps.watchdog import changing, settings, status
 from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.loading import Loading
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
@@ -62,6 +64,7 @@ class Requests:
         checkpoints: Checkpoints,
         stopping: Stopping,
         maker: Maker,
+        history: History,
         learners: int,
         log: Any,
     ) -> None:
@@ -76,6 +79,7 @@ class Requests:
         self._stopping = stopping
         self._log = log
         self._maker = maker
+        self._history = history
         self._unreachable = ""  # why nobody can connect
         self._sockets = ControlServer(path, selector, self._handle, self._closed)
         self._start = Start(memory, learners)
@@ -146,6 +150,9 @@ class Requests:
                 return self._admission.attach(client, request)
             case Detach():
                 return self._detach(client, request)
+            case Measured():
+                self._history.note(request.values)
+                return {}
             case Reload():
                 return self._reload(request)
             case SetOptimizer():

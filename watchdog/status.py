@@ -27,6 +27,7 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "sync_wanted": modes.text(memory.control, wanted) if wanted != in_force else None,
         "optimizer": told["kind"],
         "settings": told,
+        "history": str(memory.config.history_file()) if memory.config.history else None,
         "settings_pending": not changing.is_settled(memory),
         "settings_version": int(control["numbers_version"]),
         "when_idle": memory.config.when_idle,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import GadeiError, JobFailed, JobStopped, NotSaved, in_words
+from gadei_ps.errors import JobFailed, JobStopped, NotSaved, in_words
 from gadei_ps.job import modes, paths, service
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import cgroups, log, process
@@ -34,6 +34,7 @@ from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import model
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.dead import clear_dead
+from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.learners import JobLearners
 from gadei_ps.watchdog.liveness import Start, progress
 from gadei_ps.watchdog.lock import NameLock
@@ -88,6 +89,7 @@ class Supervisor:
             learners=self._rings,
         )
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
+        self._history = History(self.memory, self._selector, self._log)
         self._learners: JobLearners | None = None
         self._stopping = Stopping(
             self.memory, self._roster, self._checkpoints, self._notify, self._log
@@ -179,6 +181,7 @@ class Supervisor:
             self._checkpoints,
             self._stopping,
             self._maker,
+            self._history,
             self._rings,
             self._log,
         )
@@ -338,8 +341,10 @@ class Supervisor:
             self._requests.expire(self._lock)
         self._roster.look(now)
         self._roster.kill_hung(now)
+        self._history.look(now)
         if not self._stopping.begun:
             self._checkpoints.look(now)
+            self._wanted.look()
         if self._is_idle() and not self._stopping.begun:
             self._log.info("the last learner has left: stopping")
             self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
@@ -356,15 +361,12 @@ class Supervisor:
             )
         if killed := self._kills.told():
             self._log.error("a process of this control group is dead", reason=killed)
-        if not self._stopping.begun:
-            self._wanted.look()
         self._tell_status(now)
 
     def _is_idle(self) -> bool:
         """Whether the last learner has left and the job ends then."""
-        if self.memory.config.when_idle != "stop" or self._roster.rows or self._roster.leaving:
-            return False
-        if self._roster.coming:
+        roster = self._roster
+        if self.memory.config.when_idle != "stop" or roster.rows or roster.leaving or roster.coming:
             return False
         if self._learners is not None:
             return self._learners.over
@@ -426,6 +428,7 @@ class Supervisor:
         if self._learners is not None and not self._leave:
             self._learners.end()
         self._checkpoints.end()
+        self._history.end()
         if not self._leave:
             self._servers.end()
         if self._requests is not None:
@@ -441,10 +444,7 @@ class Supervisor:
 
 def serve(config: JobConfig, options: Options | None = None, notify: Notify | None = None) -> int:
     """Runs a job's watchdog in this process until it is stopped; returns the exit code."""
-    supervisor = Supervisor(config, options, notify)
     try:
-        return supervisor.run()
-    except GadeiError as error:
-        if isinstance(error, JobStopped):
-            return 0
-        raise
+        return Supervisor(config, options, notify).run()
+    except JobStopped:
+        return 0

@@ -35,7 +35,13 @@ def train(sync: str, epochs: int, test: mnist.Images) -> dict[str, Any]:
     name = f"reproduce-{os.getpid()}"
     tensors = [{"name": name_, "shape": list(shape)} for name_, shape in mnist.SHAPES.items()]
     config = from_mapping(
-        {"name": name, "sync": sync, "optimizer": {"kind": "sgd", "lr": RATE}, "tensors": tensors},
+        {
+            "name": name,
+            "history": False,
+            "sync": sync,
+            "optimizer": {"kind": "sgd", "lr": RATE},
+            "tensors": tensors,
+        },
         name,
     )
     curve: list[tuple[float, float, float]] = []

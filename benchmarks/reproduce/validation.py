@@ -132,7 +132,13 @@ def _real(model: str, learners: int, seconds: float, rounds: int) -> Iterator[tu
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         there = {f"GADEI_PS_{name}_DIR": str(scratch / name) for name in ("STATE", "RUNTIME")}
         stack.enter_context(mock.patch.dict(os.environ, there))
-        asked = {"name": job, "sync": model, "tensors": tensors, "optimizer": optimizer}
+        asked = {
+            "name": job,
+            "history": False,
+            "sync": model,
+            "tensors": tensors,
+            "optimizer": optimizer,
+        }
         stack.enter_context(Daemon(from_mapping(asked | {"standby": False}, job), silent=True))
         line = ["-m", "gadei_ps.benchmarks.reproduce.validation", job]
         gang = stack.enter_context(Gang([[*line, str(number)] for number in range(learners)]))

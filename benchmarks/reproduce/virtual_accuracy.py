@@ -80,7 +80,13 @@ def train(
     """
     sync = "asp" if case is None else "wsp:D={},s_local={}".format(*case)
     job = f"reproduce-{os.getpid()}"
-    told = {"name": job, "sync": sync, "optimizer": {"kind": "add"}, "standby": False}
+    told = {
+        "name": job,
+        "history": False,
+        "sync": sync,
+        "optimizer": {"kind": "add"},
+        "standby": False,
+    }
     layers = one.layers()
     curve: list[tuple[float, float]] = []
     command = process.module_command("gadei_ps.benchmarks.reproduce.virtual_learner")

@@ -78,6 +78,7 @@ def _missed(model: WSP, bound: WSP, seconds: float) -> tuple[int, int, int]:
         stack.enter_context(mock.patch.dict(os.environ, there))
         asked = {
             "name": job,
+            "history": False,
             "sync": str(model),
             "optimizer": {"kind": "add"},
             "tensors": [{"name": "count", "shape": [len(MEANS_S)]}],

@@ -52,6 +52,7 @@ class OwnJob:
                 "name": f"chaos-{os.getpid()}",
                 "optimizer": {"kind": self.optimizer, "lr": rate},
                 "shards": self.shards,
+                "history": False,
                 "hang_s": HANG_S,
                 "tensors": [
                     {"name": "w", "shape": [values]},

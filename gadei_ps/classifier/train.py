@@ -26,7 +26,7 @@ from gadei_ps.classifier.settings import Settings
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import DeviceError, JobFailed
 from gadei_ps.job.config import check_sync, from_mapping
-from gadei_ps.job.control import SetWork, Status, StopJob
+from gadei_ps.job.control import Measured, SetWork, Status, StopJob
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import Compute, Learners
@@ -334,6 +334,10 @@ class _Run:
                 "seconds": self.train_seconds,
                 "samples_per_s": self._samples_per_s(),
             }
+        )
+        measured = {"epoch": epoch, "accuracy": accuracy, "validation_loss": loss}
+        self.daemon.request(
+            Measured(values={name: one for name, one in measured.items() if math.isfinite(one)})
         )
         self.display.event(
             f"epoch {epoch:g}: validation accuracy {accuracy:.4f}, loss {loss:.4f}, "

@@ -16,6 +16,7 @@ import gadei_ps
 from gadei_ps.cli import (
     checkpoints,
     faults,
+    history,
     jobs,
     machine,
     outcome,
@@ -44,6 +45,8 @@ app.command()(jobs.status)
 app.command()(jobs.stop)
 app.command("set")(sync.set_job)
 app.command()(serving.reload)
+app.command()(history.history)
+app.command()(history.plot)
 app.command()(sync.trace)
 app.command()(simulation.simulate)
 app.command()(partition.partition)

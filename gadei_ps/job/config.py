@@ -121,6 +121,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     )
     core_dumps: bool = Field(False, description="of servers: a take-over waits until it is written")
     when_idle: Literal["wait", "stop"] = "wait"
+    history: bool = Field(True, description="loss, speed and changes over time, in a file")
     checkpoint: CheckpointConfig | None = None
     learners: LearnersConfig | None = None
     tensors: list[TensorConfig] = []
@@ -174,6 +175,12 @@ class JobConfig(_Table, allow_inf_nan=False):
         if self.checkpoint is not None and self.checkpoint.directory is not None:
             return self.checkpoint.directory
         return state_directory() / self.name
+
+    def history_file(self) -> Path:
+        """Where the job's history is written, if it is: beside its checkpoints."""
+        if self.checkpoint is None:
+            return state_directory() / f"{self.name}.history.jsonl"
+        return self.checkpoint_directory() / "history.jsonl"
 
     def resolved_spin_us(self) -> float:
         """How long a wait spins before it sleeps.

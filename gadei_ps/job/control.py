@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from gadei_ps import errors
 from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
@@ -147,6 +147,15 @@ class Load(_Message):
     done: bool = False
 
 
+class Measured(_Message):
+    """What somebody has measured of the weights, such as an accuracy: a line of the history."""
+
+    op: Literal["measured"] = "measured"
+    values: dict[Annotated[str, Field(max_length=40)], FiniteFloat] = Field(
+        min_length=1, max_length=16
+    )
+
+
 class LeaveOut(_Message):
     """The learner of this number, of `run`, has ended for good: the start awaits it no longer."""
 
@@ -176,6 +185,7 @@ Request = Annotated[
     | Discard
     | LeaveOut
     | Load
+    | Measured
     | Offer
     | Reload
     | SetOptimizer

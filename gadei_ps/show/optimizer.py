@@ -52,13 +52,12 @@ def start(status: Mapping[str, Any]) -> str:
 
 def changed(result: Mapping[str, Any]) -> str:
     """What `gadei-ps set` has done: `lr 0.1 -> 0.05, from version 1,200 on`."""
-    parts = [
-        f"{name} {_text(was)} -> {_text(now)}" for name, (was, now) in result["changed"].items()
-    ]
+    parts = [f"{name} {text(was)} -> {text(now)}" for name, (was, now) in result["changed"].items()]
     return f"{', '.join(parts)}, from version {result['version']:,} on" if parts else "already so"
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A value of a field, in words."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

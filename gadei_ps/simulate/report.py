@@ -92,7 +92,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:
-        raise UsageError("--plot needs matplotlib: pip install 'gadei-ps[bench]'") from None
+        raise UsageError("--plot needs matplotlib: pip install 'gadei-ps[plot]'") from None
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower().lstrip(".") not in known:
         raise UsageError(f"{path}: give --plot a name that ends in .svg, .png or .pdf")
@@ -110,7 +110,7 @@ def plot(result: Result, path: Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise UsageError("--plot needs matplotlib: pip install 'gadei-ps[bench]'") from None
+        raise UsageError("--plot needs matplotlib: pip install 'gadei-ps[plot]'") from None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     if any(one["curve"] for one in result["models"]):
         _draw_losses(result, figure)

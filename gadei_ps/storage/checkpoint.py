@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from gadei_ps.errors import CheckpointError
-from gadei_ps.storage import files
+from gadei_ps.storage import files, history
 from gadei_ps.storage.snapshot import Snapshot, parse
 
 __all__ = ["Found", "Snapshot", "Written", "found", "newest", "read", "write"]
@@ -254,7 +254,8 @@ def found(directory: Path) -> list[Found]:
 def is_own(name: str) -> bool:
     """Whether an entry of a directory of checkpoints is one, or is there for one."""
     whole = _NAME.fullmatch(name) or _SUPERSEDED.fullmatch(name)
-    return whole is not None or name == ".lock" or name.startswith(".tmp-")
+    beside = name == ".lock" or name.startswith(".tmp-") or history.is_own(name)
+    return whole is not None or beside
 
 
 def _rank(path: Path) -> tuple[int, int] | None:

@@ -36,8 +36,12 @@ def remove_segments(prefix: str) -> None:
 
 
 def config(name: str, **values: Any) -> JobConfig:
-    """SGD with a rate of 1, so that integer gradients give integer weights, unless told."""
-    return from_mapping({"optimizer": {"kind": "sgd", "lr": 1.0}, "name": name} | values, "test")
+    """SGD with a rate of 1, so that integer gradients give integer weights, unless told.
+
+    No history is kept, unless told.
+    """
+    usual = {"optimizer": {"kind": "sgd", "lr": 1.0}, "name": name, "history": False}
+    return from_mapping(usual | values, "test")
 
 
 def daemon(name: str, **values: Any) -> Daemon:

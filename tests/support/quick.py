@@ -38,6 +38,7 @@ PROGRAMS = {
     "gadei_ps.chaos.learner": "gadei_ps.chaos.learner",
     "gadei_ps.commands.daemon": "gadei_ps.commands.daemon",
     "gadei_ps.server.manager": "gadei_ps.server.manager",
+    "gadei_ps.watchdog.history_writer": "gadei_ps.watchdog.history_writer",
     "gadei_ps.watchdog.saver": "gadei_ps.watchdog.saver",
 }
 # What commands import when they run.

@@ -1,0 +1,150 @@
+"""A job's history: a file of JSON lines, bounded, that is whole after each line.
+
+A line is an object with `time` (seconds since 1970) and `version`. A *point* says how training
+goes; a line with `set` or `measured` is an *event*. When there are too many points, they are
+thinned out: those that stay are equally far apart in time. Imports the standard library only, for
+the process that writes it (watchdog/history_writer.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+MOST: Final = 4000  # points in a file; thinned out, there is half of that
+MOST_EVENTS: Final = 1000
+LINE_BYTES: Final = 4000  # of a longest line: less than a pipe takes at once
+EVENTS: Final = ("set", "measured")
+OLD: Final = ".old"  # the file of the job of that name before
+
+
+def old(path: Path) -> Path:
+    """The history of the job before, which had the same name."""
+    return path.with_name(path.stem + OLD + path.suffix)
+
+
+def is_own(name: str) -> bool:
+    """Whether a file of that name is a history, or one in the making."""
+    plain = name.removesuffix(".tmp").removeprefix(".")
+    return plain.endswith(("history.jsonl", f"history{OLD}.jsonl"))
+
+
+def parsed(raw: bytes) -> list[dict[str, Any]]:
+    """The lines of a file in their order. What is no line of a history is left out."""
+    found = []
+    for line in raw.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            one = json.loads(line)
+            if isinstance(one, dict) and _is_number(one.get("time")):
+                found.append(one)
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def thinned(lines: Iterable[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
+    """At most `most` // 2 + 1 points, equally far apart in time, and the newest events."""
+    rows = list(lines)
+    events = [one for one in rows if not _is_point(one)][-MOST_EVENTS:]
+    points = [one for one in rows if _is_point(one)]
+    if len(points) > most // 2:
+        times = [float(one["time"]) for one in points]
+        apart = (max(times) - min(times)) / (most // 2)
+        kept, last = [], float("-inf")
+        for one, time in zip(points, times, strict=True):
+            if not last <= time < last + apart:
+                kept.append(one)
+                last = time
+        points = kept[-(most // 2) - 1 :]  # clocks may have been set back
+    wanted = {id(one) for one in (*events, *points)}
+    return [one for one in rows if id(one) in wanted]
+
+
+def _is_point(line: dict[str, Any]) -> bool:
+    return not any(name in line for name in EVENTS)
+
+
+def line(values: dict[str, Any]) -> bytes:
+    """As it stands in the file. Raises ValueError if it is too long or no JSON."""
+    raw = json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    if len(raw) > LINE_BYTES:
+        raise ValueError(f"a line of {len(raw)} bytes")
+    return raw
+
+
+class HistoryFile:
+    """The file of one job, open for one writer. Every method may raise OSError."""
+
+    def __init__(self, path: Path, *, fresh: bool = False, most: int = MOST) -> None:
+        """fresh: of a job that begins from zero; the file that is there becomes the old one."""
+        self._path = path
+        self._most = most
+        self._fd = -1
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if fresh:
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(old(path))
+        self._open()
+
+    def _open(self) -> None:
+        """Waits until no other process writes it: the watchdog's before, for an instant."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            self.close()
+            self._fd = os.open(self._path, flags, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._fd), self._path.stat()):
+                    break
+        raw = self._read()
+        self._lines = raw.count(b"\n")
+        if raw and not raw.endswith(b"\n"):  # a machine that failed has cut it off
+            self._write(b"\n")
+
+    def _read(self) -> bytes:
+        return self._path.read_bytes()
+
+    def append(self, raw: bytes) -> None:
+        """One line. If it cannot be written whole, the file stays as it was."""
+        if self._lines >= self._most + MOST_EVENTS:
+            self._thin()
+        self._write(raw)
+        self._lines += 1
+
+    def _write(self, raw: bytes) -> None:
+        size = os.fstat(self._fd).st_size
+        try:
+            written = os.write(self._fd, raw)
+            if written < len(raw):
+                os.write(self._fd, raw[written:])  # raises what has cut it off
+                if os.fstat(self._fd).st_size != size + len(raw):
+                    raise OSError(28, "No space left on device")
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, size)
+            raise
+
+    def _thin(self) -> None:
+        kept = thinned(parsed(self._read()), self._most)
+        made = self._path.with_name(f".{self._path.name}.tmp")
+        try:
+            made.write_bytes(b"".join(map(line, kept)))
+            made.chmod(0o600)
+            made.rename(self._path)
+        except BaseException:
+            made.unlink(missing_ok=True)
+            raise
+        self._open()
+
+    def close(self) -> None:
+        """Others may write it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,243 @@
+"""A job's history: what is in it, whoever dies, and disks that do not take it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from shell import Cli
+from support import daemon, eventually, status
+from support.blocked_disk import BlockedDisk, why_not
+
+from gadei_ps.commands import change, history
+from gadei_ps.job.config import state_directory
+from gadei_ps.job.control import Measured, SetSync, ask
+from gadei_ps.learners.client import Client
+
+TENSORS = [{"name": "w", "shape": [8]}]
+FILE = """\
+standby = false
+[optimizer]
+lr = 1.0
+[checkpoint]
+every_s = 0
+[[tensors]]
+name = "w"
+shape = [8]
+"""
+
+
+def lines(source: str | Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = history.read(str(source))["lines"]
+    return found
+
+
+def push(client: Client, count: int = 1) -> None:
+    for _ in range(count):
+        client.push({"w": np.ones(8, np.float32)}, loss=2.0, samples=3)
+    client.wait_applied()
+
+
+def push_until_told(client: Client, job: str, count: int) -> None:
+    """Until so many lines are there."""
+
+    def told() -> bool:
+        push(client)
+        file = Path(status(job)["history"])
+        return file.exists() and len(lines(file)) >= count
+
+    eventually(told)
+
+
+def test_a_history(job_name: str) -> None:
+    path = state_directory() / f"{job_name}.history.jsonl"
+    with daemon(job_name, tensors=TENSORS, history=True), Client(job_name) as client:
+        push(client, 5)
+        push_until_told(client, job_name, 1)
+        change.set_optimizer(job_name, {"lr": 0.5}, 60.0)
+        version = status(job_name)["settings_version"]
+        ask(job_name, SetSync(sync="ssp:s=3"))
+        eventually(lambda: push(client) or status(job_name)["sync"] == "ssp:s=3")
+        ask(job_name, Measured(values={"epoch": 1.0, "accuracy": 0.75}))
+        push_until_told(client, job_name, 5)
+        assert path == Path(status(job_name)["history"])
+        push(client)
+        last = status(job_name)["version"]
+    there = lines(job_name)  # the job has ended
+    assert there == lines(path)
+    assert [one["time"] for one in there] == sorted(one["time"] for one in there)
+    sets: dict[str, Any] = {}
+    for one in there:
+        sets |= one.get("set", {})
+    assert sets == {"lr": [1.0, 0.5], "sync": ["asp", "ssp:s=3"]}
+    assert [one["version"] for one in there if "lr" in one.get("set", {})] == [version]
+    assert [one["measured"] for one in there if "measured" in one] == [
+        {"epoch": 1.0, "accuracy": 0.75}
+    ]
+    points = [one for one in there if "samples" in one]
+    assert points[-1]["version"] == last
+    assert points[-1]["samples"] == 3 * last
+    assert {one["loss"] for one in points} <= {2.0, None}
+    assert any(one["samples_per_s"] > 0 and one["learners"] == 1 for one in points)
+    with daemon(job_name, tensors=TENSORS, history=True), Client(job_name) as client:
+        push(client)
+        push_until_told(client, job_name, 1)
+    assert lines(path)[0]["version"] < points[-1]["version"]
+    assert lines(path.with_name(f"{job_name}.history.old.jsonl")) == there
+
+
+def test_it_goes_on_after_deaths(cli: Cli, job_name: str) -> None:
+    service = cli.serve(job_name, FILE)
+    with Client(job_name) as client:
+        push_until_told(client, job_name, 2)
+        before = lines(job_name)
+        service.signal(signal.SIGKILL)
+        service = cli.serve(job_name, FILE)
+        push_until_told(client, job_name, len(before) + 2)
+        cli("checkpoint", job_name)
+    cli("stop", job_name)
+    assert service.wait().code == 0
+    there = lines(job_name)
+    assert there[: len(before)] == before
+    service = cli.serve(job_name, FILE)
+    with Client(job_name) as client:
+        push_until_told(client, job_name, len(there) + 1)
+        out = cli("history", job_name, "--last", "2").out
+        assert out.splitlines()[0].split() == [
+            *("time", "version", "loss", "samples/s", "staleness", "learners")
+        ]
+        assert len(out.splitlines()) == 3
+        assert len(cli("history", f"{job_name}.toml", "--last", "1", "--json").json["lines"]) == 1
+    versions = [one["version"] for one in lines(job_name)]
+    assert versions == sorted(versions)
+    picture = cli.directory / "mine.svg"
+    assert "mine.svg" in cli("plot", job_name, "--out", picture).out
+    root = xml.etree.ElementTree.fromstring(picture.read_text())
+    assert root.tag.endswith("svg")
+    cli("stop", job_name)
+    service.wait()
+
+
+def _writers(job: str) -> list[int]:
+    """Children of the watchdog that are no server: the process that writes the history."""
+    told = status(job)
+    watchdog = psutil.Process(told["watchdog_pid"])
+    return [one.pid for one in watchdog.children() if one.pid != told["server_pid"]]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_disk_that_blocks_holds_up_nothing(job_name: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir(exist_ok=True)
+    with (
+        BlockedDisk(state) as disk,
+        daemon(job_name, tensors=TENSORS, history=True) as job,
+        Client(job_name) as client,
+    ):
+        push(client)
+        waiting = threading.Thread(target=disk.waits)  # until the writer waits
+        waiting.start()
+        eventually(lambda: push(client) or not waiting.is_alive())
+        before = status(job_name)["version"]
+        push(client, 200)
+        assert status(job_name)["version"] == before + 200
+        assert change.set_optimizer(job_name, {"lr": 0.5}, 60.0)["changed"]
+        job.check()
+
+
+def test_a_directory_that_takes_nothing(
+    job_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state").write_text("no directory")
+    with daemon(job_name, tensors=TENSORS, history=True) as job, Client(job_name) as client:
+        told = []
+
+        def said() -> bool:
+            push(client)
+            told.append(capfd.readouterr().err)
+            return "the history cannot be written for now" in "".join(told)
+
+        eventually(said)
+        (tmp_path / "state").unlink()
+        eventually(lambda: push(client) or (state_directory()).is_dir())
+        push_until_told(client, job_name, 3)
+        job.check()
+
+
+def test_a_file_that_may_not_grow(job_name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """As on a full disk: whole lines stay, and training goes on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with daemon(job_name, tensors=TENSORS, history=True) as job, Client(job_name) as client:
+            push_until_told(client, job_name, 1)
+            path = Path(status(job_name)["history"])
+            for pid in eventually(lambda: _writers(job_name)):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
+            told = []
+
+            def said() -> bool:
+                push(client)
+                told.append(capfd.readouterr().err)
+                return "the history cannot be written for now" in "".join(told)
+
+            eventually(said)
+            assert path.read_bytes().endswith(b"\n")
+            for pid in _writers(job_name):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+            push_until_told(client, job_name, 4)
+            job.check()
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_killed_writer_is_replaced_and_loses_no_job(job_name: str) -> None:
+    with daemon(job_name, tensors=TENSORS, history=True) as job, Client(job_name) as client:
+        push_until_told(client, job_name, 1)
+        for pid in eventually(lambda: _writers(job_name)):
+            os.kill(pid, signal.SIGKILL)
+        push(client, 50)
+        job.check()
+    assert lines(job_name)
+
+
+def test_none_is_kept_if_that_is_asked(cli: Cli, job_name: str) -> None:
+    with daemon(job_name, tensors=TENSORS, history=False), Client(job_name) as client:
+        push(client)
+        assert "keeps no history (history = false" in cli("history", job_name).error
+    assert not state_directory().exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["history", "no-such-job"], "is not running and has left no history in"),
+        (["history", "./no.sock"], "no job is there"),
+        (["history", "gone.jsonl"], "there is no history yet"),
+        (["plot", "no-such-job"], "is not running and has left no history in"),
+        (["plot", "gone.jsonl", "--out", "x.png"], "give a name that ends in .svg"),
+        (["plot", "empty.jsonl"], "there is nothing to draw yet"),
+    ],
+)
+def test_what_cannot_be_shown(words: list[str], why: str, cli: Cli) -> None:
+    (cli.directory / "empty.jsonl").write_text("")
+    assert why in cli(*words).error
+
+
+def test_without_matplotlib(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gadei_ps.errors import UsageError
+    from gadei_ps.show import history as drawing
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"plot needs matplotlib: pip install 'gadei-ps\[plot\]'"):
+        drawing.check_plot()

@@ -1,0 +1,248 @@
+"""A job's history, as the watchdog keeps it: how training goes, and what was changed meanwhile.
+
+The watchdog looks at the control segment once a second and gives lines to a process that writes
+them (history_writer.py). It never waits for that: what does not fit into the pipe is dropped.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import os
+import selectors
+import subprocess
+import time
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.errors import in_words
+from gadei_ps.job import modes
+from gadei_ps.machine import process
+from gadei_ps.memory import layout, totals
+from gadei_ps.storage.history import line
+from gadei_ps.watchdog import changing, settings
+from gadei_ps.watchdog.memory import JobMemory
+
+LEAST_S = 1.0  # between two points
+MOST_S = 60.0
+SHARE = 1 / 1000  # of the job's age: two points of an old job are further apart
+KEPT = 200  # lines that wait for the pipe
+EXIT_S = 1.0
+RETRY_S = 60.0  # before another writer is started
+SAID_BYTES = 4096
+
+
+class History:
+    """The history of one job."""
+
+    def __init__(self, memory: JobMemory, selector: selectors.BaseSelector, log: Any) -> None:
+        self._memory = memory
+        self._selector = selector
+        self._log = log
+        self._writer: subprocess.Popen[bytes] | None = None
+        self._pipe = self._told = -1
+        self._waiting: collections.deque[bytes] = collections.deque(maxlen=KEPT)
+        self._started_at = float("-inf")
+        self._fresh = False
+        self._point_at = 0.0
+        self._before: tuple[float, int] | None = None  # when, and samples then
+        self._version = -1
+        self._stale: dict[tuple[int, int], tuple[int, int]] = {}
+        self._settings: dict[str, Any] = {}
+        self._begun = False
+
+    @property
+    def _control(self) -> np.void:
+        return self._memory.control.view(layout.CONTROL)
+
+    def look(self, now: float) -> None:
+        """Once a second: a point, if it is time for one, and what was changed. Raises nothing."""
+        if not self._memory.config.history or self._memory.model is None:
+            return
+        if not self._begun:
+            self._begun = True
+            self._fresh = not self._memory.adopted and not int(self._control["version"])
+            self._settings = self._in_force()
+            self._measure(now)
+            return
+        self._note_changes()
+        age = time.time() - int(self._control["started"])
+        if now - self._point_at >= min(max(LEAST_S, age * SHARE), MOST_S) * 0.9:
+            self._point(now)
+        self._flush(now)
+
+    def note(self, values: dict[str, float]) -> None:
+        """What somebody has measured, such as an accuracy. Raises nothing."""
+        if self._memory.config.history:
+            self._add({"measured": values}, int(self._control["version"]))
+
+    def end(self) -> None:
+        """The job ends, or goes on without this process. Waits a second at most."""
+        now = time.monotonic()
+        if self._begun and self._memory.config.history:
+            self._note_changes()
+            if self._writer is not None or self._waiting:
+                self._point(now)
+                self._flush(now)
+        if self._writer is None:
+            return
+        self._close()
+        try:
+            self._writer.wait(EXIT_S)
+        except subprocess.TimeoutExpired:  # a disk blocks it
+            self._writer.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._writer.wait(EXIT_S)
+        self._writer = None
+
+    # -- lines ----------------------------------------------------------------------------------
+
+    def _in_force(self) -> dict[str, Any]:
+        control = self._memory.control
+        text = modes.text(control, modes.done(control))
+        return settings.fields(changing.wanted(self._memory)) | {"sync": text}
+
+    def _note_changes(self) -> None:
+        if not changing.is_settled(self._memory):
+            return
+        before, now = self._settings, self._in_force()
+        changed = {name: [before[name], now[name]] for name in now if now[name] != before[name]}
+        self._settings = now
+        if model := changed.pop("sync", None):
+            self._add({"set": {"sync": model}}, int(self._control["version"]))
+        if changed:
+            self._add({"set": changed}, int(self._control["numbers_version"]))
+
+    def _point(self, now: float) -> None:
+        """A line, unless nothing has happened since the last one."""
+        version = int(self._control["version"])
+        if version == self._version:
+            self._measure(now)
+            return
+        was = self._before
+        samples, staleness, loss = self._measure(now)
+        rate = (samples - was[1]) / (now - was[0]) if was and now > was[0] else 0.0
+        self._version = version
+        self._add(
+            {
+                "samples": samples,
+                "samples_per_s": round(rate, 3),
+                "loss": loss,
+                "staleness": staleness,
+                "learners": len(self._memory.rings),
+            },
+            version,
+        )
+
+    def _measure(self, now: float) -> tuple[int, float | None, float | None]:
+        """Samples so far, the mean staleness since the last call, and the learners' mean loss."""
+        self._point_at = now
+        control = self._control
+        samples = totals.total(control, "samples")
+        self._before = now, samples
+        losses, stale, applied = [], 0, 0
+        known: dict[tuple[int, int], tuple[int, int]] = {}
+        for row in self._memory.rings:
+            entry = control["roster"][row]
+            key = row, int(entry["generation"])
+            known[key] = int(entry["staleness_sum"]), int(entry["applied"])
+            was = self._stale.get(key, (0, 0))
+            stale += known[key][0] - was[0]
+            applied += known[key][1] - was[1]
+            if known[key][1] and math.isfinite(entry["loss"]):
+                losses.append(float(entry["loss"]))
+        self._stale = known
+        loss = sum(losses) / len(losses) if losses else None
+        mean = round(stale / applied, 4) if applied > 0 else None
+        return samples, mean, loss if loss is None or math.isfinite(loss) else None
+
+    def _add(self, values: dict[str, Any], version: int) -> None:
+        with contextlib.suppress(ValueError):
+            self._waiting.append(line({"time": round(time.time(), 3), "version": version} | values))
+
+    # -- the writer -----------------------------------------------------------------------------
+
+    def _flush(self, now: float) -> None:
+        if not self._waiting:
+            return
+        if self._writer is None and not self._start(now):
+            return
+        try:
+            while self._waiting:
+                os.write(self._pipe, self._waiting[0])
+                self._waiting.popleft()
+        except BlockingIOError:  # the disk is slow; the oldest lines may be dropped
+            pass
+        except OSError:  # the writer was killed
+            self._close()
+            if self._writer is not None:
+                self._writer.kill()
+                self._writer.wait()
+            self._writer = None
+
+    def _start(self, now: float) -> bool:
+        if now - self._started_at < RETRY_S:
+            return False
+        self._started_at = now
+        path = self._memory.config.history_file()
+        with contextlib.ExitStack() as failed:
+            try:
+                ends = *os.pipe(), *os.pipe()
+                for end in ends:
+                    failed.callback(os.close, end)
+                self._writer = process.spawn(
+                    process.module_command(
+                        "gadei_ps.watchdog.history_writer", str(path), str(int(self._fresh))
+                    ),
+                    stdin=ends[0],
+                    stdout=ends[3],
+                    how=None,  # it ends with its input, once all of that is written
+                )
+            except OSError as error:
+                self._log.warning("no history is written", reason=in_words(error))
+                return False
+            failed.pop_all()
+        for end in (ends[0], ends[3]):
+            os.close(end)
+        self._fresh = False
+        self._pipe, self._told = ends[1], ends[2]
+        os.set_blocking(self._pipe, False)
+        os.set_blocking(self._told, False)
+        self._selector.register(self._told, selectors.EVENT_READ, lambda _: self._hear())
+        return True
+
+    def _hear(self) -> None:
+        try:
+            said = os.read(self._told, SAID_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if not said:
+            self._stop_hearing()
+            return
+        problem = said.decode(errors="replace").splitlines()[-1:]
+        path = str(self._memory.config.history_file())
+        if problem and problem[0]:
+            self._log.warning(
+                "the history cannot be written for now; training goes on",
+                path=path,
+                reason=problem[0],
+            )
+        else:
+            self._log.info("the history is written again", path=path)
+
+    def _stop_hearing(self) -> None:
+        if self._told >= 0:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self._told)
+            os.close(self._told)
+            self._told = -1
+
+    def _close(self) -> None:
+        self._stop_hearing()
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1

@@ -1,0 +1,64 @@
+"""A process that writes a job's history: a disk may be full, or block whoever writes to it.
+
+It reads lines from its standard input until that ends, with the watchdog. What cannot be written is
+kept for a while, as far as that is bounded. On standard output it says what is wrong, or an empty
+line once nothing is any more. Imports little: it lives as long as its job.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from gadei_ps.storage.history import HistoryFile
+
+KEPT = 1000  # lines that wait for the disk
+
+
+class Writer:
+    """Writes lines to one file."""
+
+    def __init__(self, path: Path, fresh: bool) -> None:
+        """fresh: as for HistoryFile."""
+        self._path = path
+        self._fresh = fresh
+        self._file: HistoryFile | None = None
+        self._waiting: collections.deque[bytes] = collections.deque(maxlen=KEPT)
+        self._problem = ""
+
+    def write(self, line: bytes) -> None:
+        """Raises nothing."""
+        self._waiting.append(line)
+        problem = ""
+        try:
+            if self._file is None:
+                self._file = HistoryFile(self._path, fresh=self._fresh)
+                self._fresh = False
+            while self._waiting:
+                self._file.append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except ValueError as error:  # of what stands in the file
+            problem = str(error)
+        if problem != self._problem:
+            self._problem = problem
+            with contextlib.suppress(OSError):  # the watchdog is gone
+                os.write(1, f"{problem}\n".encode(errors="replace"))
+
+
+def main() -> None:
+    """`python -m gadei_ps.watchdog.history_writer FILE FRESH`: started by the watchdog."""
+    writer = Writer(Path(sys.argv[1]), bool(int(sys.argv[2])))
+    rest = b""
+    while part := os.read(0, 1 << 16):
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            writer.write(line + b"\n")
+
+
+if __name__ == "__main__":
+    main()
