@@ -63,7 +63,9 @@ class History:
             return
         if not self._begun:
             self._begun = True
-            self._fresh = not self._memory.adopted and not int(self._control["version"])
+            restored = int(self._control["checkpoint_version"]) > 0
+            made = int(self._control["checkpoints"]) > 0  # by this job since
+            self._fresh = not self._memory.adopted and (made or not restored)
             self._settings = self._in_force()
             self._measure(now)
             return

@@ -25,7 +25,7 @@ from gadei_ps.memory import presence, segment
 from gadei_ps.memory.shm import JOB_NAME
 from gadei_ps.show.counts import counted
 from gadei_ps.show.tables import size
-from gadei_ps.storage import checkpoint
+from gadei_ps.storage import checkpoint, history
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,8 @@ class Belongings:
     def others(self) -> tuple[tuple[Path, str], ...]:
         """What is in the directory of the state besides checkpoints(), with a description."""
         known = {one.path for one in self.checkpoints() if one.path.is_relative_to(self.state)}
-        found = [(path, "directory of checkpoints") for path in _entries(self.state)]
+        there = [one for one in _entries(self.state) if not history.is_own(one.name)]
+        found = [(path, "directory of checkpoints") for path in there]
         found = [one for one in found if one[0] not in known]
         for folder in sorted(known):
             own = [path for path in _entries(folder) if not checkpoint.is_own(path.name)]

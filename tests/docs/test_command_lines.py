@@ -186,7 +186,7 @@ STAGES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "watched": lambda words: words[0] in ("status", "attach", "checkpoint", "export", "reload"),
     "traced": lambda words: words[0] == "trace",
     "learned": lambda words: words[0] in ("runtime-model", "simulate"),
-    "set": lambda words: words[0] == "set",
+    "set": lambda words: words[0] in ("set", "history", "plot"),
     "killed": lambda words: words[0] == "kill",
     "stopped": lambda words: words[0] == "stop",
     "restored": lambda words: words[0] == "restore",

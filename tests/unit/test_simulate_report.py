@@ -235,7 +235,7 @@ def test_the_table_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"--plot needs matplotlib: pip install 'gadei-ps\[bench"):
+    with pytest.raises(UsageError, match=r"--plot needs matplotlib: pip install 'gadei-ps\[plot"):
         simulate(["bsp"], iterations=1, plot=tmp_path / "plot.svg")
 
 
