@@ -265,3 +265,24 @@ def test_assigned_weights(gpu: str, name: str, job_name: str) -> None:
         optimizer.close()
         same_state(model, twin)
         job.check()
+
+
+def test_saved_and_resumed(gpu: str, job_name: str) -> None:
+    """Momentum and moments come to the model's device and go back."""
+    settings = {"kind": "adam", "lr": 0.01}
+    model, twin = plain_model().to(gpu), plain_model()
+    with daemon(job_name, optimizer=settings, sync="bsp") as job:
+        optimizer, plain = Optimizer(model, job_name), torch.optim.Adam(twin.parameters(), 0.01)
+        train(twin, plain, "cpu")
+        optimizer.assign(twin.state_dict())
+        optimizer.load_state_dict(plain.state_dict())
+        state = optimizer.state_dict()["state"]
+        for number, one in plain.state_dict()["state"].items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert state[number][name].device == next(model.parameters()).device
+                torch.testing.assert_close(state[number][name].cpu(), one[name])
+        train(model, optimizer, gpu)
+        train(twin, plain, "cpu")
+        optimizer.close()
+        same_state(model, twin)
+        job.check()
