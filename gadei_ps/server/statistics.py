@@ -12,7 +12,7 @@ import numpy as np
 
 from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.memory import layout
-from gadei_ps.server.constants import ASSIGN, EMPTY, ONE, ZERO
+from gadei_ps.server.constants import ASSIGN, EMPTY, ONE, REFUSE, ZERO
 from gadei_ps.server.context import Shard, integer
 from gadei_ps.server.symbols import fence
 
@@ -86,10 +86,10 @@ def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action:
     """Keeps the times of an iteration for `gadei-ps trace`.
 
     Outside the transactions: a server that dies in between costs a record at most one line. An
-    assignment is no iteration.
+    assignment is no iteration: it is noted as what a trace leaves out.
     """
     if frame[0].kind == ASSIGN:
-        return
+        action = REFUSE
     at = integer(sequence % RUNS)
     s.state[0].runs[row, at].sequence = ZERO
     fence()

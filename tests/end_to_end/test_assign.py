@@ -17,6 +17,7 @@ from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.memory.layout import NO_BATCH
+from gadei_ps.run_times.record import Recorder
 
 VALUES = 70_000
 MODELS = ("asp", "ssp:s=1", "bsp", "cutoff:by=order", "elastic-bsp:R=3", "wsp:D=0,s_local=0")
@@ -234,6 +235,22 @@ def test_the_learner_is_killed(job_name: str) -> None:
             assert (weights[:VALUES] == weights[0]).all()
             with Client(job_name) as other:
                 other.assign({"w": np.zeros(VALUES)})
+        job.check()
+
+
+def test_a_trace_leaves_assignments_out(job_name: str) -> None:
+    with daemon(job_name) as job, Client(job_name, tensors={"w": np.zeros(4)}) as client:
+        recorder = Recorder(job_name, None)
+        recorder.read()
+        for assigns in (False, True, True, False, False):
+            if assigns:
+                client.assign({"w": np.ones(4)})
+            else:
+                client.push({"w": np.ones(4)})
+        client.wait_applied()
+        assert eventually(lambda: len(recorder.read()) + recorder.rows >= 3)
+        recorder.read()
+        assert (recorder.rows, recorder.missed) == (3, 0)
         job.check()
 
 
