@@ -219,11 +219,12 @@ def _dies(pipe: Connection, job: str) -> None:
         client.assign({"w": np.full(VALUES, float(number))})
 
 
-def test_the_learner_is_killed(job_name: str) -> None:
+@pytest.mark.parametrize("sync", ["asp", "bsp"])
+def test_the_learner_is_killed(sync: str, job_name: str) -> None:
     """What it has published is made whole, what it has not, not at all."""
     chance = random.Random(3)
     tensors = [{"name": "w", "shape": [VALUES]}]
-    with daemon(job_name, tensors=tensors, shards=2) as job:
+    with daemon(job_name, tensors=tensors, shards=2, sync=sync) as job:
         weights = live_weights(job_name)
         for _ in range(5):
             child = Child(_dies, job_name)

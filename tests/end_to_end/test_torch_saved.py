@@ -18,7 +18,9 @@ from support.torch_models import data, plain_model, same_state
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import CheckpointError, ControlError, UsageError
+from gadei_ps.job import control
+from gadei_ps.job.control import Copy, ask, memory_file
 from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import Optimizer
@@ -215,6 +217,33 @@ def test_deaths_while_it_is_loaded(victim: str, job_name: str) -> None:
                 assert found.steps == 7
                 assert (found.slots[0] == 1).all() and (found.slots[1] == 2).all()
                 assert not found.weights.any()
+        job.check()
+
+
+def test_a_copy_that_cannot_be_made(job_name: str) -> None:
+    tensors = [{"name": "w", "shape": [10]}]
+    with daemon(job_name, tensors=tensors) as job, Client(job_name) as client:
+        with pytest.raises(ControlError, match="no file came with the request"):
+            ask(job_name, Copy())
+        for size in (0, 4, 1 << 20):
+            file = memory_file(size, [])
+            try:
+                with (
+                    control.Connection(job_name) as asks,
+                    pytest.raises(ControlError, match="no copy of the job: the file for the"),
+                ):
+                    asks.request(Copy(), fds=[file])
+            finally:
+                os.close(file)
+        told = status(job_name)
+        assert told["checkpoints"] == told["checkpoint_failures"] == 0
+        assert client.job_state().weights.shape == (client.model.elements,)
+        job.check()
+    with daemon(job_name) as job:
+        file = memory_file(64, [])
+        with control.Connection(job_name) as asks, pytest.raises(CheckpointError, match="no model"):
+            asks.request(Copy(), fds=[file])
+        os.close(file)
         job.check()
 
 
