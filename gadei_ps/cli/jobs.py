@@ -98,6 +98,9 @@ def run(
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
     devices_per_learner: DevicesPerLearner = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="In a terminal, print no lines on how training goes.")
+    ] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
@@ -124,6 +127,7 @@ def run(
             out=out,
             log_dir=log_dir,
             stdout=2 if as_json else None,
+            quiet=quiet,
             verbose=verbose,
         ),
     )

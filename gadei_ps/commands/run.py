@@ -30,7 +30,7 @@ from gadei_ps.machine.output import Output
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show.counts import counted, mostly_refused
 from gadei_ps.show.optimizer import start
-from gadei_ps.show.progress import Lines
+from gadei_ps.show.progress import Lines, Training
 from gadei_ps.storage.export import check as check_export
 
 POLL_S = 0.05
@@ -45,7 +45,8 @@ class RunOptions:
 
     overrides: parts of a job's configuration, from flags. device, gpus, devices_per_learner: as
     given by the flags of the same name. fresh: a job that `run` makes begins from zero. out: file
-    for the weights at the end. log_dir: directory for a file of each learner's output.
+    for the weights at the end. log_dir: directory for a file of each learner's output. quiet: no
+    lines on how training goes, which there are in a terminal only.
     """
 
     learners: int = 1
@@ -58,6 +59,7 @@ class RunOptions:
     out: Path | None = None
     log_dir: Path | None = None
     stdout: int | None = None
+    quiet: bool = False
     verbose: bool = False
 
 
@@ -193,6 +195,8 @@ class _Run:
         self.first_gradient = 0.0
         self.reported = 0.0
         self.making, self.awaiting = Lines(), Lines()
+        shows = not options.quiet and options.stdout is None and sys.stderr.isatty()
+        self.progress = Training() if shows else None
         self.told = False  # what the job does with gradients
         self.end = 0.0
         self.stopped = False
@@ -282,6 +286,8 @@ class _Run:
         if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
             _say("no watchdog answers; the learners continue, and the next watchdog adopts them")
         self._hear(report)
+        if self.progress is not None and (line := self.progress(report, now)):
+            _say(line)
         if report.get("making"):
             self.making(report["making"])
         if begins := report.get("start"):

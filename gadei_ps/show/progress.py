@@ -1,4 +1,4 @@
-"""How far the making of segments is, in lines for people."""
+"""How far the making of segments is, and how training goes, in lines for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from gadei_ps.show.counts import counted
+
 LINE_S = 1.0  # before the first line, and between two
+LEAST_S, MOST_S = 10.0, 60.0  # between two lines on how training goes
+SHARE = 1 / 10  # of the time so far
 
 
 def making(note: Mapping[str, Any]) -> str:
@@ -40,3 +44,41 @@ class Lines:
             self._next = now + LINE_S
             self._said = text
             print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
+
+
+class Training:
+    """Now and then a line on how a job's training goes: every ten seconds, later every minute."""
+
+    def __init__(self) -> None:
+        self._begin = 0.0
+        self._before: tuple[float, int, int] | None = None  # when; samples and version then
+
+    def __call__(self, report: Mapping[str, Any], now: float) -> str:
+        """The line that is due; empty if none is. report: a status. now: seconds of a clock."""
+        if report["watchdog_pid"] is None or not report["version"]:
+            return ""
+        here = now, int(report["samples"]), int(report["version"])
+        if self._before is None:
+            self._begin, self._before = now, here
+            return ""
+        then, samples, version = self._before
+        if now - then < min(max(LEAST_S, (now - self._begin) * SHARE), MOST_S):
+            return ""
+        self._before = here
+        if here[2] == version:
+            return f"no gradient has been applied for {now - then:.0f} s"
+        return ", ".join(_parts(report, (here[1] - samples) / (now - then)))
+
+
+def _parts(report: Mapping[str, Any], rate: float) -> list[str]:
+    learners = report["learners"]
+    losses = [one["loss"] for one in learners if one["loss"] is not None]
+    applied = sum(one["applied"] for one in learners)
+    stale = sum(one["staleness_mean"] * one["applied"] for one in learners)
+    parts = [f"version {report['version']:,}"]
+    if rate:
+        parts.append(f"{rate:,.0f} samples/s")
+    if losses:
+        parts.append(f"loss {sum(losses) / len(losses):.4g}")
+    parts.append(f"staleness {stale / applied if applied else 0:.1f}")
+    return [*parts, counted(len(learners), "learner")]
