@@ -20,6 +20,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 BENCHMARKS = {
     "apply": "the update kernels against C with OpenMP, torch and the memory's bandwidth",
     "undo": "what the undo log adds to the time of the update kernels",
+    "groups": "what ten parameter groups add to the time of a gradient in the server",
     "ingest": "gradients through the rings against MPI, gloo and a Ray actor",
     "latency": "a 4 KB push until it is applied, against other ways between processes",
     "nlc": "samples per second of the sentence classifier against torch's ways to train it",

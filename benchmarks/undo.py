@@ -104,8 +104,11 @@ def without_log(part: Part, payload: int, times: int) -> None:
 class Work:
     """The memory of a job with one shard, and one gradient."""
 
-    def __init__(self, kind: Kind, size: int) -> None:
-        """Make weights, slots and a gradient of size float32 values each."""
+    def __init__(self, kind: Kind, size: int, groups: int = 1) -> None:
+        """Make weights, slots and a gradient of size float32 values each.
+
+        groups: of about equal size, each with settings of its own.
+        """
         self.size = size
         stream = layout.rounded(size * 4, layout.PAGE)
         undo = layout.rounded(layout.UNDO_BYTES, layout.PAGE)
@@ -116,12 +119,15 @@ class Work:
         ends = np.cumsum(sizes)
         parts = [memory[end - some : end] for end, some in zip(ends, sizes, strict=True)]
         at = [part.ctypes.data for part in parts]
-        spec = OptimizerSpec(kind, lr=LR)
+        specs = [
+            OptimizerSpec(kind, lr=LR * (1 + number), weight_decay=number * LR)
+            for number in range(groups)
+        ]
         control_view = parts[0][: layout.CONTROL.itemsize].view(layout.CONTROL)[0]
         control_view["optimizer"] = int(kind)
-        control_view["hyper"][: optimizers.PACKED] = spec.pack()
+        control_view["hyper"][:groups] = [spec.pack() for spec in specs]
         record = parts[1][: layout.STATE.itemsize].view(layout.STATE)[0]["record"][0]
-        record["rate"], record["step"] = LR, 1000
+        record["rate"][:groups], record["step"] = [spec.lr for spec in specs], 1000
         self.streams = [part[: size * 4].view(np.float32) for part in parts[3:]]
         self.fill()
         kept = optimizers.slots(kind)
@@ -136,6 +142,16 @@ class Work:
         part["board"] = self.board.ctypes.data
         part["move"] = loops(int(kind))
         self.gradient = at[6]
+        self.cut(groups)
+
+    def cut(self, groups: int) -> None:
+        """Let the values be in the first so many groups."""
+        part = self.part[0]
+        part["groups"] = groups
+        cuts = [
+            layout.rounded(self.size * number // groups, layout.CHUNK) for number in range(groups)
+        ]
+        part["group_end"][:groups] = [*cuts[1:], self.size]
 
     def fill(self) -> None:
         """Write the initial values."""

@@ -49,7 +49,8 @@ def layout() -> dict[str, tuple[int, dict[str, tuple[int, int, str, str, str, st
 def numbers() -> dict[str, int]: ...
 def codes() -> dict[str, dict[str, tuple[int, str]]]: ...
 
-Facts = tuple[int, int, int, float, float]  # version, batch, samples, rate_scale, loss
+Scales = float | tuple[float, ...]  # of the learning rate: for all groups, or for each of the first
+Facts = tuple[int, int, int, Scales, float]  # version, batch, samples, rate_scale, loss
 Landed = tuple[int, int, int, int, int, int]  # sums, parts, loss_there, kind, blocks, bytes
 
 class Learner:

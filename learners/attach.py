@@ -24,7 +24,8 @@ from gadei_ps.job.control import (
     TensorOffer,
     memory_file,
 )
-from gadei_ps.job.optimizer import NOTHING, Settings
+from gadei_ps.job.groups import group_numbers, without
+from gadei_ps.learners.said import Says
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import CONTROL, SHARD, Mode, Phase, Role, SegmentKind
 from gadei_ps.memory.segment import Segment
@@ -32,6 +33,7 @@ from gadei_ps.memory.weights import Tensor
 from gadei_ps.show.progress import Lines
 
 DETACH_S = 1.0
+SILENT = Says()
 LEARNER_VARIABLE = "GADEI_PS_LEARNER"
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -82,7 +84,8 @@ class Told:
 
     @property
     def hyper(self) -> npt.NDArray[np.float64]:
-        """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack)."""
+        """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack): float64
+        of shape (groups, HYPER). The last group has the parameters that no other one names."""
         return numbers.read(self._control, self._control_at)[1]
 
     @property
@@ -128,7 +131,7 @@ def offer(
     tensors: Arrays,
     buffers: Arrays,
     heard: Heard | None = None,
-    says: Settings = NOTHING,
+    says: Says = SILENT,
     aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Makes the job's model, or checks that it is this one. heard: as for Connection.request.
@@ -137,7 +140,14 @@ def offer(
     own, for exports. Raises ModelMismatch, NoSharedMemory, or UsageError for settings that no
     optimizer has.
     """
-    given = [Tensor(name, np.shape(array)) for name, array in tensors.items()]
+    groups = says.groups or ()
+    group_of = group_numbers(tensors, groups)
+    given = [Tensor(name, np.shape(array), group=group_of[name]) for name, array in tensors.items()]
+    for group in without(given, groups):
+        raise UsageError(
+            f"groups[{group}]: {' '.join(groups[group].match)!r} names no parameter that is in no "
+            "group before it; correct the name or leave the group out"
+        )
     given += [Tensor(name, np.shape(array), Role.BUFFER) for name, array in buffers.items()]
     further: dict[str, list[str]] = {}
     for alias, of in (aliases or {}).items():
@@ -166,10 +176,11 @@ def offer(
                         shape=list(one.shape),
                         role=one.role.value,
                         aliases=list(one.aliases) or None,
+                        group=one.group,
                     )
                     for one in model.tensors
                 ],
-                optimizer=says if says.said else None,
+                optimizer=says.told(),
             ),
             fds=[fd],
             heard=heard,
@@ -187,14 +198,14 @@ def _to_the_script() -> int:
 
 
 def attach(
-    connection: Lasting, name: str, heard: Heard | None = None, says: Settings = NOTHING
+    connection: Lasting, name: str, heard: Heard | None = None, says: Says = SILENT
 ) -> Place:
     """Gets a place for this process. A place whose memory cannot be mapped is given back.
 
     heard: as for Connection.request. says: about the optimizer. Warns where the job says otherwise;
     raises UsageError where that is from another script, from a checkpoint or a default.
     """
-    asked = Attach(name=name[:31], number=number(), optimizer=says if says.said else None)
+    asked = Attach(name=name[:31], number=number(), optimizer=says.told())
     reply = connection.request(asked, heard=heard)
     if "notice" in reply and number() <= 0:  # one of a team says it
         warnings.warn(reply["notice"], stacklevel=_to_the_script())

@@ -34,7 +34,6 @@ import numpy.typing as npt
 from gadei_ps import _native
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
 from gadei_ps.job.control import Lasting
-from gadei_ps.job.optimizer import Settings
 from gadei_ps.learners.attach import Arrays, attach, detach, listener, offer
 from gadei_ps.learners.frame import (
     NONE,
@@ -49,7 +48,7 @@ from gadei_ps.learners.frame import (
     whole_at,
 )
 from gadei_ps.learners.optimizer_state import OptimizerState
-from gadei_ps.learners.said import said
+from gadei_ps.learners.said import Says, says_of
 from gadei_ps.learners.waits import Carrier, OnlyOne, forks, limit
 from gadei_ps.learners.work import Batch, Taken, Work, epoch_order
 from gadei_ps.memory import weights
@@ -110,7 +109,7 @@ class Client(Work, OptimizerState):
         tensors: Arrays | None = None,
         buffers: Arrays | None = None,
         aliases: Mapping[str, str] | None = None,
-        optimizer: Mapping[str, Any] | Settings | None = None,
+        optimizer: Mapping[str, Any] | Says | None = None,
         wire: str = "float32",
         error_feedback: bool = False,
         name: str = "",
@@ -127,7 +126,7 @@ class Client(Work, OptimizerState):
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
         if not isinstance(name, str):
             raise UsageError(f"name={name!r}: give a text, which status shows")
-        says = optimizer if isinstance(optimizer, Settings) else said(**(optimizer or {}))
+        says = says_of(optimizer, tensors)
         self._forks = forks()
         try:
             self._connection = Lasting(target)
@@ -306,7 +305,7 @@ class Client(Work, OptimizerState):
         *,
         loss: float = UNKNOWN,
         samples: int = 0,
-        rate_scale: float = 1.0,
+        rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
         version: int | None = None,
         timeout_s: float | None = None,
@@ -319,9 +318,10 @@ class Client(Work, OptimizerState):
         when a gradient names it (torch.optim.SparseAdam's rule). batch: id of the batch it answers;
         by default the one taken first of those not yet answered. version: that it was computed
         from; by default the last pulled. A gradient that is not `wanted` any more is given up.
-        rate_scale multiplies the job's learning rate. Raises PushTimeout, JobStopped, JobFailed;
-        UsageError where another thread pushes, or after detach(). Then nothing has been published;
-        after a KeyboardInterrupt perhaps: `published` tells.
+        rate_scale multiplies the job's learning rate: a number for all groups of parameters, or a
+        tuple of one for each. Raises PushTimeout, JobStopped, JobFailed; UsageError where another
+        thread pushes, or after detach(). Then nothing has been published; after a
+        KeyboardInterrupt perhaps: `published` tells.
         """
         kept: list[object] = []
         return self.push_from(
@@ -340,7 +340,7 @@ class Client(Work, OptimizerState):
         *,
         loss: float = UNKNOWN,
         samples: int = 0,
-        rate_scale: float = 1.0,
+        rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
         version: int | None = None,
         timeout_s: float | None = None,

@@ -212,7 +212,7 @@ class Frames(ABC):
         *,
         loss: float = UNKNOWN,
         samples: int = 0,
-        rate_scale: float = 1.0,
+        rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
         version: int | None = None,
     ) -> int:
@@ -250,7 +250,7 @@ class Frames(ABC):
         version: int,
         loss: float | None = None,
         samples: int = 0,
-        rate_scale: float = 1.0,
+        rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
     ) -> _native.Facts:
         """What publish_landed() says of a gradient, for use before anything of it is on its way.

@@ -56,7 +56,7 @@ class OptimizerState(Assigns):
         """
         self._land()
         self.wait_applied()
-        count = slots(int(self.hyper[0]))
+        count = slots(int(self.hyper[0, 0]))
         elements = self.model.elements
         size = (1 + count) * elements * 4
         file = control.memory_file(size, [])
@@ -84,7 +84,7 @@ class OptimizerState(Assigns):
         yet, and the others wait for that. Later, the learner writes it itself. Raises what assign()
         raises.
         """
-        count = slots(int(self.hyper[0]))
+        count = slots(int(self.hyper[0, 0]))
         if len(values) != count:
             raise UsageError(f"the state has {len(values)} slots, the job's optimizer {count}")
         zeros = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from gadei_ps.errors import UsageError
-from gadei_ps.job.optimizer import NOTHING, Settings
+from gadei_ps.job.groups import Group
+from gadei_ps.job.optimizer import MOST_GROUPS, Said, Settings
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 
 KINDS = tuple(kind.name.lower() for kind in Kind)
@@ -26,6 +27,21 @@ CANNOT = frozenset(
     ("amsgrad", "dampening", "differentiable", "initial_accumulator_value", "lr_decay", "maximize")
 )
 
+OF_A_GROUP = ("lr", "momentum", "betas", "eps", "weight_decay")
+
+
+class Says(Said):
+    """What a script says, with the names of the parameters in each group."""
+
+    groups: tuple[Group, ...] | None = None
+
+    def told(self) -> Said | None:
+        """The same for the watchdog, which hears the groups of tensors with the model."""
+        if self.is_silent:
+            return None
+        groups = None if self.groups is None else [Settings(**one.said) for one in self.groups]
+        return Said(**self.said, groups=groups)
+
 
 def said(
     *,
@@ -36,28 +52,42 @@ def said(
     betas: Sequence[float] | None = None,
     eps: float | None = None,
     weight_decay: float | None = None,
+    groups: Iterable[Mapping[str, Any]] | None = None,
     **others: object,
-) -> Settings:
+) -> Says:
     """The settings that a script gives.
 
     kind: sgd, momentum, nesterov, adagrad, adam, adamw or add; sgd with a momentum is momentum, as
     in torch.optim.SGD. With a kind, what is not given has the default of torch's class. Without
-    one, only lr and weight_decay can be given, for whichever the job has. others: further keywords
-    of torch's classes. Raises UsageError for what a job cannot do.
+    one, only lr and weight_decay can be given, for whichever the job has. groups: as torch's
+    parameter groups, the names of parameters, or patterns of names, as `params`; what a group does
+    not say is that of the optimizer. A parameter belongs to the first group that names it. others:
+    further keywords of torch's classes. Raises UsageError for what a job cannot do.
     """
     _check_others(others)
+    own = None if groups is None else [_group(number, one) for number, one in enumerate(groups)]
+    if own is not None and len(own) > MOST_GROUPS:
+        raise UsageError(f"groups: {len(own)} are given; a job has at most {MOST_GROUPS}")
     given = {"momentum": momentum, "betas": betas, "eps": eps, "nesterov": nesterov or None}
     if kind is None:
         for name, value in given.items():
             if value is not None:
                 raise UsageError(f"{name}={value!r}: give kind as well, one of {', '.join(KINDS)}")
-        if lr is None and weight_decay is None:
-            return NOTHING
-        return _checked(
-            {"lr": _number("lr", lr), "weight_decay": _number("weight_decay", weight_decay)}
-        )
-    name = _kind(kind, momentum, nesterov)
-    fields: dict[str, Any] = {
+        fields = {"lr": _number("lr", lr), "weight_decay": _number("weight_decay", weight_decay)}
+        for number, group in enumerate(own or ()):
+            for name in group.keys() - {"match", *fields}:
+                word = "betas" if name.startswith("beta") else name
+                raise UsageError(
+                    f"groups[{number}]: {word}: give kind as well, one of {', '.join(KINDS)}"
+                )
+        return _checked(fields, own)
+    most = max((one.get("momentum", 0.0) for one in own or ()), default=0.0)
+    bare = momentum == 0 or (momentum is None and str(kind).lower() == "sgd")
+    if most and bare and not nesterov and str(kind).lower() in ("sgd", "momentum"):
+        name, momentum = _kind(kind, most, nesterov), 0.0
+    else:
+        name = _kind(kind, momentum, nesterov)
+    values: dict[str, Any] = {
         "lr": _number("lr", lr),
         "momentum": _number("momentum", momentum),
         "eps": _number("eps", eps),
@@ -66,15 +96,58 @@ def said(
     if betas is not None:
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise UsageError(f"betas={betas!r}: give two numbers, as (0.9, 0.999)")
-        fields["beta1"], fields["beta2"] = (_number("betas", one) for one in betas)
-    fields = {field: value for field, value in fields.items() if value is not None}
-    has = OF_TORCH[name]
-    if name == "sgd":
+        values["beta1"], values["beta2"] = (_number("betas", one) for one in betas)
+    values = {field: value for field, value in values.items() if value is not None}
+    _check_has(name, values)
+    for number, group in enumerate(own or ()):
+        _check_has(name, group, f"groups[{number}]: ")
+    return _checked({"kind": name, **OF_TORCH[name], **values}, own or ())
+
+
+def _check_has(kind: str, fields: dict[str, Any], where: str = "") -> None:
+    """Raises UsageError for a field that the kind does not look at."""
+    if kind == "sgd":
         fields.pop("momentum", None)  # it is 0
-    for field in fields.keys() - has.keys():
+    for field in fields.keys() - OF_TORCH[kind].keys() - {"match"}:
         word = "betas" if field.startswith("beta") else field
-        raise UsageError(f"{word}: {name} has none; leave it out, or give another kind")
-    return _checked({"kind": name, **has, **fields})
+        raise UsageError(f"{where}{word}: {kind} has none; leave it out, or give another kind")
+
+
+def _group(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a Group. Raises UsageError."""
+    where = f"groups[{number}]"
+    if not isinstance(given, Mapping) or "params" not in given:
+        raise UsageError(f"{where}: give a dict with params, as {{'params': '*.bias', 'lr': 0.1}}")
+    names = given["params"]
+    names = [names] if isinstance(names, str) else list(names)
+    if not names or not all(isinstance(one, str) for one in names):
+        raise UsageError(f"{where}: params={names!r}: give names of parameters, or patterns")
+    fields: dict[str, Any] = {"match": tuple(names)}
+    for name, value in given.items():
+        if name == "params" or value is None:
+            continue
+        if name not in OF_A_GROUP:
+            raise UsageError(
+                f"{where}: {name}={value!r}: a group has params, {', '.join(OF_A_GROUP)}; all else "
+                "is said once for all parameters"
+            )
+        if name == "betas":
+            if not isinstance(value, Sequence) or len(value) != 2:
+                raise UsageError(f"{where}: betas={value!r}: give two numbers, as (0.9, 0.999)")
+            fields["beta1"], fields["beta2"] = (_number(f"{where}: betas", one) for one in value)
+        else:
+            fields[name] = _number(f"{where}: {name}", value)
+    return fields
+
+
+def says_of(optimizer: Mapping[str, Any] | Says | None, tensors: object) -> Says:
+    """What a client is given. tensors: None if it brings no model. Raises UsageError."""
+    says = optimizer if isinstance(optimizer, Says) else said(**(optimizer or {}))
+    if says.groups and tensors is None:
+        raise UsageError(
+            "groups name parameters: give tensors, or [[optimizer.groups]] in the job file"
+        )
+    return says
 
 
 def _kind(kind: str, momentum: float | None, nesterov: bool | None) -> str:
@@ -110,15 +183,22 @@ def _number(name: str, value: SupportsFloat | None) -> float | None:
         raise UsageError(f"{name}={value!r}: give a number") from None
 
 
-def _checked(fields: dict[str, Any]) -> Settings:
+def _checked(fields: dict[str, Any], groups: Sequence[dict[str, Any]] | None) -> Says:
     """Raises UsageError naming the field that is wrong."""
     fields = {name: value for name, value in fields.items() if value is not None}
     spec = {name: value for name, value in fields.items() if name != "kind"}
+    kind = Kind[fields.get("kind", "sgd").upper()]
+    own = [{name: one for name, one in group.items() if name != "match"} for group in groups or ()]
+    where = "optimizer"
     try:
-        OptimizerSpec(Kind[fields.get("kind", "sgd").upper()], **spec)
+        OptimizerSpec(kind, **spec)
+        for number, group in enumerate(own):
+            where = f"groups[{number}]"
+            OptimizerSpec(kind, **spec | group)
     except ValueError as error:
-        raise UsageError(f"optimizer: {error}") from None
-    return Settings(**fields)
+        raise UsageError(f"{where}: {error}") from None
+    said_groups = None if groups is None else tuple(Group(**group) for group in groups)
+    return Says(**fields, groups=said_groups)
 
 
 def _check_others(others: dict[str, object]) -> None:
@@ -126,7 +206,7 @@ def _check_others(others: dict[str, object]) -> None:
         if name not in HOW | CANNOT:
             raise UsageError(
                 f"{name}={value!r}: an optimizer has no such setting; it has kind, lr, momentum, "
-                "nesterov, betas, eps and weight_decay"
+                "nesterov, betas, eps, weight_decay and groups"
             )
         if name in CANNOT and value:
             raise UsageError(

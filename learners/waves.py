@@ -308,13 +308,13 @@ class Waves(WaveOrder):
 
 def adds(client: Client) -> bool:
     """Whether the job adds what learners push."""
-    return int(client.hyper[optimizers.KIND]) == Kind.ADD
+    return int(client.hyper[0, optimizers.KIND]) == Kind.ADD
 
 
 def check(client: Client) -> None:
     """Raises UsageError unless the job adds what learners push."""
     if not adds(client):
-        kind = Kind(int(client.hyper[optimizers.KIND])).name.lower()
+        kind = Kind(int(client.hyper[0, optimizers.KIND])).name.lower()
         raise UsageError(
             f"the optimizer of job {client.job!r} is {kind}, which takes gradients: for updates "
             'that learners make, give Client optimizer={"kind": "add"} in all scripts, or start '

@@ -277,9 +277,8 @@ static int publish(gadei_learner *learner, double loss, uint32_t samples, float 
         return ps_fail(learner, GADEI_ERROR, "rate_scale is negative or not finite");
     if (!is_rows(learner))
         finish_dense(learner);
-    return publish_frame(learner, (struct ps_facts){.samples = samples,
-                                                    .rate_scale = rate_scale,
-                                                    .loss = loss});
+    struct ps_facts facts = {.samples = samples, .loss = loss};
+    return publish_frame(learner, ps_scaled(facts, rate_scale));
 }
 
 int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
@@ -295,7 +294,7 @@ static int publish_nothing(gadei_learner *learner, uint32_t computed, int64_t ti
     if (result)
         return result;
     ps_frame_empty(&learner->common, computed);
-    return publish_frame(learner, (struct ps_facts){.rate_scale = 1.0f, .loss = NAN});
+    return publish_frame(learner, ps_scaled((struct ps_facts){.loss = NAN}, 1.0f));
 }
 
 int gadei_give_up(gadei_learner *learner, int64_t timeout_ms)
@@ -322,9 +321,8 @@ static int push(gadei_learner *learner, const float *gradient, double loss, uint
         drop_slot(learner);
         return not_written(learner, result, written.tensor, 0);
     }
-    result = publish_frame(learner, (struct ps_facts){.samples = samples,
-                                                      .rate_scale = 1.0f,
-                                                      .loss = loss});
+    struct ps_facts facts = {.samples = samples, .loss = loss};
+    result = publish_frame(learner, ps_scaled(facts, 1.0f));
     if (result)
         return result;
     return isfinite(written.squares) ? GADEI_OK : GADEI_NONFINITE;
@@ -359,8 +357,8 @@ static int assign(gadei_learner *learner, const float *const *values, int reset,
 {
     struct ps_learner *common = &learner->common;
     struct ps_limit limit = ps_limit_of(timeout_ms);
-    struct ps_facts facts = {
-        .version = common->version, .batch = PS_NO_BATCH, .rate_scale = 1.0f, .loss = NAN};
+    struct ps_facts facts = {.version = common->version, .batch = PS_NO_BATCH, .loss = NAN};
+    facts = ps_scaled(facts, 1.0f);
     double started = common->started; /* of the iteration in hand, which goes on */
     if (!values)
         return ps_fail(learner, GADEI_ERROR, "assign: values are NULL");

@@ -3,6 +3,30 @@
 
 #include <math.h>
 
+/* A number for all groups, or one for each of the first groups; the rest have 1. */
+static int take_scales(PyObject *given, struct ps_facts *facts)
+{
+    int each = PyTuple_Check(given);
+    Py_ssize_t count = each ? PyTuple_GET_SIZE(given) : PS_MAX_GROUPS;
+    if (count > PS_MAX_GROUPS) {
+        PyErr_Format(PyExc_ValueError, "rate_scale: %zd numbers for at most %d groups", count,
+                     PS_MAX_GROUPS);
+        return -1;
+    }
+    double scale = each ? 1.0 : PyFloat_AsDouble(given);
+    for (Py_ssize_t i = 0; i < PS_MAX_GROUPS; i++) {
+        double one = each && i < count ? PyFloat_AsDouble(PyTuple_GET_ITEM(given, i)) : scale;
+        if (one == -1.0 && PyErr_Occurred())
+            return -1;
+        facts->rate_scale[i] = (float)one;
+        if (!(facts->rate_scale[i] >= 0.0f && isfinite(facts->rate_scale[i]))) {
+            PyErr_SetString(PyExc_ValueError, "rate_scale is negative or not finite");
+            return -1;
+        }
+    }
+    return 0;
+}
+
 int take_facts(PyObject *given, struct ps_facts *facts)
 {
     uint64_t whole[3];
@@ -20,7 +44,6 @@ int take_facts(PyObject *given, struct ps_facts *facts)
             PyErr_Clear();
         }
     }
-    double scale = PyFloat_AsDouble(PyTuple_GET_ITEM(given, 3));
     double loss = PyFloat_AsDouble(PyTuple_GET_ITEM(given, 4));
     if (PyErr_Occurred())
         return -1;
@@ -28,12 +51,9 @@ int take_facts(PyObject *given, struct ps_facts *facts)
         PyErr_SetString(PyExc_ValueError, "samples: use 0 to 4294967295");
         return -1;
     }
-    *facts = (struct ps_facts){whole[0], whole[1], (uint32_t)whole[2], (float)scale, loss};
-    if (!(facts->rate_scale >= 0.0f && isfinite(facts->rate_scale))) {
-        PyErr_SetString(PyExc_ValueError, "rate_scale is negative or not finite");
-        return -1;
-    }
-    return 0;
+    *facts = (struct ps_facts){
+        .version = whole[0], .batch = whole[1], .samples = (uint32_t)whole[2], .loss = loss};
+    return take_scales(PyTuple_GET_ITEM(given, 3), facts);
 }
 
 void bad_row(uint64_t tensor, int64_t row)

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x2d2753bfacb494c0ull
+#define PS_BUILD 0x5084b763a2e9193aull
 
 #endif

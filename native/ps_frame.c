@@ -1,5 +1,6 @@
 /* A learner's frames; see ps_learner.h. */
 #include <math.h>
+#include <string.h>
 
 #include "ps_learner.h"
 #include "ps_atomic.h"
@@ -11,9 +12,11 @@ enum { KIND_SGD = 1, KIND_ADAGRAD = 4, KIND_ADD = 7 };
 /* Whether rows whose gradient is zero move nothing: not where weights decay. */
 static uint32_t ps_zeros_are_skipped(const struct ps_control *control)
 {
-    const double kind = control->hyper[HYPER_KIND];
-    return kind == KIND_ADD || ((kind == KIND_SGD || kind == KIND_ADAGRAD) &&
-                                control->hyper[HYPER_WEIGHT_DECAY] == 0.0);
+    const double kind = control->hyper[0][HYPER_KIND];
+    for (uint32_t i = 0; i < control->groups && i < PS_MAX_GROUPS; i++)
+        if (control->hyper[i][HYPER_WEIGHT_DECAY] != 0.0 && kind != KIND_ADD)
+            return 0;
+    return kind == KIND_ADD || kind == KIND_SGD || kind == KIND_ADAGRAD;
 }
 
 void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
@@ -149,17 +152,18 @@ void ps_frame_assign(struct ps_learner *learner, char *payload, const struct ps_
 
 static struct ps_frame header(const struct ps_learner *learner, const struct ps_facts *facts)
 {
-    return (struct ps_frame){
+    struct ps_frame frame = {
         .sequence = learner->calls.claimed,
         .clock = learner->published,
         .version = facts->version,
         .dtype = learner->dtype,
         .batch = facts->batch,
         .samples = facts->samples,
-        .rate_scale = facts->rate_scale,
         .loss = facts->loss,
         .started = learner->started,
     };
+    memcpy(frame.rate_scale, facts->rate_scale, sizeof frame.rate_scale);
+    return frame;
 }
 
 void ps_frame_counted(struct ps_learner *learner)

@@ -104,10 +104,8 @@
   F(T, 88, u32, grant_seq, , S, "futex of the learner, bumped when `grant` changes")              \
   F(T, 92, u32, member, , S, "1: the synchronization model waits for it")                         \
   F(T, 96, u64, base, , S, "its clock in the model less its gradients reported, modulo 2^64")     \
-  F(T, 104, u64, obsolete, , S,                                                                   \
-    "iterations, in its own clock, below which gradients will be dropped")                        \
-  F(T, 112, u64, broken, , S, "last generation whose ring is damaged: no server reads it")        \
-  P(120, 8)                                                                                       \
+  F(T, 104, u64, obsolete, , S, "iterations, in its clock, below which gradients are dropped")    \
+  F(T, 112, u64, broken, , S, "last generation with a damaged ring: no server reads it") P(120, 8)\
   F(T, 128, u64, applied, , 0, "gradients of this generation")                                    \
   F(T, 136, u64, dropped, , 0, "of this generation")                                              \
   F(T, 144, u64, refused, , 0, "of this generation")                                              \
@@ -123,12 +121,10 @@
   F(T, 220, u32, drained, , 0, "1: gone, its frames are consumed, its batches handed back")       \
   F(T, 224, u64, unasked, , 0, "gradients that named a batch which was not handed to it")         \
   F(T, 232, u64, handed, , 0, "batches handed to it")                                             \
-  F(T, 240, f64, norm, , 0, "Euclidean norm of the last gradient applied, as its frame says")     \
-  P(248, 8)                                                                                       \
+  F(T, 240, f64, norm, , 0, "Euclidean norm of the last gradient applied, in its frame") P(248, 8)\
   F(T, 256, u64, histogram, [PS_HISTOGRAM], 0, "staleness 0 to 15 each, then powers of two")      \
   F(T, 512, u64, outstanding, [PS_AHEAD], 0, "batches not yet answered; PS_NO_BATCH: free")       \
-  F(T, 640, u64, items, [PS_AHEAD], 0,                                                            \
-    "batches handed: number n at n % PS_AHEAD; the ring has a copy")
+  F(T, 640, u64, items, [PS_AHEAD], 0, "batches handed: n at n % PS_AHEAD; the ring has a copy")
 
 /* The control segment. W writes what stands below 448 once, before the magic, unless it says more.
  *
@@ -136,8 +132,8 @@
  * || header ||
  * 128       132     136     140    144      148                152               156         160
  * || shards | slots | ahead | mode | report | refuse_nonfinite | staleness_aware | optimizer |
- * 160       168     176            184 192          448
- * | spin_ns | build | server_build |   || hyper[32] ||
+ * 160       168     176            184 192       196 200         208 448
+ * | spin_ns | build | server_build |   || groups |   | said_word |   ||
  * 448      452    456           460            464              472     480         488     496
  * || phase | stop | model_ready | watchdog_pid | watchdog_start | pause | temporary | saves |
  * 496           504              512
@@ -162,8 +158,8 @@
  * || server[2] || shard[64] || roster[256] || superstep_action[256] ||
  * 207104                   208128                 210176           242944               243968
  * || superstep_reason[256] || superstep_upto[256] || requeue[4096] || sync_text[2][512] ||
- * 243968             246016            246272
- * || ring_inode[256] || hyper_next[32] ||
+ * 243968             246016           248064                250112            252160
+ * || ring_inode[256] || hyper[16][16] || hyper_next[16][16] || said[2][16][8] ||
  */
 #define PS_CONTROL_FIELDS(F, P, T)                                                               \
   F(T, 0, header, header, , W, "")                                                               \
@@ -177,9 +173,9 @@
   F(T, 156, u32, optimizer, , W, "Kind of kernels/optimizers.py")                                \
   F(T, 160, u64, spin_ns, , W, "time that a shard spins; a learner spins at most 8 us")          \
   F(T, 168, u64, build, , W, "of the C sources (ps_build.h); attaching refuses another one")     \
-  F(T, 176, u64, server_build, , W, "of all that a server runs; a server of another build ends") \
-  P(184, 8)                                                                                      \
-  F(T, 192, f64, hyper, [PS_HYPER_ROOM], W/S, "the packed optimizer (kernels/optimizers.py)")    \
+  F(T, 176, u64, server_build, , W, "what servers run; one of another build ends") P(184, 8)     \
+  F(T, 192, u32, groups, , W, "of parameters; written before `model_ready`") P(196, 4)           \
+  F(T, 200, u64, said_word, , W, "which half of `said` counts, and what it has") P(208, 240)     \
   F(T, 448, u32, phase, , W, "enum ps_phase")                                                    \
   F(T, 452, u32, stop, , W, "enum ps_stop")                                                      \
   F(T, 456, u32, model_ready, , W, "1: weights and state exist")                                 \
@@ -238,14 +234,15 @@
   F(T, 208128, u64, superstep_upto, [PS_MAX_LEARNERS], S, "frames consumed once it is done")     \
   F(T, 210176, u64, requeue, [PS_REQUEUE], 0, "batches to hand out again")                       \
   F(T, 242944, u8, sync_text, [2][PS_SYNC_TEXT], W, "the model in force; the next or last one")  \
-  F(T, 243968, u64, ring_inode, [PS_MAX_LEARNERS], W,                                            \
-    "of each ring's file: its name may lead elsewhere")                                          \
-  F(T, 246016, f64, hyper_next, [PS_HYPER_ROOM], W, "what `hyper` is to be")
+  F(T, 243968, u64, ring_inode, [PS_MAX_LEARNERS], W, "its file: the name may lead elsewhere")   \
+  F(T, 246016, f64, hyper, [PS_MAX_GROUPS][PS_HYPER], W/S, "packed (kernels/optimizers.py)")     \
+  F(T, 248064, f64, hyper_next, [PS_MAX_GROUPS][PS_HYPER], W, "what `hyper` is to be")           \
+  F(T, 250112, f64, said, [2][PS_MAX_GROUPS][PS_SAID], W, "what scripts say (watchdog/script.py)")
 
 /* A row of the table in the weights segment.
  *
- * 0            120    124    128         192      200     208 256
- * || name[120] | role | dims || shape[8] || start | count |   ||
+ * 0            120    124    128         192      200     208     216 256
+ * || name[120] | role | dims || shape[8] || start | count | group |   ||
  */
 #define PS_TENSOR_FIELDS(F, P, T)                                          \
   F(T, 0, char, name, [120], W, "UTF-8, ends with a zero byte")            \
@@ -253,7 +250,8 @@
   F(T, 124, u32, dims, , W, "")                                            \
   F(T, 128, u64, shape, [PS_MAX_DIMS], W, "the first `dims`")              \
   F(T, 192, u64, start, , W, "first element; a multiple of 16 (64 bytes)") \
-  F(T, 200, u64, count, , W, "elements") P(208, 48)
+  F(T, 200, u64, count, , W, "elements")                                   \
+  F(T, 208, u64, group, , W, "of parameters, from 0; buffers: 0") P(216, 40)
 
 /* Begins the weights segment; W writes it before the magic.
  *
@@ -283,10 +281,10 @@
 /* What a shard is doing, so that its successor can finish it. Open: the half of the undo log that
  * belongs to the chunk holds it as it was.
  *
- * 0         8      16           24         32     40     48        56        64
- * || cursor | ring | generation | sequence | step | rate | version | applies ||
- * 64       72           80       88     96     104         112 128        176 192
- * || steps | supersteps | booked | torn | tear | next_step |   || span[2] |   ||
+ * 0         8      16           24         32     40 48        56        64
+ * || cursor | ring | generation | sequence | step |  | version | applies ||
+ * 64       72           80       88     96     104         112 128        176 192         320
+ * || steps | supersteps | booked | torn | tear | next_step |   || span[2] |   || rate[16] ||
  */
 #define PS_RECORD_FIELDS(F, P, T)                                                               \
   F(T, 0, u64, cursor, , s,                                                                     \
@@ -294,8 +292,7 @@
   F(T, 8, u64, ring, , s, "row of the gradient in hand; PS_MAX_LEARNERS: a superstep")          \
   F(T, 16, u64, generation, , s, "of that frame's ring")                                        \
   F(T, 24, u64, sequence, , s, "of that frame, or number of the superstep")                     \
-  F(T, 32, u64, step, , s, "optimizer steps finished before it")                                \
-  F(T, 40, f64, rate, , s, "learning rate that it is applied with")                             \
+  F(T, 32, u64, step, , s, "optimizer steps finished before it") P(40, 8)                       \
   F(T, 48, u64, version, , s, "gradients applied before it")                                    \
   F(T, 56, u64, applies, , s, "gradients in it: 1, or those in a superstep's mean")             \
   F(T, 64, u64, steps, , s, "optimizer steps finished")                                         \
@@ -304,7 +301,8 @@
   F(T, 88, u64, torn, , s, "parts of gradients that it could not read to their end")            \
   F(T, 96, u64, tear, , s, "the same, before the gradient in hand")                              \
   F(T, 104, u64, next_step, , s, "optimizer steps finished after it") P(112, 16)                  \
-  F(T, 128, span, span, [2], s, "the last two stretches of chunks, in turn") P(176, 16)
+  F(T, 128, span, span, [2], s, "the last two stretches of chunks, in turn") P(176, 16)          \
+  F(T, 192, f64, rate, [PS_MAX_GROUPS], s, "each group's rate that the gradient is applied with")
 
 /* Old values of what a transaction of the books changes. A block: the old words, then one word
  * that says where they belong; `used` is stored after each block.
@@ -332,7 +330,7 @@
  *
  * 0         128        136        144          152       160       168      176 192
  * || header || streams | slots_at | slot_bytes | undo_at | loading | loaded |   ||
- * 192           12480               143552     145600            1194176
+ * 192           20672               151744     153792            1202368
  * || record[64] || applied[64][256] || journal || runs[256][128] ||
  */
 #define PS_STATE_FIELDS(F, P, T)                                                           \
@@ -344,16 +342,18 @@
   F(T, 160, u64, loading, , W, "generation of who loads the optimizer's state; 0: nobody") \
   F(T, 168, u64, loaded, , W, "digest of what was loaded; 0: nothing") P(176, 16)          \
   F(T, 192, record, record, [PS_MAX_SHARDS], s, "what a shard is doing")                   \
-  F(T, 12480, u64, applied, [PS_MAX_SHARDS][PS_MAX_LEARNERS], s/S, "frames consumed")       \
-  F(T, 143552, journal, journal, , 0, "old values of the transaction in hand")             \
-  F(T, 145600, run, runs, [PS_MAX_LEARNERS][PS_RUNS], 0, "frame n at n % PS_RUNS")
+  F(T, 20672, u64, applied, [PS_MAX_SHARDS][PS_MAX_LEARNERS], s/S, "frames consumed")       \
+  F(T, 151744, journal, journal, , 0, "old values of the transaction in hand")             \
+  F(T, 153792, run, runs, [PS_MAX_LEARNERS][PS_RUNS], 0, "frame n at n % PS_RUNS")
 
 /* A frame: this header, and its payload PS_PAYLOAD_AT bytes after the slot's begin.
  *
  * 0           8            16      24        32     36      40              48      52       56
  * || sequence | generation | clock | version | kind | dtype | payload_bytes | flags | blocks |
- * 56      64         68           72     80        88         96        104      112     120 128
- * | batch || samples | rate_scale | loss | started | finished | squares | stream | steps |   ||
+ * 56      64         68 72     80        88         96        104      112     120 128
+ * | batch || samples |  | loss | started | finished | squares | stream | steps |   ||
+ * 128               192
+ * || rate_scale[16] ||
  */
 #define PS_FRAME_FIELDS(F, P, T)                                                              \
   F(T, 0, u64, sequence, , L, "0 for the ring's first frame, then one more each time")        \
@@ -366,14 +366,14 @@
   F(T, 48, u32, flags, , L, "enum ps_flags")                                                  \
   F(T, 52, u32, blocks, , L, "blocks of a rows frame; of an empty one: 1 if it was computed") \
   F(T, 56, u64, batch, , L, "epoch << 32 | index, or PS_NO_BATCH")                            \
-  F(T, 64, u32, samples, , L, "")                                                             \
-  F(T, 68, f32, rate_scale, , L, "times the job's learning rate; normally 1")                 \
+  F(T, 64, u32, samples, , L, "") P(68, 4)                                                    \
   F(T, 72, f64, loss, , L, "NaN: not told")                                                   \
   F(T, 80, f64, started, , L, "CLOCK_MONOTONIC, seconds")                                     \
   F(T, 88, f64, finished, , L, "")                                                            \
   F(T, 96, f64, squares, , L, "sum of squares of parameters; infinite if a value is not finite") \
   F(T, 104, u64, stream, , L, "of an assignment: 0 weights, 1 or 2 a slot of the optimizer")  \
-  F(T, 112, u64, steps, , L, "of an assignment: steps after it, or PS_SAME_STEPS") P(120, 8)
+  F(T, 112, u64, steps, , L, "of an assignment: steps after it, or PS_SAME_STEPS") P(120, 8)  \
+  F(T, 128, f32, rate_scale, [PS_MAX_GROUPS], L, "times each group's learning rate; normally 1")
 
 /* One tensor of a rows frame; the blocks stand at the payload's begin.
  *
@@ -432,15 +432,15 @@
   X(ps_shard, PS_SHARD_FIELDS, 128)        \
   X(ps_server, PS_SERVER_FIELDS, 64)       \
   X(ps_entry, PS_ENTRY_FIELDS, 768)        \
-  X(ps_control, PS_CONTROL_FIELDS, 246272) \
+  X(ps_control, PS_CONTROL_FIELDS, 252160) \
   X(ps_tensor, PS_TENSOR_FIELDS, 256)      \
   X(ps_weights, PS_WEIGHTS_FIELDS, 192)    \
   X(ps_span, PS_SPAN_FIELDS, 24)           \
-  X(ps_record, PS_RECORD_FIELDS, 192)      \
+  X(ps_record, PS_RECORD_FIELDS, 320)      \
   X(ps_journal, PS_JOURNAL_FIELDS, 2048)   \
   X(ps_run, PS_RUN_FIELDS, 32)             \
-  X(ps_state, PS_STATE_FIELDS, 1194176)    \
-  X(ps_frame, PS_FRAME_FIELDS, 128)        \
+  X(ps_state, PS_STATE_FIELDS, 1202368)    \
+  X(ps_frame, PS_FRAME_FIELDS, 192)        \
   X(ps_block, PS_BLOCK_FIELDS, 32)         \
   X(ps_tail, PS_TAIL_FIELDS, 64)           \
   X(ps_ring, PS_RING_FIELDS, 4672)

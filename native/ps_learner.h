@@ -58,9 +58,17 @@ struct ps_facts {
     uint64_t version; /* of the weights it was computed from */
     uint64_t batch;   /* that it answers, or PS_NO_BATCH */
     uint32_t samples;
-    float rate_scale; /* not negative, finite */
     double loss;
+    float rate_scale[PS_MAX_GROUPS]; /* for each group; not negative, finite */
 };
+
+/* The same scale for all groups. */
+static inline struct ps_facts ps_scaled(struct ps_facts facts, float scale)
+{
+    for (int i = 0; i < PS_MAX_GROUPS; i++)
+        facts.rate_scale[i] = scale;
+    return facts;
+}
 
 /* Makes a learner whose next gradient is computed from the live weights as they are now. */
 void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,

@@ -122,7 +122,13 @@ class Admission:
     def offer(self, client: Client, request: Offer) -> Answer:
         """Raises JobStopped, ModelMismatch, UsageError or ControlError."""
         offered = [
-            Tensor(one.name, tuple(one.shape), Role(one.role), aliases=tuple(one.aliases or ()))
+            Tensor(
+                one.name,
+                tuple(one.shape),
+                Role(one.role),
+                aliases=tuple(one.aliases or ()),
+                group=one.group,
+            )
             for one in request.tensors
         ]
         says = Script(request.optimizer or NOTHING)
@@ -151,10 +157,12 @@ class Admission:
     ) -> Answer:
         """early: whether another learner is to make the model, where they begin together."""
         self._stopping.refuse()
-        model = self._memory.model or (self._coming[1] if self._coming is not None else None)
-        if model is not None:
-            self._check_same(model, offered)
-        if self._memory.model is not None:
+        memory = self._memory
+        there = memory.model or (self._coming[1] if self._coming is not None else None)
+        if there is not None:
+            self._check_same(there, offered)
+        if memory.model is not None:
+            script.check_members(memory.config, memory.script, memory.model, offered, says.settings)
             return {"made": False}
         if file is None:
             raise ControlError("an offer comes with a file of initial values")
@@ -165,9 +173,11 @@ class Admission:
             again = Waiting(client, lambda: self._offer(client, offered, says, file))
             self._early.append((time.monotonic(), again))
             return None
+        config = self._memory.config
+        config.optimizer.specs(says.settings)
         placed = weights.place(offered)
-        self._memory.effective.optimizer.spec(says.settings)
-        first = First(placed, making.read_from(file.fd, placed), script=says)
+        whole = First(placed, making.read_from(file.fd, placed), script=says)
+        first = model.in_groups(config, whole)
 
         def make(progress: Progress) -> tuple[Segment, Segment]:
             try:
@@ -179,7 +189,7 @@ class Admission:
             self._model_made(client, first, made, error)
 
         task = self._maker.ask("the model", make, done)
-        self._coming = task, placed
+        self._coming = task, first.model
         self._asked[client] = task
         self._hear_early(lambda since: True)
         return None
@@ -319,9 +329,11 @@ class Admission:
         """What the scripts have said with this learner, and what it is to be told. Raises
         UsageError."""
         memory = self._memory
-        return script.settled(
-            memory.config, memory.script, request.optimizer or NOTHING, memory.changes
-        )
+        assert memory.model is not None
+        says = request.optimizer or NOTHING
+        said, notice = script.settled(memory.config, memory.script, says, memory.changes)
+        told = (notice, model.unused_groups(memory.config, memory.model))
+        return said, "; ".join(filter(None, told))
 
     def closed(self, client: Client) -> None:
         """A connection has ended. A learner that lives keeps the one by which it attached."""

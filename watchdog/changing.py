@@ -23,7 +23,7 @@ def change(memory: JobMemory, request: SetOptimizer) -> dict[str, Any]:
     before = wanted(memory)
     values = changes.checked(request.values, before.kind.name.lower())
     new = memory.changes.with_(values, memory.config)
-    after = settings.spec_of(memory.config, memory.script, new)
+    after = settings.specs_of(memory.config, memory.script, new)[-1]
     if new != memory.changes:
         memory.changes = new
         memory.enter_settings()
@@ -32,16 +32,21 @@ def change(memory: JobMemory, request: SetOptimizer) -> dict[str, Any]:
 
 
 def wanted(memory: JobMemory) -> OptimizerSpec:
-    """What counts of all that is said."""
-    return settings.spec_of(memory.config, memory.script, memory.changes)
+    """What counts of all that is said, for the parameters that are in no group."""
+    return _wanted(memory)[-1]
+
+
+def _wanted(memory: JobMemory) -> list[OptimizerSpec]:
+    """The same for each group, and at last for the others."""
+    return settings.specs_of(memory.config, memory.script, memory.changes)
 
 
 def is_settled(memory: JobMemory) -> bool:
     """Whether the servers apply gradients with what counts."""
-    return numbers.are_in_force(memory.control, wanted(memory).pack())
+    return numbers.are_in_force(memory.control, settings.packed(_wanted(memory)))
 
 
 def look(memory: JobMemory) -> None:
     """Asks for what is not in force yet: a change may have come amid another one. Every tick."""
     if memory.model is not None and not is_settled(memory):
-        numbers.ask(memory.control, wanted(memory).pack())
+        numbers.ask(memory.control, settings.packed(_wanted(memory)))

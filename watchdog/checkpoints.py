@@ -179,7 +179,7 @@ class Checkpoints:
             self.memory.files,
             str(config.checkpoint_directory()),
             config.checkpoint.keep if config.checkpoint else KEEP,
-            settings.with_script(config, self.memory.script).model_dump(mode="json"),
+            settings.with_script(config, self.memory.script),
             look_beyond,
             into,
         )

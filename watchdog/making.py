@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,6 +52,29 @@ def copied(values: np.ndarray) -> Values:
         out[:] = values[start : start + out.size]
 
     return copy
+
+
+def placed_anew(first: First, model: Model) -> First:
+    """The same tensors and values, where `model` has them."""
+    if model == first.model:
+        return first
+    values = _moved(first.values, first.model, model) if first.values is not None else None
+    return replace(first, model=model, values=values)
+
+
+def _moved(values: Values, source: Model, target: Model) -> Values:
+    """Values of the model `source` as the model `target` has them."""
+    begin_of = {tensor.name: tensor.start for tensor in source.tensors}
+
+    def move(out: FloatArray, start: int) -> None:
+        end = start + out.size
+        for tensor in target.tensors:
+            low = max(start, tensor.start)
+            high = min(end, tensor.start + tensor.count)
+            if low < high:
+                values(out[low - start : high - start], begin_of[tensor.name] + low - tensor.start)
+
+    return move
 
 
 def read_from(fd: int, model: Model) -> Values:
@@ -126,8 +149,12 @@ def state_segment(
     Raises NoSharedMemory and reserve.Cancelled.
     """
     slot_bytes = _slot_bytes(first.model)
-    slots = first.snapshot.slots if first.snapshot is not None else ()
-    filled = [(STREAMS_AT + number * slot_bytes, copied(slot)) for number, slot in enumerate(slots)]
+    slots: list[Values] = []
+    if first.snapshot is not None:
+        slots = [copied(slot) for slot in first.snapshot.slots]
+        if first.snapshot.model != first.model:
+            slots = [_moved(slot, first.snapshot.model, first.model) for slot in slots]
+    filled = [(STREAMS_AT + number * slot_bytes, slot) for number, slot in enumerate(slots)]
     made = segment.create(
         job,
         "state",

@@ -18,13 +18,14 @@ from gadei_ps.errors import (
     is_lasting,
 )
 from gadei_ps.job import changes, modes
+from gadei_ps.job import groups as job_groups
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.optimizer import FIELDS, Settings
+from gadei_ps.job.optimizer import FIELDS, Said
 from gadei_ps.machine import given
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.segment import Segment
-from gadei_ps.memory.weights import Tensor
+from gadei_ps.memory.weights import Model, Tensor
 from gadei_ps.show.counts import counted
 from gadei_ps.show.optimizer import start
 from gadei_ps.storage import checkpoint, export
@@ -49,10 +50,12 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
     check_fits(config, snapshot, path)
     try:
         has = snapshot.config["optimizer"]
-        said = Settings.model_validate({name: has.get(name) for name in FIELDS})
+        said = _saved(has)
         changed = changes.read(snapshot.changes).still(config)
-        changed.applied(config).optimizer.spec(said)
-    except (ValueError, UsageError) as error:  # the first: pydantic's, too
+        changed.applied(config).optimizer.specs(said)
+        if max(one.group for one in snapshot.model.tensors) > len(said.groups or ()):
+            raise UsageError("its tensors are in groups that it does not have")
+    except (ValueError, UsageError, AttributeError, TypeError) as error:  # pydantic's, too
         why = error if isinstance(error, UsageError) else "its optimizer is none of this gadei-ps"
         raise CheckpointMistake(
             f"{path}: the job cannot go on with the checkpoint's optimizer: {why}; say another in "
@@ -62,7 +65,27 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
     going_on = Script(said, is_open=True, saved=True)
     if changed.values:
         log.warning("the optimizer is as gadei-ps set has left it", **changed.values)
-    return First(snapshot.model, making.copied(snapshot.weights), snapshot, going_on, changed)
+    values = making.copied(snapshot.weights)
+    return in_groups(config, First(snapshot.model, values, snapshot, going_on, changed))
+
+
+def _saved(has: dict[str, Any]) -> Said:
+    """The settings of a checkpoint. Those of before there were groups have none."""
+
+    def settings(of: dict[str, Any]) -> dict[str, Any]:
+        return {name: of.get(name) for name in FIELDS}
+
+    groups = [settings(one) for one in has.get("groups") or ()]
+    return Said.model_validate(settings(has) | {"groups": groups})
+
+
+def in_groups(config: JobConfig, first: First) -> First:
+    """The same model with its parameters in the groups of the job file, if that has any."""
+    groups = config.optimizer.groups
+    if not groups:
+        return first
+    placed = weights.place(job_groups.grouped(first.model.tensors, groups))
+    return making.placed_anew(first, placed)
 
 
 def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
@@ -109,9 +132,9 @@ def configured(config: JobConfig) -> First | None:
     Raises UsageError, or JobFailed if its file cannot be read for now.
     """
     if config.weights is not None:
-        return _of_file(config, config.weights)
+        return in_groups(config, _of_file(config, config.weights))
     if config.tensors:
-        return First(weights.place(_tensors(config)), None)
+        return in_groups(config, First(weights.place(_tensors(config)), None))
     return None
 
 
@@ -171,12 +194,26 @@ def enter(memory: JobMemory, first: First, made: tuple[Segment, Segment], log: A
     memory.control.view(layout.CONTROL)["model_ready"] = 1
     memory.ring_bells()
     log.info("model", tensors=len(first.model.tensors), values=first.model.values)
+    if empty := unused_groups(memory.config, first.model):
+        log.warning(empty)
     log.info(started(memory))
+
+
+def unused_groups(config: JobConfig, model: Model) -> str:
+    """What is told of groups of the job file that have no parameter; empty if all have one."""
+    groups = config.optimizer.groups
+    empty = [groups[number] for number in job_groups.without(model.tensors, groups)]
+    if not empty:
+        return ""
+    names = " and ".join(repr(" ".join(one.match)) for one in empty)
+    return (
+        f"[[optimizer.groups]] match {names}: no parameter of the model that is in no group before "
+        "it; correct the pattern or leave it out"
+    )
 
 
 def started(memory: JobMemory) -> str:
     """What a job with a model does with gradients, in one line."""
     sync = modes.text(memory.control, modes.done(memory.control))
-    return start(
-        {"settings": script.report(memory.config, memory.script, memory.changes), "sync": sync}
-    )
+    told = script.report(memory.config, memory.script, memory.changes, memory.model)
+    return start({"settings": told, "sync": sync})

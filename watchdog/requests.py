@@ -253,7 +253,7 @@ class Requests:
             memory.control, memory.config, request.config, memory.script
         )
         changes = memory.changes.still(new)
-        settings.spec_of(new, memory.script, changes)
+        settings.specs_of(new, memory.script, changes)
         if new != memory.config:
             memory.config, memory.changes = new, changes
             memory.enter_settings()

@@ -1,29 +1,45 @@
 """What a learner's script has said about the optimizer: in the job's memory, and against the job's.
 
-It lies in the control segment behind the packed optimizer (`hyper`), in two places. One word says
-which place counts and which fields it has. So the next watchdog finds the old settings or the new
-ones, at whichever instant this one dies.
+It lies in the control segment (`said`), in two places. One word (`said_word`) says which place
+counts and how many groups it has. So the next watchdog finds the old settings or the new ones, at
+whichever instant this one dies. A place has a row for each group and, as the last one, a row for
+the optimizer itself. Each row has FIELDS, and a sum that says which of them are there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.optimizer import FIELDS, NOTHING, Settings, uses
-from gadei_ps.kernels import optimizers
-from gadei_ps.kernels.optimizers import Kind
+from gadei_ps.job.groups import Group
+from gadei_ps.job.optimizer import FIELDS, NOTHING, Said, Settings, uses
+from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Role
 from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.weights import Model, Tensor
+from gadei_ps.show.counts import counted
 
-WORD: Final = optimizers.PACKED  # index in `hyper` of a sum of these bits:
+# Bits of `said_word`.
 PLACE: Final = 1  # the second place counts
 OPEN: Final = 2
 SAVED: Final = 4
-FIRST_FIELD: Final = 8  # the first of FIELDS is there; the next bits are for the next ones
+GROUPED: Final = 8  # groups are said, or that there are none; how many stands in the bits above
+COUNT_AT: Final = 4
+SAY_THE_SAME: Final = (
+    "say the same groups in all scripts, or give them in [[optimizer.groups]] of the job file, "
+    "which count before the scripts"
+)
+NO_GROUPS: Final = "give them in [[optimizer.groups]] of the job file, or to a job that is new"
+
+MASK: Final = len(FIELDS)  # index in a row: a bit for each field that is there
+OWN: Final = layout.MAX_GROUPS - 1  # the row of the optimizer itself
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,7 @@ class Script:
     checkpoint had.
     """
 
-    settings: Settings = NOTHING
+    settings: Said = NOTHING
     is_open: bool = False
     saved: bool = False
 
@@ -53,31 +69,45 @@ UNSAID: Final = Script(is_open=True)
 
 def write(control: Segment, script: Script) -> None:
     """Enters what the script says; it counts from the last store on."""
-    hyper = control.view(layout.CONTROL)["hyper"]
-    place = 1 - (int(hyper[WORD]) & PLACE)
-    word = place | OPEN * script.is_open | SAVED * script.saved
+    words = control.view(layout.CONTROL)
+    place = 1 - (int(words["said_word"]) & PLACE)
+    groups = script.settings.groups
+    _write_row(words["said"][place, OWN], script.settings)
+    for row, group in zip(words["said"][place], groups or (), strict=False):
+        _write_row(row, group)
+    word = place | OPEN * script.is_open | SAVED * script.saved | GROUPED * (groups is not None)
+    words["said_word"] = word | len(groups or ()) << COUNT_AT
+
+
+def _write_row(row: np.ndarray, settings: Settings) -> None:
+    mask = 0
     for number, name in enumerate(FIELDS):
-        value = getattr(script.settings, name)
+        value = getattr(settings, name)
         if value is not None:
-            hyper[_at(place) + number] = Kind[value.upper()] if name == "kind" else value
-            word |= FIRST_FIELD << number
-    hyper[WORD] = word
+            row[number] = Kind[value.upper()] if name == "kind" else value
+            mask |= 1 << number
+    row[MASK] = mask
 
 
 def read(control: Segment) -> Script:
     """What was entered last; nothing in memory that is new."""
-    hyper = control.view(layout.CONTROL)["hyper"]
-    word = int(hyper[WORD])
+    words = control.view(layout.CONTROL)
+    word = int(words["said_word"])
+    rows = words["said"][word & PLACE]
+    said = _read_row(rows[OWN])
+    if word & GROUPED:
+        said["groups"] = tuple(Settings(**_read_row(row)) for row in rows[: word >> COUNT_AT])
+    return Script(Said(**said), bool(word & OPEN), bool(word & SAVED))
+
+
+def _read_row(row: np.ndarray) -> dict[str, Any]:
+    mask = int(row[MASK])
     said: dict[str, Any] = {}
     for number, name in enumerate(FIELDS):
-        if word & FIRST_FIELD << number:
-            value = float(hyper[_at(word & PLACE) + number])
+        if mask & 1 << number:
+            value = float(row[number])
             said[name] = Kind(int(value)).name.lower() if name == "kind" else value
-    return Script(Settings(**said), bool(word & OPEN), bool(word & SAVED))
-
-
-def _at(place: int) -> int:
-    return WORD + 1 + place * len(FIELDS)
+    return said
 
 
 # -- a learner's script ---------------------------------------------------------------------------
@@ -85,13 +115,16 @@ def _at(place: int) -> int:
 
 def in_force(config: JobConfig, script: Script, changes: Changes = NO_CHANGES) -> dict[str, Any]:
     """The settings that count and that the optimizer looks at, by field."""
-    spec = changes.applied(config).optimizer.spec(script.settings)
+    return _fields(changes.applied(config).optimizer.spec(script.settings))
+
+
+def _fields(spec: OptimizerSpec) -> dict[str, Any]:
     kind = spec.kind.name.lower()
     return {name: kind if name == "kind" else getattr(spec, name) for name in uses(kind)}
 
 
 def settled(
-    config: JobConfig, script: Script, says: Settings, changes: Changes = NO_CHANGES
+    config: JobConfig, script: Script, says: Said, changes: Changes = NO_CHANGES
 ) -> tuple[Script, str]:
     """What the scripts have said together with this learner's, and what it is to be warned of.
 
@@ -111,11 +144,77 @@ def settled(
         elif not script.is_open or name == "kind":  # whose slots are made
             raise _refusal(config, script, name, now[name], value)
     told = _notice(config, now, overridden, changes)
-    if script.is_open and says.said:
-        merged = script.settings.model_copy(update=says.said)
-        changes.applied(config).optimizer.spec(merged)
+    merged = script.settings.with_(says)
+    if says.groups is not None and not config.optimizer.groups:
+        _check_groups(changes.applied(config), script, says.groups, merged)
+    elif says.groups:
+        theirs = (
+            f"optimizer: job {config.name!r} has its parameter groups from its job file, which "
+            "count before the script's"
+        )
+        told = f"{told}; {theirs}" if told else theirs
+    if script.is_open and not says.is_silent:
+        changes.applied(config).optimizer.specs(merged)
         return Script(merged), told
     return Script(script.settings, saved=script.saved), told
+
+
+def _check_groups(
+    config: JobConfig, script: Script, says: Sequence[Settings], merged: Said
+) -> None:
+    """Raises UsageError where a script's groups are others than the job's.
+
+    merged: what the scripts would have said together with this one.
+    """
+    had = script.settings.groups or ()
+    whose = {"script": "its first learner", "checkpoint": "its checkpoint"}
+    of = f" from {whose['checkpoint' if script.saved else 'script']}" if had else ""
+    if len(had) != len(says):
+        raise UsageError(
+            f"optimizer: job {config.name!r} has {_counted(len(had))}{of}, and this script says "
+            f"{_counted(len(says))}: {SAY_THE_SAME if had else NO_GROUPS}"
+        )
+    if script.is_open:
+        return
+    now = config.optimizer.specs(script.settings)
+    for number, (has, wants) in enumerate(zip(now, config.optimizer.specs(merged), strict=True)):
+        for name, value in _fields(has).items():
+            other = _fields(wants).get(name)
+            if value != other and number < len(says):
+                raise UsageError(
+                    f"optimizer: job {config.name!r} has {name} {_text(value)} in parameter group "
+                    f"{number}{of}, and this script says {_text(other)}: {SAY_THE_SAME}"
+                )
+
+
+def check_members(
+    config: JobConfig, script: Script, job: Model, offered: Sequence[Tensor], says: Said
+) -> None:
+    """Raises UsageError where a script puts a parameter into another group than the job has it in.
+
+    offered: with the groups of the script. How many groups there are is for settled() to compare.
+    """
+    had = script.settings.groups or ()
+    if config.optimizer.groups or len(had) != len(says.groups or ()):
+        return
+    group_of = {one.name: one.group for one in offered if one.role is Role.PARAMETER}
+    for tensor in job.tensors:
+        other = group_of.get(tensor.name, tensor.group)
+        if other != tensor.group:
+            raise UsageError(
+                f"optimizer: job {config.name!r} has parameter {tensor.name!r} in "
+                f"{_place(tensor.group, says)}, and this script has it in {_place(other, says)}: "
+                f"{SAY_THE_SAME}"
+            )
+
+
+def _place(group: int, says: Said) -> str:
+    named = group < len(says.groups or ())
+    return f"parameter group {group}" if named else "no parameter group"
+
+
+def _counted(groups: int) -> str:
+    return counted(groups, "parameter group") if groups else "no parameter groups"
 
 
 def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) -> UsageError:
@@ -171,8 +270,13 @@ def _text(value: Any) -> str:
 # -- for people -----------------------------------------------------------------------------------
 
 
-def report(config: JobConfig, script: Script, changes: Changes = NO_CHANGES) -> dict[str, Any]:
-    """The optimizer for the status: what counts and, under `from`, who says it, by field."""
+def report(
+    config: JobConfig, script: Script, changes: Changes, model: Model | None
+) -> dict[str, Any]:
+    """The optimizer for the status: what counts and, under `from`, who says it, by field.
+
+    Under `groups` each group of parameters: what it has, and how many tensors of the model.
+    """
     now = in_force(config, script, changes)
     rest = changes.applied(config).optimizer
     whence = {name: script.source(config, name) for name in now}
@@ -183,4 +287,21 @@ def report(config: JobConfig, script: Script, changes: Changes = NO_CHANGES) -> 
         "staleness_aware": rest.staleness_aware,
         "schedule": rest.schedule.kind,
         "from": whence,
+        "groups": _groups(changes.applied(config), script, model),
     }
+
+
+def _groups(config: JobConfig, script: Script, model: Model | None) -> list[dict[str, Any]]:
+    said, _ = config.optimizer.in_groups(script.settings)
+    tensors = model.tensors if model is not None else ()
+    numbers = [one.group for one in tensors if one.role is Role.PARAMETER]
+    return [
+        {
+            **{name: value for name, value in _fields(spec).items() if name != "kind"},
+            "match": list(one.match) if isinstance(one, Group) else None,
+            "tensors": numbers.count(number),
+        }
+        for number, (one, spec) in enumerate(
+            zip(said, config.optimizer.specs(script.settings), strict=False)
+        )
+    ]

@@ -6,15 +6,20 @@ ADOPTED must stay the same while the memory is used, CHANGEABLE may change while
 from __future__ import annotations
 
 import json
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from gadei_ps import sync
 from gadei_ps.errors import ControlError
 from gadei_ps.job import modes, numbers
 from gadei_ps.job.changes import NAMES, NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig, from_mapping
+from gadei_ps.job.groups import Group
+from gadei_ps.job.numbers import Packed
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import Segment
@@ -34,6 +39,7 @@ CHANGEABLE = frozenset(
         "when_idle",
     }
 )
+_OF_A_GROUP = re.compile(r"optimizer\.groups\[\d+\]\.(?!match$)")
 NO_CHECKPOINTS = {"every_s": 0.0, "every_gradients": 0, "keep": None, "on_stop": False}
 
 
@@ -59,21 +65,28 @@ def enter(
     come first: the next watchdog enters the rest again, whenever this one dies.
     """
     control = memory.view(layout.CONTROL)
-    spec = spec_of(config, script, changes)
+    specs = specs_of(config, script, changes)
+    spec = specs[-1]
     control["config"][: len(ADOPTED)] = list(digests(config).values())
     recorded.write(memory, config, changes)
     if begins:
-        numbers.enter(memory, spec.pack())
+        numbers.enter(memory, packed(specs))
     else:
-        numbers.ask(memory, spec.pack())
+        numbers.ask(memory, packed(specs))
     control["optimizer"] = spec.kind
     control["staleness_aware"] = spec.staleness_aware
     control["saves"] = config.checkpoint is not None and config.checkpoint.on_stop
 
 
-def spec_of(config: JobConfig, script: Script, changes: Changes) -> OptimizerSpec:
-    """What counts of all that is said about the optimizer. Raises UsageError."""
-    return changes.applied(config).optimizer.spec(script.settings)
+def specs_of(config: JobConfig, script: Script, changes: Changes) -> list[OptimizerSpec]:
+    """What counts of all that is said about the optimizer: of each group of parameters, and at last
+    of those that are in none. Raises UsageError."""
+    return changes.applied(config).optimizer.specs(script.settings)
+
+
+def packed(specs: Sequence[OptimizerSpec]) -> Packed:
+    """As job/numbers.py takes them."""
+    return np.array([spec.pack() for spec in specs])
 
 
 def fields(spec: OptimizerSpec) -> dict[str, Any]:
@@ -94,12 +107,12 @@ def changed(
     or the job would make no checkpoints any more.
     """
     new = from_mapping(mapping, "job file")
-    new.optimizer.spec(script.settings)
+    new.optimizer.specs(script.settings)
     before, after = (dict(_flat(one, script)) for one in (old, new))
     names = [name for name in before | after if before.get(name) != after.get(name)]
     if str(sync.parse(new.sync)) == modes.text(memory, modes.wanted(memory)):
         names = [name for name in names if name != "sync"]  # gadei-ps set has been there first
-    fixed = sorted(set(names) - CHANGEABLE)
+    fixed = sorted(name for name in names if name not in CHANGEABLE and not _OF_A_GROUP.match(name))
     if fixed:
         advice = "gadei-ps set changes it" if fixed == ["sync"] else "restart the job for that"
         raise ControlError(
@@ -114,14 +127,24 @@ def changed(
     return new, {name: after.get(name) for name in names}
 
 
-def with_script(config: JobConfig, script: Script) -> JobConfig:
-    """The configuration that counts: with what the scripts have said, and the defaults."""
-    return config.model_copy(update={"optimizer": config.optimizer.filled(script.settings)})
+def with_script(config: JobConfig, script: Script) -> dict[str, Any]:
+    """The configuration that counts as JSON has it: with what the scripts have said, and the
+    defaults."""
+    said = script.settings
+    filled = config.model_copy(update={"optimizer": config.optimizer.filled(said)})
+    values = filled.model_dump(mode="json")
+    values["optimizer"]["groups"] = [
+        one.said | ({"match": list(one.match)} if isinstance(one, Group) else {})
+        for one in config.optimizer.in_groups(said)[0]
+    ]
+    return values
 
 
 def _flat(config: JobConfig, script: Script) -> Iterator[tuple[str, Any]]:
     """Fields of the job file as they count; those of a table as TABLE.FIELD."""
-    values = with_script(config, script).model_dump(mode="json")
+    values = with_script(config, script)
+    for number, group in enumerate(values["optimizer"].pop("groups")):
+        yield from ((f"optimizer.groups[{number}].{key}", one) for key, one in group.items())
     values["sync"] = str(sync.parse(config.sync))
     values["checkpoint"] = (values["checkpoint"] or NO_CHECKPOINTS) | {
         "directory": str(config.checkpoint_directory())

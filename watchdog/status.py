@@ -16,7 +16,7 @@ from gadei_ps.watchdog.memory import JobMemory
 def report(memory: JobMemory) -> dict[str, Any]:
     """The status as plain values; counters only ever grow."""
     control = memory.control.view(layout.CONTROL)
-    told = script.report(memory.config, memory.script, memory.changes)
+    told = script.report(memory.config, memory.script, memory.changes, memory.model)
     in_force, wanted = modes.done(memory.control), modes.wanted(memory.control)
     learners = [_learner(memory, row) for row in sorted(memory.rings)]
     return {

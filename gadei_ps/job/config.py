@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gadei_ps import homes, sync
 from gadei_ps.errors import JobFailed, UsageError, is_lasting
-from gadei_ps.job.optimizer import NOTHING, Settings
+from gadei_ps.job.groups import Group
+from gadei_ps.job.optimizer import FIELDS, MOST_GROUPS, NOTHING, Said, Settings, rows
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.machine import given, placement, process
 from gadei_ps.memory import layout
@@ -46,24 +47,52 @@ class OptimizerConfig(Settings):
     staleness_aware: bool = False
     clip_norm: float = 0.0
     schedule: ScheduleConfig = ScheduleConfig()
+    groups: tuple[Group, ...] = ()
 
-    def spec(self, script: Settings = NOTHING) -> OptimizerSpec:
-        """The checked specification, with what a script says where the job says nothing.
+    @field_validator("groups")
+    @classmethod
+    def _groups(cls, value: tuple[Group, ...]) -> tuple[Group, ...]:
+        if len(value) > MOST_GROUPS:
+            raise ValueError(f"{len(value)} groups; a job has at most {MOST_GROUPS}")
+        return value
+
+    def spec(self, script: Said = NOTHING) -> OptimizerSpec:
+        """The checked specification of the parameters that are in no group; see specs()."""
+        return self.specs(script)[-1]
+
+    def specs(self, script: Said = NOTHING) -> list[OptimizerSpec]:
+        """The checked specifications, with what a script says where the job says nothing: of each
+        group, and at last of the parameters that are in none.
 
         Raises UsageError naming the field.
         """
-        filled = self.filled(script)
-        values = filled.model_dump(exclude={"kind", "schedule"})
+        own, kind = self.in_groups(script)
+        all_rows = rows(self.filled(script), own, kind)
+        return [
+            self._spec(row, f"groups[{number}]: " if number < len(own) else "")
+            for number, row in enumerate(all_rows)
+        ]
+
+    def in_groups(self, script: Said = NOTHING) -> tuple[Sequence[Settings], str | None]:
+        """What is said of each group, and the kind for which: the job's groups count as a whole
+        before the script's."""
+        if self.groups:
+            return self.groups, self.filled(script).kind
+        return script.groups or (), script.kind
+
+    def _spec(self, row: Settings, where: str) -> OptimizerSpec:
+        fields = {name: value for name in FIELDS if (value := getattr(row, name)) is not None}
         schedule = self.schedule.model_dump(exclude={"kind"})
         try:
             return OptimizerSpec(
-                Kind[str(filled.kind).upper()],
+                **fields | {"kind": Kind[str(row.kind).upper()]},
                 schedule=Schedule[self.schedule.kind.upper()],
-                **values,
+                staleness_aware=self.staleness_aware,
+                clip_norm=self.clip_norm,
                 **schedule,
             )
         except ValueError as error:
-            raise UsageError(f"optimizer: {error}") from None
+            raise UsageError(f"optimizer: {where}{error}") from None
 
 
 class TensorConfig(_Table):

@@ -26,9 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from gadei_ps import errors
 from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
 from gadei_ps.job import paths
-from gadei_ps.job.optimizer import Settings
+from gadei_ps.job.optimizer import Said
 from gadei_ps.memory import shm
-from gadei_ps.memory.layout import MAX_LEARNERS
+from gadei_ps.memory.layout import MAX_GROUPS, MAX_LEARNERS
 
 PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20
@@ -50,6 +50,7 @@ class TensorOffer(BaseModel):
     role: Literal[1, 2] = 1
     aliases: list[Annotated[str, Field(max_length=119)]] | None = Field(None, max_length=256)
     """Its other names, where layers share it."""
+    group: Annotated[int, Field(ge=0, lt=MAX_GROUPS)] = 0
 
 
 class Attach(_Message):
@@ -62,7 +63,7 @@ class Attach(_Message):
     op: Literal["attach"] = "attach"
     name: str = Field("", max_length=31)
     number: int = Field(-1, ge=-1, lt=2**31)
-    optimizer: Settings | None = None
+    optimizer: Said | None = None
 
 
 class Detach(_Message):
@@ -83,7 +84,7 @@ class Offer(_Message):
     op: Literal["offer"] = "offer"
     number: int = Field(-1, ge=-1, lt=2**31)
     tensors: list[TensorOffer] = Field(min_length=1, max_length=8192)
-    optimizer: Settings | None = None
+    optimizer: Said | None = None
 
 
 class SetWork(_Message):

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.kernels.optimizers import PACKED
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.memory.segment import Segment
 
 Packed = npt.NDArray[np.float64]
+"""Of each group of parameters, shape (groups, PACKED)."""
 
 
 def done(control: Segment) -> int:
@@ -32,17 +32,18 @@ def wanted(control: Segment) -> int:
 
 def enter(control: Segment, packed: Packed) -> None:
     """Watchdog, before the job's first gradient."""
-    control.view(CONTROL)["hyper"][:PACKED] = packed
+    control.view(CONTROL)["hyper"][: len(packed)] = packed
+    control.view(CONTROL)["groups"] = len(packed)
 
 
 def ask(control: Segment, packed: Packed) -> bool:
     """Watchdog, whenever: these are wanted. False if a change to others is still under way."""
     view, number = control.view(CONTROL), done(control)
     if wanted(control) != number:
-        return bool((view["hyper_next"][:PACKED] == packed).all())
-    if (view["hyper"][:PACKED] == packed).all():
+        return bool((view["hyper_next"][: len(packed)] == packed).all())
+    if (view["hyper"][: len(packed)] == packed).all():
         return True
-    view["hyper_next"][:PACKED] = packed
+    view["hyper_next"][: len(packed)] = packed
     _native.store(control.word(CONTROL, "numbers_wanted"), number + 1)  # SYNC POINT: numbers
     for bell in ("manager_bell", "shard_bell"):
         _native.bell(control.word(CONTROL, bell))
@@ -51,14 +52,15 @@ def ask(control: Segment, packed: Packed) -> bool:
 
 def are_in_force(control: Segment, packed: Packed) -> bool:
     """Whether servers apply gradients with these."""
-    same = (control.view(CONTROL)["hyper"][:PACKED] == packed).all()
+    same = (control.view(CONTROL)["hyper"][: len(packed)] == packed).all()
     return wanted(control) == done(control) and bool(same)
 
 
 def take_effect(control: Segment, number: int) -> None:
     """Active server, while all shards stand at the same gradient."""
     view = control.view(CONTROL)
-    view["hyper"][:PACKED] = view["hyper_next"][:PACKED]
+    groups = int(view["groups"])
+    view["hyper"][:groups] = view["hyper_next"][:groups]
     view["numbers_version"] = view["version"]
     _native.store(control.word(CONTROL, "numbers_done"), number)  # SYNC POINT: numbers in force
 
@@ -73,6 +75,6 @@ def read(control: np.void, at: int) -> tuple[int, Packed]:
     while True:
         before = _native.load(done_at), _native.load(wanted_at)
         name = "hyper" if before[0] == before[1] else "hyper_next"
-        packed: Packed = control[name][:PACKED].copy()
+        packed: Packed = control[name][: int(control["groups"])].copy()
         if (_native.load(done_at), _native.load(wanted_at)) == before:
             return before[1], packed

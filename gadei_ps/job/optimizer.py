@@ -1,16 +1,21 @@
 """What is said about a job's optimizer: by its job file or command line, and by a script.
 
 What the job file says counts first, then what the script of the first learner says, then the
-defaults.
+defaults. What is said of a group of parameters counts for it before all that.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from gadei_ps.memory import layout
 
 FIELDS: Final = ("kind", "lr", "momentum", "beta1", "beta2", "eps", "weight_decay")
+MOST_GROUPS: Final = layout.MAX_GROUPS - 1
+"""Groups that a job may name; the parameters that are in none of them are one more."""
 DEFAULTS: Final[dict[str, Any]] = {
     "kind": "sgd",
     "lr": 0.01,
@@ -56,7 +61,41 @@ class Settings(BaseModel):
         return self.model_copy(update={**usual, **taken, "kind": kind, **self.said})
 
 
-NOTHING: Final = Settings()
+class Said(Settings):
+    """What a script says about the optimizer, and about groups of parameters in their order.
+
+    groups: None: nothing; empty: that there are none.
+    """
+
+    groups: Annotated[Sequence[Settings], Field(max_length=MOST_GROUPS)] | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it says nothing."""
+        return not self.said and self.groups is None
+
+    def with_(self, later: Said) -> Said:
+        """These settings, where `later` says nothing else."""
+        update: dict[str, Any] = dict(later.said)
+        if later.groups is not None:
+            update["groups"] = later.groups
+        return self.model_copy(update=update)
+
+
+NOTHING: Final = Said()
+
+
+def rows(base: Settings, groups: Sequence[Settings], kind: str | None) -> list[Settings]:
+    """The settings of each group, and at last of the parameters that are in none of them.
+
+    base: the optimizer's own, filled. kind: for which the groups were said.
+    """
+    assert base.kind is not None
+    made = []
+    for group in groups:
+        own = group.model_copy(update={"kind": kind}).applying(base.kind)
+        made.append(base.model_copy(update=own | {"kind": base.kind}))
+    return [*made, base]
 
 
 def uses(kind: str) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ class WireType(IntEnum):
     FLOAT16 = 3
 
 
-# Elements of a packed specification; 15 is zero. Shared memory (`hyper`) has room behind it, for
-# what scripts have said (watchdog/script.py).
+# Elements of a packed specification; 15 is zero. Shared memory (`hyper`) has one for each group of
+# parameters.
 KIND = 0
 LR = 1
 MOMENTUM = 2

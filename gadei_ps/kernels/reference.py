@@ -99,6 +99,29 @@ def step(
         weights -= f(lr / (1 - spec.beta1**t)) * (mean / denominator)
 
 
+def step_in_groups(
+    specs: Sequence[OptimizerSpec],
+    group: NDArray[np.int64],
+    weights: Floats,
+    slots: Sequence[Floats],
+    gradient: Floats,
+    t: int,
+    rates: Sequence[float],
+) -> None:
+    """Apply one gradient in place, each value with the settings of its group.
+
+    specs, rates: for each group. group: of each value, shape as weights; another number leaves the
+    value as it is. The rest as for `step`.
+    """
+    for number, (spec, rate) in enumerate(zip(specs, rates, strict=True)):
+        at = group == number
+        moved, own = weights[at], [slot[at] for slot in slots]
+        step(spec, moved, own, gradient[at], t, rate)
+        weights[at] = moved
+        for slot, part in zip(slots, own, strict=True):
+            slot[at] = part
+
+
 def decode(wire_type: WireType, raw: Halves | Floats) -> Floats:
     """Return as new float32 the values of a payload: uint16 bits of a half type, or float32."""
     if wire_type is WireType.FLOAT32:

@@ -1,8 +1,9 @@
 """The model in memory: its tensors, where each lies, and views of them.
 
-Parameters come first. Buffers (batch-norm statistics, which no optimizer moves) follow at the next
-chunk boundary, so that no chunk holds both. Each tensor begins at a multiple of 64 bytes. A dense
-gradient has the same layout.
+Parameters come first, by their groups. Buffers (batch-norm statistics, which no optimizer moves)
+follow. Each group, and the buffers, begin at a chunk boundary, so that the values of a chunk are
+all moved in the same way. Each tensor begins at a multiple of 64 bytes. A dense gradient has the
+same layout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named tensor of the model; `start` and `count` in elements from the data's begin."""
+    """A named tensor of the model; `start` and `count` in elements from the data's begin.
+
+    group: number of a parameter's group, whose settings the optimizer has for it; of a buffer 0.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -37,6 +41,7 @@ class Tensor:
     start: int = 0
     aliases: tuple[str, ...] = ()
     """Its other names, where layers share it; for exports."""
+    group: int = 0
 
     @property
     def count(self) -> int:
@@ -63,6 +68,15 @@ class Model:
     @property
     def values(self) -> int:
         return sum(tensor.count for tensor in self.tensors)
+
+    def group_ends(self, groups: int) -> list[int]:
+        """For each group where the next one begins; the last one ends where the parameters do."""
+        ends = [self.parameters] * groups
+        for tensor in self.tensors:
+            if tensor.role is Role.PARAMETER:
+                for group in range(min(tensor.group, groups)):
+                    ends[group] = min(ends[group], tensor.start)
+        return ends
 
     def flatten(self, arrays: dict[str, npt.NDArray[Any]]) -> FloatArray:
         """All tensors' values, shape (elements,), in the layout of weights and dense gradients."""
@@ -111,16 +125,24 @@ def place(tensors: Iterable[Tensor]) -> Model:
             raise UsageError(f"tensor {tensor.name!r} has more than {layout.MAX_DIMS} dimensions")
         if any(size <= 0 for size in tensor.shape):
             raise UsageError(f"tensor {tensor.name!r} has shape {list(tensor.shape)}: it is empty")
-    given.sort(key=lambda tensor: tensor.role)  # stable: each role keeps its order
-    placed, at, parameters = [], 0, None
+    given.sort(key=_order)  # stable: each group keeps its order
+    placed: list[Tensor] = []
+    at, parameters = 0, None
     for tensor in given:
+        if placed and _order(placed[-1]) != _order(tensor):
+            at = layout.rounded(at, layout.CHUNK)
         if tensor.role is Role.BUFFER and parameters is None:
-            at = parameters = layout.rounded(at, layout.CHUNK)
+            parameters = at
         placed.append(replace(tensor, start=at))
         at = layout.rounded(at + tensor.count, LINE)
     if at > MAX_ELEMENTS:
         raise UsageError(f"the model has {at} values; the limit is {MAX_ELEMENTS}")
     return Model(tuple(placed), at, at if parameters is None else parameters)
+
+
+def _order(tensor: Tensor) -> tuple[int, int]:
+    """What lies together: the parameters of a group, the buffers."""
+    return tensor.role.value, tensor.group
 
 
 def segment_bytes(model: Model) -> int:
@@ -168,6 +190,7 @@ def write_table(segment: Segment, model: Model) -> None:
         row["shape"][: len(tensor.shape)] = tensor.shape
         row["start"] = tensor.start
         row["count"] = tensor.count
+        row["group"] = tensor.group
 
 
 def read_table(segment: Segment) -> Model:
@@ -185,6 +208,7 @@ def read_table(segment: Segment) -> Model:
             Role(int(row["role"])),
             int(row["start"]),
             tuple(aliases.get(int(row["start"]), ())),
+            int(row["group"]),
         )
         for row in table[:count]
     )

@@ -59,12 +59,16 @@ def _arrive(part: int, line: int) -> None:
         return  # what was read may be zeros
     if reason == OK:
         version = get(s.control + VERSION)  # SYNC POINT: applied
-        steps = integer(s.state[0].record[s.number].steps)
-        rate = cpu.learning_rate(s.c[0].hyper, steps) * frame[0].rate_scale
-        if version > frame[0].version:
-            rate = cpu.stale_rate(s.c[0].hyper, rate, integer(version - frame[0].version))
+        record = s.state[0].record[s.number]
+        steps = integer(record.steps)
+        for group in range(s.groups):
+            hyper = s.c[0].hyper[group]
+            rate = cpu.learning_rate(hyper, steps) * frame[0].rate_scale[group]
+            if version > frame[0].version:
+                rate = cpu.stale_rate(hyper, rate, integer(version - frame[0].version))
+            record.rate[group] = rate
         take(s, 0, slot, frame)
-        begin(s, Entry(row, ring.generation, tail, rate, version, 1, s.hands[0].next_step))
+        begin(s, Entry(row, ring.generation, tail, version, 1, s.hands[0].next_step))
         apply_frames(s, Walk(1, 0, s.low))
         if s.number == 0:
             book_arrival(s, row, tail, frame, version, is_torn(s), more)

@@ -41,9 +41,12 @@ from gadei_ps.server.undo import restore, save, save_line
 
 VECTOR = 16  # values that a loop of vectors takes at once
 COEFFICIENTS_AT = np.uint64(layout.offset(PART, "coefficients"))
+COEFFICIENT_BYTES = np.uint64(COEFFICIENTS * 8)  # of a group
 # What moves a buffer, beside the kinds of optimizer that move a parameter.
 BUFFER = 0
 ASSIGNMENTS = 2  # where PART's `move` has the loops that assign
+NO_GROUP = -1
+"""Instead of the number of a group of parameters: buffers."""
 
 _part_at = structs(PART)
 
@@ -60,7 +63,7 @@ class Walk(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Values start to end, all of one role; the first is the first of the piece-th piece."""
+    """Values start to end, of one group or buffers; the first is that of the piece-th piece."""
 
     piece: int
     start: int
@@ -78,10 +81,19 @@ class _Move(NamedTuple):
 
 @inner
 def prepare(s: Shard) -> None:
-    """Works out the optimizer's coefficients for the gradient of the shard's record."""
+    """Works out each group's coefficients for the gradient of the shard's record."""
     record = s.state[0].record[s.number]
-    coef = doubles(s.here + COEFFICIENTS_AT, COEFFICIENTS)
-    cpu.coefficients(s.kind, s.c[0].hyper, record.rate, integer(record.step) + 1, coef)
+    step = integer(record.step) + 1
+    for group in range(s.groups):
+        coef = doubles(_coefficients_at(s, group), COEFFICIENTS)
+        cpu.coefficients(s.kind, s.c[0].hyper[group], record.rate[group], step, coef)
+
+
+@inner
+def _coefficients_at(s: Shard, group: int) -> np.uint64:
+    """Address of a group's coefficients."""
+    at: np.uint64 = s.here + COEFFICIENTS_AT + np.uint64(group) * COEFFICIENT_BYTES
+    return at
 
 
 @inner
@@ -117,22 +129,24 @@ def reopen(s: Shard, piece: np.uint64, is_open: bool) -> int:
 
 
 @inner
-def move_span(s: Shard, is_parameter: bool, form: int, gradient: np.uint64, span: Span) -> None:
+def move_span(s: Shard, group: int, form: int, gradient: np.uint64, span: Span) -> None:
     """Changes the values of a span by their gradient.
 
-    form: FLOAT32_FORM or BFLOAT16_FORM. gradient: address of that of the span's first value.
+    group: theirs; NO_GROUP. form: FLOAT32_FORM or BFLOAT16_FORM. gradient: address of that of the
+    span's first value.
     """
     _note_span(s, span)
-    which = ASSIGNMENTS if s.hands[0].kind == ASSIGN else integer(is_parameter)
+    which = ASSIGNMENTS if s.hands[0].kind == ASSIGN else integer(group != NO_GROUP)
     code = s.part[0].move[which, form]
-    call(code, s.here, gradient, span.piece, span.start, span.end)
+    coef = _coefficients_at(s, max(group, 0))
+    call(code, s.here, coef, gradient, span.piece, span.start, span.end)
 
 
 @inlined
-def _move_of(part: np.uint64) -> _Move:
-    """What `prepare` has worked out. part: address."""
+def _move_of(part: np.uint64, coefficients: np.uint64) -> _Move:
+    """What `prepare` has worked out. Both are addresses."""
     p = _part_at(part)[0]
-    coef = cpu.scalars(doubles(part + COEFFICIENTS_AT, COEFFICIENTS))
+    coef = cpu.scalars(doubles(coefficients, COEFFICIENTS))
     at = Streams(p.weights, p.slot0, p.slot1, p.undo)
     return _Move(coef, at, p.state + RECORDS + np.uint64(p.index) * RECORD_BYTES + CURSOR)
 
@@ -212,8 +226,10 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
     names of the kinds were attributes of a module.
     """
 
-    def move(part: np.uint64, gradient: np.uint64, piece: int, start: int, end: int) -> None:
-        m = _move_of(part)
+    def move(
+        part: np.uint64, coef: np.uint64, gradient: np.uint64, piece: int, start: int, end: int
+    ) -> None:
+        m = _move_of(part, coef)
         g = Values(gradient, form)
         span = Span(piece, start, end)
         if kind == BUFFER:
@@ -269,9 +285,11 @@ def _assignment(form: Any) -> Callable[..., None]:
     A buffer has no slots: an assignment to its slots changes nothing.
     """
 
-    def assign(part: np.uint64, gradient: np.uint64, piece: int, start: int, end: int) -> None:
+    def assign(
+        part: np.uint64, coef: np.uint64, gradient: np.uint64, piece: int, start: int, end: int
+    ) -> None:
         p = _part_at(part)[0]
-        m = _move_of(part)
+        m = _move_of(part, coef)
         hand = hands_at(part + HANDS)[0]
         kept = 0
         if start < integer(p.parameters):
@@ -290,7 +308,7 @@ def _assignment(form: Any) -> Callable[..., None]:
     return assign
 
 
-LOOP = types.void(types.uint64, types.uint64, types.int64, types.int64, types.int64)
+LOOP = types.void(types.uint64, types.uint64, types.uint64, types.int64, types.int64, types.int64)
 
 
 @functools.cache

@@ -78,6 +78,8 @@ class Shard(NamedTuple):
     kind: int
     kept: int
     """Optimizer slots: 0, 1 or 2."""
+    groups: int
+    """Groups of parameters."""
     board: np.ndarray
     """BOARD, shape (1,)."""
     hands: np.ndarray
@@ -118,6 +120,7 @@ def shard_of(here: np.uint64) -> Shard:
         p.state + RECORDS + at * RECORD_BYTES + CURSOR,
         integer(c[0].optimizer),
         kept,
+        p.groups,
         board_at(p.board),
         hands_at(here + HANDS),
         known_at(here + KNOWN),
@@ -198,7 +201,7 @@ def take(s: Shard, member: int, slot: np.uint64, frame: np.ndarray) -> None:
     hand.payload = slot + PAYLOAD_AT
     hand.dtype = integer(frame[0].dtype)
     hand.kind = integer(frame[0].kind)
-    hand.scale = cpu.clip_scale(s.c[0].hyper, frame[0].squares)
+    hand.scale = cpu.clip_scale(s.c[0].hyper[0], frame[0].squares)
     steps = s.state[0].record[s.number].steps
     hand.next_step = steps + ONE
     if frame[0].kind == ASSIGN:

@@ -52,6 +52,16 @@ def _may_assign(frame: np.ndarray, part: np.ndarray) -> bool:
     return bool(stream <= np.uint64(2) and (steps == SAME_STEPS or steps <= MOST_STEPS))
 
 
+@inner
+def are_scales(frame: np.ndarray, groups: int) -> bool:
+    """Whether a frame scales the rate of each group by a number that can be. frame: its header."""
+    for group in range(groups):
+        scale = frame[0].rate_scale[group]
+        if not (scale >= 0.0 and math.isfinite(scale)):
+            return False
+    return True
+
+
 @compiled
 def check_frame(
     header: np.uint64,
@@ -95,7 +105,6 @@ def check_frame(
             return UNCHECKED
         if frame[0].flags & NONFINITE:
             return NOT_FINITE
-    scale = frame[0].rate_scale
-    if not (scale >= 0.0 and math.isfinite(scale)):
+    if not are_scales(frame, part[0].groups):
         return BAD_SCALE
     return OK

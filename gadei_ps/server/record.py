@@ -1,6 +1,6 @@
 """A shard's record of the gradient that it applies, from which its successor finishes it once.
 
-    begin     which frame, which step, which rate       then cursor = 0
+    begin     which frame, which step, which rates      then cursor = 0
     chunks    where they belong -> spans
               old weights and slots -> undo log         then cursor = chunk << 1 | 1
               update                                                      (undo.py, chunks.py)
@@ -41,7 +41,6 @@ class Entry(NamedTuple):
     """Of the ring."""
     sequence: np.uint64
     """Of the frame; the number of the superstep."""
-    rate: float
     version: np.uint64
     """Of the weights, before it."""
     applies: int
@@ -52,13 +51,12 @@ class Entry(NamedTuple):
 
 @inner
 def begin(s: Shard, entry: Entry) -> None:
-    """Writes down what is about to be applied."""
+    """Writes down what is about to be applied. Its rates are in the record already."""
     record = s.state[0].record[s.number]
     record.ring = np.uint64(entry.ring)
     record.generation = entry.generation
     record.sequence = entry.sequence
     record.step = record.steps
-    record.rate = entry.rate
     record.version = entry.version
     record.applies = np.uint64(entry.applies)
     record.next_step = entry.next_step

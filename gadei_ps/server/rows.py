@@ -28,7 +28,7 @@ from gadei_ps.server.blocks import (
     rows_of,
     tensor_of,
 )
-from gadei_ps.server.chunks import Span, Walk, move_span
+from gadei_ps.server.chunks import NO_GROUP, Span, Walk, move_span
 from gadei_ps.server.constants import BFLOAT16, CHUNK, DENSE, FLOAT16, ROWS
 from gadei_ps.server.context import PAYLOAD_AT, Shard, integer, is_lost
 from gadei_ps.server.payload import (
@@ -58,6 +58,14 @@ class Stretch(NamedTuple):
     """Of a single frame: how far its values are from where a tensor given whole has them."""
     low: int
     high: int
+
+
+@inner
+def _group_of(s: Shard, tensor: np.ndarray) -> int:
+    """The group of a tensor; NO_GROUP of buffers."""
+    if tensor[0].start >= s.part[0].parameters:
+        return NO_GROUP
+    return integer(tensor[0].group)
 
 
 @inner
@@ -131,7 +139,7 @@ def _add_row(s: Shard, m: int, mean: np.ndarray, tensor: np.ndarray, start: int,
         return
     row = hand.values + np.uint64(hand.at * width * size_of(hand.dtype))
     g = as_float32(row, hand.dtype, low - row_start, high - low, s.here + SCRATCH)
-    scale = scale_of(s, m, row_start < integer(s.part[0].parameters))
+    scale = scale_of(s, m, _group_of(s, tensor))
     cpu.accumulate(mean[low - start : high - start], floats(g, high - low), scale)
 
 
@@ -145,7 +153,7 @@ def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end:
         hand = s.hands[m]
         if hand.form == DENSE:
             g = as_float32(hand.values, hand.dtype, start - first, end - start, s.here + SCRATCH)
-            scale = scale_of(s, m, start < integer(s.part[0].parameters))
+            scale = scale_of(s, m, _group_of(s, tensor))
             cpu.accumulate(mean, floats(g, end - start), scale)
         elif hand.form == ROWS and row != WHOLE:
             if hand.row == row:
@@ -170,10 +178,10 @@ def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, pi
     at = max(stretch.low, walk.start)
     if at >= high:
         return piece
-    is_parameter = stretch.low < integer(s.part[0].parameters)
+    group = _group_of(s, tensor)
     start = integer(tensor[0].start)
     single = walk.members == 1
-    scale = scale_of(s, 0, is_parameter)
+    scale = scale_of(s, 0, group)
     values, dtype = s.hands[0].values, s.hands[0].dtype
     in_place = single and scale == 1.0 and dtype != FLOAT16
     while at < high:
@@ -182,7 +190,7 @@ def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, pi
         span = Span(piece, at, end)
         if in_place and dtype == BFLOAT16:
             g = values + np.uint64(skip * 2)
-            move_span(s, is_parameter, BFLOAT16_FORM, g, span)
+            move_span(s, group, BFLOAT16_FORM, g, span)
         else:
             if single:
                 g = as_float32(values, dtype, skip, end - at, s.here + SCRATCH)
@@ -191,7 +199,7 @@ def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, pi
             if single and scale != 1.0:
                 cpu.accumulate(mean_at(s.here + MEAN, end - at), floats(g, end - at), scale)
                 g = s.here + MEAN
-            move_span(s, is_parameter, FLOAT32_FORM, g, span)
+            move_span(s, group, FLOAT32_FORM, g, span)
         piece += -(-(end - at) // CHUNK)
         at = end
     return piece

@@ -41,7 +41,8 @@ class Shards:
         self.board = board
         self.count = int(control.view(CONTROL)["shards"])
         self.elements = int(weights_.view(layout.WEIGHTS)["elements"])
-        self.payload_bytes = weights.payload_bytes(weights.read_table(weights_))
+        self.model = weights.read_table(weights_)
+        self.payload_bytes = weights.payload_bytes(self.model)
         self.crashed: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._log = log.get()
@@ -69,6 +70,8 @@ class Shards:
         one["tensors_at"] = self.weights.address + int(head["table_at"])
         for field in ("tensors", "elements", "parameters"):
             one[field] = head[field]
+        one["groups"] = groups = int(self.control.view(CONTROL)["groups"])
+        one["group_end"][:groups] = self.model.group_ends(groups)
         one["capacity"] = self.payload_bytes
         return array
 

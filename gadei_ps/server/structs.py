@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from gadei_ps.kernels.optimizers import COEFFICIENTS
-from gadei_ps.memory.layout import FRAME, MAX_LEARNERS, MAX_SHARDS
+from gadei_ps.memory.layout import FRAME, MAX_GROUPS, MAX_LEARNERS, MAX_SHARDS
 
 i64, u64, f32, f64 = "i8", "u8", "f4", "f8"
 
@@ -105,13 +105,16 @@ PART: Final = np.dtype(
         ("tensors", u64),
         ("elements", u64),
         ("parameters", u64),
+        ("groups", i64),  # of parameters
+        ("group_end", i64, (MAX_GROUPS,)),  # the value after each group's last; a multiple of CHUNK
         ("capacity", u64),  # bytes that every slot has for a payload
         # Memory that only the thread of the shard uses.
         ("hands", HAND, (MAX_LEARNERS,)),
         ("known", KNOWN_RING, (MAX_LEARNERS,)),
         ("address", u64, (MAX_LEARNERS,)),  # of the rings in `known`, for shard_sleep
         ("head", u64, (MAX_LEARNERS,)),  # heads that the shard has acted on, for shard_sleep
-        ("coefficients", f64, (COEFFICIENTS,)),  # of the gradient in hand (cpu.coefficients)
+        # Of the gradient in hand, for each group (cpu.coefficients).
+        ("coefficients", f64, (MAX_GROUPS, COEFFICIENTS)),
         ("frame", FRAME),  # header of the frame in hand, as it was read, once
         ("scratch", f32, (WINDOW,)),  # decoded values
         ("mean", f32, (WINDOW,)),  # the mean of several gradients, or a clipped one

@@ -7,8 +7,6 @@ The manager has checked the frames (driver.py). Compiled; runs in the thread of 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from gadei_ps.kernels import cpu
@@ -18,6 +16,7 @@ from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
 from gadei_ps.server.constants import APPLY, MAX_LEARNERS, ONE, SKIP, ZERO
 from gadei_ps.server.context import Shard, integer, is_there, read_frame, take
+from gadei_ps.server.frames import are_scales
 from gadei_ps.server.known import consume, oldest_slot
 from gadei_ps.server.record import VERSION, Entry, begin, finish
 from gadei_ps.server.symbols import get
@@ -26,9 +25,11 @@ from gadei_ps.server.symbols import get
 @inner
 def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
     """Applies the mean of the gradients that the sync model has chosen; consumes the others."""
+    record = s.state[0].record[s.number]
     members = 0
+    for group in range(s.groups):
+        record.rate[group] = 0.0
     scales = 0
-    scale = 0.0
     for i in range(count):
         ring = s.known[i]
         if s.c[0].superstep_action[ring.row] == APPLY:
@@ -36,20 +37,20 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
             frame = read_frame(s, slot)
             take(s, members, slot, frame)
             # Since the manager has checked it, the learner may have written over it.
-            one = frame[0].rate_scale
-            if is_there(slot, ring.generation, ring.tail) and one >= 0.0 and math.isfinite(one):
-                scale += one
+            if are_scales(frame, s.groups) and is_there(slot, ring.generation, ring.tail):
+                for group in range(s.groups):
+                    record.rate[group] += frame[0].rate_scale[group]
                 scales += 1
             members += 1
-    rate = 0.0
-    if members > 0:
-        steps = integer(s.state[0].record[s.number].steps)
-        rate = cpu.learning_rate(s.c[0].hyper, steps) * scale / max(scales, 1)
+    steps = integer(record.steps)
+    for group in range(s.groups):
+        mean = record.rate[group] / max(scales, 1)
+        record.rate[group] = cpu.learning_rate(s.c[0].hyper[group], steps) * mean
     version = get(s.control + VERSION)
     after = s.state[0].record[s.number].steps
     if members > 0:
         after = s.hands[0].next_step if members == 1 else after + ONE
-    begin(s, Entry(MAX_LEARNERS, ZERO, number, rate, version, members, after))
+    begin(s, Entry(MAX_LEARNERS, ZERO, number, version, members, after))
     if members > 0:
         apply_frames(s, Walk(members, 0, s.low))
     if s.number == 0:

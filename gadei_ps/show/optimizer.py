@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gadei_ps.show.counts import counted
+
 SOURCES = {
     "set": "from gadei-ps set",
     "job": "from the job",
@@ -31,7 +33,23 @@ def optimizer(told: Mapping[str, Any]) -> str:
     if told.get("staleness_aware"):
         parts.append("staleness-aware")
     text = ", ".join(parts)
-    return f"{text} ({_whence(sources, shown)})" if sources else text
+    text = f"{text} ({_whence(sources, shown)})" if sources else text
+    return "; ".join([text, *_groups(told)])
+
+
+def _groups(told: Mapping[str, Any]) -> list[str]:
+    """`group 0 (*.bias, 4 tensors): weight decay 0`, for each: what differs from the rest."""
+    found = []
+    for number, group in enumerate(told.get("groups", ())):
+        tensors = counted(group["tensors"], "tensor")
+        names = f"{' '.join(group['match'])}, {tensors}" if group["match"] else tensors
+        own = [
+            f"{WORDS.get(name, name)} {value:g}"
+            for name, value in group.items()
+            if name not in ("match", "tensors") and value != told.get(name)
+        ]
+        found.append(f"group {number} ({names}): {', '.join(own) or 'as the rest'}")
+    return found
 
 
 def _whence(sources: Mapping[str, str], shown: list[str]) -> str:

@@ -16,6 +16,8 @@ from gadei_ps.storage import files
 
 KIND: Final = "gadei-ps checkpoint"
 FORMAT: Final = 1
+GROUPED: Final = 2
+"""The format of a job with groups of parameters: its tensors have a `group`."""
 MOST_REQUEUED: Final = 1 << 20  # far above what all learners of a job can hold
 
 
@@ -69,9 +71,12 @@ class Snapshot:
 
     def manifest(self) -> bytes:
         """All but the arrays. Raises ValueError for a configuration that is not JSON."""
+        optimizer = self.config.get("optimizer")
+        grouped = isinstance(optimizer, dict) and bool(optimizer.get("groups"))
+        grouped = grouped or any(one.group for one in self.model.tensors)
         fields = {
             "kind": KIND,
-            "format": FORMAT,
+            "format": GROUPED if grouped else FORMAT,
             "gadei_ps": gadei_ps.__version__,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "job": self.job,
@@ -95,6 +100,7 @@ class Snapshot:
                     "start": int(one.start),
                 }
                 | ({"aliases": list(one.aliases)} if one.aliases else {})
+                | ({"group": int(one.group)} if grouped else {})
                 for one in self.model.tensors
             ],
         }
@@ -132,8 +138,11 @@ def parse(text: bytes) -> tuple[dict[str, Any], weights.Model]:
     fields = files.parse_object(text)
     if fields.get("kind") != KIND:
         raise ValueError("not the manifest of a gadei-ps checkpoint")
-    if fields.get("format") != FORMAT:
-        raise ValueError(f"it has format {fields.get('format')!r}, this gadei-ps reads {FORMAT}")
+    if fields.get("format") not in (FORMAT, GROUPED):
+        raise ValueError(
+            f"it has format {fields.get('format')!r}, this gadei-ps reads {FORMAT} and {GROUPED}"
+        )
+    grouped = fields["format"] == GROUPED
     for name, kind in _FIELDS.items():
         value = fields.get(name)
         if type(value) is not kind:  # isinstance takes a bool for an int
@@ -149,24 +158,25 @@ def parse(text: bytes) -> tuple[dict[str, Any], weights.Model]:
         raise ValueError(f"{fields['slots']} slots are more than any optimizer has")
     if fields["requeue"] > MOST_REQUEUED:
         raise ValueError(f"{fields['requeue']} batches are more than can be requeued")
-    tensors = tuple(_parse_tensor(row) for row in fields["tensors"])
+    tensors = tuple(_parse_tensor(row, grouped) for row in fields["tensors"])
     model = weights.Model(tensors, fields["elements"], fields["parameters"])
     _check_placement(model)
     return fields, model
 
 
-def _parse_tensor(row: Any) -> weights.Tensor:
+def _parse_tensor(row: Any, grouped: bool) -> weights.Tensor:
+    group = row.get("group") if grouped and isinstance(row, dict) else 0
     match row:
         case {
             "name": str(name),
             "role": "parameter" | "buffer" as role,
             "shape": [*shape],
             "start": int(start),
-        } if all(type(size) is int for size in shape):
+        } if all(type(size) is int for size in shape) and type(group) is int:
             aliases = row.get("aliases", [])
             if type(aliases) is list and all(type(one) is str for one in aliases):
                 role = Role[role.upper()]
-                return weights.Tensor(name, tuple(shape), role, start, tuple(aliases))
+                return weights.Tensor(name, tuple(shape), role, start, tuple(aliases), group)
     raise ValueError(f"tensors: {row!r} does not describe one")
 
 
@@ -175,7 +185,7 @@ def _check_placement(model: weights.Model) -> None:
 
     That also bounds the elements by the values and the padding. Unlike there, tensors may be empty.
     """
-    end, parameters = 0, None
+    end, group, parameters = 0, None, None
     names: set[str] = set()
     for one in model.tensors:
         for name in (one.name, *one.aliases):
@@ -187,8 +197,14 @@ def _check_placement(model: weights.Model) -> None:
         if len(one.shape) > layout.MAX_DIMS or any(size < 0 for size in one.shape):
             raise ValueError(f"tensor {one.name!r} has an impossible shape {list(one.shape)}")
         start = layout.rounded(end, weights.LINE)
-        if one.role is Role.BUFFER and parameters is None:
-            start = parameters = layout.rounded(start, layout.CHUNK)
+        is_first = one.role is Role.BUFFER and parameters is None
+        if is_first or group not in (None, one.group):
+            start = layout.rounded(start, layout.CHUNK)
+        if is_first:
+            parameters, group = start, None
+        if not (group or 0) <= one.group < (layout.MAX_GROUPS if parameters is None else 1):
+            raise ValueError(f"tensor {one.name!r} is in group {one.group}, where it cannot be")
+        group = one.group
         if one.start != start or (one.role is Role.PARAMETER and parameters is not None):
             raise ValueError(f"tensor {one.name!r} begins at {one.start}, where it cannot be")
         end = start + one.count

@@ -203,7 +203,7 @@ class CudaLink:
         loss: float = float("nan"),
         loss_at: int = 0,
         samples: int = 0,
-        rate_scale: float = 1.0,
+        rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
         kept: list[Any] | None = None,
     ) -> None:

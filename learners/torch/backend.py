@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gadei_ps import _native
 from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
 from gadei_ps.learners.client import Client, Where, rows_at, whole_at
 from gadei_ps.learners.torch.model import Trained
@@ -34,7 +35,7 @@ class Backend(Protocol):
     def loss(self, loss: torch.Tensor) -> float | torch.Tensor:
         """A reported loss in the form that push() takes. Does not wait for a GPU."""
 
-    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: float) -> None:
+    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
         """Publishes what backward() has left, and the changes of buffers.
 
         Waits for a free slot. Raises what Client.push raises.

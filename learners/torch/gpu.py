@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gadei_ps import _native
 from gadei_ps.errors import DeviceError
 from gadei_ps.learners.client import NONE, Client, whole_at
 from gadei_ps.learners.torch import lookup
@@ -103,7 +104,7 @@ class GpuBackend:
             return loss.detach()
         return float(loss.detach())
 
-    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: float) -> None:
+    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
         kept: list[Any] = []
         where = self._addresses(kept)
         facts: dict[str, Any] = {"samples": samples, "rate_scale": rate_scale}

@@ -86,7 +86,7 @@ class HostBackend:
     def loss(self, loss: torch.Tensor) -> float:
         return float(loss.detach())
 
-    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: float) -> None:
+    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
         kept: list[Any] = []
         where = self._addresses(kept)
         loss = float(loss)

@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
 from gadei_ps.errors import UsageError
+from gadei_ps.job.groups import Group as Said
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.learners.client import Client
+from gadei_ps.learners.said import Says
 from gadei_ps.learners.torch.like import check_unchanged, shown
+from gadei_ps.learners.torch.model import Trained
+
+Group = dict[str, Any]
+"""One of torch's `param_groups`."""
 
 
-class JobSettings:
-    """What a learner's parameter group shows of the job, and its rate relative to the job's."""
+class _GroupSettings:
+    """What one of a learner's groups shows of the job, and its rate relative to the job's.
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._changes = client.hyper_changes
-        self.shown = shown(OptimizerSpec.unpack(client.hyper))
+    packed: as Client.hyper has it.
+    """
+
+    def __init__(self, number: int, packed: Any) -> None:
+        self._number = number
+        self.shown = shown(OptimizerSpec.unpack(packed))
         """The settings as torch's class has them."""
         self.lr = float(self.shown["lr"])
         """The rate that rates of the group are compared with."""
         self._scaled = self.lr, 1.0  # a rate of the group, and what it is relative to the job's
 
-    def look(self, group: dict[str, Any]) -> None:
-        """Before a step. Raises UsageError where the script has changed what it may not change."""
-        check_unchanged(group, self.shown)
-        if self._client.hyper_changes != self._changes:
-            self._follow(group)
+    def check(self, group: Group) -> None:
+        check_unchanged(group, self.shown, self._number)
 
-    def _follow(self, group: dict[str, Any]) -> None:
+    def follow(self, group: Group, packed: Any) -> None:
         """Shows what has changed. The group's rate relative to the job's stays.
 
         A scheduler of torch goes on from the rate that it was made with. So that what it sets keeps
         its meaning, the rate is left to it.
         """
         scale = self.scale(group)
-        self._changes = self._client.hyper_changes
-        before, self.shown = self.shown, shown(OptimizerSpec.unpack(self._client.hyper))
+        before, self.shown = self.shown, shown(OptimizerSpec.unpack(packed))
         moved = {name: value for name, value in self.shown.items() if value != before[name]}
         rate = moved.pop("lr", None)
         group.update(moved)
@@ -52,9 +57,10 @@ class JobSettings:
         else:
             group["lr"] = rate
 
-    def scale(self, group: dict[str, Any]) -> float:
+    def scale(self, group: Group) -> float:
         """The learner's learning rate relative to the job's. Raises UsageError."""
         rate = group["lr"]
+        where = f"param_groups[{self._number}]['lr']"
         try:
             rate = float(rate)
             if rate == self._scaled[0]:
@@ -67,7 +73,74 @@ class JobSettings:
         else:
             if rate > 0 and not self.lr:
                 raise UsageError(
-                    f"param_groups[0]['lr'] is {rate:g}, and the job's rate is 0: give Optimizer, "
-                    "or the job file, a rate above 0"
+                    f"{where} is {rate:g}, and the job's rate is 0: give Optimizer, or the job "
+                    "file, a rate above 0"
                 )
-        raise UsageError(f"param_groups[0]['lr'] is {rate!r}: set a number from 0 on")
+        raise UsageError(f"{where} is {rate!r}: set a number from 0 on")
+
+
+def _place(group: Said, names: dict[int, str], parameter: torch.nn.Parameter) -> int:
+    """Where a group of a script names a parameter."""
+    return group.place(names[id(parameter)])
+
+
+class JobSettings:
+    """The same for all groups of a learner, which are the job's."""
+
+    def __init__(self, client: Client, trained: Trained, says: Says) -> None:
+        """The last group, of parameters that no other one names, is left out if it has none.
+
+        says: of the script. The parameters of a group are in the order in which it names them.
+        """
+        self._client = client
+        self._changes = client.hyper_changes
+        rows = client.hyper
+        group_of = {one.name: one.group for one in client.model.tensors}
+        members: list[list[torch.nn.Parameter]] = [[] for _ in rows]
+        for name, parameter in trained.parameters.items():
+            members[group_of[name]].append(parameter)
+        if says.groups and len(says.groups) + 1 == len(rows):
+            names = {id(one): name for name, one in trained.parameters.items()}
+            for own, group in zip(members, says.groups, strict=False):
+                place = functools.partial(_place, group, names)
+                own.sort(key=place)
+        if len(rows) > 1 and not members[-1]:
+            members.pop()
+        self._settings = [
+            _GroupSettings(number, row) for number, row in enumerate(rows[: len(members)])
+        ]
+        self.groups: list[Group] = [
+            {"params": one, **has.shown} for one, has in zip(members, self._settings, strict=True)
+        ]
+        """As torch's constructor takes them."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The settings of the last group, of which torch wants to know."""
+        return dict(self._settings[-1].shown)
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The settings of each group as torch's class has them."""
+        return [one.shown for one in self._settings]
+
+    @property
+    def rates(self) -> list[float]:
+        """The job's rate of each group."""
+        return [one.lr for one in self._settings]
+
+    def look(self, groups: list[Group]) -> None:
+        """Before a step. Raises UsageError where the script has changed what it may not change."""
+        for one, group in zip(self._settings, groups, strict=True):
+            one.check(group)
+        if self._client.hyper_changes != self._changes:
+            self._changes = self._client.hyper_changes
+            rows = self._client.hyper
+            for number, (one, group) in enumerate(zip(self._settings, groups, strict=True)):
+                one.follow(group, rows[number])
+
+    def scales(self, groups: list[Group]) -> float | tuple[float, ...]:
+        """This learner's learning rate of each group relative to the job's. Raises UsageError."""
+        if len(groups) == 1:
+            return self._settings[0].scale(groups[0])
+        return tuple(one.scale(group) for one, group in zip(self._settings, groups, strict=True))

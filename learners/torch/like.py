@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.job.optimizer import Settings
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
-from gadei_ps.learners.said import said
+from gadei_ps.learners.said import HOW, OF_A_GROUP, Says, said
 from gadei_ps.learners.torch.model import Trained
 
 KINDS: dict[type[torch.optim.Optimizer], str] = {
@@ -24,7 +23,7 @@ KINDS: dict[type[torch.optim.Optimizer], str] = {
 NOT_SETTINGS = ("params", "param_names", "initial_lr", "max_lr", "min_lr")
 
 
-def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Settings:
+def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Says:
     """What a script says: like, an optimizer of torch or its class, and other keywords.
 
     given: keywords of said(). Raises UsageError for what a job cannot do.
@@ -35,7 +34,8 @@ def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Settings:
     if "kind" in given:
         raise UsageError(f"give like= or kind={given['kind']!r}, not both")
     if isinstance(like, type):
-        return _of(_known(like), _of_class(like, given))
+        groups = given.pop("groups", None)
+        return _of(_known(like), _of_class(like, given), groups)
     if not isinstance(like, torch.optim.Optimizer):
         raise UsageError(
             f"like= is a {type(like).__name__}: give an optimizer of torch.optim for this model, "
@@ -45,7 +45,7 @@ def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Settings:
         raise UsageError(
             f"{next(iter(given))}: like= brings all settings of its optimizer; set it there"
         )
-    return _of(_known(type(like)), _of_object(like, trained))
+    return _of_object(like, trained)
 
 
 def _known(kind: type) -> str:
@@ -70,8 +70,8 @@ def _of_class(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in bound.arguments.items() if name != first}
 
 
-def _of_object(like: torch.optim.Optimizer, trained: Trained) -> dict[str, Any]:
-    name = type(like).__name__
+def _of_object(like: torch.optim.Optimizer, trained: Trained) -> Says:
+    name, kind = type(like).__name__, _known(type(like))
     if any(map(_has_stepped, like.state.values())):
         raise UsageError(
             f"like={name}: it has made steps, and what it has kept of them (momentum) would be "
@@ -83,19 +83,43 @@ def _of_object(like: torch.optim.Optimizer, trained: Trained) -> dict[str, Any]:
     ]
     for group in groups[1:]:
         for key, value in groups[0].items():
-            if group.get(key) != value:
+            if key not in OF_A_GROUP and key not in HOW and group.get(key) != value:
                 raise UsageError(
-                    f"like={name}: parameter groups with {key} {value!r} and {group.get(key)!r}; a "
-                    "job has one group: use the same for all parameters"
+                    f"like={name}: parameter groups with {key} {value!r} and {group.get(key)!r}: "
+                    "use the same in all groups; those of a job differ in "
+                    f"{', '.join(OF_A_GROUP)} only"
                 )
-    its = {id(parameter) for group in like.param_groups for parameter in group["params"]}
+    group_of = {
+        id(parameter): number
+        for number, group in enumerate(like.param_groups)
+        for parameter in group["params"]
+    }
+    names: list[list[str]] = [[] for _ in groups]
     for key, parameter in trained.parameters.items():
-        if id(parameter) not in its:
+        if id(parameter) not in group_of:
             raise UsageError(
                 f"like={name}: it does not train parameter {key!r} of the model; give it all, or "
                 "freeze that one with requires_grad_(False)"
             )
-    return groups[0]
+        names[group_of[id(parameter)]].append(key)
+    if len(groups) == 1:
+        return _of(kind, groups[0])
+    for number, one in enumerate(names):
+        if not one:
+            raise UsageError(
+                f"like={name}: parameter group {number} has no parameter of the model that "
+                "requires a gradient; leave it out"
+            )
+    usual = {key: like.defaults[key] for key in OF_A_GROUP if key in like.defaults}
+    if groups[0].get("nesterov"):
+        usual.pop("momentum")  # it may be 0 there, which no group has
+    base = groups[0] | usual
+    own = [
+        {"params": one}
+        | {key: group[key] for key in OF_A_GROUP if key in group and group[key] != base[key]}
+        for group, one in zip(groups, names, strict=True)
+    ]
+    return _of(kind, base, own)
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
@@ -103,11 +127,11 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     return bool(float(state.get("step", 1)) and state)
 
 
-def _of(kind: str, values: dict[str, Any]) -> Settings:
+def _of(kind: str, values: dict[str, Any], groups: list[dict[str, Any]] | None = None) -> Says:
     values = dict(values)
     if values.pop("decoupled_weight_decay", False):
         kind = "adamw"
-    return said(kind=kind, **values)
+    return said(kind=kind, groups=groups, **values)
 
 
 def shown(spec: OptimizerSpec) -> dict[str, Any]:
@@ -124,16 +148,19 @@ def shown(spec: OptimizerSpec) -> dict[str, Any]:
     return group | {"weight_decay": spec.weight_decay}
 
 
-def check_unchanged(group: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """Raises UsageError if a setting of a parameter group differs from the job's. lr may differ."""
+def check_unchanged(group: Mapping[str, Any], made: Mapping[str, Any], number: int = 0) -> None:
+    """Raises UsageError if a setting of a parameter group differs from the job's. lr may differ.
+
+    number: of the group.
+    """
     for name, has in made.items():
         now = group.get(name, has)
         if name == "lr" or now == has or (isinstance(now, list) and tuple(now) == has):
             continue
         moved = name in ("momentum", "betas")
         raise UsageError(
-            f"param_groups[0][{name!r}] was set to {now!r}, and the job has {has!r} for all of its "
-            f"gradients: set it once, in Optimizer(model, kind=..., {name}=...) or in [optimizer] "
-            "of the job file"
+            f"param_groups[{number}][{name!r}] was set to {now!r}, and the job has {has!r} for all "
+            f"of its gradients: set it once, in Optimizer(model, kind=..., {name}=...) or in "
+            "[optimizer] of the job file"
             + ("; a scheduler that moves it takes cycle_momentum=False" if moved else "")
         )

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.job.optimizer import Settings
 from gadei_ps.learners.client import Client
+from gadei_ps.learners.said import Says
 from gadei_ps.memory.weights import Model
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -38,7 +38,8 @@ class Trained:
         if not isinstance(module, torch.nn.Module):
             raise UsageError(
                 "give Optimizer the model itself, not its parameters or groups of them: "
-                "Optimizer(model, kind='adamw', lr=1e-3), for the job knows them by name"
+                "Optimizer(model, kind='adamw', lr=1e-3, groups=[{'params': ..., 'lr': ...}]), for "
+                "the job knows them by name"
             )
         parameters: dict[str, torch.nn.Parameter] = {}
         frozen: dict[str, torch.nn.Parameter] = {}
@@ -97,7 +98,7 @@ class Trained:
                 f"{argument} is a {type(make).__name__}: give a function that makes the optimizer, "
                 "as lambda p: torch.optim.SGD(p, lr=0.1)"
             )
-        return self.join(job, optimizer=Settings(kind="add"), **options)
+        return self.join(job, optimizer=Says(kind="add"), **options)
 
     def made(self, make: Make, argument: str) -> torch.optim.Optimizer:
         """The learner's own optimizer. Raises UsageError if it is none."""

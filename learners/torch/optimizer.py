@@ -7,7 +7,7 @@ import inspect
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import assign, gpu, host
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
+from gadei_ps.learners.torch.groups import named
 from gadei_ps.learners.torch.host import HostBackend
 from gadei_ps.learners.torch.job_settings import JobSettings
 from gadei_ps.learners.torch.like import settings
@@ -58,6 +59,11 @@ class Optimizer(Saves):
     class with further keywords. The first learner's count where the job file and the command line
     say nothing; later learners must say the same.
 
+    groups: parameters with settings of their own, as torch's parameter groups: dicts of `params`
+    (parameters, modules, names or patterns of names, or several of these), lr, momentum, betas, eps
+    and weight_decay. What a group does not say is as for all others. A parameter belongs to the
+    first group that names it.
+
     view: whether parameters on the CPU are views of the weights segment (see
     gadei_ps.learners.torch). wire, error_feedback: see Client.
 
@@ -70,9 +76,9 @@ class Optimizer(Saves):
     models larger than the cache, and gradients need no memory. But `parameter.grad` is None after
     backward(), so that nothing can be clipped (use the job's clip_norm) or accumulated.
 
-    Torch's learning-rate schedulers work: their rate travels with each gradient, relative to the
-    job's. Other settings in `param_groups` are the job's, and changing them is refused at the next
-    step. Raises UsageError, DeviceError, and what Client raises.
+    Torch's learning-rate schedulers work: the rate of each group travels with each gradient,
+    relative to the job's. Other settings in `param_groups` are the job's, and changing them is
+    refused at the next step. Raises UsageError, DeviceError, and what Client raises.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Optimizer(Saves):
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
         weight_decay: float | None = None,
+        groups: Iterable[Mapping[str, Any]] | None = None,
         like: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
         view: bool = True,
         wait: bool | None = None,
@@ -104,6 +111,7 @@ class Optimizer(Saves):
         self._trained = trained = Trained.of(model)
         given: dict[str, Any] = {"kind": kind, "lr": lr, "momentum": momentum, "nesterov": nesterov}
         given |= {"betas": betas, "eps": eps, "weight_decay": weight_decay, **others}
+        given["groups"] = None if groups is None else named(groups, trained)
         says = settings(like, given, trained)
         on_gpu = gpu.is_on_gpu(next(iter(trained.parameters.values())))
         if on_gpu and free_gradients:
@@ -141,7 +149,7 @@ class Optimizer(Saves):
         self._own_data = True
         self._loss: float | torch.Tensor = float("nan")
         self._samples = 0
-        self._job = JobSettings(self.client)
+        self._job = JobSettings(self.client, trained, says)
         self._frozen = trained.frozen
         self._steps = 0  # of the wave in hand
         self._of_batch = False  # it is one of the server's
@@ -150,7 +158,7 @@ class Optimizer(Saves):
         self._undo = contextlib.ExitStack()
         self._watched = False  # whether hooks look if the gradient is still wanted
         self._made = False
-        super().__init__(trained.parameters.values(), dict(self._job.shown))
+        super().__init__(self._job.groups, self._job.defaults)
         self._made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -185,14 +193,14 @@ class Optimizer(Saves):
         return any(hooks) or bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:
-        self._job.look(self.param_groups[0])
+        self._job.look(self.param_groups)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 self.report(loss=result)
-        scale = self._job.scale(self.param_groups[0])
+        scale = self._job.scales(self.param_groups)
         if self._frozen:
             self._warn_of_unfrozen()
         if self._wave_goes_on():
@@ -367,7 +375,7 @@ class Optimizer(Saves):
             self._steps = 0
             self.zero_grad()
         elif self._steps:
-            scale = self._job.scale(self.param_groups[0])
+            scale = self._job.scales(self.param_groups)
             self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
             self._forget()
         try:

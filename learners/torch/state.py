@@ -42,7 +42,7 @@ Saved = Mapping[str, Any]
 
 
 def _kind(client: Client) -> Kind:
-    return OptimizerSpec.unpack(client.hyper).kind
+    return OptimizerSpec.unpack(client.hyper[0]).kind
 
 
 def _whole_group(client: Client, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,21 +170,25 @@ class Saves(torch.optim.Optimizer):
         """
         saved = state_dict["param_groups"]
         parameters = self._parameters()
-        if [len(one["params"]) for one in saved] != [len(parameters)]:
+        sizes = [len(one["params"]) for one in saved]
+        if sizes != [len(one["params"]) for one in self.param_groups]:
             # Torch's optimizers are mostly given frozen parameters as well.
             parameters = list(self._trained.module.parameters())
-            if [len(one["params"]) for one in saved] != [len(parameters)]:
+            if len(self.param_groups) > 1 or sizes != [len(parameters)]:
                 raise ValueError("the state is of other parameters than this optimizer's")
-        _warn_of_settings(state_dict, [self._job.shown])
+        _warn_of_settings(state_dict, self._job.shown)
         _load(self.client, self._trained, parameters, state_dict)
-        group, before = self.param_groups[0], float(self.param_groups[0]["lr"])
-        group |= {name: saved[0][name] for name in ("lr", "initial_lr") if name in saved[0]}
-        if float(group["lr"]) != before:
-            warnings.warn(
-                f"load_state_dict sets this learner's learning rate to {float(group['lr']):g}; it "
-                f"was {before:g}, the job's is {self._job.lr:g}",
-                stacklevel=2,
-            )
+        for number, (group, one) in enumerate(zip(self.param_groups, saved, strict=True)):
+            before = float(group["lr"])
+            group |= {name: one[name] for name in ("lr", "initial_lr") if name in one}
+            if float(group["lr"]) != before:
+                of = f" of param_groups[{number}]" if len(saved) > 1 else ""
+                warnings.warn(
+                    f"load_state_dict sets this learner's learning rate{of} to "
+                    f"{float(group['lr']):g}; it was {before:g}, the job's is "
+                    f"{self._job.rates[number]:g}",
+                    stacklevel=2,
+                )
 
     def _parameters(self) -> list[torch.Tensor]:
         return [one for group in self.param_groups for one in group["params"]]

@@ -44,7 +44,7 @@ def gaps() -> Iterator[Job]:
 def frame(job: Job, one: Learner, sequence: int) -> tuple[dict[str, Any], bytes]:
     """The words and the payload of a frame that has been published."""
     header, payload = job.frame(row_of(job, one)["row"], sequence)
-    return {word: header[word].item() for word in WORDS}, payload
+    return {word: header[word].tolist() for word in WORDS}, payload
 
 
 # -- attach ----------------------------------------------------------------------------------------

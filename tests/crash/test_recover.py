@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +24,12 @@ TENSORS = [
     Tensor("table", (5000, 100)),
     Tensor("b", (100_000,), Role.BUFFER),
 ]
+# The same with groups: `w` is cut, and each part is in another group.
+PARTS = [Tensor("w", (123_456,)), Tensor("v", (376_500,)), *TENSORS[1:]]
+GROUPS = [
+    {"match": "v", "lr": 0.02, "weight_decay": 0.1},
+    {"match": "table", "lr": 0.005, "beta1": 0.8},
+]
 KINDS = 5  # of payloads
 LEAST, MOST = 15, 300  # steps
 ENOUGH = 4
@@ -39,7 +46,9 @@ def payload(model: Model, number: int, row: int) -> tuple[np.ndarray, dict[str, 
         return reference.encode(wire, noise), {"wire": wire}
     indices = draw.integers(0, 5000, 4000)
     rows = indices, draw.standard_normal((indices.size, 100)).astype(np.float32)
-    raw, blocks = rows_payload(model, {1: rows, 2: np.ones(100_000)}, wire)
+    number_of = {one.name: number for number, one in enumerate(model.tensors)}
+    given = {number_of["table"]: rows, number_of["b"]: np.ones(100_000)}
+    raw, blocks = rows_payload(model, given, wire)
     return raw, {"wire": wire, "kind": FrameKind.ROWS, "blocks": blocks}
 
 
@@ -85,7 +94,13 @@ class Servers:
         self._start()
 
 
-def _runs(name: str, actions: dict[int, Action] | None, seed: int, **how: Any) -> None:
+def _runs(
+    name: str,
+    actions: dict[int, Action] | None,
+    seed: int,
+    tensors: Sequence[Tensor] = TENSORS,
+    **how: Any,
+) -> None:
     """A run in which ENOUGH servers die in the middle of a gradient, and the same undisturbed."""
     rows = list(actions or [0])
 
@@ -102,7 +117,7 @@ def _runs(name: str, actions: dict[int, Action] | None, seed: int, **how: Any) -
         for row in rows:
             rig.wait_tail(row, number + 1)
 
-    with Rig(name, TENSORS, **how) as rig, Servers(rig, seed) as servers:
+    with Rig(name, tensors, **how) as rig, Servers(rig, seed) as servers:
         steps = 0
         while steps < LEAST or (servers.in_hand < ENOUGH and steps < MOST):
             step(rig, steps)
@@ -118,7 +133,7 @@ def _runs(name: str, actions: dict[int, Action] | None, seed: int, **how: Any) -
         disturbed = rig.kept()
         assert servers.in_hand >= ENOUGH, f"of {servers.deaths} deaths"
 
-    with Rig(name, TENSORS, **how) as rig, rig.serving():
+    with Rig(name, tensors, **how) as rig, rig.serving():
         for number in range(steps):
             step(rig, number)
             if actions:
@@ -138,6 +153,13 @@ def test_killed_in_supersteps(job_name: str) -> None:
     """The mean of several learners' gradients, one of them refused."""
     actions = {0: Action.APPLY, 1: Action.REFUSE, 2: Action.APPLY}
     _runs(job_name, actions, 5, optimizer={"kind": "adam"}, shards=2, collect=True, learners=3)
+
+
+@pytest.mark.parametrize("actions", [None, {0: Action.APPLY, 1: Action.APPLY}])
+def test_killed_with_groups(actions: dict[int, Action] | None, job_name: str) -> None:
+    optimizer = {"kind": "adam", "lr": 0.01, "groups": GROUPS}
+    how: dict[str, Any] = {"collect": True, "learners": 2} if actions else {}
+    _runs(job_name, actions, 11, PARTS, optimizer=optimizer, shards=2, slots=3, **how)
 
 
 def test_integers_from_several_learners(job_name: str) -> None:

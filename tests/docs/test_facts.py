@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from gadei_ps.cli.app import app
 from gadei_ps.job import config, control
+from gadei_ps.job.groups import Group
 from gadei_ps.watchdog import settings
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ SOURCES = ("gadei_ps", "learners", "watchdog", "benchmarks", "native")
 # Set and read by gadei-ps itself, between a command and the daemon that it starts.
 INTERNAL = {"GADEI_PS_CONFIG", "GADEI_PS_LEARNER_FILE"}
 # The tables of docs/job-file.md, in order.
-TABLES = ("job", "checkpoint", "learners", "optimizer", "schedule")
+TABLES = ("job", "checkpoint", "learners", "optimizer", "groups", "schedule")
 
 
 # What differs from message to message: `'X'`, `N MiB`, `10`, `...`.
@@ -61,6 +62,7 @@ def model_of(field: str) -> type[BaseModel]:
         "checkpoint": config.CheckpointConfig,
         "learners": config.LearnersConfig,
         "optimizer": config.OptimizerConfig,
+        "groups": Group,
         "schedule": config.ScheduleConfig,
     }
     return kinds[field]
@@ -76,8 +78,9 @@ def test_every_field_of_a_job_file_has_its_row(place: tuple[int, str]) -> None:
         fields, values = code(row[0]), row[1].split(", ") if "," in row[0] else [row[1]]
         values += [""] * (len(fields) - len(values))
         defaults |= dict(zip(fields, values, strict=True))
-    inner = {"checkpoint", "learners", "optimizer", "schedule"}
-    assert defaults.keys() == model.model_fields.keys() - inner
+    inner = {"checkpoint", "learners", "optimizer", "groups", "schedule"}
+    refused = {"kind"} if name == "groups" else set()
+    assert defaults.keys() == model.model_fields.keys() - inner - refused
     for field, shown in defaults.items():
         value = default(model, field)
         if isinstance(value, bool | int | float | str):

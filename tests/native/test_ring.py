@@ -81,7 +81,9 @@ def test_a_frame_is_what_was_published() -> None:
         ring.claim()
         ring.publish(clock=sequence + 100)
         frame = ring.frame(sequence)
-        assert {name: frame[name] for name in FRAME.names or () if not name.startswith("pad")} == {
+        said = {name: frame[name] for name in FRAME.names or () if not name.startswith("pad")}
+        assert (said.pop("rate_scale") == 0.5).all()
+        assert said == {
             "sequence": sequence,
             "generation": GENERATION,
             "clock": sequence + 100,
@@ -93,7 +95,6 @@ def test_a_frame_is_what_was_published() -> None:
             "blocks": 0,
             "batch": 9,
             "samples": 32,
-            "rate_scale": 0.5,
             "loss": 1.25,
             "started": 10.0,
             "finished": 11.0,

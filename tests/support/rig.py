@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native
+from gadei_ps.job.groups import grouped
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType, Work
 from gadei_ps.memory.weights import Model, Tensor, data
@@ -24,7 +25,8 @@ from support.waiting import PATIENCE_S, eventually
 class Rig:
     """A job's real segments without a daemon: this process serves the shards, or a child of it.
 
-    Rows 0 to learners - 1 of the roster are taken, with generations from 1 on.
+    Rows 0 to learners - 1 of the roster are taken, with generations from 1 on. Parameters are in
+    the groups of the settings' optimizer, if it has any.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class Rig:
         self.memory = JobMemory(config(name, **settings))
         self.memory.create_control(sync.parse("bsp" if collect else "asp"))
         try:
-            self._make(placed(tensors), values, learners)
+            groups = self.memory.config.optimizer.groups
+            self._make(placed(grouped(tensors, groups) if groups else tensors), values, learners)
         except BaseException:
             self.memory.remove()
             raise

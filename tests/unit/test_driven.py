@@ -184,7 +184,7 @@ def test_new_numbers_whichever_store_is_the_last(last: str, collect: bool, job_n
     with Rig(job_name, W, learners=2, shards=2, collect=collect, optimizer={"lr": 1.0}) as rig:
         make_leases(rig)
         memory = rig.memory.control
-        packed = OptimizerSpec(Kind.SGD, 0.25, weight_decay=0.5, clip_norm=3.0).pack()
+        packed = OptimizerSpec(Kind.SGD, 0.25, weight_decay=0.5, clip_norm=3.0).pack()[None]
         with Stepped(rig) as one:
             one.lead()
             one.turns()
@@ -195,7 +195,7 @@ def test_new_numbers_whichever_store_is_the_last(last: str, collect: bool, job_n
 
             def halfway(control: Segment, number: int) -> None:
                 if last == "hyper":
-                    control.view(layout.CONTROL)["hyper"][:3] = packed[:3]
+                    control.view(layout.CONTROL)["hyper"][0, :3] = packed[0, :3]
                     raise _Killed
                 real(control, number)
                 if last == "mode":
@@ -236,7 +236,7 @@ def test_new_numbers_wait_for_the_slowest_shard(job_name: str) -> None:
         one.turns()
         memory = rig.memory.control
         for number, rate in enumerate((0.5, 0.25), start=1):
-            packed = OptimizerSpec(Kind.SGD, rate).pack()
+            packed = OptimizerSpec(Kind.SGD, rate).pack()[None]
             numbers.ask(memory, packed)
             one.turns()
             # What a shard has answered to the change before is no answer to this one.
@@ -263,7 +263,7 @@ def test_new_numbers_wait_for_the_open_superstep(job_name: str) -> None:
         rig.publish(0, rig.ones())
         one.turns()
         assert rig.control["superstep"] == 1
-        numbers.ask(rig.memory.control, OptimizerSpec(Kind.SGD, 0.5).pack())
+        numbers.ask(rig.memory.control, OptimizerSpec(Kind.SGD, 0.5).pack()[None])
         one.turns()
         assert numbers.done(rig.memory.control) == 0
         one.finish_superstep()

@@ -22,7 +22,7 @@ from gadei_ps.memory.layout import CONTROL, RING, STATE, WEIGHTS, Mode, Role, Se
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog import making, model, requests, settings, start
+from gadei_ps.watchdog import making, model, requests, script, settings, start
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.requests import Requests
@@ -89,6 +89,8 @@ def test_every_word_of_a_new_job(job_name: str) -> None:
         digests = settings.digests(memory.config).values()
         assert said == begin(memory.control, memory, SegmentKind.CONTROL) | {
             "shards": 2,
+            "groups": 1,
+            "said_word": script.PLACE | script.OPEN,
             "slots": 3,
             "ahead": 5,
             "mode": Mode.COLLECT,
@@ -171,7 +173,7 @@ def test_every_word_of_a_checkpoint(memory: JobMemory) -> None:
     )
     after = words(enter(memory, snapshot))
     changed = {name: value for name, value in after.items() if before.get(name) != value}
-    for name in ("hyper", "manager_bell", "shard_bell"):
+    for name in ("said_word", "manager_bell", "shard_bell"):
         del changed[name]
     assert changed == work | {
         "work": Work.WORKING,

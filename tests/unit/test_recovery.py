@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from gadei_ps.memory.layout import CHUNK, Action, Reason, Role
 from gadei_ps.memory.weights import Tensor
 
 W = [Tensor("w", (10,))]
+GROUPS = [{"match": "y", "lr": 0.5, "weight_decay": 0.1}, {"match": ["w", "z"], "lr": 0.02}]
 
 
 def noise(seed: int, count: int) -> np.ndarray:
@@ -50,11 +53,18 @@ def _stopped_inside(
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("collect", [False, True])
-def test_recover_at_every_chunk(kind: str, shards: int, collect: bool, job_name: str) -> None:
-    tensors = [Tensor("w", (3000,)), Tensor("b", (1500,), Role.BUFFER)]
-    how = {"shards": shards, "optimizer": {"kind": kind, "lr": 0.1}, "slots": 4}
+@pytest.mark.parametrize("groups", [(), GROUPS])
+def test_recover_at_every_chunk(
+    groups: Sequence[dict[str, Any]], kind: str, shards: int, collect: bool, job_name: str
+) -> None:
+    """The groups end within chunks, so that the next one begins after padding."""
+    sizes = {"w": 1000, "x": 700, "y": 37, "z": 1263} if groups else {"w": 3000}
+    tensors = [Tensor(name, (size,)) for name, size in sizes.items()]
+    tensors += [Tensor("b", (1500,), Role.BUFFER)]
+    optimizer = {"kind": kind, "lr": 0.1, "groups": groups}
+    how = {"shards": shards, "optimizer": optimizer, "slots": 4}
     how |= {"collect": collect, "learners": 3}
-    values = {"w": noise(1, 3000), "b": noise(2, 1500)}
+    values = {one.name: noise(at, one.count) for at, one in enumerate(tensors)}
     wires = [WireType.FLOAT32, WireType.BFLOAT16, WireType.FLOAT16]
 
     def step(rig: Rig, number: int) -> None:

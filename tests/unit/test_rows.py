@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Rig, decoded_frame, payload_of, rows_payload
 
+from gadei_ps.job.config import OptimizerConfig
+from gadei_ps.job.groups import grouped
 from gadei_ps.kernels import reference
-from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
+from gadei_ps.kernels.optimizers import Kind, WireType, slots
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Reason, Role
 from gadei_ps.memory.weights import Model, Tensor, payload_bytes, place
@@ -173,14 +175,32 @@ def models(draw: st.DrawFn) -> list[Tensor]:
     return made
 
 
+@st.composite
+def groups(draw: st.DrawFn, tensors: list[Tensor], kind: str) -> list[dict[str, Any]]:
+    """Settings of some tensors; mostly not of neighbours."""
+    names = draw(st.permutations([one.name for one in tensors if one.role is Role.PARAMETER]))
+    made: list[dict[str, Any]] = []
+    for _ in range(draw(st.integers(0, len(names)))):
+        count = draw(st.integers(1, 2))
+        match, names = names[:count], names[count:]
+        one: dict[str, Any] = {"match": match or ["none"], "lr": draw(st.sampled_from([0.01, 0.2]))}
+        if kind != "add":
+            one["weight_decay"] = draw(st.sampled_from([0.0, 0.1]))
+        if kind in ("momentum", "nesterov"):
+            one["momentum"] = 0.5
+        made.append(one)
+    return made
+
+
 @pytest.mark.parametrize("collect", [False, True], ids=["arrival", "superstep"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
+    """Dense gradients and such of rows, their means, over the borders of groups and shards."""
+
     @settings(max_examples=12, deadline=None)
     @given(data=st.data(), shards=st.integers(1, 4), seed=st.integers(0, 2**32))
     def holds(data: st.DataObject, shards: int, seed: int) -> None:
         tensors = data.draw(models())
-        model = place(tensors)
         optimizer: dict[str, Any] = {
             "kind": kind,
             "lr": 0.05,
@@ -190,16 +210,21 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
         if kind.startswith("ada"):
             # With the default, gradients that cancel each other would show how they were rounded.
             optimizer["eps"] = 1e-3
-        named_kind = {"kind": Kind[kind.upper()]}
-        spec = OptimizerSpec(**{**optimizer, **named_kind})
+        optimizer["groups"] = data.draw(groups(tensors, kind))
+        said = OptimizerConfig.model_validate(optimizer)
+        specs = said.specs()
+        model = place(grouped(tensors, said.groups))
+        group = np.searchsorted(model.group_ends(len(specs)), np.arange(model.elements), "right")
         values = {one.name: noise(seed + at, *one.shape) for at, one in enumerate(tensors)}
         learners = data.draw(st.integers(1, 3)) if collect else 1
         how: dict[str, Any] = {"shards": shards, "optimizer": optimizer, "learners": learners}
         with Rig(job_name, tensors, values, collect=collect, **how) as rig, rig.serving():
             moves = np.arange(model.elements) < model.parameters
             expected = rig.weights.copy()
-            state = [np.zeros(model.elements, np.float32) for _ in range(slots(spec.kind))]
+            state = [np.zeros(model.elements, np.float32) for _ in range(slots(specs[0].kind))]
             for t in range(3):
+                scales = np.ones((learners, layout.MAX_GROUPS), np.float32)
+                scales += np.random.default_rng(seed + t).random(scales.shape, np.float32)
                 total = np.zeros(model.elements, np.float32)
                 named = np.zeros(model.elements, bool)
                 for row in range(learners):
@@ -209,30 +234,29 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
                         raw = reference.encode(wire, noise(seed + t, model.elements))
                         flat = reference.decode(wire, raw)
                         squares = squares_of(flat[moves])
-                        rig.publish(row, raw, wire, squares=squares)
+                        rig.publish(row, raw, wire, squares=squares, rate_scale=scales[row])
                         named[:] = True
                     else:
                         given_ = gradients(model, frame, seed + 10 * t + row)
                         flat, mask = touched(model, given_)
                         squares = squares_of(flat[moves])
-                        rig.publish_rows(row, given_, wire, squares=squares)
+                        scale = scales[row]
+                        rig.publish_rows(row, given_, wire, squares=squares, rate_scale=scale)
                         flat = reference.decode(wire, reference.encode(wire, flat))
                         named |= mask
-                    flat[moves] *= np.float32(reference.clip_scale(spec.pack(), squares))
+                    flat[moves] *= np.float32(reference.clip_scale(specs[0].pack(), squares))
                     total += flat
                 if collect:
                     rig.superstep(dict.fromkeys(range(learners), Action.APPLY))
                 for row in range(learners):
                     rig.wait_tail(row, t + 1)
                 total /= learners
-                at = named & moves
-                mine = [slot[at] for slot in state]
-                moved = expected[at]
-                rate = reference.learning_rate(spec.pack(), t)
-                reference.step(spec, moved, mine, total[at], t + 1, rate)
-                expected[at] = moved
-                for slot, part in zip(state, mine, strict=True):
-                    slot[at] = part
+                rates = [
+                    reference.learning_rate(spec.pack(), t) * float(scale)
+                    for spec, scale in zip(specs, scales.mean(axis=0), strict=False)
+                ]
+                at = np.where(named & moves, group, -1)
+                reference.step_in_groups(specs, at, expected, state, total, t + 1, rates)
                 expected[named & ~moves] += total[named & ~moves]
             # Values between tensors belong to no tensor.
             _, inside = touched(model, gradients(model, dict.fromkeys(range(len(tensors))), 0))

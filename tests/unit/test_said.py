@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from gadei_ps.errors import UsageError
-from gadei_ps.job.optimizer import FIELDS, Settings
+from gadei_ps.job.optimizer import Said, Settings
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
-from gadei_ps.learners.said import OF_TORCH, said
+from gadei_ps.learners.said import OF_TORCH, Says, said
 from gadei_ps.learners.torch.like import check_unchanged, settings, shown
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.memory import layout
 from gadei_ps.watchdog import script
 from gadei_ps.watchdog.script import Script
 
@@ -29,7 +31,7 @@ def model() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def like(optimizer: Any, module: nn.Module, **given: Any) -> Settings:
+def like(optimizer: Any, module: nn.Module, **given: Any) -> Says:
     return settings(optimizer, given, Trained.of(module))
 
 
@@ -38,15 +40,15 @@ def test_what_is_not_said_is_torchs(kind: str) -> None:
     """By kind, by class, and by an optimizer; with and without another rate."""
     module, made = model(), CLASSES[kind]
     for given in ({}, {"lr": 0.3}):
-        wanted = Settings(kind=kind, **{**OF_TORCH[kind], **given})
+        wanted = Says(kind=kind, groups=(), **{**OF_TORCH[kind], **given})
         assert said(kind=kind, **given) == wanted
         assert like(made, module, **given) == wanted
         assert like(made(module.parameters(), **given), module) == wanted
 
 
 def test_torchs_words() -> None:
-    assert said() == Settings()
-    assert said(lr=0.1) == Settings(lr=0.1)
+    assert said() == Says()
+    assert said(lr=0.1) == Says(lr=0.1)
     assert said(kind="SGD", momentum=0.8).kind == "momentum"
     assert said(kind="sgd", momentum=0).kind == "sgd"
     assert said(kind="sgd", momentum=0.8, nesterov=True).kind == "nesterov"
@@ -54,16 +56,29 @@ def test_torchs_words() -> None:
     adam = said(kind="adam", betas=(0.5, 0.6), eps=1e-6, amsgrad=False, fused=True)
     assert (adam.beta1, adam.beta2, adam.eps, adam.weight_decay) == (0.5, 0.6, 1e-6, 0.0)
     module = model()
-    groups = [{"params": [module.weight]}, {"params": [module.bias]}]
-    both = torch.optim.SGD(groups, torch.tensor(0.5), momentum=0.7, nesterov=True)
-    assert like(both, module) == said(kind="nesterov", lr=0.5, momentum=0.7)
+    alone = torch.optim.SGD(module.parameters(), torch.tensor(0.5), momentum=0.7, nesterov=True)
+    assert like(alone, module) == said(kind="nesterov", lr=0.5, momentum=0.7)
     decoupled = torch.optim.Adam(module.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
     assert like(decoupled, module) == said(kind="adamw", weight_decay=0.1)
+
+
+@pytest.mark.parametrize("given", [{}, {"momentum": 0}, {"momentum": 0.9}])
+def test_a_momentum_of_one_group(given: dict[str, Any]) -> None:
+    """SGD has a momentum then; that of the other parameters is 0 unless it is said."""
+    group = {"params": "a", "momentum": 0.5}
+    for kind in ("sgd", "SGD") + ("momentum",) * bool(given):
+        made = said(kind=kind, groups=[group], **given)
+        assert (made.kind, made.momentum) == ("momentum", given.get("momentum", 0))
+        assert made.groups is not None
+        assert made.groups[0].momentum == 0.5
+    with pytest.raises(UsageError, match="nesterov=True needs a momentum above 0"):
+        said(kind="sgd", nesterov=True, groups=[group])
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
+        ({"groups": [{"params": "a", "eps": 1e-3}]}, "groups[0]: eps: give kind as well"),
         ({"kind": "lion"}, "optimizer kind 'lion': use one of sgd, momentum"),
         ({"momentum": 0.9}, "momentum=0.9: give kind as well"),
         ({"kind": "adam", "momentum": 0.9}, "momentum: adam has none"),
@@ -96,14 +111,20 @@ def test_what_cannot_be_taken_over() -> None:
     used = torch.optim.Adam(parameters)
     module(torch.ones(1, 3)).sum().backward()
     used.step()
-    groups = [{"params": parameters[:1], "weight_decay": 0.1}, {"params": parameters[1:]}]
+    groups = [{"params": parameters[:1], "nesterov": True}, {"params": parameters[1:]}]
+    empty = [{"params": parameters}, {"params": nn.Linear(1, 1).parameters()}]
     for optimizer, given, why in (
         (torch.optim.RMSprop, {}, "like=RMSprop: a job has the optimizers SGD, Adagrad"),
         (torch.optim.Adam(parameters, amsgrad=True), {}, "amsgrad=True: a job's optimizer cannot"),
         (torch.optim.AdamW, {"momentum": 0.9}, "like=AdamW: got an unexpected keyword argument"),
         (torch.optim.AdamW, {"kind": "adam"}, "give like= or kind='adam', not both"),
         (torch.optim.AdamW(parameters), {"lr": 0.1}, "lr: like= brings all settings"),
-        (torch.optim.AdamW(groups), {}, "parameter groups with weight_decay 0.1 and 0.01"),
+        (
+            torch.optim.SGD(groups, momentum=0.9),
+            {},
+            "parameter groups with nesterov True and False",
+        ),
+        (torch.optim.SGD(empty), {}, "parameter group 1 has no parameter of the model"),
         (torch.optim.SGD(parameters[:1]), {}, "it does not train parameter 'bias'"),
         (used, {}, "it has made steps"),
         (parameters, {}, "give an optimizer of torch.optim for this model, or its class"),
@@ -134,36 +155,52 @@ def test_param_groups_are_torchs(kind: Kind) -> None:
             check_unchanged({**group, key: (0.1, 0.2) if key == "betas" else 0.123}, group)
 
 
-class Stores(list[float]):
+class Rows(np.ndarray):
     """Memory that loses all stores but the first ones, as where their process is killed."""
 
-    def __init__(self, stores: int) -> None:
-        super().__init__([0.0] * 32)
-        self.left = stores
+    stores: list[int]
+
+    def __array_finalize__(self, whole: Any) -> None:
+        self.stores = getattr(whole, "stores", [0])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if self.left:
-            self.left -= 1
-            super().__setitem__(index, float(value))
+        if self.stores[0]:
+            self.stores[0] -= 1
+            super().__setitem__(index, value)
 
-    def view(self, _: object) -> dict[str, Stores]:
+
+class Memory(dict[str, Any]):
+    """A control segment's words, of which only the first `left` stores are done."""
+
+    def __init__(self) -> None:
+        said = np.zeros((2, layout.MAX_GROUPS, 8)).view(Rows)
+        said.stores = self.left = [1000]
+        super().__init__(said=said, said_word=0)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.left[0]:
+            self.left[0] -= 1
+            super().__setitem__(name, value)
+
+    def view(self, _: object) -> Memory:
         """As a segment's."""
-        return {"hyper": self}
+        return self
 
 
 def test_a_watchdog_that_dies_while_it_enters_them() -> None:
-    old = Script(said(kind="adamw", lr=0.1), is_open=True, saved=True)
-    new = Script(said(kind="adam", lr=0.2, weight_decay=0.3))
-    last = Script(Settings(lr=0.4))
+    old = Script(Said(kind="adamw", lr=0.1, groups=()), is_open=True, saved=True)
+    two = (Settings(lr=0.5, beta1=0.5), Settings(weight_decay=0.0))
+    new = Script(Said(kind="adam", lr=0.2, weight_decay=0.3, groups=two))
+    last = Script(Said(lr=0.4))
     seen = []
-    for stores in range(len(FIELDS) + 2):
-        memory: Any = Stores(1000)
+    for stores in range(4 + 1 + 3 + 2 + 2):
+        memory: Any = Memory()
         assert script.read(memory) == Script()
         for one in (old, last, old):
             script.write(memory, one)
-        memory.left = stores
+        memory.left[0] = stores
         script.write(memory, new)
-        memory.left = 1000
+        memory.left[0] = 1000
         seen.append(script.read(memory))
         script.write(memory, last)
         assert script.read(memory) == last
