@@ -88,6 +88,8 @@ ROOMS = (
         (
             *_in("gadei_ps/server", "py", "change", "code", "driver", "manager", "rings", "shards"),
             "gadei_ps/job/modes.py",
+            "gadei_ps/job/numbers.py",
+            "gadei_ps/server/new_numbers.py",
         ),
         (
             "tests/unit/test_take_in.py",
@@ -96,6 +98,7 @@ ROOMS = (
             "tests/unit/test_succession.py",
             "tests/end_to_end/test_exactly_once.py",
             "tests/end_to_end/test_set.py",
+            "tests/end_to_end/test_set_numbers.py",
             "tests/end_to_end/test_sync.py",
             "tests/crash/test_damaged_rings.py",
             "tests/crash/test_deaths.py",

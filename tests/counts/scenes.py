@@ -179,6 +179,21 @@ def _changed(model: str) -> Callable[[Job, Tracer, Dying], None]:
     return play
 
 
+def _limited(model: str) -> Callable[[Job, Tracer, Dying], None]:
+    def play(job: Job, tracer: Tracer, dying: Dying) -> None:
+        _all_go(job)
+        job.change(model)
+        other = 2e9 if job.status["settings"]["clip_norm"] == 1e9 else 1e9
+        with dying():
+            job.limit(other)
+            _all_push(job)
+        job.change("asp")
+        _all_rest(job)
+        assert job.status["settings"]["clip_norm"] == other
+
+    return play
+
+
 def refused(job: Job, tracer: Tracer, dying: Dying) -> None:
     """gadei-ps is replaced under the job: a server of the other build does not serve."""
     with dying():
@@ -211,6 +226,8 @@ LIVING = [
     Scene("ssp", _changed("ssp:s=1")),
     Scene("bsp", _changed("bsp")),
     Scene("cutoff", _changed("cutoff:c=1")),
+    Scene("numbers", _limited("asp")),
+    Scene("numbers of bsp", _limited("bsp")),
     Scene("checkpoint", saved),
     Scene("damaged ring", damaged),
     Scene("another build", refused),

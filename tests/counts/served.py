@@ -27,7 +27,7 @@ from gadei_ps.errors import (
     NotSaved,
 )
 from gadei_ps.job import control, paths
-from gadei_ps.job.control import SetSync, Status, StopJob
+from gadei_ps.job.control import SetOptimizer, SetSync, Status, StopJob
 from gadei_ps.job.processes import Processes, Target
 from gadei_ps.learners import attach
 from gadei_ps.machine import process
@@ -314,6 +314,20 @@ class Job:
             return False
 
         self.until(changed, f"the model is {model}")
+
+    def limit(self, norm: float) -> None:
+        """Changes the norm of gradients, which none of them reaches; waits until it is in force."""
+        before = self.status["settings"]["clip_norm"]
+
+        def changed() -> bool:
+            now = self.status
+            has = now["settings"]["clip_norm"]
+            assert has in (before, norm), f"{has} {self!r}"
+            if has != norm:
+                self.ask(SetOptimizer(values={"clip_norm": norm}))
+            return bool(has == norm and not now["settings_pending"])
+
+        self.until(changed, f"the norm is {norm:g}")
 
     # -- the end ----------------------------------------------------------------------------------
 
