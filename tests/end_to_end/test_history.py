@@ -92,7 +92,7 @@ def test_a_history(job_name: str) -> None:
     with daemon(job_name, tensors=TENSORS, history=True), Client(job_name) as client:
         eventually(lambda: push(client) or old.exists())  # another job of that name
         push_until_told(client, job_name, 1)
-    assert lines(path)[0]["version"] < points[-1]["version"]
+    assert lines(path)[0]["time"] > there[-1]["time"]
     assert lines(old) == there
 
 
