@@ -22,12 +22,12 @@ Packed = npt.NDArray[np.float64]
 
 def done(control: Segment) -> int:
     """Number of the last change that took effect."""
-    return _native.load(control.word(CONTROL, "numbers_done"))
+    return _native.load(control.word(CONTROL, "numbers_done"))  # SYNC POINT: numbers in force
 
 
 def wanted(control: Segment) -> int:
     """Number of the last change that was asked for."""
-    return _native.load(control.word(CONTROL, "numbers_wanted"))
+    return _native.load(control.word(CONTROL, "numbers_wanted"))  # SYNC POINT: numbers
 
 
 def enter(control: Segment, packed: Packed) -> None:

@@ -41,8 +41,7 @@ class NewNumbers:
     @property
     def are_due(self) -> bool:
         """Whether others are wanted."""
-        number = numbers.wanted(self._control)  # SYNC POINT: numbers
-        return number != numbers.done(self._control)
+        return numbers.wanted(self._control) != numbers.done(self._control)
 
     def settle(self, in_force: int, model: SyncModel, *, serving: bool, superstep: bool) -> bool:
         """One step of a change that is due. False until it is made: nothing else may go on.
