@@ -17,7 +17,7 @@ def load(optimizer: int, log: Any, tells: bool) -> None:
     """
     begin = time.monotonic()
     kept_in = cache.directory()
-    if tells and not any(kept_in.iterdir()):
+    if tells and not any(kept_in.rglob("*.nbi")):  # Numba makes directories before
         log.warning("compiling the kernels once, for about half a minute", kept_in=str(kept_in))
     shard.load([optimizer])
     zipline.load()

@@ -87,6 +87,9 @@ def test_a_first_start_says_that_it_compiles(
     loading.load(0, log, tells=True)
     log.warning.assert_called_once()
     assert log.warning.call_args.kwargs == {"kept_in": str(cache.directory())}
-    (cache.directory() / "some").touch()
+    (cache.directory() / "server").mkdir()
     loading.load(0, log, tells=True)
-    log.warning.assert_called_once()
+    assert log.warning.call_count == 2, "a directory is no code"
+    (cache.directory() / "server/some.nbi").touch()
+    loading.load(0, log, tells=True)
+    assert log.warning.call_count == 2
