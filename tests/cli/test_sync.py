@@ -26,8 +26,8 @@ def test_set_and_adopt(cli: Cli, job_name: str, learner: list[str]) -> None:
     )
     for bad, why in (
         ("sync=nosuch", "sync: unknown model 'nosuch'"),
-        ("lr=3", "'lr' cannot be set in a running job; only sync can"),
-        ("sync", "cannot read 'sync'; write sync=MODEL"),
+        ("size=3", "size cannot be set in a running job; these can"),
+        ("sync", "cannot read 'sync'; write FIELD=VALUE"),
     ):
         result = cli("set", job_name, bad)
         assert result.code == 2
