@@ -128,8 +128,8 @@ def _group(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name not in OF_A_GROUP:
             raise UsageError(
-                f"{where}: {name}={value!r}: a group has params, {', '.join(OF_A_GROUP)}; all else "
-                "is said once for all parameters"
+                f"{where}: {name}={value!r}: a group has params, {', '.join(OF_A_GROUP)}; give all "
+                "else to the optimizer itself"
             )
         if name == "betas":
             if not isinstance(value, Sequence) or len(value) != 2:

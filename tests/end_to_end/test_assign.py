@@ -1,4 +1,4 @@
-"""Writes to the weights that are no gradients: exactly once, in their order, whoever dies."""
+"""Writes to the weights that are no gradients: exactly once, in their order, also after deaths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's history: what is in it, whoever dies, and disks that do not take it."""
+"""A job's history: what is in it, deaths of its processes, and disks that do not take it."""
 
 from __future__ import annotations
 

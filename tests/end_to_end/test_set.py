@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import daemon, eventually, fork, learner, live_weights, status
-from support.steered import TENSORS, VALUES, all_granted, push_when_told, tell
+from support.steered import TENSORS, VALUES, all_granted, push_until_told, push_when_told, tell
 
 from gadei_ps.commands import change
 from gadei_ps.errors import ControlError, UsageError
@@ -32,17 +32,6 @@ MODELS = (
 )
 
 
-def _push_until_told(pipe: Connection, job: str) -> None:
-    """Pushes ones until it is told to stop; sends how many."""
-    with Client(job) as client:
-        client.wait_turn()
-        pipe.send("granted")
-        while not pipe.poll():
-            client.push({"w": np.ones(VALUES, np.float32)})
-        client.wait_applied()
-        pipe.send(client.published)
-
-
 def test_every_change_under_load_loses_nothing(job_name: str) -> None:
     """From each model to each other one, while learners push as fast as they can."""
     pairs = list(itertools.permutations(MODELS, 2))
@@ -54,7 +43,7 @@ def test_every_change_under_load_loses_nothing(job_name: str) -> None:
         order.append(after)
     with (
         daemon(job_name, sync=MODELS[0], tensors=TENSORS, shards=2) as job,
-        fork(3, _push_until_told, job_name) as team,
+        fork(3, push_until_told, job_name) as team,
     ):
         all_granted(team)
         for model in order[1:]:
@@ -81,7 +70,7 @@ def test_kills_amid_changes(times: str, job_name: str) -> None:
     """A change is made whichever process dies; each gradient is applied or dropped once."""
     with (
         daemon(job_name, sync="bsp", tensors=TENSORS, shards=2, standby=True) as job,
-        fork(3, _push_until_told, job_name) as team,
+        fork(3, push_until_told, job_name) as team,
     ):
         all_granted(team)
         for number, model in enumerate(("asp", "bsp", "ssp:s=1", "cutoff:c=2", "asp", "bsp")):
@@ -261,7 +250,7 @@ def test_newcomer_amid_a_change(job_name: str) -> None:
         changing = threading.Thread(target=change.set_sync, args=(job_name, "asp", 50.0))
         changing.start()
         eventually(lambda: status(job_name)["sync_wanted"] == "asp")
-        with fork(1, _push_until_told, job_name) as (late,):
+        with fork(1, push_until_told, job_name) as (late,):
             eventually(lambda: len(status(job_name)["learners"]) == 3)
             one.send(1)
             other.send(1)
@@ -300,7 +289,7 @@ def test_model_file_that_vanishes_ends_no_job(job_name: str, tmp_path: Path) -> 
     path.write_bytes(contents(sizes, weights, {}))
     with (
         daemon(job_name, sync=f"cutoff:file={path}", tensors=TENSORS, standby=True) as job,
-        fork(2, _push_until_told, job_name) as team,
+        fork(2, push_until_told, job_name) as team,
     ):
         all_granted(team)
         path.unlink()

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from saved_jobs import again, die, take
 from shell import Cli
 from support import daemon, eventually, fork, live_weights, spin, status
 from support.processes import Child
-from support.steered import TENSORS, VALUES, all_granted, push_when_told, tell
+from support.steered import TENSORS, VALUES, all_granted, push_until_told, push_when_told, tell
 
 from gadei_ps.commands import change
 from gadei_ps.errors import ControlError, UsageError
@@ -25,17 +24,6 @@ from gadei_ps.job.control import SetOptimizer
 from gadei_ps.learners.client import Client
 
 ROUNDS = 12
-
-
-def _push_ones(pipe: Connection, job: str) -> None:
-    """Until it is told to stop; sends how many."""
-    with Client(job) as client:
-        client.wait_turn()
-        pipe.send("granted")
-        while not pipe.poll():
-            client.push({"w": np.ones(VALUES, np.float32)})
-        client.wait_applied()
-        pipe.send(client.published)
 
 
 class Rates:
@@ -67,7 +55,7 @@ class Rates:
 @contextlib.contextmanager
 def pushing(job: str, learners: int = 3) -> Iterator[list[Child]]:
     """Learners that push as fast as they can; at the end all is applied, and they have left."""
-    with fork(learners, _push_ones, job) as team:
+    with fork(learners, push_until_told, job) as team:
         all_granted(team)
         yield team
         pushed = sum(tell(child, "stop") for child in team)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +197,24 @@ def test_a_store_names_assign(job_name: str) -> None:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == -11
     assert "write them with optimizer.assign({name: values})" in done.stderr
+
+
+WRITES = """
+import sys, torch
+from gadei_ps.learners.torch import Optimizer
+
+model = torch.nn.Linear(3, 2)
+optimizer = Optimizer(model, sys.argv[1])
+with torch.no_grad():
+    model.weight.clamp_(-1, 1)
+"""
+
+
+def test_writing_to_the_jobs_weights_says_what_to_do(job_name: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WRITES)
+    with daemon(job_name):
+        command = [sys.executable, tmp_path / "script.py", job_name]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGSEGV
+    assert ended.stderr.count("use Optimizer(model, view=False)") == 1
+    assert 'script.py", line 8' in ended.stderr

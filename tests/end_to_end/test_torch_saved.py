@@ -80,7 +80,7 @@ def resumed(file: Path, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, An
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["from torch", "to torch", "to another job"])
 def test_half_and_half(kind: str, way: str, tmp_path: Path, job_name: str) -> None:
-    """The second half goes on as one run of torch does, whoever made the first."""
+    """The second half goes on as one run of torch does, by torch or by a job, after either."""
     settings, of_torch, words = KINDS[kind]
 
     def plain(model: nn.Module) -> torch.optim.Optimizer:
@@ -196,7 +196,7 @@ def _load(pipe: Connection, job: str) -> None:
 
 @pytest.mark.parametrize("victim", ["server", "learner"])
 def test_deaths_while_it_is_loaded(victim: str, job_name: str) -> None:
-    """Whoever dies, the state is whole in the end, and its steps count once."""
+    """A server or the learner dies: the state is whole in the end, and its steps count once."""
     tensors = [{"name": "w", "shape": [160_000]}]
     optimizer = {"kind": "adam", "lr": 0.1}
     with daemon(job_name, optimizer=optimizer, tensors=tensors, standby=True) as job:

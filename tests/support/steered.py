@@ -14,6 +14,17 @@ VALUES = 3000
 TENSORS = [{"name": "w", "shape": [VALUES]}]
 
 
+def push_until_told(pipe: Connection, job: str) -> None:
+    """Pushes ones until it is told to stop; sends how many."""
+    with Client(job) as client:
+        client.wait_turn()
+        pipe.send("granted")
+        while not pipe.poll():
+            client.push({"w": np.ones(VALUES, np.float32)})
+        client.wait_applied()
+        pipe.send(client.published)
+
+
 def push_when_told(pipe: Connection, job: str) -> None:
     """Pushes when it is sent a number, gives up when it is sent "give up"; else says `wanted`."""
     with Client(job) as client:
