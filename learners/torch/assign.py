@@ -55,11 +55,19 @@ def split(trained: Trained, values: Mapping[str, Any]) -> Assigned:
         if id(tensor) not in of_job:
             found.local.append((tensor, value))
             continue
-        known, array = of_job[id(tensor)], value.to("cpu", torch.float32).numpy()
+        known = of_job[id(tensor)]
+        if known in trained.buffers and _is_mask(value, tensor):
+            continue
+        array = value.to("cpu", torch.float32).numpy()
         if known in found.job and not np.array_equal(found.job[known], array, equal_nan=True):
             raise UsageError(f"assign: {name!r} and another name of the same tensor differ")
         found.job[known] = array
     return found
+
+
+def _is_mask(value: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether a buffer has these values already, and the job would refuse them."""
+    return not bool(value.isfinite().all()) and torch.equal(value.to(buffer), buffer)
 
 
 def _as_tensor(name: str, given: Any) -> torch.Tensor:

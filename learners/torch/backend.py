@@ -63,10 +63,13 @@ def wait_for_own(client: Client) -> None:
 def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
     """The gradient's addresses for Client.push_from, valid as long as it and `kept` live.
 
-    kept: takes the copies that are made. Raises ModelMismatch.
+    kept: takes the copies that are made. Raises ModelMismatch for complex numbers.
     """
     if gradient.dtype is not torch.float32:
-        raise ModelMismatch(f"a gradient is {gradient.dtype}, not float32")
+        if not gradient.is_floating_point():
+            raise ModelMismatch(f"a gradient is {gradient.dtype}, not of real numbers")
+        gradient = gradient.to(torch.float32)
+        kept.append(gradient)
     if gradient.is_sparse and gradient.sparse_dim() == 1:
         # Not coalesced: rows that a batch names twice are added up on their way.
         indices, values = gradient._indices().contiguous(), gradient._values().contiguous()

@@ -3,7 +3,8 @@
 CuPy makes the buffer; torch shares it through DLPack. The parameters keep their addresses, because
 CUDA graphs and compiled code do. So the model always uses the front one of two buffers. A pull
 fills the back one, which is copied to the front between two steps, on the device, in a few
-hundredths of the time that the pull takes on the bus.
+hundredths of the time that the pull takes on the bus. Parameters of other types than float32 keep
+their memory on the device, into which the front buffer is cast.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError
 from gadei_ps.learners.client import NONE, Client, whole_at
-from gadei_ps.learners.torch import lookup
+from gadei_ps.learners.torch import casts, lookup
 from gadei_ps.learners.torch.backend import (
     at_loading,
     gradient_at,
@@ -65,15 +66,22 @@ class GpuBackend:
         self._tensors = self._torch_views()
         self._undo = contextlib.ExitStack()
         for layer in trained.module.modules():
-            if isinstance(layer, torch.nn.RNNBase):
+            if isinstance(layer, torch.nn.RNNBase) and not casts.all_differ(layer):
                 # Torch's own would move the weights to memory that no pull reaches.
                 layer.flatten_parameters = _do_nothing  # type: ignore[method-assign]
                 self._undo.callback(delattr, layer, "flatten_parameters")
         # Here, and not as a decorator: this loads torch._dynamo, which takes seconds.
         gather = torch.compiler.disable(self._gather)  # type: ignore[no-untyped-call]
         lookup.adapt(trained, gather, self._undo)
+        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, parameter in trained.parameters.items():
-            parameter.data = self._tensors[name]
+            if casts.differs(parameter):
+                self._casts.append((parameter, self._tensors[name]))
+            else:
+                parameter.data = self._tensors[name]
+        self._bases: dict[str, torch.Tensor] = {}
+        """Buffers of other types than float32 as they were when the job's were copied to them."""
+        casts.bring(self._casts)
         at_loading(trained, warn_of_loading, self._undo)
         self._refresh_buffers()
 
@@ -124,9 +132,9 @@ class GpuBackend:
     def _addresses(self, kept: list[Any]) -> list[int]:
         """For Client.push_from, on the device. kept: takes the copies that are made."""
         where: list[int] = []
-        for tensor in self._ordered:
+        for tensor, of_job in zip(self._ordered, self._client.model.tensors, strict=True):
             if not isinstance(tensor, torch.nn.Parameter):
-                whole = tensor.contiguous()  # a buffer: the device computes its change
+                whole = self._whole_buffer(of_job.name, tensor)  # the device computes its change
                 kept.append(whole)
                 where += whole_at(whole.data_ptr())
             elif tensor.requires_grad and tensor.grad is not None:
@@ -134,6 +142,14 @@ class GpuBackend:
             else:
                 where += NONE
         return where
+
+    def _whole_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """In float32: the job's values, and what has changed here."""
+        if name not in self._bases:
+            return buffer.contiguous()
+        own, base = (one.to(torch.float64) for one in (buffer, self._bases[name]))
+        change = torch.where(own == base, 0, own - base)  # a mask may hold infinities
+        return (self._tensors[name] + change).to(torch.float32).contiguous()
 
     def _find_whole(self, where: Sequence[int]) -> None:
         """A gathered tensor whose gradient is not one of rows is a tied weight: pulls bring it."""
@@ -162,11 +178,13 @@ class GpuBackend:
                 self._link.copy(self._back, self._front)
                 self.version = self._link.version
             self._link.pull(self._back)
+        casts.bring(self._casts)
         self._refresh_buffers()
 
     def assigned(self, names: Collection[str]) -> None:
         self._link.fill(self._front)
         self.version = self._link.version
+        casts.bring(self._casts)
         self._refresh_buffers(names)
 
     @torch.no_grad()
@@ -178,9 +196,13 @@ class GpuBackend:
         buffers = self._trained.buffers
         if names is not None:
             buffers = {name: buffer for name, buffer in buffers.items() if name in names}
-        if buffers:  # one kernel for all
-            theirs = [self._tensors[name] for name in buffers]
-            torch._foreach_copy_(list(buffers.values()), theirs)
+        plain = {name: one for name, one in buffers.items() if not casts.differs(one)}
+        if plain:  # one kernel for all
+            theirs = [self._tensors[name] for name in plain]
+            torch._foreach_copy_(list(plain.values()), theirs)
+        for name in buffers.keys() - plain.keys():
+            casts.renew(buffers[name], self._tensors[name])
+            self._bases[name] = buffers[name].detach().clone()
 
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         """The job's current rows of a tensor, shape (n, width); indices: int64, flat.
@@ -204,12 +226,13 @@ class GpuBackend:
         self._link.flush()
         self._link.leave_out(())
         self._link.fill(self._front)
+        casts.bring(self._casts)
         self._link.close()
         with torch.no_grad():
             for parameter in self._trained.parameters.values():
                 parameter.data = parameter.data.clone()
         for layer in self._trained.module.modules():
-            if isinstance(layer, torch.nn.RNNBase):
+            if isinstance(layer, torch.nn.RNNBase) and not casts.all_differ(layer):
                 layer.flatten_parameters()
         self._refresh_buffers()
         self._tensors.clear()

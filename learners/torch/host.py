@@ -1,4 +1,7 @@
-"""A model on the CPU: its parameters are views of the weights segment, or of a copy of it."""
+"""A model on the CPU: its parameters are views of the weights segment, or of a copy of it.
+
+Parameters of other types than float32 have memory of their own, into which that copy is cast.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import NONE, Client, whole_at
-from gadei_ps.learners.torch import products
+from gadei_ps.learners.torch import casts, products
 from gadei_ps.learners.torch.backend import (
     at_loading,
     gradient_at,
@@ -44,7 +47,10 @@ def check(module: torch.nn.Module, *, view: bool) -> None:
 
 
 class HostBackend:
-    """See backend.Backend. view, wait, free_gradients: see Optimizer."""
+    """See backend.Backend. view, wait, free_gradients: see Optimizer.
+
+    view: not for a model with parameters of other types than float32.
+    """
 
     def __init__(
         self,
@@ -63,8 +69,13 @@ class HostBackend:
         self._undo = contextlib.ExitStack()
         self._flat = client.flat if view else client.pull()
         views = client.model.views(self._flat)
+        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, parameter in trained.parameters.items():
-            parameter.data = _tensor(views[name])
+            if casts.differs(parameter):
+                self._casts.append((parameter, torch.from_numpy(views[name])))
+            else:
+                parameter.data = _tensor(views[name])
+        casts.bring(self._casts)
         if view:
             # A write to the shared weights ends the process; the traceback shows where it was.
             if not faulthandler.is_enabled() and sys.stderr is not None:
@@ -165,14 +176,17 @@ class HostBackend:
         if self._wait:
             wait_for_own(self._client)
             self._client.sees_current()
-        if not self._view:
-            self._client.pull(self._flat)
+        self._pull()
         if self._trained.buffers:
             self._refresh_buffers()
 
-    def assigned(self, names: Collection[str]) -> None:
+    def _pull(self) -> None:
         if not self._view:
             self._client.pull(self._flat)
+            casts.bring(self._casts)
+
+    def assigned(self, names: Collection[str]) -> None:
+        self._pull()
         self._refresh_buffers(names)
 
     @torch.no_grad()
@@ -183,8 +197,13 @@ class HostBackend:
         """
         shared = self._client.weights
         for name, buffer in self._trained.buffers.items():
-            if names is None or name in names:
-                self._bases[name] = shared[name].copy()
+            if names is not None and name not in names:
+                continue
+            self._bases[name] = shared[name].copy()
+            if casts.differs(buffer):
+                casts.renew(buffer, torch.from_numpy(self._bases[name]))
+                self._bases[name] = casts.numbers(buffer).copy()
+            else:
                 buffer.copy_(torch.from_numpy(self._bases[name]))
 
     def _changes(self) -> dict[int, np.ndarray]:
@@ -193,7 +212,7 @@ class HostBackend:
         for number, tensor in enumerate(self._client.model.tensors):
             buffer = self._trained.buffers.get(tensor.name)
             if buffer is not None:
-                change = _change(buffer.detach().numpy(), self._bases[tensor.name])
+                change = _change(casts.numbers(buffer), self._bases[tensor.name])
                 if change is not None:
                     found[number] = np.ascontiguousarray(change, np.float32)
         return found
@@ -203,8 +222,7 @@ class HostBackend:
         if self._closed:
             return
         self._closed = True
-        if not self._view:
-            self._client.pull(self._flat)
+        self._pull()
         with torch.no_grad():
             for parameter in self._trained.parameters.values():
                 parameter.data = parameter.data.clone()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.torch.casts import differs
 from gadei_ps.learners.torch.model import Trained
 
 GATHER = "_gadei_ps_gather"
@@ -84,7 +85,7 @@ def adapt(
     A layer keeps torch's own forward() if other layers use its weight, or if it writes to it.
     """
     for name, parameter in trained.parameters.items():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and not differs(parameter):
             setattr(parameter, GATHER, functools.partial(gather, name))
             undo.callback(delattr, parameter, GATHER)
     users: dict[int, int] = {}

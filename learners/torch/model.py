@@ -12,6 +12,7 @@ import torch
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.said import Says
+from gadei_ps.learners.torch import casts
 from gadei_ps.memory.weights import Model
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -21,7 +22,8 @@ Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Trained:
-    """A model's parameters that require a gradient and its buffers of float32, by name.
+    """A model's parameters that require a gradient, by name, and its buffers of float32 or of a
+    type that a parameter has.
 
     frozen: its other parameters, which stay local.
     """
@@ -33,8 +35,11 @@ class Trained:
     frozen: dict[str, torch.nn.Parameter]
 
     @classmethod
-    def of(cls, module: torch.nn.Module) -> Trained:
-        """Raises UsageError for a model whose parameters cannot be shared."""
+    def of(cls, module: torch.nn.Module, *, any_type: bool = False) -> Trained:
+        """any_type: whether parameters may have other types than float32.
+
+        Raises UsageError for a model whose parameters cannot be shared.
+        """
         if not isinstance(module, torch.nn.Module):
             raise UsageError(
                 "give Optimizer the model itself, not its parameters or groups of them: "
@@ -53,18 +58,30 @@ class Trained:
                     f"parameter {name!r} has no values yet (a lazy layer): call the model with a "
                     "batch first"
                 )
-            if parameter.dtype != torch.float32 or parameter.device.type not in ("cpu", "cuda"):
+            types = casts.TYPES if any_type else casts.TYPES[:1]
+            if parameter.dtype not in types or parameter.device.type not in ("cpu", "cuda"):
                 raise UsageError(
-                    f"parameter {name!r} is {parameter.dtype} on {parameter.device}: the weights "
-                    "of a job are float32, on the CPU or a CUDA device"
+                    f"parameter {name!r} is {parameter.dtype} on {parameter.device}: "
+                    + (
+                        "a job trains parameters of float32, float64, bfloat16 and float16"
+                        if any_type
+                        else "the weights of a job are float32 (use Optimizer for other types)"
+                    )
+                    + ", on the CPU or a CUDA device"
                 )
         device = _device_of(parameters)
+        of_job = {torch.float32, *(parameter.dtype for parameter in parameters.values())}
         buffers = {
             name: buffer
             for name, buffer in module.named_buffers()
-            if buffer.dtype == torch.float32 and buffer.device == device and buffer.numel()
+            if buffer.dtype in of_job and buffer.device == device and buffer.numel()
         }
         return cls(module, parameters, buffers, device, frozen)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether some parameters have other types than the job's float32."""
+        return any(map(casts.differs, self.parameters.values()))
 
     def join(self, job: str | None, **options: Any) -> Client:
         """A client whose job has this model. options: keywords of Client. Raises what it raises."""
@@ -147,7 +164,9 @@ def _device_of(parameters: Parameters) -> torch.device:
 
 def _initial(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Their values, for the job's model."""
-    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach().to("cpu", torch.float32).numpy() for name, tensor in tensors.items()
+    }
 
 
 def _ordered(module: torch.nn.Module, parameters: Parameters) -> dict[str, torch.nn.Parameter]:

@@ -50,9 +50,10 @@ class _NotWanted(Exception):
 class Optimizer(Saves):
     """Pushes the model's gradients to a job.
 
-    model: its parameters that require a gradient become the job's. They are float32 and all on one
-    device; move the model to its GPU before. job: a name or a socket's path; None takes it from the
-    environment (`gadei-ps run`, `attach`).
+    model: its parameters that require a gradient become the job's. They are all on one device; move
+    the model to its GPU before. They are float32, float64, bfloat16 or float16; the job has all in
+    float32, and the learner casts them at every step. job: a name or a socket's path; None takes it
+    from the environment (`gadei-ps run`, `attach`).
 
     kind, lr, momentum, nesterov, betas, eps, weight_decay: the job's optimizer, in the words of
     torch.optim; see gadei_ps.learners.said. like: instead of them an optimizer of torch, or its
@@ -65,7 +66,8 @@ class Optimizer(Saves):
     first group that names it.
 
     view: whether parameters on the CPU are views of the weights segment (see
-    gadei_ps.learners.torch). wire, error_feedback: see Client.
+    gadei_ps.learners.torch); never where some are of another type than float32. wire,
+    error_feedback: see Client.
 
     wait: whether step() waits until its gradient is in the weights that the next forward pass uses,
     as torch's optimizers do. By default it does with view=False; with view=True and on a GPU it
@@ -108,7 +110,8 @@ class Optimizer(Saves):
                 f"Optimizer's second argument is the job's name, not {job!r}: write lr=... for the "
                 "rate and like=... for an optimizer of torch"
             )
-        self._trained = trained = Trained.of(model)
+        self._trained = trained = Trained.of(model, any_type=True)
+        view = view and not trained.is_cast
         given: dict[str, Any] = {"kind": kind, "lr": lr, "momentum": momentum, "nesterov": nesterov}
         given |= {"betas": betas, "eps": eps, "weight_decay": weight_decay, **others}
         given["groups"] = None if groups is None else named(groups, trained)

@@ -73,7 +73,7 @@ def _read(
     for number, parameter in enumerate(parameters):
         name = names[id(parameter)]
         one = {
-            key: torch.from_numpy(view[name]).to(parameter.device)
+            key: torch.from_numpy(view[name]).to(parameter.device, parameter.dtype)
             for key, view in zip(SLOTS[kind], views, strict=True)
         }
         if kind in (Kind.ADAGRAD, Kind.ADAM, Kind.ADAMW):
