@@ -38,6 +38,7 @@ from gadei_ps.learners.attach import Arrays, attach, detach, listener, offer
 from gadei_ps.learners.frame import (
     NONE,
     UNKNOWN,
+    UNTOUCHED,
     Gradients,
     Rows,
     Where,
@@ -59,6 +60,7 @@ __all__ = [
     "JOB_VARIABLE",
     "NAME_VARIABLE",
     "NONE",
+    "UNTOUCHED",
     "Batch",
     "Carrier",
     "Client",

@@ -66,6 +66,10 @@ def product_at(factors: int, vectors: int, count: int) -> Where:
     return (vectors, 0, count, factors) if count else NONE
 
 
+UNTOUCHED = rows_at(0, 0, 0)
+"""For Client.push_from: none of its rows. The tensor stays as it is, with the optimizer's state."""
+
+
 def row_indices(tensor: str, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Raises ModelMismatch for what are no whole numbers."""
     given = np.asarray(indices)

@@ -18,7 +18,7 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError
-from gadei_ps.learners.client import NONE, Client, whole_at
+from gadei_ps.learners.client import NONE, UNTOUCHED, Client, whole_at
 from gadei_ps.learners.torch import casts, lookup
 from gadei_ps.learners.torch.backend import (
     at_loading,
@@ -40,15 +40,21 @@ def current_stream(device: torch.device) -> int:
 
 
 class GpuBackend:
-    """See backend.Backend. wait: see Optimizer. Raises DeviceError if the GPU cannot be used."""
+    """See backend.Backend. wait, skip_unused: see Optimizer.
 
-    def __init__(self, client: Client, trained: Trained, *, wait: bool = False) -> None:
+    Raises DeviceError if the GPU cannot be used.
+    """
+
+    def __init__(
+        self, client: Client, trained: Trained, *, wait: bool = False, skip_unused: bool = True
+    ) -> None:
         if why := cuda_missing():
             raise DeviceError(f"the model is on {trained.device}: {why}")
         from gadei_ps.learners.cuda import Cuda
 
         self._client = client
         self._wait = wait
+        self._absent = UNTOUCHED if skip_unused else NONE
         self._trained = trained
         stream = functools.partial(current_stream, trained.device)
         self._link = Cuda(trained.device.index).link(client, stream)
@@ -137,10 +143,10 @@ class GpuBackend:
                 whole = self._whole_buffer(of_job.name, tensor)  # the device computes its change
                 kept.append(whole)
                 where += whole_at(whole.data_ptr())
-            elif tensor.requires_grad and tensor.grad is not None:
+            elif tensor.grad is not None:
                 where += gradient_at(tensor.grad, kept)
             else:
-                where += NONE
+                where += self._absent
         return where
 
     def _whole_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:

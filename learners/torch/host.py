@@ -18,7 +18,7 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.client import NONE, Client, whole_at
+from gadei_ps.learners.client import NONE, UNTOUCHED, Client, whole_at
 from gadei_ps.learners.torch import casts, products
 from gadei_ps.learners.torch.backend import (
     at_loading,
@@ -47,7 +47,7 @@ def check(module: torch.nn.Module, *, view: bool) -> None:
 
 
 class HostBackend:
-    """See backend.Backend. view, wait, free_gradients: see Optimizer.
+    """See backend.Backend. view, wait, free_gradients, skip_unused: see Optimizer.
 
     view: not for a model with parameters of other types than float32.
     """
@@ -60,6 +60,7 @@ class HostBackend:
         view: bool,
         wait: bool,
         free_gradients: bool,
+        skip_unused: bool,
     ) -> None:
         self._wait = wait
         self._client = client
@@ -89,6 +90,7 @@ class HostBackend:
         self._products: list[Products] = [[] for _ in self._ordered]
         for tensor, of_tensor in zip(self._ordered, self._products, strict=True):
             setattr(tensor, PRODUCTS, of_tensor)
+        self._absent = UNTOUCHED if skip_unused else NONE
         self._payload = 0  # where freed gradients are written; 0 before the first of a step
         self._written: set[int] = set()  # numbers of the freed gradients
         if free_gradients:
@@ -106,7 +108,7 @@ class HostBackend:
             return
         for number in range(len(self._ordered)):
             one = where[4 * number : 4 * number + 4]
-            if any(one):
+            if one != [*UNTOUCHED] and any(one):
                 if number in self._written:
                     raise UsageError(SECOND)
                 self._client.append(self._payload, number, (one[0], one[1], one[2], one[3]))
@@ -124,14 +126,14 @@ class HostBackend:
             if number in changes:
                 kept.append(changes[number])
                 where += whole_at(_native.address(changes[number]))
-            elif not tensor.requires_grad:
+            elif not isinstance(tensor, torch.nn.Parameter):
                 where += NONE
             elif of_tensor := self._products[number]:
                 where += products.product_of(tensor, of_tensor, kept)
             elif tensor.grad is not None:
                 where += gradient_at(tensor.grad, kept)
             else:
-                where += NONE
+                where += self._absent
         return where
 
     def forget(self) -> None:

@@ -78,6 +78,10 @@ class Optimizer(Saves):
     models larger than the cache, and gradients need no memory. But `parameter.grad` is None after
     backward(), so that nothing can be clipped (use the job's clip_norm) or accumulated.
 
+    skip_unused: parameters without a gradient stay as they are, and so does their momentum, as in
+    torch.optim: those that a mini-batch does not use, or that are frozen after Optimizer was made.
+    Otherwise momentum, moments and weight decay move them as by a gradient of zero.
+
     Torch's learning-rate schedulers work: the rate of each group travels with each gradient,
     relative to the job's. Other settings in `param_groups` are the job's, and changing them is
     refused at the next step. Raises UsageError, DeviceError, and what Client raises.
@@ -102,6 +106,7 @@ class Optimizer(Saves):
         wire: str = "float32",
         error_feedback: bool = False,
         free_gradients: bool = False,
+        skip_unused: bool = True,
         name: str = "",
         **others: Any,
     ) -> None:
@@ -136,7 +141,9 @@ class Optimizer(Saves):
                     "LocalOptimizer, or start the job with another optimizer than add"
                 )
             if on_gpu:
-                self.backend = GpuBackend(self.client, trained, wait=bool(wait))
+                self.backend = GpuBackend(
+                    self.client, trained, wait=bool(wait), skip_unused=skip_unused
+                )
             else:
                 self.backend = HostBackend(
                     self.client,
@@ -144,6 +151,7 @@ class Optimizer(Saves):
                     view=view,
                     wait=not view if wait is None else wait,
                     free_gradients=free_gradients,
+                    skip_unused=skip_unused,
                 )
         except BaseException:
             self.client.detach()

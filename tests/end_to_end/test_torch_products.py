@@ -147,15 +147,16 @@ def test_inputs_that_have_changed_are_noticed(job_name: str) -> None:
         optimizer.close()
 
 
-def test_what_has_no_gradient_is_zero_beside_products(job_name: str) -> None:
-    """As in a dense frame: momentum moves the weight on."""
+@pytest.mark.parametrize(("skips", "moved"), [(True, 1.0), (False, 1.5)])
+def test_what_has_no_gradient_beside_products(skips: bool, moved: float, job_name: str) -> None:
+    """It stays as it is; or it is zero, as in a dense frame, and momentum moves the weight on."""
     settings = {"kind": "momentum", "lr": 1.0, "momentum": 0.5}
     with daemon(job_name, sync="bsp", optimizer=settings):
         model = nn.ModuleDict(
             {"one": nn.Linear(16, 8, bias=False), "two": nn.Linear(4, 4, bias=False)}
         )
         start = model["two"].weight.detach().clone()
-        optimizer = Optimizer(model, job_name)
+        optimizer = Optimizer(model, job_name, skip_unused=skips)
         (
             linear(torch.ones(1, 16), model["one"].weight).sum() + model["two"].weight.sum()
         ).backward()
@@ -163,5 +164,5 @@ def test_what_has_no_gradient_is_zero_beside_products(job_name: str) -> None:
         optimizer.zero_grad()
         linear(torch.ones(1, 16), model["one"].weight).sum().backward()
         optimizer.step()
-        torch.testing.assert_close(model["two"].weight.detach(), start - 1.5)
+        torch.testing.assert_close(model["two"].weight.detach(), start - moved)
         optimizer.close()
