@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,10 +14,14 @@ from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import gpu
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
+from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import Waves
 
+# Without torch's wrapper, as in optimizer.py.
+_ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
-class LocalOptimizer:
+
+class LocalOptimizer(torch.optim.Optimizer):
     """Steps an optimizer of torch's on this learner's own weights, and pushes what it changes.
 
         optimizer = LocalOptimizer(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
@@ -33,9 +38,13 @@ class LocalOptimizer:
     Each step changes the weights at once. The job gets the sum of the changes after each wave of
     mini-batches under WSP, after each step under another model (see gadei_ps.learners.waves). The
     model's forward pass waits for the turn, and brings the job's weights, where a wave needs them.
+    For torch's learning-rate schedulers and GradScaler it is an optimizer of torch itself: its
+    param_groups and its state are those of the optimizer that was made.
     The optimizer of the job is "add", as this class says to it. Raises UsageError where the job has
     another one, and what Client raises.
     """
+
+    _made = False
 
     def __init__(
         self,
@@ -58,7 +67,10 @@ class LocalOptimizer:
             for at, tensor in (trained.parameters | trained.buffers).items():
                 tensor.data = torch.from_numpy(self.waves.weights[at])
             self.local = trained.made(make, "make")
-            """The optimizer that was made; for a learning-rate scheduler, say."""
+            """The optimizer that was made."""
+            super().__init__(self.local.param_groups, self.local.defaults)
+            self._show()
+            self._made = True
             self._finite = FiniteGradients(self.client)
         except BaseException:
             self.client.detach()
@@ -66,6 +78,19 @@ class LocalOptimizer:
         self._hook = model.register_forward_pre_hook(lambda *_: self._begin_if_it_trains())
         self._loss = math.nan
         self._samples = 0
+
+    def _show(self) -> None:
+        """What is read or set of this optimizer is read or set of the one that was made."""
+        self.param_groups, self.state = self.local.param_groups, self.local.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """For torch's own constructor only. Raises UsageError: a job's model is fixed."""
+        if self._made:
+            raise UsageError("a job's model is fixed: parameters cannot be added to it")
+        _ADD_PARAM_GROUP(self, param_group)
+
+    def __reduce__(self) -> NoReturn:
+        raise stays(self)
 
     def _begin_if_it_trains(self) -> None:
         if self._trained.module.training and torch.is_grad_enabled():
@@ -92,6 +117,15 @@ class LocalOptimizer:
         self.waves.end(loss=self._loss, samples=self._samples)
         self._loss, self._samples = math.nan, 0
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the optimizer that was made."""
+        return self.local.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the optimizer that was made; the job keeps its weights."""
+        self.local.load_state_dict(state_dict)
+        self._show()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator
 from unittest import mock
@@ -143,3 +144,31 @@ def test_it_says_itself_that_the_job_adds(job_name: str) -> None:
         with pytest.raises(UsageError, match="has kind add from its first learner"):
             Optimizer(plain_model(), job_name, kind="sgd")
         optimizer.close()
+
+
+def test_it_is_an_optimizer_of_torch(job: Daemon, job_name: str) -> None:
+    """Its settings are those of the optimizer that was made, for schedulers and for a script."""
+    model, twin = plain_model(), plain_model()
+    optimizer, local = LocalOptimizer(model, momentum, job_name), momentum([*twin.parameters()])
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in (optimizer, local)]
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer.zero_grad()
+    scaler.scale(nn.functional.cross_entropy(model(INPUTS), TARGETS)).backward()
+    scaler.step(optimizer)
+    _train(twin, local, slice(None))
+    for one in schedulers:
+        one.step()
+    assert optimizer.local.param_groups[0]["lr"] == local.param_groups[0]["lr"] == 0.025
+    saved, wanted = optimizer.state_dict(), local.state_dict()
+    assert saved["param_groups"] == wanted["param_groups"]
+    optimizer.load_state_dict(wanted)
+    optimizer.param_groups[0]["lr"] = 0.01
+    assert optimizer.local.param_groups[0]["lr"] == 0.01
+    assert optimizer.state is optimizer.local.state
+    with pytest.raises(UsageError, match="a job's model is fixed"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(UsageError, match="stays in the process that made it"):
+        pickle.dumps(optimizer)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    optimizer.close()
