@@ -297,7 +297,7 @@ class Supervisor:
                 # A warning, so that commands that log no more than that show it.
                 self._log.warning(
                     "still starting: the first start of an installation compiles the kernels, "
-                    "which takes half a minute of processor time",
+                    "which takes up to half a minute of processor time",
                     processor_s=round(start.cpu_s),
                 )
             self._notify.watchdog()

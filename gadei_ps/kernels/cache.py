@@ -45,6 +45,7 @@ SOURCES = tuple(
         "kernels/cpu.py",
         "kernels/half.py",
         "kernels/optimizers.py",
+        "kernels/unit.py",
         "memory/layout.py",
         "server/account.py",
         "server/apply.py",
@@ -98,9 +99,23 @@ def _is_ours(path: Path) -> bool:
 
 @functools.cache
 def _temporary() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="gadei-ps-cache-"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix="gadei-ps-cache-")) / "gadei-ps"
+    path.mkdir(mode=0o700)
+    atexit.register(remove_temporary)
     return path
+
+
+def remove_temporary() -> None:
+    """Removes the temporary directory, if there is one. At the end of a process."""
+    if _temporary.cache_info().currsize:
+        shutil.rmtree(_temporary().parent, ignore_errors=True)
+
+
+def environment() -> dict[str, str]:
+    """Variables by which a child keeps its code in the directory of this process."""
+    if _temporary.cache_info().currsize:
+        return {"NUMBA_CACHE_DIR": str(_temporary().parent)}
+    return {}
 
 
 def directory() -> Path:
@@ -181,6 +196,11 @@ def _guarded(cache: caching.Cache) -> Iterator[None]:
         yield
     except OSError as error:
         _problems.append(str(error))
+
+
+def has_failed() -> bool:
+    """Whether code could not be loaded or kept."""
+    return bool(_problems)
 
 
 def tell(log: Any) -> None:

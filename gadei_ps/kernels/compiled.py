@@ -10,11 +10,12 @@ optimized before they become a part, too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
-from numba.core import codegen, compiler
-from numba.core.registry import CPUDispatcher
+from numba.core import caching, codegen, compiler
+from numba.core.registry import CPUDispatcher, cpu_target
 
 from gadei_ps.kernels import cache  # noqa: F401 (sets where Numba keeps compiled code)
 
@@ -124,3 +125,17 @@ def address_of(signature: Any, function: Callable[..., None]) -> int:
     made = numba.cfunc(signature, cache=True, error_model="numpy", _nrt=False)(function)
     _made.append(made)
     return int(made.address)
+
+
+def is_kept(signature: Any, function: Callable[..., Any]) -> bool:
+    """Whether the cache has files of the function's code. They may be damaged: none is loaded.
+
+    signature: as it is compiled for.
+    """
+    try:
+        kept = caching.FunctionCache(getattr(function, "py_func", function))
+        key = kept._index_key(signature, cpu_target.target_context.codegen())
+        name = kept._cache_file._load_index().get(key)
+        return name is not None and Path(kept._cache_file._data_path(name)).exists()
+    except (OSError, RuntimeError):  # there is no directory that can be read and written
+        return False

@@ -15,6 +15,7 @@ import os
 import pwd
 import resource
 import shlex
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -74,9 +75,17 @@ def room() -> Room:
     taken. Swapping is not counted: weights that are swapped out help nobody.
     """
     space = os.statvfs(SHM)
-    found = [
-        Room(space.f_bavail * space.f_frsize, str(SHM), "enlarge it (mount -o remount,size=...)")
-    ]
+    shm = Room(space.f_bavail * space.f_frsize, str(SHM), "enlarge it (mount -o remount,size=...)")
+    return min([shm, *_limits()], key=lambda one: one.free)
+
+
+def for_processes() -> int:
+    """Bytes that processes can still take: what the machine and control groups leave."""
+    return min((one.free for one in _limits()), default=sys.maxsize)
+
+
+def _limits() -> list[Room]:
+    found = []
     with contextlib.suppress(OSError, StopIteration, ValueError), MEMINFO.open() as lines:
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         available = int(line.split()[1]) * 1024
@@ -85,7 +94,7 @@ def room() -> Room:
     if limit is not None:
         remedy = "raise it (docker run --memory=..., MemoryMax= of systemd)"
         found.append(Room(limit.free, f"the memory limit {limit.file}", remedy))
-    return min(found, key=lambda one: one.free)
+    return found
 
 
 def check(needs: Mapping[str, int], what: str) -> None:

@@ -11,7 +11,8 @@ import functools
 import numpy as np
 from numba import types
 
-from gadei_ps.kernels.compiled import address_of, inner
+from gadei_ps.kernels.compiled import address_of, inner, is_kept
+from gadei_ps.kernels.unit import Unit
 from gadei_ps.server.chunks import Walk, prepare
 from gadei_ps.server.constants import APPLY, ASSIGN, MAX_LEARNERS, ONE, ROWS
 from gadei_ps.server.context import GENERATION, Shard, is_there, shard_of
@@ -61,10 +62,16 @@ def _apply(part: int, members: int, first: int, start: int) -> None:
     unlock(s)
 
 
+SIGNATURE = types.void(types.uint64, types.int64, types.int64, types.int64)
+
+
 @functools.cache
 def applier() -> int:
     """Address of _apply, for PART; it is compiled if need be."""
-    return address_of(types.void(types.uint64, types.int64, types.int64, types.int64), _apply)
+    return address_of(SIGNATURE, _apply)
+
+
+UNIT = Unit("apply", applier, functools.partial(is_kept, SIGNATURE, _apply))
 
 
 @inner

@@ -14,7 +14,8 @@ import numpy as np
 from numba import types
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import address_of, inner
+from gadei_ps.kernels.compiled import address_of, inner, is_kept
+from gadei_ps.kernels.unit import Unit
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.server.account import book_arrival, book_refusal, show_work, takes_work
@@ -80,10 +81,16 @@ def _arrive(part: int, line: int) -> None:
     consume(s, ring, tail + ONE)
 
 
+SIGNATURE = types.void(types.uint64, types.int64)
+
+
 @functools.cache
 def arriver() -> int:
     """Address of _arrive, for PART; it is compiled if need be."""
-    return address_of(types.void(types.uint64, types.int64), _arrive)
+    return address_of(SIGNATURE, _arrive)
+
+
+UNIT = Unit("arrive", arriver, functools.partial(is_kept, SIGNATURE, _arrive))
 
 
 @inner

@@ -16,9 +16,10 @@ from numba import types
 
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.borrow import borrow
-from gadei_ps.kernels.compiled import address_of, inlined, inner
+from gadei_ps.kernels.compiled import address_of, inlined, inner, is_kept
 from gadei_ps.kernels.cpu import ADAGRAD, ADAM, ADAMW, ADD, MOMENTUM_SGD, NESTEROV, SGD
 from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind
+from gadei_ps.kernels.unit import Unit
 from gadei_ps.memory import layout
 from gadei_ps.server.constants import ASSIGN, CHUNK, IDLE, ONE, ZERO
 from gadei_ps.server.context import (
@@ -42,8 +43,9 @@ from gadei_ps.server.undo import restore, save, save_line
 VECTOR = 16  # values that a loop of vectors takes at once
 COEFFICIENTS_AT = np.uint64(layout.offset(PART, "coefficients"))
 COEFFICIENT_BYTES = np.uint64(COEFFICIENTS * 8)  # of a group
-# What moves a buffer, beside the kinds of optimizer that move a parameter.
+# What moves a buffer, and what assigns, beside the kinds of optimizer that move a parameter.
 BUFFER = 0
+ASSIGNMENT = -1
 ASSIGNMENTS = 2  # where PART's `move` has the loops that assign
 NO_GROUP = -1
 """Instead of the number of a group of parameters: buffers."""
@@ -311,13 +313,34 @@ def _assignment(form: Any) -> Callable[..., None]:
 LOOP = types.void(types.uint64, types.uint64, types.uint64, types.int64, types.int64, types.int64)
 
 
+def _made(kind: int, form: int) -> Callable[..., None]:
+    """A loop. form: its place in FORMS."""
+    return _assignment(FORMS[form]) if kind == ASSIGNMENT else _loop(kind, FORMS[form])
+
+
 @functools.cache
+def _address(kind: int, form: int) -> int:
+    """Address of a loop, which is compiled if need be."""
+    return address_of(LOOP, _made(kind, form))
+
+
+def _unit(kind: int, form: int) -> Unit:
+    return Unit(
+        f"move-{kind}-{form}",
+        lambda: _address(kind, form),
+        lambda: is_kept(LOOP, _made(kind, form)),
+    )
+
+
 def loops(kind: int) -> list[list[int]]:
-    """Addresses of the loops for PART's `move`, compiled if need be: of buffers, of parameters, of
-    assignments.
+    """Addresses of the loops for PART's `move`: of buffers, of parameters, of assignments.
 
     kind: the optimizer's.
     """
-    moves = [[_loop(one, form) for form in FORMS] for one in (BUFFER, kind)]
-    moves.append([_assignment(form) for form in FORMS])
-    return [[address_of(LOOP, one) for one in of_forms] for of_forms in moves]
+    kinds = (BUFFER, kind, ASSIGNMENT)
+    return [[_address(one, form) for form in range(len(FORMS))] for one in kinds]
+
+
+def units(kind: int) -> list[Unit]:
+    """Its loops, each a unit."""
+    return [_unit(one, form) for one in (kind, BUFFER, ASSIGNMENT) for form in range(len(FORMS))]

@@ -1,32 +1,99 @@
-"""The compiled code of a server's shards, loaded for the optimizer of its job.
+"""The compiled code of a server, loaded for the optimizer and the synchronization model of its job.
 
 The learner that brings the model may bring its optimizer, too. Until then a server only knows the
-default.
+default. The synchronization model may change while the job runs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import time
 
-import numpy as np
-
-from gadei_ps.memory.layout import ServerState
+from gadei_ps import _native, sync
+from gadei_ps.errors import in_words
+from gadei_ps.job import modes
+from gadei_ps.kernels import sharing
+from gadei_ps.kernels.unit import Unit
+from gadei_ps.machine import log
+from gadei_ps.memory.layout import CONTROL, ServerState
+from gadei_ps.memory.segment import Segment
 from gadei_ps.server import loading, shard
+
+AGAIN_S = 10.0
+
+
+class _Loading(threading.Thread):
+    """Loads the code of a synchronization model while the manager goes on."""
+
+    def __init__(self, number: int, units: list[Unit], bell: int) -> None:
+        """number: of the model. bell: address of the manager's, rung at the end."""
+        super().__init__(name=f"loading-{number}", daemon=True)
+        self.number = number
+        self.error: Exception | None = None
+        self._units = units
+        self._bell = bell
+
+    def run(self) -> None:
+        try:
+            sharing.load(self._units)
+        except Exception as error:
+            self.error = error
+        _native.bell(self._bell)
 
 
 class Code:
-    """The code of one server. control, line: the job's record and the server's line in it."""
+    """The code of one server."""
 
-    def __init__(self, control: np.void, line: np.void) -> None:
-        self._control = control
-        self._line = line
+    def __init__(self, segment: Segment, number: int) -> None:
+        """segment: the job's record. number: of the server's line in it."""
+        self._segment = segment
+        self._control = segment.view(CONTROL)
+        self._line = self._control["server"][number]
         self._kinds: set[int] = set()
+        self._model = -1  # number of the synchronization model whose code is loaded
+        self._loading: _Loading | None = None
+        self._again_at = 0.0
 
-    def load(self, log: Any, tells: bool) -> None:
-        """At the server's start. log, tells: see loading.load()."""
+    def load(self, tells: bool) -> None:
+        """At the server's start. tells: see loading.load()."""
         kind = int(self._control["optimizer"])
-        loading.load(kind, log, tells)
+        number = modes.wanted(self._segment)
+        loading.load([*shard.units([kind]), *self._units(number)], log.get(), tells)
         self._kinds.add(kind)
+        self._model = number
+
+    def _units(self, number: int) -> list[Unit]:
+        return sync.parse(modes.text(self._segment, number)).units()
+
+    def follow(self) -> int:
+        """Number of the synchronization model whose code is loaded.
+
+        If another one is wanted, its code is loaded in a thread: to compile it takes seconds, in
+        which the manager has to show that it lives. If that fails, as for want of memory, the job
+        goes on as it is, and the next attempt is made after AGAIN_S.
+        """
+        wanted = modes.wanted(self._segment)
+        if wanted == self._model or time.monotonic() < self._again_at:
+            return self._model
+        if self._loading is None:
+            units = self._units(wanted)
+            if not units:
+                self._model = wanted
+                return wanted
+            bell = self._segment.word(CONTROL, "manager_bell")
+            self._loading = _Loading(wanted, units, bell)
+            self._loading.start()
+        elif not self._loading.is_alive():
+            done, self._loading = self._loading, None
+            if done.error is None:
+                self._model = done.number
+            else:
+                self._again_at = time.monotonic() + AGAIN_S
+                log.get().error(
+                    "the synchronization model's code cannot be loaded; trying again",
+                    reason=in_words(done.error),
+                )
+        return self._model
 
     def is_ready(self, active: bool) -> bool:
         """Whether the model is there, and the code of its optimizer; if not, that is loaded now.

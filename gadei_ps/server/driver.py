@@ -47,6 +47,7 @@ class Driver:
         self._resumed = False
         self._offset = 0  # clocks in the roster, which outlive servers, minus clocks of the model
         self._change: Change | None = None
+        self._loaded = self.number
         self._numbers = NewNumbers(control, self._state, self._shards)
         self._start = start
         self._starts = False  # before the first superstep
@@ -57,9 +58,15 @@ class Driver:
             self.number = modes.done(self._segment)
             self.sync = modes.model(self._segment, self.number)
 
-    def run(self, serving: bool) -> None:
-        """One pass over all members. serving: True if all shards serve."""
+    def run(self, serving: bool, loaded: int) -> None:
+        """One pass over all members. serving: True if all shards serve.
+
+        loaded: number of the model whose code is loaded: the wanted one, or the one before.
+        """
+        self._loaded = loaded
         if not self._resumed:
+            if modes.wanted(self._segment) != loaded:
+                return
             self.follow()  # the previous server may have changed the model just before it died
         if self._numbers.are_due and not (self._at_barrier or self._settle_numbers(serving)):
             return
@@ -68,7 +75,7 @@ class Driver:
             if not self._resumed:
                 return
         elif self._change is None and self._is_to_change():
-            self._change = Change(self._segment, modes.wanted(self._segment), self._shards)
+            self._change = Change(self._segment, loaded, self._shards)
         if self.sync.uses_pushes and not self._at_barrier:
             self._report_pushes()
             if self._starts:
@@ -102,7 +109,7 @@ class Driver:
     # -- another model --------------------------------------------------------------------------
 
     def _is_to_change(self) -> bool:
-        return modes.wanted(self._segment) != self.number
+        return self._loaded != self.number
 
     @property
     def _at_barrier(self) -> bool:
@@ -200,7 +207,7 @@ class Driver:
         if self._is_to_change():
             if not self._supersteps_done():
                 return False
-            self._change = Change(self._segment, modes.wanted(self._segment), self._shards)
+            self._change = Change(self._segment, self._loaded, self._shards)
             self._change.at_barrier = True
             return True
         modes.enforce(self._segment, self.number, self.sync)

@@ -25,6 +25,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, OtherVersion, SegmentError, in_words
+from gadei_ps.kernels import cache
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
@@ -71,7 +72,7 @@ class Server:
         self.reigns = False  # active, with the leases of all shards
         self.stop_asked = False
         self._line = self.control["server"][asked.number]
-        self._code = Code(self.control, self._line)
+        self._code = Code(self.control_segment, asked.number)
         self._start = process.start_ticks(os.getpid())
         self._namespace = process.namespace()
         self._byte = holds.SERVERS[asked.number]
@@ -104,7 +105,7 @@ class Server:
 
     def startup(self) -> None:
         """Loads or compiles the kernels."""
-        self._code.load(self.log, self._byte == holds.SERVERS[0])
+        self._code.load(tells=self._byte == holds.SERVERS[0])
 
     def main_loop(self) -> None:
         """Until the job stops or a shard thread fails."""
@@ -129,8 +130,9 @@ class Server:
     def _drive(self) -> None:
         """Drives the synchronization model; a standby follows the server that does."""
         assert self.driver is not None
+        loaded = self._code.follow()
         if self.active:
-            self.driver.run(self._all_serve)
+            self.driver.run(self._all_serve, loaded)
             self._retire()
         else:
             self.driver.follow()
@@ -439,6 +441,7 @@ def main() -> None:
     # At once: the interpreter would unmap the leases that threads hold before these end, and the
     # kernel could not tell the next server that their holder is dead.
     sys.stderr.flush()
+    cache.remove_temporary()
     os._exit(code)
 
 

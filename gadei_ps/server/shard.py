@@ -20,14 +20,14 @@ import numpy as np
 from numba import types
 
 from gadei_ps import _native
-from gadei_ps.kernels.compiled import compiled, inner
+from gadei_ps.kernels.compiled import compiled, inner, is_kept
 from gadei_ps.kernels.optimizers import Kind
+from gadei_ps.kernels.unit import Unit
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RING, SHARD
+from gadei_ps.server import apply, arrival, chunks
 from gadei_ps.server.account import depart, top_up_all
-from gadei_ps.server.apply import applier
-from gadei_ps.server.arrival import MODE, arriver, catch_up, on_arrival, settle_broken
-from gadei_ps.server.chunks import loops
+from gadei_ps.server.arrival import MODE, catch_up, on_arrival, settle_broken
 from gadei_ps.server.constants import COLLECT, HOLD, IDLE, ON_ARRIVAL, ONE, ZERO
 from gadei_ps.server.context import Shard, integer, is_broken, mark_broken, shard_of
 from gadei_ps.server.known import (
@@ -334,8 +334,13 @@ def stand_by(part: np.ndarray) -> int:
     return serve(part)
 
 
-ENTRIES = (can_recover, recover, serve, stand_by)
 SIGNATURE = types.int64(types.Array(numba.from_dtype(PART), 1, "C"))
+_stands_by: Any = stand_by
+UNIT = Unit(
+    "stand_by",
+    lambda: _stands_by.compile(SIGNATURE),
+    lambda: is_kept(SIGNATURE, _stands_by),
+)
 
 
 def load(kinds: Iterable[int] = tuple(Kind)) -> None:
@@ -343,15 +348,13 @@ def load(kinds: Iterable[int] = tuple(Kind)) -> None:
 
     kinds: optimizers for which to do so.
     """
-    applier()
-    arriver()
+    for unit in units(kinds):
+        unit.load()
+
+
+def units(kinds: Iterable[int]) -> list[Unit]:
+    """What load() loads; what takes longest to compile comes first."""
+    made = [UNIT, apply.UNIT, arrival.UNIT]
     for kind in kinds:
-        loops(int(kind))  # the cache tells an enum from a number
-    for function in ENTRIES:
-        function.compile(SIGNATURE)  # type: ignore[attr-defined]
-
-
-def is_kept() -> bool:
-    """Whether load() would find all of it in the cache: no file is missing or of other sources."""
-    entries: tuple[Any, ...] = ENTRIES
-    return all(one._cache.load_overload(SIGNATURE, one.targetctx) for one in entries)
+        made += chunks.units(int(kind))  # the cache tells an enum from a number
+    return list({one.name: one for one in made}.values())

@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
-from gadei_ps.kernels.compiled import compiled
+from gadei_ps.kernels.compiled import compiled, is_kept
+from gadei_ps.kernels.unit import Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
 EndTimes = npt.NDArray[np.float64]
@@ -209,6 +211,18 @@ def _plan(times: EndTimes) -> tuple[npt.NDArray[np.int64], float]:
     return chosen, best
 
 
+SIGNATURE = (types.float64[:, ::1],)
+
+
 def load() -> None:
     """Load `plan` from Numba's cache, or compile it (a few seconds, once)."""
-    plan(np.ones((1, 1)))
+    searches: tuple[Any, ...] = (_wrong, _plan)
+    for search in searches:
+        search.compile(SIGNATURE)
+
+
+def _is_kept() -> bool:
+    return is_kept(SIGNATURE, _wrong) and is_kept(SIGNATURE, _plan)
+
+
+UNIT = Unit("zipline", lambda: load(), _is_kept)

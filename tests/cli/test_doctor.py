@@ -56,7 +56,7 @@ def test_compiled_code(cli: Cli, compiled: None) -> None:
 
     assert said() == f"{kept}, filled"
     # One in each place the package was installed at, if there were several.
-    for code in kept.rglob("shard.serve-*.nbc"):
+    for code in kept.rglob("shard.stand_by-*.nbc"):
         code.unlink()
     assert said().startswith(f"{kept}, not filled: the next start compiles")
 

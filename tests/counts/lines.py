@@ -25,7 +25,7 @@ from support import quick
 
 from gadei_ps import errors
 from gadei_ps.memory import build
-from gadei_ps.server import shard
+from gadei_ps.server import loading, shard
 
 ROOT = Path(__file__).parents[2]
 # The role of a process by the program that it runs.
@@ -127,6 +127,7 @@ class Tracer:
             return
         if role == "server":
             shard.load = lambda kinds: None  # a fork has all of it loaded
+            loading.load = lambda units, log, tells: None
             if self._plan[REFUSE]:
                 build.of_server = lambda: 1  # as if another build had been installed
         begin = NAMES.index(role) * self._size

@@ -174,6 +174,7 @@ class Rig:
     def serving(self) -> Iterator[None]:
         """Shard threads in this process."""
         self._shard.load()  # here, where nobody waits yet
+        self._shard.serve.compile(self._shard.SIGNATURE)
         self.board["quit"] = 0
         threads = [
             threading.Thread(target=self._shard.serve, args=(self.part(index),))

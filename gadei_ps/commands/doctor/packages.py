@@ -37,6 +37,7 @@ def native() -> Found:
 def numba() -> Found:
     try:
         from gadei_ps.kernels import cache
+        from gadei_ps.kernels.optimizers import Kind
         from gadei_ps.server import shard
     except ImportError as error:
         return Level.ERROR, f"Numba cannot be loaded: {error}", "pip install gadei-ps again"
@@ -44,12 +45,11 @@ def numba() -> Found:
     if not os.access(where, os.W_OK | os.X_OK):
         return (
             Level.WARNING,
-            f"{where} cannot be written: every start compiles for about half a minute",
+            f"{where} cannot be written: every start compiles for up to half a minute",
             "set NUMBA_CACHE_DIR to a directory you may write",
         )
-    filled = (
-        "filled" if shard.is_kept() else "not filled: the next start compiles for half a minute"
-    )
+    kept = all(unit.is_kept() for unit in shard.units([Kind.SGD]))
+    filled = "filled" if kept else "not filled: the next start compiles for up to half a minute"
     units = ""
     if homes.of_the_system() and where.parent != homes.CACHE:  # as root sees it
         units = f"; the units use {homes.CACHE}"
