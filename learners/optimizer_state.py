@@ -1,4 +1,4 @@
-"""The state of the job's optimizer, which lies in the server: read it, and load it."""
+"""What a job has trained: read it, and load it, once for all learners that begin together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 import mmap
 import os
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -36,10 +36,18 @@ class JobState(NamedTuple):
     """Of the optimizer."""
 
 
+What = Literal["state", "weights"]
+
+
 class OptimizerState(Assigns):
-    """The part of a client that reads and loads the optimizer's state."""
+    """The part of a client that reads the optimizer's state, and loads it and weights."""
 
     generation: int
+    goes_on = False
+    """Whether this learner follows another one of its process, and is no beginner."""
+    _steps_loaded = 0
+    _asked: Mapping[What, int] = {"state": 0, "weights": 0}
+    """Digests of what it has loaded last."""
     _learner: _native.Learner
     _connection: Lasting
 
@@ -73,6 +81,11 @@ class OptimizerState(Assigns):
         arrays = np.split(np.frombuffer(memory, np.float32, (1 + count) * elements), 1 + count)
         return JobState(arrays[0], tuple(arrays[1:]), int(reply["steps"]))
 
+    @property
+    def begins(self) -> bool:
+        """Whether it has pushed no gradient yet, so that it shares what it loads with others."""
+        return self.published == self.assigned and not self.goes_on
+
     def load_optimizer_state(
         self, values: Sequence[Values], steps: int | None = None, timeout_s: float | None = None
     ) -> bool:
@@ -93,19 +106,54 @@ class OptimizerState(Assigns):
             if one.role is Role.PARAMETER
         }
         checked = [self._checked(zeros | dict(one)) for one in values]  # before any is written
-        if self.published > self.assigned:
+        if not self.begins:
             self._write(checked, steps, timeout_s)
             return True
-        digest = _digest(checked, steps)
-        while (answer := self._ask(digest)) == "wait":
+        done = self._share(
+            "state", _digest(checked, steps), 0, lambda: self._write(checked, steps, timeout_s)
+        )
+        if done:
+            self._steps_loaded = steps or 0
+        return done
+
+    def load_weights(self, values: Values, timeout_s: float | None = None) -> bool:
+        """As assign(); before its first gradient shared, as load_optimizer_state() is.
+
+        False if the job has made steps with other weights, and keeps them.
+        """
+        checked = self._checked(values)
+        if not self.begins:
+            self._assign(checked[0], timeout_s)
+            return True
+        return self._share(
+            "weights",
+            _digest([checked], sorted(values)),
+            self._steps_loaded,
+            lambda: self._assign(checked[0], timeout_s),
+        )
+
+    def _share(
+        self,
+        what: What,
+        digest: int,
+        steps: int,
+        write: Callable[[], object],
+    ) -> bool:
+        """steps: as in control.Load."""
+        before = self._asked[what]
+        digest = _chained(before, digest)
+        asked = control.Load(
+            what=what, generation=self.generation, digest=digest, steps=steps, after=before
+        )
+        self._asked = {**self._asked, what: digest}
+        while (answer := self._ask(asked)) == "wait":
             time.sleep(ASK_S)
         if answer == "write":
-            self._write(checked, steps, timeout_s)
-            self._ask(digest, done=True)
+            write()
+            self._ask(asked.model_copy(update={"done": True}))
         return answer != "other"
 
-    def _ask(self, digest: int, *, done: bool = False) -> str:
-        asked = control.Load(generation=self.generation, digest=digest, done=done)
+    def _ask(self, asked: control.Load) -> str:
         return str(self._connection.request(asked)["answer"])
 
     def _write(
@@ -118,9 +166,17 @@ class OptimizerState(Assigns):
             self._assign([*NONE] * len(self.model.tensors), timeout_s, steps=count)
 
 
-def _digest(checked: Sequence[Checked], steps: int | None) -> int:
-    """Of a state: never 0."""
-    found = hashlib.blake2b(repr(steps).encode(), digest_size=8)
+def _chained(before: int, digest: int) -> int:
+    """Of all that was loaded; never 0."""
+    if not before:
+        return digest
+    both = hashlib.blake2b(repr((before, digest)).encode(), digest_size=8)
+    return int.from_bytes(both.digest(), "big") >> 1 or 1
+
+
+def _digest(checked: Sequence[Checked], besides: object) -> int:
+    """Of what is loaded: never 0."""
+    found = hashlib.blake2b(repr(besides).encode(), digest_size=8)
     for _, arrays in checked:
         for array in arrays:
             found.update(array.data)

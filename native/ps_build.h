@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x5084b763a2e9193aull
+#define PS_BUILD 0x9a755cdd6d9928f6ull
 
 #endif

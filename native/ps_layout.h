@@ -328,8 +328,8 @@
 
 /* Begins the state segment. An undo log: PS_UNDO_HALVES * PS_MAX_STREAMS * PS_CHUNK float32.
  *
- * 0         128        136        144          152       160       168      176 192
- * || header || streams | slots_at | slot_bytes | undo_at | loading | loaded |   ||
+ * 0         128        136        144          152       160          176         192
+ * || header || streams | slots_at | slot_bytes | undo_at | loading[2] | loaded[2] ||
  * 192           20672               151744     153792            1202368
  * || record[64] || applied[64][256] || journal || runs[256][128] ||
  */
@@ -339,8 +339,8 @@
   F(T, 136, u64, slots_at, , W, "the slots, bytes from the segment's begin")               \
   F(T, 144, u64, slot_bytes, , W, "of one stream")                                         \
   F(T, 152, u64, undo_at, , W, "the undo logs, bytes from the segment's begin")            \
-  F(T, 160, u64, loading, , W, "generation of who loads the optimizer's state; 0: nobody") \
-  F(T, 168, u64, loaded, , W, "digest of what was loaded; 0: nothing") P(176, 16)          \
+  F(T, 160, u64, loading, [2], W, "generation of who loads state and weights; 0: nobody")  \
+  F(T, 176, u64, loaded, [2], W, "digests of what was loaded; 0: nothing")                 \
   F(T, 192, record, record, [PS_MAX_SHARDS], s, "what a shard is doing")                   \
   F(T, 20672, u64, applied, [PS_MAX_SHARDS][PS_MAX_LEARNERS], s/S, "frames consumed")       \
   F(T, 151744, journal, journal, , 0, "old values of the transaction in hand")             \

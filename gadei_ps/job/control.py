@@ -137,12 +137,17 @@ class Copy(_Message):
 
 
 class Load(_Message):
-    """A learner asks whether it shall write the optimizer's state that its script loads.
+    """A learner asks whether it shall write what its script loads when it begins.
 
-    generation: its own. digest: of that state. done: it has written it.
+    what: the optimizer's state, or weights. generation: its own. digest: of what it loads. steps:
+    that the job's optimizer counts, if no learner has made one since. after: digest of what it has
+    loaded before this, which takes that one's place. done: it has written it.
     """
 
     op: Literal["load"] = "load"
+    what: Literal["state", "weights"] = "state"
+    steps: int = Field(0, ge=0, lt=2**63)
+    after: int = Field(0, ge=0, lt=2**63)
     generation: int = Field(gt=0, lt=2**63)
     digest: int = Field(gt=0, lt=2**63)
     done: bool = False

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -12,16 +11,12 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
 from gadei_ps.learners.client import Client, Where, rows_at, whole_at
+from gadei_ps.learners.torch import casts
 from gadei_ps.learners.torch.model import Trained
 
-LOADED = (
-    "load_state_dict after Optimizer(model): the weights are the job's, and this learner can only "
-    "read them: write optimizer.assign(state_dict) instead, or load before Optimizer(model), or "
-    "after optimizer.close()"
-)
-LOST = (
-    "load_state_dict after Optimizer(model) changes this learner's copy only, until the next step "
-    "brings the job's weights; write optimizer.assign(state_dict) to change those"
+MOVED = (
+    "parameter {!r} has other memory than the job's weights, since model.to(), half(), "
+    "share_memory(), an assignment to its `data` or the like: do that before Optimizer(model)"
 )
 
 
@@ -50,8 +45,15 @@ class Backend(Protocol):
     def assigned(self, names: Collection[str]) -> None:
         """Brings what was assigned to these tensors of the job."""
 
-    def close(self) -> None:
-        """Publishes what was pushed; gives the model its own memory, with the current weights."""
+    def own(self) -> None:
+        """Lets the script write to the parameters, until follow(). Raises UsageError."""
+
+    def follow(self) -> None:
+        """The parameters are the job's weights again, as these are now."""
+
+    def close(self, *, keep: bool) -> None:
+        """Publishes what was pushed; gives the model its own memory, with the job's current weights
+        or, if `keep`, with what it has."""
 
 
 def wait_for_own(client: Client) -> None:
@@ -84,19 +86,22 @@ def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
     return whole_at(gradient.data_ptr())
 
 
-def at_loading(trained: Trained, hook: Callable[..., None], undo: contextlib.ExitStack) -> None:
-    """Has `hook` called before load_state_dict() of any module with parameters of the job."""
-    for module in trained.module.modules():
-        if any(one.requires_grad for one in module.parameters(recurse=False)):
-            made = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
-            undo.callback(made.remove)
+class Places:
+    """Where the parameters of a model lie, so that a step notices when they lie elsewhere."""
 
+    def __init__(self, trained: Trained) -> None:
+        # Those of other types have memory of their own anyway.
+        self._names = [name for name, one in trained.parameters.items() if not casts.differs(one)]
+        self._parameters = [trained.parameters[name] for name in self._names]
+        self.note()
 
-def refuse_loading(*_: object) -> None:
-    """Where parameters are views of the job's weights."""
-    raise UsageError(LOADED)
+    def note(self) -> None:
+        """They are where they belong."""
+        self._at = [one.data_ptr() for one in self._parameters]
 
-
-def warn_of_loading(*_: object) -> None:
-    """Where they are a copy, which the next pull overwrites."""
-    warnings.warn(LOST, stacklevel=2)
+    def check(self) -> None:
+        """Raises UsageError."""
+        if [one.data_ptr() for one in self._parameters] != self._at:
+            moved = zip(self._names, self._parameters, self._at, strict=True)
+            name = next(name for name, one, at in moved if one.data_ptr() != at)
+            raise UsageError(MOVED.format(name))

@@ -20,12 +20,7 @@ from gadei_ps import _native
 from gadei_ps.errors import DeviceError
 from gadei_ps.learners.client import NONE, UNTOUCHED, Client, whole_at
 from gadei_ps.learners.torch import casts, lookup
-from gadei_ps.learners.torch.backend import (
-    at_loading,
-    gradient_at,
-    wait_for_own,
-    warn_of_loading,
-)
+from gadei_ps.learners.torch.backend import Places, gradient_at, wait_for_own
 from gadei_ps.learners.torch.model import Trained, recurrent
 from gadei_ps.machine.cuda import missing as cuda_missing
 
@@ -88,7 +83,7 @@ class GpuBackend:
         self._bases: dict[str, torch.Tensor] = {}
         """Buffers of other types than float32 as they were when the job's were copied to them."""
         casts.bring(self._casts)
-        at_loading(trained, warn_of_loading, self._undo)
+        self._places = Places(trained)
         self._refresh_buffers()
 
     def _torch_views(self) -> dict[str, torch.Tensor]:
@@ -119,6 +114,7 @@ class GpuBackend:
         return float(loss.detach())
 
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
+        self._places.check()
         kept: list[Any] = []
         where = self._addresses(kept)
         facts: dict[str, Any] = {"samples": samples, "rate_scale": rate_scale}
@@ -193,6 +189,14 @@ class GpuBackend:
         casts.bring(self._casts)
         self._refresh_buffers(names)
 
+    def own(self) -> None:
+        """They are a copy on the device, which the next refresh() renews."""
+
+    def follow(self) -> None:
+        self._link.fill(self._front)
+        self.version = self._link.version
+        casts.bring(self._casts)
+
     @torch.no_grad()
     def _refresh_buffers(self, names: Collection[str] | None = None) -> None:
         """Copies the job's buffers to the model's, which layers may replace: no views.
@@ -225,14 +229,15 @@ class GpuBackend:
         self._link.gather(name, indices.data_ptr(), len(indices), rows.data_ptr())
         return rows
 
-    def close(self) -> None:
+    def close(self, *, keep: bool) -> None:
         self._undo.close()
         if not self._tensors:
             return
         self._link.flush()
         self._link.leave_out(())
-        self._link.fill(self._front)
-        casts.bring(self._casts)
+        if not keep:
+            self._link.fill(self._front)
+            casts.bring(self._casts)
         self._link.close()
         with torch.no_grad():
             for parameter in self._trained.parameters.values():
@@ -240,7 +245,9 @@ class GpuBackend:
         for layer in self._trained.module.modules():
             if isinstance(layer, torch.nn.RNNBase) and not casts.all_differ(layer):
                 layer.flatten_parameters()
-        self._refresh_buffers()
+        self._places.note()
+        if not keep:
+            self._refresh_buffers()
         self._tensors.clear()
 
 

@@ -20,13 +20,7 @@ from gadei_ps import _native
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import NONE, UNTOUCHED, Client, whole_at
 from gadei_ps.learners.torch import casts, products
-from gadei_ps.learners.torch.backend import (
-    at_loading,
-    gradient_at,
-    refuse_loading,
-    wait_for_own,
-    warn_of_loading,
-)
+from gadei_ps.learners.torch.backend import Places, gradient_at, wait_for_own
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.torch.products import PRODUCTS, Products
 from gadei_ps.memory import layout
@@ -34,6 +28,11 @@ from gadei_ps.memory import layout
 SECOND = (
     "a second backward() before step() or zero_grad(): with free_gradients each gradient leaves as "
     "soon as it is computed, and nothing can be added to it"
+)
+
+LOADED = (
+    "load_state_dict after Optimizer(model, free_gradients=True): write "
+    "optimizer.assign(state_dict), or load before Optimizer(model) or after optimizer.close()"
 )
 
 
@@ -70,13 +69,16 @@ class HostBackend:
         self._undo = contextlib.ExitStack()
         self._flat = client.flat if view else client.pull()
         views = client.model.views(self._flat)
+        self._views: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, parameter in trained.parameters.items():
             if casts.differs(parameter):
                 self._casts.append((parameter, torch.from_numpy(views[name])))
             else:
-                parameter.data = _tensor(views[name])
+                self._views.append((parameter, _tensor(views[name])))
+        self._show()
         casts.bring(self._casts)
+        self._places = Places(trained)
         if view:
             # A write to the shared weights ends the process; the traceback shows where it was.
             if not faulthandler.is_enabled() and sys.stderr is not None:
@@ -84,7 +86,6 @@ class HostBackend:
             _native.tell_of_stores(client.place.weights.address, client.place.weights.size)
             self._undo.callback(_native.tell_of_stores, client.place.weights.address, 0)
         self._bases: dict[str, np.ndarray] = {}
-        at_loading(trained, refuse_loading if view else warn_of_loading, self._undo)
         self._refresh_buffers()
         self._ordered = trained.in_order_of(client.model)
         self._products: list[Products] = [[] for _ in self._ordered]
@@ -93,13 +94,20 @@ class HostBackend:
         self._absent = UNTOUCHED if skip_unused else NONE
         self._payload = 0  # where freed gradients are written; 0 before the first of a step
         self._written: set[int] = set()  # numbers of the freed gradients
+        self._frees = free_gradients
         if free_gradients:
             self._free_gradients()
+
+    def _show(self) -> None:
+        """Makes the parameters views of the weights."""
+        for parameter, view in self._views:
+            parameter.data = view
 
     def loss(self, loss: torch.Tensor) -> float:
         return float(loss.detach())
 
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
+        self._places.check()
         kept: list[Any] = []
         where = self._addresses(kept)
         loss = float(loss)
@@ -191,6 +199,20 @@ class HostBackend:
         self._pull()
         self._refresh_buffers(names)
 
+    def own(self) -> None:
+        if self._frees:
+            raise UsageError(LOADED)
+        if self._view:
+            for parameter in self._trained.parameters.values():
+                parameter.data = parameter.data.clone()
+            self._places.note()
+
+    def follow(self) -> None:
+        if self._view:
+            self._show()
+            self._places.note()
+        self._pull()
+
     @torch.no_grad()
     def _refresh_buffers(self, names: Collection[str] | None = None) -> None:
         """Copies the job's buffers, and keeps them: the next changes are counted from them.
@@ -219,18 +241,21 @@ class HostBackend:
                     found[number] = np.ascontiguousarray(change, np.float32)
         return found
 
-    def close(self) -> None:
+    def close(self, *, keep: bool) -> None:
         self._undo.close()
         if self._closed:
             return
         self._closed = True
-        self._pull()
+        if not keep:
+            self._pull()
         with torch.no_grad():
             for parameter in self._trained.parameters.values():
                 parameter.data = parameter.data.clone()
             for tensor in self._ordered:
                 vars(tensor).pop(PRODUCTS, None)
-        self._refresh_buffers()
+        self._places.note()
+        if not keep:
+            self._refresh_buffers()
 
 
 def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:

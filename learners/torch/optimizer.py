@@ -14,7 +14,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Batch
-from gadei_ps.learners.torch import assign, gpu, host
+from gadei_ps.learners.torch import assign, gpu, host, loading
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.groups import named
@@ -129,6 +129,7 @@ class Optimizer(Saves):
             )
         if not on_gpu:
             host.check(model, view=view)
+        earlier = loading.end_earlier(model)
         self.client = trained.join(
             job, optimizer=says, wire=wire, error_feedback=error_feedback, name=name
         )
@@ -153,6 +154,7 @@ class Optimizer(Saves):
                     free_gradients=free_gradients,
                     skip_unused=skip_unused,
                 )
+            self._loads = loading.Loads(self.client, trained, self.backend, self.close, earlier)
         except BaseException:
             self.client.detach()
             raise
@@ -205,6 +207,7 @@ class Optimizer(Saves):
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:
         self._job.look(self.param_groups)
+        self._loads.write()
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -269,6 +272,11 @@ class Optimizer(Saves):
         self._forget()
         if self._own_data:
             self.client.wait_turn()
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Brings weights and buffers for the next step, unless the script has loaded others."""
+        if not self._loads.pending:
             self.backend.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -360,7 +368,7 @@ class Optimizer(Saves):
             yield
         if self._own_data:
             self.client.wait_turn()
-            self.backend.refresh()
+            self._refresh()
 
     # -- writes to the weights ------------------------------------------------------------------
 
@@ -373,6 +381,7 @@ class Optimizer(Saves):
         Client.assign for what it raises.
         """
         given = assign.split(self._trained, values)
+        self._loads.write()
         self.client.assign(given.job, reset=reset)
         self.backend.assigned(given.job)
         given.write_local()
@@ -391,7 +400,7 @@ class Optimizer(Saves):
             self._forget()
         try:
             for batch in self.client.batches(samples, batch_size, epochs, seed):
-                self.backend.refresh()
+                self._refresh()
                 count = len(batch.indices)
                 self._wave = -(-count // batch_size)
                 for begin in range(0, count, batch_size):
@@ -404,15 +413,18 @@ class Optimizer(Saves):
                         raise UsageError("step() was not called for a batch: call it once for each")
         finally:
             self._own_data = True
-            self.backend.refresh()
+            self._refresh()
 
     def close(self) -> None:
         """Leaves the job; the model keeps the job's weights as they are now, in memory of its own.
 
-        A second call does nothing.
+        Where load_state_dict() has given it others since the last step, it keeps those. A second
+        call does nothing.
         """
         self._undo.close()
+        keep = self._loads.pending
+        self._loads.close()
         try:
-            self.backend.close()
+            self.backend.close(keep=keep)
         finally:
             self.client.detach()

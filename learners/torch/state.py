@@ -181,7 +181,7 @@ class Saves(torch.optim.Optimizer):
         for number, (group, one) in enumerate(zip(self.param_groups, saved, strict=True)):
             before = float(group["lr"])
             group |= {name: one[name] for name in ("lr", "initial_lr") if name in one}
-            if float(group["lr"]) != before:
+            if float(group["lr"]) != before and "initial_lr" not in one:  # else a scheduler's
                 of = f" of param_groups[{number}]" if len(saved) > 1 else ""
                 warnings.warn(
                     f"load_state_dict sets this learner's learning rate{of} to "

@@ -388,23 +388,6 @@ def test_hooks_of_step_are_called(job_name: str) -> None:
         optimizer.close()
 
 
-def test_loading_weights_after_the_optimizer(job_name: str) -> None:
-    """Refused where it would write to the job's memory; no harm once the learner has left."""
-    with daemon(job_name):
-        model = plain_model()
-        state = {name: one.clone() for name, one in model.state_dict().items()}
-        optimizer = Optimizer(model, job_name)
-        for module, part in ((model, state), (model[0], {"weight": state["0.weight"]})):
-            with pytest.raises(UsageError, match="load before Optimizer"):
-                module.load_state_dict(part, strict=False)
-        optimizer.close()
-        model.load_state_dict(state)
-        copied = Optimizer(model, job_name, view=False)
-        with pytest.warns(UserWarning, match="changes this learner's copy only"):
-            model.load_state_dict(state)
-        copied.close()
-
-
 def test_loading_the_optimizers_state(job_name: str) -> None:
     with daemon(job_name, optimizer={"kind": "adam", "lr": 0.1}):
         model, twin = plain_model(), plain_model()

@@ -69,8 +69,18 @@ def test_as_torch(gpu: str, name: str, sync: str, job_name: str) -> None:
         assert told["version"] == STEPS
         assert told["samples"] == 16 * STEPS
         np.testing.assert_allclose(told["learners"][0]["loss"], losses[-1].item(), rtol=1e-6)
-        with pytest.warns(UserWarning, match="until the next step brings the job's weights"):
-            model.load_state_dict(model.state_dict())
+        other = {name: one + 1 for name, one in model.state_dict().items()}
+        before = {name: array.copy() for name, array in optimizer.client.weights.items()}
+        model.load_state_dict(other)
+        with optimizer.pause():
+            torch.testing.assert_close(model[0].weight, other["0.weight"])  # type: ignore[index]
+        for name, array in optimizer.client.weights.items():
+            np.testing.assert_array_equal(array, before[name])
+        optimizer.zero_grad()
+        optimizer.step()  # with no gradient, so that only what was loaded comes to the job
+        for name, array in optimizer.client.weights.items():
+            np.testing.assert_array_equal(array, other[name].detach().cpu().numpy())
+        optimizer.assign({name: torch.from_numpy(one) for name, one in before.items()})
         optimizer.close()
         same_state(model, twin)
         next(model.parameters()).data += 1  # the memory is the model's own now

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from support import Rig
 
 from gadei_ps.job.control import Load
@@ -11,9 +13,10 @@ from gadei_ps.watchdog.loading import Loading
 W = [Tensor("w", (10,))]
 
 
-def asks(rig: Rig, generation: int, digest: int = 7, *, done: bool = False) -> str:
+def asks(rig: Rig, generation: int, digest: int = 7, *, done: bool = False, **more: Any) -> str:
     """Of a new watchdog each time: all that counts is in memory."""
-    return Loading(rig.memory).ask(Load(generation=generation, digest=digest, done=done))
+    asked = Load(generation=generation, digest=digest, done=done, **more)
+    return Loading(rig.memory).ask(asked)
 
 
 def test_one_writes_and_the_others_wait(job_name: str) -> None:
@@ -46,3 +49,35 @@ def test_a_job_that_has_trained_keeps_its_own(job_name: str) -> None:
     with Rig(job_name, W, learners=2) as rig:
         rig.state["record"]["steps"] = 1
         assert asks(rig, 1) == asks(rig, 2) == "other"
+
+
+def test_weights_and_state_are_loaded_one_after_the_other(job_name: str) -> None:
+    """In either order. The weights' turn is not over because the state has brought steps."""
+    with Rig(job_name, W, learners=2) as rig:
+        assert asks(rig, 1) == "write"
+        rig.state["record"]["steps"] = 50
+        asks(rig, 1, done=True)
+        assert asks(rig, 2, what="weights") == "other", "the job has steps that it does not know"
+        assert asks(rig, 1, what="weights", steps=50) == "write"
+        assert asks(rig, 2, what="weights", steps=50) == "wait"
+        asks(rig, 1, what="weights", steps=50, done=True)
+        assert asks(rig, 2, what="weights", steps=50) == "same"
+        assert asks(rig, 2) == "same"
+    with Rig(f"{job_name}-other", W, learners=2) as rig:
+        assert asks(rig, 1, what="weights") == "write"
+        asks(rig, 1, what="weights", done=True)
+        assert asks(rig, 1) == "write"
+
+
+def test_another_load_before_the_first_step(job_name: str) -> None:
+    """It takes the place of the one before; who is late with that one does not bring it back."""
+    with Rig(job_name, W, learners=2) as rig:
+        assert asks(rig, 1, 7) == "write"
+        asks(rig, 1, 7, done=True)
+        assert asks(rig, 1, 8, after=7) == "write"
+        assert asks(rig, 2, 8, after=7) == "wait"
+        asks(rig, 1, 8, after=7, done=True)
+        assert asks(rig, 2, 7) == "other"
+        assert asks(rig, 2, 8, after=7) == "same"
+        rig.state["record"]["steps"] = 1
+        assert asks(rig, 1, 9, after=8) == "other", "the job has trained since"

@@ -1,0 +1,240 @@
+"""What a script loads into a model by load_state_dict() while its weights are the job's.
+
+The values go into memory of the learner's own, where they can be evaluated. The job gets them when
+the script trains on, before the next gradient. A script that only looks at the best weights at its
+end leaves the job's as they are. What a learner loads before its first gradient is where training
+begins: the job gets it at once, from one of the learners, for their scripts load the same (see
+Client.load_weights).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch.backend import Backend
+from gadei_ps.learners.torch.model import Trained
+
+LINK = "_gadei_ps_loads"
+"""The attribute of each module that has tensors of the job, and of the whole model."""
+REPLACED = (
+    "load_state_dict(assign=True) after Optimizer(model) would give the model other parameters, "
+    "which are not the job's: leave assign=True out"
+)
+KEPT = (
+    "load_state_dict: the job has trained with other weights, and keeps them; to go back to these, "
+    "write optimizer.assign(state_dict), or load them after a step of this learner"
+)
+OTHERS_OPEN = (
+    "a part of this model has an Optimizer already, which is open: close() that one first, or give "
+    "one Optimizer the whole model"
+)
+Tensors = dict[str, torch.Tensor]
+
+
+class Earlier(NamedTuple):
+    """What an Optimizer has left to the next one of the same model."""
+
+    job: str
+    values: Tensors
+    """That were loaded, by name, and that its job has not got."""
+
+
+class _Link:
+    """From a module to its Loads, which it does not keep alive; copies of the model have none."""
+
+    def __init__(self, loads: Loads) -> None:
+        self.loads = weakref.ref(loads)
+
+    def __deepcopy__(self, memo: object) -> None:
+        pass
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _nothing, ()
+
+
+class Loads:
+    """What was loaded into a model and is not the job's yet.
+
+    close: of the Optimizer. earlier: what the Optimizer before it has left.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        trained: Trained,
+        backend: Backend,
+        close: Callable[[], None],
+        earlier: Earlier | None,
+    ) -> None:
+        self.trained = trained
+        self._close = close
+        self._client = client
+        self._backend = backend
+        self._tensors: Tensors = {**trained.parameters, **trained.buffers}
+        self._names = {id(one): name for name, one in self._tensors.items()}
+        self._before: Tensors | None = None  # values before the first load
+        self._loaded: set[str] = set()
+        self._buffers: Tensors = {}  # as loaded; the model may have changed them since
+        self._errors: list[str] = []  # of the load in hand
+        self._undo = contextlib.ExitStack()
+        for module in trained.module.modules():
+            if module is trained.module or any(self._own(module)):
+                setattr(module, LINK, _Link(self))
+                self._undo.callback(vars(module).pop, LINK, None)
+                before = module.register_load_state_dict_pre_hook(_before)  # type: ignore[no-untyped-call]
+                after = module.register_load_state_dict_post_hook(_after)  # type: ignore[no-untyped-call]
+                self._undo.callback(before.remove)
+                self._undo.callback(after.remove)
+        if earlier is not None and earlier.job == client.job:
+            client.goes_on = True
+        if earlier is not None and earlier.values:
+            self._begin(earlier.values)
+            with torch.no_grad():
+                for name, one in earlier.values.items():
+                    self._tensors[name].copy_(one)
+            self._note_buffers(earlier.values)
+
+    def _own(self, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+        """The tensors of the job that the module itself has: its name for them, and the job's."""
+        for name, one in [*module._parameters.items(), *module._buffers.items()]:
+            if id(one) in self._names:
+                yield name, self._names[id(one)]
+
+    @property
+    def pending(self) -> bool:
+        """Whether something was loaded that the job does not have."""
+        return self._before is not None
+
+    def begin(
+        self, module: torch.nn.Module, state: Any, prefix: str, metadata: Any, errors: list[str]
+    ) -> None:
+        """Before the module loads its part. errors: torch's list of them. Raises UsageError."""
+        self._errors = errors
+        loaded = [known for name, known in self._own(module) if prefix + name in state]
+        if not loaded:
+            return
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(REPLACED)
+        self._begin(loaded)
+
+    def _begin(self, names: Iterable[str]) -> None:
+        if self._before is None:
+            self._backend.own()
+            self._before = {name: one.detach().clone() for name, one in self._tensors.items()}
+        self._loaded.update(names)
+
+    def end(self, module: torch.nn.Module) -> None:
+        """After it."""
+        self._note_buffers(known for _, known in self._own(module) if known in self._loaded)
+        if module is self.trained.module and self._client.begins and not self._errors:
+            self.write()
+
+    def _note_buffers(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self.trained.buffers:
+                self._buffers[name] = self._tensors[name].detach().clone()
+
+    def write(self) -> None:
+        """Gives the job what was loaded; the model has the job's weights again. Warns, or raises
+        what Client.assign raises; then it may be called again."""
+        if self._before is None:
+            return
+        now = {name: self._buffers.get(name, self._tensors[name].detach()) for name in self._loaded}
+        changed = {name: one for name, one in now.items() if not _same(one, self._before[name])}
+        names: set[str] = set()
+        if changed:
+            if self._client.begins:
+                values, names = {name: _array(one) for name, one in now.items()}, self._loaded
+                if not self._client.load_weights(values):
+                    warnings.warn(KEPT, stacklevel=5)
+            else:
+                self._client.assign({name: _array(one) for name, one in changed.items()})
+                names = {*changed}
+        since = {  # what the model has added to buffers since it has loaded them
+            name: self._tensors[name].detach() - loaded
+            for name, loaded in self._buffers.items()
+            if name in names
+        }
+        self.forget()
+        self._backend.follow()
+        self._backend.assigned(names)
+        with torch.no_grad():
+            for name, change in since.items():
+                self._tensors[name] += change
+
+    def forget(self) -> None:
+        """What was loaded stays in the model and does not come to the job."""
+        self._before = None
+        self._loaded, self._buffers = set(), {}
+
+    def end_optimizer(self) -> Earlier:
+        """Ends the Optimizer, for the model gets another one."""
+        names = self._loaded
+        self._close()
+        values = {name: self._tensors[name].detach().clone() for name in names}
+        return Earlier(self._client.job, values)
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+def _nothing() -> None:
+    """In place of a link where a model is unpickled."""
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """To the last bit, so that a NaN is the same as itself."""
+    bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*bytes_of)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.to("cpu", torch.float32).numpy()
+
+
+def of(module: torch.nn.Module) -> Loads | None:
+    """Of the Optimizer that the module's weights belong to."""
+    link = vars(module).get(LINK)
+    return link.loads() if isinstance(link, _Link) else None
+
+
+def end_earlier(module: torch.nn.Module) -> Earlier | None:
+    """Ends the Optimizer that the model has. Raises UsageError if a part of it has one."""
+    found = [loads for one in module.modules() if (loads := of(one))]
+    if not found:
+        return None
+    if any(loads.trained.module is not module for loads in found):
+        raise UsageError(OTHERS_OPEN)
+    return found[0].end_optimizer()
+
+
+def _before(
+    module: torch.nn.Module,
+    state: Any,
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: Any,
+    unexpected: Any,
+    errors: list[str],
+) -> None:
+    """For every module with tensors of the job, and for copies of it, which have no Loads."""
+    if loads := of(module):
+        loads.begin(module, state, prefix, metadata, errors)
+    elif vars(module).get(LINK):  # the Optimizer is gone without close()
+        for one in module._parameters.values():
+            if one is not None:
+                one.data = one.data.clone()
+
+
+def _after(module: torch.nn.Module, _: object) -> None:
+    if loads := of(module):
+        loads.end(module)

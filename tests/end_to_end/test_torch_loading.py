@@ -1,0 +1,247 @@
+"""load_state_dict() of a model whose weights are the job's, and what else gives it other memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import daemon, fork, live_weights, status
+from support.torch_models import LOCAL, batch_norm_model, data, plain_model, same_state
+from support.torch_models import one_thread as one_thread
+from torch import nn
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch import Optimizer
+
+HALF = 12
+BATCHES = list(data(2 * HALF))
+
+
+def train(model: nn.Module, optimizer: Any, batches: list[Any]) -> None:
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def back_to_the_best(model: nn.Module, optimizer: Any) -> None:
+    """Trains, looks at earlier weights, and trains on from them."""
+    train(model, optimizer, BATCHES[: HALF // 2])
+    best = copy.deepcopy(model.state_dict())
+    train(model, optimizer, BATCHES[HALF // 2 : HALF])
+    last = copy.deepcopy(model.state_dict())
+    model.load_state_dict(best)
+    model.eval()
+    model(BATCHES[0][0])
+    model.train()
+    model.load_state_dict(last)
+    train(model, optimizer, BATCHES[HALF : HALF + 3])
+    model.load_state_dict(best)
+    train(model, optimizer, BATCHES[HALF:])
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [("sgd", batch_norm_model), ("momentum", batch_norm_model), ("adam", plain_model)],
+)
+def test_as_torch(kind: str, make: Callable[[], nn.Module], view: bool, job_name: str) -> None:
+    settings, of_torch = LOCAL[kind]
+    expected = make()
+    back_to_the_best(expected, of_torch(list(expected.parameters())))
+    model = make()
+    with daemon(job_name, optimizer=settings, shards=2) as job:
+        optimizer = Optimizer(model, job_name, view=view, wait=True)
+        back_to_the_best(model, optimizer)
+        same_state(model, expected)
+        optimizer.close()
+        same_state(model, expected)
+        assert status(job_name)["version"] == 2 * HALF + 3 + 1, "each step, and one assignment"
+        job.check()
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_weights_that_are_only_looked_at(view: bool, job_name: str) -> None:
+    """They come to the job with the next step, and never if there is none."""
+    model, other = batch_norm_model(), batch_norm_model()
+    with torch.no_grad():
+        for one in other.state_dict().values():
+            one.add_(1)
+    with daemon(job_name) as job:
+        optimizer = Optimizer(model, job_name, view=view, wait=True)
+        train(model, optimizer, BATCHES[:2])
+        before, version = live_weights(job_name).copy(), status(job_name)["version"]
+        model.load_state_dict(other.state_dict())
+        with optimizer.pause():
+            same_state(model, other)
+        optimizer.close()
+        same_state(model, other)
+        np.testing.assert_array_equal(live_weights(job_name), before)
+        assert status(job_name)["version"] == version
+        job.check()
+
+
+def _begin(pipe: Connection, job: str, file: Path, weights_first: bool) -> None:
+    saved = torch.load(file)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = batch_norm_model()
+        optimizer = Optimizer(model, job, wait=True)
+        if weights_first:
+            model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        if not weights_first:
+            model.load_state_dict(saved["model"])
+    pipe.send([str(one.message) for one in said])
+    pipe.recv()
+    train(model, optimizer, BATCHES[HALF : HALF + 5])
+    optimizer.close()
+    pipe.send("done")
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_all_learners_load_and_one_writes(
+    weights_first: bool, tmp_path: Path, job_name: str
+) -> None:
+    """Those that begin together: once. One that comes late: not, and it has the job's weights."""
+    settings, of_torch = LOCAL["adam"]
+    twin = batch_norm_model()
+    theirs = of_torch(list(twin.parameters()))
+    for name in ("saved.pt", "later.pt"):
+        train(twin, theirs, BATCHES[:HALF])
+        state = {"model": twin.state_dict(), "optimizer": theirs.state_dict()}
+        torch.save(state, tmp_path / name)
+    saved = torch.load(tmp_path / "saved.pt")["model"]
+    with (
+        daemon(job_name, optimizer=settings) as job,
+        fork(3, _begin, job_name, tmp_path / "saved.pt", weights_first) as learners,
+    ):
+        assert [one.receive() for one in learners] == [[], [], []]
+        with Client(job_name) as client:
+            for name, array in client.weights.items():
+                np.testing.assert_array_equal(array, saved[name].numpy())
+            assert int(client.current_version) == 3, "one wrote the weights, one two moments"
+        for one in learners:
+            one.send()
+        assert [one.receive() for one in learners] == ["done"] * 3
+        for name, says in (("saved.pt", []), ("later.pt", ["weights", "another state"])):
+            before = live_weights(job_name).copy()
+            with fork(1, _begin, job_name, tmp_path / name, weights_first) as (late,):
+                said = late.receive()
+                assert len(said) == len(says)
+                for kind in says:
+                    assert any(f"{kind}, and keeps" in one for one in said), said
+                late.kill()
+            np.testing.assert_array_equal(live_weights(job_name), before)
+        job.check()
+
+
+def test_statistics_are_loaded_once(job_name: str) -> None:
+    """Buffers move by addition: two learners that load the same must not add it twice."""
+    loaded = batch_norm_model()
+    with torch.no_grad():
+        loaded[1].running_var += 5  # type: ignore[operator, index]
+    with daemon(job_name) as job:
+        models = [batch_norm_model() for _ in range(2)]
+        optimizers = [Optimizer(model, job_name, wait=True) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.load_state_dict(loaded.state_dict())
+            optimizer.step()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            model.load_state_dict(loaded.state_dict())
+            optimizer.step()
+            same_state(model, loaded)
+            optimizer.close()
+        job.check()
+
+
+def test_copies_of_the_model(job_name: str) -> None:
+    """They have nothing to do with the job, and may be loaded and written."""
+    model = batch_norm_model()
+    with daemon(job_name) as job:
+        optimizer = Optimizer(model, job_name)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with torch.no_grad():
+                for one in twin.parameters():
+                    one.add_(1)
+            model.load_state_dict(twin.state_dict())
+            twin.load_state_dict(batch_norm_model().state_dict())
+            same_state(twin, batch_norm_model())
+        with pytest.raises(UsageError, match="leave assign=True out"):
+            model.load_state_dict(twin.state_dict(), assign=True)
+        optimizer.close()
+        job.check()
+        kept = Optimizer(model, job_name)
+        del kept, optimizer  # without close()
+        gc.collect()
+        model.load_state_dict(twin.state_dict())
+        same_state(model, twin)
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.double(),
+        lambda model: model.half().float(),
+        lambda model: model.share_memory(),
+        lambda model: setattr(model[0].weight, "data", model[0].weight.data.clone()),
+    ],
+)
+def test_other_memory(move: Callable[[nn.Module], None], view: bool, job_name: str) -> None:
+    """Found at the next step, before the job gets anything."""
+    model = plain_model()
+    with daemon(job_name) as job:
+        optimizer = Optimizer(model, job_name, view=view)
+        model.to("cpu", torch.float32)  # which changes nothing
+        train(model, optimizer, BATCHES[:1])
+        optimizer.client.wait_applied()
+        version = status(job_name)["version"]
+        move(model)
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match=r"^parameter '0.weight' has other memory than"):
+            optimizer.step()
+        assert status(job_name)["version"] == version
+        optimizer.close()
+        job.check()
+
+
+def test_another_optimizer_for_the_same_model(job_name: str) -> None:
+    """As a framework makes one for each fit(): it takes the place of the one before."""
+    settings, of_torch = LOCAL["momentum"]
+    twin, model = plain_model(), plain_model()
+    theirs = of_torch(list(twin.parameters()))
+    train(twin, theirs, BATCHES[:HALF])
+    saved = copy.deepcopy((twin.state_dict(), theirs.state_dict()))
+    train(twin, theirs, BATCHES[HALF:])
+    twin.load_state_dict(saved[0])
+    theirs.load_state_dict(saved[1])
+    train(twin, theirs, BATCHES[:HALF])
+    with daemon(job_name, optimizer=settings) as job:
+        first = Optimizer(model, job_name, wait=True)
+        with pytest.raises(UsageError, match="a part of this model has an Optimizer already"):
+            Optimizer(model[0], job_name)  # type: ignore[index]
+        train(model, first, BATCHES[:HALF])
+        saved = copy.deepcopy((model.state_dict(), first.state_dict()))
+        train(model, first, BATCHES[HALF:])
+        model.load_state_dict(saved[0])
+        second = Optimizer(model, job_name, wait=True)
+        assert len(status(job_name)["learners"]) == 1
+        second.load_state_dict(saved[1])
+        train(model, second, BATCHES[:HALF])
+        same_state(model, twin)
+        with pytest.raises(UsageError, match="detached"):
+            first.step()
+        second.close()
+        job.check()
