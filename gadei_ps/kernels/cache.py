@@ -186,6 +186,18 @@ class _Kept(caching.IndexDataCacheFile):  # type: ignore[misc]
             os.fsync(file.fileno())  # before it gets its name
 
 
+class Quick(caching.FunctionCache):  # type: ignore[misc]
+    """The cache of a function that counts no references.
+
+    Numba first prepares for compiling, which takes longer than to load a server's code. It does so
+    again before it compiles.
+    """
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(signature, target)
+
+
 _problems: list[str] = []
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
-from numba.core import caching, codegen, compiler
+from numba.core import codegen, compiler, sigutils
+from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher, cpu_target
 
-from gadei_ps.kernels import cache  # noqa: F401 (sets where Numba keeps compiled code)
+from gadei_ps.kernels import cache  # sets where Numba keeps compiled code
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,7 +80,10 @@ class _Entry(CPUDispatcher):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(function, targetoptions={"nopython": True, **options})
         self.part: Any = _part(function, options)
-        self.enable_caching()
+        if options["_nrt"]:
+            self.enable_caching()
+        else:
+            self._cache = cache.Quick(function)
 
     @property
     def _numba_type_(self) -> Any:
@@ -122,7 +126,11 @@ def address_of(signature: Any, function: Callable[..., None]) -> int:
     Numba compiles a function's callees again as a part of it, and so on for each of its callers.
     What is called at its address is compiled once.
     """
-    made = numba.cfunc(signature, cache=True, error_model="numpy", _nrt=False)(function)
+    options = {"error_model": "numpy", "_nrt": False}
+    typed = sigutils.normalize_signature(signature)
+    made: Any = CFunc(function, typed, locals={}, options=options)
+    made._cache = cache.Quick(function)
+    made.compile()
     _made.append(made)
     return int(made.address)
 
@@ -133,7 +141,7 @@ def is_kept(signature: Any, function: Callable[..., Any]) -> bool:
     signature: as it is compiled for.
     """
     try:
-        kept = caching.FunctionCache(getattr(function, "py_func", function))
+        kept = cache.Quick(getattr(function, "py_func", function))
         key = kept._index_key(signature, cpu_target.target_context.codegen())
         name = kept._cache_file._load_index().get(key)
         return name is not None and Path(kept._cache_file._data_path(name)).exists()

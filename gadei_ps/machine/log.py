@@ -46,8 +46,7 @@ class _Patient:
 
 def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False) -> None:
     """Once, at the start of a process. `quiet`: warnings and errors only."""
-    import structlog
-
+    structlog = _structlog()
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -77,6 +76,17 @@ def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False)
 
 def get(**context: Any) -> Any:
     """A logger with these fields on every line."""
-    import structlog
+    return _structlog().get_logger(**context)
 
-    return structlog.get_logger(**context)
+
+def _structlog() -> Any:
+    """structlog, which imports rich if it can: that takes longer than the rest, and is not used."""
+    absent = "rich" not in sys.modules
+    if absent:
+        sys.modules["rich"] = None  # type: ignore[assignment]
+    try:
+        import structlog
+    finally:
+        if absent:
+            del sys.modules["rich"]
+    return structlog

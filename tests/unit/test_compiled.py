@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -89,3 +91,24 @@ def test_structs_at_an_address() -> None:
     first = int(rings.view(np.uint64)[0])
     assert _head(np.uint64(rings.ctypes.data), 2) == first + 10
     assert rings["head"].tolist() == [7, 8, 10]
+
+
+LOADS = """
+import sys
+import numpy as np
+from gadei_ps.machine import log
+from gadei_ps.server import shard
+from gadei_ps.sync import zipline
+log.set_up(quiet=True)
+units = shard.units([1])
+assert all(unit.is_kept() for unit in units)
+shard.load([1])
+print([name for name in ("numba.typed.dictimpl", "numba.np.linalg", "rich") if name in sys.modules])
+print(zipline.plan(np.array([[1.0, 2.0], [1.5, 2.0]]))[1])
+"""
+
+
+def test_what_is_kept_is_loaded_without_preparing_for_compiling() -> None:
+    """And what counts references works afterwards."""
+    done = subprocess.run([sys.executable, "-P", "-c", LOADS], stdout=subprocess.PIPE, text=True)
+    assert done.stdout.splitlines() == ["[]", "0.0"]
