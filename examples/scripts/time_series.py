@@ -1,7 +1,6 @@
 """A time series predicted by an LSTM: Adam, early stopping, and the best weights at the end.
 
-A model's weights are the job's as long as the learner has not left it: `optimizer.close()` comes
-before `load_state_dict`.
+What `load_state_dict` loads after training is evaluated, and does not come to the job.
 
 python time_series.py --plain                              # torch alone
 gadei-ps run series --learners 2 -- python time_series.py  # two learners
@@ -88,8 +87,6 @@ for epoch in range(1, args.epochs + 1):
         if waited == args.patience:
             break
 print(f"{epoch * len(X_train)} samples in {time.perf_counter() - start:.3f} s")
-if not args.plain:
-    optimizer.close()
 model.load_state_dict(best_state)
 with torch.no_grad():
     print(f"best test RMSE {loss_fn(model(X_test), y_test).sqrt().item():.6f}", flush=True)
