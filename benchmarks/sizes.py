@@ -10,7 +10,7 @@ FULL: dict[str, dict[str, Any]] = {
     "apply": {"bytes": [2 * MB, 25 * MB, 100 * MB, 250 * MB], "rounds": 15, "call_s": 0.03},
     "undo": {"bytes": [2 * MB, 25 * MB, 100 * MB], "rounds": 20, "call_s": 0.005},
     "groups": {"bytes": [MB // 4, 2 * MB, 25 * MB, 100 * MB], "rounds": 20, "call_s": 0.005},
-    "start": {"rounds": 8},
+    "start": {"rounds": 8, "empty": 4},
     "attach": {
         "bytes": [100 * MB, 1000 * MB, 1600 * MB],
         "optimizers": ["sgd", "adam"],
@@ -97,7 +97,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "apply": {"bytes": [2 * MB], "rounds": 2, "call_s": 0.003},
     "undo": {"bytes": [2 * MB], "rounds": 2, "call_s": 0.002},
     "groups": {"bytes": [2 * MB], "rounds": 2, "call_s": 0.002},
-    "start": {"rounds": 1},
+    "start": {"rounds": 1, "empty": 0},
     "attach": {"bytes": [4 * MB], "optimizers": ["sgd"], "rounds": 1},
     "ingest": {
         "bytes": [1 * MB],

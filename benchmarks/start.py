@@ -1,26 +1,65 @@
-"""Times until a daemon is ready, until a learner is attached, and until a push is applied.
+"""Times until a job trains: its start, until a learner is attached, until a push is applied.
 
-Ready: from the start of `gadei-ps serve` to the first answer of its socket, with warm caches.
-Attach: Client(...) in a process that has imported it. Round trip: a 4 KB push until it is applied,
-seen from the learner, with the job's default for spinning.
+First gradient: from the start of `gadei-ps run` with one learner until its first gradient is in the
+weights. The peer is the same program with Hogwild, which has no server. Empty cache: the same, on
+an installation that has never started, which compiles the kernels; Python's own cached code is
+there. Ready: from the start of `gadei-ps serve` to the first answer of its socket. Attach:
+Client(...) in a process that has imported it. Round trip: a 4 KB push until it is applied, seen
+from the learner, with the job's default for spinning.
+
+ratio: Hogwild's time over that of gadei-ps, with the same framework.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from gadei_ps.benchmarks.common import Report, summary
+from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.commands.daemon import running
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import process
+
+NUMPY, TORCH, HOGWILD = "gadei-ps run, NumPy", "gadei-ps run, PyTorch", "Hogwild"
+EMPTY = "gadei-ps run, empty cache"
+REACH = {NUMPY: 0.8, EMPTY: 8.0, "daemon ready": 2.0, "attach": 0.05}
+
+
+def first_gradient(command: Sequence[str], **env: str) -> float:
+    """Seconds from the start of a program of start_learner until its first gradient."""
+    told = {name: one for name, one in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with tempfile.TemporaryDirectory() as scratch:
+        note = Path(scratch) / "note"
+        begin = time.monotonic()
+        done = subprocess.run([*command, str(note)], env=told | env, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
+        return float(note.read_text()) - begin
+
+
+def of_run(kind: str, **env: str) -> float:
+    learner = process.module_command("gadei_ps.benchmarks.start_learner", kind)
+    job = f"start-{os.getpid()}"
+    run = process.module_command("gadei_ps", "run", job, "--learners", "1", "--", *learner)
+    return first_gradient(run, **env)
+
+
+def of_hogwild() -> float:
+    return first_gradient(process.module_command("gadei_ps.benchmarks.start_learner", "hogwild"))
+
+
+def of_empty() -> float:
+    with tempfile.TemporaryDirectory() as cache:
+        return of_run("numpy", NUMBA_CACHE_DIR=cache)
 
 
 def start(job_file: Path) -> tuple[subprocess.Popen[bytes], float]:
@@ -36,9 +75,8 @@ def start(job_file: Path) -> tuple[subprocess.Popen[bytes], float]:
     return child, time.perf_counter() - begin
 
 
-def measure(quick: bool) -> Report:
-    """Measure rounds. Each round starts its own daemon."""
-    rounds = sizes("start", quick)["rounds"]
+def of_a_daemon(rounds: int) -> dict[str, list[float]]:
+    """Seconds until a daemon is ready, a learner attached, a push applied; one daemon a round."""
     seconds: dict[str, list[float]] = {"daemon ready": [], "attach": [], "4 KB push applied": []}
     with tempfile.TemporaryDirectory() as scratch:
         job_file = Path(scratch) / f"start-{os.getpid()}.toml"
@@ -64,11 +102,28 @@ def measure(quick: bool) -> Report:
                 seconds["daemon ready"].append(ready_s)
                 seconds["attach"].append(attach_s)
                 seconds["4 KB push applied"].append(sorted(pushes)[len(pushes) // 2])
-    reach = {"daemon ready": 2.0, "attach": 0.05, "4 KB push applied": None}
+    return seconds
+
+
+def measure(quick: bool) -> Report:
+    """Measure first gradients in turns, then those with an empty cache, then daemons."""
+    size = sizes("start", quick)
     report = Report(["what", "median ms", "best ms"])
+    contenders: dict[str, Callable[[], float]] = {NUMPY: lambda: of_run("numpy")}
+    if importlib.util.find_spec("torch") is None:
+        report.notes.append("PyTorch is not installed: its learner and Hogwild are left out")
+    else:
+        contenders |= {TORCH: lambda: of_run("torch"), HOGWILD: of_hogwild}
+    seconds = alternate(contenders, size["rounds"])
+    if HOGWILD in seconds:
+        ratio = ratios_of(seconds[TORCH], seconds[HOGWILD])
+        report.ratios.append({"contender": HOGWILD} | ratio)
+    if size["empty"]:
+        seconds[EMPTY] = [of_empty() for _ in range(size["empty"])]
+    seconds |= of_a_daemon(size["rounds"])
     for name, taken in seconds.items():
         figures = summary(taken)
-        report.rows.append({"contender": name, **figures, "reach_s": reach[name]})
+        report.rows.append({"contender": name, **figures, "reach_s": REACH.get(name)})
         report.lines.append(
             [name, f"{figures['median'] * 1e3:.3f}", f"{figures['best'] * 1e3:.3f}"]
         )

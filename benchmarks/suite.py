@@ -29,7 +29,7 @@ BENCHMARKS = {
     "table7": "bytes per second through the server",
     "scale": "the cost of a gradient by model size, learners and shards",
     "memory": "resident and shared memory of a job and of each learner",
-    "start": "how long a daemon takes to be ready and a learner to attach",
+    "start": "how long it takes until the first gradient is applied, against Hogwild",
     "attach": "how long a large model takes to come in, against zeroing its memory",
     "virtual": "a pipeline of stages beside torch's pipelines, its threads, and the planner",
 }
