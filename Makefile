@@ -13,7 +13,7 @@ train: $(VENV)/built
 
 WORKERS ?= 2  # of pytest; most tests wait for processes
 
-test: $(VENV)/built
+test: $(VENV)/frameworks
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not systemd"
 
 # The units under a systemd that is booted in namespaces. Needs root, systemd, dbus and util-linux.
@@ -93,6 +93,11 @@ $(VENV)/built: pyproject.toml setup.py $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/python native/build_identity.py
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -e '.[torch,dev]'
+	touch $@
+
+# Some 30 MB to fetch, 200 MB on the disk.
+$(VENV)/frameworks: $(VENV)/built
+	$(BIN)/python -m pip install -q -e '.[torch,dev,frameworks]'
 	touch $@
 
 $(VENV)/bin/python:

@@ -145,6 +145,8 @@ class Saves(torch.optim.Optimizer):
     client: Client
     _trained: Trained
     _job: JobSettings
+    _given: Mapping[str, int] | None = None
+    """What state_dict() has said of the steps."""
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's class of the job's kind gives it, with momentum and moments of the server.
@@ -157,7 +159,8 @@ class Saves(torch.optim.Optimizer):
         parts = super().state_dict()
         parts["state"], steps = _read(self.client, self._trained, self._parameters())
         groups = [_whole_group(self.client, one) for one in parts["param_groups"]]
-        return parts | {"param_groups": groups, OURS: {"steps": steps}}
+        self._given = {"steps": steps}
+        return parts | {"param_groups": groups, OURS: self._given}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, for what state_dict() of this optimizer or of torch's class holds.
@@ -177,7 +180,10 @@ class Saves(torch.optim.Optimizer):
             if len(self.param_groups) > 1 or sizes != [len(parameters)]:
                 raise ValueError("the state is of other parameters than this optimizer's")
         _warn_of_settings(state_dict, self._job.shown)
-        _load(self.client, self._trained, parameters, state_dict)
+        # A learner that comes late may be handed back what it has read, as accelerate does, while
+        # the job trains on.
+        if not self.client.begins or state_dict.get(OURS, {}) != self._given:
+            _load(self.client, self._trained, parameters, state_dict)
         for number, (group, one) in enumerate(zip(self.param_groups, saved, strict=True)):
             before = float(group["lr"])
             group |= {name: one[name] for name in ("lr", "initial_lr") if name in one}

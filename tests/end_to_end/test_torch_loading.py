@@ -217,6 +217,21 @@ def test_other_memory(move: Callable[[nn.Module], None], view: bool, job_name: s
         job.check()
 
 
+def test_a_late_learner_that_is_handed_back_what_it_has_read(job_name: str) -> None:
+    """As accelerate does when it takes an optimizer; meanwhile the job trains on."""
+    with daemon(job_name, optimizer=LOCAL["adam"][0]) as job:
+        first = Optimizer(model := plain_model(), job_name, wait=True)
+        train(model, first, BATCHES[:2])
+        late = Optimizer(plain_model(), job_name)
+        state = copy.deepcopy(late.state_dict())
+        train(model, first, BATCHES[2:4])
+        late.load_state_dict(state)  # warnings are errors here
+        assert first.client.job_state().steps == 4
+        late.close()
+        first.close()
+        job.check()
+
+
 def test_another_optimizer_for_the_same_model(job_name: str) -> None:
     """As a framework makes one for each fit(): it takes the place of the one before."""
     settings, of_torch = LOCAL["momentum"]
