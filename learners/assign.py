@@ -14,7 +14,7 @@ from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.learners.frame import NONE, UNKNOWN, Frames, whole_at
 from gadei_ps.learners.waits import OnlyOne, limit
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import NO_BATCH, SAME_STEPS
+from gadei_ps.memory.layout import NO_BATCH, SAME_STEPS, FrameKind
 from gadei_ps.memory.weights import FloatArray
 
 Values = Mapping[str, npt.ArrayLike]
@@ -120,7 +120,7 @@ class Assigns(Frames):
     ) -> None:
         self.check_process()
         self._land()
-        if self._learner.kind:
+        if self._learner.kind in (FrameKind.DENSE, FrameKind.ROWS):
             raise UsageError("assign: a gradient is begun and not pushed yet: push it first")
         learner, facts = self._learner, (self._learner.version, NO_BATCH, 0, 1.0, UNKNOWN)
         started: Any = learner.started

@@ -189,7 +189,7 @@ def offer(
         os.close(fd)
 
 
-def _to_the_script() -> int:
+def to_the_script() -> int:
     """The `stacklevel` with which a warning of the caller names the line of the user's script."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("gadei_ps."):
@@ -208,7 +208,7 @@ def attach(
     asked = Attach(name=name[:31], number=number(), optimizer=says.told())
     reply = connection.request(asked, heard=heard)
     if "notice" in reply and number() <= 0:  # one of a team says it
-        warnings.warn(reply["notice"], stacklevel=_to_the_script())
+        warnings.warn(reply["notice"], stacklevel=to_the_script())
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
         return Place(

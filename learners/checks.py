@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +11,6 @@ from gadei_ps.errors import UsageError
 from gadei_ps.learners import places
 from gadei_ps.learners.places import Place
 from gadei_ps.learners.plan import Plan
-from gadei_ps.learners.torch.model import Trained
-
-# Workers by the ids of their parameters, which live as long as they do.
-_WORKERS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 
 def devices(asked: Sequence[str | torch.device] | None, *, planned: bool) -> list[Place]:
@@ -26,26 +21,6 @@ def devices(asked: Sequence[str | torch.device] | None, *, planned: bool) -> lis
         if not planned:
             raise
         raise UsageError(f"the plan's {error}; plan for this machine: gadei-ps partition") from None
-
-
-def own(parameter: torch.nn.Parameter, worker: object) -> None:
-    """Notes which worker has it."""
-    _WORKERS[id(parameter)] = worker
-
-
-def disown(parameter: torch.nn.Parameter) -> None:
-    """No worker has it any more."""
-    _WORKERS.pop(id(parameter), None)
-
-
-def free(trained: Trained) -> None:
-    """Raises UsageError if a virtual worker has these parameters, and has not left its job."""
-    for name, parameter in trained.parameters.items():
-        if id(parameter) in _WORKERS:
-            raise UsageError(
-                f"parameter {name!r} belongs to a virtual worker that has not left its job: "
-                "close() that one first, or make new layers"
-            )
 
 
 def samples(what: str, given: object) -> None:

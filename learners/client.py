@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -33,8 +34,9 @@ import numpy.typing as npt
 
 from gadei_ps import _native
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
+from gadei_ps.job import here
 from gadei_ps.job.control import Lasting
-from gadei_ps.learners.attach import Arrays, attach, detach, listener, offer
+from gadei_ps.learners.attach import Arrays, Place, attach, detach, listener, offer
 from gadei_ps.learners.frame import (
     NONE,
     UNKNOWN,
@@ -57,7 +59,6 @@ from gadei_ps.memory.layout import WireType
 from gadei_ps.memory.weights import FloatArray, Model
 
 __all__ = [
-    "JOB_VARIABLE",
     "NAME_VARIABLE",
     "NONE",
     "UNTOUCHED",
@@ -73,7 +74,6 @@ __all__ = [
     "whole_at",
 ]
 
-JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"
 CONSISTENT_S = 5.0  # time limit of a consistent pull
 REFUSED = (
@@ -116,12 +116,7 @@ class Client(Work, OptimizerState):
         error_feedback: bool = False,
         name: str = "",
     ) -> None:
-        target = job or os.environ.get(JOB_VARIABLE)
-        if not target:
-            raise UsageError(
-                f"which job? give its name, or start the program with gadei-ps run or attach "
-                f"(they set {JOB_VARIABLE})"
-            )
+        target = here.wanted(job)
         try:
             self.wire = WireType[wire.upper()]
         except KeyError:
@@ -136,15 +131,22 @@ class Client(Work, OptimizerState):
             from gadei_ps.job.absence import explained  # only for this, and not small
 
             raise explained(error) from None
+        place = None
         try:
             heard = listener()
             if tensors is not None:
                 offer(self._connection, tensors, buffers or {}, heard, says, aliases)
             name = name or os.environ.get(NAME_VARIABLE, "")
             place = attach(self._connection, name, heard, says)
+            self._begin(place, error_feedback)
         except BaseException:
-            self._connection.close()
+            if place is None:
+                self._connection.close()
+            else:
+                detach(self._connection, place.row, place.generation, os.getpid(), place)
             raise
+
+    def _begin(self, place: Place, error_feedback: bool) -> None:
         self.job: str = place.job
         self.row: int = place.row
         self.generation: int = place.generation
@@ -178,18 +180,12 @@ class Client(Work, OptimizerState):
         self._paused = 0  # blocks of pause() that are open
         self._gone_since = None
         self._carrier: Callable[[], Carrier | None] = lambda: None
-        self._finalizer = weakref.finalize(
-            self,
-            detach,
-            self._connection,
-            self.row,
-            self.generation,
-            os.getpid(),
-            place,
-            self._learner,
-        )
+        who = self.row, self.generation, os.getpid(), place, self._learner
+        self._detach = functools.partial(detach, self._connection, *who)
+        self._finalizer = weakref.finalize(self, self._detach)
         # Before weakref's own hook, which runs after threads and modules may be gone.
         atexit.register(self._finalizer)
+        here.enter(self)
 
     @property
     def residue(self) -> FloatArray:
@@ -441,7 +437,9 @@ class Client(Work, OptimizerState):
             if carrier is not None:
                 carrier.close()
         finally:
-            self._finalizer()
+            if self._finalizer.alive:
+                self._detach()  # once more after an interrupt in the middle of it
+                self._finalizer.detach()
 
     def __enter__(self) -> Self:
         return self

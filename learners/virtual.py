@@ -35,6 +35,7 @@ from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
+from gadei_ps.learners.torch import owners
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.torch.sums import Elsewhere, Sums
@@ -101,7 +102,7 @@ class VirtualWorker:
         in flight its parameters may be copies that one of them has: call drain() first."""
         self._trained = trained = Trained.of(self.model)
         self._stages = cutting.cut(trained, where, cuts)
-        checks.free(trained)
+        owners.check_free(trained.parameters)
         how = {"wire": wire, "error_feedback": error_feedback, "name": name}
         if optimizer is None:
             self.client = trained.join(job, **how)
@@ -129,8 +130,8 @@ class VirtualWorker:
                 before.after, after.before = after, before
             for stage in self._stages:
                 stage.begin()
-            for parameter in trained.parameters.values():
-                checks.own(parameter, self)
+            owners.own(trained.parameters.values(), self)
+            self.client.used_by(self)
         except BaseException:
             self._leave()
             raise
@@ -419,8 +420,8 @@ class VirtualWorker:
             self._free.clear()
             for stage in self._stages:
                 stage.forget()
+            owners.disown(self._trained.parameters.values(), self)
             for parameter in self._trained.parameters.values():
-                checks.disown(parameter)
                 parameter.data = parameter.data.to("cpu", copy=True)
                 parameter.grad = None
             self.model.to("cpu")

@@ -85,6 +85,13 @@ class Carrier(Protocol):
         """Flushes, and lets go of the client's memory."""
 
 
+class Closes(Protocol):
+    """What is made around a client, such as an Optimizer."""
+
+    def close(self) -> None:
+        """Detaches the client, after what has to be done before."""
+
+
 class Waits(Told):
     """The part of a client that waits."""
 
@@ -94,6 +101,7 @@ class Waits(Told):
     _gone_since: float | None
     """Since when the job seems dead, over all waits: each may be short."""
     _carrier: Callable[[], Carrier | None]
+    _user: Callable[[], Closes | None] = staticmethod(lambda: None)
 
     def carried_by(self, carrier: Carrier) -> None:
         """Registers an asynchronous publisher. claim() flushes it first; waits fail if it fails;
@@ -109,6 +117,21 @@ class Waits(Told):
         """A slot is claimed by its number, and what is on its way has the next one."""
         if carrier := self._carrier():
             carrier.flush()
+
+    def used_by(self, user: Closes) -> None:
+        """Registers what is made around this client, and whose close() is to detach it."""
+        self._user = weakref.ref(user)
+
+    def leave(self) -> None:
+        """Detaches, by the close() of what is made around this client."""
+        user = self._user()
+        if user is not None:
+            user.close()
+        else:
+            self.detach()
+
+    def detach(self) -> None:
+        raise NotImplementedError
 
     def __reduce__(self) -> NoReturn:
         raise stays(self)

@@ -255,19 +255,26 @@ class Roster:
 
     def look_at(self, row: int, generation: int) -> None:
         """The connection has ended by which this learner attached; the learner may live."""
-        if row in self._pidfds and int(self._entries[row]["generation"]) == generation:
+        if row not in self._pidfds or int(self._entries[row]["generation"]) != generation:
+            return
+        if int(self._memory.rings[row].view(layout.RING)["detached"]):  # it was interrupted then
+            self._leave(row, Gone.DETACHED)
+        else:
             self._is_another_program(row)
 
     def _is_another_program(self, row: int) -> bool:
         """Lets a learner go whose process has replaced itself by another program (exec).
 
-        The pid and the start time stay, the ring does not. The program is no learner, and lives.
+        The pid and the start time stay, the ring does not. The program is no learner, and lives. A
+        learner that was interrupted while it attached has no ring either.
         """
         if self._has_its_ring(row):
             return False
         pid = int(self._entries[row]["pid"])
         self._memory.control.view(layout.CONTROL)["learner_deaths"] += 1
-        self._log.warning("learner died: its process runs another program", row=row, pid=pid)
+        self._log.warning(
+            "learner gone: its process runs another program, or was interrupted", row=row, pid=pid
+        )
         self._leave(row, Gone.DIED)
         return True
 

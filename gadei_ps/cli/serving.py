@@ -11,7 +11,7 @@ import typer
 
 from gadei_ps.cli.options import Details, Json, JsonLog
 from gadei_ps.cli.outcome import print_json
-from gadei_ps.errors import GadeiError, JobFailed, NotSaved, UsageError
+from gadei_ps.errors import GadeiError, UsageError
 
 if TYPE_CHECKING:
     from gadei_ps.job.config import JobConfig
@@ -93,6 +93,7 @@ def _finish(
     notify: Notify,
 ) -> int:
     """Needs only the job's name: a job file with a mistake does not keep a job from its end."""
+    from gadei_ps.commands.daemon import check_code
     from gadei_ps.machine import log
     from gadei_ps.memory import presence, shm
     from gadei_ps.watchdog.finish import end, finish
@@ -114,21 +115,10 @@ def _finish(
     if keep_memory:
         end(job)
     else:
-        _check(job, finish(job, found, options, notify))
+        check_code(job, finish(job, found, options, notify))
     if as_json:
         print_json({"job": job, "seconds": time.monotonic() - begin})
     return 0
-
-
-def _check(job: str, code: int) -> None:
-    """Raises NotSaved or JobFailed where a watchdog has ended with this exit code."""
-    if code == NotSaved.exit_code:
-        raise NotSaved(
-            f"job {job!r} has stopped without its last checkpoint, and its memory stays; its last "
-            "log lines say why"
-        )
-    if code:
-        raise JobFailed(f"job {job!r} has failed; its last log lines say why")
 
 
 def _load(file: Path, name: str | None) -> JobConfig:
@@ -169,13 +159,14 @@ def reload(
 
 
 def serve_job(job: JobConfig, options: Options, as_json: bool, notify: Notify | None = None) -> int:
+    from gadei_ps.commands.daemon import check_code
     from gadei_ps.machine import log
     from gadei_ps.watchdog.finish import serve
     from gadei_ps.watchdog.notify import Notify
 
     begin = time.monotonic()
     log.set_up(as_json=options.as_json, verbose=options.verbose)
-    _check(job.name, serve(job, options, notify or Notify.from_environment()))
+    check_code(job.name, serve(job, options, notify or Notify.from_environment()))
     if as_json:
         print_json({"job": job.name, "seconds": time.monotonic() - begin})
     return 0

@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +27,13 @@ from gadei_ps.errors import (
     JobInUse,
     JobNotFound,
     JobStopped,
+    NotSaved,
+    UsageError,
     in_words,
 )
 from gadei_ps.job import control, paths
 from gadei_ps.job.absence import absence
-from gadei_ps.job.config import JobConfig, from_mapping
+from gadei_ps.job.config import JobConfig, from_mapping, state_directory
 from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts, log, process
 from gadei_ps.show.counts import counted
@@ -70,15 +74,19 @@ class Daemon:
         start_silent_s: float = START_SILENT_S,
         learners: int = 1,
         fresh: bool = False,
+        keep: bool = False,
+        wanted: Callable[[], None] = interrupts.check,
     ) -> None:
         """silent: logs not even warnings and errors. policy: how often the watchdog may be killed.
 
         start_silent_s: how long the watchdog's start may make no progress. learners: how many are
         to come; their rings must fit into memory beside the model. fresh: from zero, whatever
-        memory and checkpoints are there.
+        memory and checkpoints are there. keep: the job goes on after this process, as one of
+        `gadei-ps serve`; its log goes to a file. wanted: raises during the start if it is to end.
         """
-        # If watchdog and launcher are killed together, the servers end by their orphan_s only.
-        self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
+        self.config = config
+        if not keep:  # if watchdog and launcher are killed together, the servers end by orphan_s
+            self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
         self.socket = paths.socket_path(config.name)
         self._command = process.module_command("gadei_ps.commands.daemon")
         if verbose:
@@ -87,8 +95,14 @@ class Daemon:
             self._command.append("--silent")
         self._command.append(f"--learners={learners}")
         self._silent = silent
-        self._fresh = fresh or config.checkpoint is None
+        if keep:
+            self._command.append("--keep")
+        self._keep = keep
+        self._wanted = wanted
+        self._fresh = fresh or (config.checkpoint is None and not keep)
         self._process: subprocess.Popen[bytes] | None = None
+        self.code = 0
+        """The exit code of a watchdog that was ended, negative for a signal."""
         self._deaths: tuple[Exit, ...] = ()
         self._policy = policy
         self._start_silent_s = start_silent_s
@@ -113,19 +127,23 @@ class Daemon:
         read, write = os.pipe()
         env = os.environ | {CONFIG_VARIABLE: self.config.model_dump_json()}
         flags = ["--fresh"] if fresh else []
+        log_file = self._open_log() if self._keep else None
         try:
             self._process = process.spawn(
                 [*self._command, *flags, str(write)],
                 env=env,
-                stdout=2,
+                stdout=2 if log_file is None else log_file,
+                stderr=log_file,
                 pass_fds=[write],
-                how=signal.SIGTERM,
+                how=None if self._keep else signal.SIGTERM,
             )
         except BaseException:
             os.close(read)
             raise
         finally:
             os.close(write)
+            if log_file is not None:
+                os.close(log_file)
         try:
             self._wait_ready(read)
         except _Killed:  # what it was about to adopt is for the next one
@@ -152,7 +170,7 @@ class Daemon:
             sign = (len(said), 0 if said else progress(used_s, self._start_silent_s))
             if watch.look(time.monotonic(), {"start": sign}):
                 break
-            interrupts.check()
+            self._wanted()
             with contextlib.suppress(BlockingIOError):
                 part = os.read(read, 4096)
                 said += part
@@ -175,8 +193,23 @@ class Daemon:
                 )
         raise JobFailed(f"the daemon of job {self.config.name!r} {what}")
 
+    def _open_log(self) -> int:
+        """Raises UsageError."""
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(f"the log of job {self.config.name!r}: {in_words(error)}") from None
+
+    @property
+    def log(self) -> Path:
+        """Where a job that is kept writes its log."""
+        return state_directory() / f"{self.config.name}.log"
+
     @property
     def _where_why(self) -> str:
+        if self._keep:
+            return f"{self.log} says why"
         return "--verbose shows why" if self._silent else "its messages above say why"
 
     def _answers(self) -> bool:
@@ -184,7 +217,7 @@ class Daemon:
         assert self._process is not None
         try:
             answer = control.ask(str(self.socket), Status(), 1.0)
-            return bool(answer["watchdog_pid"] == self._process.pid)
+            return self._keep or bool(answer["watchdog_pid"] == self._process.pid)
         except (JobNotFound, ControlError):
             return False
 
@@ -241,6 +274,13 @@ class Daemon:
                 if self._process is before:
                     raise
 
+    def let_go(self) -> None:
+        """A job that is kept goes on without this object."""
+        assert self._process is not None and self._keep
+        self._process.kill()  # what stands between this process and the watchdog
+        self._process.wait()
+        self._process = None
+
     def end(self) -> None:
         """Ends the watchdog, which ends the servers and cleans up. If it is killed, we clean up."""
         if self._process is None:
@@ -252,6 +292,7 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self.code = self._process.returncode
         # A watchdog that is ended while it adopts a job also leaves the job's memory behind.
         if self._process.returncode < 0 or self.config.checkpoint is None:
             jobs.drop(self.config.name)
@@ -291,11 +332,43 @@ def _error_class(name: str) -> type[GadeiError]:
     return found if isinstance(found, type) and issubclass(found, GadeiError) else JobFailed
 
 
+def check_code(job: str, code: int) -> None:
+    """Raises NotSaved or JobFailed where a watchdog has ended with this exit code."""
+    if code == NotSaved.exit_code:
+        raise NotSaved(
+            f"job {job!r} has stopped without its last checkpoint, and its memory stays; its last "
+            "log lines say why"
+        )
+    if code:
+        raise JobFailed(f"job {job!r} has failed; its last log lines say why")
+
+
+def _outlive() -> None:
+    """Goes on in a process of its own session, which no launcher takes for its own.
+
+    The one that the launcher has started ends with it, or is killed once the job is ready.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    child = os.fork()
+    if child:
+        os.closerange(3, 1024)  # the launcher is to see when the other one closes its pipe
+        signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if not child:
+        os.setsid()
+        return
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
 def main() -> None:
     """The child. Its last argument is the descriptor for the reason why it could not start."""
     from gadei_ps.watchdog.options import Options
     from gadei_ps.watchdog.supervisor import serve
 
+    if "--keep" in sys.argv:
+        _outlive()
     say = int(sys.argv[-1])
     os.set_inheritable(say, False)
     if "--silent" in sys.argv:
@@ -307,7 +380,7 @@ def main() -> None:
     try:
         options = Options(
             fresh="--fresh" in sys.argv,
-            resume=config.checkpoint is not None,
+            resume=config.checkpoint is not None or "--keep" in sys.argv,
             verbose=verbose,
             quiet=not verbose,
             learners=int(learners[0]) if learners else 1,

@@ -258,6 +258,7 @@ class Connection:
         self.peer_pid, self.peer_uid, _ = peer
         """Of the process that listens, as the kernel tells; the pid is 0 if this pid namespace
         does not show it."""
+        self._answered = True  # otherwise the next reply may be that to an earlier request
 
     def request(
         self, message: _Message, fds: Sequence[int] = (), heard: Heard | None = None
@@ -265,7 +266,11 @@ class Connection:
         """Sends a request and returns the reply. Raises what the watchdog says.
 
         heard: is given each note on how far the watchdog is. While notes come, it takes its time.
+        Raises ConnectionLost after a request whose reply was not awaited, as after Ctrl-C.
         """
+        if not self._answered:
+            raise ConnectionLost(f"{self.path}: an earlier request was interrupted; connect again")
+        self._answered = False
         data = pack(message.model_dump(exclude_none=True))
         try:
             # A watchdog without room answers before it is asked, and closes.
@@ -280,6 +285,7 @@ class Connection:
                 if heard is not None:
                     heard(reply)
                 reply = self._read()
+            self._answered = True
         except TimeoutError:
             raise NoAnswer(f"{self.path}: the watchdog does not answer") from None
         except OSError as error:

@@ -37,6 +37,24 @@ def install() -> None:
     sys.unraisablehook = _unraisable
 
 
+@contextlib.contextmanager
+def of_commands() -> Iterator[None]:
+    """Main thread, of a program that is no command: meanwhile Ctrl-C is as in one.
+
+    Interrupted leaves the block as KeyboardInterrupt.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _on_signal)
+    try:
+        yield
+    except Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _on_signal(number: int, frame: FrameType | None) -> None:
     if _State.held:
         _State.came = number
@@ -52,8 +70,11 @@ def _deliver(number: int) -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Main thread: meanwhile a signal waits for check(), or for the end; both raise Interrupted."""
-    if _State.held:
+    """Meanwhile a signal waits for check(), or for the end; both raise Interrupted.
+
+    For the main thread; in another one, where no signal is delivered, it does nothing.
+    """
+    if _State.held or threading.current_thread() is not threading.main_thread():
         yield
         return
     _State.held = True
@@ -65,7 +86,9 @@ def held() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises Interrupted if a signal waits."""
+    """Main thread: raises Interrupted if a signal waits."""
+    if threading.current_thread() is not threading.main_thread():
+        return
     number, _State.came = _State.came, None
     if number is not None:
         _deliver(number)

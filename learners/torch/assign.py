@@ -21,9 +21,8 @@ class Assigned(NamedTuple):
     """What is no part of the job (frozen parameters, whole-number buffers), and its values."""
 
     def write_local(self) -> None:
-        with torch.no_grad():
-            for tensor, values in self.local:
-                tensor.copy_(values)
+        for tensor, values in self.local:
+            tensor.data.copy_(values)
 
 
 def split(trained: Trained, values: Mapping[str, Any]) -> Assigned:

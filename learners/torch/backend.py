@@ -13,6 +13,7 @@ from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
 from gadei_ps.learners.client import Client, Where, rows_at, whole_at
 from gadei_ps.learners.torch import casts
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.waits import LEFT
 
 MOVED = (
     "parameter {!r} has other memory than the job's weights, since model.to(), half(), "
@@ -99,9 +100,9 @@ class Places:
         """They are where they belong."""
         self._at = [one.data_ptr() for one in self._parameters]
 
-    def check(self) -> None:
-        """Raises UsageError."""
+    def check(self, client: Client) -> None:
+        """Raises UsageError; where the client has left, another learner may have moved them."""
         if [one.data_ptr() for one in self._parameters] != self._at:
             moved = zip(self._names, self._parameters, self._at, strict=True)
             name = next(name for name, one, at in moved if one.data_ptr() != at)
-            raise UsageError(MOVED.format(name))
+            raise UsageError(LEFT if client.left else MOVED.format(name))

@@ -21,20 +21,20 @@ def all_differ(layer: torch.nn.Module) -> bool:
     return all(map(differs, layer.parameters()))
 
 
-@torch.no_grad()
+# None of these is under no_grad(): an interrupt in the middle of that leaves gradients off.
 def bring(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Writes the job's values into parameters of other types. pairs: a parameter, its values."""
     for parameter, values in pairs:
         parameter.data.copy_(values)
 
 
-@torch.no_grad()
 def renew(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Writes the job's values into a buffer of another type.
 
     What is the same to float32 stays as it is: a constant in float64 is not rounded.
     """
-    buffer.copy_(torch.where(buffer.float() == values, buffer, values.to(buffer.dtype)))
+    own = buffer.data
+    own.copy_(torch.where(own.float() == values, own, values.to(own.dtype)))
 
 
 def numbers(buffer: torch.Tensor) -> np.ndarray:

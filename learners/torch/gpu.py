@@ -114,7 +114,7 @@ class GpuBackend:
         return float(loss.detach())
 
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
-        self._places.check()
+        self._places.check(self._client)
         kept: list[Any] = []
         where = self._addresses(kept)
         facts: dict[str, Any] = {"samples": samples, "rate_scale": rate_scale}
@@ -197,7 +197,7 @@ class GpuBackend:
         self.version = self._link.version
         casts.bring(self._casts)
 
-    @torch.no_grad()
+    # Not under no_grad(): an interrupt in the middle of that leaves gradients off for good.
     def _refresh_buffers(self, names: Collection[str] | None = None) -> None:
         """Copies the job's buffers to the model's, which layers may replace: no views.
 
@@ -209,7 +209,7 @@ class GpuBackend:
         plain = {name: one for name, one in buffers.items() if not casts.differs(one)}
         if plain:  # one kernel for all
             theirs = [self._tensors[name] for name in plain]
-            torch._foreach_copy_(list(plain.values()), theirs)
+            torch._foreach_copy_([one.data for one in plain.values()], theirs)
         for name in buffers.keys() - plain.keys():
             casts.renew(buffers[name], self._tensors[name])
             self._bases[name] = buffers[name].detach().clone()
@@ -239,9 +239,8 @@ class GpuBackend:
             self._link.fill(self._front)
             casts.bring(self._casts)
         self._link.close()
-        with torch.no_grad():
-            for parameter in self._trained.parameters.values():
-                parameter.data = parameter.data.clone()
+        for parameter in self._trained.parameters.values():
+            parameter.data = parameter.data.clone()
         for layer in self._trained.module.modules():
             if isinstance(layer, torch.nn.RNNBase) and not casts.all_differ(layer):
                 layer.flatten_parameters()

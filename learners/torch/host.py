@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -107,7 +108,7 @@ class HostBackend:
         return float(loss.detach())
 
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
-        self._places.check()
+        self._places.check(self._client)
         kept: list[Any] = []
         where = self._addresses(kept)
         loss = float(loss)
@@ -163,22 +164,31 @@ class HostBackend:
                 self._undo.callback(hook.remove)
 
     def _writer(self, number: int) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when the gradient of parameter `number` is complete."""
+        """What autograd calls when the gradient of parameter `number` is complete.
+
+        No collector finds a circle through autograd's hooks, so it does not hold this object.
+        """
+        me = weakref.ref(self)
 
         def write(parameter: torch.Tensor) -> None:
-            if parameter.grad is None or self._products[number]:
-                return  # products are complete by now; step() adds the two
-            if not self._payload:
-                self._payload = self._client.claim() + layout.PAYLOAD_AT
-                self._written.clear()
-            if number in self._written:
-                raise UsageError(SECOND)
-            self._written.add(number)
-            kept: list[Any] = []
-            self._client.append(self._payload, number, gradient_at(parameter.grad, kept))
-            parameter.grad = None
+            here = me()
+            if here is not None:
+                here._write(number, parameter)
 
         return write
+
+    def _write(self, number: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is None or self._products[number]:
+            return  # products are complete by now; step() adds the two
+        if not self._payload:
+            self._payload = self._client.claim() + layout.PAYLOAD_AT
+            self._written.clear()
+        if number in self._written:
+            raise UsageError(SECOND)
+        self._written.add(number)
+        kept: list[Any] = []
+        self._client.append(self._payload, number, gradient_at(parameter.grad, kept))
+        parameter.grad = None
 
     # -- weights and buffers --------------------------------------------------------------------
 
@@ -213,7 +223,7 @@ class HostBackend:
             self._places.note()
         self._pull()
 
-    @torch.no_grad()
+    # Not under no_grad(): an interrupt in the middle of that leaves gradients off for good.
     def _refresh_buffers(self, names: Collection[str] | None = None) -> None:
         """Copies the job's buffers, and keeps them: the next changes are counted from them.
 
@@ -228,7 +238,7 @@ class HostBackend:
                 casts.renew(buffer, torch.from_numpy(self._bases[name]))
                 self._bases[name] = casts.numbers(buffer).copy()
             else:
-                buffer.copy_(torch.from_numpy(self._bases[name]))
+                buffer.data.copy_(torch.from_numpy(self._bases[name]))
 
     def _changes(self) -> dict[int, np.ndarray]:
         """By how much buffers have changed, those that have, by number in the model."""
@@ -245,17 +255,16 @@ class HostBackend:
         self._undo.close()
         if self._closed:
             return
-        self._closed = True
         if not keep:
             self._pull()
-        with torch.no_grad():
-            for parameter in self._trained.parameters.values():
-                parameter.data = parameter.data.clone()
-            for tensor in self._ordered:
-                vars(tensor).pop(PRODUCTS, None)
+        for parameter in self._trained.parameters.values():
+            parameter.data = parameter.data.clone()
+        for tensor in self._ordered:
+            vars(tensor).pop(PRODUCTS, None)
         self._places.note()
         if not keep:
             self._refresh_buffers()
+        self._closed = True  # an interrupt before this leaves the rest for another call
 
 
 def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:

@@ -63,7 +63,8 @@ class _Link:
 class Loads:
     """What was loaded into a model and is not the job's yet.
 
-    close: of the Optimizer. earlier: what the Optimizer before it has left.
+    close: gives that of the Optimizer, which this does not keep alive. earlier: what the Optimizer
+    before it has left.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Loads:
         client: Client,
         trained: Trained,
         backend: Backend,
-        close: Callable[[], None],
+        close: Callable[[], Callable[[], None] | None],
         earlier: Earlier | None,
     ) -> None:
         self.trained = trained
@@ -97,9 +98,8 @@ class Loads:
             client.goes_on = True
         if earlier is not None and earlier.values:
             self._begin(earlier.values)
-            with torch.no_grad():
-                for name, one in earlier.values.items():
-                    self._tensors[name].copy_(one)
+            for name, one in earlier.values.items():
+                self._tensors[name].data.copy_(one)
             self._note_buffers(earlier.values)
 
     def _own(self, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -166,9 +166,8 @@ class Loads:
         self.forget()
         self._backend.follow()
         self._backend.assigned(names)
-        with torch.no_grad():
-            for name, change in since.items():
-                self._tensors[name] += change
+        for name, change in since.items():
+            self._tensors[name].data.add_(change)
 
     def forget(self) -> None:
         """What was loaded stays in the model and does not come to the job."""
@@ -178,7 +177,8 @@ class Loads:
     def end_optimizer(self) -> Earlier:
         """Ends the Optimizer, for the model gets another one."""
         names = self._loaded
-        self._close()
+        if (close := self._close()) is not None:
+            close()
         values = {name: self._tensors[name].detach().clone() for name in names}
         return Earlier(self._client.job, values)
 

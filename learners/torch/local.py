@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Batch
-from gadei_ps.learners.torch import gpu
+from gadei_ps.learners.torch import gpu, owners
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.waits import stays
@@ -19,6 +20,17 @@ from gadei_ps.learners.waves import Waves
 
 # Without torch's wrapper, as in optimizer.py.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+
+def _beginning(me: Callable[[], LocalOptimizer | None]) -> Callable[..., None]:
+    """What the model calls before its forward pass: the model does not hold the optimizer."""
+
+    def begin(*_: object) -> None:
+        here = me()
+        if here is not None:
+            here._begin_if_it_trains()
+
+    return begin
 
 
 class LocalOptimizer(torch.optim.Optimizer):
@@ -59,10 +71,13 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._trained = trained = Trained.of(model)
         if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
             raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")
+        owners.end_earlier(trained.parameters, LocalOptimizer)
+        owners.check_free(trained.parameters)
         self.client = trained.join_adding(
             job, make, "make", wire=wire, error_feedback=error_feedback, name=name
         )
         try:
+            owners.own(trained.parameters.values(), self)
             self.waves = Waves(self.client)
             for at, tensor in (trained.parameters | trained.buffers).items():
                 tensor.data = torch.from_numpy(self.waves.weights[at])
@@ -72,10 +87,12 @@ class LocalOptimizer(torch.optim.Optimizer):
             self._show()
             self._made = True
             self._finite = FiniteGradients(self.client)
+            self.client.used_by(self)
         except BaseException:
+            owners.disown(trained.parameters.values(), self)
             self.client.detach()
             raise
-        self._hook = model.register_forward_pre_hook(lambda *_: self._begin_if_it_trains())
+        self._hook = model.register_forward_pre_hook(_beginning(weakref.ref(self)))
         self._loss = math.nan
         self._samples = 0
 
@@ -156,4 +173,5 @@ class LocalOptimizer(torch.optim.Optimizer):
         finally:
             for tensor in (self._trained.parameters | self._trained.buffers).values():
                 tensor.data = tensor.data.clone()
+            owners.disown(self._trained.parameters.values(), self)
             self.client.detach()

@@ -7,6 +7,7 @@ import inspect
 import operator
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Batch
-from gadei_ps.learners.torch import assign, gpu, host, loading
+from gadei_ps.learners.torch import assign, gpu, host, loading, owners
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.groups import named
@@ -130,6 +131,7 @@ class Optimizer(Saves):
         if not on_gpu:
             host.check(model, view=view)
         earlier = loading.end_earlier(model)
+        owners.check_free(trained.parameters)
         self.client = trained.join(
             job, optimizer=says, wire=wire, error_feedback=error_feedback, name=name
         )
@@ -141,6 +143,7 @@ class Optimizer(Saves):
                     f"job {self.client.job!r} adds updates, and Optimizer pushes gradients: use "
                     "LocalOptimizer, or start the job with another optimizer than add"
                 )
+            owners.own(trained.parameters.values(), self)
             if on_gpu:
                 self.backend = GpuBackend(
                     self.client, trained, wait=bool(wait), skip_unused=skip_unused
@@ -154,8 +157,14 @@ class Optimizer(Saves):
                     free_gradients=free_gradients,
                     skip_unused=skip_unused,
                 )
-            self._loads = loading.Loads(self.client, trained, self.backend, self.close, earlier)
+            own = weakref.WeakMethod(self.close)
+            self._loads = loading.Loads(self.client, trained, self.backend, own, earlier)
+            self.client.used_by(self)
+            # Of one that is dropped without close(): the model gets memory of its own all the same.
+            self._dropped = weakref.finalize(self, self.backend.close, keep=True)
+            self._dropped.atexit = False
         except BaseException:
+            owners.disown(trained.parameters.values(), self)
             self.client.detach()
             raise
         self._frees = free_gradients
@@ -344,14 +353,19 @@ class Optimizer(Saves):
             self._may_drop = False
 
     def _watch(self) -> None:
+        me = weakref.ref(self)  # no collector finds a circle through autograd's hooks
+
+        def check(*_: object) -> None:
+            here = me()
+            if here is not None:
+                here._check_wanted()
+
         for module in self._trained.module.modules():
             if not any(True for _ in module.children()):
-                hook = module.register_forward_pre_hook(lambda *_: self._check_wanted())
+                hook = module.register_forward_pre_hook(check)
                 self._undo.callback(hook.remove)
         for parameter in self._trained.parameters.values():
-            made = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._check_wanted()
-            )
+            made = parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
             self._undo.callback(made.remove)
 
     def _check_wanted(self) -> None:
@@ -427,4 +441,6 @@ class Optimizer(Saves):
         try:
             self.backend.close(keep=keep)
         finally:
+            self._dropped.detach()
+            owners.disown(self._trained.parameters.values(), self)
             self.client.detach()

@@ -24,10 +24,10 @@ from gadei_ps.errors import (
     UsageError,
 )
 from gadei_ps.job.control import StopJob
+from gadei_ps.job.here import JOB_VARIABLE
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import (
-    JOB_VARIABLE,
     NONE,
     Client,
     Rows,

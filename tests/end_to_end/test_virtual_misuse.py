@@ -85,7 +85,7 @@ def test_layers_of_another_worker(job_name: str) -> None:
     with daemon(job_name, optimizer={}):
         mine = layers()
         worker = VirtualWorker((one for one in mine), HOSTS, momentum, job_name)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="belongs to a virtual worker that has not left"):
+        with pytest.raises(UsageError, match="belongs to a VirtualWorker that has not left"):
             VirtualWorker(mine, HOSTS, momentum, job_name)
         worker.close()
         VirtualWorker(nn.ModuleList(mine), HOSTS, momentum, job_name).close()  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""What this process has of jobs: the one that a learner joins that names none, and its learners.
+
+Before a job that this process serves ends, its learners here leave it: their models keep the
+weights, in memory of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from typing import Protocol
+
+from gadei_ps.errors import GadeiError, UsageError
+
+JOB_VARIABLE = "GADEI_PS_JOB"
+"""A job's name or socket; child processes have it, too."""
+
+
+class Learner(Protocol):
+    """A client of a job."""
+
+    job: str
+
+    @property
+    def left(self) -> bool:
+        """Whether it has detached."""
+
+    def leave(self) -> None:
+        """Detaches, as what was made around it does."""
+
+
+class _State:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.learners: weakref.WeakSet[Learner] = weakref.WeakSet()
+        self.jobs: list[str] = []  # sockets, the newest last
+        self.outer: str | None = None  # the variable before the first of them
+
+
+_here = _State()
+
+
+def wanted(job: str | None) -> str:
+    """The job that a learner is to join. Raises UsageError if none is named."""
+    target = job or os.environ.get(JOB_VARIABLE)
+    if not target:
+        raise UsageError(
+            f"which job? give its name, start the program with gadei-ps run or attach (they set "
+            f"{JOB_VARIABLE}), or serve one here with gadei_ps.serve()"
+        )
+    return target
+
+
+def enter(learner: Learner) -> None:
+    """It has attached."""
+    if _here.pid != os.getpid():  # a fork's learners are its own
+        _here.pid, _here.learners = os.getpid(), weakref.WeakSet()
+    _here.learners.add(learner)
+
+
+def leave(job: str) -> None:
+    """All learners of this process leave the job. What keeps them from leaving well is dropped."""
+    if _here.pid != os.getpid():
+        return
+    for one in [one for one in _here.learners if one.job == job and not one.left]:
+        with contextlib.suppress(GadeiError):
+            one.leave()
+
+
+def tell(socket: str) -> None:
+    """From now on learners that name no job join this one."""
+    if not _here.jobs:
+        _here.outer = os.environ.get(JOB_VARIABLE)
+    _here.jobs.append(socket)
+    os.environ[JOB_VARIABLE] = socket
+
+
+def untell(socket: str) -> None:
+    """They join the one that was told before, if it is still there."""
+    if socket not in _here.jobs:
+        return
+    _here.jobs.remove(socket)
+    now = _here.jobs[-1] if _here.jobs else _here.outer
+    if now is None:
+        os.environ.pop(JOB_VARIABLE, None)
+    else:
+        os.environ[JOB_VARIABLE] = now

@@ -1,0 +1,142 @@
+"""Ctrl-C at any instant of a call: the learner goes on, or leaves no place taken behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import daemon, eventually, status
+from support.torch_models import one_thread as one_thread
+from torch import nn
+
+from gadei_ps.job.control import Lasting, Measured, Status
+from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch import Optimizer
+
+ROUNDS = 12
+HOW: dict[str, Any] = {"kind": "adam", "lr": 1e-3}
+
+
+@pytest.fixture
+def interrupted() -> Iterator[Callable[[Callable[[], object], float], bool]]:
+    """Calls a function, with Ctrl-C after a random time below `most_s`; says whether it came."""
+    chance = random.Random(7)
+    heard = armed = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal heard
+        heard = True
+        if armed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+
+    def call(function: Callable[[], object], most_s: float) -> bool:
+        nonlocal heard, armed
+        heard, came = False, False
+        wait_s = chance.random() * most_s
+        timer = threading.Timer(wait_s, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        try:
+            try:
+                armed = True
+                function()
+            finally:
+                armed = False
+        except KeyboardInterrupt:
+            came = True
+        eventually(lambda: heard)
+        timer.join()
+        return came
+
+    yield call
+    signal.signal(signal.SIGUSR1, before)
+
+
+def _step(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(8, 200)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("sync", ["asp", "bsp"])
+@pytest.mark.parametrize("view", [True, False], ids=["view", "copy"])
+def test_each_call(sync: str, view: bool, job_name: str, interrupted: Any) -> None:
+    how = HOW | {"view": view}
+    with daemon(job_name, sync=sync, optimizer={}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a loaded state is another than the job's by then
+        model = nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200))
+        optimizer = Optimizer(model, job_name, **how)
+        _step(model, optimizer)
+        saved = optimizer.state_dict()
+        came = 0
+        calls: dict[str, tuple[Callable[[], object], float]] = {
+            "step": (lambda: _step(model, optimizer), 0.004),
+            "assign": (lambda: optimizer.assign(model.state_dict()), 0.004),
+            "state_dict": (lambda: optimizer.state_dict(), 0.02),
+            "load_state_dict": (lambda: optimizer.load_state_dict(saved), 0.006),
+            "batches": (
+                lambda: [_step(model, optimizer) for _ in optimizer.batches(64, 8, 10**6)],
+                0.01,
+            ),
+        }
+        for call, most_s in calls.values():
+            for _ in range(ROUNDS):
+                came += interrupted(call, most_s)
+                for _ in range(2):
+                    _step(model, optimizer)
+                assert torch.is_grad_enabled()
+            optimizer.assign(model.state_dict())
+            optimizer.load_state_dict(saved)
+        optimizer.client.wait_applied()
+        assert len(status(job_name)["learners"]) == 1
+        for _ in range(ROUNDS):
+            came += interrupted(optimizer.close, 0.003)
+            optimizer.close()
+            model[0].weight.data += 0  # the memory is the model's own
+            eventually(lambda: not status(job_name)["learners"])
+            optimizer = Optimizer(model, job_name, **how)
+            _step(model, optimizer)
+        optimizer.close()
+        eventually(lambda: not status(job_name)["learners"])
+        assert came > ROUNDS
+
+
+def test_attach(job_name: str, interrupted: Any) -> None:
+    """Whether or not the caller has got the client: only that one is a learner."""
+    came = 0
+    with daemon(job_name):
+        first = Client(job_name, tensors={"w": np.zeros(1000, np.float32)})
+        for _ in range(4 * ROUNDS):
+            made: list[Client] = []
+            came += interrupted(lambda made=made: made.append(Client(job_name)), 0.006)
+            eventually(lambda made=made: len(status(job_name)["learners"]) == 1 + len(made))
+            for one in made:
+                one.detach()
+        first.detach()
+    assert came
+
+
+def test_a_reply_that_was_not_awaited(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request gets its own reply, and not the one before."""
+    with daemon(job_name):
+        asked = Lasting(job_name)
+        with monkeypatch.context() as patch:
+            patch.setattr(asked._connection, "_read", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                asked.request(Status())
+        assert set(asked.request(Measured(values={"accuracy": 0.5}))) == {"v", "ok"}
+        assert "phase" in asked.request(Status())
+        asked.close()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt

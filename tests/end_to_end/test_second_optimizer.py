@@ -1,0 +1,142 @@
+"""A model that has an Optimizer already, as where a notebook's cell is run once more."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from support import daemon, eventually, status
+from support.torch_models import one_thread as one_thread
+from torch import nn
+
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.torch import LocalOptimizer, Optimizer
+from gadei_ps.learners.virtual import VirtualWorker
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (Optimizer, {"lr": 0.1}),
+        (Optimizer, {"lr": 0.1, "view": False}),
+        (Optimizer, {"lr": 0.1, "free_gradients": True}),
+        (LocalOptimizer, {"make": sgd}),
+    ],
+    ids=["view", "copy", "free", "local"],
+)
+def test_it_takes_the_place_of_the_first(make: Any, how: dict[str, Any], job_name: str) -> None:
+    """Under BSP a learner that is left behind would stop all others."""
+    with daemon(job_name, sync="bsp", optimizer={}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        first = make(model, job=job_name, **how)
+        step(model, first)
+        second = make(model, job=job_name, **how)
+        for _ in range(3):
+            step(model, second)
+        assert status(job_name)["version"] == 4
+        assert len(status(job_name)["learners"]) == 1
+        with pytest.raises(UsageError, match="this learner has detached from its job"):
+            step(model, first)
+        first.close()  # does nothing to the second
+        step(model, second)
+        second.close()
+        weights = second.client.weights["0.weight"]
+        assert (model[0].weight.detach().numpy() == weights).all()
+        with torch.no_grad():
+            model[0].weight += 1  # in memory of its own
+        eventually(lambda: not status(job_name)["learners"])
+
+
+def test_a_second_that_is_refused(job_name: str) -> None:
+    """The model is without an Optimizer then; one that says the same is let in."""
+    with daemon(job_name, optimizer={}):
+        model = nn.Linear(3, 2)
+        step(model, Optimizer(model, job_name, lr=0.1))
+        with pytest.raises(UsageError, match=r"has lr 0.1 from its first learner"):
+            Optimizer(model, job_name, lr=0.2)
+        model.weight.data += 0
+        third = Optimizer(model, job_name, lr=0.1)
+        step(model, third)
+        third.client.wait_applied()
+        assert status(job_name)["version"] == 2
+        third.close()
+
+
+def test_another_job(job_name: str) -> None:
+    """The model goes on there, with the weights that it has."""
+    with daemon(f"{job_name}-1"), daemon(f"{job_name}-2"):
+        model = nn.Linear(3, 2)
+        first = Optimizer(model, f"{job_name}-1")
+        step(model, first)
+        first.client.wait_applied()
+        before = model.weight.detach().clone()
+        second = Optimizer(model, f"{job_name}-2")
+        assert (model.weight == before).all()
+        step(model, second)
+        second.client.wait_applied()
+        assert (model.weight != before).any()
+        assert not status(f"{job_name}-1")["learners"]
+        second.close()
+
+
+def test_a_part_of_the_model(job_name: str) -> None:
+    """Two learners cannot have the same parameter."""
+    with daemon(f"{job_name}-1"), daemon(f"{job_name}-2"), daemon(f"{job_name}-3", optimizer={}):
+        trunk, head = nn.Linear(3, 2), nn.Linear(2, 2)
+        whole = nn.Sequential(trunk, head)
+        first = Optimizer(whole, f"{job_name}-1")
+        belongs = r"belongs to an Optimizer that has not left its job: close\(\) that one first"
+        with pytest.raises(UsageError, match="a part of this model has an Optimizer already"):
+            Optimizer(trunk, f"{job_name}-2")
+        apart = nn.Linear(3, 2)
+        apart.weight = trunk.weight
+        with pytest.raises(UsageError, match=f"parameter 'weight' {belongs}"):
+            Optimizer(apart, f"{job_name}-2")
+        with pytest.raises(UsageError, match="a part of this model has an Optimizer already"):
+            Optimizer(nn.Sequential(nn.Linear(3, 2), head), f"{job_name}-2")
+        with pytest.raises(UsageError, match=f"parameter '0.weight' {belongs}"):
+            LocalOptimizer(whole, sgd, f"{job_name}-3")
+        with pytest.raises(UsageError, match=f"parameter '0.weight' {belongs}"):
+            VirtualWorker([trunk, head], ["host", "host"], sgd, f"{job_name}-3")
+        step(whole, first)
+        first.close()
+        second = Optimizer(trunk, f"{job_name}-2")
+        step(trunk, second)
+        second.close()
+
+
+@pytest.mark.parametrize("how", [{}, {"view": False}], ids=str)
+def test_one_that_is_dropped_leaves(how: dict[str, Any], job_name: str) -> None:
+    """As where a cell makes a new model: nothing refers to the old one then."""
+    with daemon(job_name):
+        for _ in range(3):
+            model = nn.Linear(3, 2)
+            optimizer = Optimizer(model, job_name, **how)
+            step(model, optimizer)
+        eventually(lambda: len(status(job_name)["learners"]) == 1)
+        del model, optimizer
+        eventually(lambda: not status(job_name)["learners"])
+
+
+def test_one_with_hooks_that_is_dropped_leaves(job_name: str) -> None:
+    """It is part of a circle, which the collector finds."""
+    with daemon(job_name):
+        model = nn.Linear(3, 2)
+        optimizer = Optimizer(model, job_name, free_gradients=True)
+        step(model, optimizer)
+        del model, optimizer
+        gc.collect()
+        eventually(lambda: not status(job_name)["learners"])
