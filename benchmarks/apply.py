@@ -106,7 +106,7 @@ class Work:
         self.kind = kind
         self.spec = OptimizerSpec(kind, lr=LR)
         self.coef = np.zeros(optimizers.COEFFICIENTS)
-        cpu.coefficients(int(kind), self.spec.pack(), LR, 1000, self.coef)
+        cpu.coefficients(int(kind), self.spec.pack(), LR, 1000, 0, self.coef)
         random = np.random.default_rng(0)
         count = optimizers.slots(kind)
         self.w, self.g = (_aligned(size), _aligned(size))

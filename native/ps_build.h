@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x9a755cdd6d9928f6ull
+#define PS_BUILD 0x6e6b217544c931bbull
 
 #endif

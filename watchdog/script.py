@@ -285,6 +285,7 @@ def report(
         **now,
         "clip_norm": rest.clip_norm,
         "staleness_aware": rest.staleness_aware,
+        "spike_compensation": rest.spike_compensation,
         "schedule": rest.schedule.kind,
         "from": whence,
         "groups": _groups(changes.applied(config), script, model),

@@ -31,7 +31,8 @@ def set_job(
     """Change the optimizer's numbers or the synchronization model of a running job.
 
     Numbers change at once, between two gradients: lr, weight_decay, momentum, betas, eps,
-    clip_norm, staleness_aware, schedule, warmup_steps, step_size, step_gamma, total_steps, min_lr.
+    clip_norm, staleness_aware, spike_compensation, schedule, warmup_steps, step_size, step_gamma,
+    total_steps, min_lr.
     The model changes at the next barrier. Both are kept in the job's memory and its checkpoints.
     """
     from gadei_ps.commands import change

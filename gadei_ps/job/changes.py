@@ -17,14 +17,13 @@ from gadei_ps.job.config import JobConfig, ScheduleConfig
 from gadei_ps.job.optimizer import FIELDS, uses
 
 OF_SCHEDULE: Final = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
-OF_ALL: Final = ("clip_norm", "staleness_aware", "schedule", *OF_SCHEDULE)
+FLAGS: Final = ("staleness_aware", "spike_compensation")
+OF_ALL: Final = ("clip_norm", *FLAGS, "schedule", *OF_SCHEDULE)
 NAMES: Final = (*(name for name in FIELDS if name != "kind"), *OF_ALL)
 COUNTS: Final = ("warmup_steps", "step_size", "total_steps")
 WORDS: Final = {"true": True, "1": True, "false": False, "0": False}
 PAIRS: Final = {"betas": ("beta1", "beta2")}
-SHOWN: Final = "lr, weight_decay, momentum, betas, eps, clip_norm, staleness_aware, schedule, " + (
-    ", ".join(OF_SCHEDULE)
-)
+SHOWN: Final = ", ".join(("lr", "weight_decay", "momentum", "betas", "eps", *OF_ALL))
 
 
 class Changes(BaseModel):
@@ -117,7 +116,7 @@ def parse(given: Sequence[str]) -> dict[str, Any]:
 def _read(name: str, text: str) -> Any:
     if name in ("kind", "schedule") or name not in NAMES:
         return text
-    if name == "staleness_aware":
+    if name in FLAGS:
         if text.lower() not in WORDS:
             raise UsageError(f"{name}={text}: give true or false")
         return WORDS[text.lower()]
@@ -132,7 +131,7 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of the right type. Whether they go together, OptimizerConfig.spec() finds out."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if name == "staleness_aware":
+        if name in FLAGS:
             good = isinstance(value, bool)
         elif name == "schedule":
             good = value in ("constant", "step", "cosine")
@@ -142,7 +141,8 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
             good = isinstance(value, int | float) and not isinstance(value, bool)
             good = good and math.isfinite(value)
         if not good:
-            what = {"staleness_aware": "true or false", "schedule": "constant, step or cosine"}
+            what = dict.fromkeys(FLAGS, "true or false")
+            what["schedule"] = "constant, step or cosine"
             number = "a whole number" if name in COUNTS else "a finite number"
             raise ValueError(f"{name}={value}: give {what.get(name, number)}")
         found[name] = value if name in COUNTS or isinstance(value, bool | str) else float(value)

@@ -45,6 +45,7 @@ class OptimizerConfig(Settings):
     """[optimizer]: what the server does with a gradient; semantics of torch.optim."""
 
     staleness_aware: bool = False
+    spike_compensation: bool = True
     clip_norm: float = 0.0
     schedule: ScheduleConfig = ScheduleConfig()
     groups: tuple[Group, ...] = ()
@@ -88,6 +89,7 @@ class OptimizerConfig(Settings):
                 **fields | {"kind": Kind[str(row.kind).upper()]},
                 schedule=Schedule[self.schedule.kind.upper()],
                 staleness_aware=self.staleness_aware,
+                spike_compensation=self.spike_compensation,
                 clip_norm=self.clip_norm,
                 **schedule,
             )

@@ -35,8 +35,11 @@ from gadei_ps.kernels.optimizers import (
     MEAN_NEW,
     MIN_LR,
     MOMENTUM,
+    OF_GRADIENT,
+    OF_MOMENT,
     RATE,
     SCHEDULE,
+    SPIKE_COMPENSATION,
     SQUARE_NEW,
     SQUARE_OLD,
     STALENESS_AWARE,
@@ -143,11 +146,14 @@ def clip_scale(hyper: Doubles, squares: float) -> float:
 
 
 @_kernel
-def coefficients(kind: int, hyper: Doubles, lr: float, t: int, out: Doubles) -> None:
+def coefficients(
+    kind: int, hyper: Doubles, lr: float, t: int, staleness: int, out: Doubles
+) -> None:
     """Write what `update` needs to know of one gradient: its scalars, the same for all chunks.
 
     hyper: float64 of shape (PACKED,). lr: the rate of this step. t counts gradients from 1, and
-    this one counts (Adam's bias correction). out: float64 of shape (COEFFICIENTS,).
+    this one counts (Adam's bias correction). staleness: version when applied less version pulled.
+    out: float64 of shape (COEFFICIENTS,).
     """
     decay = hyper[WEIGHT_DECAY]
     out[RATE] = lr
@@ -158,9 +164,19 @@ def coefficients(kind: int, hyper: Doubles, lr: float, t: int, out: Doubles) -> 
     out[SQUARE_OLD] = hyper[BETA2]
     out[SQUARE_NEW] = 1 - hyper[BETA2]
     out[UNBIAS] = 1.0
+    missed = float(staleness) if hyper[SPIKE_COMPENSATION] != 0 else 0.0
+    out[OF_MOMENT] = 1.0
+    out[OF_GRADIENT] = 0.0
     if kind in (ADAM, ADAMW):
-        out[RATE] = lr / (1 - hyper[BETA1] ** t)
+        biased = 1 - hyper[BETA1] ** t
+        out[RATE] = lr / biased
         out[UNBIAS] = 1 / math.sqrt(1 - hyper[BETA2] ** t)
+        out[OF_MOMENT] = hyper[BETA1] ** missed
+        out[OF_GRADIENT] = (1 - out[OF_MOMENT]) * biased
+    if kind in (MOMENTUM_SGD, NESTEROV):
+        # Nesterov's momentum looks ahead by one update, as if each gradient had missed one.
+        out[OF_MOMENT] = hyper[MOMENTUM] ** (missed + (1.0 if kind == NESTEROV else 0.0))
+        out[OF_GRADIENT] = (1 - out[OF_MOMENT]) / (1 - hyper[MOMENTUM])
     if kind == ADAMW:
         out[DECAY] = 1 - lr * decay
 
@@ -168,7 +184,18 @@ def coefficients(kind: int, hyper: Doubles, lr: float, t: int, out: Doubles) -> 
 @_kernel
 def scalars(coef: Doubles) -> Scalars:
     """Return what `coefficients` wrote as values, which a loop over chunks keeps in registers."""
-    return (coef[0], coef[1], coef[2], coef[3], coef[4], coef[5], coef[6], coef[7])
+    return (
+        coef[0],
+        coef[1],
+        coef[2],
+        coef[3],
+        coef[4],
+        coef[5],
+        coef[6],
+        coef[7],
+        coef[8],
+        coef[9],
+    )
 
 
 @_kernel
@@ -186,10 +213,12 @@ def sgd(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
 
 @_kernel
 def momentum(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
-    """Update weights along the momentum, s0."""
+    """Update weights along the momentum, s0, and the gradient; also for Nesterov's momentum."""
     rate = np.float32(coef[RATE])
     decay = np.float32(coef[DECAY])
     mass = np.float32(coef[MASS])
+    of_moment = np.float32(coef[OF_MOMENT])
+    of_gradient = np.float32(coef[OF_GRADIENT])
     for i in range(w.size):
         weight = w[i]
         gradient = wide(g[i])
@@ -197,23 +226,7 @@ def momentum(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> N
             gradient += decay * weight
         moving = mass * s0[i] + gradient
         s0[i] = moving
-        w[i] = weight - rate * moving
-
-
-@_kernel
-def nesterov(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
-    """Update weights along the gradient and the momentum, s0, that follows from it."""
-    rate = np.float32(coef[RATE])
-    decay = np.float32(coef[DECAY])
-    mass = np.float32(coef[MASS])
-    for i in range(w.size):
-        weight = w[i]
-        gradient = wide(g[i])
-        if decay != np.float32(0):
-            gradient += decay * weight
-        moving = mass * s0[i] + gradient
-        s0[i] = moving
-        w[i] = weight - rate * (gradient + mass * moving)
+        w[i] = weight - rate * (of_moment * moving + of_gradient * gradient)
 
 
 @_kernel
@@ -242,6 +255,8 @@ def adam(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
     square_old = np.float32(coef[SQUARE_OLD])
     square_new = np.float32(coef[SQUARE_NEW])
     unbias = np.float32(coef[UNBIAS])
+    of_moment = np.float32(coef[OF_MOMENT])
+    of_gradient = np.float32(coef[OF_GRADIENT])
     for i in range(w.size):
         weight = w[i]
         gradient = wide(g[i])
@@ -251,7 +266,8 @@ def adam(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
         second = square_old * s1[i] + square_new * (gradient * gradient)
         s0[i] = first
         s1[i] = second
-        w[i] = weight - rate * (first / (math.sqrt(second) * unbias + eps))
+        along = of_moment * first + of_gradient * gradient
+        w[i] = weight - rate * (along / (math.sqrt(second) * unbias + eps))
 
 
 @_kernel
@@ -264,13 +280,16 @@ def adamw(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None
     square_old = np.float32(coef[SQUARE_OLD])
     square_new = np.float32(coef[SQUARE_NEW])
     unbias = np.float32(coef[UNBIAS])
+    of_moment = np.float32(coef[OF_MOMENT])
+    of_gradient = np.float32(coef[OF_GRADIENT])
     for i in range(w.size):
         gradient = wide(g[i])
         first = s0[i] + mean_new * (gradient - s0[i])
         second = square_old * s1[i] + square_new * (gradient * gradient)
         s0[i] = first
         s1[i] = second
-        w[i] = keep * w[i] - rate * (first / (math.sqrt(second) * unbias + eps))
+        along = of_moment * first + of_gradient * gradient
+        w[i] = keep * w[i] - rate * (along / (math.sqrt(second) * unbias + eps))
 
 
 @_kernel
@@ -298,10 +317,8 @@ def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradien
     w, s0, s1, g = borrow(w), borrow(s0), borrow(s1), borrow(g)
     if kind == SGD:
         sgd(coef, w, s0, s1, g)
-    elif kind == MOMENTUM_SGD:
+    elif kind in (MOMENTUM_SGD, NESTEROV):
         momentum(coef, w, s0, s1, g)
-    elif kind == NESTEROV:
-        nesterov(coef, w, s0, s1, g)
     elif kind == ADAGRAD:
         adagrad(coef, w, s0, s1, g)
     elif kind == ADAM:

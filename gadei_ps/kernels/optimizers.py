@@ -49,8 +49,7 @@ class WireType(IntEnum):
     FLOAT16 = 3
 
 
-# Elements of a packed specification; 15 is zero. Shared memory (`hyper`) has one for each group of
-# parameters.
+# Elements of a packed specification. Shared memory (`hyper`) has one for each group of parameters.
 KIND = 0
 LR = 1
 MOMENTUM = 2
@@ -66,6 +65,7 @@ TOTAL_STEPS = 11
 MIN_LR = 12
 STALENESS_AWARE = 13
 CLIP_NORM = 14
+SPIKE_COMPENSATION = 15
 PACKED = 16
 
 # Elements of the scalars of one gradient, as `cpu.coefficients` writes them.
@@ -77,7 +77,9 @@ MEAN_NEW = 4  # 1 - beta1
 SQUARE_OLD = 5  # beta2
 SQUARE_NEW = 6  # 1 - beta2
 UNBIAS = 7  # 1 / sqrt(1 - beta2**t)
-COEFFICIENTS = 8
+OF_MOMENT = 8  # what multiplies the momentum or first moment in the direction
+OF_GRADIENT = 9  # what multiplies the gradient beside it; for Adam times 1 - beta1**t
+COEFFICIENTS = 10
 
 _SLOTS = {
     Kind.SGD: 0,
@@ -127,6 +129,12 @@ class OptimizerSpec:
     applied with that rate divided by s (Zhang, Gupta, Lian, Liu 2016, 'Staleness-aware async-SGD
     for distributed deep learning').
 
+    With `spike_compensation`, momentum, Nesterov, Adam and AdamW apply a gradient g of staleness D
+    as far as the momentum would have carried it through the D updates that it missed: the direction
+    m becomes beta**D m + (1 - beta**D) g for Adam's first moment, and beta**D m + (1 - beta**D) /
+    (1 - beta) g for a momentum that sums (Kosson et al. 2021, 'Pipelined backpropagation at
+    scale'). Without staleness it is the same.
+
     `clip_norm` above 0 scales a gradient whose Euclidean norm is larger down to it, as
     ``torch.nn.utils.clip_grad_norm_`` does before the step.
 
@@ -149,6 +157,7 @@ class OptimizerSpec:
     min_lr: float = 0.0
     staleness_aware: bool = False
     clip_norm: float = 0.0
+    spike_compensation: bool = True
 
     def __post_init__(self) -> None:
         """Check every field; raise ValueError naming the first that is wrong."""
@@ -174,8 +183,9 @@ class OptimizerSpec:
         _require("min_lr", min_lr, 0 <= min_lr <= lr, f"between 0 and lr ({lr})")
         for name in ("warmup_steps", "step_size", "total_steps"):
             _count(name, getattr(self, name))
-        if not isinstance(self.staleness_aware, bool):
-            raise ValueError(f"staleness_aware must be a bool, not {self.staleness_aware!r}")
+        for name in ("staleness_aware", "spike_compensation"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a bool, not {getattr(self, name)!r}")
 
         if self.kind is Kind.NESTEROV:
             _require("momentum", self.momentum, self.momentum > 0, "above 0 for NESTEROV")
@@ -223,6 +233,7 @@ _FIELDS = {
     MIN_LR: "min_lr",
     STALENESS_AWARE: "staleness_aware",
     CLIP_NORM: "clip_norm",
+    SPIKE_COMPENSATION: "spike_compensation",
 }
 assert set(_FIELDS.values()) == {field.name for field in fields(OptimizerSpec)}
 
@@ -232,13 +243,19 @@ def _whole(value: float) -> float | int:
     return int(value) if value.is_integer() else value
 
 
+def _flag(value: float) -> object:
+    """Return 0 or 1 as a bool; what is neither comes back as it is, to be refused."""
+    return bool(value) if value in (0.0, 1.0) else value
+
+
 _RESTORE: dict[str, Callable[[float], object]] = {
     "kind": _whole,
     "schedule": _whole,
     "warmup_steps": _whole,
     "step_size": _whole,
     "total_steps": _whole,
-    "staleness_aware": lambda value: bool(value) if value in (0.0, 1.0) else value,
+    "staleness_aware": _flag,
+    "spike_compensation": _flag,
 }
 
 E = TypeVar("E", bound=IntEnum)

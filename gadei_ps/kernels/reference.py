@@ -64,13 +64,16 @@ def step(
     gradient: Floats,
     t: int,
     lr: float,
+    staleness: int = 0,
 ) -> None:
     """Apply one gradient to the weights and slots in place.
 
     weights, gradient and each of `slots(spec.kind)` slots: float32 of one shape. t counts gradients
-    from 1, this one included (Adam's bias correction). lr: the rate of this step.
+    from 1, this one included (Adam's bias correction). lr: the rate of this step. staleness:
+    updates that the gradient has missed, of which spike compensation wants to know.
     """
     f = np.float32
+    missed = staleness if spec.spike_compensation else 0
     g = gradient
     if spec.weight_decay != 0 and spec.kind is not Kind.ADAMW:
         g = g + f(spec.weight_decay) * weights
@@ -82,8 +85,9 @@ def step(
     elif spec.kind in (Kind.MOMENTUM, Kind.NESTEROV):
         (momentum,) = slots
         momentum[:] = f(spec.momentum) * momentum + g
-        direction = momentum if spec.kind is Kind.MOMENTUM else g + f(spec.momentum) * momentum
-        weights -= f(lr) * direction
+        # Nesterov's momentum looks ahead by one update, as if each gradient had missed one.
+        kept = spec.momentum ** (missed + (spec.kind is Kind.NESTEROV))
+        weights -= f(lr) * (f(kept) * momentum + f((1 - kept) / (1 - spec.momentum)) * g)
     elif spec.kind is Kind.ADAGRAD:
         (squares,) = slots
         squares += g * g
@@ -96,7 +100,10 @@ def step(
         square[:] = f(spec.beta2) * square + f(1 - spec.beta2) * (g * g)
         unbias = math.sqrt(1 - spec.beta2**t)
         denominator = np.sqrt(square) / f(unbias) + f(spec.eps)
-        weights -= f(lr / (1 - spec.beta1**t)) * (mean / denominator)
+        biased = 1 - spec.beta1**t
+        kept = spec.beta1**missed
+        direction = f(kept) * mean + f((1 - kept) * biased) * g
+        weights -= f(lr / biased) * (direction / denominator)
 
 
 def step_in_groups(
@@ -107,6 +114,7 @@ def step_in_groups(
     gradient: Floats,
     t: int,
     rates: Sequence[float],
+    staleness: int = 0,
 ) -> None:
     """Apply one gradient in place, each value with the settings of its group.
 
@@ -116,7 +124,7 @@ def step_in_groups(
     for number, (spec, rate) in enumerate(zip(specs, rates, strict=True)):
         at = group == number
         moved, own = weights[at], [slot[at] for slot in slots]
-        step(spec, moved, own, gradient[at], t, rate)
+        step(spec, moved, own, gradient[at], t, rate, staleness)
         weights[at] = moved
         for slot, part in zip(slots, own, strict=True):
             slot[at] = part

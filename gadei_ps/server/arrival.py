@@ -35,7 +35,7 @@ from gadei_ps.server.context import (
 )
 from gadei_ps.server.frames import check_frame
 from gadei_ps.server.known import HEAD, consume, is_nonsense, oldest_slot
-from gadei_ps.server.record import VERSION, Entry, begin, finish, is_torn
+from gadei_ps.server.record import Entry, applied_before, begin, finish, is_torn
 from gadei_ps.server.symbols import call, get, get32
 
 MODE = np.uint64(layout.offset(CONTROL, "mode"))
@@ -59,15 +59,15 @@ def _arrive(part: int, line: int) -> None:
     if is_broken(s, row, ring.generation):
         return  # what was read may be zeros
     if reason == OK:
-        version = get(s.control + VERSION)  # SYNC POINT: applied
+        version = applied_before(s)
         record = s.state[0].record[s.number]
         steps = integer(record.steps)
+        # A learner writes the version that it has pulled, so it may be any.
+        record.staleness = version - min(version, frame[0].version)
         for group in range(s.groups):
             hyper = s.c[0].hyper[group]
             rate = cpu.learning_rate(hyper, steps) * frame[0].rate_scale[group]
-            if version > frame[0].version:
-                rate = cpu.stale_rate(hyper, rate, integer(version - frame[0].version))
-            record.rate[group] = rate
+            record.rate[group] = cpu.stale_rate(hyper, rate, integer(record.staleness))
         take(s, 0, slot, frame)
         begin(s, Entry(row, ring.generation, tail, version, 1, s.hands[0].next_step))
         apply_frames(s, Walk(1, 0, s.low))
@@ -133,7 +133,10 @@ def settle_broken(s: Shard, line: int) -> bool:
     if most <= s.state[0].applied[s.number, row]:
         return False
     record = s.state[0].record[s.number]
-    record.torn += most - s.state[0].applied[s.number, row]
+    missing = most - s.state[0].applied[s.number, row]
+    record.torn += missing
+    if s.number != 0:
+        record.version += missing  # shard 0 has applied them; if not, this counts too many
     _refuse(s, row, TORN, ZERO, most, False)
     consume(s, ring, most)
     return True

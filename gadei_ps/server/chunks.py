@@ -86,9 +86,10 @@ def prepare(s: Shard) -> None:
     """Works out each group's coefficients for the gradient of the shard's record."""
     record = s.state[0].record[s.number]
     step = integer(record.step) + 1
+    missed = integer(record.staleness)
     for group in range(s.groups):
         coef = doubles(_coefficients_at(s, group), COEFFICIENTS)
-        cpu.coefficients(s.kind, s.c[0].hyper[group], record.rate[group], step, coef)
+        cpu.coefficients(s.kind, s.c[0].hyper[group], record.rate[group], step, missed, coef)
 
 
 @inner
@@ -227,6 +228,8 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
     Both are constants of the loop. Numba then leaves out all branches but one; it would not if the
     names of the kinds were attributes of a module.
     """
+    if kind == NESTEROV:
+        kind = MOMENTUM_SGD  # one kernel, other coefficients
 
     def move(
         part: np.uint64, coef: np.uint64, gradient: np.uint64, piece: int, start: int, end: int
@@ -240,8 +243,6 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
             _change(cpu.sgd, 0, m, g, span)
         elif kind == MOMENTUM_SGD:
             _change(cpu.momentum, 1, m, g, span)
-        elif kind == NESTEROV:
-            _change(cpu.nesterov, 1, m, g, span)
         elif kind == ADAGRAD:
             _change(cpu.adagrad, 1, m, g, span)
         elif kind == ADAM:

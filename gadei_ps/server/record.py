@@ -50,6 +50,17 @@ class Entry(NamedTuple):
 
 
 @inner
+def applied_before(s: Shard) -> np.uint64:
+    """How many gradients the shard has applied. In shard 0 it is the version of the weights.
+
+    That may count the gradient in hand already, where shard 0 has been faster.
+    """
+    record = s.state[0].record[s.number]
+    before: np.uint64 = record.version + record.applies
+    return before
+
+
+@inner
 def begin(s: Shard, entry: Entry) -> None:
     """Writes down what is about to be applied. Its rates are in the record already."""
     record = s.state[0].record[s.number]

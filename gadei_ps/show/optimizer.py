@@ -32,6 +32,8 @@ def optimizer(told: Mapping[str, Any]) -> str:
         parts.append(f"{told['schedule']} schedule")
     if told.get("staleness_aware"):
         parts.append("staleness-aware")
+    if told.get("spike_compensation") is False and told.keys() & {"momentum", "beta1"}:
+        parts.append("no spike compensation")
     text = ", ".join(parts)
     text = f"{text} ({_whence(sources, shown)})" if sources else text
     return "; ".join([text, *_groups(told)])

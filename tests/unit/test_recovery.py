@@ -30,7 +30,17 @@ def _stopped_inside(
     """Brings a shard of `rig` to where SIGKILL could leave it on the way to the state of `done`."""
     low, high = rig.range(shard)
     record = rig.state["record"][shard]
-    fields = ("ring", "generation", "sequence", "step", "rate", "version", "applies", "next_step")
+    fields = (
+        "ring",
+        "generation",
+        "sequence",
+        "step",
+        "staleness",
+        "rate",
+        "version",
+        "applies",
+        "next_step",
+    )
     for field in fields:
         record[field] = done.state["record"][shard][field]
     # What is cut at the first buffer would be two; their pieces are numbered on.

@@ -123,6 +123,23 @@ def test_staleness_aware_rate(job_name: str) -> None:
             np.testing.assert_array_equal(rig.weights, -sum_of_rates)
 
 
+@pytest.mark.parametrize("kind", ["momentum", "nesterov", "adam", "adamw"])
+@pytest.mark.parametrize("compensation", [True, False])
+def test_stale_gradients_are_compensated(job_name: str, kind: str, compensation: bool) -> None:
+    optimizer = {"kind": kind, "lr": 0.05, "spike_compensation": compensation}
+    spec = OptimizerSpec(Kind[kind.upper()], lr=0.05, spike_compensation=compensation)
+    with Rig(job_name, W, optimizer=optimizer) as rig, rig.serving():
+        expected = rig.weights.copy()
+        state = [np.zeros_like(expected) for _ in range(slots(spec.kind))]
+        # The last learner says that it has pulled what is not there yet.
+        for t, version in enumerate([0, 0, 2, 0, 4, 1, 2**64 - 1]):
+            gradient = noise(t, expected.size)
+            rig.apply(0, gradient, version=version)
+            stale = max(0, t - version)
+            reference.step(spec, expected, state, gradient, t + 1, 0.05, stale)
+            np.testing.assert_allclose(rig.weights, expected, rtol=2e-5, atol=2e-6)
+
+
 # -- refusing -------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], Reason]] = [
