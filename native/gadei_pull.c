@@ -33,7 +33,7 @@ const float *gadei_weights(const gadei_learner *learner)
 
 uint64_t gadei_version(const gadei_learner *learner)
 {
-    return learner ? ps_load_acquire(&learner->common.control->version) : 0;
+    return learner ? ps_load_acquire(&learner->common.control->version) : 0; /* SYNC POINT: applied */
 }
 
 void gadei_pull(gadei_learner *learner, float *weights)

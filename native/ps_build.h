@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x6e6b217544c931bbull
+#define PS_BUILD 0xef02945f7c62a4e7ull
 
 #endif

@@ -281,28 +281,26 @@
 /* What a shard is doing, so that its successor can finish it. Open: the half of the undo log that
  * belongs to the chunk holds it as it was.
  *
- * 0         8      16           24         32     40 48        56        64
- * || cursor | ring | generation | sequence | step |  | version | applies ||
- * 64       72           80       88     96     104         112         120 128        176 192
- * || steps | supersteps | booked | torn | tear | next_step | staleness |   || span[2] |   ||
- * 192         320
- * || rate[16] ||
+ * 0         8      16           24         32     40          48        56        64
+ * || cursor | ring | generation | sequence | step | staleness | version | applies ||
+ * 64       72           80       88     96     104         112 128        176 192         320
+ * || steps | supersteps | booked | torn | tear | next_step |   || span[2] |   || rate[16] ||
  */
 #define PS_RECORD_FIELDS(F, P, T)                                                               \
   F(T, 0, u64, cursor, , s, "PS_IDLE, PS_ALL_APPLIED or chunk << 1 | open; stored last, release") \
   F(T, 8, u64, ring, , s, "row of the gradient in hand; PS_MAX_LEARNERS: a superstep")          \
   F(T, 16, u64, generation, , s, "of that frame's ring")                                        \
   F(T, 24, u64, sequence, , s, "of that frame, or number of the superstep")                     \
-  F(T, 32, u64, step, , s, "optimizer steps finished before it") P(40, 8)                       \
-  F(T, 48, u64, version, , s, "gradients applied before it")                                    \
+  F(T, 32, u64, step, , s, "optimizer steps finished before it")                                \
+  F(T, 40, u64, staleness, , s, "of the gradient in hand: the updates that it missed")          \
+  F(T, 48, u64, version, , s, "gradients that the shard has applied before it")                 \
   F(T, 56, u64, applies, , s, "gradients in it: 1, or those in a superstep's mean")             \
   F(T, 64, u64, steps, , s, "optimizer steps finished")                                         \
   F(T, 72, u64, supersteps, , s, "number of the last one finished")                             \
   F(T, 80, u64, booked, , 0, "rows of the gradient in hand that statistics and ledger know of") \
   F(T, 88, u64, torn, , s, "parts of gradients that it could not read to their end")            \
   F(T, 96, u64, tear, , s, "the same, before the gradient in hand")                              \
-  F(T, 104, u64, next_step, , s, "optimizer steps finished after it")                            \
-  F(T, 112, u64, staleness, , s, "of the gradient in hand: the updates that it missed") P(120, 8) \
+  F(T, 104, u64, next_step, , s, "optimizer steps finished after it") P(112, 16)                  \
   F(T, 128, span, span, [2], s, "the last two stretches of chunks, in turn") P(176, 16)          \
   F(T, 192, f64, rate, [PS_MAX_GROUPS], s, "each group's rate that the gradient is applied with")
 

@@ -19,7 +19,6 @@ from gadei_ps.server.context import Shard, integer, is_there, read_frame, take
 from gadei_ps.server.frames import are_scales
 from gadei_ps.server.known import consume, oldest_slot
 from gadei_ps.server.record import Entry, applied_before, begin, finish
-from gadei_ps.server.symbols import get
 
 
 @inner

@@ -67,7 +67,7 @@ def test_what_set_has_changed(job_name: str, request: pytest.FixtureRequest) -> 
     assert recorded.read_changes(control) == some
     assert recorded.read(job_name) == job
     all_ = dict.fromkeys(NAMES, 1.2345678901234567e-123)
-    all_ |= {"schedule": "constant", "staleness_aware": False}
+    all_ |= {"schedule": "constant", "staleness_aware": False, "spike_compensation": False}
     all_ |= dict.fromkeys(("warmup_steps", "step_size", "total_steps"), 2**53)
     recorded.write(control, job, Changes(values=all_, over=all_))
     assert recorded.read_changes(control).values == all_
