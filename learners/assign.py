@@ -137,5 +137,3 @@ class Assigns(Frames):
         self.assigned += 1
         learner.started = started  # the iteration in hand goes on
         self.wait_applied(sequence, timeout_s)
-        if not learner.copies:
-            learner.version = self.current_version

@@ -423,6 +423,8 @@ class Client(Work, OptimizerState):
         if wanted >= 0:
             what = "the gradient was not applied"
             self._wait(_native.wait_applied, (*self._rings, wanted), timeout_s, what)
+        if not self._learner.copies:  # the next gradient comes from the weights as they are now
+            self.sees_current()
 
     # -- the end --------------------------------------------------------------------------------
 

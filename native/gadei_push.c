@@ -86,12 +86,21 @@ int gadei_wait_mini_batch(gadei_learner *learner, uint32_t number, int64_t timeo
     return ps_end_call(learner, result);
 }
 
+/* The next gradient from live weights comes from them as they are then. */
+static int wait_until_applied(gadei_learner *learner, struct ps_limit limit, const char *late)
+{
+    struct ps_learner *common = &learner->common;
+    int result = ps_wait_for(learner, try_applied, limit, late);
+    if (!result && !common->copies)
+        common->version = ps_load_acquire(&common->control->version);
+    return result;
+}
+
 static int wait_applied(gadei_learner *learner, int64_t timeout_ms)
 {
     if (!learner->common.published)
         return GADEI_OK;
-    return ps_wait_for(learner, try_applied, ps_limit_of(timeout_ms),
-                       "the gradient was not applied");
+    return wait_until_applied(learner, ps_limit_of(timeout_ms), "the gradient was not applied");
 }
 
 int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)
@@ -377,10 +386,7 @@ static int assign(gadei_learner *learner, const float *const *values, int reset,
     if (result)
         return result;
     common->started = started;
-    result = ps_wait_for(learner, try_applied, limit, "the assignment was not made");
-    if (!result && !common->copies)
-        common->version = ps_load_acquire(&common->control->version);
-    return result;
+    return wait_until_applied(learner, limit, "the assignment was not made");
 }
 
 int gadei_assign(gadei_learner *learner, const float *const *values, int reset, int64_t timeout_ms)

@@ -359,7 +359,7 @@ def test_rows_of_zeros_travel_only_where_they_matter(
             assert frame["kind"] == (FrameKind.ROWS if skips_zeros else FrameKind.DENSE)
             assert (frame["payload_bytes"] < 1000) == skips_zeros
             reference.step(spec, expected, state, gradient, t + 1, 0.1)
-        client.wait_applied()
+            client.wait_applied()  # so that no gradient is stale
         np.testing.assert_allclose(client.weights["table"], expected, rtol=1e-5, atol=1e-7)
 
 

@@ -75,6 +75,7 @@ class Expected:
             spec, scale = self.specs[self.group[name]], scales[self.group[name]]
             state, weights = self._state[name], self.weights[name]
             reference.step(spec, weights, state, gradient, self.steps, spec.lr * scale)
+        client.wait_turn()  # others may have pushed since
         client.push(gradients, rate_scale=scales)
         client.wait_applied()
         for name, weights in self.weights.items():

@@ -45,6 +45,7 @@ class Expected:
         self.steps += 1
         gradient = np.linspace(-self.steps, 1, 8, dtype=np.float32)
         reference.step(self.spec, self.weights, self._state, gradient, self.steps, self.spec.lr)
+        client.wait_turn()  # others may have pushed since
         client.push({"w": gradient})
         client.wait_applied()
         np.testing.assert_allclose(client.weights["w"], self.weights, rtol=1e-6)
