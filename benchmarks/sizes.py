@@ -68,6 +68,13 @@ FULL: dict[str, dict[str, Any]] = {
         "megabytes": 25,
         "gradients": 2000,
     },
+    "asynchrony": {
+        "tasks": ["gpt", "resnet", "text"],
+        "steps": {"gpt": 800, "resnet": 1600, "text": 3200},
+        "rates": [0.5, 1.0, 2.0],
+        "learners": [1, 2, 4, 8],
+        "seeds": [0, 1, 2],
+    },
     "virtual": {
         "waits": [
             [[0.010, 0.020]] * 2,
@@ -135,6 +142,13 @@ QUICK: dict[str, dict[str, Any]] = {
         "run_s": 0.2,
         "megabytes": 1,
         "gradients": 100,
+    },
+    "asynchrony": {
+        "tasks": ["text"],
+        "steps": {"text": 80},
+        "rates": [1.0],
+        "learners": [1, 2],
+        "seeds": [0],
     },
     "virtual": {
         "waits": [[[0.001, 0.002]] * 2],
