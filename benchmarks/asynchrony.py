@@ -15,6 +15,7 @@ worse. Figures are means of several seeds; the spread is the largest less the sm
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 from collections.abc import Callable
@@ -63,8 +64,7 @@ def member(part: Part, pipe: Connection) -> None:
     ours = Optimizer(model, part.job, **said) if part.job else None
     optimizer = ours or torch_optimizer(model, said)
     random = np.random.default_rng([part.seed, part.rank])
-    pipe.send("ready")
-    pipe.recv()
+    _agree(pipe, ours, "ready")
     model.train()
     for _ in range(part.steps):
         optimizer.zero_grad()
@@ -72,11 +72,17 @@ def member(part: Part, pipe: Connection) -> None:
         optimizer.step()
     if ours:
         ours.client.wait_applied()
-    pipe.send("done")
-    pipe.recv()
+    _agree(pipe, ours, "done")
     if ours:
         ours.close()
     pipe.send(found.held_out(model))
+
+
+def _agree(pipe: Connection, ours: Optimizer | None, word: str) -> None:
+    """Say a word, and wait until all have said it; meanwhile nobody waits for this learner."""
+    with ours.client.pause() if ours else contextlib.nullcontext():
+        pipe.send(word)
+        pipe.recv()
 
 
 def torch_optimizer(model: torch.nn.Module, said: dict[str, Any]) -> torch.optim.Optimizer:

@@ -156,8 +156,8 @@ class Data:
             images, labels = self._images[0]
             rows = torch.from_numpy(random.integers(0, len(labels), self._task.batch))
             return functional.cross_entropy(model(images[rows]), labels[rows])
-        rows = random.integers(0, len(self._texts), self._task.batch)
-        return loss_of(model, self._texts, rows, torch.device("cpu"))
+        drawn = random.integers(0, len(self._texts), self._task.batch)
+        return loss_of(model, self._texts, drawn, torch.device("cpu"))
 
     @staticmethod
     def _gpt_loss(
@@ -178,7 +178,7 @@ class Data:
             return float(self._gpt_loss(model, self._held_out, random, 1000))
         if self._task.name == "resnet":
             images, labels = self._images[1]
-            parts = [model(part).argmax(1) for part in images.split(1000)]
+            parts = [model(part).argmax(1) for part in torch.split(images, 1000)]
             return 100 * float((torch.cat(parts) != labels).float().mean())
         assert isinstance(model, SentenceClassifier)
         accuracy, _ = evaluate(model, self._others.encoded.padded(), self._others.labels)

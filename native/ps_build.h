@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xef02945f7c62a4e7ull
+#define PS_BUILD 0xac3f03e84b82031cull
 
 #endif

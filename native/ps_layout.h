@@ -114,8 +114,7 @@
   F(T, 168, f64, started, , 0, "of the last gradient applied: CLOCK_MONOTONIC, seconds")          \
   F(T, 176, f64, finished, , 0, "of the last gradient applied")                                   \
   F(T, 184, u64, version, , 0, "of the weights that the last gradient applied was computed from") \
-  F(T, 192, u64, staleness_sum, , 0, "")                                                          \
-  F(T, 200, u64, staleness_max, , 0, "")                                                          \
+  F(T, 192, u64, staleness_sum, , 0, "") F(T, 200, u64, staleness_max, , 0, "") \
   F(T, 208, u64, clock, , 0, "of the last gradient applied")                                      \
   F(T, 216, u32, reason, , 0, "enum ps_reason of the last refusal")                               \
   F(T, 220, u32, drained, , 0, "1: gone, its frames are consumed, its batches handed back")       \
@@ -168,8 +167,7 @@
   F(T, 136, u32, ahead, , W, "batches handed out ahead, at most PS_AHEAD")                       \
   F(T, 140, u32, mode, , S, "enum ps_mode | number of the change of model << 2")                 \
   F(T, 144, u32, report, , S, "1: the synchronization model hears of every push")                \
-  F(T, 148, u32, refuse_nonfinite, , W, "")                                                      \
-  F(T, 152, u32, staleness_aware, , W, "")                                                       \
+  F(T, 148, u32, refuse_nonfinite, , W, "") F(T, 152, u32, staleness_aware, , W, "") \
   F(T, 156, u32, optimizer, , W, "Kind of kernels/optimizers.py")                                \
   F(T, 160, u64, spin_ns, , W, "time that a shard spins; a learner spins at most 8 us")          \
   F(T, 168, u64, build, , W, "of the C sources (ps_build.h); attaching refuses another one")     \
@@ -210,15 +208,13 @@
   F(T, 808, u64, epochs_done, , W/0, "whole epochs answered")                                    \
   F(T, 816, u64, requeued, , 0, "entries in `requeue`") P(824, 8)                                \
   F(T, 832, u64, past_applied, , 0, "gradients of learners that have left")                      \
-  F(T, 840, u64, past_dropped, , 0, "")                                                          \
-  F(T, 848, u64, past_refused, , 0, "")                                                          \
+  F(T, 840, u64, past_dropped, , 0, "") F(T, 848, u64, past_refused, , 0, "") \
   F(T, 856, u64, past_samples, , 0, "")                                                          \
   F(T, 864, u64, requeued_total, , 0, "batches that were ever handed out again") P(872, 24)      \
   F(T, 896, u64, lease, [8], kernel, "robust mutex (ps_lease.h): its holder is S")               \
   F(T, 960, u64, heir, [8], kernel, "robust mutex: its holder may wait for the other leases")    \
   F(T, 1024, u64, server_deaths, , W, "since the memory was made, as all of this line")          \
-  F(T, 1032, u64, server_starts, , W, "")                                                        \
-  F(T, 1040, u64, learner_deaths, , W, "")                                                       \
+  F(T, 1032, u64, server_starts, , W, "") F(T, 1040, u64, learner_deaths, , W, "") \
   F(T, 1048, u64, watchdog_starts, , W, "")                                                      \
   F(T, 1056, u64, checkpoints, , W, "written")                                                   \
   F(T, 1064, u64, checkpoint_version, , W, "`version` of the last one written")                  \
@@ -246,8 +242,7 @@
  */
 #define PS_TENSOR_FIELDS(F, P, T)                                          \
   F(T, 0, char, name, [120], W, "UTF-8, ends with a zero byte")            \
-  F(T, 120, u32, role, , W, "enum ps_tensor_role")                         \
-  F(T, 124, u32, dims, , W, "")                                            \
+  F(T, 120, u32, role, , W, "enum ps_tensor_role") F(T, 124, u32, dims, , W, "") \
   F(T, 128, u64, shape, [PS_MAX_DIMS], W, "the first `dims`")              \
   F(T, 192, u64, start, , W, "first element; a multiple of 16 (64 bytes)") \
   F(T, 200, u64, count, , W, "elements")                                   \
@@ -275,16 +270,17 @@
  */
 #define PS_SPAN_FIELDS(F, P, T)                                                       \
   F(T, 0, u64, piece, , s, "number of its first chunk, stored last; PS_IDLE: no span") \
-  F(T, 8, u64, start, , s, "its first element")                                        \
-  F(T, 16, u64, end, , s, "the one after its last")
+  F(T, 8, u64, start, , s, "its first element") F(T, 16, u64, end, , s, "the one after its last")
 
 /* What a shard is doing, so that its successor can finish it. Open: the half of the undo log that
  * belongs to the chunk holds it as it was.
  *
  * 0         8      16           24         32     40          48        56        64
  * || cursor | ring | generation | sequence | step | staleness | version | applies ||
- * 64       72           80       88     96     104         112 128        176 192         320
- * || steps | supersteps | booked | torn | tear | next_step |   || span[2] |   || rate[16] ||
+ * 64       72           80       88     96     104         112         120 128        176 192
+ * || steps | supersteps | booked | torn | tear | next_step | gradients |   || span[2] |   ||
+ * 192         320
+ * || rate[16] ||
  */
 #define PS_RECORD_FIELDS(F, P, T)                                                               \
   F(T, 0, u64, cursor, , s, "PS_IDLE, PS_ALL_APPLIED or chunk << 1 | open; stored last, release") \
@@ -300,7 +296,8 @@
   F(T, 80, u64, booked, , 0, "rows of the gradient in hand that statistics and ledger know of") \
   F(T, 88, u64, torn, , s, "parts of gradients that it could not read to their end")            \
   F(T, 96, u64, tear, , s, "the same, before the gradient in hand")                              \
-  F(T, 104, u64, next_step, , s, "optimizer steps finished after it") P(112, 16)                  \
+  F(T, 104, u64, next_step, , s, "optimizer steps finished after it")                             \
+  F(T, 112, u64, gradients, , s, "that the shard has applied") P(120, 8)                          \
   F(T, 128, span, span, [2], s, "the last two stretches of chunks, in turn") P(176, 16)          \
   F(T, 192, f64, rate, [PS_MAX_GROUPS], s, "each group's rate that the gradient is applied with")
 
@@ -321,8 +318,7 @@
  */
 #define PS_RUN_FIELDS(F, P, T)                                                 \
   F(T, 0, u64, sequence, , 0, "of the iteration's frame, plus 1; stored last") \
-  F(T, 8, f64, started, , 0, "CLOCK_MONOTONIC, seconds")                       \
-  F(T, 16, f64, finished, , 0, "")                                             \
+  F(T, 8, f64, started, , 0, "CLOCK_MONOTONIC, seconds") F(T, 16, f64, finished, , 0, "") \
   F(T, 24, u32, action, , 0, "enum ps_action: what became of its gradient")    \
   F(T, 28, u32, censored, , 0, "1: it was given up, and would have taken longer")
 
@@ -368,8 +364,7 @@
   F(T, 56, u64, batch, , L, "epoch << 32 | index, or PS_NO_BATCH")                            \
   F(T, 64, u32, samples, , L, "") P(68, 4)                                                    \
   F(T, 72, f64, loss, , L, "NaN: not told")                                                   \
-  F(T, 80, f64, started, , L, "CLOCK_MONOTONIC, seconds")                                     \
-  F(T, 88, f64, finished, , L, "")                                                            \
+  F(T, 80, f64, started, , L, "CLOCK_MONOTONIC, seconds") F(T, 88, f64, finished, , L, "") \
   F(T, 96, f64, squares, , L, "sum of squares of parameters; infinite if a value is not finite") \
   F(T, 104, u64, stream, , L, "of an assignment: 0 weights, 1 or 2 a slot of the optimizer")  \
   F(T, 112, u64, steps, , L, "of an assignment: steps after it, or PS_SAME_STEPS") P(120, 8)  \
@@ -405,8 +400,7 @@
  * | publishing |   || released |   || work_head |   || work_items[16] || tail[64] ||
  */
 #define PS_RING_FIELDS(F, P, T)                                                                   \
-  F(T, 0, header, header, , W, "")                                                                \
-  F(T, 128, u32, slots, , W, "")                                                                  \
+  F(T, 0, header, header, , W, "") F(T, 128, u32, slots, , W, "") \
   F(T, 132, u32, shards, , W, "consumers")                                                        \
   F(T, 136, u64, slot_bytes, , W, "PS_PAYLOAD_AT and the payload")                                \
   F(T, 144, u64, slots_at, , W, "bytes from the segment's begin")                                 \

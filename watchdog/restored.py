@@ -13,7 +13,7 @@ def enter(control: np.void, state: np.void, snapshot: Snapshot) -> None:
     state["record"]["steps"] = snapshot.steps
     state["record"]["supersteps"] = snapshot.supersteps
     control["superstep"] = control["supersteps_done"] = snapshot.supersteps
-    state["record"]["version"] = snapshot.version
+    state["record"]["gradients"] = snapshot.version
     control["version"] = snapshot.version
     control["checkpoint_version"] = snapshot.version
     for field_ in ("batches", "epochs", "seed", "next", "epochs_done"):

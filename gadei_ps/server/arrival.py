@@ -35,7 +35,7 @@ from gadei_ps.server.context import (
 )
 from gadei_ps.server.frames import check_frame
 from gadei_ps.server.known import HEAD, consume, is_nonsense, oldest_slot
-from gadei_ps.server.record import Entry, applied_before, begin, finish, is_torn
+from gadei_ps.server.record import Entry, begin, finish, is_torn
 from gadei_ps.server.symbols import call, get, get32
 
 MODE = np.uint64(layout.offset(CONTROL, "mode"))
@@ -59,8 +59,9 @@ def _arrive(part: int, line: int) -> None:
     if is_broken(s, row, ring.generation):
         return  # what was read may be zeros
     if reason == OK:
-        version = applied_before(s)
         record = s.state[0].record[s.number]
+        # Not the version of the weights: shard 0 may have been faster, and have counted this one.
+        version = record.gradients
         steps = integer(record.steps)
         # A learner writes the version that it has pulled, so it may be any.
         record.staleness = version - min(version, frame[0].version)
@@ -136,7 +137,7 @@ def settle_broken(s: Shard, line: int) -> bool:
     missing = most - s.state[0].applied[s.number, row]
     record.torn += missing
     if s.number != 0:
-        record.version += missing  # shard 0 has applied them; if not, this counts too many
+        record.gradients += missing  # shard 0 has applied them; if not, this counts too many
     _refuse(s, row, TORN, ZERO, most, False)
     consume(s, ring, most)
     return True

@@ -50,17 +50,6 @@ class Entry(NamedTuple):
 
 
 @inner
-def applied_before(s: Shard) -> np.uint64:
-    """How many gradients the shard has applied. In shard 0 it is the version of the weights.
-
-    That may count the gradient in hand already, where shard 0 has been faster.
-    """
-    record = s.state[0].record[s.number]
-    before: np.uint64 = record.version + record.applies
-    return before
-
-
-@inner
 def begin(s: Shard, entry: Entry) -> None:
     """Writes down what is about to be applied. Its rates are in the record already."""
     record = s.state[0].record[s.number]
@@ -109,6 +98,14 @@ def unlock(s: Shard) -> None:
 
 
 @inner
+def count_finished(s: Shard) -> None:
+    """What the shard has finished, with what is in hand."""
+    record = s.state[0].record[s.number]
+    record.gradients = record.version + record.applies
+    record.steps = record.next_step
+
+
+@inner
 def finish(s: Shard) -> None:
     """Makes the applied gradient count: stores absolute values only, so that twice is once."""
     record = s.state[0].record[s.number]
@@ -123,6 +120,6 @@ def finish(s: Shard) -> None:
                 s.state[0].applied[s.number, row] = s.c[0].superstep_upto[row]
         fence()  # the manager goes on from `applied` as soon as it sees this
         record.supersteps = record.sequence
-    record.steps = record.next_step
+    count_finished(s)
     fence()
     put(s.cursor, IDLE)

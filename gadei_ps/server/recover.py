@@ -25,7 +25,7 @@ from gadei_ps.server.context import (
     take,
 )
 from gadei_ps.server.journal import roll_back
-from gadei_ps.server.record import SEQUENCE, finish, is_torn, note_torn
+from gadei_ps.server.record import SEQUENCE, count_finished, finish, is_torn, note_torn
 from gadei_ps.server.symbols import address, get, put
 
 
@@ -127,8 +127,7 @@ def recover(part: np.ndarray) -> int:
                 _finish_gradient(s)
             finish(s)
         else:
-            record = s.state[0].record[s.number]
-            record.steps = record.next_step
+            count_finished(s)
             put(s.cursor, IDLE)
     lock = s.me + SEQUENCE
     if get(lock) & ONE:

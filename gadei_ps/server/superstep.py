@@ -18,7 +18,7 @@ from gadei_ps.server.constants import APPLY, MAX_LEARNERS, ONE, SKIP, ZERO
 from gadei_ps.server.context import Shard, integer, is_there, read_frame, take
 from gadei_ps.server.frames import are_scales
 from gadei_ps.server.known import consume, oldest_slot
-from gadei_ps.server.record import Entry, applied_before, begin, finish
+from gadei_ps.server.record import Entry, begin, finish
 
 
 @inner
@@ -46,7 +46,7 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
     for group in range(s.groups):
         mean = record.rate[group] / max(scales, 1)
         record.rate[group] = cpu.learning_rate(s.c[0].hyper[group], steps) * mean
-    version = applied_before(s)
+    version = record.gradients
     after = s.state[0].record[s.number].steps
     if members > 0:
         after = s.hands[0].next_step if members == 1 else after + ONE

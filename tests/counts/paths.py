@@ -28,6 +28,8 @@ WAYS = ("dense", "rows", "superstep", "refused", "dropped", "assign")
 STREAM = {"assign": 0, "reset": 0, "slot": 1, "last slot": 2, "alone": 0}
 STEPS = 77  # that an assignment of a slot sets
 
+MISSED = 1  # updates that the first gradient has missed
+COLLECTED = ("superstep", "alone")
 Gradient = tuple[np.ndarray, np.ndarray]
 """float32 of each element, and whether the gradient names it."""
 
@@ -78,7 +80,7 @@ def noise(*seed: int, count: int) -> np.ndarray:
 
 def rig_of(name: str, path: Path) -> Rig:
     """A rig for the path, before any gradient."""
-    collect = path.way in ("superstep", "alone")
+    collect = path.way in COLLECTED
     optimizer = {"kind": path.optimizer, "lr": RATE, "weight_decay": DECAY}
     values = {
         one.name: noise(at, count=one.count).reshape(one.shape) for at, one in enumerate(TENSORS)
@@ -112,7 +114,7 @@ def set_out(rig: Rig, path: Path) -> list[list[Gradient]]:
             for row in rows:
                 gradient = noise(9, number, row, count=rig.model.elements)
                 rig.publish(row, gradient, batch=batch_of(rig, row))
-            if path.way in ("superstep", "alone"):
+            if path.way in COLLECTED:
                 rig.superstep(dict.fromkeys(rows, Action.APPLY))
                 eventually(rig.superstep_done)
             for row in rows:
@@ -128,6 +130,7 @@ def _publish(rig: Rig, path: Path) -> list[list[Gradient]]:
     raw = reference.encode(path.wire, noise(5, count=rig.model.elements))
     whole = reference.decode(path.wire, raw), np.ones(rig.model.elements, bool)
     says: dict[str, Any] = {"wire": path.wire, "loss": 1.5, "started": 1.0, "finished": 2.0}
+    says["version"] = int(rig.control["version"]) - MISSED
     if path.way.startswith("after"):
         listed = {"after1": [1], "after2": [1, 3]}[path.way]
         values = noise(6, count=len(listed) * 24).reshape(-1, 24)
@@ -194,13 +197,20 @@ def _spread(rig: Rig, wire: WireType, given: dict[int, np.ndarray]) -> Gradient:
 def by_numpy(rig: Rig, path: Path, steps: Sequence[Sequence[Gradient]]) -> list[np.ndarray]:
     """Weights and slots after the steps, from those of now."""
     arrays = rig.kept()
-    for number, given in enumerate(steps, int(rig.state["record"]["steps"][path.index]) + 1):
-        _step(rig, path, arrays, given, number)
+    done = int(rig.state["record"]["steps"][path.index])
+    for number, given in enumerate(steps):
+        stale = 0 if path.way in COLLECTED else MISSED + number
+        _step(rig, path, arrays, given, done + number + 1, stale)
     return arrays
 
 
 def _step(
-    rig: Rig, path: Path, arrays: list[np.ndarray], given: Sequence[Gradient], number: int
+    rig: Rig,
+    path: Path,
+    arrays: list[np.ndarray],
+    given: Sequence[Gradient],
+    number: int,
+    stale: int,
 ) -> None:
     """Changes weights and slots by the mean of the gradients, or assigns."""
     spec = OptimizerSpec(Kind[path.optimizer.upper()], lr=RATE, weight_decay=DECAY)
@@ -216,7 +226,7 @@ def _step(
     mean = np.sum([one[0] for one in given], axis=0) * np.float32(1 / len(given))
     moved, added = named & (here < rig.model.parameters), named & (here >= rig.model.parameters)
     parts = [array[moved] for array in arrays]
-    reference.step(spec, parts[0], parts[1:], mean[moved], number, RATE)
+    reference.step(spec, parts[0], parts[1:], mean[moved], number, RATE, stale)
     for array, part in zip(arrays, parts, strict=True):
         array[moved] = part
     arrays[0][added] += mean[added]

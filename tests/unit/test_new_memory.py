@@ -192,7 +192,7 @@ def test_every_word_of_a_checkpoint(memory: JobMemory) -> None:
     assert words(memory.state.view(STATE)) == state | {
         "record.steps": 50,
         "record.supersteps": 40,
-        "record.version": 60,
+        "record.gradients": 60,
     }
     at, size = state["slots_at"], state["slot_bytes"]
     for stream, slot in enumerate(slots):
