@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xac3f03e84b82031cull
+#define PS_BUILD 0x9818907e7eec626eull
 
 #endif
