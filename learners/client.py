@@ -8,7 +8,7 @@
 A client belongs to one thread of one process at a time. Calls that push, from claim() to publish(),
 calls that take batches, and consistent pulls: while one thread is in such a call, another one that
 makes a call of the same kind gets a UsageError, and nothing is published. One may push while the
-other takes batches or pulls. Any thread may read: weights, pull() into different arrays, pull_rows().
+other takes batches or pulls. Any thread may read: weights, pull() into its own array, pull_rows().
 
 A client takes no lock that another process could hold, and every wait of it ends when the job ends.
 The client for C (native/gadei.h) does the same; tests/conformance/test_client*.py compare them.
