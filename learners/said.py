@@ -20,14 +20,23 @@ OF_TORCH: dict[str, dict[str, float]] = {
     "adam": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     "add": {"lr": 1.0},  # not torch's
     "adamw": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2},
+    "rmsprop": {"lr": 1e-2, "momentum": 0.0, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0},
 }
 # Of torch's classes: what only tells how they compute, and what the job cannot do.
 HOW = frozenset(("foreach", "fused", "capturable"))
 CANNOT = frozenset(
-    ("amsgrad", "dampening", "differentiable", "initial_accumulator_value", "lr_decay", "maximize")
+    (
+        "amsgrad",
+        "centered",
+        "dampening",
+        "differentiable",
+        "initial_accumulator_value",
+        "lr_decay",
+        "maximize",
+    )
 )
 
-OF_A_GROUP = ("lr", "momentum", "betas", "eps", "weight_decay")
+OF_A_GROUP = ("lr", "momentum", "betas", "alpha", "eps", "weight_decay")
 
 
 class Says(Said):
@@ -50,6 +59,7 @@ def said(
     momentum: float | None = None,
     nesterov: bool | None = None,
     betas: Sequence[float] | None = None,
+    alpha: float | None = None,
     eps: float | None = None,
     weight_decay: float | None = None,
     groups: Iterable[Mapping[str, Any]] | None = None,
@@ -57,18 +67,19 @@ def said(
 ) -> Says:
     """The settings that a script gives.
 
-    kind: sgd, momentum, nesterov, adagrad, adam, adamw or add; sgd with a momentum is momentum, as
-    in torch.optim.SGD. With a kind, what is not given has the default of torch's class. Without
-    one, only lr and weight_decay can be given, for whichever the job has. groups: as torch's
-    parameter groups, the names of parameters, or patterns of names, as `params`; what a group does
-    not say is that of the optimizer. A parameter belongs to the first group that names it. others:
-    further keywords of torch's classes. Raises UsageError for what a job cannot do.
+    kind: sgd, momentum, nesterov, adagrad, adam, adamw, rmsprop or add; sgd with a momentum is
+    momentum, as in torch.optim.SGD. With a kind, what is not given has the default of torch's
+    class. Without one, only lr and weight_decay can be given, for whichever the job has. groups: as
+    torch's parameter groups, the names of parameters, or patterns of names, as `params`; what a
+    group does not say is that of the optimizer. A parameter belongs to the first group that names
+    it. others: further keywords of torch's classes. Raises UsageError for what a job cannot do.
     """
     _check_others(others)
     own = None if groups is None else [_group(number, one) for number, one in enumerate(groups)]
     if own is not None and len(own) > MOST_GROUPS:
         raise UsageError(f"groups: {len(own)} are given; a job has at most {MOST_GROUPS}")
-    given = {"momentum": momentum, "betas": betas, "eps": eps, "nesterov": nesterov or None}
+    given = {"momentum": momentum, "betas": betas, "alpha": alpha, "eps": eps}
+    given["nesterov"] = nesterov or None
     if kind is None:
         for name, value in given.items():
             if value is not None:
@@ -90,6 +101,7 @@ def said(
     values: dict[str, Any] = {
         "lr": _number("lr", lr),
         "momentum": _number("momentum", momentum),
+        "alpha": _number("alpha", alpha),
         "eps": _number("eps", eps),
         "weight_decay": _number("weight_decay", weight_decay),
     }
@@ -206,7 +218,7 @@ def _check_others(others: dict[str, object]) -> None:
         if name not in HOW | CANNOT:
             raise UsageError(
                 f"{name}={value!r}: an optimizer has no such setting; it has kind, lr, momentum, "
-                "nesterov, betas, eps, weight_decay and groups"
+                "nesterov, betas, alpha, eps, weight_decay and groups"
             )
         if name in CANNOT and value:
             raise UsageError(

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x9818907e7eec626eull
+#define PS_BUILD 0xcf0ce89f43d53acfull
 
 #endif

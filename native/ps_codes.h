@@ -18,7 +18,7 @@ typedef float ps_f32;
 typedef double ps_f64;
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 11u
+#define PS_LAYOUT_VERSION 12u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
@@ -31,7 +31,7 @@ typedef double ps_f64;
 #define PS_UNDO_HALVES 2    /* chunks with even and with odd numbers are logged in turn */
 #define PS_MAX_GROUPS 16    /* of parameters; the last one in use has what no other group names */
 #define PS_HYPER 16         /* float64 of a group: PACKED of kernels/optimizers.py */
-#define PS_SAID 8           /* float64 of a group, as scripts have said it (watchdog/script.py) */
+#define PS_SAID 16          /* float64 of a group, as scripts have said it (watchdog/script.py) */
 #define PS_JOURNAL 248      /* words of the journal; a transaction takes at most some 110 */
 #define PS_MAX_DIMS 8
 #define PS_RUNS 128         /* iterations of each learner whose times are kept */

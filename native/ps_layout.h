@@ -157,8 +157,8 @@
  * || server[2] || shard[64] || roster[256] || superstep_action[256] ||
  * 207104                   208128                 210176           242944               243968
  * || superstep_reason[256] || superstep_upto[256] || requeue[4096] || sync_text[2][512] ||
- * 243968             246016           248064                250112            252160
- * || ring_inode[256] || hyper[16][16] || hyper_next[16][16] || said[2][16][8] ||
+ * 243968             246016           248064                250112             254208
+ * || ring_inode[256] || hyper[16][16] || hyper_next[16][16] || said[2][16][16] ||
  */
 #define PS_CONTROL_FIELDS(F, P, T)                                                               \
   F(T, 0, header, header, , W, "")                                                               \
@@ -426,7 +426,7 @@
   X(ps_shard, PS_SHARD_FIELDS, 128)        \
   X(ps_server, PS_SERVER_FIELDS, 64)       \
   X(ps_entry, PS_ENTRY_FIELDS, 768)        \
-  X(ps_control, PS_CONTROL_FIELDS, 252160) \
+  X(ps_control, PS_CONTROL_FIELDS, 254208) \
   X(ps_tensor, PS_TENSOR_FIELDS, 256)      \
   X(ps_weights, PS_WEIGHTS_FIELDS, 192)    \
   X(ps_span, PS_SPAN_FIELDS, 24)           \

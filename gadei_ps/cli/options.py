@@ -31,6 +31,7 @@ class OptimizerName(StrEnum):
     ADAGRAD = "adagrad"
     ADAM = "adam"
     ADAMW = "adamw"
+    RMSPROP = "rmsprop"
     ADD = "add"
 
 

@@ -30,7 +30,7 @@ def set_job(
 ) -> int:
     """Change the optimizer's numbers or the synchronization model of a running job.
 
-    Numbers change at once, between two gradients: lr, weight_decay, momentum, betas, eps,
+    Numbers change at once, between two gradients: lr, weight_decay, momentum, betas, alpha, eps,
     clip_norm, staleness_aware, spike_compensation, schedule, warmup_steps, step_size, step_gamma,
     total_steps, min_lr.
     The model changes at the next barrier. Both are kept in the job's memory and its checkpoints.

@@ -23,7 +23,7 @@ NAMES: Final = (*(name for name in FIELDS if name != "kind"), *OF_ALL)
 COUNTS: Final = ("warmup_steps", "step_size", "total_steps")
 WORDS: Final = {"true": True, "1": True, "false": False, "0": False}
 PAIRS: Final = {"betas": ("beta1", "beta2")}
-SHOWN: Final = ", ".join(("lr", "weight_decay", "momentum", "betas", "eps", *OF_ALL))
+SHOWN: Final = ", ".join(("lr", "weight_decay", "momentum", "betas", "alpha", "eps", *OF_ALL))
 
 
 class Changes(BaseModel):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gadei_ps.memory import layout
 
-FIELDS: Final = ("kind", "lr", "momentum", "beta1", "beta2", "eps", "weight_decay")
+FIELDS: Final = ("kind", "lr", "momentum", "beta1", "beta2", "alpha", "eps", "weight_decay")
 MOST_GROUPS: Final = layout.MAX_GROUPS - 1
 """Groups that a job may name; the parameters that are in none of them are one more."""
 DEFAULTS: Final[dict[str, Any]] = {
@@ -22,8 +22,11 @@ DEFAULTS: Final[dict[str, Any]] = {
     "momentum": 0.9,
     "beta1": 0.9,
     "beta2": 0.999,
+    "alpha": 0.99,
     "weight_decay": 0.0,
 }
+OF_KIND: Final[dict[str, dict[str, Any]]] = {"add": {"lr": 1.0}, "rmsprop": {"momentum": 0.0}}
+"""Other defaults. add: updates, as they are."""
 
 
 class Settings(BaseModel):
@@ -31,11 +34,14 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "adamw", "add"] | None = None
+    kind: (
+        Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "adamw", "rmsprop", "add"] | None
+    ) = None
     lr: float | None = None
     momentum: float | None = None
     beta1: float | None = None
     beta2: float | None = None
+    alpha: float | None = None
     eps: float | None = None
     weight_decay: float | None = None
 
@@ -51,12 +57,14 @@ class Settings(BaseModel):
         found = {name: value for name, value in self.said.items() if name in uses(kind)}
         if (kind == "adagrad") != (self.kind == "adagrad"):
             found.pop("eps", None)
+        if (kind == "rmsprop") != (self.kind == "rmsprop"):
+            found.pop("momentum", None)
         return found
 
     def filled(self, script: Settings) -> Self:
         """These settings, where they say nothing the script's, and then the defaults."""
         kind = self.kind or script.kind or DEFAULTS["kind"]
-        usual = DEFAULTS | ({"lr": 1.0} if kind == "add" else {})  # updates, as they are
+        usual = DEFAULTS | OF_KIND.get(kind, {})
         taken = script.applying(kind)
         return self.model_copy(update={**usual, **taken, "kind": kind, **self.said})
 
@@ -107,6 +115,8 @@ def uses(kind: str) -> tuple[str, ...]:
         own = ("momentum",)
     elif kind in ("adam", "adamw"):
         own = ("beta1", "beta2", "eps")
+    elif kind == "rmsprop":
+        own = ("momentum", "alpha", "eps")
     elif kind == "adagrad":
         own = ("eps",)
     return ("kind", "lr", *own, "weight_decay")

@@ -69,6 +69,7 @@ ADAGRAD = int(Kind.ADAGRAD)
 ADAM = int(Kind.ADAM)
 ADAMW = int(Kind.ADAMW)
 ADD = int(Kind.ADD)
+RMSPROP = int(Kind.RMSPROP)
 STEP = int(Schedule.STEP)
 COSINE = int(Schedule.COSINE)
 
@@ -173,7 +174,7 @@ def coefficients(
         out[UNBIAS] = 1 / math.sqrt(1 - hyper[BETA2] ** t)
         out[OF_MOMENT] = hyper[BETA1] ** missed
         out[OF_GRADIENT] = (1 - out[OF_MOMENT]) * biased
-    if kind in (MOMENTUM_SGD, NESTEROV):
+    if kind in (MOMENTUM_SGD, NESTEROV, RMSPROP):
         # Nesterov's momentum looks ahead by one update, as if each gradient had missed one.
         out[OF_MOMENT] = hyper[MOMENTUM] ** (missed + (1.0 if kind == NESTEROV else 0.0))
         out[OF_GRADIENT] = (1 - out[OF_MOMENT]) / (1 - hyper[MOMENTUM])
@@ -293,6 +294,33 @@ def adamw(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None
 
 
 @_kernel
+def rmsprop(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
+    """Update weights along the momentum, s1, of gradients over the root of their mean of squares.
+
+    s0: that mean.
+    """
+    rate = np.float32(coef[RATE])
+    decay = np.float32(coef[DECAY])
+    mass = np.float32(coef[MASS])
+    eps = np.float32(coef[FLOOR])
+    square_old = np.float32(coef[SQUARE_OLD])
+    square_new = np.float32(coef[SQUARE_NEW])
+    of_moment = np.float32(coef[OF_MOMENT])
+    of_gradient = np.float32(coef[OF_GRADIENT])
+    for i in range(w.size):
+        weight = w[i]
+        gradient = wide(g[i])
+        if decay != np.float32(0):
+            gradient += decay * weight
+        square = square_old * s0[i] + square_new * (gradient * gradient)
+        scaled = gradient / (math.sqrt(square) + eps)
+        moving = mass * s1[i] + scaled
+        s0[i] = square
+        s1[i] = moving
+        w[i] = weight - rate * (of_moment * moving + of_gradient * scaled)
+
+
+@_kernel
 def added(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
     """Add an update, which a learner's own optimizer has made."""
     rate = np.float32(coef[RATE])
@@ -325,6 +353,8 @@ def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradien
         adam(coef, w, s0, s1, g)
     elif kind == ADAMW:
         adamw(coef, w, s0, s1, g)
+    elif kind == RMSPROP:
+        rmsprop(coef, w, s0, s1, g)
     elif kind == ADD:
         added(coef, w, s0, s1, g)
 

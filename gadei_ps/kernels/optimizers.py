@@ -31,6 +31,7 @@ class Kind(IntEnum):
     ADAM = 5
     ADAMW = 6
     ADD = 7
+    RMSPROP = 8
 
 
 class Schedule(IntEnum):
@@ -54,7 +55,7 @@ KIND = 0
 LR = 1
 MOMENTUM = 2
 BETA1 = 3
-BETA2 = 4
+BETA2 = 4  # for RMSPROP alpha, which its squares decay by in the same way
 EPS = 5
 WEIGHT_DECAY = 6
 SCHEDULE = 7
@@ -74,8 +75,8 @@ DECAY = 1  # coupled: what multiplies the weight and is added to the gradient. A
 MASS = 2  # momentum
 FLOOR = 3  # eps
 MEAN_NEW = 4  # 1 - beta1
-SQUARE_OLD = 5  # beta2
-SQUARE_NEW = 6  # 1 - beta2
+SQUARE_OLD = 5  # beta2, alpha
+SQUARE_NEW = 6  # 1 - beta2, 1 - alpha
 UNBIAS = 7  # 1 / sqrt(1 - beta2**t)
 OF_MOMENT = 8  # what multiplies the momentum or first moment in the direction
 OF_GRADIENT = 9  # what multiplies the gradient beside it; for Adam times 1 - beta1**t
@@ -89,6 +90,7 @@ _SLOTS = {
     Kind.ADAM: 2,
     Kind.ADAMW: 2,
     Kind.ADD: 0,
+    Kind.RMSPROP: 2,
 }
 _EPS = {Kind.ADAGRAD: 1e-10}
 _EPS_ADAM = 1e-8
@@ -102,8 +104,9 @@ _LARGEST_COUNT = 2**53
 def slots(kind: int) -> int:
     """Return how many float32 values the optimizer keeps for each weight (0, 1 or 2).
 
-    Slot 0 is the momentum buffer, Adagrad's sum of squares or Adam's first moment; slot 1 is Adam's
-    second moment. All begin at zero. Raises ValueError for an unknown kind.
+    Slot 0 is the momentum buffer, Adagrad's sum of squares, Adam's first moment or RMSprop's mean
+    of squares; slot 1 is Adam's second moment or RMSprop's momentum buffer. All begin at zero.
+    Raises ValueError for an unknown kind.
     """
     return _SLOTS[Kind(kind)]
 
@@ -114,7 +117,8 @@ class OptimizerSpec:
 
     Semantics are those of `torch.optim`: SGD without dampening, weight decay added to the gradient
     for every kind but AdamW, Adagrad with `lr_decay` 0 and an accumulator that begins at 0, Adam
-    without `amsgrad`. ADD adds the rate times what is pushed and knows no weight decay.
+    without `amsgrad`, RMSprop not centered. ADD adds the rate times what is pushed and knows no
+    weight decay.
 
     The learning rate at step t = 0, 1, 2, ... is
 
@@ -129,11 +133,11 @@ class OptimizerSpec:
     applied with that rate divided by s (Zhang, Gupta, Lian, Liu 2016, 'Staleness-aware async-SGD
     for distributed deep learning').
 
-    With `spike_compensation`, momentum, Nesterov, Adam and AdamW apply a gradient g of staleness D
-    as far as the momentum would have carried it through the D updates that it missed: the direction
-    m becomes beta**D m + (1 - beta**D) g for Adam's first moment, and beta**D m + (1 - beta**D) /
-    (1 - beta) g for a momentum that sums (Kosson et al. 2021, 'Pipelined backpropagation at
-    scale'). Without staleness it is the same.
+    With `spike_compensation`, momentum, Nesterov, Adam, AdamW and RMSprop apply a gradient g of
+    staleness D as far as the momentum would have carried it through the D updates that it missed:
+    the direction m becomes beta**D m + (1 - beta**D) g for Adam's first moment, and beta**D m +
+    (1 - beta**D) / (1 - beta) g for a momentum that sums, as RMSprop's does of scaled gradients
+    (Kosson et al. 2021, 'Pipelined backpropagation at scale'). Without staleness it is the same.
 
     `clip_norm` above 0 scales a gradient whose Euclidean norm is larger down to it, as
     ``torch.nn.utils.clip_grad_norm_`` does before the step.
@@ -158,6 +162,7 @@ class OptimizerSpec:
     staleness_aware: bool = False
     clip_norm: float = 0.0
     spike_compensation: bool = True
+    alpha: float = 0.99
 
     def __post_init__(self) -> None:
         """Check every field; raise ValueError naming the first that is wrong."""
@@ -168,7 +173,7 @@ class OptimizerSpec:
 
         lr = _number("lr", self.lr)
         _require("lr", lr, lr >= 0, "at least 0")
-        for name in ("momentum", "beta1", "beta2"):
+        for name in ("momentum", "beta1", "beta2", "alpha"):
             value = _number(name, getattr(self, name))
             _require(name, value, 0 <= value < 1, "in [0, 1)")
         eps = _number("eps", self.eps)
@@ -198,7 +203,7 @@ class OptimizerSpec:
     def pack(self) -> NDArray[np.float64]:
         """Return the specification as a new float64 array of shape (PACKED,)."""
         hyper = np.zeros(PACKED, np.float64)
-        for index, field in _FIELDS.items():
+        for index, field in _fields_of(self.kind).items():
             hyper[index] = getattr(self, field)
         return hyper
 
@@ -211,7 +216,7 @@ class OptimizerSpec:
         if hyper.shape != (PACKED,) or hyper.dtype != np.float64:
             raise ValueError(f"hyper must be float64 of shape ({PACKED},)")
         values: dict[str, Any] = {}
-        for index, name in _FIELDS.items():
+        for index, name in _fields_of(hyper[KIND]).items():
             value = float(hyper[index])
             values[name] = _RESTORE[name](value) if name in _RESTORE else value
         return cls(**values)
@@ -235,7 +240,12 @@ _FIELDS = {
     CLIP_NORM: "clip_norm",
     SPIKE_COMPENSATION: "spike_compensation",
 }
-assert set(_FIELDS.values()) == {field.name for field in fields(OptimizerSpec)}
+assert {*_FIELDS.values(), "alpha"} == {field.name for field in fields(OptimizerSpec)}
+
+
+def _fields_of(kind: float) -> dict[int, str]:
+    """Return the field of each element."""
+    return _FIELDS | {BETA2: "alpha"} if kind == Kind.RMSPROP else _FIELDS
 
 
 def _whole(value: float) -> float | int:

@@ -92,6 +92,14 @@ def step(
         (squares,) = slots
         squares += g * g
         weights -= f(lr) * (g / (np.sqrt(squares) + f(spec.eps)))
+    elif spec.kind is Kind.RMSPROP:
+        square, momentum = slots
+        square[:] = f(spec.alpha) * square + f(1 - spec.alpha) * (g * g)
+        scaled = g / (np.sqrt(square) + f(spec.eps))
+        momentum[:] = f(spec.momentum) * momentum + scaled
+        kept = spec.momentum**missed
+        direction = f(kept) * momentum + f((1 - kept) / (1 - spec.momentum)) * scaled
+        weights -= f(lr) * direction
     else:
         mean, square = slots
         if spec.kind is Kind.ADAMW:

@@ -17,7 +17,7 @@ from numba import types
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.compiled import address_of, inlined, inner, is_kept
-from gadei_ps.kernels.cpu import ADAGRAD, ADAM, ADAMW, ADD, MOMENTUM_SGD, NESTEROV, SGD
+from gadei_ps.kernels.cpu import ADAGRAD, ADAM, ADAMW, ADD, MOMENTUM_SGD, NESTEROV, RMSPROP, SGD
 from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.memory import layout
@@ -249,6 +249,8 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
             _change(cpu.adam, 2, m, g, span)
         elif kind == ADAMW:
             _change(cpu.adamw, 2, m, g, span)
+        elif kind == RMSPROP:
+            _change(cpu.rmsprop, 2, m, g, span)
         elif kind == ADD:
             _change(cpu.added, 0, m, g, span)
 

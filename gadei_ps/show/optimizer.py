@@ -15,15 +15,15 @@ SOURCES = {
     "default": "by default",
 }
 WORDS = {"weight_decay": "weight decay"}
-USUAL = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "clip_norm": 0.0}
+USUAL = {"beta1": 0.9, "beta2": 0.999, "alpha": 0.99, "weight_decay": 0.0, "clip_norm": 0.0}
 
 
 def optimizer(told: Mapping[str, Any]) -> str:
     """`adamw, lr 0.001, weight decay 0.01 (from the script)`. told: `settings` of a status."""
     kind, sources = told["kind"], told.get("from", {})
     shown = ["lr"]
-    for name in ("momentum", "beta1", "beta2", "weight_decay", "clip_norm"):
-        usual = USUAL.get(name)
+    for name in ("momentum", "beta1", "beta2", "alpha", "weight_decay", "clip_norm"):
+        usual = 0.0 if (kind, name) == ("rmsprop", "momentum") else USUAL.get(name)
         asked = name == "weight_decay" and (kind == "adamw" or sources.get(name) == "script")
         if name in told and (asked or told[name] != usual):
             shown.append(name)

@@ -18,6 +18,7 @@ KINDS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adagrad: "adagrad",
     torch.optim.Adam: "adam",
     torch.optim.AdamW: "adamw",
+    torch.optim.RMSprop: "rmsprop",
 }
 # What schedulers add to a group, and what is not a setting.
 NOT_SETTINGS = ("params", "param_names", "initial_lr", "max_lr", "min_lr")
@@ -141,6 +142,9 @@ def shown(spec: OptimizerSpec) -> dict[str, Any]:
         group["momentum"] = 0.0 if spec.kind is Kind.SGD else spec.momentum
         group["dampening"] = 0.0
         group["nesterov"] = spec.kind is Kind.NESTEROV
+    elif spec.kind is Kind.RMSPROP:
+        group |= {"momentum": spec.momentum, "alpha": spec.alpha, "eps": spec.eps}
+        group["centered"] = False
     elif spec.kind is not Kind.ADD:
         group["eps"] = spec.eps
         if spec.kind is not Kind.ADAGRAD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +121,19 @@ class Trained:
     def made(self, make: Make, argument: str) -> torch.optim.Optimizer:
         """The learner's own optimizer. Raises UsageError if it is none."""
         return own_optimizer(make, list(self.parameters.values()), argument)
+
+    def warn_of_unfrozen(self) -> None:
+        """Warns once of parameters that the job does not have and that require a gradient now."""
+        for name, parameter in self.frozen.items():
+            if parameter.requires_grad:
+                warnings.warn(
+                    f"parameter {name!r} requires a gradient now, and did not when Optimizer was "
+                    "made: the job does not have it, so that it is not trained; freeze it after "
+                    "Optimizer(model) instead",
+                    stacklevel=5,
+                )
+                self.frozen.clear()
+                return
 
     def in_order_of(self, model: Model) -> list[torch.Tensor]:
         """The tensors in the order of the job's table, which the first learner has made."""

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import operator
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -56,15 +55,15 @@ class Optimizer(Saves):
     float32, and the learner casts them at every step. job: a name or a socket's path; None takes it
     from the environment (`gadei-ps run`, `attach`).
 
-    kind, lr, momentum, nesterov, betas, eps, weight_decay: the job's optimizer, in the words of
-    torch.optim; see gadei_ps.learners.said. like: instead of them an optimizer of torch, or its
+    kind, lr, momentum, nesterov, betas, alpha, eps, weight_decay: the job's optimizer, in the words
+    of torch.optim; see gadei_ps.learners.said. like: instead of them an optimizer of torch, or its
     class with further keywords. The first learner's count where the job file and the command line
     say nothing; later learners must say the same.
 
     groups: parameters with settings of their own, as torch's parameter groups: dicts of `params`
-    (parameters, modules, names or patterns of names, or several of these), lr, momentum, betas, eps
-    and weight_decay. What a group does not say is as for all others. A parameter belongs to the
-    first group that names it.
+    (parameters, modules, names or patterns of names, or several of these), lr, momentum, betas,
+    alpha, eps and weight_decay. What a group does not say is as for all others. A parameter belongs
+    to the first group that names it.
 
     view: whether parameters on the CPU are views of the weights segment (see
     gadei_ps.learners.torch); never where some are of another type than float32. wire,
@@ -98,6 +97,7 @@ class Optimizer(Saves):
         momentum: float | None = None,
         nesterov: bool | None = None,
         betas: tuple[float, float] | None = None,
+        alpha: float | None = None,
         eps: float | None = None,
         weight_decay: float | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
@@ -119,7 +119,13 @@ class Optimizer(Saves):
         self._trained = trained = Trained.of(model, any_type=True)
         view = view and not trained.is_cast
         given: dict[str, Any] = {"kind": kind, "lr": lr, "momentum": momentum, "nesterov": nesterov}
-        given |= {"betas": betas, "eps": eps, "weight_decay": weight_decay, **others}
+        given |= {
+            "betas": betas,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            **others,
+        }
         given["groups"] = None if groups is None else named(groups, trained)
         says = settings(like, given, trained)
         on_gpu = gpu.is_on_gpu(next(iter(trained.parameters.values())))
@@ -172,7 +178,6 @@ class Optimizer(Saves):
         self._loss: float | torch.Tensor = float("nan")
         self._samples = 0
         self._job = JobSettings(self.client, trained, says)
-        self._frozen = trained.frozen
         self._steps = 0  # of the wave in hand
         self._of_batch = False  # it is one of the server's
         self._wave = 1  # mini-batches in it
@@ -224,8 +229,8 @@ class Optimizer(Saves):
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 self.report(loss=result)
         scale = self._job.scales(self.param_groups)
-        if self._frozen:
-            self._warn_of_unfrozen()
+        if self._trained.frozen:
+            self._trained.warn_of_unfrozen()
         if self._wave_goes_on():
             return result
         before = self.client.published
@@ -241,19 +246,6 @@ class Optimizer(Saves):
         return result
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_push)
-
-    def _warn_of_unfrozen(self) -> None:
-        """Warns once of parameters that the job does not have and that require a gradient now."""
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                warnings.warn(
-                    f"parameter {name!r} requires a gradient now, and did not when Optimizer was "
-                    "made: the job does not have it, so that it is not trained; freeze it after "
-                    "Optimizer(model) instead",
-                    stacklevel=5,
-                )
-                self._frozen = {}
-                return
 
     def _wave_goes_on(self) -> bool:
         """Counts a mini-batch of a wave; whether more of them are to come."""

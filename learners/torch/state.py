@@ -23,6 +23,7 @@ CLASSES: dict[Kind, type[torch.optim.Optimizer]] = {
     Kind.ADAGRAD: torch.optim.Adagrad,
     Kind.ADAM: torch.optim.Adam,
     Kind.ADAMW: torch.optim.AdamW,
+    Kind.RMSPROP: torch.optim.RMSprop,
 }
 # What torch calls the slots.
 SLOTS: dict[Kind, tuple[str, ...]] = {
@@ -32,6 +33,7 @@ SLOTS: dict[Kind, tuple[str, ...]] = {
     Kind.ADAGRAD: ("sum",),
     Kind.ADAM: ("exp_avg", "exp_avg_sq"),
     Kind.ADAMW: ("exp_avg", "exp_avg_sq"),
+    Kind.RMSPROP: ("square_avg", "momentum_buffer"),
 }
 OURS = "gadei_ps"  # beside torch's entries: what torch's class does not keep
 KEPT = (
@@ -70,13 +72,17 @@ def _read(
         return state, found.steps
     views = [client.model.views(slot) for slot in found.slots]
     names = {id(parameter): name for name, parameter in trained.parameters.items()}
+    rows = [OptimizerSpec.unpack(row) for row in client.hyper]
+    moving = {one.name: rows[one.group].momentum for one in client.model.tensors}
     for number, parameter in enumerate(parameters):
         name = names[id(parameter)]
         one = {
             key: torch.from_numpy(view[name]).to(parameter.device, parameter.dtype)
             for key, view in zip(SLOTS[kind], views, strict=True)
         }
-        if kind in (Kind.ADAGRAD, Kind.ADAM, Kind.ADAMW):
+        if kind is Kind.RMSPROP and not moving[name]:
+            del one["momentum_buffer"]  # torch has none then
+        if kind in (Kind.ADAGRAD, Kind.ADAM, Kind.ADAMW, Kind.RMSPROP):
             one = {"step": torch.tensor(float(found.steps))} | one
         state[number] = one
     return state, found.steps
@@ -99,6 +105,9 @@ def _load(
         state = {key: one for key, one in saved["state"].get(number, {}).items() if one is not None}
         if not state or id(parameter) not in names:
             continue  # it never had a gradient; it is frozen now
+        name = names[id(parameter)]
+        if kind is Kind.RMSPROP and "square_avg" in state:
+            state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         if {*state} - {"step"} != {*SLOTS[kind]}:
             raise UsageError(
                 f"load_state_dict: the state has {', '.join(sorted(state))}, and the job's "
@@ -108,7 +117,7 @@ def _load(
         if "step" in state:
             steps.add(round(float(state["step"])))
         for slot, key in zip(values, SLOTS[kind], strict=True):
-            slot[names[id(parameter)]] = state[key].detach().to("cpu", torch.float32).numpy()
+            slot[name] = state[key].detach().to("cpu", torch.float32).numpy()
     if not steps and saved.get(OURS):
         steps.add(int(saved[OURS]["steps"]))
     if not any(steps) and not any(values):

@@ -21,6 +21,7 @@ TENSORS = [Tensor("table", (4, 24)), Tensor("w", (30,)), Tensor("running", (24,)
 LISTED = np.array([0, 2, 3])  # rows: one alone, and two that are cut as one
 RATE = 0.05
 DECAY = 0.01
+MOMENTUM = 0.9
 # What becomes of the learners' frames in a superstep; the second one is a frame of rows.
 ACTIONS = {0: Action.APPLY, 1: Action.APPLY, 2: Action.DROP, 3: Action.REFUSE}
 WAYS = ("dense", "rows", "superstep", "refused", "dropped", "assign")
@@ -81,7 +82,7 @@ def noise(*seed: int, count: int) -> np.ndarray:
 def rig_of(name: str, path: Path) -> Rig:
     """A rig for the path, before any gradient."""
     collect = path.way in COLLECTED
-    optimizer = {"kind": path.optimizer, "lr": RATE, "weight_decay": DECAY}
+    optimizer = {"kind": path.optimizer, "lr": RATE, "weight_decay": DECAY, "momentum": MOMENTUM}
     values = {
         one.name: noise(at, count=one.count).reshape(one.shape) for at, one in enumerate(TENSORS)
     }
@@ -213,7 +214,8 @@ def _step(
     stale: int,
 ) -> None:
     """Changes weights and slots by the mean of the gradients, or assigns."""
-    spec = OptimizerSpec(Kind[path.optimizer.upper()], lr=RATE, weight_decay=DECAY)
+    kind = Kind[path.optimizer.upper()]
+    spec = OptimizerSpec(kind, lr=RATE, weight_decay=DECAY, momentum=MOMENTUM)
     low, high = rig.range(path.index)
     here = np.arange(rig.model.elements)
     named = np.any([one[1] for one in given], axis=0) & (here >= low) & (here < high)

@@ -26,7 +26,7 @@ MODELS = ("asp", "ssp:s=1", "bsp", "cutoff:by=order", "elastic-bsp:R=3", "wsp:D=
 @pytest.mark.parametrize("kind", [kind.name.lower() for kind in Kind])
 def test_assigned_values_are_the_weights(kind: str, job_name: str) -> None:
     """The slots stay, unless they are reset; gradients go on from there."""
-    spec = OptimizerSpec(Kind[kind.upper()], lr=0.1)
+    spec = OptimizerSpec(Kind[kind.upper()], lr=0.1, momentum=0.9)
     tensors = {"a": np.ones((50, 3), np.float32), "b": np.ones(700, np.float32)}
     buffers = {"mean": np.zeros(40, np.float32)}
     draw = np.random.default_rng(1)
@@ -42,7 +42,7 @@ def test_assigned_values_are_the_weights(kind: str, job_name: str) -> None:
             reference.step(spec, one, state[name], g, number, 0.1)
             np.testing.assert_allclose(client.weights[name], one, rtol=2e-5, atol=2e-6)
 
-    optimizer = {"kind": kind, "lr": 0.1}
+    optimizer = {"kind": kind, "lr": 0.1, "momentum": 0.9}
     with (
         daemon(job_name, optimizer=optimizer, shards=2) as job,
         Client(job_name, tensors=tensors, buffers=buffers) as client,

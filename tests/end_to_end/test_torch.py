@@ -59,6 +59,14 @@ SCRIPTS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] 
         lambda p: torch.optim.Adam(p, betas=(0.8, 0.99), eps=1e-6),
     ),
     "adamw": ({"like": torch.optim.AdamW}, torch.optim.AdamW),
+    "rmsprop": (
+        {"kind": "rmsprop", "lr": 0.001, "alpha": 0.9, "weight_decay": 0.01},
+        lambda p: torch.optim.RMSprop(p, 0.001, alpha=0.9, weight_decay=0.01),
+    ),
+    "rmsprop with momentum": (
+        {"like": torch.optim.RMSprop, "lr": 0.001, "momentum": 0.6, "eps": 1e-6},
+        lambda p: torch.optim.RMSprop(p, 0.001, momentum=0.6, eps=1e-6),
+    ),
 }
 
 

@@ -28,6 +28,11 @@ CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any], d
     ),
     "adagrad": (torch.optim.Adagrad, {}, {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-6}),
     "adam": (torch.optim.Adam, {}, {"lr": 0.002, "weight_decay": 0.1, "betas": (0.8, 0.99)}),
+    "rmsprop": (
+        torch.optim.RMSprop,
+        {"momentum": 0.5},
+        {"lr": 0.002, "weight_decay": 0.1, "alpha": 0.9, "momentum": 0.0, "eps": 1e-6},
+    ),
     "adamw": (torch.optim.AdamW, {}, {"lr": 0.002, "weight_decay": 0.3, "eps": 1e-6}),
 }
 RATES = (lambda t: 0.99**t, lambda t: 1.0, lambda t: 1 / (1 + t / 50))

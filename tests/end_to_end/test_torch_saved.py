@@ -44,6 +44,16 @@ KINDS: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer], dict[str, An
         torch.optim.Adam,
         {"lr": 0.01, "betas": (0.9, 0.99)},
     ),
+    "rmsprop": (
+        {"kind": "rmsprop", "lr": 0.002, "alpha": 0.9},
+        torch.optim.RMSprop,
+        {"lr": 0.002, "alpha": 0.9},
+    ),
+    "rmsprop with momentum": (
+        {"kind": "rmsprop", "lr": 0.001, "momentum": 0.6},
+        torch.optim.RMSprop,
+        {"lr": 0.001, "momentum": 0.6},
+    ),
     "adamw": (
         {"kind": "adamw", "lr": 0.01, "weight_decay": 0.05},
         torch.optim.AdamW,

@@ -73,6 +73,19 @@ def test_betas(job_name: str) -> None:
         one.optimizer.close()
 
 
+def test_alpha(job_name: str) -> None:
+    """The gradient is always 1. Its mean square is 0.01, then 0.0075 + 0.25."""
+    with daemon(job_name, optimizer={}):
+        one = Learner(job_name, kind="rmsprop", lr=0.1)
+        assert one.step() == pytest.approx(0.1 / 0.01**0.5)
+        _set(job_name, alpha=0.75, eps=1e-3)
+        assert one.step() == pytest.approx(0.1 / ((0.0075 + 0.25) ** 0.5 + 1e-3), abs=1e-6)
+        assert (one.group["alpha"], one.group["eps"]) == (0.75, 1e-3)
+        with pytest.raises(UsageError, match="beta1: the job's optimizer is rmsprop, which has"):
+            _set(job_name, beta1=0.5)
+        one.optimizer.close()
+
+
 @pytest.mark.parametrize("absolute", [False, True])
 def test_schedulers_of_torch_go_on(absolute: bool, job_name: str) -> None:
     """Whether they set a rate or multiply it: their schedule and the job's rate multiply."""

@@ -24,13 +24,17 @@ CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "nesterov": lambda p: torch.optim.SGD(p, 0.05, momentum=0.8, nesterov=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, 0.02),
     "adam": lambda p: torch.optim.Adam(p, 0.002),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.001, momentum=0.5),
     "adamw": lambda p: torch.optim.AdamW(p, 0.002, weight_decay=0.1),
 }
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     first = next(model.parameters())
-    return nn.functional.cross_entropy(model(inputs.to(first.dtype)).float(), targets)
+    outputs = model(inputs.to(first.dtype))
+    # In 16 bits as autocast has it; float64 stays, as rounding would move a bias before batch norm.
+    outputs = outputs.float() if first.dtype in HALVES else outputs
+    return nn.functional.cross_entropy(outputs, targets)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:

@@ -20,6 +20,7 @@ CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.8, weight_decay=0.01),
     "nesterov": lambda p: torch.optim.SGD(p, 0.05, 0.8, nesterov=True, weight_decay=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, 0.02, weight_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.001, momentum=0.5, weight_decay=0.01),
 }
 ADAMS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, 0.002, weight_decay=0.01),

@@ -81,6 +81,10 @@ def allowed(
     elif spec.kind is Kind.ADAGRAD:
         slot_scales = [before[0] + g64**2]
         moved = g64 / (np.sqrt(after[0]) + spec.eps)
+    elif spec.kind is Kind.RMSPROP:
+        scaled = g64 / (np.sqrt(after[0]) + spec.eps)
+        slot_scales = [before[0] + g64**2, np.abs(before[1]) + scaled]
+        moved = slot_scales[1] + scaled / (1 - spec.momentum)
     else:
         slot_scales = [np.abs(before[0]) + (1 - spec.beta1) * g64, before[1] + g64**2]
         # (1 - beta) of t = 1, the largest correction.
@@ -145,8 +149,8 @@ def test_what_is_not_finite_stays_so(kind: Kind, decay: float) -> None:
     state = [np.zeros_like(weights) for _ in range(slots(kind))]
     expected, expected_state = weights.copy(), [slot.copy() for slot in state]
     spec = OptimizerSpec(kind, weight_decay=decay)
-    update_in_chunks(spec, weights, state, gradient, 1, 0.1)
-    reference.step(spec, expected, expected_state, gradient, 1, 0.1)
+    update_in_chunks(spec, weights, state, gradient, 1, 0.07)  # no weight becomes nearly zero
+    reference.step(spec, expected, expected_state, gradient, 1, 0.07)
     for got, wanted in zip([weights, *state], [expected, *expected_state], strict=True):
         np.testing.assert_allclose(got, wanted, rtol=16 * U, atol=1e-9)
 

@@ -42,6 +42,9 @@ def torch_optimizer(spec: OptimizerSpec, parameter: torch.Tensor) -> torch.optim
         return torch.optim.SGD([parameter], momentum=spec.momentum, nesterov=nesterov, **shared)
     if spec.kind is Kind.ADAGRAD:
         return torch.optim.Adagrad([parameter], **shared)
+    if spec.kind is Kind.RMSPROP:
+        own = {"alpha": spec.alpha, "momentum": spec.momentum}
+        return torch.optim.RMSprop([parameter], **own, **shared)
     adam = torch.optim.Adam if spec.kind is Kind.ADAM else torch.optim.AdamW
     return adam([parameter], betas=(spec.beta1, spec.beta2), **shared)
 
@@ -54,6 +57,7 @@ def torch_slots(kind: Kind, state: dict[str, torch.Tensor]) -> list[torch.Tensor
         Kind.NESTEROV: ["momentum_buffer"],
         Kind.ADAGRAD: ["sum"],
         Kind.ADD: [],
+        Kind.RMSPROP: ["square_avg", "momentum_buffer"],
     }
     return [state[name] for name in names.get(kind, ["exp_avg", "exp_avg_sq"])]
 
@@ -80,7 +84,9 @@ def compiled_step(
 def test_twenty_steps_are_those_of_torch(kind: Kind, decay: float, step: Any) -> None:
     """With gradients from 1e-10, where eps decides, to 10."""
     random = np.random.default_rng(int(kind))
-    spec = OptimizerSpec(kind, lr=0.03, momentum=0.8, beta1=0.85, beta2=0.99, weight_decay=decay)
+    spec = OptimizerSpec(
+        kind, lr=0.03, momentum=0.8, beta1=0.85, beta2=0.99, alpha=0.97, weight_decay=decay
+    )
     weights = random.standard_normal(SIZE, np.float32)
     state = [np.zeros(SIZE, np.float32) for _ in range(slots(kind))]
     parameter = torch.nn.Parameter(torch.from_numpy(weights.copy()))
@@ -96,7 +102,10 @@ def test_twenty_steps_are_those_of_torch(kind: Kind, decay: float, step: Any) ->
     for ours, theirs in zip(state, torch_slots(kind, optimizer.state[parameter]), strict=True):
         # Relative to the magnitudes added, for a moment may nearly cancel. Weights reach 4.
         added = scale + 4 * decay
-        squared = kind is Kind.ADAGRAD or (ours is state[-1] and slots(kind) == 2)
+        if kind is Kind.RMSPROP and ours is state[1]:
+            added = 10 + 0 * scale  # of gradients over their root, at most 1 / sqrt(1 - alpha)
+        squared = kind is Kind.ADAGRAD or ours is state[0 if kind is Kind.RMSPROP else -1]
+        squared &= kind not in (Kind.MOMENTUM, Kind.NESTEROV)
         atol = ROUNDING * (added**2 if squared else added)
         assert np.all(np.abs(ours - theirs.numpy()) <= ROUNDING * np.abs(ours) + atol)
 

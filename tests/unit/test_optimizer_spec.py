@@ -31,13 +31,16 @@ pytestmark = pytest.mark.usefixtures("compiled")
 def specs(draw: st.DrawFn) -> OptimizerSpec:
     """Any specification that is accepted."""
     lr = draw(st.floats(0, 10))
+    kind = draw(st.sampled_from(Kind))
+    # Where the one is kept, the other has its default.
+    squares = "alpha" if kind is Kind.RMSPROP else "beta2"
     warmup = draw(st.integers(0, 1000))
     return OptimizerSpec(
-        draw(st.sampled_from(Kind)),
+        kind,
         lr=lr,
         momentum=draw(st.floats(0.01, 0.99)),
         beta1=draw(st.floats(0, 0.99)),
-        beta2=draw(st.floats(0, 0.9999)),
+        **{squares: draw(st.floats(0, 0.9999))},
         eps=draw(st.none() | st.floats(1e-20, 1)),
         weight_decay=draw(st.floats(0, 1)),
         schedule=draw(st.sampled_from(Schedule)),
@@ -140,6 +143,7 @@ def test_unpacking_refuses_another_shape_or_type() -> None:
         ("momentum", 0.0, {"kind": Kind.NESTEROV}),
         ("beta1", 1.0, {}),
         ("beta2", float("nan"), {}),
+        ("alpha", 1.0, {"kind": Kind.RMSPROP}),
         ("eps", 0.0, {}),
         ("eps", 1e-40, {}),
         ("weight_decay", -1e-9, {}),
@@ -166,11 +170,12 @@ def test_defaults_of_eps_are_those_of_torch() -> None:
     assert OptimizerSpec(Kind.ADAGRAD).eps == 1e-10
     assert OptimizerSpec(Kind.ADAM).eps == 1e-8
     assert OptimizerSpec(Kind.ADAMW).eps == 1e-8
+    assert OptimizerSpec(Kind.RMSPROP).eps == 1e-8
     assert OptimizerSpec(Kind.ADAM, eps=1e-3).eps == 1e-3
 
 
 def test_slots_of_each_kind() -> None:
-    assert [slots(kind) for kind in Kind] == [0, 1, 1, 1, 2, 2, 0]
+    assert [slots(kind) for kind in Kind] == [0, 1, 1, 1, 2, 2, 0, 2]
     with pytest.raises(ValueError, match="99"):
         slots(99)
 

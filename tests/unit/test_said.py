@@ -24,6 +24,7 @@ CLASSES = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
 }
 
 
@@ -114,7 +115,8 @@ def test_what_cannot_be_taken_over() -> None:
     groups = [{"params": parameters[:1], "nesterov": True}, {"params": parameters[1:]}]
     empty = [{"params": parameters}, {"params": nn.Linear(1, 1).parameters()}]
     for optimizer, given, why in (
-        (torch.optim.RMSprop, {}, "like=RMSprop: a job has the optimizers SGD, Adagrad"),
+        (torch.optim.Adamax, {}, "like=Adamax: a job has the optimizers SGD, Adagrad"),
+        (torch.optim.RMSprop, {"centered": True}, "centered=True: a job's optimizer cannot do"),
         (torch.optim.Adam(parameters, amsgrad=True), {}, "amsgrad=True: a job's optimizer cannot"),
         (torch.optim.AdamW, {"momentum": 0.9}, "like=AdamW: got an unexpected keyword argument"),
         (torch.optim.AdamW, {"kind": "adam"}, "give like= or kind='adam', not both"),
@@ -173,7 +175,7 @@ class Memory(dict[str, Any]):
     """A control segment's words, of which only the first `left` stores are done."""
 
     def __init__(self) -> None:
-        said = np.zeros((2, layout.MAX_GROUPS, 8)).view(Rows)
+        said = np.zeros((2, layout.MAX_GROUPS, 16)).view(Rows)
         said.stores = self.left = [1000]
         super().__init__(said=said, said_word=0)
 

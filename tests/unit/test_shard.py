@@ -76,12 +76,18 @@ def test_as_the_reference(kind: str, job_name: str) -> None:
         optimizer = {
             "kind": kind,
             "lr": 0.05,
+            "momentum": 0.8,
             "weight_decay": decay,
             "clip_norm": clip,
             "schedule": {"warmup_steps": warmup},
         }
         spec = OptimizerSpec(
-            Kind[kind.upper()], lr=0.05, weight_decay=decay, warmup_steps=warmup, clip_norm=clip
+            Kind[kind.upper()],
+            lr=0.05,
+            momentum=0.8,
+            weight_decay=decay,
+            warmup_steps=warmup,
+            clip_norm=clip,
         )
         values = {one.name: noise(seed + at, one.count) for at, one in enumerate(tensors)}
         with Rig(
@@ -123,11 +129,12 @@ def test_staleness_aware_rate(job_name: str) -> None:
             np.testing.assert_array_equal(rig.weights, -sum_of_rates)
 
 
-@pytest.mark.parametrize("kind", ["momentum", "nesterov", "adam", "adamw"])
+@pytest.mark.parametrize("kind", ["momentum", "nesterov", "adam", "adamw", "rmsprop"])
 @pytest.mark.parametrize("compensation", [True, False])
 def test_stale_gradients_are_compensated(job_name: str, kind: str, compensation: bool) -> None:
-    optimizer = {"kind": kind, "lr": 0.05, "spike_compensation": compensation}
-    spec = OptimizerSpec(Kind[kind.upper()], lr=0.05, spike_compensation=compensation)
+    settings: dict[str, Any] = {"lr": 0.05, "momentum": 0.8, "spike_compensation": compensation}
+    optimizer = {"kind": kind, **settings}
+    spec = OptimizerSpec(Kind[kind.upper()], **settings)
     with Rig(job_name, W, optimizer=optimizer) as rig, rig.serving():
         expected = rig.weights.copy()
         state = [np.zeros_like(expected) for _ in range(slots(spec.kind))]
