@@ -71,7 +71,7 @@ FULL: dict[str, dict[str, Any]] = {
     "asynchrony": {
         "tasks": ["gpt", "resnet", "text"],
         "steps": {"gpt": 800, "resnet": 1600, "text": 3200},
-        "rates": [0.5, 1.0, 2.0],
+        "rates": [1.0],
         "learners": [1, 2, 4, 8],
         "seeds": [0, 1, 2],
     },
