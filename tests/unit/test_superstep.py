@@ -49,6 +49,19 @@ def test_superstep_applies_the_mean(job_name: str) -> None:
             assert (rig.ring(row)["tail"]["value"][:3] == tail).all()
 
 
+def test_a_superstep_is_not_stale(job_name: str) -> None:
+    """Not after gradients that were, before the model of synchronization changed."""
+    optimizer = {"kind": "momentum", "lr": 1.0}
+    with Rig(job_name, W, learners=2, collect=True, optimizer=optimizer) as rig:
+        rig.state["record"]["staleness"] = 3
+        with rig.serving():
+            for row in range(2):
+                rig.publish(row, rig.ones())
+            rig.superstep({0: Action.APPLY, 1: Action.APPLY})
+            eventually(rig.superstep_done)
+        np.testing.assert_array_equal(rig.weights, -1)
+
+
 def test_superstep_clips_each_gradient(job_name: str) -> None:
     optimizer = {"kind": "sgd", "lr": 1.0, "clip_norm": 2.0}
     tensors = [Tensor("w", (4,)), Tensor("s", (4,), Role.BUFFER)]
