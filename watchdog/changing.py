@@ -21,9 +21,9 @@ def change(memory: JobMemory, request: SetOptimizer) -> dict[str, Any]:
     Raises UsageError, and changes nothing, for what the job's optimizer cannot have.
     """
     before = wanted(memory)
-    values = changes.checked(request.values, before.kind.name.lower())
+    values = changes.checked(request.values, before[-1].kind.name.lower(), len(before) - 1)
     new = memory.changes.with_(values, memory.config)
-    after = settings.specs_of(memory.config, memory.script, new)[-1]
+    after = settings.specs_of(memory.config, memory.script, new)
     if new != memory.changes:
         memory.changes = new
         memory.enter_settings()
@@ -31,22 +31,17 @@ def change(memory: JobMemory, request: SetOptimizer) -> dict[str, Any]:
     return {name: [was[name], now[name]] for name in values if was[name] != now[name]}
 
 
-def wanted(memory: JobMemory) -> OptimizerSpec:
-    """What counts of all that is said, for the parameters that are in no group."""
-    return _wanted(memory)[-1]
-
-
-def _wanted(memory: JobMemory) -> list[OptimizerSpec]:
-    """The same for each group, and at last for the others."""
+def wanted(memory: JobMemory) -> list[OptimizerSpec]:
+    """What counts of all that is said, for each group, and at last for the other parameters."""
     return settings.specs_of(memory.config, memory.script, memory.changes)
 
 
 def is_settled(memory: JobMemory) -> bool:
     """Whether the servers apply gradients with what counts."""
-    return numbers.are_in_force(memory.control, settings.packed(_wanted(memory)))
+    return numbers.are_in_force(memory.control, settings.packed(wanted(memory)))
 
 
 def look(memory: JobMemory) -> None:
     """Asks for what is not in force yet: a change may have come amid another one. Every tick."""
     if memory.model is not None and not is_settled(memory):
-        numbers.ask(memory.control, settings.packed(_wanted(memory)))
+        numbers.ask(memory.control, settings.packed(wanted(memory)))

@@ -52,7 +52,7 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
         has = snapshot.config["optimizer"]
         said = _saved(has)
         changed = changes.read(snapshot.changes).still(config)
-        changed.applied(config).optimizer.specs(said)
+        changed.specs(config, said)
         if max(one.group for one in snapshot.model.tensors) > len(said.groups or ()):
             raise UsageError("its tensors are in groups that it does not have")
     except (ValueError, UsageError, AttributeError, TypeError) as error:  # pydantic's, too

@@ -26,7 +26,7 @@ from gadei_ps.memory.segment import Segment
 
 AT = layout.CONTROL.itemsize
 HEAD = struct.Struct("<QII")  # number, bytes of the text, CRC-32
-SPARE = 8192  # bytes by which the text may grow: what a watchdog that adopts the job may change
+SPARE = 16384  # bytes by which the text may grow: what a watchdog that adopts the job may change
 
 
 def room(config: JobConfig) -> int:

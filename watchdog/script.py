@@ -154,7 +154,7 @@ def settled(
         )
         told = f"{told}; {theirs}" if told else theirs
     if script.is_open and not says.is_silent:
-        changes.applied(config).optimizer.specs(merged)
+        changes.specs(config, merged)
         return Script(merged), told
     return Script(script.settings, saved=script.saved), told
 
@@ -288,11 +288,13 @@ def report(
         "spike_compensation": rest.spike_compensation,
         "schedule": rest.schedule.kind,
         "from": whence,
-        "groups": _groups(changes.applied(config), script, model),
+        "groups": _groups(config, script, changes, model),
     }
 
 
-def _groups(config: JobConfig, script: Script, model: Model | None) -> list[dict[str, Any]]:
+def _groups(
+    config: JobConfig, script: Script, changes: Changes, model: Model | None
+) -> list[dict[str, Any]]:
     said, _ = config.optimizer.in_groups(script.settings)
     tensors = model.tensors if model is not None else ()
     numbers = [one.group for one in tensors if one.role is Role.PARAMETER]
@@ -303,6 +305,6 @@ def _groups(config: JobConfig, script: Script, model: Model | None) -> list[dict
             "tensors": numbers.count(number),
         }
         for number, (one, spec) in enumerate(
-            zip(said, config.optimizer.specs(script.settings), strict=False)
+            zip(said, changes.specs(config, script.settings), strict=False)
         )
     ]

@@ -16,7 +16,7 @@ import numpy as np
 from gadei_ps import sync
 from gadei_ps.errors import ControlError
 from gadei_ps.job import modes, numbers
-from gadei_ps.job.changes import NAMES, NO_CHANGES, Changes
+from gadei_ps.job.changes import NAMES, NO_CHANGES, OF_GROUPS, Changes
 from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.groups import Group
 from gadei_ps.job.numbers import Packed
@@ -81,7 +81,7 @@ def enter(
 def specs_of(config: JobConfig, script: Script, changes: Changes) -> list[OptimizerSpec]:
     """What counts of all that is said about the optimizer: of each group of parameters, and at last
     of those that are in none. Raises UsageError."""
-    return changes.applied(config).optimizer.specs(script.settings)
+    return changes.specs(config, script.settings)
 
 
 def packed(specs: Sequence[OptimizerSpec]) -> Packed:
@@ -89,12 +89,19 @@ def packed(specs: Sequence[OptimizerSpec]) -> Packed:
     return np.array([spec.pack() for spec in specs])
 
 
-def fields(spec: OptimizerSpec) -> dict[str, Any]:
-    """The fields by the names that `gadei-ps set` has for them."""
-    return {
+def fields(specs: Sequence[OptimizerSpec]) -> dict[str, Any]:
+    """The fields by the names that `gadei-ps set` has for them. specs: as specs_of() gives them."""
+    spec = specs[-1]
+    of_all = {
         name: spec.schedule.name.lower() if name == "schedule" else getattr(spec, name)
         for name in NAMES
     }
+    of_groups = {
+        f"groups.{number}.{name}": getattr(one, name)
+        for number, one in enumerate(specs[:-1])
+        for name in OF_GROUPS
+    }
+    return of_all | of_groups
 
 
 def changed(

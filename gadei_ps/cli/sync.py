@@ -18,8 +18,8 @@ def set_job(
         list[str],
         typer.Argument(
             metavar="FIELD=VALUE...",
-            help="Fields of the optimizer, as lr=0.01 schedule=step step_size=1000; or sync=MODEL, "
-            f"alone: {MODELS}",
+            help="Fields of the optimizer, as lr=0.01 schedule=step step_size=1000; of a group of "
+            f"parameters, as groups.0.lr=0.01; or sync=MODEL, alone: {MODELS}",
         ),
     ],
     timeout: Annotated[

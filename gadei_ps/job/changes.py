@@ -1,12 +1,14 @@
 """What `gadei-ps set` has changed of a running job's optimizer.
 
 A change counts before the job file, the command line and the scripts: in the job's memory, and in
-its checkpoints. It counts until the job file says another value than it did then.
+its checkpoints. It counts until the job file says another value than it did then. The field of a
+group of parameters is called groups.N.FIELD.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
@@ -14,22 +16,26 @@ from pydantic import BaseModel, ConfigDict
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.config import JobConfig, ScheduleConfig
-from gadei_ps.job.optimizer import FIELDS, uses
+from gadei_ps.job.optimizer import FIELDS, Said, uses
+from gadei_ps.kernels.optimizers import OptimizerSpec
 
 OF_SCHEDULE: Final = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
 FLAGS: Final = ("staleness_aware", "spike_compensation")
 OF_ALL: Final = ("clip_norm", *FLAGS, "schedule", *OF_SCHEDULE)
 NAMES: Final = (*(name for name in FIELDS if name != "kind"), *OF_ALL)
+OF_GROUPS: Final = tuple(name for name in FIELDS if name != "kind")
+OF_GROUP: Final = re.compile(rf"groups\.(0|[1-9][0-9]?)\.({'|'.join(OF_GROUPS)})")
 COUNTS: Final = ("warmup_steps", "step_size", "total_steps")
 WORDS: Final = {"true": True, "1": True, "false": False, "0": False}
 PAIRS: Final = {"betas": ("beta1", "beta2")}
-SHOWN: Final = ", ".join(("lr", "weight_decay", "momentum", "betas", "alpha", "eps", *OF_ALL))
+_OWN: Final = ", ".join(("lr", "weight_decay", "momentum", "betas", "alpha", "eps", *OF_ALL))
+SHOWN: Final = f"{_OWN}; of a group of parameters groups.N.lr and the like"
 
 
 class Changes(BaseModel):
     """Fields by name, each with its value and with what the job file said when it was changed.
 
-    schedule: the schedule's kind; its other fields stand beside it.
+    schedule: the schedule's kind; its other fields stand beside it. groups.N.FIELD: of group N.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,29 +45,39 @@ class Changes(BaseModel):
 
     def with_(self, values: Mapping[str, Any], config: JobConfig) -> Self:
         """These changes and further ones. config: as the job file says it."""
-        given = _given(config)
-        over = {name: given[name] for name in values}
+        over = {name: _given(config, name) for name in values}
         return type(self)(values=self.values | dict(values), over=self.over | over)
 
     def still(self, config: JobConfig) -> Self:
         """Those that still count. config: as the job file says it now."""
-        given = _given(config)
-        names = [name for name in self.values if self.over.get(name) == given[name]]
+        names = [name for name in self.values if self.over.get(name) == _given(config, name)]
         return type(self)(
             values={name: self.values[name] for name in names},
             over={name: self.over.get(name) for name in names},
         )
 
     def applied(self, config: JobConfig) -> JobConfig:
-        """The configuration with these changes."""
-        if not self.values:
+        """The configuration with these changes, except those of groups."""
+        own = {name: value for name, value in self.values.items() if name in NAMES}
+        if not own:
             return config
-        own = {name: value for name, value in self.values.items() if name not in OF_SCHEDULE}
+        own = {name: value for name, value in own.items() if name not in OF_SCHEDULE}
         schedule = {name: self.values[name] for name in OF_SCHEDULE if name in self.values}
         if "schedule" in own:
             schedule["kind"] = own.pop("schedule")
         own["schedule"] = config.optimizer.schedule.model_copy(update=schedule)
         return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=own)})
+
+    def specs(self, config: JobConfig, script: Said) -> list[OptimizerSpec]:
+        """What counts with these changes: of each group of parameters, and at last of the others.
+
+        Raises UsageError.
+        """
+        of_groups: dict[int, dict[str, Any]] = {}
+        for name, value in self.values.items():
+            if found := OF_GROUP.fullmatch(name):
+                of_groups.setdefault(int(found[1]), {})[found[2]] = value
+        return self.applied(config).optimizer.specs(script, of_groups)
 
 
 NO_CHANGES: Final = Changes()
@@ -71,14 +87,23 @@ def read(raw: object) -> Changes:
     """Changes that a checkpoint or the job's memory holds. Raises ValueError for anything else."""
     found = Changes.model_validate(raw)
     for name in found.values.keys() | found.over.keys():
-        if name not in NAMES:
+        if name not in NAMES and not OF_GROUP.fullmatch(name):
             raise ValueError(f"there is no field {name!r} to be changed")
     return Changes(values=_checked(found.values), over=found.over)
 
 
-def checked(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """What a request wants, for an optimizer of that kind. Raises UsageError, in one line."""
-    for name in values:
+def checked(values: Mapping[str, Any], kind: str, groups: int) -> dict[str, Any]:
+    """What a request wants, for an optimizer of that kind with so many groups.
+
+    Raises UsageError, in one line.
+    """
+    for given in values:
+        name, found = given, OF_GROUP.fullmatch(given)
+        if found is not None:
+            if int(found[1]) >= groups:
+                there = f"has groups 0 to {groups - 1}" if groups else "has no parameter groups"
+                raise UsageError(f"{given}: the job {there}; gadei-ps status shows them")
+            name = found[2]
         if name == "kind":
             raise UsageError(
                 "kind cannot change while a job runs: what its optimizer keeps for each weight "
@@ -88,7 +113,7 @@ def checked(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
         if name not in NAMES:
             raise UsageError(f"{name} cannot be set in a running job; these can: {SHOWN}")
         if name not in OF_ALL and name not in uses(kind):
-            raise UsageError(f"{name}: the job's optimizer is {kind}, which has none")
+            raise UsageError(f"{given}: the job's optimizer is {kind}, which has none")
     try:
         return _checked(values)
     except ValueError as error:
@@ -102,11 +127,12 @@ def parse(given: Sequence[str]) -> dict[str, Any]:
         name, equals, text = item.partition("=")
         if not equals:
             raise UsageError(f"cannot read {item!r}; write FIELD=VALUE, as lr=0.01")
-        names = PAIRS.get(name, (name,))
-        texts = text.split(",") if name in PAIRS else [text]
+        of, dot, field = name.rpartition(".")
+        names = PAIRS.get(field, (field,))
+        texts = text.split(",") if field in PAIRS else [text]
         if len(texts) != len(names):
-            raise UsageError(f"{item}: give two numbers, as betas=0.9,0.999")
-        for one, value in zip(names, texts, strict=True):
+            raise UsageError(f"{item}: give two numbers, as {name}=0.9,0.999")
+        for one, value in zip((of + dot + one for one in names), texts, strict=True):
             if one in found:
                 raise UsageError(f"{one} is given twice")
             found[one] = _read(one, value.strip())
@@ -114,7 +140,7 @@ def parse(given: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(name: str, text: str) -> Any:
-    if name in ("kind", "schedule") or name not in NAMES:
+    if name in ("kind", "schedule") or not (name in NAMES or OF_GROUP.fullmatch(name)):
         return text
     if name in FLAGS:
         if text.lower() not in WORDS:
@@ -149,11 +175,13 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _given(config: JobConfig) -> dict[str, Any]:
-    """What a job file says of each field; None: nothing."""
+def _given(config: JobConfig, name: str) -> Any:
+    """What a job file says of a field; None: nothing."""
     optimizer, schedule = config.optimizer, config.optimizer.schedule
-    values = {
-        name: getattr(optimizer, name) for name in NAMES if name in type(optimizer).model_fields
-    }
-    values["schedule"] = schedule.kind
-    return values | {name: getattr(schedule, name) for name in OF_SCHEDULE}
+    if found := OF_GROUP.fullmatch(name):
+        number = int(found[1])
+        groups = optimizer.groups
+        return getattr(groups[number], found[2]) if number < len(groups) else None
+    if name == "schedule":
+        return schedule.kind
+    return getattr(schedule if name in OF_SCHEDULE else optimizer, name)

@@ -61,14 +61,20 @@ class OptimizerConfig(Settings):
         """The checked specification of the parameters that are in no group; see specs()."""
         return self.specs(script)[-1]
 
-    def specs(self, script: Said = NOTHING) -> list[OptimizerSpec]:
+    def specs(
+        self, script: Said = NOTHING, of_groups: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> list[OptimizerSpec]:
         """The checked specifications, with what a script says where the job says nothing: of each
         group, and at last of the parameters that are in none.
 
-        Raises UsageError naming the field.
+        of_groups: what counts before all that, by the groups' numbers. Raises UsageError naming the
+        field.
         """
         own, kind = self.in_groups(script)
         all_rows = rows(self.filled(script), own, kind)
+        for number, values in (of_groups or {}).items():
+            if number < len(own):
+                all_rows[number] = all_rows[number].model_copy(update=dict(values))
         return [
             self._spec(row, f"groups[{number}]: " if number < len(own) else "")
             for number, row in enumerate(all_rows)
