@@ -24,11 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import numba
 import platformdirs
-from numba.core import caching
 
 from gadei_ps import _native, homes
+from gadei_ps.kernels.frozen import caching, numba
 
 KEPT = 3  # directories of other versions that stay, the most recently used
 UNUSED_S = 86400.0  # the others go when they were unused for that long
@@ -43,6 +42,7 @@ SOURCES = tuple(
         "kernels/cache.py",
         "kernels/compiled.py",
         "kernels/cpu.py",
+        "kernels/frozen.py",
         "kernels/half.py",
         "kernels/optimizers.py",
         "kernels/unit.py",

@@ -102,7 +102,7 @@ def test_structs_at_an_address() -> None:
 
 
 LOADS = """
-import sys
+import gc, sys
 import numpy as np
 from gadei_ps.machine import log
 from gadei_ps.server import shard
@@ -111,6 +111,7 @@ log.set_up(quiet=True)
 units = shard.units([1])
 assert all(unit.is_kept() for unit in units)
 shard.load([1])
+assert gc.isenabled() and gc.get_freeze_count() > 50_000
 print([name for name in ("numba.typed.dictimpl", "numba.np.linalg", "rich") if name in sys.modules])
 print(zipline.plan(np.array([[1.0, 2.0], [1.5, 2.0]]))[1])
 """
