@@ -203,6 +203,22 @@ def test_two_learners_move_statistics_in_float64(job_name: str) -> None:
         torch.testing.assert_close(models[0][1].running_mean, total, rtol=0, atol=1e-6)
 
 
+def test_learners_of_different_types(job_name: str) -> None:
+    models = [batch_norm_model(), batch_norm_model().bfloat16(), batch_norm_model().double()]
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
+        optimizers = [Optimizer(model, job_name, wait=True) for model in models]
+        for model, optimizer in zip(models * 5, optimizers * 5, strict=True):
+            train(model, optimizer, 1)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.backend.refresh()
+            for name, one in model.state_dict().items():
+                if name in optimizer.client.weights:
+                    shared = torch.from_numpy(optimizer.client.weights[name].copy())
+                    assert torch.equal(one, shared.to(one.dtype)), name
+            assert all((one.isfinite()).all() for one in model.parameters())
+            optimizer.close()
+
+
 def test_sparse_rows_and_free_gradients(job_name: str) -> None:
     """Rows of an embedding in bfloat16; gradients that leave as soon as they are computed."""
     torch.manual_seed(3)
