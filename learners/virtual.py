@@ -23,8 +23,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 
@@ -35,7 +35,7 @@ from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
-from gadei_ps.learners.torch import owners
+from gadei_ps.learners.torch import assign, owners
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.torch.sums import Elsewhere, Sums
@@ -273,6 +273,14 @@ class VirtualWorker:
         return {
             name: one.detach().to("cpu", copy=True) for name, one in self.model.state_dict().items()
         }
+
+    def assign(self, values: Mapping[str, Any], *, reset: bool = False) -> None:
+        """As LocalOptimizer.assign; drains the pipeline. reset: see Client.assign."""
+        given = assign.split(self._trained, values)
+        self.drain()
+        self.waves.assign(given.job, reset=reset)
+        self._elsewhere.send()
+        given.write_local()
 
     def stage_times(self) -> list[StageTimes]:
         """What each stage has computed so far. Waits for what a GPU still computes."""

@@ -31,6 +31,7 @@ import numpy as np
 from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.kernels import optimizers
 from gadei_ps.kernels.optimizers import Kind
+from gadei_ps.learners.assign import Values
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.work import OTHERS, Batch
 from gadei_ps.memory.weights import FloatArray
@@ -179,6 +180,19 @@ class WaveOrder(ABC):
             return False
         self._push()
         return True
+
+    def assign(self, values: Values, *, reset: bool = False) -> None:
+        """As Client.assign; this learner goes on from the weights that the job has then.
+
+        Pushes first what an unfinished wave of the learner's own data has changed. Raises
+        UsageError in the middle of a mini-batch or of a batch of the server's.
+        """
+        self._settle()
+        if self.in_flight or self.has_part_of_a_batch or self.answers is not None:
+            raise UsageError("assign: a mini-batch or a batch is not done: end it first")
+        self.flush()
+        self.client.assign(values, reset=reset)
+        self._pull()
 
     @property
     def answers(self) -> int | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Batch
-from gadei_ps.learners.torch import gpu, owners
+from gadei_ps.learners.torch import assign, gpu, owners
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.waits import stays
@@ -162,6 +162,17 @@ class LocalOptimizer(torch.optim.Optimizer):
         for batch in self.waves.batches(samples, batch_size, epochs, seed):
             self._samples = len(batch.indices)
             yield batch
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Replaces weights of the job, exactly once; this learner goes on from them.
+
+        values: tensors by the names of model.state_dict(), some of them or all. The optimizer that
+        was made keeps its state. Other learners have them once they pull. Raises UsageError in the
+        middle of a mini-batch, and what Client.assign raises.
+        """
+        given = assign.split(self._trained, values)
+        self.waves.assign(given.job)
+        given.write_local()
 
     def close(self) -> None:
         """Pushes what an unfinished wave has changed, unless its batch goes to another learner, and
