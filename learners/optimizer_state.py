@@ -107,7 +107,9 @@ class OptimizerState(Assigns):
         }
         checked = [self._checked(zeros | dict(one)) for one in values]  # before any is written
         if not self.begins:
-            self._write(checked, steps, timeout_s)
+            who = self.generation
+            again = control.Load(generation=who, digest=1, steps=0, after=0, again=True)
+            self._write_asked(again, lambda: self._write(checked, steps, timeout_s))
             return True
         done = self._share(
             "state", _digest(checked, steps), 0, lambda: self._write(checked, steps, timeout_s)
@@ -146,6 +148,10 @@ class OptimizerState(Assigns):
             what=what, generation=self.generation, digest=digest, steps=steps, after=before
         )
         self._asked = {**self._asked, what: digest}
+        return self._write_asked(asked, write)
+
+    def _write_asked(self, asked: control.Load, write: Callable[[], object]) -> bool:
+        """Writes if the job wants it; False if it keeps something else."""
         while (answer := self._ask(asked)) == "wait":
             time.sleep(ASK_S)
         if answer == "write":
@@ -159,9 +165,12 @@ class OptimizerState(Assigns):
     def _write(
         self, checked: Sequence[Checked], steps: int | None, timeout_s: float | None
     ) -> None:
+        """The last slot first, and the steps at the end: if this learner dies on the way, Adam has
+        the new squares beside old moments, which makes steps short, and not the other way round."""
         count = SAME_STEPS if steps is None else steps
-        for stream, (where, _) in enumerate(checked, 1):
-            self._assign(where, timeout_s, stream=stream, steps=count)
+        for stream in range(len(checked), 0, -1):
+            now = count if stream == 1 else SAME_STEPS
+            self._assign(checked[stream - 1][0], timeout_s, stream=stream, steps=now)
         if not checked and steps is not None:
             self._assign([*NONE] * len(self.model.tensors), timeout_s, steps=count)
 

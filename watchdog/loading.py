@@ -2,12 +2,13 @@
 
 Every learner of a job runs the same script, and loads the same. One of them writes it, before the
 job's first gradient; the others wait for it. A learner that comes later does not: the job has
-trained further.
+trained further. What one that dies has written in part, the next learner that loads writes whole.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,25 @@ class Loading:
     """Its words are in state, for the next watchdog."""
 
     memory: JobMemory
+    log: Any
+    _told: int = 0  # generation of a learner that has died
+
+    def _is_dead(self, generation: int) -> bool:
+        """Whether this learner was loading and is gone; not of 0, nobody."""
+        roster = self.memory.control.view(layout.CONTROL)["roster"]
+        return bool(generation) and not bool((roster["wanted"] == generation).any())
+
+    def look(self) -> None:
+        """Says once if a learner has died while it wrote the optimizer's state. Every tick."""
+        if self.memory.state is None:
+            return
+        loading = int(self.memory.state.view(layout.STATE)["loading"][KINDS.index("state")])
+        if loading != self._told and self._is_dead(loading):
+            self._told = loading
+            self.log.warning(
+                "a learner has died while it loaded the optimizer's state: a part of it may be of "
+                "before, until a learner loads it again"
+            )
 
     def ask(self, request: Load) -> str:
         """What the learner is to do. Raises ControlError before there is a model.
@@ -36,23 +56,27 @@ class Loading:
         control: np.void = self.memory.control.view(layout.CONTROL)
         state: np.void = self.memory.state.view(layout.STATE)
         which = KINDS.index(request.what)
+        loading = int(state["loading"][which])
         if request.done:
-            if int(state["loading"][which]) == request.generation:
-                state["loaded"][which] = request.digest
+            if loading == request.generation:
+                if not request.again:
+                    state["loaded"][which] = request.digest
                 state["loading"][which] = 0
             return "same"
+        died = self._is_dead(loading)
         loaded = int(state["loaded"][which])
-        if loaded == request.digest:
-            return "same"
-        if loaded not in (0, request.after):
-            return "other"
-        loading = int(state["loading"][which])
-        if loading and loading != request.generation:
-            if (control["roster"]["wanted"] == loading).any():
-                return "wait"
-        elif not loading:
+        if not request.again and not died:
+            if loaded == request.digest:
+                return "same"
+            if loaded not in (0, request.after):
+                return "other"
+        if loading and loading != request.generation and not died:
+            return "wait"
+        if not loading and not request.again:
             steps = state["record"]["steps"][: int(control["shards"])]
             if (steps != request.steps).any():
                 return "other"
+        if died:
+            state["loaded"][which] = 0  # it is not whole
         state["loading"][which] = request.generation
         return "write"

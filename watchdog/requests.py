@@ -84,7 +84,7 @@ class Requests:
         self._sockets = ControlServer(path, selector, self._handle, self._closed)
         self._start = Start(memory, learners)
         self._refusals = Refusals(memory, log)
-        self._loading = Loading(memory)
+        self._loading = Loading(memory, log)
         self._admission = Admission(
             self._sockets, memory, roster, stopping, maker, self._start, learners, log
         )
@@ -102,6 +102,7 @@ class Requests:
         self._start.hand_out(self._stopping.begun)
         self._refusals.look(now)
         changing.look(self._memory)
+        self._loading.look()
 
     def expire(self, lock: NameLock | None) -> None:
         """Drops clients that have begun a message and do not end it.

@@ -141,7 +141,8 @@ class Load(_Message):
 
     what: the optimizer's state, or weights. generation: its own. digest: of what it loads. steps:
     that the job's optimizer counts, if no learner has made one since. after: digest of what it has
-    loaded before this, which takes that one's place. done: it has written it.
+    loaded before this, which takes that one's place. again: it loads in the middle of training, and
+    will write in any case. done: it has written it.
     """
 
     op: Literal["load"] = "load"
@@ -150,6 +151,7 @@ class Load(_Message):
     after: int = Field(0, ge=0, lt=2**63)
     generation: int = Field(gt=0, lt=2**63)
     digest: int = Field(gt=0, lt=2**63)
+    again: bool = False
     done: bool = False
 
 

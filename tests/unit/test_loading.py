@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 from support import Rig
 
@@ -16,7 +17,7 @@ W = [Tensor("w", (10,))]
 def asks(rig: Rig, generation: int, digest: int = 7, *, done: bool = False, **more: Any) -> str:
     """Of a new watchdog each time: all that counts is in memory."""
     asked = Load(generation=generation, digest=digest, done=done, **more)
-    return Loading(rig.memory).ask(asked)
+    return Loading(rig.memory, None).ask(asked)
 
 
 def test_one_writes_and_the_others_wait(job_name: str) -> None:
@@ -81,3 +82,41 @@ def test_another_load_before_the_first_step(job_name: str) -> None:
         assert asks(rig, 2, 8, after=7) == "same"
         rig.state["record"]["steps"] = 1
         assert asks(rig, 1, 9, after=8) == "other", "the job has trained since"
+
+
+def test_in_the_middle_of_training(job_name: str) -> None:
+    """It is written in any case, one after the other; what was loaded at the start stays known."""
+    with Rig(job_name, W, learners=3) as rig:
+        assert asks(rig, 1, 7) == "write"
+        asks(rig, 1, 7, done=True)
+        rig.state["record"]["steps"] = 50
+        assert asks(rig, 1, again=True) == "write"
+        assert asks(rig, 2, again=True) == "wait"
+        assert asks(rig, 3, 7) == "same"
+        asks(rig, 1, again=True, done=True)
+        assert asks(rig, 2, again=True) == "write"
+        asks(rig, 2, again=True, done=True)
+        assert asks(rig, 3, 7) == "same"
+        assert asks(rig, 3, 8) == "other"
+
+
+def test_one_dies_in_the_middle_of_training(job_name: str) -> None:
+    """The next one that loads writes all of it, whatever the job has made since; the log tells."""
+    with Rig(job_name, W, learners=3) as rig:
+        log = mock.Mock()
+        loading = Loading(rig.memory, log)
+        assert asks(rig, 1, 7) == "write"
+        asks(rig, 1, 7, done=True)
+        assert asks(rig, 1, again=True) == "write"
+        loading.look()
+        assert not log.warning.called
+        rig.roster[0]["wanted"] = 0
+        rig.state["record"]["steps"] = 50
+        loading.look()
+        loading.look()
+        (said,) = log.warning.call_args_list
+        assert "a learner has died while it loaded the optimizer's state" in said.args[0]
+        assert asks(rig, 2, 7) == "write"
+        assert asks(rig, 3, 7) == "wait"
+        asks(rig, 2, 7, done=True)
+        assert asks(rig, 3, 7) == "same"

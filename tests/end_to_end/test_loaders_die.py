@@ -1,0 +1,105 @@
+"""A learner, the watchdog, or both die while the optimizer's state is loaded, between its slots."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+from support import daemon, eventually, fork, gone, status
+
+from gadei_ps.learners.client import Client
+
+TENSORS = [{"name": "w", "shape": [1000]}]
+ADAM = {"kind": "adam", "lr": 0.1}
+
+
+STATE = [{"w": np.full(1000, 1.0)}, {"w": np.full(1000, 2.0)}]
+
+
+def _load(pipe: Connection, job: str, trains: bool, stops: bool) -> None:
+    """trains: before it loads. stops: between the two slots, until it is told to go on."""
+    client = Client(job)
+    if trains:
+        client.wait_applied(client.push({"w": np.ones(1000, np.float32)}))
+    made, assign = 0, client._assign
+
+    def stop(*arguments: Any, **more: Any) -> None:
+        nonlocal made
+        made += 1
+        if stops and made == 2:
+            pipe.send("half")
+            pipe.recv()
+        assign(*arguments, **more)
+
+    client._assign = stop  # type: ignore[method-assign]
+    pipe.send("begins")
+    pipe.recv()
+    pipe.send(client.load_optimizer_state(STATE, 7))
+    pipe.recv()
+
+
+def _is_whole(job: str, steps: int = 7) -> bool:
+    with Client(job) as client:
+        found = client.job_state()
+        whole = (found.slots[0][:1000] == 1).all() and (found.slots[1][:1000] == 2).all()
+        return bool(whole) and found.steps == steps
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["at the start", "later"])
+def test_the_next_learner_finishes_it(
+    trains: bool, job_name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that begins and loads the same, as a learner that is started again does."""
+    with daemon(job_name, optimizer=ADAM, tensors=TENSORS) as job:
+        with fork(1, _load, job_name, trains, True) as (one,):
+            assert one.receive() == "begins"
+            one.send()
+            assert one.receive() == "half"
+            one.kill()
+        eventually(lambda: status(job_name)["learner_deaths"] == 1)
+        with Client(job_name) as client:
+            found = client.job_state()
+            assert (found.slots[1][:1000] == 2).all(), "squares come first"
+            assert not (found.slots[0] == 1).any()
+            assert found.steps == int(trains), "and the steps at the end"
+            client.wait_applied(client.push({"w": np.ones(1000, np.float32)}))
+        with fork(1, _load, job_name, False, False) as (other,):
+            assert other.receive() == "begins"
+            other.send()
+            assert other.receive() is True
+        assert _is_whole(job_name)
+        job.check()
+    assert "a learner has died while it loaded the optimizer's state" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["watchdog", "and the learner"])
+def test_the_watchdog_dies(both: bool, job_name: str) -> None:
+    """The next one knows who loads, and who waits for that."""
+    with (
+        daemon(job_name, optimizer=ADAM, tensors=TENSORS) as job,
+        fork(1, _load, job_name, False, True) as (one,),
+        fork(1, _load, job_name, False, False) as (other,),
+    ):
+        for learner in (one, other):
+            assert learner.receive() == "begins"
+        one.send()
+        assert one.receive() == "half"
+        other.send()
+        before = status(job_name)["watchdog_pid"]
+        os.kill(before, signal.SIGKILL)
+        eventually(lambda: gone(before))
+        job.check()
+        assert status(job_name)["watchdog_pid"] != before
+        assert not other.has_sent, "it waits"
+        if both:
+            one.kill()
+        else:
+            one.send()
+            assert one.receive() is True
+        assert other.receive() is True
+        assert _is_whole(job_name)
+        job.check()
