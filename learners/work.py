@@ -21,6 +21,7 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase
 
 MOST = 2**31  # epochs, and batches of an epoch, are fewer
+SLICE_S = 0.02  # between two looks whether the server has a batch
 
 
 OTHERS = (
@@ -91,6 +92,7 @@ class Work(Waits, ABC):
     _rings: tuple[int, int]
     _taken: Taken
     _taking: AbstractContextManager[None]
+    _work: SetWork | None = None
 
     @abstractmethod
     def wait_turn(self, timeout_s: float | None = None) -> None:
@@ -112,7 +114,42 @@ class Work(Waits, ABC):
             raise UsageError(
                 f"{batches} batches an epoch and {epochs} epochs: give fewer than {MOST} of each"
             )
-        self._connection.request(SetWork(batches=batches, epochs=epochs, seed=seed))
+        self._work = SetWork(batches=batches, epochs=epochs, seed=seed)
+        self._connection.request(self._work)
+
+    def more_in_hand(self) -> bool:
+        """Has the job hand out one batch more ahead than this learner has, if that is wanted.
+
+        False where it has as many as a learner may have.
+        """
+        wanted = self.unanswered + 1
+        if wanted > layout.AHEAD:
+            return False
+        if wanted > int(self._control["ahead"]) and self._work is not None:
+            self._connection.request(self._work.model_copy(update={"ahead": wanted}))
+        return True
+
+    def try_batch(self) -> int | None:
+        """Id of a batch that comes before others are answered; None when there is none.
+
+        Waits only while the server has one to hand out.
+        """
+        while True:
+            try:
+                return self.take_batch(SLICE_S)
+            except PushTimeout:
+                if not self._has_more():
+                    return None
+
+    def _has_more(self) -> bool:
+        """The ledger's rule of the same name, of words that may change meanwhile."""
+        control = self._control
+        if int(control["work"]) != layout.Work.WORKING:
+            return False
+        following, epochs_done = int(control["next"]), int(control["epochs_done"])
+        if int(control["requeued"]) or following & 0xFFFFFFFF != int(control["batches"]):
+            return True
+        return (following >> 32) + 1 < int(control["epochs"]) and epochs_done >= following >> 32
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
         """Mini-batches as the server hands them out, until all epochs are done or the job stops.
@@ -206,6 +243,11 @@ class Work(Waits, ABC):
     def unanswered(self) -> int:
         """Batches taken that no push has answered yet."""
         return len(self._taken)
+
+    @property
+    def in_hand(self) -> tuple[int, ...]:
+        """Their ids, in the order in which pushes answer them."""
+        return self._taken.ids
 
 
 def _whole(name: str, value: int) -> int:

@@ -320,6 +320,9 @@ class Requests:
                     "the job hands out work already: batches, epochs, seed are "
                     f"{have}, not {wanted}"
                 )
+            if request.ahead > int(control_["ahead"]):
+                control_["ahead"] = request.ahead
+                self._memory.ring_bells()
             return {"set": False}
         memory = self._memory.control
         if modes.wanted(memory) != modes.done(memory):
@@ -328,6 +331,7 @@ class Requests:
                 raise ControlError(
                     f"the job is just changing to {coming}, with waves of {coming.wave}; ask again"
                 )
+        control_["ahead"] = max(int(control_["ahead"]), request.ahead)
         control_["next"] = 0
         control_["epochs_done"] = 0
         control_["epochs"], control_["seed"] = wanted[1:]

@@ -28,7 +28,7 @@ from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
 from gadei_ps.job import paths
 from gadei_ps.job.optimizer import Said
 from gadei_ps.memory import shm
-from gadei_ps.memory.layout import MAX_GROUPS, MAX_LEARNERS
+from gadei_ps.memory.layout import AHEAD, MAX_GROUPS, MAX_LEARNERS
 
 PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20
@@ -88,12 +88,16 @@ class Offer(_Message):
 
 
 class SetWork(_Message):
-    """Batches to hand out: `batches` an epoch, `epochs` times."""
+    """Batches to hand out: `batches` an epoch, `epochs` times.
+
+    ahead: how many of them a learner wants to have at once; 0: as many as the job hands out.
+    """
 
     op: Literal["work"] = "work"
     batches: int = Field(gt=0, lt=2**31)
     epochs: int = Field(gt=0, lt=2**31)
     seed: int = Field(0, ge=0, lt=2**63)
+    ahead: int = Field(default=0, ge=0, le=AHEAD)
 
 
 class SetSync(_Message):

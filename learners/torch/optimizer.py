@@ -22,6 +22,7 @@ from gadei_ps.learners.torch.host import HostBackend
 from gadei_ps.learners.torch.job_settings import JobSettings
 from gadei_ps.learners.torch.like import settings
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.torch.sampler import Samples
 from gadei_ps.learners.torch.state import Saves
 from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
@@ -47,7 +48,7 @@ class _NotWanted(Exception):
     """The synchronization model has gone on without the gradient that is being computed."""
 
 
-class Optimizer(Saves):
+class Optimizer(Saves, Samples):
     """Pushes the model's gradients to a job.
 
     model: its parameters that require a gradient become the job's. They are all on one device; move
@@ -234,8 +235,9 @@ class Optimizer(Saves):
         if self._wave_goes_on():
             return result
         before = self.client.published
+        samples = self._samples or self._of_sampler()
         try:
-            self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
+            self.backend.push(self._loss, samples=samples, rate_scale=scale)
         except BaseException:  # such as KeyboardInterrupt
             if self.client.published == before:
                 self._steps -= 1  # this step has not been made
@@ -272,8 +274,7 @@ class Optimizer(Saves):
     def _end_iteration(self) -> None:
         self._forget()
         if self._own_data:
-            self.client.wait_turn()
-            self._refresh()
+            self._end_turn()
 
     def _refresh(self) -> None:
         """Brings weights and buffers for the next step, unless the script has loaded others."""
@@ -373,8 +374,7 @@ class Optimizer(Saves):
         with self.client.pause():
             yield
         if self._own_data:
-            self.client.wait_turn()
-            self._refresh()
+            self._end_turn()
 
     # -- writes to the weights ------------------------------------------------------------------
 
