@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 
-from gadei_ps.benchmarks import plots, suite, virtual_tables
+from gadei_ps.benchmarks import plots, script_tables, suite, virtual_tables
 from gadei_ps.machine import process
 
 
@@ -29,6 +29,7 @@ def main() -> None:
         for path in plots.draw(suite.RESULTS, suite.RESULTS.parents[1] / "docs" / "plots"):
             print(path)
         virtual_tables.write()
+        script_tables.write()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ BENCHMARKS = {
     "start": "how long it takes until the first gradient is applied, against Hogwild",
     "attach": "how long a large model takes to come in, against zeroing its memory",
     "asynchrony": "what training with momentum reaches with many learners, against Hogwild",
+    "scripts": "two learners of each training script in examples/scripts against the plain script",
     "virtual": "a pipeline of stages beside torch's pipelines, its threads, and the planner",
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gadei_ps.benchmarks import virtual_tables
+from gadei_ps.benchmarks import script_tables, virtual_tables
 from gadei_ps.benchmarks.reproduce import __main__ as reproduction
 
 ROOT = Path(__file__).parents[2]
@@ -268,3 +268,10 @@ def test_the_tables_of_virtual_workers_are_those_of_the_results() -> None:
     page = virtual_tables.PAGE.read_text()
     assert {name for _, name in virtual_tables.MARK.findall(page)} == virtual_tables.TABLES.keys()
     assert page == virtual_tables.filled(page)
+
+
+def test_the_table_of_scripts_is_that_of_the_results() -> None:
+    """It is what `python -m gadei_ps.benchmarks.script_tables` writes."""
+    page = script_tables.PAGE.read_text()
+    assert script_tables.MARK.search(page)
+    assert page == script_tables.filled(page)

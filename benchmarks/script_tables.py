@@ -1,0 +1,56 @@
+"""Writes the table of training scripts in docs/performance.md from results/scripts.json.
+
+    python -m gadei_ps.benchmarks.script_tables
+
+It stands below the comment `<!-- scripts.json: table -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from gadei_ps.benchmarks import suite
+from gadei_ps.benchmarks.scripts import ASP, BSP, ONE_THREAD, PLAIN
+
+PAGE = suite.RESULTS.parents[1] / "docs" / "performance.md"
+RESULT = suite.RESULTS / "scripts.json"
+MARK = re.compile(r"(<!-- scripts\.json: table -->\n).*?(?=\n\n|\Z)", re.S)
+MISSING = "Not measured yet."
+
+
+def _table(result: dict[str, Any]) -> str:
+    """A line for each script: samples per second, the ratio, and what the script ended with."""
+    lines = [
+        "| script | step, ms | plain, samples/s | one thread, times | asp, times | bsp, times | "
+        "ends with | plain | asp | bsp |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    rows = {(row["script"], row["contender"]): row for row in result["rows"]}
+    ratios = {(row["script"], row["ours"]): row["ratio"] for row in result["ratios"]}
+    for name in dict.fromkeys(script for script, _ in rows):
+        plain = rows[name, PLAIN]
+        step = f"{plain['step_s'] * 1e3:.2f}" if plain["step_s"] else "-"
+        reached = [f"{rows[name, one]['reached']:.4g}" for one in (PLAIN, ASP, BSP)]
+        times = [f"{ratios[name, one]:.2f}" for one in (ASP, BSP)]
+        times = [f"{rows[name, ONE_THREAD]['median'] / plain['median']:.2f}", *times]
+        cells = [f"`{name}.py`", step, f"{plain['median']:,.0f}", *times, plain["figure"], *reached]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, *(f"\n{note}" for note in result["notes"])])
+
+
+def filled(page: str, path: Path = RESULT) -> str:
+    """The page with the table of the results."""
+    table = _table(json.loads(path.read_text())) if path.exists() else MISSING
+    return MARK.sub(lambda found: found[1] + table, page)
+
+
+def write() -> None:
+    """Writes the page anew."""
+    PAGE.write_text(filled(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    write()
