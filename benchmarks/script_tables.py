@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gadei_ps.benchmarks import suite
-from gadei_ps.benchmarks.scripts import ASP, BSP, ONE_THREAD, PLAIN
+from gadei_ps.benchmarks.scripts import ONE_THREAD, OURS, PLAIN
 
 PAGE = suite.RESULTS.parents[1] / "docs" / "performance.md"
 RESULT = suite.RESULTS / "scripts.json"
+ASP, BSP = f"{OURS} asp", f"{OURS} bsp"
 MARK = re.compile(r"(<!-- scripts\.json: table -->\n).*?(?=\n\n|\Z)", re.S)
 MISSING = "Not measured yet."
 

@@ -19,9 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.sizes import sizes
@@ -33,7 +35,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "scripts"
 """Of a checkout."""
 TIMED = re.compile(r"^(\d+) samples in ([\d.]+) s$", re.M)
 PLAIN, ONE_THREAD = "plain", "plain, one thread"
-ASP, BSP = "gadei-ps asp", "gadei-ps bsp"
+OURS = "gadei-ps"
 LEARNERS = 2
 
 
@@ -163,9 +165,17 @@ def measure(quick: bool) -> Report:
     if not SCRIPTS.is_dir():
         raise UsageError("bench scripts needs examples/scripts: run it in a checkout")
     size = sizes("scripts", quick)
-    report = Report(
-        ["script", "step ms", "figure", PLAIN, ONE_THREAD, ASP, "/plain", BSP, "/plain"]
-    )
+    names = [f"{OURS} {sync}" for sync in size["sync"]]
+    header = [
+        "script",
+        "step ms",
+        "figure",
+        PLAIN,
+        ONE_THREAD,
+        *names,
+        *(f"/{PLAIN}" for _ in names),
+    ]
+    report = Report(header)
     chosen = {
         name: replace(ALL[name], whole=max(LEARNERS, round(ALL[name].whole * size["share"])))
         for name in size["scripts"] or ALL
@@ -173,44 +183,43 @@ def measure(quick: bool) -> Report:
     with tempfile.TemporaryDirectory() as scratch:
         for name, script in chosen.items():
             try:
-                _measure_script(report, name, script, size["rounds"], Path(scratch))
+                _measure_script(report, name, script, size, Path(scratch))
             except Refused as error:
                 report.notes.append(f"{name}: {error}")
     return report
 
 
-def _measure_script(report: Report, name: str, script: Script, rounds: int, scratch: Path) -> None:
-    ended: dict[str, list[Ended]] = {one: [] for one in (PLAIN, ONE_THREAD, ASP, BSP)}
+def _measure_script(
+    report: Report, name: str, script: Script, size: Mapping[str, Any], scratch: Path
+) -> None:
+    runs: dict[str, Callable[[], Ended]] = {
+        PLAIN: lambda: _plain(name, script),
+        ONE_THREAD: lambda: _plain(name, script, OMP_NUM_THREADS="1"),
+    }
+    for sync in size["sync"]:
+        runs[f"{OURS} {sync}"] = partial(_learners, name, script, sync, scratch)
+    ended: dict[str, list[Ended]] = {one: [] for one in runs}
 
-    def timed(contender: str, run: Callable[[], Ended]) -> Callable[[], float]:
+    def timed(contender: str) -> Callable[[], float]:
         def once() -> float:
-            ended[contender].append(run())
+            ended[contender].append(runs[contender]())
             return ended[contender][-1].rate
 
         return once
 
-    rates = alternate(
-        {
-            PLAIN: timed(PLAIN, lambda: _plain(name, script)),
-            ONE_THREAD: timed(ONE_THREAD, lambda: _plain(name, script, OMP_NUM_THREADS="1")),
-            ASP: timed(ASP, lambda: _learners(name, script, "asp", scratch)),
-            BSP: timed(BSP, lambda: _learners(name, script, "bsp", scratch)),
-        },
-        rounds,
-    )
+    rates = alternate({one: timed(one) for one in runs}, size["rounds"])
     step_s = script.batch / statistics.median(rates[PLAIN]) if script.batch else None
     line = [name, f"{step_s * 1e3:.2f}" if step_s else "-", ended[PLAIN][0].named]
     for contender, figures in rates.items():
         reached = statistics.median(one.reached for one in ended[contender])
-        row = {"contender": contender, "script": name, "learners": 1, "step_s": step_s}
+        row = {"contender": contender, "script": name, "step_s": step_s}
+        row |= {"learners": LEARNERS if contender.startswith(OURS) else 1}
         row |= {"figure": ended[contender][0].named, "reached": reached}
-        if contender in (ASP, BSP):
-            row["learners"] = LEARNERS
         found = summary(figures, "samples/s", larger=True)
         report.rows.append(row | found)
         line.append(f"{found['median']:,.0f} ±{found['spread']:.0%} ({reached:.4g})")
-        if contender in (ASP, BSP):
-            ratio = ratios_of(figures, rates[PLAIN], larger=True)
-            report.ratios.append({"contender": PLAIN, "script": name, "ours": contender, **ratio})
-            line.append(f"{ratio['ratio']:.2f}")
+    for contender in list(runs)[2:]:
+        ratio = ratios_of(rates[contender], rates[PLAIN], larger=True)
+        report.ratios.append({"contender": PLAIN, "script": name, "ours": contender, **ratio})
+        line.append(f"{ratio['ratio']:.2f}")
     report.lines.append(line)

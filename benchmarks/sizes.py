@@ -99,7 +99,7 @@ FULL: dict[str, dict[str, Any]] = {
         "rounds": 3,
         "call_s": 0.5,
     },
-    "scripts": {"scripts": [], "share": 1.0, "rounds": 3},
+    "scripts": {"scripts": [], "share": 1.0, "sync": ["asp", "bsp"], "rounds": 3},
 }
 QUICK: dict[str, dict[str, Any]] = {
     "apply": {"bytes": [2 * MB], "rounds": 2, "call_s": 0.003},
@@ -164,7 +164,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "rounds": 1,
         "call_s": 0.02,
     },
-    "scripts": {"scripts": ["matrix_factorization"], "share": 0.3, "rounds": 1},
+    "scripts": {"scripts": ["bfloat16"], "share": 0.01, "sync": ["asp"], "rounds": 1},
 }
 
 
