@@ -113,6 +113,7 @@ class Client(Work, OptimizerState):
         wire: str = "float32",
         error_feedback: bool = False,
         name: str = "",
+        **others: Any,
     ) -> None:
         target = here.wanted(job)
         try:
@@ -121,7 +122,7 @@ class Client(Work, OptimizerState):
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
         if not isinstance(name, str):
             raise UsageError(f"name={name!r}: give a text, which status shows")
-        says = says_of(optimizer, tensors)
+        says = says_of(optimizer, tensors, others)
         self._forks = forks()
         try:
             self._connection = Lasting(target)

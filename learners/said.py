@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
@@ -152,8 +153,16 @@ def _group(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def says_of(optimizer: Mapping[str, Any] | Says | None, tensors: object) -> Says:
-    """What a client is given. tensors: None if it brings no model. Raises UsageError."""
+def says_of(
+    optimizer: Mapping[str, Any] | Says | None, tensors: object, others: Mapping[str, Any]
+) -> Says:
+    """What a client is given. tensors: None if it brings no model. others: arguments that it does
+    not have. Raises UsageError."""
+    for name, value in others.items():
+        given = f"{name}={value!r}: a client has no such argument"
+        known = name != "others" and name in inspect.signature(said).parameters
+        asked = {"kind": "sgd"} | {name: value}
+        raise UsageError(f"{given}; write optimizer={asked!r}" if known else given)
     says = optimizer if isinstance(optimizer, Says) else said(**(optimizer or {}))
     if says.groups and tensors is None:
         raise UsageError(

@@ -230,6 +230,8 @@ def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) 
         f"say the same in all scripts, or give it in [optimizer] of the job file{flag}, which "
         "counts before the scripts"
     )
+    if name != "kind":
+        advice = f"{advice}; gadei-ps set {config.name} {name}=VALUE changes it for all"
     if name == "kind" and "add" in (has, says):
         advice = (
             "add is for scripts that push updates (LocalOptimizer, Waves, VirtualWorker with "

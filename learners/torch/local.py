@@ -61,13 +61,20 @@ class LocalOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: torch.nn.Module,
-        make: Make,
+        make: Make | None = None,
         job: str | None = None,
         *,
         wire: str = "float32",
         error_feedback: bool = False,
         name: str = "",
+        **others: Any,
     ) -> None:
+        if make is None or others:
+            given = "".join(f"{one}={value!r}: " for one, value in others.items())
+            raise UsageError(
+                f"{given}LocalOptimizer takes a function that makes the optimizer with its "
+                "settings: LocalOptimizer(model, lambda p: torch.optim.SGD(p, lr=0.1))"
+            )
         self._trained = trained = Trained.of(model)
         if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
             raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")

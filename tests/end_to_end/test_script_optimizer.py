@@ -228,3 +228,12 @@ def test_a_server_that_compiles_the_optimizer_is_not_hung(job_name: str) -> None
         assert status(job_name)["server_deaths"] == 0
         compiled.set()
         Expected().push(client)
+
+
+def test_settings_that_are_given_to_a_client(job_name: str) -> None:
+    """As to an Optimizer."""
+    with daemon(job_name):
+        with pytest.raises(UsageError, match=r"write optimizer={'kind': 'sgd', 'lr': 0.1}"):
+            Client(job_name, lr=0.1)
+        with pytest.raises(UsageError, match=r"rate=0\.1: a client has no such argument$"):
+            Client(job_name, rate=0.1)

@@ -172,3 +172,9 @@ def test_it_is_an_optimizer_of_torch(job: Daemon, job_name: str) -> None:
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
     optimizer.close()
+
+
+def test_settings_belong_to_the_function() -> None:
+    for given in ({}, {"lr": 0.1}, {"make": momentum, "lr": 0.1}):
+        with pytest.raises(UsageError, match="takes a function that makes the optimizer with its"):
+            LocalOptimizer(plain_model(), **given)
