@@ -35,7 +35,7 @@ class Short:
     words: str
     whole: int
     rtol: float = 1e-4
-    two: float = 1.2
+    two: float = 1.3
     second: str = ""
     """The option that names a second job, where the script has two models."""
     loads: str = "torch"
@@ -56,18 +56,18 @@ SHORT = {
     "clip": Short("--epochs {} --samples 320", 2),
     "compiled": Short("--steps {} --backend eager", 16, loads="torch._dynamo"),
     "distillation": Short("--epochs {} --samples 320 --teacher-epochs 1", 2),
-    "dqn": Short("--steps {}", 240, two=0.4),
+    "dqn": Short("--steps {}", 240, two=0.3),
     "fine_tuning": Short("--epochs {} --samples 320 --pretraining 320", 4, rtol=1e-3),
     "gan": Short("--niter {}", 16, rtol=1e-3, second="--generator"),
     "gcn": Short("--epochs {} --nodes 300", 40),
     "gpt": Short("--steps {}", 12),
-    "matrix_factorization": Short("--epochs {} --ratings 6400 --users 300 --items 200", 4),
+    "matrix_factorization": Short("--epochs {} --ratings 6400 --users 300 --items 200", 4, two=1.6),
     "mixed_precision": Short("--steps {}", 60, rtol=1e-3),
     "mixture_of_experts": Short("--steps {}", 60, rtol=5e-3),
     "mnist_cnn": Short("--epochs {} --samples 256", 2),
     "mnist_hogwild": Short("--epochs {} --samples 320", 4),
     "neural_ode": Short("--niters {}", 40),
-    "normalizing_flow": Short("--steps {}", 60),
+    "normalizing_flow": Short("--steps {}", 60, two=1.5),
     "pinn": Short("--steps {}", 60),
     "ppo": Short("--iterations {}", 4, two=0.4),
     "quickstart_mlp": Short("--epochs {} --samples 640", 4),
