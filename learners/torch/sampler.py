@@ -43,6 +43,7 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         *,
         drop_last: bool,
         accumulate: int,
+        sized: bool,
     ) -> None:
         """begin: waits for the turn, and brings the weights, of a step that nothing precedes.
 
@@ -69,13 +70,19 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         self._batches = -(-whole // self._unit)
         self._orders: dict[int, np.ndarray] = {}
         self._epoch = -1
+        self._sized = sized
         self._ended = True  # the last pass was made to its end
         self.finished = False
         """Whether the job has answered all, or stops."""
         self._current: _Pass | None = None
 
     def __len__(self) -> int:
-        """Mini-batches of an epoch of the whole job: one learner may get all of them."""
+        """Mini-batches of an epoch of the whole job: one learner may get all of them.
+
+        Raises TypeError if it is to have no length.
+        """
+        if not self._sized:
+            raise TypeError("a sampler that was made with sized=False has no length")
         return self._batches * self._parts
 
     def set_epoch(self, epoch: int) -> None:
@@ -201,12 +208,14 @@ class Samples(ABC):
         seed: int = 0,
         drop_last: bool = False,
         accumulate: int = 1,
+        sized: bool = True,
     ) -> JobSampler:
         """What batches() hands out, for DataLoader(dataset, batch_sampler=optimizer.sampler(...)).
 
         Each mini-batch of batch_size rows is answered once an epoch by one of the job's learners,
         whose scripts give the same numbers. One step() for each, or for `accumulate` of them.
-        drop_last: leaves out the rows that do not fill the last one of an epoch. Raises
+        drop_last: leaves out the rows that do not fill the last one of an epoch. sized: whether it
+        has a length, that of the job's epoch, which a pass of one learner may not reach. Raises
         UsageError, ControlError.
         """
         try:
@@ -225,6 +234,7 @@ class Samples(ABC):
             seed,
             drop_last=drop_last,
             accumulate=accumulate,
+            sized=sized,
         )
         return self._sampler
 
@@ -242,4 +252,4 @@ class Samples(ABC):
 
     def _of_sampler(self) -> int:
         """Samples of the sampler that the next push answers; 0 if none."""
-        return self._sampler.in_hand() if self._sampler else 0
+        return 0 if self._sampler is None else self._sampler.in_hand()

@@ -210,12 +210,14 @@ def test_what_is_refused(job_name: str) -> None:
             optimizer.sampler(Endless(), BATCH, epochs=1)
         with pytest.raises(UsageError, match="the last 1 of 63 samples do not fill 2 mini-batches"):
             optimizer.sampler(Rows(), 31, epochs=1, accumulate=2)
-        sampler = optimizer.sampler(Rows(), 2, epochs=1)
+        sampler = optimizer.sampler(Rows(), 2, epochs=1, sized=False)
+        with pytest.raises(TypeError, match="has no length"):
+            len(DataLoader(Rows(), batch_sampler=sampler))
         with pytest.raises(UsageError, match="16 batches of the sampler wait for their steps"):
             iter(DataLoader(Rows(), batch_sampler=sampler, num_workers=2, prefetch_factor=9))
-        for _ in DataLoader(Rows(), batch_sampler=sampler):
-            break
+        train(model, optimizer, DataLoader(Rows(), batch_sampler=sampler))
         optimizer.close()
+        each_row_was_counted(job_name, 1)
 
 
 SCRIPT = """
