@@ -326,3 +326,38 @@ def test_a_job_that_is_kept(job_name: str, script: Any, tmp_path: Path) -> None:
         eventually(lambda pid=pid: gone(pid), what=str(pid))
     assert ended(job_name)
     assert (tmp_path / "state" / f"{job_name}.log").exists()
+
+
+LEARNS = """
+import time
+from gadei_ps.learners.client import Client
+Client()
+print("learning", flush=True)
+try:
+    time.sleep(1000)
+except KeyboardInterrupt:
+    print("saved", flush=True)
+"""
+RUNS = """
+import sys
+import gadei_ps
+tensors = [{{"name": "w", "shape": [10]}}]
+with gadei_ps.serve({name!r}, standby=False, history=False, tensors=tensors) as job:
+    try:
+        job.run([sys.executable, "-P", "-c", {program!r}], device="host")
+    except KeyboardInterrupt:
+        print("interrupted", job.status()["learners"], flush=True)
+"""
+
+
+def test_ctrl_c_reaches_learners_that_run(job_name: str) -> None:
+    """They may save; the job goes on."""
+    text = RUNS.format(name=job_name, program=LEARNS)
+    command = [sys.executable, "-P", "-c", text]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
+        heard(served, "learning")
+        served.send_signal(signal.SIGINT)
+        heard(served, "saved")
+        heard(served, "interrupted []")
+        assert served.wait(60) == 0
+    assert ended(job_name)
