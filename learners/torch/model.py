@@ -71,6 +71,13 @@ class Trained:
                     + ", on the CPU or a CUDA device"
                 )
         device = _device_of(parameters)
+        one = next(iter(parameters.values()))
+        if device.type == "cpu" and one.is_shared():  # type: ignore[no-untyped-call]
+            warnings.warn(
+                "the model is shared with other processes (share_memory), and they do not see what "
+                "the job learns: let `gadei-ps run` start the learners, and test in one of them",
+                stacklevel=4,
+            )
         of_job = {torch.float32, *(parameter.dtype for parameter in parameters.values())}
         buffers = {
             name: buffer

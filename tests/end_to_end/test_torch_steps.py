@@ -49,6 +49,15 @@ def test_a_loop_that_was_left_goes_on_with_its_batch(job_name: str) -> None:
         optimizer.close()
 
 
+def test_a_model_that_other_processes_share(job_name: str) -> None:
+    """As in mnist_hogwild of pytorch/examples: who has shared it would test old weights."""
+    model = plain_model().share_memory()
+    with daemon(job_name, optimizer={}):
+        with pytest.warns(UserWarning, match="they do not see what the job learns"):
+            optimizer = Optimizer(model, job_name, kind="sgd", lr=0.1)
+        optimizer.close()
+
+
 def test_a_warning_names_the_line_of_the_script(job_name: str) -> None:
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.5}):
         with pytest.warns(UserWarning, match="from its job file") as told:
