@@ -23,6 +23,7 @@ gradient with a 32-bit one.
 from __future__ import annotations
 
 import ctypes
+import math
 import subprocess
 import tempfile
 import threading
@@ -106,7 +107,7 @@ class Work:
         self.kind = kind
         self.spec = OptimizerSpec(kind, lr=LR)
         self.coef = np.zeros(optimizers.COEFFICIENTS)
-        cpu.coefficients(int(kind), self.spec.pack(), LR, 1000, 0, self.coef)
+        cpu.coefficients(int(kind), self.spec.pack(), LR, 1000, 0, math.nan, self.coef)
         random = np.random.default_rng(0)
         count = optimizers.slots(kind)
         self.w, self.g = (_aligned(size), _aligned(size))

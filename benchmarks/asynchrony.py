@@ -104,7 +104,7 @@ def trained(kind: str, task: Task, lr: float, learners: int, steps: int, seed: i
     if kind in (ASP, PLAIN, BSP):
         name = f"asynchrony-{os.getpid()}-{seed}"
         values: dict[str, Any] = {"name": name, "sync": "bsp" if kind == BSP else "asp"}
-        values["optimizer"] = {"spike_compensation": kind != PLAIN}
+        values |= {"optimizer": {"spike_compensation": kind != PLAIN}, "start_with": learners}
         daemon = Daemon(from_mapping(values, "asynchrony"))
         daemon.__enter__()
         job = str(daemon.socket)

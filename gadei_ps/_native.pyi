@@ -49,7 +49,8 @@ def layout() -> dict[str, tuple[int, dict[str, tuple[int, int, str, str, str, st
 def numbers() -> dict[str, int]: ...
 def codes() -> dict[str, dict[str, tuple[int, str]]]: ...
 
-Scales = float | tuple[float, ...]  # of the learning rate: for all groups, or for each of the first
+# Of the learning rate: of all groups, or of each of the first; and such a tuple with a momentum.
+Scales = float | tuple[float, ...] | tuple[tuple[float, ...], float]
 Facts = tuple[int, int, int, Scales, float]  # version, batch, samples, rate_scale, loss
 Landed = tuple[int, int, int, int, int, int]  # sums, parts, loss_there, kind, blocks, bytes
 

@@ -3,9 +3,29 @@
 
 #include <math.h>
 
+/* ((scales), momentum): the momentum, and returns the scales; else what is given. NULL: an error. */
+static PyObject *take_momentum(PyObject *given, struct ps_facts *facts)
+{
+    facts->momentum = NAN;
+    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 2 ||
+        !PyTuple_Check(PyTuple_GET_ITEM(given, 0)))
+        return given;
+    facts->momentum = (float)PyFloat_AsDouble(PyTuple_GET_ITEM(given, 1));
+    if (PyErr_Occurred())
+        return NULL;
+    if (!(facts->momentum >= 0.0f && facts->momentum < 1.0f)) {
+        PyErr_SetString(PyExc_ValueError, "momentum: use a number from 0 on, below 1");
+        return NULL;
+    }
+    return PyTuple_GET_ITEM(given, 0);
+}
+
 /* A number for all groups, or one for each of the first groups; the rest have 1. */
 static int take_scales(PyObject *given, struct ps_facts *facts)
 {
+    given = take_momentum(given, facts);
+    if (!given)
+        return -1;
     int each = PyTuple_Check(given);
     Py_ssize_t count = each ? PyTuple_GET_SIZE(given) : PS_MAX_GROUPS;
     if (count > PS_MAX_GROUPS) {

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xcf0ce89f43d53acfull
+#define PS_BUILD 0xdd0fd926da02dcc3ull
 
 #endif

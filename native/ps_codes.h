@@ -18,7 +18,7 @@ typedef float ps_f32;
 typedef double ps_f64;
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 12u
+#define PS_LAYOUT_VERSION 13u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
@@ -136,7 +136,7 @@ typedef double ps_f64;
   X(PS_BAD_SEQUENCE, 5, "sequence number out of order")                              \
   X(PS_UNCHECKED, 6, "not checked for values that are not finite")                   \
   X(PS_NOT_FINITE, 7, "holds a NaN or an infinity")                                  \
-  X(PS_BAD_SCALE, 8, "scale of the learning rate is negative or not finite")         \
+  X(PS_BAD_SCALE, 8, "scale of the learning rate, or momentum, that cannot be")          \
   X(PS_BAD_ROWS, 9, "a row out of range, or tensors or rows not in ascending order") \
   X(PS_GIVEN_UP, 10, "given up by its learner")                                      \
   X(PS_TORN, 11, "could not be read to its end: the ring was damaged")               \

@@ -159,6 +159,7 @@ static struct ps_frame header(const struct ps_learner *learner, const struct ps_
         .dtype = learner->dtype,
         .batch = facts->batch,
         .samples = facts->samples,
+        .momentum = facts->momentum,
         .loss = facts->loss,
         .started = learner->started,
     };

@@ -277,10 +277,10 @@
  *
  * 0         8      16           24         32     40          48        56        64
  * || cursor | ring | generation | sequence | step | staleness | version | applies ||
- * 64       72           80       88     96     104         112         120 128        176 192
- * || steps | supersteps | booked | torn | tear | next_step | gradients |   || span[2] |   ||
- * 192         320
- * || rate[16] ||
+ * 64       72           80       88     96     104         112         120        128
+ * || steps | supersteps | booked | torn | tear | next_step | gradients | momentum ||
+ * 128        176 192         320
+ * || span[2] |   || rate[16] ||
  */
 #define PS_RECORD_FIELDS(F, P, T)                                                               \
   F(T, 0, u64, cursor, , s, "PS_IDLE, PS_ALL_APPLIED or chunk << 1 | open; stored last, release") \
@@ -297,7 +297,8 @@
   F(T, 88, u64, torn, , s, "parts of gradients that it could not read to their end")            \
   F(T, 96, u64, tear, , s, "the same, before the gradient in hand")                              \
   F(T, 104, u64, next_step, , s, "optimizer steps finished after it")                             \
-  F(T, 112, u64, gradients, , s, "that the shard has applied") P(120, 8)                          \
+  F(T, 112, u64, gradients, , s, "that the shard has applied")                                    \
+  F(T, 120, f64, momentum, , s, "of all groups, for the gradient in hand; NaN: each group's own") \
   F(T, 128, span, span, [2], s, "the last two stretches of chunks, in turn") P(176, 16)          \
   F(T, 192, f64, rate, [PS_MAX_GROUPS], s, "each group's rate that the gradient is applied with")
 
@@ -346,8 +347,8 @@
  *
  * 0           8            16      24        32     36      40              48      52       56
  * || sequence | generation | clock | version | kind | dtype | payload_bytes | flags | blocks |
- * 56      64         68 72     80        88         96        104      112     120 128
- * | batch || samples |  | loss | started | finished | squares | stream | steps |   ||
+ * 56      64         68         72     80        88         96        104      112     120 128
+ * | batch || samples | momentum | loss | started | finished | squares | stream | steps |   ||
  * 128               192
  * || rate_scale[16] ||
  */
@@ -362,7 +363,8 @@
   F(T, 48, u32, flags, , L, "enum ps_flags")                                                  \
   F(T, 52, u32, blocks, , L, "blocks of a rows frame; of an empty one: 1 if it was computed") \
   F(T, 56, u64, batch, , L, "epoch << 32 | index, or PS_NO_BATCH")                            \
-  F(T, 64, u32, samples, , L, "") P(68, 4)                                                    \
+  F(T, 64, u32, samples, , L, "")                                                             \
+  F(T, 68, f32, momentum, , L, "or first beta, of all groups; NaN: each group's own")         \
   F(T, 72, f64, loss, , L, "NaN: not told")                                                   \
   F(T, 80, f64, started, , L, "CLOCK_MONOTONIC, seconds") F(T, 88, f64, finished, , L, "") \
   F(T, 96, f64, squares, , L, "sum of squares of parameters; infinite if a value is not finite") \

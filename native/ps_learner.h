@@ -14,6 +14,8 @@
 #ifndef PS_LEARNER_H
 #define PS_LEARNER_H
 
+#include <math.h>
+
 #include "ps_calls.h"
 #include "ps_land.h"
 #include "ps_ring.h"
@@ -60,13 +62,15 @@ struct ps_facts {
     uint32_t samples;
     double loss;
     float rate_scale[PS_MAX_GROUPS]; /* for each group; not negative, finite */
+    float momentum;                  /* of all groups, from 0 to below 1; NAN: each group's own */
 };
 
-/* The same scale for all groups. */
+/* The same scale for all groups, and the momentum of each. */
 static inline struct ps_facts ps_scaled(struct ps_facts facts, float scale)
 {
     for (int i = 0; i < PS_MAX_GROUPS; i++)
         facts.rate_scale[i] = scale;
+    facts.momentum = NAN;
     return facts;
 }
 

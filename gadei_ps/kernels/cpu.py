@@ -148,20 +148,30 @@ def clip_scale(hyper: Doubles, squares: float) -> float:
 
 @_kernel
 def coefficients(
-    kind: int, hyper: Doubles, lr: float, t: int, staleness: int, out: Doubles
+    kind: int,
+    hyper: Doubles,
+    lr: float,
+    t: int,
+    staleness: int,
+    momentum: float,
+    out: Doubles,
 ) -> None:
     """Write what `update` needs to know of one gradient: its scalars, the same for all chunks.
 
     hyper: float64 of shape (PACKED,). lr: the rate of this step. t counts gradients from 1, and
     this one counts (Adam's bias correction). staleness: version when applied less version pulled.
-    out: float64 of shape (COEFFICIENTS,).
+    momentum: instead of that of hyper, or its beta1; NaN: that one. out: float64 of shape
+    (COEFFICIENTS,).
     """
+    mass = momentum
+    if math.isnan(momentum):
+        mass = hyper[BETA1] if kind in (ADAM, ADAMW) else hyper[MOMENTUM]
     decay = hyper[WEIGHT_DECAY]
     out[RATE] = lr
     out[DECAY] = decay
-    out[MASS] = hyper[MOMENTUM]
+    out[MASS] = mass
     out[FLOOR] = hyper[EPS]
-    out[MEAN_NEW] = 1 - hyper[BETA1]
+    out[MEAN_NEW] = 1 - mass
     out[SQUARE_OLD] = hyper[BETA2]
     out[SQUARE_NEW] = 1 - hyper[BETA2]
     out[UNBIAS] = 1.0
@@ -169,15 +179,15 @@ def coefficients(
     out[OF_MOMENT] = 1.0
     out[OF_GRADIENT] = 0.0
     if kind in (ADAM, ADAMW):
-        biased = 1 - hyper[BETA1] ** t
+        biased = 1 - mass**t
         out[RATE] = lr / biased
         out[UNBIAS] = 1 / math.sqrt(1 - hyper[BETA2] ** t)
-        out[OF_MOMENT] = hyper[BETA1] ** missed
+        out[OF_MOMENT] = mass**missed
         out[OF_GRADIENT] = (1 - out[OF_MOMENT]) * biased
     if kind in (MOMENTUM_SGD, NESTEROV, RMSPROP):
         # Nesterov's momentum looks ahead by one update, as if each gradient had missed one.
-        out[OF_MOMENT] = hyper[MOMENTUM] ** (missed + (1.0 if kind == NESTEROV else 0.0))
-        out[OF_GRADIENT] = (1 - out[OF_MOMENT]) / (1 - hyper[MOMENTUM])
+        out[OF_MOMENT] = mass ** (missed + (1.0 if kind == NESTEROV else 0.0))
+        out[OF_GRADIENT] = (1 - out[OF_MOMENT]) / (1 - mass)
     if kind == ADAMW:
         out[DECAY] = 1 - lr * decay
 

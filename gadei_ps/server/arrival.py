@@ -65,6 +65,7 @@ def _arrive(part: int, line: int) -> None:
         steps = integer(record.steps)
         # A learner writes the version that it has pulled, so it may be any.
         record.staleness = version - min(version, frame[0].version)
+        record.momentum = frame[0].momentum
         for group in range(s.groups):
             hyper = s.c[0].hyper[group]
             rate = cpu.learning_rate(hyper, steps) * frame[0].rate_scale[group]

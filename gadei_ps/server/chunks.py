@@ -86,10 +86,11 @@ def prepare(s: Shard) -> None:
     """Works out each group's coefficients for the gradient of the shard's record."""
     record = s.state[0].record[s.number]
     step = integer(record.step) + 1
-    missed = integer(record.staleness)
+    missed, moved = integer(record.staleness), record.momentum
     for group in range(s.groups):
         coef = doubles(_coefficients_at(s, group), COEFFICIENTS)
-        cpu.coefficients(s.kind, s.c[0].hyper[group], record.rate[group], step, missed, coef)
+        hyper = s.c[0].hyper[group]
+        cpu.coefficients(s.kind, hyper, record.rate[group], step, missed, moved, coef)
 
 
 @inner

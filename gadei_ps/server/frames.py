@@ -54,12 +54,13 @@ def _may_assign(frame: np.ndarray, part: np.ndarray) -> bool:
 
 @inner
 def are_scales(frame: np.ndarray, groups: int) -> bool:
-    """Whether a frame scales the rate of each group by a number that can be. frame: its header."""
+    """Whether the scales of rates and the momentum of a frame can be. frame: its header."""
     for group in range(groups):
         scale = frame[0].rate_scale[group]
         if not (scale >= 0.0 and math.isfinite(scale)):
             return False
-    return True
+    momentum = frame[0].momentum
+    return math.isnan(momentum) or 0.0 <= momentum < 1.0
 
 
 @compiled

@@ -28,6 +28,7 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
     members = 0
     for group in range(s.groups):
         record.rate[group] = 0.0
+    record.momentum = 0.0
     scales = 0
     for i in range(count):
         ring = s.known[i]
@@ -39,10 +40,12 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
             if are_scales(frame, s.groups) and is_there(slot, ring.generation, ring.tail):
                 for group in range(s.groups):
                     record.rate[group] += frame[0].rate_scale[group]
+                record.momentum += frame[0].momentum  # NaN if one of them leaves it to the job
                 scales += 1
             members += 1
     record.staleness = ZERO  # all of them have the same weights
     steps = integer(record.steps)
+    record.momentum = record.momentum / scales if scales > 0 else np.nan
     for group in range(s.groups):
         mean = record.rate[group] / max(scales, 1)
         record.rate[group] = cpu.learning_rate(s.c[0].hyper[group], steps) * mean

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from gadei_ps import _native
 from gadei_ps.errors import UsageError
 from gadei_ps.job.groups import Group as Said
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.said import Says
-from gadei_ps.learners.torch.like import check_unchanged, shown
+from gadei_ps.learners.torch.like import check_unchanged, moved, shown
 from gadei_ps.learners.torch.model import Trained
 
 Group = dict[str, Any]
@@ -56,6 +57,14 @@ class _GroupSettings:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+    def momentum(self, group: Group) -> tuple[float | None, bool]:
+        """The group's momentum or first beta, and whether it is another one than the job's."""
+        for name in ("momentum", "betas"):
+            if has := self.shown.get(name):
+                now = group.get(name, has)
+                return moved(name, now), now != has and moved(name, now) != moved(name, has)
+        return None, False
 
     def scale(self, group: Group) -> float:
         """The learner's learning rate relative to the job's. Raises UsageError."""
@@ -139,8 +148,21 @@ class JobSettings:
             for number, (one, group) in enumerate(zip(self._settings, groups, strict=True)):
                 one.follow(group, rows[number])
 
-    def scales(self, groups: list[Group]) -> float | tuple[float, ...]:
-        """This learner's learning rate of each group relative to the job's. Raises UsageError."""
-        if len(groups) == 1:
-            return self._settings[0].scale(groups[0])
-        return tuple(one.scale(group) for one, group in zip(self._settings, groups, strict=True))
+    def scales(self, groups: list[Group]) -> _native.Scales:
+        """This learner's learning rate of each group relative to the job's, and its momentum.
+
+        The momentum only if a scheduler has moved it. Raises UsageError.
+        """
+        each = list(zip(self._settings, groups, strict=True))
+        found = [one.momentum(group) for one, group in each]
+        if not any(moved for _, moved in found):
+            if len(each) == 1:
+                return self._settings[0].scale(groups[0])
+            return tuple(one.scale(group) for one, group in each)
+        momentum = found[0][0]
+        if momentum is None or any(value != momentum for value, _ in found):
+            raise UsageError(
+                "param_groups have different momentum or betas, and not the job's: a scheduler may "
+                "move them to one value for all groups; give it one number, or cycle_momentum=False"
+            )
+        return tuple(one.scale(group) for one, group in each), momentum

@@ -21,7 +21,15 @@ KINDS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.RMSprop: "rmsprop",
 }
 # What schedulers add to a group, and what is not a setting.
-NOT_SETTINGS = ("params", "param_names", "initial_lr", "max_lr", "min_lr")
+NOT_SETTINGS = (
+    "params",
+    "param_names",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+)
 
 
 def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Says:
@@ -153,18 +161,44 @@ def shown(spec: OptimizerSpec) -> dict[str, Any]:
 
 
 def check_unchanged(group: Mapping[str, Any], made: Mapping[str, Any], number: int = 0) -> None:
-    """Raises UsageError if a setting of a parameter group differs from the job's. lr may differ.
+    """Raises UsageError if a setting of a parameter group differs from the job's.
 
-    number: of the group.
+    What travels with each gradient may differ: lr, a momentum, and the first of betas. number: of
+    the group.
     """
     for name, has in made.items():
         now = group.get(name, has)
         if name == "lr" or now == has or (isinstance(now, list) and tuple(now) == has):
             continue
-        moved = name in ("momentum", "betas")
+        if has and moved(name, now) is not None and rest(now) == rest(has):
+            continue
+        none = name == "momentum" and not has
         raise UsageError(
             f"param_groups[{number}][{name!r}] was set to {now!r}, and the job has {has!r} for all "
             f"of its gradients: set it once, in Optimizer(model, kind=..., {name}=...) or in "
             "[optimizer] of the job file"
-            + ("; a scheduler that moves it takes cycle_momentum=False" if moved else "")
+            + ("; a scheduler moves a momentum that is not 0 there" if none else "")
         )
+
+
+def moved(name: str, value: Any) -> float | None:
+    """The momentum, or the first beta, in a setting of that name; None in another setting.
+
+    Raises UsageError for what cannot be one.
+    """
+    if name == "betas" and isinstance(value, tuple | list) and len(value) == 2:
+        value = value[0]
+    elif name != "momentum":
+        return None
+    try:
+        momentum = float(value)
+    except (TypeError, ValueError):
+        momentum = -1.0
+    if not 0 <= momentum < 1:
+        raise UsageError(f"{name} was set to {value!r}: set a number from 0 on, below 1")
+    return momentum
+
+
+def rest(value: Any) -> Any:
+    """What of a setting does not travel with a gradient."""
+    return value[1] if isinstance(value, tuple | list) else None

@@ -35,6 +35,7 @@ SLOTS: dict[Kind, tuple[str, ...]] = {
     Kind.ADAMW: ("exp_avg", "exp_avg_sq"),
     Kind.RMSPROP: ("square_avg", "momentum_buffer"),
 }
+MOVED_BY_SCHEDULERS = ("momentum", "betas")
 OURS = "gadei_ps"  # beside torch's entries: what torch's class does not keep
 KEPT = (
     "load_state_dict: the job has made steps with another state, and keeps it; to go back to this "
@@ -139,6 +140,8 @@ def _warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None
             given = theirs.get(name, has)
             if name in ("lr", "initial_lr", "params") or given == has:
                 continue
+            if "initial_lr" in theirs and name in MOVED_BY_SCHEDULERS:
+                continue
             if isinstance(given, list) and tuple(given) == has:
                 continue
             warnings.warn(
@@ -195,7 +198,10 @@ class Saves(torch.optim.Optimizer):
             _load(self.client, self._trained, parameters, state_dict)
         for number, (group, one) in enumerate(zip(self.param_groups, saved, strict=True)):
             before = float(group["lr"])
-            group |= {name: one[name] for name in ("lr", "initial_lr") if name in one}
+            names = ["lr", "initial_lr"]
+            if "initial_lr" in one:
+                names += [name for name in MOVED_BY_SCHEDULERS if group.get(name)]
+            group |= {name: one[name] for name in names if name in one}
             if float(group["lr"]) != before and "initial_lr" not in one:  # else a scheduler's
                 of = f" of param_groups[{number}]" if len(saved) > 1 else ""
                 warnings.warn(

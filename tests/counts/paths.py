@@ -29,6 +29,7 @@ WAYS = ("dense", "rows", "superstep", "refused", "dropped", "assign")
 STREAM = {"assign": 0, "reset": 0, "slot": 1, "last slot": 2, "alone": 0}
 STEPS = 77  # that an assignment of a slot sets
 
+SAID_MOMENTUM = 0.75  # by the gradients; the job has another one
 MISSED = 1  # updates that the first gradient has missed
 COLLECTED = ("superstep", "alone")
 Gradient = tuple[np.ndarray, np.ndarray]
@@ -131,7 +132,7 @@ def _publish(rig: Rig, path: Path) -> list[list[Gradient]]:
     raw = reference.encode(path.wire, noise(5, count=rig.model.elements))
     whole = reference.decode(path.wire, raw), np.ones(rig.model.elements, bool)
     says: dict[str, Any] = {"wire": path.wire, "loss": 1.5, "started": 1.0, "finished": 2.0}
-    says["version"] = int(rig.control["version"]) - MISSED
+    says |= {"version": int(rig.control["version"]) - MISSED, "momentum": SAID_MOMENTUM}
     if path.way.startswith("after"):
         listed = {"after1": [1], "after2": [1, 3]}[path.way]
         values = noise(6, count=len(listed) * 24).reshape(-1, 24)
@@ -215,7 +216,8 @@ def _step(
 ) -> None:
     """Changes weights and slots by the mean of the gradients, or assigns."""
     kind = Kind[path.optimizer.upper()]
-    spec = OptimizerSpec(kind, lr=RATE, weight_decay=DECAY, momentum=MOMENTUM)
+    moving = {"momentum": SAID_MOMENTUM, "beta1": SAID_MOMENTUM}
+    spec = OptimizerSpec(kind, lr=RATE, weight_decay=DECAY, **moving)
     low, high = rig.range(path.index)
     here = np.arange(rig.model.elements)
     named = np.any([one[1] for one in given], axis=0) & (here >= low) & (here < high)

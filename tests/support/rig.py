@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -225,6 +226,7 @@ class Rig:
             "batch": layout.NO_BATCH,
             "samples": 1,
             "rate_scale": 1.0,
+            "momentum": math.nan,
         }
         for field, value in (good | fields).items():
             frame[0][field] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -40,11 +41,12 @@ def update_in_chunks(
     t: int,
     lr: float,
     staleness: int = 0,
+    momentum: float = math.nan,
 ) -> None:
     """Do what `reference.step` does, with the compiled kernels, chunk by chunk."""
     kind = int(spec.kind)
     coef = np.full(COEFFICIENTS, np.nan)
-    cpu.coefficients(kind, spec.pack(), lr, t, staleness, coef)
+    cpu.coefficients(kind, spec.pack(), lr, t, staleness, momentum, coef)
     nothing = np.empty(0, np.float32)
     s0, s1 = [*state, nothing, nothing][:2]
     for start in range(0, weights.size, CHUNK):
@@ -104,6 +106,7 @@ def allowed(
     magnitude=st.floats(-6, 6),
     staleness=st.sampled_from([0, 1, 2, 7, 300, 2**40]),
     compensated=st.booleans(),
+    momentum=st.sampled_from([math.nan, 0.0, 0.5, 0.95]),
     seed=st.integers(0, 2**32),
 )
 def test_update_is_the_reference_to_rounding(
@@ -114,6 +117,7 @@ def test_update_is_the_reference_to_rounding(
     magnitude: float,
     staleness: int,
     compensated: bool,
+    momentum: float,
     seed: int,
 ) -> None:
     """Every kind, with and without decay, over five steps of gradients of any magnitude."""
@@ -125,10 +129,14 @@ def test_update_is_the_reference_to_rounding(
         gradient = random.standard_normal(length, np.float32) * np.float32(10**magnitude)
         gradient[random.random(length) < 0.1] = 0
         expected, expected_state = weights.copy(), [slot.copy() for slot in state]
-        reference.step(spec, expected, expected_state, gradient, t, lr, staleness)
-        bounds = allowed(spec, weights, state, expected_state, gradient, lr, staleness)
+        own = spec
+        if not math.isnan(momentum) and (kind is not Kind.NESTEROV or momentum):
+            own = dataclasses.replace(spec, momentum=momentum, beta1=momentum)
+        reference.step(own, expected, expected_state, gradient, t, lr, staleness)
+        bounds = allowed(own, weights, state, expected_state, gradient, lr, staleness)
         untouched = gradient.copy()
-        update_in_chunks(spec, weights, state, gradient, t, lr, staleness)
+        said = math.nan if own is spec else momentum
+        update_in_chunks(spec, weights, state, gradient, t, lr, staleness, said)
         assert np.array_equal(gradient, untouched)
         for got, wanted, bound in zip(
             [weights, *state], [expected, *expected_state], bounds, strict=True

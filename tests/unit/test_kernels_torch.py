@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def compiled_step(
 ) -> None:
     """Do what `reference.step` does, with the compiled kernels."""
     coef = np.zeros(COEFFICIENTS)
-    cpu.coefficients(int(spec.kind), spec.pack(), lr, t, 0, coef)
+    cpu.coefficients(int(spec.kind), spec.pack(), lr, t, 0, math.nan, coef)
     nothing = np.empty(0, np.float32)
     s0, s1 = [*state, nothing, nothing][:2]
     cpu.update(int(spec.kind), coef, weights, s0, s1, gradient)

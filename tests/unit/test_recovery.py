@@ -36,6 +36,7 @@ def _stopped_inside(
         "sequence",
         "step",
         "staleness",
+        "momentum",
         "rate",
         "version",
         "applies",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -147,6 +148,24 @@ def test_stale_gradients_are_compensated(job_name: str, kind: str, compensation:
             np.testing.assert_allclose(rig.weights, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", ["momentum", "nesterov", "adam", "adamw", "rmsprop"])
+def test_momentum_that_travels_with_a_gradient(job_name: str, kind: str) -> None:
+    """It counts for this gradient; one that says none has the job's."""
+    spec = OptimizerSpec(Kind[kind.upper()], lr=0.05)
+    optimizer = {"kind": kind, "lr": 0.05, "momentum": spec.momentum}
+    with Rig(job_name, W, optimizer=optimizer) as rig, rig.serving():
+        expected = rig.weights.copy()
+        state = [np.zeros_like(expected) for _ in range(slots(spec.kind))]
+        for t, momentum in enumerate([0.5, None, 0.95, 0.25, None]):
+            gradient = noise(t, expected.size)
+            rig.apply(0, gradient, **({} if momentum is None else {"momentum": momentum}))
+            own = spec
+            if momentum is not None:
+                own = dataclasses.replace(spec, momentum=momentum, beta1=momentum)
+            reference.step(own, expected, state, gradient, t + 1, 0.05)
+            np.testing.assert_allclose(rig.weights, expected, rtol=2e-5, atol=2e-6)
+
+
 # -- refusing -------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], Reason]] = [
@@ -154,6 +173,9 @@ BAD: list[tuple[dict[str, Any], Reason]] = [
     ({"kind": 2**32 - 1}, Reason.BAD_KIND),
     ({"dtype": 0}, Reason.BAD_DTYPE),
     ({"dtype": 4}, Reason.BAD_DTYPE),
+    ({"momentum": -0.1}, Reason.BAD_SCALE),
+    ({"momentum": 1.0}, Reason.BAD_SCALE),
+    ({"momentum": np.inf}, Reason.BAD_SCALE),
     ({"payload_bytes": 0}, Reason.BAD_SIZE),
     ({"payload_bytes": 2**64 - 1}, Reason.BAD_SIZE),
     ({"dtype": WireType.FLOAT16}, Reason.BAD_SIZE),
