@@ -316,9 +316,9 @@ class Client(Work, OptimizerState):
         by default the one taken first of those not yet answered. version: that it was computed
         from; by default the last pulled. A gradient that is not `wanted` any more is given up.
         rate_scale multiplies the job's learning rate: a number for all groups of parameters, or a
-        tuple of one for each; or such a tuple, and the momentum of all. Raises PushTimeout, JobStopped, JobFailed; UsageError where another
-        thread pushes, or after detach(). Then nothing has been published; after a
-        KeyboardInterrupt perhaps: `published` tells.
+        tuple of one for each; or that tuple and a momentum. Raises PushTimeout, JobStopped,
+        JobFailed; UsageError where another thread pushes, or after detach(). Then nothing has been
+        published; after a KeyboardInterrupt perhaps: `published` tells.
         """
         kept: list[object] = []
         return self.push_from(

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xdd0fd926da02dcc3ull
+#define PS_BUILD 0x3faf9dbe5418f8baull
 
 #endif
