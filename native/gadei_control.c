@@ -79,8 +79,8 @@ static int find_job(gadei_learner *learner, const char *job)
         job = getenv("GADEI_PS_JOB");
     if (!job || !*job)
         return ps_fail(learner, GADEI_ERROR,
-                       "which job? give its name, or start the program with gadei-ps run or attach "
-                       "(they set GADEI_PS_JOB)");
+                       "which job? give its name, or start the program with gadei-ps run or attach, "
+                       "or in a process with a gadei_ps.serve() (they set GADEI_PS_JOB)");
     snprintf(learner->target, sizeof learner->target, "%s", job);
     if (!strchr(job, '/')) {
         int result = check_job_name(learner, job);

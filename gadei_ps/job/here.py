@@ -48,8 +48,8 @@ def wanted(job: str | None) -> str:
     target = job or os.environ.get(JOB_VARIABLE)
     if not target:
         raise UsageError(
-            f"which job? give its name, start the program with gadei-ps run or attach (they set "
-            f"{JOB_VARIABLE}), or serve one here with gadei_ps.serve()"
+            "which job? give its name, or start the program with gadei-ps run or attach, or in a "
+            f"process with a gadei_ps.serve() (they set {JOB_VARIABLE})"
         )
     return target
 
