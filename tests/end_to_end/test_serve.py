@@ -69,7 +69,7 @@ def test_a_block() -> None:
     with pytest.raises(JobNotFound):
         job.status()
     job.stop()  # once more, it does nothing
-    with pytest.raises(UsageError, match=r"which job\? .* or serve one here with gadei_ps.serve"):
+    with pytest.raises(UsageError, match=r"which job\? .* a gadei_ps.serve\(\)"):
         Client(tensors=W)
 
 
