@@ -416,13 +416,14 @@ class Client(Work, OptimizerState):
             print(REFUSED, file=sys.stderr, flush=True)
 
     def wait_applied(self, sequence: int | None = None, timeout_s: float | None = None) -> None:
-        """Waits until the gradient, by default the last one, is in the weights or dropped."""
+        """Waits until the gradient, by default the last one, is in the weights or dropped; the next
+        one then counts as computed from the weights of now."""
         self.check_process()
         wanted = self.published - 1 if sequence is None else sequence
         if wanted >= 0:
             what = "the gradient was not applied"
             self._wait(_native.wait_applied, (*self._rings, wanted), timeout_s, what)
-        if not self._learner.copies:  # the next gradient comes from the weights as they are now
+        if not self._learner.copies:
             self.sees_current()
 
     # -- the end --------------------------------------------------------------------------------

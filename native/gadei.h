@@ -209,7 +209,8 @@ int gadei_wait_mini_batch(gadei_learner *learner, uint32_t number, int64_t timeo
 /* Gradients published so far. */
 uint64_t gadei_published(const gadei_learner *learner);
 
-/* Waits until all that this learner has published is in the weights, dropped or refused.
+/* Waits until all that this learner has published is in the weights, dropped or refused. The next
+ * gradient then counts as computed from the live weights as they are now, unless it was pulled.
  * GADEI_TIMEOUT, GADEI_STOPPED, GADEI_EVICTED, GADEI_FAILED. */
 int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms);
 

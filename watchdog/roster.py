@@ -12,6 +12,7 @@ A row's life, each word with one writer (layout in native/ps_layout.h):
 from __future__ import annotations
 
 import errno
+import math
 import os
 import selectors
 import signal
@@ -34,7 +35,7 @@ from gadei_ps.watchdog.memory import JobMemory
 LATE_S = 3.0  # far longer than the time between two calls of kill_hung
 TAKE_S = 5.0  # from the answer that gives a place until the learner has its ring mapped
 # Counted by the server for one learner; cleared for the next one.
-COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unasked", "loss")
+COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unasked")
 STALENESS = ("staleness_sum", "staleness_max", "histogram", "reason")
 
 
@@ -185,6 +186,7 @@ class Roster:
         entry["name"] = coming.name.encode()[:31]
         for field in ("gone", "drained", "grant", "obsolete", "handed", *COUNTS, *STALENESS):
             entry[field] = 0
+        entry["loss"] = math.nan  # none is told yet
         entry["outstanding"] = layout.NO_BATCH
         self._memory.control.view(layout.CONTROL)["ring_inode"][row] = ring.inode
         entry["wanted"] = coming.generation

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ MOST_EVENTS: Final = 1000
 LINE_BYTES: Final = 4000  # of a longest line: less than a pipe takes at once
 EVENTS: Final = ("set", "measured")
 OLD: Final = ".old"  # the file of the job of that name before
+OWN: Final = re.compile(rf"\.?([A-Za-z0-9][\w-]*\.)?history({re.escape(OLD)})?\.jsonl(\.tmp)?")
 
 
 def old(path: Path) -> Path:
@@ -30,8 +32,7 @@ def old(path: Path) -> Path:
 
 def is_own(name: str) -> bool:
     """Whether a file of that name is a history, or one in the making."""
-    plain = name.removesuffix(".tmp").removeprefix(".")
-    return plain.endswith(("history.jsonl", f"history{OLD}.jsonl"))
+    return OWN.fullmatch(name) is not None
 
 
 def parsed(raw: bytes) -> list[dict[str, Any]]:

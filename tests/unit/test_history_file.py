@@ -107,3 +107,15 @@ def test_lines_that_no_file_takes() -> None:
         line({"time": 1.0, "text": "x" * 5000})
     with pytest.raises(ValueError, match="not JSON compliant"):
         line({"time": float("nan")})
+
+
+@pytest.mark.parametrize(
+    "name", ["history.jsonl", "demo.history.jsonl", "a-b_1.history.old.jsonl", ".history.jsonl.tmp"]
+)
+def test_names_of_histories(name: str) -> None:
+    assert history.is_own(name)
+
+
+@pytest.mark.parametrize("name", ["myhistory.jsonl", "loss_history.jsonl", "history.jsonl.gz"])
+def test_files_of_others(name: str) -> None:
+    assert not history.is_own(name)
