@@ -108,11 +108,14 @@ class OptimizerState(Assigns):
         checked = [self._checked(zeros | dict(one)) for one in values]  # before any is written
         if not self.begins:
             who = self.generation
-            again = control.Load(generation=who, digest=1, steps=0, after=0, again=True)
+            again = control.Load(generation=who, digest=1, steps=0, gives=0, after=0, again=True)
             self._write_asked(again, lambda: self._write(checked, steps, timeout_s))
             return True
         done = self._share(
-            "state", _digest(checked, steps), 0, lambda: self._write(checked, steps, timeout_s)
+            "state",
+            _digest(checked, steps),
+            lambda: self._write(checked, steps, timeout_s),
+            gives=steps or 0,
         )
         if done:
             self._steps_loaded = steps or 0
@@ -130,22 +133,29 @@ class OptimizerState(Assigns):
         return self._share(
             "weights",
             _digest([checked], sorted(values)),
-            self._steps_loaded,
             lambda: self._assign(checked[0], timeout_s),
+            steps=self._steps_loaded,
         )
 
     def _share(
         self,
         what: What,
         digest: int,
-        steps: int,
         write: Callable[[], object],
+        *,
+        steps: int = 0,
+        gives: int = 0,
     ) -> bool:
-        """steps: as in control.Load."""
+        """steps, gives: as in control.Load."""
         before = self._asked[what]
         digest = _chained(before, digest)
         asked = control.Load(
-            what=what, generation=self.generation, digest=digest, steps=steps, after=before
+            what=what,
+            generation=self.generation,
+            digest=digest,
+            steps=steps,
+            gives=gives,
+            after=before,
         )
         self._asked = {**self._asked, what: digest}
         return self._write_asked(asked, write)

@@ -2,7 +2,8 @@
 
 Every learner of a job runs the same script, and loads the same. One of them writes it, before the
 job's first gradient; the others wait for it. A learner that comes later does not: the job has
-trained further. What one that dies has written in part, the next learner that loads writes whole.
+trained further. What one that dies has written in part, the next learner writes whole that loads
+before the job has made a step, or after a step of its own.
 """
 
 from __future__ import annotations
@@ -72,9 +73,12 @@ class Loading:
                 return "other"
         if loading and loading != request.generation and not died:
             return "wait"
-        if not loading and not request.again:
+        if (died or not loading) and not request.again:
+            allowed = {request.steps}
+            if died and request.what == "state":
+                allowed.add(request.gives)  # which the dead one may have written
             steps = state["record"]["steps"][: int(control["shards"])]
-            if (steps != request.steps).any():
+            if not allowed.issuperset(steps.tolist()):
                 return "other"
         if died:
             state["loaded"][which] = 0  # it is not whole

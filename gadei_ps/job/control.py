@@ -144,14 +144,16 @@ class Load(_Message):
     """A learner asks whether it shall write what its script loads when it begins.
 
     what: the optimizer's state, or weights. generation: its own. digest: of what it loads. steps:
-    that the job's optimizer counts, if no learner has made one since. after: digest of what it has
-    loaded before this, which takes that one's place. again: it loads in the middle of training, and
-    will write in any case. done: it has written it.
+    that the job's optimizer counts, if no learner has made one since. gives: steps that it counts
+    once the state is written. after: digest of what it has loaded before this, which takes that
+    one's place. again: it loads in the middle of training, and will write in any case. done: it has
+    written it.
     """
 
     op: Literal["load"] = "load"
     what: Literal["state", "weights"] = "state"
     steps: int = Field(0, ge=0, lt=2**63)
+    gives: int = Field(0, ge=0, lt=2**63)
     after: int = Field(0, ge=0, lt=2**63)
     generation: int = Field(gt=0, lt=2**63)
     digest: int = Field(gt=0, lt=2**63)

@@ -53,7 +53,7 @@ def _is_whole(job: str, steps: int = 7) -> bool:
 def test_the_next_learner_finishes_it(
     trains: bool, job_name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One that begins and loads the same, as a learner that is started again does."""
+    """One that loads as it did: when it begins, or after a step of its own."""
     with daemon(job_name, optimizer=ADAM, tensors=TENSORS) as job:
         with fork(1, _load, job_name, trains, True) as (one,):
             assert one.receive() == "begins"
@@ -66,14 +66,41 @@ def test_the_next_learner_finishes_it(
             assert (found.slots[1][:1000] == 2).all(), "squares come first"
             assert not (found.slots[0] == 1).any()
             assert found.steps == int(trains), "and the steps at the end"
-            client.wait_applied(client.push({"w": np.ones(1000, np.float32)}))
-        with fork(1, _load, job_name, False, False) as (other,):
+        with fork(1, _load, job_name, trains, False) as (other,):
             assert other.receive() == "begins"
             other.send()
             assert other.receive() is True
         assert _is_whole(job_name)
         job.check()
     assert "a learner has died while it loaded the optimizer's state" in capfd.readouterr().err
+
+
+def _load_weights(_: Connection, job: str) -> None:
+    client = Client(job)
+    client._assign = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    client.load_weights({"w": np.ones(1000)})
+
+
+def test_the_job_trains_before_the_next_one_loads(job_name: str) -> None:
+    """What it has trained stays, and the next one hears so: its weights as well as its state."""
+    with daemon(job_name, optimizer=ADAM, tensors=TENSORS) as job:
+        with fork(1, _load, job_name, False, True) as (one,):
+            assert one.receive() == "begins"
+            one.send()
+            assert one.receive() == "half"
+            one.kill()
+        with fork(1, _load_weights, job_name) as (one,):
+            eventually(lambda: status(job_name)["learner_deaths"] == 2)
+        with Client(job_name) as client, Client(job_name) as late:
+            client.wait_applied(client.push({"w": np.ones(1000, np.float32)}))
+            before = client.job_state()
+            assert not late.load_weights({"w": np.ones(1000)})
+            assert not late.load_optimizer_state(STATE, 7)
+            found = client.job_state()
+            np.testing.assert_array_equal(found.weights, before.weights)
+            np.testing.assert_array_equal(found.slots, before.slots)
+            assert found.steps == 1
+        job.check()
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["watchdog", "and the learner"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 from support import Rig
 
 from gadei_ps.job.control import Load
@@ -35,15 +36,29 @@ def test_one_writes_and_the_others_wait(job_name: str) -> None:
 def test_the_one_that_writes_dies(job_name: str) -> None:
     """The next one writes all of it again."""
     with Rig(job_name, W, learners=3) as rig:
-        assert asks(rig, 1) == "write"
+        assert asks(rig, 1, gives=50) == "write"
         rig.state["record"]["steps"] = 50
         rig.roster[0]["wanted"] = 0
-        assert asks(rig, 2) == "write"
-        assert asks(rig, 3) == "wait"
-        asks(rig, 1, done=True)  # said late
-        assert asks(rig, 3) == "wait"
-        asks(rig, 2, done=True)
-        assert asks(rig, 3) == "same"
+        assert asks(rig, 2, gives=50) == "write"
+        assert asks(rig, 3, gives=50) == "wait"
+        asks(rig, 1, gives=50, done=True)  # said late
+        assert asks(rig, 3, gives=50) == "wait"
+        asks(rig, 2, gives=50, done=True)
+        assert asks(rig, 3, gives=50) == "same"
+
+
+@pytest.mark.parametrize("what", ["state", "weights"])
+def test_the_job_trains_after_the_one_that_writes_has_died(what: str, job_name: str) -> None:
+    """What it has trained stays, whether the dead one had written or not."""
+    with Rig(job_name, W, learners=3) as rig:
+        assert asks(rig, 1, what=what, gives=50) == "write"
+        rig.roster[0]["wanted"] = 0
+        for steps in (1, 49, 51, 1000):
+            rig.state["record"]["steps"] = steps
+            assert asks(rig, 2, what=what, gives=50) == "other"
+        rig.state["record"]["steps"] = 50
+        expected = "write" if what == "state" else "other"  # weights bring no steps
+        assert asks(rig, 2, what=what, gives=50) == expected
 
 
 def test_a_job_that_has_trained_keeps_its_own(job_name: str) -> None:
@@ -101,7 +116,7 @@ def test_in_the_middle_of_training(job_name: str) -> None:
 
 
 def test_one_dies_in_the_middle_of_training(job_name: str) -> None:
-    """The next one that loads writes all of it, whatever the job has made since; the log tells."""
+    """The next one that loads after a step of its own writes all of it; the log tells."""
     with Rig(job_name, W, learners=3) as rig:
         log = mock.Mock()
         loading = Loading(rig.memory, log)
@@ -116,7 +131,8 @@ def test_one_dies_in_the_middle_of_training(job_name: str) -> None:
         loading.look()
         (said,) = log.warning.call_args_list
         assert "a learner has died while it loaded the optimizer's state" in said.args[0]
-        assert asks(rig, 2, 7) == "write"
-        assert asks(rig, 3, 7) == "wait"
-        asks(rig, 2, 7, done=True)
-        assert asks(rig, 3, 7) == "same"
+        assert asks(rig, 2, 7) == "other", "it begins, and the job has trained"
+        assert asks(rig, 2, again=True) == "write"
+        assert asks(rig, 3, again=True) == "wait"
+        asks(rig, 2, again=True, done=True)
+        assert asks(rig, 3, again=True) == "write"
