@@ -69,7 +69,7 @@ def _read(
     """
     kind, found = _kind(client), client.job_state()
     state: dict[int, dict[str, torch.Tensor]] = {}
-    if not found.steps or not SLOTS[kind]:
+    if not SLOTS[kind] or not (found.steps or any(slot.any() for slot in found.slots)):
         return state, found.steps
     views = [client.model.views(slot) for slot in found.slots]
     names = {id(parameter): name for name, parameter in trained.parameters.items()}
@@ -121,8 +121,10 @@ def _load(
             slot[name] = state[key].detach().to("cpu", torch.float32).numpy()
     if not steps and saved.get(OURS):
         steps.add(int(saved[OURS]["steps"]))
-    if not any(steps) and not any(values):
-        return  # it is new
+    if not any(steps) and not any(values):  # it is new
+        if client.begins or not (steps or SLOTS[kind]):
+            return
+        steps.add(0)
     if len(steps) > 1:
         warnings.warn(
             f"load_state_dict: parameters have made {min(steps)} to {max(steps)} steps; the job "

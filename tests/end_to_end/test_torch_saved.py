@@ -278,6 +278,44 @@ def test_going_back_in_the_middle(job_name: str) -> None:
         job.check()
 
 
+@pytest.mark.parametrize("of", ["a job", "torch"])
+def test_going_back_to_the_beginning(of: str, job_name: str) -> None:
+    """The state of before any step: momentum is none, and the steps are 0."""
+    settings, of_torch, words = KINDS["momentum"]
+    model = plain_model()
+    with daemon(job_name, optimizer=settings, shards=2) as job:
+        ours = Optimizer(model, job_name, wait=True)
+        new = ours.state_dict()
+        if of == "torch":
+            new = of_torch(plain_model().parameters(), **words).state_dict()
+        train(model, ours, BATCHES[:3])
+        assert ours.state_dict()["state"]
+        ours.load_state_dict(new)
+        found = ours.client.job_state()
+        assert found.steps == 0
+        assert not np.any(found.slots)
+        assert ours.state_dict()["state"] == {}
+        ours.close()
+        job.check()
+
+
+def test_a_state_of_torch_without_steps(job_name: str) -> None:
+    """SGD of torch counts none; its momentum is there to be saved before the job's first step."""
+    settings, of_torch, words = KINDS["momentum"]
+    twin, model = plain_model(), plain_model()
+    theirs = of_torch(twin.parameters(), **words)
+    train(twin, theirs, BATCHES[:2])
+    with daemon(job_name, optimizer=settings) as job:
+        ours = Optimizer(model, job_name)
+        ours.load_state_dict(theirs.state_dict())
+        found, expected = ours.state_dict()["state"], theirs.state_dict()["state"]
+        assert found.keys() == expected.keys()
+        for number, one in expected.items():
+            torch.testing.assert_close(found[number], one)
+        ours.close()
+        job.check()
+
+
 def test_frozen_parameters(job_name: str) -> None:
     """Torch's optimizer is given them too, and numbers them."""
     settings, of_torch, words = KINDS["adam"]
