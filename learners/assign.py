@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.errors import ModelMismatch, PushTimeout, UsageError
 from gadei_ps.learners.frame import NONE, UNKNOWN, Frames, whole_at
 from gadei_ps.learners.waits import OnlyOne, limit
 from gadei_ps.memory import layout
@@ -90,20 +91,20 @@ class Assigns(Frames):
             if tensor.name not in values:
                 where += NONE
                 continue
-            try:
-                array = np.ascontiguousarray(values[tensor.name], np.float32)
-            except (TypeError, ValueError):
-                raise ModelMismatch(f"{tensor.name!r}: give numbers to assign") from None
-            given = np.shape(values[tensor.name])
-            if given != tensor.shape:
+            found = _numbers(tensor.name, values[tensor.name])
+            if found.shape != tensor.shape:
                 raise ModelMismatch(
-                    f"{tensor.name!r} was given values of shape {list(given)}, "
+                    f"{tensor.name!r} was given values of shape {list(found.shape)}, "
                     f"the tensor has shape {list(tensor.shape)}"
                 )
+            with np.errstate(over="ignore"):
+                array = np.ascontiguousarray(found, np.float32)
             if self.refuses_nonfinite and not np.isfinite(array).all():
+                beyond = found.dtype.kind == "f" and np.isfinite(found).all()
+                what = "a number beyond float32's range" if beyond else "a NaN or an infinity"
                 raise UsageError(
-                    f"assign: {tensor.name!r} holds a NaN or an infinity, which the job refuses; "
-                    "nothing is changed"
+                    f"assign: {tensor.name!r} holds {what}, which the job refuses; nothing is "
+                    "changed"
                 )
             kept.append(array)
             where += whole_at(_native.address(array))
@@ -136,4 +137,20 @@ class Assigns(Frames):
             raise self._evicted() if sequence == _native.PS_EVICTED else self._ended()
         self.assigned += 1
         learner.started = started  # the iteration in hand goes on
-        self.wait_applied(sequence, timeout_s)
+        rest = None if until is None else max(0.0, until - time.monotonic())
+        try:
+            self.wait_applied(sequence, rest)
+        except PushTimeout:
+            raise PushTimeout(f"the assignment was not made within {timeout_s} s") from None
+
+
+def _numbers(name: str, given: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Raises ModelMismatch for what cannot be numbers of float32."""
+    try:
+        found = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split())
+        raise ModelMismatch(f"{name!r}: give numbers to assign: {why}") from None
+    if found.dtype.kind not in "biuf" and not np.can_cast(found.dtype, np.float32):
+        raise ModelMismatch(f"{name!r}: give numbers to assign, not {found.dtype}")
+    return found

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import Child, daemon, eventually, fork, live_weights, spin, status
 
-from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.errors import ModelMismatch, PushTimeout, UsageError
 from gadei_ps.job.processes import Processes
 from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
@@ -65,6 +65,13 @@ def test_assigned_values_are_the_weights(kind: str, job_name: str) -> None:
         job.check()
 
 
+class _Gradient:
+    """As a tensor of torch that requires a gradient."""
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise RuntimeError("use detach")
+
+
 def test_what_cannot_be_assigned(job_name: str) -> None:
     tensors = {"w": np.zeros((3, 2), np.float32)}
     with daemon(job_name) as job, Client(job_name, tensors=tensors) as client:
@@ -73,6 +80,10 @@ def test_what_cannot_be_assigned(job_name: str) -> None:
             ({"x": np.zeros(2)}, ModelMismatch, "the job's model has no tensor 'x'"),
             ({"w": np.zeros(6)}, ModelMismatch, r"'w' was given values of shape \[6\], the tensor"),
             ({"w": "abc"}, ModelMismatch, "'w': give numbers to assign"),
+            ({"w": [["1", "2"]] * 3}, ModelMismatch, "'w': give numbers to assign, not <U1"),
+            ({"w": np.ones((3, 2)) * 1j}, ModelMismatch, "give numbers to assign, not complex128"),
+            ({"w": _Gradient()}, ModelMismatch, "'w': give numbers to assign: use detach"),
+            ({"w": np.full((3, 2), 1e300)}, UsageError, "'w' holds a number beyond float32"),
             ({"w": Rows(np.zeros(1, int), np.zeros((1, 2)))}, ModelMismatch, "'w'"),
             ({"w": np.full((3, 2), np.nan)}, UsageError, "'w' holds a NaN or an infinity"),
             (np.zeros(6), ModelMismatch, "assign takes arrays by name, not a ndarray"),
@@ -84,6 +95,30 @@ def test_what_cannot_be_assigned(job_name: str) -> None:
             client.load_optimizer_state([{"w": np.zeros((3, 2))}])
         assert client.published == 0
         assert not client.flat.any()
+        job.check()
+
+
+def test_one_time_limit(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the slot and for the server together, with words that say what was not made."""
+    with (
+        daemon(job_name) as job,
+        Client(job_name, tensors={"w": np.zeros(3, np.float32)}) as client,
+    ):
+        server = eventually(lambda: Processes(job_name).server(ready=True))
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(PushTimeout, match=r"^the assignment was not made within 0 s$"):
+                client.assign({"w": np.ones(3)}, timeout_s=0)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        client.wait_applied()
+        np.testing.assert_array_equal(client.weights["w"], 1)
+        wait, left = client.wait_applied, []
+        monkeypatch.setattr(
+            client, "wait_applied", lambda number, rest: [left.append(rest), wait(number, rest)]
+        )
+        client.assign({"w": np.zeros(3)}, timeout_s=60)
+        assert 0 < left[0] < 60, "the claim has taken some"
         job.check()
 
 
