@@ -4,7 +4,7 @@
 job of its own, whose name --generator takes:
 
 python gan.py --plain                                                     # torch alone
-gadei-ps serve generator                                                  # in another terminal
+: > generator.toml; gadei-ps serve generator.toml                         # in another terminal
 gadei-ps run gan --learners 2 -- python gan.py --generator generator      # two learners
 """
 

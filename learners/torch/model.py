@@ -43,9 +43,10 @@ class Trained:
         """
         if not isinstance(module, torch.nn.Module):
             raise UsageError(
-                "give Optimizer the model itself, not its parameters or groups of them: "
-                "Optimizer(model, kind='adamw', lr=1e-3, groups=[{'params': ..., 'lr': ...}]), for "
-                "the job knows them by name"
+                "give Optimizer the model itself, not its parameters, groups of them or another "
+                "optimizer: Optimizer(model, kind='adamw', lr=1e-3, groups=[{'params': ..., 'lr': "
+                "...}]), as the job knows parameters by name; several modules go into one "
+                "torch.nn.ModuleList, and like= takes an optimizer of torch"
             )
         parameters: dict[str, torch.nn.Parameter] = {}
         frozen: dict[str, torch.nn.Parameter] = {}
