@@ -118,14 +118,16 @@ class Assigns(Frames):
         stream: int = 0,
         reset: bool = False,
         steps: int = SAME_STEPS,
+        until: float | None = None,
     ) -> None:
+        """until: when timeout_s is over; by default counted from now."""
         self.check_process()
         self._land()
         if self._learner.kind in (FrameKind.DENSE, FrameKind.ROWS):
             raise UsageError("assign: a gradient is begun and not pushed yet: push it first")
         learner, facts = self._learner, (self._learner.version, NO_BATCH, 0, 1.0, UNKNOWN)
         started: Any = learner.started
-        until = limit(timeout_s)
+        until = limit(timeout_s) if until is None else until
         with self._pushing:
             slot = self._wait(learner.claim, (), timeout_s, NO_SLOT, until)
             try:

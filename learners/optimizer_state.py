@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -12,17 +13,19 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import GadeiError, PushTimeout, UsageError
 from gadei_ps.job import control
 from gadei_ps.job.control import Lasting
 from gadei_ps.kernels.optimizers import slots
 from gadei_ps.learners.assign import Assigns, Checked, Values
 from gadei_ps.learners.frame import NONE
+from gadei_ps.learners.waits import limit
 from gadei_ps.memory.layout import SAME_STEPS, Role
 from gadei_ps.memory.weights import FloatArray
 
 COPY_S = 120.0  # for the watchdog to have the job copied
 ASK_S = 0.02  # between two looks whether another learner has loaded
+GIVE_UP_S = 3.0  # for another watchdog to hear that this learner does not write
 
 
 class JobState(NamedTuple):
@@ -37,6 +40,8 @@ class JobState(NamedTuple):
 
 
 What = Literal["state", "weights"]
+Write = Callable[[float | None], object]
+"""Is given when the time limit is over."""
 
 
 class OptimizerState(Assigns):
@@ -106,15 +111,20 @@ class OptimizerState(Assigns):
             if one.role is Role.PARAMETER
         }
         checked = [self._checked(zeros | dict(one)) for one in values]  # before any is written
+
+        def write(until: float | None) -> None:
+            self._write(checked, steps, timeout_s, until)
+
         if not self.begins:
             who = self.generation
             again = control.Load(generation=who, digest=1, steps=0, gives=0, after=0, again=True)
-            self._write_asked(again, lambda: self._write(checked, steps, timeout_s))
+            self._write_asked(again, write, timeout_s)
             return True
         done = self._share(
             "state",
             _digest(checked, steps),
-            lambda: self._write(checked, steps, timeout_s),
+            write,
+            timeout_s,
             gives=steps or 0,
         )
         if done:
@@ -133,7 +143,8 @@ class OptimizerState(Assigns):
         return self._share(
             "weights",
             _digest([checked], sorted(values)),
-            lambda: self._assign(checked[0], timeout_s),
+            lambda until: self._assign(checked[0], timeout_s, until=until),
+            timeout_s,
             steps=self._steps_loaded,
         )
 
@@ -141,7 +152,8 @@ class OptimizerState(Assigns):
         self,
         what: What,
         digest: int,
-        write: Callable[[], object],
+        write: Write,
+        timeout_s: float | None,
         *,
         steps: int = 0,
         gives: int = 0,
@@ -157,32 +169,48 @@ class OptimizerState(Assigns):
             gives=gives,
             after=before,
         )
+        done = self._write_asked(asked, write, timeout_s)
         self._asked = {**self._asked, what: digest}
-        return self._write_asked(asked, write)
+        return done
 
-    def _write_asked(self, asked: control.Load, write: Callable[[], object]) -> bool:
-        """Writes if the job wants it; False if it keeps something else."""
-        while (answer := self._ask(asked)) == "wait":
-            time.sleep(ASK_S)
-        if answer == "write":
-            write()
-            self._ask(asked.model_copy(update={"done": True}))
+    def _write_asked(self, asked: control.Load, write: Write, timeout_s: float | None) -> bool:
+        """Writes if the job wants it; False if it keeps something else. The others do not wait for
+        this learner where that fails or is interrupted."""
+        until = limit(timeout_s)
+        try:
+            while (answer := self._ask(asked)) == "wait":
+                if until is not None and time.monotonic() >= until:
+                    raise PushTimeout(
+                        f"another learner has not loaded the {asked.what} within {timeout_s} s"
+                    )
+                time.sleep(ASK_S)
+            if answer == "write":
+                write(until)
+                self._ask(asked.model_copy(update={"done": True}))
+        except BaseException:
+            with contextlib.suppress(GadeiError, OSError):
+                self._ask(asked.model_copy(update={"gives_up": True}), GIVE_UP_S)
+            raise
         return answer != "other"
 
-    def _ask(self, asked: control.Load) -> str:
-        return str(self._connection.request(asked)["answer"])
+    def _ask(self, asked: control.Load, patience_s: float = 10.0) -> str:
+        return str(self._connection.request(asked, patience_s=patience_s)["answer"])
 
     def _write(
-        self, checked: Sequence[Checked], steps: int | None, timeout_s: float | None
+        self,
+        checked: Sequence[Checked],
+        steps: int | None,
+        timeout_s: float | None,
+        until: float | None,
     ) -> None:
         """The last slot first, and the steps at the end: if this learner dies on the way, Adam has
         the new squares beside old moments, which makes steps short, and not the other way round."""
         count = SAME_STEPS if steps is None else steps
         for stream in range(len(checked), 0, -1):
             now = count if stream == 1 else SAME_STEPS
-            self._assign(checked[stream - 1][0], timeout_s, stream=stream, steps=now)
+            self._assign(checked[stream - 1][0], timeout_s, stream=stream, steps=now, until=until)
         if not checked and steps is not None:
-            self._assign([*NONE] * len(self.model.tensors), timeout_s, steps=count)
+            self._assign([*NONE] * len(self.model.tensors), timeout_s, steps=count, until=until)
 
 
 def _chained(before: int, digest: int) -> int:

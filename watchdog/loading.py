@@ -2,8 +2,8 @@
 
 Every learner of a job runs the same script, and loads the same. One of them writes it, before the
 job's first gradient; the others wait for it. A learner that comes later does not: the job has
-trained further. What one that dies has written in part, the next learner writes whole that loads
-before the job has made a step, or after a step of its own.
+trained further. What one that dies or gives up has written in part, the next learner writes whole
+that loads before the job has made a step, or after a step of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gadei_ps.memory import layout
 from gadei_ps.watchdog.memory import JobMemory
 
 KINDS = ("state", "weights")
+GAVE_UP = 2**63  # in place of a generation: who was loading lives and does it no more
 
 
 @dataclass(eq=False)
@@ -30,27 +31,28 @@ class Loading:
     _told: int = 0  # generation of a learner that has died
 
     def _is_dead(self, generation: int) -> bool:
-        """Whether this learner was loading and is gone; not of 0, nobody."""
+        """Whether this learner was loading and is gone or gave up; not of 0, nobody."""
         roster = self.memory.control.view(layout.CONTROL)["roster"]
         return bool(generation) and not bool((roster["wanted"] == generation).any())
 
     def look(self) -> None:
-        """Says once if a learner has died while it wrote the optimizer's state. Every tick."""
+        """Says once if the optimizer's state was not written to its end. Every tick."""
         if self.memory.state is None:
             return
         loading = int(self.memory.state.view(layout.STATE)["loading"][KINDS.index("state")])
-        if loading != self._told and self._is_dead(loading):
-            self._told = loading
+        before, self._told = self._told, loading if self._is_dead(loading) else 0
+        if self._told not in (0, before):
+            did = "given up" if loading == GAVE_UP else "died"
             self.log.warning(
-                "a learner has died while it loaded the optimizer's state: a part of it may be of "
-                "before, until a learner loads it again"
+                f"a learner has {did} while it loaded the optimizer's state: a part of it may be "
+                "of before, until a learner loads it again"
             )
 
     def ask(self, request: Load) -> str:
         """What the learner is to do. Raises ControlError before there is a model.
 
         "write": it writes, and says when it is done. "wait": it asks again. "same": this was
-        written. "other": something else was, or the job has made steps without it.
+        written, or heard. "other": something else was, or the job has made steps without it.
         """
         if self.memory.state is None:
             raise ControlError("the job has no model yet")
@@ -58,6 +60,10 @@ class Loading:
         state: np.void = self.memory.state.view(layout.STATE)
         which = KINDS.index(request.what)
         loading = int(state["loading"][which])
+        if request.gives_up:
+            if loading == request.generation:
+                state["loading"][which] = GAVE_UP
+            return "same"
         if request.done:
             if loading == request.generation:
                 if not request.again:
@@ -71,15 +77,15 @@ class Loading:
                 return "same"
             if loaded not in (0, request.after):
                 return "other"
-        if loading and loading != request.generation and not died:
-            return "wait"
-        if (died or not loading) and not request.again:
+        if loading != request.generation and not request.again:
             allowed = {request.steps}
-            if died and request.what == "state":
-                allowed.add(request.gives)  # which the dead one may have written
+            if loading and request.what == "state":
+                allowed.add(request.gives)  # which the other one may have written
             steps = state["record"]["steps"][: int(control["shards"])]
             if not allowed.issuperset(steps.tolist()):
                 return "other"
+        if loading and loading != request.generation and not died:
+            return "wait"
         if died:
             state["loaded"][which] = 0  # it is not whole
         state["loading"][which] = request.generation

@@ -147,7 +147,7 @@ class Load(_Message):
     that the job's optimizer counts, if no learner has made one since. gives: steps that it counts
     once the state is written. after: digest of what it has loaded before this, which takes that
     one's place. again: it loads in the middle of training, and will write in any case. done: it has
-    written it.
+    written it. gives_up: it will not, or not all.
     """
 
     op: Literal["load"] = "load"
@@ -159,6 +159,7 @@ class Load(_Message):
     digest: int = Field(gt=0, lt=2**63)
     again: bool = False
     done: bool = False
+    gives_up: bool = False
 
 
 class Measured(_Message):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import daemon, eventually, fork, gone, status
 
+from gadei_ps.errors import PushTimeout
 from gadei_ps.learners.client import Client
 
 TENSORS = [{"name": "w", "shape": [1000]}]
@@ -73,6 +74,42 @@ def test_the_next_learner_finishes_it(
         assert _is_whole(job_name)
         job.check()
     assert "a learner has died while it loaded the optimizer's state" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["state", "weights"])
+def test_the_writer_is_interrupted(
+    what: str, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one that loads writes it, while the writer lives, and so does the writer."""
+
+    def load(client: Client, timeout_s: float | None = None) -> bool:
+        if what == "weights":
+            return client.load_weights({"w": np.ones(1000)}, timeout_s=timeout_s)
+        return client.load_optimizer_state(STATE, 7, timeout_s=timeout_s)
+
+    with (
+        daemon(job_name, optimizer=ADAM, tensors=TENSORS) as job,
+        Client(job_name) as one,
+        Client(job_name) as other,
+    ):
+
+        def interrupt(*_: Any, **__: Any) -> None:
+            with pytest.raises(PushTimeout, match=r"another learner has not loaded .* within 0 s"):
+                load(other, 0)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(one, "_assign", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                load(one)
+        assert load(other, 30)
+        assert load(one, 30), "it is what was loaded"
+        assert one.published == 0
+        if what == "state":
+            assert _is_whole(job_name)
+        else:
+            np.testing.assert_array_equal(one.weights["w"], 1)
+        job.check()
 
 
 def _load_weights(_: Connection, job: str) -> None:

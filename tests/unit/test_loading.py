@@ -27,7 +27,7 @@ def test_one_writes_and_the_others_wait(job_name: str) -> None:
         assert asks(rig, 2) == asks(rig, 3) == "wait"
         assert asks(rig, 1) == "write", "its connection broke, and it asks again"
         rig.state["record"]["steps"] = 50  # that it has written
-        assert asks(rig, 2) == "wait"
+        assert asks(rig, 2, gives=50) == "wait"
         assert asks(rig, 1, done=True) == "same"
         assert asks(rig, 2) == asks(rig, 3) == "same"
         assert asks(rig, 2, digest=8) == "other"
@@ -97,6 +97,42 @@ def test_another_load_before_the_first_step(job_name: str) -> None:
         assert asks(rig, 2, 8, after=7) == "same"
         rig.state["record"]["steps"] = 1
         assert asks(rig, 1, 9, after=8) == "other", "the job has trained since"
+
+
+def test_the_one_that_writes_gives_up(job_name: str) -> None:
+    """As if it had died, also while it lives; it may be the next one that writes."""
+    with Rig(job_name, W, learners=3) as rig:
+        log = mock.Mock()
+        loading = Loading(rig.memory, log)
+        assert asks(rig, 1, gives=50) == "write"
+        assert asks(rig, 2, gives=50) == "wait"
+        asks(rig, 2, gives=50, gives_up=True)  # it never had the turn
+        assert asks(rig, 2, gives=50) == "wait"
+        asks(rig, 1, gives=50, gives_up=True)
+        rig.state["record"]["steps"] = 50  # its last part is made after that
+        loading.look()
+        loading.look()
+        assert log.warning.call_count == 1
+        assert asks(rig, 2, gives=50) == "write"
+        assert asks(rig, 1, gives=50) == "wait"
+        asks(rig, 2, gives=50, done=True)
+        loading.look()
+        assert asks(rig, 1, gives=50) == "same"
+        assert log.warning.call_count == 1
+
+
+def test_the_one_that_writes_trains(job_name: str) -> None:
+    """Then it writes no more, and who begins does not wait for it."""
+    with Rig(job_name, W, learners=2) as rig:
+        assert asks(rig, 1, what="weights") == "write"
+        assert asks(rig, 2, what="weights") == "wait"
+        rig.state["record"]["steps"] = 1
+        assert asks(rig, 2, what="weights") == "other"
+        assert asks(rig, 1, gives=50, steps=1) == "write"
+        rig.state["record"]["steps"] = 50
+        assert asks(rig, 2, gives=50, steps=1) == "wait", "it may have written the steps"
+        rig.state["record"]["steps"] = 51
+        assert asks(rig, 2, gives=50, steps=1) == "other"
 
 
 def test_in_the_middle_of_training(job_name: str) -> None:
