@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -76,6 +77,8 @@ def serve(
     """
     wanted = _config(job, optimizer, lr, sync, checkpoint, fields)
     before = _served.get(wanted.name)
+    if before is not None and not before.of_this_process:  # a fork has its parent's objects
+        before = None
     if before is not None and not before.ended:
         if keep and before.kept and not fresh:
             before.reload(wanted)
@@ -86,7 +89,7 @@ def serve(
         )
     if before is not None:
         with contextlib.suppress(GadeiError):  # its learners have heard of it
-            before.stop()
+            before.let_go()
     return ServedJob(wanted, fresh=fresh, keep=keep, verbose=verbose)
 
 
@@ -184,7 +187,8 @@ class _Keeper(threading.Thread):
     def end(self) -> None:
         """Ends the job; it goes on to end if this call is interrupted."""
         self._ending.set()
-        self._over.wait()
+        if self.ident is not None:  # else it could not be started
+            self._over.wait()
 
 
 class ServedJob:
@@ -208,7 +212,7 @@ class ServedJob:
             here.tell(self.socket)
             atexit.register(self._at_exit)
         except BaseException:
-            self._leave()
+            self.let_go()
             raise
 
     def _take_up(self, wanted: JobConfig, fresh: bool, verbose: bool) -> None:
@@ -231,7 +235,18 @@ class ServedJob:
     @property
     def ended(self) -> bool:
         """Whether the job has ended, or this object has let go of it."""
+        if self.kept and not self._closed:  # anybody may have stopped it
+            return not daemon.running(self.name)
+        return self._over
+
+    @property
+    def _over(self) -> bool:
         return self._closed or (self._keeper is not None and self._keeper.over)
+
+    @property
+    def of_this_process(self) -> bool:
+        """Whether this process has made it, and is no fork of the one that has."""
+        return os.getpid() == self._process
 
     def status(self) -> dict[str, Any]:
         """What `gadei-ps status --json` prints. Raises JobNotFound once the job has ended."""
@@ -240,7 +255,7 @@ class ServedJob:
             try:
                 return jobs.plain(control.ask(self.socket, Status()))
             except (JobNotFound, ControlError):  # a watchdog was killed, and the next one comes
-                if self.ended or time.monotonic() > until:
+                if self._over or time.monotonic() > until:
                     raise
             time.sleep(LOOK_S)
 
@@ -264,10 +279,10 @@ class ServedJob:
         """
         from gadei_ps.commands.run import RunOptions, run_learners
 
-        try:
-            wanted = RunOptions(learners=learners, restart=restart, **options)
-        except TypeError:
-            raise UsageError(f"run() has no option {next(iter(options))!r}") from None
+        unknown = {*options} - {one.name for one in dataclasses.fields(RunOptions)}
+        if unknown:
+            raise UsageError(f"run() has no option {min(unknown)!r}")
+        wanted = RunOptions(learners=learners, restart=restart, **options)
         with interrupts.of_commands():
             summary = run_learners(self.socket, command, wanted)
         if summary["exit_code"] == 128 + 2:
@@ -280,13 +295,13 @@ class ServedJob:
         Also a job with keep=True. Raises JobFailed if the job has failed, NotSaved if its last
         checkpoint has.
         """
-        if self._leave() and self.kept:
+        if self.let_go() and self.kept:
             with contextlib.suppress(JobNotFound):
                 jobs.stop(self.name, drain=True, timeout_s=DRAIN_S)
 
-    def _leave(self) -> bool:
+    def let_go(self) -> bool:
         """Lets go of the job: of one that is not kept, it ends. Whether that was still to do."""
-        if self._closed or os.getpid() != self._process:
+        if self._closed or not self.of_this_process:
             return False
         try:
             here.leave(self.name)
@@ -305,7 +320,7 @@ class ServedJob:
 
     def _at_exit(self) -> None:
         with contextlib.suppress(GadeiError):
-            self._leave()
+            self.let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -316,7 +331,7 @@ class ServedJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave()
+        self.let_go()
 
     def __repr__(self) -> str:
         how = "has ended" if self.ended else "kept" if self.kept else "served by this process"

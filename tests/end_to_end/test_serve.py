@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import eventually, gone, segments, status
+from support import eventually, fork, gone, segments, status
 from support.quick import QuickDaemon
 
 import gadei_ps
@@ -156,6 +157,38 @@ def test_a_job_that_has_failed(job_name: str, monkeypatch: pytest.MonkeyPatch) -
     assert ended(job_name)
 
 
+@pytest.mark.usefixtures("runtime_dir")
+def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the user has too many processes."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for name in ("_start_new_thread", "_start_joinable_thread"):  # of Python 3.12, 3.13
+        if hasattr(threading, name):
+            monkeypatch.setattr(threading, name, refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        gadei_ps.serve(**PLAIN)
+    assert JOB_VARIABLE not in os.environ
+
+
+def _serve_again(pipe: Connection, job: str) -> None:
+    try:
+        gadei_ps.serve(job, **PLAIN)
+    except JobInUse as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_fork_of_the_process_that_serves(job_name: str) -> None:
+    """It serves nothing itself, though it has the object."""
+    with gadei_ps.serve(job_name, **PLAIN) as job, fork(1, _serve_again, job_name) as (child,):
+        said = child.receive()
+        assert "this process" not in said
+        assert "is running already" in said
+        assert not job.ended
+
+
 @pytest.mark.usefixtures("quick")
 def test_checkpoints(job_name: str, tmp_path: Path) -> None:
     """A job with checkpoints goes on from where it was; fresh=True begins from zero."""
@@ -184,8 +217,8 @@ def test_programs_as_learners(job_name: str, capfd: pytest.CaptureFixture[str]) 
         summary = job.run([sys.executable, "-P", "-c", program], learners=2)
         assert (summary["exit_code"], summary["learners"]) == (0, 2)
         assert capfd.readouterr().out.count(job_name) == 2
-        with pytest.raises(UsageError, match="run\\(\\) has no option 'learner'"):
-            job.run(["true"], learner=2)
+        with pytest.raises(UsageError, match="run\\(\\) has no option 'devise'"):
+            job.run(["true"], device="cpu", devise="cpu")
         with pytest.raises(UsageError, match="there is no program 'nonesuch'"):
             job.run(["nonesuch"])
 
@@ -326,6 +359,24 @@ def test_a_job_that_is_kept(job_name: str, script: Any, tmp_path: Path) -> None:
         eventually(lambda pid=pid: gone(pid), what=str(pid))
     assert ended(job_name)
     assert (tmp_path / "state" / f"{job_name}.log").exists()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_kept_job_that_was_stopped_elsewhere(job_name: str, keep: bool) -> None:
+    """The object says so, and the name is free again."""
+    kept = gadei_ps.serve(job_name, keep=True, **PLAIN)
+    assert not kept.ended
+    jobs.stop(job_name, drain=False, timeout_s=1)
+    eventually(lambda: ended(job_name))
+    assert kept.ended
+    assert repr(kept).endswith("has ended>")
+    again = gadei_ps.serve(job_name, keep=keep, **PLAIN)
+    assert again is not kept
+    kept.stop()  # does nothing to the next one
+    with Client(tensors=W) as client:
+        client.wait_applied(client.push(ONE))
+    again.stop()
+    assert ended(job_name)
 
 
 LEARNS = """
