@@ -190,9 +190,12 @@ def offer(
 
 
 def to_the_script() -> int:
-    """The `stacklevel` with which a warning of the caller names the line of the user's script."""
+    """The `stacklevel` with which a warning of the caller names the line of the user's script.
+
+    Which may have called us by way of torch.
+    """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("gadei_ps."):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("gadei_ps.", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
 

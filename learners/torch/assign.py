@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.learners.torch import casts
 from gadei_ps.learners.torch.model import Trained
 
 
@@ -55,16 +56,16 @@ def split(trained: Trained, values: Mapping[str, Any]) -> Assigned:
             found.local.append((tensor, value))
             continue
         known = of_job[id(tensor)]
-        if known in trained.buffers and _is_mask(value, tensor):
+        if known in trained.buffers and is_mask(value, tensor):
             continue
-        array = value.to("cpu", torch.float32).numpy()
+        array = casts.host(value)
         if known in found.job and not np.array_equal(found.job[known], array, equal_nan=True):
             raise UsageError(f"assign: {name!r} and another name of the same tensor differ")
         found.job[known] = array
     return found
 
 
-def _is_mask(value: torch.Tensor, buffer: torch.Tensor) -> bool:
+def is_mask(value: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Whether a buffer has these values already, and the job would refuse them."""
     return not bool(value.isfinite().all()) and torch.equal(value.to(buffer), buffer)
 

@@ -28,6 +28,11 @@ def bring(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         parameter.data.copy_(values)
 
 
+def host(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's values as the job has them: float32, on the host."""
+    return tensor.detach().to("cpu", torch.float32).numpy()
+
+
 def renew(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Writes the job's values into a buffer of another type.
 

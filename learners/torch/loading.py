@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch.assign import is_mask
 from gadei_ps.learners.torch.backend import Backend
+from gadei_ps.learners.torch.casts import host
 from gadei_ps.learners.torch.model import Trained
 
 LINK = "_gadei_ps_loads"
@@ -31,6 +34,10 @@ REPLACED = (
 KEPT = (
     "load_state_dict: the job has trained with other weights, and keeps them; to go back to these, "
     "write optimizer.assign(state_dict), or load them after a step of this learner"
+)
+PENDING = (
+    "free_gradients: what was loaded into the model is not the job's yet: write "
+    "optimizer.assign(model.state_dict()) with the Optimizer that the model has"
 )
 OTHERS_OPEN = (
     "a part of this model has an Optimizer already, which is open: close() that one first, or give "
@@ -45,6 +52,13 @@ class Earlier(NamedTuple):
     job: str
     values: Tensors
     """That were loaded, by name, and that its job has not got."""
+
+    def put_back(self, tensors: Tensors) -> list[str]:
+        """Writes the values into these of the model's tensors; their names."""
+        names = [name for name in self.values if name in tensors]
+        for name in names:
+            tensors[name].data.copy_(self.values[name])
+        return names
 
 
 class _Link:
@@ -63,8 +77,7 @@ class _Link:
 class Loads:
     """What was loaded into a model and is not the job's yet.
 
-    close: gives that of the Optimizer, which this does not keep alive. earlier: what the Optimizer
-    before it has left.
+    close: gives that of the Optimizer, which this does not keep alive.
     """
 
     def __init__(
@@ -73,7 +86,6 @@ class Loads:
         trained: Trained,
         backend: Backend,
         close: Callable[[], Callable[[], None] | None],
-        earlier: Earlier | None,
     ) -> None:
         self.trained = trained
         self._close = close
@@ -94,13 +106,15 @@ class Loads:
                 after = module.register_load_state_dict_post_hook(_after)  # type: ignore[no-untyped-call]
                 self._undo.callback(before.remove)
                 self._undo.callback(after.remove)
-        if earlier is not None and earlier.job == client.job:
-            client.goes_on = True
-        if earlier is not None and earlier.values:
-            self._begin(earlier.values)
-            for name, one in earlier.values.items():
-                self._tensors[name].data.copy_(one)
-            self._note_buffers(earlier.values)
+
+    def go_on(self, earlier: Earlier) -> None:
+        """With what the Optimizer before has left."""
+        if earlier.job == self._client.job:
+            self._client.goes_on = True
+        if names := [name for name in earlier.values if name in self._tensors]:
+            self._begin(names)
+            earlier.put_back(self._tensors)
+            self._note_buffers(names)
 
     def _own(self, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
         """The tensors of the job that the module itself has: its name for them, and the job's."""
@@ -148,18 +162,21 @@ class Loads:
         if self._before is None:
             return
         now = {name: self._buffers.get(name, self._tensors[name].detach()) for name in self._loaded}
+        for name in {*now} & {*self._buffers}:
+            if is_mask(now[name], self._before[name]):
+                del now[name]
         changed = {name: one for name, one in now.items() if not _same(one, self._before[name])}
         names: set[str] = set()
         if changed:
             if self._client.begins:
-                values, names = {name: _array(one) for name, one in now.items()}, self._loaded
-                if not self._client.load_weights(values):
-                    warnings.warn(KEPT, stacklevel=5)
+                names = {*now}
+                if not self._client.load_weights({name: host(one) for name, one in now.items()}):
+                    warnings.warn(KEPT, stacklevel=to_the_script())
             else:
-                self._client.assign({name: _array(one) for name, one in changed.items()})
                 names = {*changed}
-        since = {  # what the model has added to buffers since it has loaded them
-            name: self._tensors[name].detach() - loaded
+                self._client.assign({name: host(one) for name, one in changed.items()})
+        since = {
+            name: _since(loaded, self._tensors[name].detach())
             for name, loaded in self._buffers.items()
             if name in names
         }
@@ -196,8 +213,9 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*bytes_of)
 
 
-def _array(tensor: torch.Tensor) -> Any:
-    return tensor.to("cpu", torch.float32).numpy()
+def _since(loaded: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """What the model has added to a buffer since it has loaded it. It may hold infinities."""
+    return torch.where(now == loaded, 0, now - loaded)
 
 
 def of(module: torch.nn.Module) -> Loads | None:
@@ -206,13 +224,16 @@ def of(module: torch.nn.Module) -> Loads | None:
     return link.loads() if isinstance(link, _Link) else None
 
 
-def end_earlier(module: torch.nn.Module) -> Earlier | None:
-    """Ends the Optimizer that the model has. Raises UsageError if a part of it has one."""
+def end_earlier(module: torch.nn.Module, *, free_gradients: bool) -> Earlier | None:
+    """Ends the Optimizer that the model has. Raises UsageError, and changes nothing, if a part of
+    it has one, or if something was loaded that free_gradients of the next one does not take."""
     found = [loads for one in module.modules() if (loads := of(one))]
     if not found:
         return None
     if any(loads.trained.module is not module for loads in found):
         raise UsageError(OTHERS_OPEN)
+    if free_gradients and found[0].pending:
+        raise UsageError(PENDING)
     return found[0].end_optimizer()
 
 

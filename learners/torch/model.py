@@ -186,9 +186,7 @@ def _device_of(parameters: Parameters) -> torch.device:
 
 def _initial(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Their values, for the job's model."""
-    return {
-        name: tensor.detach().to("cpu", torch.float32).numpy() for name, tensor in tensors.items()
-    }
+    return {name: casts.host(tensor) for name, tensor in tensors.items()}
 
 
 def _ordered(module: torch.nn.Module, parameters: Parameters) -> dict[str, torch.nn.Parameter]:

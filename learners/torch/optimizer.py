@@ -137,19 +137,23 @@ class Optimizer(Saves, Samples):
             )
         if not on_gpu:
             host.check(model, view=view)
-        earlier = loading.end_earlier(model)
+        earlier = loading.end_earlier(model, free_gradients=free_gradients)
         owners.check_free(trained.parameters)
         self.client = trained.join(
             job, optimizer=says, wire=wire, error_feedback=error_feedback, name=name
         )
         self.backend: Backend
         """Where the weights are."""
-        try:
+        with contextlib.ExitStack() as made:  # what is undone if the rest fails
+            if earlier is not None:
+                made.callback(earlier.put_back, {**trained.parameters, **trained.buffers})
+            made.callback(self.client.detach)
             if adds(self.client):
                 raise UsageError(
                     f"job {self.client.job!r} adds updates, and Optimizer pushes gradients: use "
                     "LocalOptimizer, or start the job with another optimizer than add"
                 )
+            made.callback(owners.disown, trained.parameters.values(), self)
             owners.own(trained.parameters.values(), self)
             if on_gpu:
                 self.backend = GpuBackend(
@@ -164,30 +168,31 @@ class Optimizer(Saves, Samples):
                     free_gradients=free_gradients,
                     skip_unused=skip_unused,
                 )
+            made.callback(self.backend.close, keep=False)
             own = weakref.WeakMethod(self.close)
-            self._loads = loading.Loads(self.client, trained, self.backend, own, earlier)
+            self._loads = loading.Loads(self.client, trained, self.backend, own)
+            made.callback(self._loads.close)
+            if earlier is not None:
+                self._loads.go_on(earlier)
+            self._job = JobSettings(self.client, trained, says)
+            self._made = False
+            super().__init__(self._job.groups, self._job.defaults)
+            self._made = True
             self.client.used_by(self)
             # Of one that is dropped without close(): the model gets memory of its own all the same.
             self._dropped = weakref.finalize(self, self.backend.close, keep=True)
             self._dropped.atexit = False
-        except BaseException:
-            owners.disown(trained.parameters.values(), self)
-            self.client.detach()
-            raise
+            made.pop_all()
         self._frees = free_gradients
         self._own_data = True
         self._loss: float | torch.Tensor = float("nan")
         self._samples = 0
-        self._job = JobSettings(self.client, trained, says)
         self._steps = 0  # of the wave in hand
         self._of_batch = False  # it is one of the server's
         self._wave = 1  # mini-batches in it
         self._may_drop = False  # inside iteration(), and the job may go on without this learner
         self._undo = contextlib.ExitStack()
         self._watched = False  # whether hooks look if the gradient is still wanted
-        self._made = False
-        super().__init__(self._job.groups, self._job.defaults)
-        self._made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """For torch's own constructor only. Raises UsageError: a job's model is fixed."""

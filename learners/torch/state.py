@@ -12,7 +12,9 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch import casts
 from gadei_ps.learners.torch.job_settings import JobSettings
 from gadei_ps.learners.torch.model import Trained
 
@@ -118,7 +120,7 @@ def _load(
         if "step" in state:
             steps.add(round(float(state["step"])))
         for slot, key in zip(values, SLOTS[kind], strict=True):
-            slot[name] = state[key].detach().to("cpu", torch.float32).numpy()
+            slot[name] = casts.host(state[key])
     if not steps and saved.get(OURS):
         steps.add(int(saved[OURS]["steps"]))
     if not any(steps) and not any(values):  # it is new
@@ -129,10 +131,10 @@ def _load(
         warnings.warn(
             f"load_state_dict: parameters have made {min(steps)} to {max(steps)} steps; the job "
             f"counts {max(steps)} for all",
-            stacklevel=3,
+            stacklevel=to_the_script(),
         )
     if not client.load_optimizer_state(values, max(steps, default=None)):
-        warnings.warn(KEPT, stacklevel=3)
+        warnings.warn(KEPT, stacklevel=to_the_script())
 
 
 def _warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -149,7 +151,7 @@ def _warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None
             warnings.warn(
                 f"load_state_dict: {name} was saved as {given!r}; the job has {has!r}, which "
                 "counts",
-                stacklevel=3,
+                stacklevel=to_the_script(),
             )
 
 
@@ -210,7 +212,7 @@ class Saves(torch.optim.Optimizer):
                     f"load_state_dict sets this learner's learning rate{of} to "
                     f"{float(group['lr']):g}; it was {before:g}, the job's is "
                     f"{self._job.rates[number]:g}",
-                    stacklevel=2,
+                    stacklevel=to_the_script(),
                 )
 
     def _parameters(self) -> list[torch.Tensor]:

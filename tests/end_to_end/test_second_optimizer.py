@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -73,6 +74,68 @@ def test_a_second_that_is_refused(job_name: str) -> None:
         third.client.wait_applied()
         assert status(job_name)["version"] == 2
         third.close()
+
+
+class Failing(Optimizer):
+    """Its constructor fails when all is made."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ZeroDivisionError
+
+
+def _is_plain(model: nn.Module) -> None:
+    """Nothing of a learner is left at it."""
+    twin = copy.deepcopy(model)
+    for one in model.modules():
+        assert {*vars(one)} == {*vars(nn.Linear(1, 1))}
+        assert not one._load_state_dict_pre_hooks
+        assert not one._load_state_dict_post_hooks
+    model.load_state_dict({name: one + 1 for name, one in twin.state_dict().items()})
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other + 1)
+        one.data += 1  # in memory of its own
+
+
+@pytest.mark.parametrize("how", [{}, {"view": False}, {"free_gradients": True}], ids=str)
+def test_a_constructor_that_fails(how: dict[str, Any], job_name: str) -> None:
+    """What was loaded before stays in the model, and the next one has it."""
+    with daemon(job_name, optimizer={}):
+        model = nn.Linear(3, 2)
+        with pytest.raises(ZeroDivisionError):
+            Failing(model, job_name, lr=0.1, **how)
+        eventually(lambda: not status(job_name)["learners"])
+        _is_plain(model)
+        first = Optimizer(model, job_name, lr=0.1)
+        step(model, first)
+        if "free_gradients" not in how:
+            model.load_state_dict({"weight": torch.full((2, 3), 5.0), "bias": torch.ones(2)})
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ZeroDivisionError):
+            Failing(model, job_name, lr=0.1, **how)
+        assert first.client.left
+        eventually(lambda: not status(job_name)["learners"])
+        if "free_gradients" not in how:
+            for name, one in model.state_dict().items():
+                assert torch.equal(one, before[name])
+        _is_plain(model)
+
+
+def test_gradients_that_leave_and_weights_that_were_loaded(job_name: str) -> None:
+    """Refused before anything is changed."""
+    with daemon(job_name, optimizer={}):
+        model = nn.Linear(3, 2)
+        first = Optimizer(model, job_name, lr=0.1, wait=True)
+        step(model, first)
+        model.load_state_dict({"weight": torch.full((2, 3), 5.0), "bias": torch.ones(2)})
+        with pytest.raises(UsageError, match="was loaded into the model is not the job's yet"):
+            Optimizer(model, job_name, lr=0.1, free_gradients=True)
+        assert (model.weight == 5).all()
+        first.assign(model.state_dict())
+        assert (first.client.weights["weight"] == 5).all()
+        second = Optimizer(model, job_name, lr=0.1, free_gradients=True)
+        assert (model.weight == 5).all()
+        step(model, second)
+        second.close()
 
 
 def test_another_job(job_name: str) -> None:

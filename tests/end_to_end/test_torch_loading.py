@@ -166,6 +166,73 @@ def test_statistics_are_loaded_once(job_name: str) -> None:
         job.check()
 
 
+class Masked(nn.Module):
+    """With a constant buffer that is not finite, as attention layers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.linear(inputs).T @ inputs + self.mask, -1)
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("nonfinite", ["refuse", "allow"])
+def test_a_mask_of_minus_infinity(nonfinite: str, view: bool, job_name: str) -> None:
+    """It is loaded with the rest, before the first step and later, by all learners."""
+    saved = Masked().state_dict()
+    mask = saved["mask"].clone()
+    saved["linear.weight"] += 1
+    with daemon(job_name, nonfinite=nonfinite) as job:
+        models = [Masked(), Masked()]
+        optimizers = [Optimizer(one, job_name, view=view, wait=True) for one in models]
+        for later in (False, True):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model.load_state_dict(saved)
+                if later:
+                    optimizer.zero_grad()
+                    optimizer.step()  # the job gets it then
+                for name, one in model.state_dict().items():
+                    assert torch.equal(one, saved[name]), name
+                    assert (optimizer.client.weights[name] == saved[name].numpy()).all(), name
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(torch.ones(3, 3)).square().sum().backward()
+                optimizer.step()
+                assert torch.equal(model.mask, mask)
+        model.load_state_dict(saved | {"mask": -mask})
+        if nonfinite == "refuse":
+            with pytest.raises(UsageError, match="'mask' holds a NaN or an infinity"):
+                optimizer.step()
+            assert torch.equal(model.mask, -mask), "nothing is lost"
+        for optimizer in optimizers:
+            optimizer.close()
+        job.check()
+
+
+def test_warnings_name_the_script(job_name: str) -> None:
+    """The line that loads, however deep torch calls itself."""
+    with daemon(job_name, optimizer=LOCAL["adam"][0]) as job:
+        first = Optimizer(model := plain_model(), job_name, wait=True)
+        train(model, first, BATCHES[:2])
+        saved = copy.deepcopy(first.state_dict())
+        train(model, first, BATCHES[2:4])
+        late = Optimizer(other := plain_model(), job_name)
+        with pytest.warns(UserWarning, match="with other weights") as said:
+            other.load_state_dict({name: one + 1 for name, one in other.state_dict().items()})
+        assert [one.filename for one in said] == [__file__]
+        saved["param_groups"][0] |= {"lr": 0.5, "eps": 0.5}
+        with pytest.warns(UserWarning, match="load_state_dict") as said:
+            late.load_state_dict(saved)
+        assert [one.filename for one in said] == [__file__] * 3
+        late.close()
+        first.close()
+        job.check()
+
+
 def test_copies_of_the_model(job_name: str) -> None:
     """They have nothing to do with the job, and may be loaded and written."""
     model = batch_norm_model()
