@@ -187,7 +187,7 @@ def test_a_store_names_assign(job_name: str) -> None:
     script = (
         "import torch, gadei_ps.learners.torch as g\n"
         "model = torch.nn.Linear(3, 2)\n"
-        f"g.Optimizer(model, {job_name!r}, kind='sgd', lr=1.0)\n"
+        f"optimizer = g.Optimizer(model, {job_name!r}, kind='sgd', lr=1.0)\n"
         "torch.no_grad().__enter__()\n"
         "model.weight.clamp_(-1, 1)\n"
     )
