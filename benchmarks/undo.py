@@ -99,6 +99,8 @@ def without_log(part: Part, payload: int, times: int) -> None:
             _chunks(cpu.ADAMW, 2, s, coef, payload)
         elif s.kind == cpu.ADD:
             _chunks(cpu.ADD, 0, s, coef, payload)
+        elif s.kind == cpu.RMSPROP:
+            _chunks(cpu.RMSPROP, 2, s, coef, payload)
 
 
 class Work:
@@ -127,6 +129,7 @@ class Work:
         control_view["optimizer"] = int(kind)
         control_view["hyper"][:groups] = [spec.pack() for spec in specs]
         record = parts[1][: layout.STATE.itemsize].view(layout.STATE)[0]["record"][0]
+        record["momentum"] = np.nan  # each group's own
         record["rate"][:groups], record["step"] = [spec.lr for spec in specs], 1000
         self.streams = [part[: size * 4].view(np.float32) for part in parts[3:]]
         self.fill()

@@ -23,7 +23,7 @@ from gadei_ps.storage.checkpoint import Snapshot
 VALUES = 1000
 ALONE = "standby = false\n"  # a standby would only make the start longer
 SGD = "[optimizer]\nkind = 'sgd'\nlr = 1.0\n"
-ADAM = "[optimizer]\nkind = 'adam'\nlr = 0.1\n"
+ADAM = "[optimizer]\nkind = 'adam'\nlr = 0.1\nspike_compensation = false\n"
 MODEL = f"[[tensors]]\nname = 'w'\nshape = [{VALUES}]\n"
 COUNTED = ALONE + "shards = 3\n" + SGD + MODEL
 

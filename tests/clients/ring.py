@@ -94,7 +94,7 @@ class Ring:
         frame[0]["clock"], frame[0]["version"] = clock, 3
         frame[0]["dtype"], frame[0]["kind"], frame[0]["payload_bytes"] = 1, 1, 64
         frame[0]["batch"], frame[0]["samples"], frame[0]["squares"] = 9, 32, 4.0
-        frame[0]["rate_scale"], frame[0]["loss"] = 0.5, 1.25
+        frame[0]["rate_scale"], frame[0]["momentum"], frame[0]["loss"] = 0.5, 0.5, 1.25
         frame[0]["started"], frame[0]["finished"] = 10.0, 11.0
         return publish(self.at, self.control_at, frame)
 

@@ -51,7 +51,7 @@ def test_stores_that_others_see_are_left_out() -> None:
     "part",
     [
         'watchdog/roster.py:{} Roster.admit: entry["wanted"] = ',
-        "gadei_ps/server/record.py:{} finish: record.steps = ",
+        "gadei_ps/server/record.py:{} count_finished: record.steps = ",
         'gadei_ps/server/manager.py:{} Server._try_leases: self.control["lease_pid"] = ',
         "gadei_ps/server/undo.py:{} save: old[i] = ",
         "native/ps_ring.c:{} ps_publish_frame: *ps_slot(",

@@ -30,6 +30,8 @@ from gadei_ps.memory.weights import Tensor, place
 # Some pages of weights.
 TENSORS = [Tensor("w", (4000,)), Tensor("b", (700,), Role.BUFFER)]
 KINDS = 3
+# When a gradient comes decides how stale it is, so that no two runs would be the same.
+NOT_STALE = {"spike_compensation": False}
 HITS = max(4, team.ROUNDS // 10)  # of each point
 TRIES = 20_000
 SLOTS = 64
@@ -157,7 +159,7 @@ class OneRow:
     def __init__(self, name: str, kind: str, payloads: list[np.ndarray]) -> None:
         self.name = name
         self.how: dict[str, Any] = {
-            "optimizer": {"kind": kind, "lr": 0.01},
+            "optimizer": {"kind": kind, "lr": 0.01, **NOT_STALE},
             "shards": SHARDS,
             "slots": SLOTS,
             "learners": ROW + 1,
@@ -254,7 +256,7 @@ def test_in_the_books_of_a_superstep(job_name: str, payloads: list[np.ndarray]) 
     """Rows that are applied, dropped and refused are each counted once."""
     kinds = (Action.APPLY, Action.DROP, Action.REFUSE)
     actions = {row: kinds[(row - ROW) % 3] for row in range(ROW + 4)}
-    how: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 0.01}, "shards": SHARDS}
+    how: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 0.01, **NOT_STALE}, "shards": SHARDS}
     how |= {"learners": len(actions), "collect": True, "slots": 2}
     with Rig(job_name, TENSORS, **how) as rig:
         done = 0
@@ -332,7 +334,7 @@ def _deaths(rig: Rig, chance: random.Random) -> int:
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_deaths_during_recovery(kind: str, job_name: str) -> None:
     chance = random.Random(kind)
-    how: dict[str, Any] = {"optimizer": {"kind": kind, "lr": 0.01}, "shards": SHARDS}
+    how: dict[str, Any] = {"optimizer": {"kind": kind, "lr": 0.01, **NOT_STALE}, "shards": SHARDS}
     gradients = 0
     second = 0
     with Rig(job_name, LARGE, slots=2, **how) as rig:

@@ -91,6 +91,8 @@ class Job:
     def __init__(self, name: str, kind: str, rounds: int) -> None:
         self.name = name
         optimizer = {"kind": kind, "lr": 0.01, "clip_norm": 500.0 if kind == "sgd" else 0.0}
+        # When a gradient comes decides how stale it is, so that no two runs would be the same.
+        optimizer["spike_compensation"] = False
         self.how = {"optimizer": optimizer, "shards": SHARDS, "slots": SLOTS}
         self.rounds = rounds
         self.chance = random.Random(kind)

@@ -95,6 +95,7 @@ def test_a_frame_is_what_was_published() -> None:
             "blocks": 0,
             "batch": 9,
             "samples": 32,
+            "momentum": 0.5,
             "loss": 1.25,
             "started": 10.0,
             "finished": 11.0,

@@ -260,7 +260,9 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
                 expected[named & ~moves] += total[named & ~moves]
             # Values between tensors belong to no tensor.
             _, inside = touched(model, gradients(model, dict.fromkeys(range(len(tensors))), 0))
-            close = {"rtol": 2e-5, "atol": 2e-6}
+            # Gradients over the root of their squares: of small ones the roundings show.
+            rooted = kind.startswith(("ada", "rms"))
+            close = {"rtol": 2e-4, "atol": 2e-5} if rooted else {"rtol": 2e-5, "atol": 2e-6}
             np.testing.assert_allclose(rig.weights[inside], expected[inside], **close)
             moves &= inside
             for slot, wanted in zip(rig.slots, state, strict=True):

@@ -148,13 +148,20 @@ def test_param_groups_are_torchs(kind: Kind) -> None:
     theirs = made.param_groups[0]
     assert {key: theirs[key] for key in group} == group
     with pytest.raises(UsageError, match="'betas'" if "betas" in group else "'weight_decay'"):
-        check_unchanged({**group, "betas": 0.9, "weight_decay": None}, group)
+        check_unchanged({**group, "betas": (0.8, 0.5), "weight_decay": None}, group)
     check_unchanged({**theirs, "lr": 7, "betas": list(theirs.get("betas", ()))}, group)
-    for key in group.keys() - {"lr"}:
+    changed: dict[str, Any] = dict.fromkeys(group.keys() - {"lr"}, 0.123)
+    if "betas" in group:
+        changed["betas"] = 0.1, 0.2
+        check_unchanged({**group, "betas": (0.1, group["betas"][1])}, group)
+    if group.get("momentum"):
+        del changed["momentum"]  # it travels with each gradient
+        check_unchanged({**group, "momentum": 0.1}, group)
+    for key, value in changed.items():
         with pytest.raises(
             UsageError, match=rf"param_groups\[0\]\['{key}'\] was set to .*job file"
         ):
-            check_unchanged({**group, key: (0.1, 0.2) if key == "betas" else 0.123}, group)
+            check_unchanged({**group, key: value}, group)
 
 
 class Rows(np.ndarray):

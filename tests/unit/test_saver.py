@@ -21,7 +21,7 @@ from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.saver import Saver, Task
 
 WANTED = {"batches": 10, "epochs": 3, "seed": 7, "next": 0, "epochs_done": 0}
-STORES = len(WANTED) + 1  # `work` itself is the last
+STORES = 1 + len(WANTED) + 1  # `ahead`, which no copy has, is the first, `work` itself the last
 
 
 class Words:
