@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -38,6 +39,8 @@ def interrupted() -> Iterator[Callable[[Callable[[], object], float], bool]]:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR1, interrupt)
+    # What is raised in a callback of the garbage collector is lost; Hypothesis has one.
+    callbacks, gc.callbacks[:] = gc.callbacks[:], []
 
     def call(function: Callable[[], object], most_s: float) -> bool:
         nonlocal heard, armed
@@ -59,6 +62,7 @@ def interrupted() -> Iterator[Callable[[Callable[[], object], float], bool]]:
 
     yield call
     signal.signal(signal.SIGUSR1, before)
+    gc.callbacks[:] = callbacks
 
 
 def _step(model: nn.Module, optimizer: Optimizer) -> None:
