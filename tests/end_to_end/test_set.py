@@ -8,9 +8,9 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from unittest import mock
 
@@ -103,13 +103,27 @@ def test_kills_amid_changes(times: str, job_name: str) -> None:
         assert np.ptp(live_weights(job_name)[:VALUES]) == 0
 
 
+class Flag:
+    """An event for forked processes. Whoever waits may be killed: set() waits for nobody."""
+
+    def __init__(self) -> None:
+        self._up = FORK.RawValue("b", 0)
+
+    def set(self) -> None:
+        self._up.value = 1
+
+    def wait(self) -> None:
+        while not self._up.value:
+            time.sleep(0.01)
+
+
 @contextlib.contextmanager
-def slowly_compiled(job: str, *failing: Exception) -> Iterator[tuple[Watched, Event]]:
+def slowly_compiled(job: str, *failing: Exception) -> Iterator[tuple[Watched, Flag]]:
     """A job whose servers get the code of ElasticBSP once the event is set.
 
     failing: how the first attempts of each server end.
     """
-    compiled = FORK.Event()
+    compiled = Flag()
     to_fail = list(failing)
 
     def load() -> None:
