@@ -58,13 +58,12 @@ class _GroupSettings:
         else:
             group["lr"] = rate
 
-    def momentum(self, group: Group) -> tuple[float | None, bool]:
-        """The group's momentum or first beta, and whether it is another one than the job's."""
+    def momentum(self, group: Group) -> float | None:
+        """The group's momentum or first beta; None where the job's optimizer has none."""
         for name in ("momentum", "betas"):
             if has := self.shown.get(name):
-                now = group.get(name, has)
-                return moved(name, now), now != has and moved(name, now) != moved(name, has)
-        return None, False
+                return moved(name, group.get(name, has))
+        return None
 
     def scale(self, group: Group) -> float:
         """The learner's learning rate relative to the job's. Raises UsageError."""
@@ -154,15 +153,14 @@ class JobSettings:
         The momentum only if a scheduler has moved it. Raises UsageError.
         """
         each = list(zip(self._settings, groups, strict=True))
+        scales = tuple(one.scale(group) for one, group in each)
         found = [one.momentum(group) for one, group in each]
-        if not any(moved for _, moved in found):
-            if len(each) == 1:
-                return self._settings[0].scale(groups[0])
-            return tuple(one.scale(group) for one, group in each)
-        momentum = found[0][0]
-        if momentum is None or any(value != momentum for value, _ in found):
+        if found == [one.momentum(one.shown) for one, _ in each]:
+            return scales
+        momentum = found[0]
+        if momentum is None or any(value != momentum for value in found):
             raise UsageError(
                 "param_groups have different momentum or betas, and not the job's: a scheduler may "
                 "move them to one value for all groups; give it one number, or cycle_momentum=False"
             )
-        return tuple(one.scale(group) for one, group in each), momentum
+        return scales, momentum

@@ -84,8 +84,9 @@ class Optimizer(Saves, Samples):
     Otherwise momentum, moments and weight decay move them as by a gradient of zero.
 
     Torch's learning-rate schedulers work: the rate of each group travels with each gradient,
-    relative to the job's. Other settings in `param_groups` are the job's, and changing them is
-    refused at the next step. Raises UsageError, DeviceError, and what Client raises.
+    relative to the job's, and so does a momentum that they move. Other settings in `param_groups`
+    are the job's, and changing them is refused at the next step. Raises UsageError, DeviceError,
+    and what Client raises.
     """
 
     def __init__(
