@@ -29,7 +29,7 @@ CONTEXT, WIDTH, HEADS, LAYERS = 48, 64, 4, 2
 
 @dataclass(frozen=True)
 class Task:
-    """One of TASKS. optimizer: for `Optimizer`, and as torch's class takes it but for `kind`."""
+    """One of TASKS. optimizer: keywords of `Optimizer`; without `kind`, also of torch's class."""
 
     name: str
     batch: int
