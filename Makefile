@@ -11,7 +11,7 @@ NATIVE := $(wildcard native/*.c native/*.h)
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents
 
-WORKERS ?= 2  # of pytest; most tests wait for processes
+WORKERS ?= 3  # of pytest; most tests wait for processes, so more than the cores
 
 test: $(VENV)/frameworks
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not systemd"

@@ -48,6 +48,8 @@ class Place:
     control: Segment
     weights: Segment
     ring: Segment
+    seed: int | None = None
+    """Of this learner's random numbers, where another learner's are the same."""
 
 
 class Told:
@@ -118,6 +120,13 @@ def number() -> int:
     """The learner's number as `run` and the job give it; -1 if none is given."""
     given = os.environ.get(LEARNER_VARIABLE, "")
     return int(given) if given.isdecimal() and len(given) < 10 else -1
+
+
+def seed() -> int | None:
+    """Of torch's random numbers, if the script has torch. Without manual_seed() each process has
+    another one."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else int(torch.initial_seed())
 
 
 def listener() -> Heard | None:
@@ -208,7 +217,8 @@ def attach(
     heard: as for Connection.request. says: about the optimizer. Warns where the job says otherwise;
     raises UsageError where that is from another script, from a checkpoint or a default.
     """
-    asked = Attach(name=name[:31], number=number(), optimizer=says.told())
+    drawn = seed()
+    asked = Attach(name=name[:31], number=number(), optimizer=says.told(), seed=drawn)
     reply = connection.request(asked, heard=heard)
     if "notice" in reply and number() <= 0:  # one of a team says it
         warnings.warn(reply["notice"], stacklevel=to_the_script())
@@ -221,6 +231,7 @@ def attach(
             _map(reply, owner, "control", SegmentKind.CONTROL, writable=False),
             _map(reply, owner, "weights", SegmentKind.WEIGHTS, writable=False),
             _map(reply, owner, "ring", SegmentKind.RING, writable=True),
+            drawn if "alike" in reply else None,
         )
     except BaseException:
         detach(connection, reply["row"], reply["generation"], os.getpid())

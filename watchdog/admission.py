@@ -107,6 +107,7 @@ class Admission:
         self._early: list[tuple[float, Waiting]] = []  # since when; for learner 0, which makes it
         self._asked: dict[Client, Task] = {}  # whose model or ring is being made
         self._learning: dict[Client, tuple[int, int]] = {}  # row and generation of its learner
+        self._seeds: dict[Client, int] = {}  # of its random numbers
         self._failed = ""
         self._told = 0
         self._told_at = 0.0
@@ -305,6 +306,11 @@ class Admission:
             return
         self._roster.admit(coming, ring)
         self._learning[client] = coming.row, coming.generation
+        # Learners of one process draw from one stream.
+        others = {seed for one, seed in self._seeds.items() if one.pid != client.pid}
+        alike = request.seed in others
+        if request.seed is not None:
+            self._seeds[client] = request.seed
         assert self._memory.weights is not None
         self._sockets.reply(
             client,
@@ -317,7 +323,8 @@ class Admission:
                 "weights": self._memory.weights.name,
                 "ring": ring.name,
             }
-            | ({"notice": notice} if notice else {}),
+            | ({"notice": notice} if notice else {})
+            | ({"alike": True} if alike else {}),
         )
 
     def _drop(self, ring: Segment) -> None:
@@ -339,6 +346,7 @@ class Admission:
         """A connection has ended. A learner that lives keeps the one by which it attached."""
         if client in self._learning:
             self._roster.look_at(*self._learning.pop(client))
+            self._seeds.pop(client, None)
 
     # -- all of them ----------------------------------------------------------------------------
 

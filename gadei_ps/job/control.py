@@ -57,13 +57,14 @@ class Attach(_Message):
     """A learner asks for a row of the roster and a ring. The caller is the learner.
 
     number: that its launcher has given it; it gets the row of that number if that is free. -1: none
-    optimizer: what its script says.
+    optimizer: what its script says. seed: of the random numbers of its framework, if known.
     """
 
     op: Literal["attach"] = "attach"
     name: str = Field("", max_length=31)
     number: int = Field(-1, ge=-1, lt=2**31)
     optimizer: Said | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
 
 
 class Detach(_Message):

@@ -20,13 +20,12 @@ import torch
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch import hooks
 from gadei_ps.learners.torch.assign import is_mask
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.casts import host
 from gadei_ps.learners.torch.model import Trained
 
-LINK = "_gadei_ps_loads"
-"""The attribute of each module that has tensors of the job, and of the whole model."""
 REPLACED = (
     "load_state_dict(assign=True) after Optimizer(model) would give the model other parameters, "
     "which are not the job's: leave assign=True out"
@@ -61,19 +60,6 @@ class Earlier(NamedTuple):
         return names
 
 
-class _Link:
-    """From a module to its Loads, which it does not keep alive; copies of the model have none."""
-
-    def __init__(self, loads: Loads) -> None:
-        self.loads = weakref.ref(loads)
-
-    def __deepcopy__(self, memo: object) -> None:
-        pass
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _nothing, ()
-
-
 class Loads:
     """What was loaded into a model and is not the job's yet.
 
@@ -100,12 +86,7 @@ class Loads:
         self._undo = contextlib.ExitStack()
         for module in trained.module.modules():
             if module is trained.module or any(self._own(module)):
-                setattr(module, LINK, _Link(self))
-                self._undo.callback(vars(module).pop, LINK, None)
-                before = module.register_load_state_dict_pre_hook(_before)  # type: ignore[no-untyped-call]
-                after = module.register_load_state_dict_post_hook(_after)  # type: ignore[no-untyped-call]
-                self._undo.callback(before.remove)
-                self._undo.callback(after.remove)
+                self._undo.callback(hooks.add(module, weakref.ref(self), _before, _after))
 
     def go_on(self, earlier: Earlier) -> None:
         """With what the Optimizer before has left."""
@@ -203,10 +184,6 @@ class Loads:
         self._undo.close()
 
 
-def _nothing() -> None:
-    """In place of a link where a model is unpickled."""
-
-
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """To the last bit, so that a NaN is the same as itself."""
     bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
@@ -220,8 +197,8 @@ def _since(loaded: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
 
 def of(module: torch.nn.Module) -> Loads | None:
     """Of the Optimizer that the module's weights belong to."""
-    link = vars(module).get(LINK)
-    return link.loads() if isinstance(link, _Link) else None
+    found: Loads | None = hooks.owner(module)
+    return found
 
 
 def end_earlier(module: torch.nn.Module, *, free_gradients: bool) -> Earlier | None:
@@ -247,10 +224,9 @@ def _before(
     unexpected: Any,
     errors: list[str],
 ) -> None:
-    """For every module with tensors of the job, and for copies of it, which have no Loads."""
     if loads := of(module):
         loads.begin(module, state, prefix, metadata, errors)
-    elif vars(module).get(LINK):  # the Optimizer is gone without close()
+    else:  # the Optimizer is gone without close()
         for one in module._parameters.values():
             if one is not None:
                 one.data = one.data.clone()

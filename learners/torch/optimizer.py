@@ -14,7 +14,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Batch
-from gadei_ps.learners.torch import assign, gpu, host, loading, owners
+from gadei_ps.learners.torch import assign, gpu, host, loading, owners, seeds
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.groups import named
@@ -186,6 +186,7 @@ class Optimizer(Saves, Samples):
             made.pop_all()
         self._frees = free_gradients
         self._own_data = True
+        self._seed = self.client.place.seed
         self._loss: float | torch.Tensor = float("nan")
         self._samples = 0
         self._steps = 0  # of the wave in hand
@@ -235,6 +236,10 @@ class Optimizer(Saves, Samples):
                 result = closure()
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 self.report(loss=result)
+        if self._seed is not None:
+            if self._own_data and self._sampler is None:
+                seeds.warn_if_still(self._seed)
+            self._seed = None
         scale = self._job.scales(self.param_groups)
         if self._trained.frozen:
             self._trained.warn_of_unfrozen()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,9 +38,16 @@ def interrupted() -> Iterator[Callable[[Callable[[], object], float], bool]]:
         if armed:
             raise KeyboardInterrupt
 
+    def again(what: Any) -> None:
+        if not isinstance(what.exc_value, KeyboardInterrupt):
+            lost(what)
+        elif armed:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
     before = signal.signal(signal.SIGUSR1, interrupt)
-    # What is raised in a callback of the garbage collector is lost; Hypothesis has one.
-    callbacks, gc.callbacks[:] = gc.callbacks[:], []
+    # What is raised in a finalizer, or in a callback of the garbage collector, is lost.
+    # Hypothesis has one of these, torch some of those: the user would press the keys again.
+    lost, sys.unraisablehook = sys.unraisablehook, again
 
     def call(function: Callable[[], object], most_s: float) -> bool:
         nonlocal heard, armed
@@ -62,7 +69,7 @@ def interrupted() -> Iterator[Callable[[Callable[[], object], float], bool]]:
 
     yield call
     signal.signal(signal.SIGUSR1, before)
-    gc.callbacks[:] = callbacks
+    sys.unraisablehook = lost
 
 
 def _step(model: nn.Module, optimizer: Optimizer) -> None:

@@ -256,6 +256,35 @@ def test_copies_of_the_model(job_name: str) -> None:
         same_state(model, twin)
 
 
+def test_the_model_itself_is_saved(tmp_path: Path, job_name: str) -> None:
+    """The file needs torch and nothing else; hooks of the script are kept, and end when it says."""
+    model, heard = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), []
+    first = model.register_load_state_dict_post_hook(lambda *_: heard.append("first"))
+    classes = [nn.Sequential, nn.Linear, nn.BatchNorm1d]
+    with daemon(job_name) as job:
+        abandoned = Optimizer(model, job_name)
+        del abandoned  # without close()
+        gc.collect()
+        optimizer = Optimizer(model, job_name)
+        later = model.register_load_state_dict_post_hook(lambda *_: heard.append("later"))
+        model.load_state_dict(model.state_dict())
+        assert heard == ["first", "later"]
+        first.remove()
+        model.load_state_dict(model.state_dict())
+        assert heard[2:] == ["later"]
+        later.remove()
+        torch.save(model, tmp_path / "model.pt")
+        with torch.serialization.safe_globals(classes):
+            same_state(torch.load(tmp_path / "model.pt", weights_only=True), model)
+        last = model.register_load_state_dict_post_hook(lambda *_: heard.append("last"))
+        optimizer.close()
+        model.load_state_dict(model.state_dict())
+        last.remove()
+        model.load_state_dict(model.state_dict())
+        assert heard[3:] == ["last"]
+        job.check()
+
+
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize(
     "move",

@@ -76,7 +76,6 @@ def save(model: nn.Module, optimizer: Any, file: Path) -> None:
 
 def resumed(file: Path, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
     saved = torch.load(file)
-    torch.manual_seed(99)
     model = plain_model()
     with torch.no_grad():
         for parameter in model.parameters():

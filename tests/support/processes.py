@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -46,6 +47,8 @@ def described(before: set[int]) -> list[list[str]]:
 def _child(function: Callable[..., None], pipe: Connection, parent: int, args: Any) -> None:
     _native.die_with_parent(signal.SIGKILL)
     if os.getppid() == parent:
+        if torch := sys.modules.get("torch"):
+            torch.seed()  # or it draws what its parent draws
         function(pipe, *args)
 
 
