@@ -249,9 +249,10 @@ class Connection:
         )
         self.path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(timeout_s)
         try:
+            self._socket.settimeout(timeout_s)
             self._socket.connect(str(path))
+            raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
         except (FileNotFoundError, ConnectionRefusedError):
             self._socket.close()
             raise JobNotFound(
@@ -263,7 +264,9 @@ class Connection:
             self._socket.close()
             why = error.strerror or "too long for a socket's path"
             raise ControlError(f"{path}: {why}") from None
-        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+        except BaseException:  # such as KeyboardInterrupt
+            self._socket.close()
+            raise
         peer: tuple[int, int, int] = UCRED.unpack(raw)
         self.peer_pid, self.peer_uid, _ = peer
         """Of the process that listens, as the kernel tells; the pid is 0 if this pid namespace
