@@ -147,7 +147,7 @@ SMALL = (
     ),
     (r"--devices LIST\b", "--devices host:1,host:1"),
     (r"\bOUT\b", "weights.npz"),
-    (r"\bbench NAME\b", "bench start --quick"),
+    (r"\bbench NAME\b", "bench latency --quick"),
     (r"\b(demo|least_squares|JOB|NAME|X)\b", "{job}"),
 )
 # More words, so that a command ends soon or changes nothing of this machine.

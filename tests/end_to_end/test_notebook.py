@@ -112,6 +112,7 @@ def test_the_same_cell_twice(shell: Interactive, job_name: str) -> None:
         for _ in range(2):
             assert "Error" not in shell.run("optimizer.close()\n" + client)
             eventually(lambda: len(status(job_name)["learners"]) == 1)
+        assert "Error" not in shell.run("client.detach()")  # or the job's end waits for it
 
 
 def test_a_job_of_its_own(shell: Interactive, job_name: str) -> None:
