@@ -21,7 +21,8 @@ default_role = "code"  # docstrings write `name` as in Markdown
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_mock_imports = ["cupy"]  # its modules are described where there is no GPU
+# Their modules are described where they are not installed.
+autodoc_mock_imports = ["cupy", "jax", "keras"]
 
 
 def _literal_blocks(

@@ -60,8 +60,8 @@ def partition(
         str,
         typer.Option(
             metavar="NAME",
-            help="The worker's optimizer: sgd, momentum, adagrad, adam, adamw, MODULE:NAME of a "
-            "function that makes it, or none if the job's server has it.",
+            help="The worker's optimizer: sgd, momentum, adagrad, adam, adamw, rmsprop, "
+            "MODULE:NAME of a function that makes it, or none if the job's server has it.",
         ),
     ] = "sgd",
     repeats: Annotated[

@@ -33,6 +33,7 @@ OPTIMIZERS: dict[str, tuple[str, Make]] = {
     "adagrad": ("torch.optim.Adagrad(p, lr=0.01)", lambda p: torch.optim.Adagrad(p, lr=0.01)),
     "adam": ("torch.optim.Adam(p)", lambda p: torch.optim.Adam(p)),
     "adamw": ("torch.optim.AdamW(p)", lambda p: torch.optim.AdamW(p)),
+    "rmsprop": ("torch.optim.RMSprop(p)", lambda p: torch.optim.RMSprop(p)),
 }
 SERVERS = "none"  # the worker has no optimizer, and the job's server has one
 

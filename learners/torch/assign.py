@@ -17,7 +17,7 @@ class Assigned(NamedTuple):
     """Values by where they belong."""
 
     job: dict[str, np.ndarray]
-    """float32, by the name that the job knows."""
+    """By the name that the job knows, and not rounded yet."""
     local: list[tuple[torch.Tensor, torch.Tensor]]
     """What is no part of the job (frozen parameters, whole-number buffers), and its values."""
 
@@ -58,7 +58,7 @@ def split(trained: Trained, values: Mapping[str, Any]) -> Assigned:
         known = of_job[id(tensor)]
         if known in trained.buffers and is_mask(value, tensor):
             continue
-        array = casts.host(value)
+        array = casts.exact(value)
         if known in found.job and not np.array_equal(found.job[known], array, equal_nan=True):
             raise UsageError(f"assign: {name!r} and another name of the same tensor differ")
         found.job[known] = array

@@ -33,6 +33,11 @@ def host(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float32).numpy()
 
 
+def exact(tensor: torch.Tensor) -> np.ndarray:
+    """The same, not rounded: the client says what the job cannot have."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
+
+
 def renew(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Writes the job's values into a buffer of another type.
 

@@ -95,9 +95,18 @@ def soak() -> list[str]:
 
 
 def start() -> list[str]:
-    ready = median("start.json", contender="daemon ready")
+    kinds = ("gadei-ps run, PyTorch", "Hogwild", "gadei-ps run, NumPy", "gadei-ps run, empty cache")
     attached = median("start.json", contender="attach")
-    return [f"{ready:.1f}", f"{1e3 * attached:.1f}"]
+    return [*map(first_gradient, kinds), f"{1e3 * attached:.1f}"]
+
+
+def first_gradient(kind: str) -> str:
+    return f"{median('start.json', contender=kind):.1f}"
+
+
+def first_gradients() -> list[str]:
+    kinds = ("gadei-ps run, NumPy", "gadei-ps run, PyTorch", "Hogwild", "gadei-ps run, empty cache")
+    return [first_gradient(kind) for kind in kinds]
 
 
 def attach() -> list[str]:
@@ -209,6 +218,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "latency.json, p50": latency,
     "soak.json, kills": soak,
     "start.json, medians": start,
+    "start.json, first gradient": first_gradients,
     "attach.json, all": attach,
     "memory.json, two learners": memory,
 }
