@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from gadei_ps.benchmarks import script_tables, virtual_tables
+from gadei_ps.benchmarks import asynchrony_tables, script_tables, virtual_tables
 from gadei_ps.benchmarks.reproduce import __main__ as reproduction
 
 ROOT = Path(__file__).parents[2]
@@ -280,8 +281,9 @@ def test_the_tables_of_virtual_workers_are_those_of_the_results() -> None:
     assert page == virtual_tables.filled(page)
 
 
-def test_the_table_of_scripts_is_that_of_the_results() -> None:
-    """It is what `python -m gadei_ps.benchmarks.script_tables` writes."""
-    page = script_tables.PAGE.read_text()
-    assert script_tables.MARK.search(page)
-    assert page == script_tables.filled(page)
+@pytest.mark.parametrize("tables", [script_tables, asynchrony_tables])
+def test_a_table_is_that_of_its_results(tables: ModuleType) -> None:
+    """It is what `python -m gadei_ps.benchmarks.script_tables`, or another one, writes."""
+    page = tables.PAGE.read_text()
+    assert tables.MARK.search(page)
+    assert page == tables.filled(page)
