@@ -157,7 +157,7 @@ def test_what_is_refused(job_name: str) -> None:
                 "'0.bias' was given values of shape",
             ),
             ({"0.bias": bias * torch.nan}, UsageError, "'0.bias' holds a NaN or an infinity"),
-            ({"0.bias": bias.double() + 1e300}, UsageError, "'0.bias' holds a number beyond float32"),
+            ({"0.bias": bias.double() + 1e300}, UsageError, r"0.bias.*a number beyond float32"),
             ({"0.bias": bias * 1j}, ModelMismatch, "give numbers to assign, not complex64"),
             ({"0.bias": "x"}, UsageError, "'0.bias' is a str: give a tensor"),
             ([bias], UsageError, "assign takes values by name"),
