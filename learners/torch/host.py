@@ -5,6 +5,7 @@ Parameters of other types than float32 have memory of their own, into which that
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 
 from gadei_ps import _native
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import GadeiError, UsageError
+from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import NONE, UNTOUCHED, Client, whole_at
 from gadei_ps.learners.torch import casts, products
 from gadei_ps.learners.torch.backend import Places, gradient_at, wait_for_own
@@ -31,10 +33,18 @@ SECOND = (
     "soon as it is computed, and nothing can be added to it"
 )
 
+SHARED = (
+    "the model is shared with other processes (share_memory): they see the job's weights when this "
+    "learner has ended, and not before"
+)
+
 LOADED = (
     "load_state_dict after Optimizer(model, free_gradients=True): write "
     "optimizer.assign(state_dict), or load before Optimizer(model) or after optimizer.close()"
 )
+
+TRIES = 10  # while others train on
+LAST_S = 10.0  # for the last gradient of a learner whose model other processes see
 
 
 def check(module: torch.nn.Module, *, view: bool) -> None:
@@ -67,6 +77,7 @@ class HostBackend:
         self._trained = trained
         self._view = view
         self._closed = False
+        self._loaded = False  # the parameters have other values than the job
         self._undo = contextlib.ExitStack()
         self._flat = client.flat if view else client.pull()
         views = client.model.views(self._flat)
@@ -77,6 +88,14 @@ class HostBackend:
                 self._casts.append((parameter, torch.from_numpy(views[name])))
             else:
                 self._views.append((parameter, _tensor(views[name])))
+        self._shared = [
+            (parameter, parameter.data) for parameter, _ in self._views if parameter.is_shared()
+        ]
+        """Parameters that other processes see, and the memory in which they do."""
+        if self._shared:
+            warnings.warn(SHARED, stacklevel=to_the_script())
+            atexit.register(self.close, keep=True)  # before the client's own, which leaves the job
+            self._undo.callback(atexit.unregister, self.close)
         self._show()
         casts.bring(self._casts)
         self._places = Places(trained)
@@ -212,12 +231,14 @@ class HostBackend:
     def own(self) -> None:
         if self._frees:
             raise UsageError(LOADED)
+        self._loaded = True
         if self._view:
             for parameter in self._trained.parameters.values():
                 parameter.data = parameter.data.clone()
             self._places.note()
 
     def follow(self) -> None:
+        self._loaded = False
         if self._view:
             self._show()
             self._places.note()
@@ -257,14 +278,38 @@ class HostBackend:
             return
         if not keep:
             self._pull()
+        if self._shared:
+            self._show_others()
+        shared = {id(parameter) for parameter, _ in self._shared}
         for parameter in self._trained.parameters.values():
-            parameter.data = parameter.data.clone()
+            if id(parameter) not in shared:
+                parameter.data = parameter.data.clone()
         for tensor in self._ordered:
             vars(tensor).pop(PRODUCTS, None)
         self._places.note()
         if not keep:
             self._refresh_buffers()
         self._closed = True  # an interrupt before this leaves the rest for another call
+
+    def _show_others(self) -> None:
+        """Writes the weights where other processes see them; the parameters are there again.
+
+        A learner that ends beside this one does so, too. Who has read weights that have changed
+        since reads them anew, or they could be written over newer ones, and stay.
+        """
+        if not self._loaded:
+            with contextlib.suppress(GadeiError):
+                self._client.wait_applied(timeout_s=LAST_S)
+        for _ in range(TRIES):
+            before = self._client.writes
+            if not self._loaded:
+                self._pull()
+            for parameter, memory in self._shared:
+                memory.copy_(parameter.data)
+            if self._loaded or self._client.writes == before:
+                break
+        for parameter, memory in self._shared:
+            parameter.data = memory
 
 
 def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:

@@ -73,7 +73,8 @@ class Trained:
                 )
         device = _device_of(parameters)
         one = next(iter(parameters.values()))
-        if device.type == "cpu" and one.is_shared():  # type: ignore[no-untyped-call]
+        # Optimizer gives them the job's weights in the end, and says so itself.
+        if not any_type and device.type == "cpu" and one.is_shared():  # type: ignore[no-untyped-call]
             warnings.warn(
                 "the model is shared with other processes (share_memory), and they do not see what "
                 "the job learns: let `gadei-ps run` start the learners, and test in one of them",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+from multiprocessing.connection import Connection
+
+import numpy as np
 import pytest
 import torch
-from support import daemon, status
+from support import Child, daemon, status
 from support.torch_models import one_thread as one_thread
 from support.torch_models import plain_model
+from torch import nn
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import Optimizer
 
 
@@ -49,13 +55,47 @@ def test_a_loop_that_was_left_goes_on_with_its_batch(job_name: str) -> None:
         optimizer.close()
 
 
-def test_a_model_that_other_processes_share(job_name: str) -> None:
-    """As in mnist_hogwild of pytorch/examples: who has shared it would test old weights."""
+def _train_shared(pipe: Connection, job: str, model: nn.Module, how: str, view: bool) -> None:
+    def train() -> None:
+        with pytest.warns(
+            UserWarning, match="they see the job's weights when this learner has ended"
+        ):
+            optimizer = Optimizer(model, job, kind="sgd", lr=0.1, view=view)
+        kept.append(optimizer if how != "dropped" else None)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(4, 10)).square().sum().backward()
+            optimizer.step()
+        if how == "closed":
+            optimizer.close()
+
+    kept: list[Optimizer | None] = []
+    train()
+    if how == "at the end":
+        atexit._run_exitfuncs()
+    pipe.send(None)
+    pipe.recv()
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["view", "copy"])
+@pytest.mark.parametrize("how", ["closed", "dropped", "at the end"])
+def test_a_model_that_other_processes_share(how: str, view: bool, job_name: str) -> None:
+    """As in mnist_hogwild of pytorch/examples: who has shared it tests it when they have ended."""
     model = plain_model().share_memory()
-    with daemon(job_name, optimizer={}):
-        with pytest.warns(UserWarning, match="they do not see what the job learns"):
-            optimizer = Optimizer(model, job_name, kind="sgd", lr=0.1)
-        optimizer.close()
+    before = [one.detach().clone() for one in model.parameters()]
+    with daemon(job_name, optimizer={}) as job:
+        learners = [Child(_train_shared, job_name, model, how, view) for _ in range(2)]
+        for one in learners:
+            one.receive()
+        with Client(job_name) as client:
+            assert int(client.current_version) == 10
+            for name, mine in model.named_parameters():
+                np.testing.assert_array_equal(mine.detach().numpy(), client.weights[name])
+        for one, then in zip(model.parameters(), before, strict=True):
+            assert not torch.equal(one, then)
+        for one in learners:
+            one.kill()
+        job.check()
 
 
 def test_a_warning_names_the_line_of_the_script(job_name: str) -> None:
