@@ -92,8 +92,11 @@ class HostBackend:
             (parameter, parameter.data) for parameter, _ in self._views if parameter.is_shared()
         ]
         """Parameters that other processes see, and the memory in which they do."""
+        # Those of other types have memory of their own, which the others see all the time.
+        self._shows = bool(self._shared) or any(one.is_shared() for one, _ in self._casts)
         if self._shared:
             warnings.warn(SHARED, stacklevel=to_the_script())
+        if self._shows:
             atexit.register(self.close, keep=True)  # before the client's own, which leaves the job
             self._undo.callback(atexit.unregister, self.close)
         self._show()
@@ -278,7 +281,7 @@ class HostBackend:
             return
         if not keep:
             self._pull()
-        if self._shared:
+        if self._shows:
             self._show_others()
         shared = {id(parameter) for parameter, _ in self._shared}
         for parameter in self._trained.parameters.values():

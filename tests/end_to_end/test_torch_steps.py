@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -71,6 +72,7 @@ def _train_shared(pipe: Connection, job: str, model: nn.Module, how: str, view: 
 
     kept: list[Optimizer | None] = []
     train()
+    gc.collect()
     if how == "at the end":
         atexit._run_exitfuncs()
     pipe.send(None)
