@@ -5,7 +5,6 @@ Parameters of other types than float32 have memory of their own, into which that
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import functools
@@ -13,6 +12,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection
+from multiprocessing import util
 from typing import Any
 
 import numpy as np
@@ -89,16 +89,20 @@ class HostBackend:
             else:
                 self._views.append((parameter, _tensor(views[name])))
         self._shared = [
-            (parameter, parameter.data) for parameter, _ in self._views if parameter.is_shared()
+            (one, one.data)
+            for one, _ in self._views
+            if one.is_shared()  # type: ignore[no-untyped-call]
         ]
         """Parameters that other processes see, and the memory in which they do."""
         # Those of other types have memory of their own, which the others see all the time.
-        self._shows = bool(self._shared) or any(one.is_shared() for one, _ in self._casts)
+        others = any(one.is_shared() for one, _ in self._casts)  # type: ignore[no-untyped-call]
+        self._shows = others or bool(self._shared)
         if self._shared:
             warnings.warn(SHARED, stacklevel=to_the_script())
         if self._shows:
-            atexit.register(self.close, keep=True)  # before the client's own, which leaves the job
-            self._undo.callback(atexit.unregister, self.close)
+            # A process of multiprocessing ends by these, and not by those of atexit.
+            ending = util.Finalize(None, self.close, kwargs={"keep": True}, exitpriority=0)
+            self._undo.callback(ending.cancel)
         self._show()
         casts.bring(self._casts)
         self._places = Places(trained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 from multiprocessing.connection import Connection
 
@@ -56,7 +55,7 @@ def test_a_loop_that_was_left_goes_on_with_its_batch(job_name: str) -> None:
         optimizer.close()
 
 
-def _train_shared(pipe: Connection, job: str, model: nn.Module, how: str, view: bool) -> None:
+def _train_shared(_: Connection, job: str, model: nn.Module, how: str, view: bool) -> None:
     def train() -> None:
         with pytest.warns(
             UserWarning, match="they see the job's weights when this learner has ended"
@@ -70,13 +69,9 @@ def _train_shared(pipe: Connection, job: str, model: nn.Module, how: str, view: 
         if how == "closed":
             optimizer.close()
 
-    kept: list[Optimizer | None] = []
+    kept: list[Optimizer | None] = []  # until the process ends
     train()
     gc.collect()
-    if how == "at the end":
-        atexit._run_exitfuncs()
-    pipe.send(None)
-    pipe.recv()
 
 
 @pytest.mark.parametrize("view", [True, False], ids=["view", "copy"])
@@ -87,16 +82,13 @@ def test_a_model_that_other_processes_share(how: str, view: bool, job_name: str)
     before = [one.detach().clone() for one in model.parameters()]
     with daemon(job_name, optimizer={}) as job:
         learners = [Child(_train_shared, job_name, model, how, view) for _ in range(2)]
-        for one in learners:
-            one.receive()
+        assert [one.join() for one in learners] == [0, 0]
         with Client(job_name) as client:
             assert int(client.current_version) == 10
             for name, mine in model.named_parameters():
                 np.testing.assert_array_equal(mine.detach().numpy(), client.weights[name])
         for one, then in zip(model.parameters(), before, strict=True):
             assert not torch.equal(one, then)
-        for one in learners:
-            one.kill()
         job.check()
 
 
