@@ -70,7 +70,7 @@ FULL: dict[str, dict[str, Any]] = {
     },
     "asynchrony": {
         "tasks": ["gpt", "resnet", "text"],
-        "steps": {"gpt": 800, "resnet": 1600, "text": 3200},
+        "steps": {"gpt": 800, "resnet": 800, "text": 1600},
         "rates": [1.0],
         "learners": [1, 2, 4, 8],
         "seeds": [0, 1],
