@@ -46,6 +46,7 @@ SOURCES = tuple(
         "kernels/half.py",
         "kernels/optimizers.py",
         "kernels/unit.py",
+        "memory/build.py",
         "memory/layout.py",
         "server/account.py",
         "server/apply.py",
