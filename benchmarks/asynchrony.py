@@ -60,6 +60,7 @@ def member(part: Part, pipe: Connection) -> None:
     torch.set_num_threads(1)
     task, found = TASKS[part.task], data(part.task)
     model = part.shared or found.model(part.seed)
+    torch.manual_seed(1000 * part.seed + part.rank)  # of dropout; the models are the same
     said = task.optimizer | {"lr": part.lr}
     ours = Optimizer(model, part.job, **said) if part.job else None
     optimizer = ours or torch_optimizer(model, said)
