@@ -29,7 +29,7 @@ from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.machine.output import Output
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show.counts import counted, mostly_refused
-from gadei_ps.show.optimizer import start
+from gadei_ps.show.optimizer import advice, start
 from gadei_ps.show.progress import Lines, Training
 from gadei_ps.storage.export import check as check_export
 
@@ -304,6 +304,9 @@ class _Run:
         if not self.told and report["model"] is not None:
             self.told = True
             _say(start(report))
+            told = advice(report, self.options.learners)
+            if told and "sync" not in self.options.overrides:
+                _say(told)
 
     def _say_goodbye(self, learners: Learners) -> None:
         """Gives the learners time to finish: their next call says that the job was stopped."""

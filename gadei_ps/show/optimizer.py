@@ -15,6 +15,7 @@ SOURCES = {
     "default": "by default",
 }
 WORDS = {"weight_decay": "weight decay"}
+MANY = 8  # learners, from which on Adam comes further under BSP (benchmark asynchrony)
 USUAL = {"beta1": 0.9, "beta2": 0.999, "alpha": 0.99, "weight_decay": 0.0, "clip_norm": 0.0}
 
 
@@ -68,6 +69,17 @@ def _whence(sources: Mapping[str, str], shown: list[str]) -> str:
 def start(status: Mapping[str, Any]) -> str:
     """What a job says at its start, once its model is there."""
     return f"optimizer {optimizer(status['settings'])}; sync {status['sync']}"
+
+
+def advice(status: Mapping[str, Any], learners: int) -> str:
+    """What measurements say against the job's model of synchronization; empty if nothing."""
+    kind = status["settings"]["kind"]
+    if status["sync"] != "asp" or kind not in ("adam", "adamw") or learners < MANY:
+        return ""
+    return (
+        f"with {learners} learners and {kind}, bsp comes further with as many samples than asp: "
+        "--sync bsp; docs/sync-models.md has figures"
+    )
 
 
 def changed(result: Mapping[str, Any]) -> str:

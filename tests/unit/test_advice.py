@@ -1,0 +1,26 @@
+"""What `run` says against a model of synchronization, as far as it was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from gadei_ps.show.optimizer import advice
+
+
+@pytest.mark.parametrize(
+    ("sync", "kind", "learners", "said"),
+    [
+        ("asp", "adamw", 8, True),
+        ("asp", "adam", 20, True),
+        ("asp", "adam", 7, False),
+        ("asp", "momentum", 8, False),
+        ("bsp", "adam", 8, False),
+        ("ssp:2", "adam", 8, False),
+    ],
+)
+def test_many_learners_with_adam(sync: str, kind: str, learners: int, said: bool) -> None:
+    told = advice({"sync": sync, "settings": {"kind": kind}}, learners)
+    assert bool(told) == said
+    if said:
+        assert told.startswith(f"with {learners} learners and {kind}, bsp comes further")
+        assert "--sync bsp" in told
