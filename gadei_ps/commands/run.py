@@ -305,7 +305,7 @@ class _Run:
             self.told = True
             _say(start(report))
             told = advice(report, self.options.learners)
-            if told and "sync" not in self.options.overrides:
+            if told and isinstance(self.job, Served) and not self.job.says_sync:
                 _say(told)
 
     def _say_goodbye(self, learners: Learners) -> None:

@@ -84,6 +84,8 @@ class Served:
     def __init__(self, served: Daemon) -> None:
         self.socket = str(served.socket)
         self._daemon = served
+        self.says_sync = "sync" in served.config.model_fields_set
+        """Whether somebody has chosen its model of synchronization."""
         self._control = Processes(served.config.name).control
         # Of a job that goes on from a checkpoint these are not 0.
         self.before: dict[str, Any] = {"version": int(self._control["version"]), **self.counts()}

@@ -46,7 +46,6 @@ SOURCES = tuple(
         "kernels/half.py",
         "kernels/optimizers.py",
         "kernels/unit.py",
-        "memory/build.py",
         "memory/layout.py",
         "server/account.py",
         "server/apply.py",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,30 +17,10 @@ from gadei_ps import _native
 REFUSED = 3
 """Exit code of a server that another build's job has been given to."""
 
-_IDENTITY = re.compile(r"^#define PS_BUILD 0x(\w+)ull$", re.M)
 _PACKAGE = Path(__file__).parents[1]
 # The rooms whose code a server runs; a test compares them with what it imports. errors.py and
 # homes.py are left out: texts of errors and names of directories do not touch a job's records.
 _ROOMS = ("job", "kernels", "machine", "memory", "server", "sync")
-
-
-def check() -> None:
-    """That a checkout's extension is built from the C sources that lie there now.
-
-    Raises ImportError. Without it, tables that the sources have and the extension lacks are missed
-    somewhere else, with a KeyError.
-    """
-    try:
-        header = (_PACKAGE.parent / "native" / "ps_build.h").read_text()
-    except OSError:
-        return  # installed
-    said = _IDENTITY.search(header)
-    if said is not None and int(said[1], 16) != _native.BUILD:
-        raise ImportError(
-            f"{_native.__file__} was built from other C sources than those in "
-            f"{_PACKAGE.parent / 'native'}: build it again, python -m pip install -e "
-            f"{_PACKAGE.parent}"
-        )
 
 
 def _sources() -> Iterator[Path]:

@@ -15,9 +15,6 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.kernels.optimizers import WireType as WireType
-from gadei_ps.memory import build
-
-build.check()
 
 _NUMBERS: Final = _native.numbers()
 _ENUMS: Final = _native.codes()

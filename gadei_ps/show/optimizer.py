@@ -77,8 +77,8 @@ def advice(status: Mapping[str, Any], learners: int) -> str:
     if status["sync"] != "asp" or kind not in ("adam", "adamw") or learners < MANY:
         return ""
     return (
-        f"with {learners} learners and {kind}, bsp comes further with as many samples than asp: "
-        "--sync bsp; docs/sync-models.md has figures"
+        f"with {learners} learners and {kind}, bsp comes further than asp on the same samples: "
+        "--sync bsp (figures: docs/sync-models.md)"
     )
 
 

@@ -35,7 +35,9 @@ def host(tensor: torch.Tensor) -> np.ndarray:
 
 def exact(tensor: torch.Tensor) -> np.ndarray:
     """The same, not rounded: the client says what the job cannot have."""
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
+    known = tensor.dtype in (torch.float16, torch.float32, torch.float64)
+    rounded = tensor.float() if tensor.is_floating_point() and not known else tensor
+    return rounded.numpy(force=True)
 
 
 def renew(buffer: torch.Tensor, values: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ class Hooks(OrderedDict[int, Any]):
 
     def values(self) -> Any:
         """Without those that were removed since, by handles that know the dict before."""
+        self._own.values()  # which may be of this class
         for number in self._had - self._own.keys():
             self.pop(number, None)
         return super().values()

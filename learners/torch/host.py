@@ -5,6 +5,7 @@ Parameters of other types than float32 have memory of their own, into which that
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -99,10 +100,14 @@ class HostBackend:
         self._shows = others or bool(self._shared)
         if self._shared:
             warnings.warn(SHARED, stacklevel=to_the_script())
-        if self._shows:
-            # A process of multiprocessing ends by these, and not by those of atexit.
-            ending = util.Finalize(None, self.close, kwargs={"keep": True}, exitpriority=0)
-            self._undo.callback(ending.cancel)
+        self._statistics = [
+            (name, buffer, buffer.data)
+            for name, buffer in trained.buffers.items()
+            if buffer.is_shared()  # type: ignore[no-untyped-call]
+        ]
+        """The same of buffers: what one learner adds to them is not another one's change."""
+        for _, buffer, memory in self._statistics:
+            buffer.data = memory.clone()
         self._show()
         casts.bring(self._casts)
         self._places = Places(trained)
@@ -124,6 +129,12 @@ class HostBackend:
         self._frees = free_gradients
         if free_gradients:
             self._free_gradients()
+        self._ending: util.Finalize | None = None
+        if self._shows:
+            # A process of multiprocessing ends by these, and not by those of atexit. Those come
+            # before the client's own, which leaves the job.
+            self._ending = util.Finalize(None, self.close, kwargs={"keep": True}, exitpriority=0)
+            atexit.register(self.close, keep=True)
 
     def _show(self) -> None:
         """Makes the parameters views of the weights."""
@@ -297,6 +308,9 @@ class HostBackend:
         if not keep:
             self._refresh_buffers()
         self._closed = True  # an interrupt before this leaves the rest for another call
+        if self._ending is not None:
+            self._ending.cancel()
+            atexit.unregister(self.close)
 
     def _show_others(self) -> None:
         """Writes the weights where other processes see them; the parameters are there again.
@@ -311,12 +325,17 @@ class HostBackend:
             before = self._client.writes
             if not self._loaded:
                 self._pull()
+                self._refresh_buffers([name for name, _, _ in self._statistics])
             for parameter, memory in self._shared:
                 memory.copy_(parameter.data)
+            for _, buffer, memory in self._statistics:
+                memory.copy_(buffer.data)
             if self._loaded or self._client.writes == before:
                 break
         for parameter, memory in self._shared:
             parameter.data = memory
+        for _, buffer, memory in self._statistics:
+            buffer.data = memory
 
 
 def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:

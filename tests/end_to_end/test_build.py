@@ -106,22 +106,6 @@ def test_an_installation_renews_the_identity(tmp_path: Path) -> None:
     assert set_up(tmp_path).returncode == 0
 
 
-def test_a_checkout_whose_extension_is_old(tmp_path: Path) -> None:
-    """As after `git pull`: one line says what to do, before a table is found to lack a word."""
-    copied(tmp_path)
-    changed_native(tmp_path)
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", "import gadei_ps.learners.client"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    said = ran.stderr.strip().splitlines()[-1]
-    assert said.startswith(f"ImportError: {tmp_path}/gadei_ps/_native."), ran
-    assert said.endswith(f"build it again, python -m pip install -e {tmp_path}"), ran
-
-
 def test_learners_of_another_build_are_refused(cli: Cli, job_name: str, tmp_path: Path) -> None:
     """In C and in Python, and the job goes on."""
     cli.serve(job_name, TOML.replace("true", "false"))

@@ -269,6 +269,8 @@ def test_the_model_itself_is_saved(tmp_path: Path, job_name: str) -> None:
         later = model.register_load_state_dict_post_hook(lambda *_: heard.append("later"))
         model.load_state_dict(model.state_dict())
         assert heard == ["first", "later"]
+        optimizer.close()
+        optimizer = Optimizer(model, job_name)
         first.remove()
         model.load_state_dict(model.state_dict())
         assert heard[2:] == ["later"]

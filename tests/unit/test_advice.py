@@ -22,5 +22,5 @@ def test_many_learners_with_adam(sync: str, kind: str, learners: int, said: bool
     told = advice({"sync": sync, "settings": {"kind": kind}}, learners)
     assert bool(told) == said
     if said:
-        assert told.startswith(f"with {learners} learners and {kind}, bsp comes further")
+        assert told.startswith(f"with {learners} learners and {kind}, bsp comes further than asp")
         assert "--sync bsp" in told
