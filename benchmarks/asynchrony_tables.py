@@ -7,23 +7,16 @@ It stands below the comment `<!-- asynchrony.json: table -->`.
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from typing import Any
 
-from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.asynchrony import ALONE, ASP, BSP, HOGWILD, PLAIN
 from gadei_ps.benchmarks.asynchrony_tasks import TASKS
+from gadei_ps.benchmarks.tables import Table
 
-PAGE = suite.RESULTS.parents[1] / "docs" / "sync-models.md"
-RESULT = suite.RESULTS / "asynchrony.json"
 COLUMNS = (ALONE, ASP, PLAIN, BSP, HOGWILD)
-MARK = re.compile(r"(<!-- asynchrony\.json: table -->\n).*?(?=\n\n|\Z)", re.S)
-MISSING = "Not measured yet."
 
 
-def _table(result: dict[str, Any]) -> str:
+def _lines(result: dict[str, Any]) -> list[str]:
     """A line for each task and number of learners; figures with half of their spread."""
     lines = [
         f"| task | learners | {' | '.join(COLUMNS)} |",
@@ -36,7 +29,7 @@ def _table(result: dict[str, Any]) -> str:
             row = rows.get((task, learners, contender))
             cells.append(_figure(row) if row else "-")
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *(f"\n{note}" for note in result["notes"])])
+    return lines
 
 
 def _figure(row: dict[str, Any]) -> str:
@@ -46,16 +39,8 @@ def _figure(row: dict[str, Any]) -> str:
     return f"{row['figure']:.{places}f} ± {half:.{places}f}"
 
 
-def filled(page: str, path: Path = RESULT) -> str:
-    """The page with the table of the results."""
-    table = _table(json.loads(path.read_text())) if path.exists() else MISSING
-    return MARK.sub(lambda found: found[1] + table, page)
-
-
-def write() -> None:
-    """Writes the page anew."""
-    PAGE.write_text(filled(PAGE.read_text()))
+TABLE = Table("asynchrony", "sync-models.md", _lines)
 
 
 if __name__ == "__main__":
-    write()
+    TABLE.write()

@@ -7,22 +7,15 @@ It stands below the comment `<!-- scripts.json: table -->`.
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from typing import Any
 
-from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.scripts import ONE_THREAD, OURS, PLAIN
+from gadei_ps.benchmarks.tables import Table
 
-PAGE = suite.RESULTS.parents[1] / "docs" / "performance.md"
-RESULT = suite.RESULTS / "scripts.json"
 ASP, BSP = f"{OURS} asp", f"{OURS} bsp"
-MARK = re.compile(r"(<!-- scripts\.json: table -->\n).*?(?=\n\n|\Z)", re.S)
-MISSING = "Not measured yet."
 
 
-def _table(result: dict[str, Any]) -> str:
+def _lines(result: dict[str, Any]) -> list[str]:
     """A line for each script: samples per second, the ratio, and what the script ended with."""
     lines = [
         "| script | step, ms | plain, samples/s | one thread, times | asp, times | bsp, times | "
@@ -39,19 +32,11 @@ def _table(result: dict[str, Any]) -> str:
         times = [f"{rows[name, ONE_THREAD]['median'] / plain['median']:.2f}", *times]
         cells = [f"`{name}.py`", step, f"{plain['median']:,.0f}", *times, plain["figure"], *reached]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *(f"\n{note}" for note in result["notes"])])
+    return lines
 
 
-def filled(page: str, path: Path = RESULT) -> str:
-    """The page with the table of the results."""
-    table = _table(json.loads(path.read_text())) if path.exists() else MISSING
-    return MARK.sub(lambda found: found[1] + table, page)
-
-
-def write() -> None:
-    """Writes the page anew."""
-    PAGE.write_text(filled(PAGE.read_text()))
+TABLE = Table("scripts", "performance.md", _lines)
 
 
 if __name__ == "__main__":
-    write()
+    TABLE.write()

@@ -304,9 +304,9 @@ class _Run:
         if not self.told and report["model"] is not None:
             self.told = True
             _say(start(report))
-            told = advice(report, self.options.learners)
-            if told and isinstance(self.job, Served) and not self.job.says_sync:
-                _say(told)
+            against = "" if self.job.says_sync else advice(report, self.options.learners)
+            if against:
+                _say(against)
 
     def _say_goodbye(self, learners: Learners) -> None:
         """Gives the learners time to finish: their next call says that the job was stopped."""

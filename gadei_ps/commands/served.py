@@ -22,6 +22,9 @@ class Attached:
     Servers and learners outlive the job's watchdog, and the next watchdog adopts them.
     """
 
+    says_sync = True
+    """Whether its model of synchronization was chosen: by whoever serves it."""
+
     def __init__(self, job: str) -> None:
         with Connection(job) as connection:
             self.socket = str(connection.path.absolute())
@@ -85,7 +88,7 @@ class Served:
         self.socket = str(served.socket)
         self._daemon = served
         self.says_sync = "sync" in served.config.model_fields_set
-        """Whether somebody has chosen its model of synchronization."""
+        """Whether its model of synchronization was chosen, and is not the default."""
         self._control = Processes(served.config.name).control
         # Of a job that goes on from a checkpoint these are not 0.
         self.before: dict[str, Any] = {"version": int(self._control["version"]), **self.counts()}

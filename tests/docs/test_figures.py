@@ -284,6 +284,6 @@ def test_the_tables_of_virtual_workers_are_those_of_the_results() -> None:
 @pytest.mark.parametrize("tables", [script_tables, asynchrony_tables])
 def test_a_table_is_that_of_its_results(tables: ModuleType) -> None:
     """It is what `python -m gadei_ps.benchmarks.script_tables`, or another one, writes."""
-    page = tables.PAGE.read_text()
-    assert tables.MARK.search(page)
-    assert page == tables.filled(page)
+    page = tables.TABLE.text()
+    assert tables.TABLE.mark.search(page)
+    assert page == tables.TABLE.filled()

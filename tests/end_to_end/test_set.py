@@ -104,7 +104,7 @@ def test_kills_amid_changes(times: str, job_name: str) -> None:
 
 
 class Flag:
-    """An event for forked processes. Whoever waits may be killed: set() waits for nobody."""
+    """An event for forked processes. One that waits may be killed: set() waits for none of them."""
 
     def __init__(self) -> None:
         self._up = FORK.RawValue("b", 0)

@@ -1,0 +1,47 @@
+"""Tables of documents that are made from the results of a benchmark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gadei_ps.benchmarks import suite
+
+DOCS = suite.RESULTS.parents[1] / "docs"
+MISSING = "Not measured yet."
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table below the comment `<!-- RESULT.json: table -->` of a page.
+
+    lines: those of the table, given the result. The result's notes stand below it.
+    """
+
+    result: str
+    page: str
+    lines: Callable[[dict[str, Any]], list[str]]
+
+    @property
+    def mark(self) -> re.Pattern[str]:
+        """The comment, and the table as it is now."""
+        return re.compile(rf"(<!-- {self.result}\.json: table -->\n).*?(?=\n\n|\Z)", re.S)
+
+    def text(self) -> str:
+        """Of the page."""
+        return (DOCS / self.page).read_text()
+
+    def filled(self) -> str:
+        """The page with the table of the results."""
+        table, path = MISSING, suite.RESULTS / f"{self.result}.json"
+        if path.exists():
+            result = json.loads(path.read_text())
+            table = "\n".join([*self.lines(result), *(f"\n{note}" for note in result["notes"])])
+        return self.mark.sub(lambda found: found[1] + table, self.text())
+
+    def write(self) -> None:
+        """Writes the page anew."""
+        (DOCS / self.page).write_text(self.filled())
