@@ -3,9 +3,10 @@
 The first part trains the sentence classifier on mr with gadei-ps, with one and with two learners,
 with Hogwild and with DistributedDataParallel. Each process is started on its own. For each process
 it records the resident memory, in which shared pages count in full, and the proportional share, in
-which they count in parts. The shares add up to the memory of the contender. The second part pushes
-dense gradients to a job. It compares the sizes of the segments with the model, and looks whether
-the server's private memory grows.
+which they count in parts. The shares add up to the memory of the contender. One row is what a job
+takes besides learners and segments: the watchdog, the servers, and what starts them. The second
+part pushes dense gradients to a job. It compares the sizes of the segments with the model, and
+looks whether the server's private memory grows.
 
 ratio: memory of the contender over memory of gadei-ps, with the same number of learners. In the
 second part, `of` and `to` name both sides.
@@ -28,10 +29,14 @@ from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import from_mapping
 from gadei_ps.job.control import Status
+from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence, shm
 
 SAMPLES = 10
+BESIDES = "watchdog and servers, without segments"
+REACH = 120_000_000
+"""Bytes of these, at most. Peers without a server have none."""
 GROWTH = 1.05
 """The most growth of the server's private memory, from the first to the last tenth of gradients."""
 MB = 1e6
@@ -76,17 +81,17 @@ def _add(
 def _processes(report: Report, team: Team) -> dict[str, float]:
     """Add a row for each process and segment. Return the sum, and the mean of the learners."""
     processes = {f"learner {i + 1}": psutil.Process(pid) for i, pid in enumerate(team.pids)}
-    if team.daemon is not None:
-        watchdog = psutil.Process(team.daemon.request(Status())["watchdog_pid"])
-        processes["watchdog"] = watchdog
-        for i, server in enumerate(watchdog.children()):
-            processes[f"server {i + 1}"] = server
+    own = {} if team.daemon is None else _own(team.daemon)
+    processes |= own
     shares = {}
-    mapped = 0.0
+    mapped, besides = 0.0, 0.0
     for of, process in processes.items():
         memory = process.memory_full_info()
         maps = process.memory_maps(grouped=False)
-        mapped += sum(one.pss for one in maps if one.path.startswith(SEGMENTS))
+        segments = sum(one.pss for one in maps if one.path.startswith(SEGMENTS))
+        mapped += segments
+        if of in own:
+            besides += memory.pss - segments
         shares[of] = float(memory.pss)
         more = {"resident_bytes": memory.rss, "private_bytes": memory.uss}
         _add(report, team.kind, team.count, of, memory.pss, **more)
@@ -94,10 +99,21 @@ def _processes(report: Report, team: Team) -> dict[str, float]:
     parts = sizes_of(team.daemon.config.name) if team.daemon is not None else {}
     whole = sum(shares.values()) - mapped + sum(parts.values())
     _add(report, team.kind, team.count, "all together", whole)
+    _add(report, team.kind, team.count, BESIDES, besides, reach_bytes=REACH)
     for part, size in parts.items():
         _add(report, team.kind, team.count, f"segment {part}", size)
     learner = sum(share for of, share in shares.items() if of.startswith("learner")) / team.count
     return {"all together": whole, "a learner": learner}
+
+
+def _own(daemon: Daemon) -> dict[str, psutil.Process]:
+    """Return the processes of a job that are not learners."""
+    watchdog = psutil.Process(daemon.request(Status())["watchdog_pid"])
+    servers = {int(pid) for pid in Processes(daemon.config.name).control["server"]["pid"]}
+    found = {"watchdog": watchdog}
+    for child in sorted(watchdog.children(recursive=True), key=lambda one: one.pid not in servers):
+        found[f"server {len(found)}" if child.pid in servers else "nursery"] = child
+    return found
 
 
 def sizes_of(job: str) -> dict[str, int]:

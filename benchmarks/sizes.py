@@ -68,6 +68,7 @@ FULL: dict[str, dict[str, Any]] = {
         "megabytes": 25,
         "gradients": 2000,
     },
+    "failover": {"bytes": [22 * MB, 100 * MB], "kills": 60, "both": 50, "peer_kills": 20},
     "asynchrony": {
         "tasks": ["gpt", "resnet", "text"],
         "steps": {"gpt": 800, "resnet": 800, "text": 1600},
@@ -144,6 +145,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "megabytes": 1,
         "gradients": 100,
     },
+    "failover": {"bytes": [MB], "kills": 1, "both": 1, "peer_kills": 0},
     "asynchrony": {
         "tasks": ["text"],
         "steps": {"text": 80},

@@ -31,6 +31,7 @@ BENCHMARKS = {
     "memory": "resident and shared memory of a job and of each learner",
     "start": "how long it takes until the first gradient is applied, against Hogwild",
     "attach": "how long a large model takes to come in, against zeroing its memory",
+    "failover": "what the death of servers costs, against DDP under torchrun and torchft",
     "asynchrony": "what training with momentum reaches with many learners, against Hogwild",
     "scripts": "two learners of each training script in examples/scripts against the plain script",
     "virtual": "a pipeline of stages beside torch's pipelines, its threads, and the planner",

@@ -14,7 +14,18 @@ from gadei_ps.benchmarks import suite, virtual_tables
 from gadei_ps.memory import presence
 
 # One benchmark of each kind, to save time. The others use the same processes and loops.
-RUN = ["apply", "undo", "groups", "latency", "nlc", "start", "attach", "scripts", "virtual"]
+RUN = [
+    "apply",
+    "undo",
+    "groups",
+    "latency",
+    "nlc",
+    "start",
+    "attach",
+    "failover",
+    "scripts",
+    "virtual",
+]
 RATIO = {"contender", "ratio"}
 ROW = {"contender", "unit"}
 
