@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gadei_ps", "_native", "errors", "homes"),
     ("machine", "kernels", "show"),
     ("memory", "sync"),
-    ("storage",),
+    ("storage", "groups"),
     ("job", "run_times"),
     ("server", "learners", "simulate"),
     ("watchdog",),

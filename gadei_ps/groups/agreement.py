@@ -1,0 +1,387 @@
+"""How the machines of a group agree on the next view and on the end of each round.
+
+Each machine drives one `Agreement`. Events go in: a message, a death, silence, a whole result.
+Decisions come out, in the order in which they are to be carried out: messages to send, a view to
+install, a round to apply. Nothing here waits or looks at a clock. Messages may be lost, doubled,
+delayed and overtaken; the driver calls `again` from time to time, which repeats what is due.
+
+The next view is agreed on by Paxos (Lamport 1998) among the members of the present one, with the
+quorums of `membership.is_quorum`. A member that promises to hear a proposal also stops working
+under the present view: its answer says what it holds, and stays true. So no round can end behind
+the back of the members that decide what becomes of it.
+
+The first member that is not silent makes the proposals. It waits for every member that it hears, so
+that a slow one is not left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gadei_ps.groups.membership import Answer, Changes, Member, View, is_quorum, next_view
+from gadei_ps.groups.messages import (
+    Accept,
+    Accepted,
+    Apply,
+    Ballot,
+    Body,
+    Decision,
+    Expelled,
+    Fetch,
+    Install,
+    Join,
+    Leave,
+    Lost,
+    Message,
+    Notice,
+    Prepare,
+    Promise,
+    Ready,
+    Refused,
+    Send,
+)
+
+
+class Agreement:
+    """One machine's share in the agreement of its group."""
+
+    def __init__(self, me: Member, view: View | None = None) -> None:
+        """view: the first view of a group that begins, the same on all its machines, in which all
+        have the same weights. None: the machine is to join."""
+        self.me = me
+        self.view = view
+        self.applied: int | None = None if view is None else view.settled
+        self.holds = False
+        self.expelled = False
+        self._contacts: tuple[Member, ...] = ()
+        self._silent: set[Member] = set()
+        self._dead: set[Member] = set()
+        self._joining: set[Member] = set()
+        self._leaving: set[Member] = set()
+        self._working = False
+        self._out: list[Decision] = []
+        self._fetches = 0
+        self._reset()
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def join(self, contacts: Iterable[Member]) -> list[Decision]:
+        """The machine wants to become a member of the group to which these belong."""
+        self._contacts = tuple(contacts)
+        return self.again()
+
+    def leave(self) -> list[Decision]:
+        """The machine wants to leave. It works on until it gets `Expelled`.
+
+        An `Install` instead means that nobody else has the group's state, or that another change
+        came first: it may ask again.
+        """
+        self._leaving.add(self.me)
+        self._tell(Leave(self.me))
+        self._consider()
+        return self._decided()
+
+    def dead(self, member: Member) -> list[Decision]:
+        """It is certain that this life of a machine has ended."""
+        self._dead.add(member)
+        return self.silent(member)
+
+    def silent(self, member: Member) -> list[Decision]:
+        """Nothing is heard from this member."""
+        self._silent.add(member)
+        self._joining.discard(member)
+        self._advance()
+        self._consider()
+        return self._decided()
+
+    def heard(self, member: Member) -> list[Decision]:
+        """Something is heard again from a member that was silent."""
+        if member not in self._dead:
+            self._silent.discard(member)
+        return self._decided()
+
+    def begin(self) -> None:
+        """The aggregation of the next round begins here: joins and leaves wait until it has ended.
+
+        Deaths do not wait.
+        """
+        self._working = True
+
+    def complete(self, generation: int, number: int) -> list[Decision]:
+        """The whole result of round `number`, made under this generation, has arrived here.
+
+        If the machine has stopped working under that generation, the result is not to be used.
+        """
+        present = self.view is not None and self.view.generation == generation
+        if present and self.applied == number and not self.frozen and not self.holds:
+            self.holds = True
+            self._ready()
+        return self._decided()
+
+    def fetched(self, generation: int) -> list[Decision]:
+        """The state after this view's settled rounds has arrived here."""
+        if self.view and self.view.generation == generation and not self.frozen and self.lacks:
+            settled = self.view.settled
+            # Held, not applied: another member may lack it, and then it might be made again.
+            self.holds = settled > 0
+            self.applied = max(settled - 1, 0)
+            self._ready()
+        return self._decided()
+
+    def again(self) -> list[Decision]:
+        """Repeats what is due. To be called from time to time, such as with each sign of life."""
+        if self.expelled:
+            return []
+        if self.view is None:
+            for one in self._contacts:
+                self._send(one, Join(self.me))
+        elif self._phase:
+            self._ask()
+        elif self.frozen:
+            if self._leads():
+                self._propose()
+            else:
+                self._tell(Notice(wanted=True))
+        else:
+            self._tell(Ready(self._reach()))
+            if self.me in self._leaving:
+                self._tell(Leave(self.me))
+            self._fetch()
+            self._consider()
+        return self._decided()
+
+    def receive(self, message: Message) -> list[Decision]:
+        """A message of another machine. One that is expelled still tells others of the view."""
+        theirs = message.view
+        if self.expelled:
+            if theirs is not None and self.view and theirs.generation < self.view.generation:
+                self._send(message.sender, Notice())
+            return self._decided()
+        if theirs is not None and (self.view is None or theirs.generation > self.view.generation):
+            self._install(theirs)
+        if self.view is None:
+            return self._decided()
+        body, sender = message.body, message.sender
+        if isinstance(body, Join):
+            if sender == body.member:  # the others hear of it from here
+                self._tell(body)
+            self._welcome(body.member)
+        elif theirs is None or theirs.generation < self.view.generation:
+            self._send(sender, Notice())  # it has missed this view
+        elif not self.expelled and theirs.generation == self.view.generation:
+            self._hear(sender, body)
+        self._consider()
+        return self._decided()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the machine has stopped working under its view, because the next one is near."""
+        return self._promised is not None
+
+    @property
+    def lacks(self) -> bool:
+        """Whether results of settled rounds are missing here, so that they are to be fetched."""
+        return self.view is not None and self._reach() < self.view.settled
+
+    # -- the present view -------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Forgets all that belongs to one generation."""
+        self._promised: Ballot | None = None
+        self._accepted: tuple[Ballot, View] | None = None
+        self._ballot = Ballot(0, 0)
+        self._phase = 0  # of the own proposal: 0 none, 1 promises, 2 acceptances
+        self._answers: dict[Member, Promise] = {}
+        self._agreed: set[Member] = set()
+        self._chosen: View | None = None
+        self._reached: dict[Member, int] = {}
+
+    def _reach(self) -> int:
+        return Answer(self.applied, self.holds).reach
+
+    def _install(self, view: View) -> None:
+        if self.me not in view.members:
+            self.expelled = self.view is not None  # a machine that joins waits for a later view
+            if self.expelled:
+                self.view = view
+                self._out.append(Expelled())
+            return
+        self.view = view
+        self._working = False
+        self._silent &= set(view.members)
+        self._dead &= set(view.members)
+        self._leaving.clear()
+        self._joining = {
+            one
+            for one in self._joining
+            if not any(one.machine == it.machine and one <= it for it in view.members)
+        }
+        self._reset()
+        self._out.append(Install(view, self.lacks))
+        self._ready()
+
+    def _ready(self) -> None:
+        """Tells how far this machine is, and applies what all hold."""
+        self._reached[self.me] = self._reach()
+        if not self.lacks:
+            self._tell(Ready(self._reach()))
+        self._apply()
+
+    def _apply(self) -> None:
+        if self.view is None or self.applied is None or not self.holds or self.frozen:
+            return
+        wanted = self.applied + 1
+        if all(self._reached.get(one, -1) >= wanted for one in self.view.members):
+            self._out.append(Apply(self.applied))
+            self.applied, self.holds, self._working = wanted, False, False
+
+    def _fetch(self) -> None:
+        if self.view and self.lacks and not self.frozen:
+            have = [one for one, far in self._reached.items() if far >= self.view.settled]
+            live = [one for one in self.view.members if one in have and one not in self._silent]
+            if live:
+                # Each time another one, should the one before not answer.
+                self._out.append(Fetch(live[self._fetches % len(live)]))
+                self._fetches += 1
+
+    # -- the next view ----------------------------------------------------------------------------
+
+    def _hear(self, sender: Member, body: Body) -> None:
+        """A message of the same generation."""
+        if isinstance(body, Ready):
+            if not self.frozen:
+                first = sender not in self._reached
+                self._reached[sender] = max(body.rounds, self._reached.get(sender, -1))
+                self._apply()
+                if first:
+                    self._fetch()
+        elif isinstance(body, Prepare):
+            if self._promised is None or body.ballot >= self._promised:
+                self._promised = body.ballot
+                answer = Answer(self.applied, self.holds)
+                self._send(sender, Promise(body.ballot, answer, self._accepted))
+            else:
+                self._send(sender, Refused(self._promised))
+        elif isinstance(body, Promise):
+            if self._phase == 1 and body.ballot == self._ballot:
+                self._answers[sender] = body
+                self._advance()
+        elif isinstance(body, Accept):
+            if self._promised is None or body.ballot >= self._promised:
+                self._promised = body.ballot
+                self._accepted = (body.ballot, body.view)
+                self._send(sender, Accepted(body.ballot))
+            else:
+                self._send(sender, Refused(self._promised))
+        elif isinstance(body, Accepted):
+            if self._phase == 2 and body.ballot == self._ballot:
+                self._agreed.add(sender)
+                self._advance()
+        elif isinstance(body, Refused):
+            if self._phase and body.promised > self._ballot:
+                self._phase = 0
+                self._ballot = body.promised
+        elif isinstance(body, Leave):
+            self._leaving.add(body.member)
+        elif isinstance(body, Notice) and body.wanted and self._leads() and not self._phase:
+            self._propose()
+
+    def _welcome(self, member: Member) -> None:
+        """Someone asks to join."""
+        assert self.view is not None
+        if member in self.view.members:
+            self._send(member, Notice())
+        elif member not in self._dead:
+            self._joining.add(member)
+            for one in self.view.members:
+                if one.machine == member.machine and one < member:  # an earlier life has ended
+                    self._dead.add(one)
+                    self._silent.add(one)
+            self._advance()
+
+    def _leads(self) -> bool:
+        """Whether it is for this machine to make proposals."""
+        assert self.view is not None
+        hears = (one for one in self.view.members if one == self.me or one not in self._silent)
+        return next(hears, None) == self.me
+
+    def _consider(self) -> None:
+        """Proposes a new view if there is a reason."""
+        if self.expelled or self.view is None or self._phase or self.frozen or not self._leads():
+            return
+        gone = any(one in self._silent for one in self.view.members)
+        changes = self._joining or any(one in self._leaving for one in self.view.members)
+        if gone or (changes and not self._working):
+            self._propose()
+
+    def _propose(self) -> None:
+        assert self.view is not None
+        highest = max(self._ballot, self._promised or self._ballot)
+        self._ballot = Ballot(highest.attempt + 1, self.view.members.index(self.me))
+        self._phase, self._chosen = 1, None
+        self._answers, self._agreed = {}, set()
+        self._ask()
+
+    def _ask(self) -> None:
+        """Sends the present question to those that have not answered; to itself first."""
+        assert self.view is not None
+        answered = self._answers if self._phase == 1 else self._agreed
+        body: Body = Prepare(self._ballot)
+        if self._phase == 2:
+            assert self._chosen is not None
+            body = Accept(self._ballot, self._chosen)
+        waiting = [one for one in self.view.members if one not in answered]
+        self._tell(body, [one for one in waiting if one != self.me])
+        if self.me in waiting:
+            self._hear(self.me, body)
+
+    def _advance(self) -> None:
+        """Takes the next step of the own proposal, if enough have answered."""
+        if not self._phase or self.view is None:
+            return
+        answered = self._answers if self._phase == 1 else self._agreed
+        if not is_quorum(self.view, answered, self._dead):
+            return
+        if self._phase == 2:
+            assert self._chosen is not None
+            both = dict.fromkeys((*self.view.members, *self._chosen.members))
+            told, chosen = [one for one in both if one != self.me], self._chosen
+            self._install(chosen)
+            for one in told:
+                self._out.append(Send(one, Message(self.me, chosen, Notice())))
+            return
+        if any(one not in answered and one not in self._silent for one in self.view.members):
+            return
+        accepted = [one.accepted for one in self._answers.values() if one.accepted]
+        if accepted:
+            self._chosen = max(accepted, key=lambda one: one[0])[1]
+        else:
+            answers = {one: promise.answer for one, promise in self._answers.items()}
+            changes = Changes(tuple(self._joining), frozenset(self._leaving))
+            self._chosen = next_view(self.view, answers, changes)
+        if self._chosen is None:
+            self._out.append(Lost())
+            self._phase = 0
+            return
+        self._phase = 2
+        self._ask()
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _send(self, to: Member, body: Body) -> None:
+        if to == self.me:
+            self._hear(to, body)
+        else:
+            self._out.append(Send(to, Message(self.me, self.view, body)))
+
+    def _tell(self, body: Body, members: Iterable[Member] | None = None) -> None:
+        """Sends to these, or to all other members."""
+        if members is None:
+            members = self.view.members if self.view else ()
+        for one in members:
+            if one != self.me:
+                self._send(one, body)
+
+    def _decided(self) -> list[Decision]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,158 @@
+"""Who belongs to a group, by generation: pure decisions, without messages and without a clock.
+
+A *view* is the membership of one generation. All machines that install a generation install the
+same view, and work on its rounds together. A death, a leave or a join ends the generation: the
+machines that remain answer what they hold, and `next_view` makes the next view of the answers.
+`gadei_ps.groups.agreement` has the messages by which they agree on it.
+
+A round's result is applied in two steps. A member *holds* the result when all of it has arrived and
+nothing is applied yet. It applies the result when every member of its view has said that it holds
+it. So if any machine has applied a round, every other member of that view holds its result. That is
+why the answers of the machines that remain are enough:
+
+- one of them holds the result of the round in hand: the next generation takes this result. Those
+  that lack it fetch it from one that holds it;
+- none holds it: no machine, dead or alive, has applied it, and the next generation makes the round
+  again from the models of its members.
+
+Either way each member applies each round once, and members of one generation the same results.
+
+A machine that was counted as dead, and lives, is in no later view. It drops what it has and joins
+as a new member, with a new incarnation and the state of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MOST_VACANT = 256
+"""Vacant places that a view names; older ones are forgotten."""
+
+
+class Member(NamedTuple):
+    """One life of a machine in a group. incarnation: greater each time that the machine joins."""
+
+    machine: str
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class View:
+    """The membership of one generation.
+
+    members: in their order, which is the order of sums and of parts. settled: number of rounds,
+    from the first of all, whose results the members of this view have or fetch; it is also the
+    number of the first round that this generation makes. newcomers: members that have nothing yet.
+    replaced: for each newcomer that has taken the place of a member, that member. vacant: members
+    that are gone, and whose places nobody has taken, in the order in which they went.
+    """
+
+    generation: int
+    members: tuple[Member, ...]
+    settled: int = 0
+    newcomers: frozenset[Member] = frozenset()
+    replaced: tuple[tuple[Member, Member], ...] = ()
+    vacant: tuple[Member, ...] = ()
+
+    @property
+    def first(self) -> Member:
+        """The member that decides for all what else counts in a round, such as which models of
+        other groups."""
+        return self.members[0]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a member of the old view has when it stops working under it.
+
+    applied: number of rounds that it has applied, None for a newcomer that has no state yet. holds:
+    whether it also holds the whole result of the next round.
+    """
+
+    applied: int | None
+    holds: bool = False
+
+    @property
+    def reach(self) -> int:
+        """Number of rounds whose results it can give to others; -1 if it has nothing."""
+        return -1 if self.applied is None else self.applied + self.holds
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a machine knows of changes that the next view has to make."""
+
+    joining: tuple[Member, ...] = ()
+    leaving: frozenset[Member] = field(default_factory=frozenset)
+
+
+def is_quorum(view: View, answered: Collection[Member], dead: Collection[Member]) -> bool:
+    """Whether these members may decide on the next view.
+
+    More than half of the view's members; or all of them except those that are known to be dead. Two
+    such sets have a living member in common, or all of one set are dead. `dead` must be certain: a
+    connection that the other machine's kernel has closed, or the word of whoever started the
+    machine; silence is not. A machine that hears nothing from half of its view or more, and knows
+    of no death, waits: the others may live, and continue without it.
+    """
+    answers = sum(member in answered for member in view.members)
+    if 2 * answers > len(view.members):
+        return True
+    return answers > 0 and all(one in answered or one in dead for one in view.members)
+
+
+def next_view(view: View, answers: Mapping[Member, Answer], changes: Changes) -> View | None:
+    """The view that follows. None if no member that has answered has the group's state.
+
+    answers: of a quorum of the view's members. A member without an answer is gone. Members leave if
+    one that has the group's state stays. A newcomer takes
+    the place of its machine's former member, else the place that is vacant for longest, else one at
+    the end.
+    """
+    staying = [one for one in view.members if one in answers and one not in changes.leaving]
+    # What a member that leaves holds alone, nobody has applied: it will not be there to give it.
+    settled = max((answers[one].reach for one in staying), default=-1)
+    if settled < 0:  # nobody else could continue, so nobody leaves
+        staying = [one for one in view.members if one in answers]
+        settled = max((answers[one].reach for one in staying), default=-1)
+    if settled < 0:
+        return None
+    seats: list[Member] = list(view.members)
+    vacant = [*view.vacant, *(one for one in seats if one not in staying)]
+    replaced: list[tuple[Member, Member]] = []
+    # One member for each machine: the last of its incarnations.
+    joining: dict[str, Member] = {}
+    for one in sorted(changes.joining):
+        joining[one.machine] = one
+    for one in sorted(joining.values()):
+        if one in view.members or any(one.machine == other.machine for other in staying):
+            continue
+        former = [other for other in vacant if other.machine == one.machine][-1:] or vacant[:1]
+        if former:
+            vacant.remove(former[0])
+            replaced.append((one, former[0]))
+        if former and former[0] in seats:
+            seats[seats.index(former[0])] = one
+        else:
+            seats.append(one)
+    members = tuple(one for one in seats if one not in vacant)
+    empty = {one for one in staying if answers[one].applied is None}
+    newcomers = frozenset(empty | (set(members) - set(staying)))
+    return View(
+        view.generation + 1,
+        members,
+        settled,
+        newcomers,
+        tuple(replaced),
+        tuple(vacant[-MOST_VACANT:]),
+    )
+
+
+def covered(views: Sequence[View]) -> list[range]:
+    """The rounds that each of these consecutive views has made; the last view's are not ended."""
+    ends = [view.settled for view in views[1:]]
+    return [
+        range(view.settled, max(view.settled, end)) for view, end in zip(views, ends, strict=False)
+    ]

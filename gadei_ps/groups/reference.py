@@ -1,0 +1,93 @@
+"""What this room computes, written plainly, value by value: the oracle of the tests.
+
+Every operation is rounded to float32 on its own, as the vectorized code does it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from gadei_ps.groups.compress import STEPS
+from gadei_ps.groups.parts import Floats
+from gadei_ps.memory.layout import CHUNK
+
+f32 = np.float32
+
+
+def aggregate(models: Sequence[Floats], weights: Floats) -> list[np.float32]:
+    """The weighted sum, in the members' order."""
+    total = []
+    for values in zip(*models, strict=True):
+        sum_ = values[0] * weights[0]
+        for value, weight in zip(values[1:], weights[1:], strict=True):
+            sum_ = f32(sum_ + f32(value * weight))
+        total.append(f32(sum_))
+    return total
+
+
+def mix(own: Floats, arrived: Sequence[Floats], weight: float) -> list[np.float32]:
+    """Mixing with the mean of what has arrived."""
+    if not arrived:
+        return list(own)
+    each = f32(weight / len(arrived))
+    mixed = []
+    for place, value in enumerate(own):
+        value_ = f32(value * f32(1 - weight))
+        for model in arrived:
+            value_ = f32(value_ + f32(model[place] * each))
+        mixed.append(value_)
+    return mixed
+
+
+class Outer:
+    """Nesterov's momentum on differences, in float64: the formulas without their rounding."""
+
+    def __init__(self, weights: Floats, rate: float, momentum: float, delay: int) -> None:
+        self.common = [float(one) for one in weights]
+        self.speed = [0.0 for _ in weights]
+        self.late = [0.0 for _ in weights]
+        self.rate, self.momentum, self.delay = rate, momentum, delay
+        self.differences = 0
+
+    def end_round(self, aggregate: Floats, arrived: Sequence[Floats]) -> list[float]:
+        """The weights of the next round."""
+        models = [aggregate, *arrived]
+        self.differences += len(models)
+        moves = not self.delay or self.differences >= self.delay
+        for place, common in enumerate(self.common):
+            differences = [common - float(model[place]) for model in models]
+            mean = sum(differences) / len(models)
+            self.late[place] += sum(differences)
+            step = mean
+            if moves:
+                fresh = self.late[place] / self.differences if self.delay else mean
+                self.speed[place] = self.momentum * self.speed[place] + fresh
+                step = mean + self.momentum * self.speed[place]
+                self.late[place] = 0.0
+            self.common[place] = common - self.rate * step
+        if moves:
+            self.differences = 0
+        return list(self.common)
+
+
+def to_bfloat16(value: float) -> int:
+    """The bits of the nearest bfloat16, ties to even; not for NaN."""
+    bits = int(struct.unpack("<I", struct.pack("<f", value))[0])
+    high, low = bits >> 16, bits & 0xFFFF
+    return high + (low > 0x8000 or (low == 0x8000 and high & 1))
+
+
+def int8(values: Floats) -> tuple[list[np.float32], list[int]]:
+    """Scales and steps of 8 bits."""
+    scales, steps = [], []
+    for begin in range(0, len(values), CHUNK):
+        chunk = values[begin : begin + CHUNK]
+        scale = f32(f32(max(abs(one) for one in chunk)) / f32(STEPS))
+        scales.append(scale)
+        for one in chunk:
+            step = round(float(f32(one / scale))) if scale else round(float(one))
+            steps.append(max(-STEPS, min(STEPS, step)))
+    return scales, steps

@@ -1,0 +1,37 @@
+"""What each machine of a group has to send in a round, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gadei_ps.groups.compress import Wire, size
+from gadei_ps.groups.parts import cut
+
+
+def aggregation(values: int, members: int, wire: Wire = Wire.FLOAT32) -> list[int]:
+    """Bytes that each member sends in one aggregation by linear partition, in members' order.
+
+    A member sends each other member's part of its own model, then the sum of its own part to all
+    others: 2 (m - 1) / m models, to within a chunk.
+    """
+    parts = [size(part.stop - part.start, wire) for part in cut(values, members)]
+    total = sum(parts)
+    return [total - own + (members - 1) * own for own in parts]
+
+
+def broadcast(
+    values: int, members: int, neighbours: int, wire: Wire = Wire.FLOAT32, *, whole: bool
+) -> list[int]:
+    """Bytes that each member sends in one broadcast to `neighbours` groups, in members' order.
+
+    whole: each member sends a whole model to its counterpart in each group, as the paper counts.
+    Otherwise a member sends the part that it has summed, and a rule that works value by value is
+    applied to parts, before the receiving group puts them together.
+    """
+    parts = [size(part.stop - part.start, wire) for part in cut(values, members)]
+    return [neighbours * (size(values, wire) if whole else own) for own in parts]
+
+
+def in_models(sent: Sequence[int], values: int) -> float:
+    """Mean of what members send, in models of float32. The paper's figures are in this unit."""
+    return sum(sent) / len(sent) / size(values, Wire.FLOAT32) if values else 0.0
