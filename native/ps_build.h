@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x3faf9dbe5418f8baull
+#define PS_BUILD 0x260e2b17ad2a8e62ull
 
 #endif

@@ -137,10 +137,12 @@
  * || phase | stop | model_ready | watchdog_pid | watchdog_start | pause | temporary | saves |
  * 496           504              512
  * | sync_wanted | numbers_wanted ||
- * 512                 520         524           528           536            544 576
- * || lease_generation | lease_pid | lease_state | lease_start | lease_shards |   ||
- * 576        584               592 640           644            648        656 704
- * || version | supersteps_done |   || shard_bell | manager_bell | sleepers |   ||
+ * 512                 520         524           528           536            544           548 552
+ * || lease_generation | lease_pid | lease_state | lease_start | lease_shards | nursery_pid |   |
+ * 552             560 576        584               592 640
+ * | nursery_start |   || version | supersteps_done |   ||
+ * 640           644            648        656 704
+ * || shard_bell | manager_bell | sleepers |   ||
  * 704          712         720    728            736               744 768
  * || superstep | sync_done | wave | numbers_done | numbers_version |   ||
  * 768     772 776       784      792    800    808           816        824 832
@@ -189,7 +191,9 @@
   F(T, 524, u32, lease_state, , S/W, "1: a server serves; W clears it with new leases")          \
   F(T, 528, u64, lease_start, , S, "when that process started, as `owner_start`")                \
   F(T, 536, u64, lease_shards, , S/W, "1: one server has all shards' leases; W clears it")       \
-  P(544, 32) F(T, 576, u64, version, , 0, "gradients applied")                                   \
+  F(T, 544, i32, nursery_pid, , W, "0: none") P(548, 4)                                          \
+  F(T, 552, u64, nursery_start, , W, "when that process started, as `owner_start`")              \
+  P(560, 16) F(T, 576, u64, version, , 0, "gradients applied")                                   \
   F(T, 584, u64, supersteps_done, , S, "") P(592, 48)                                            \
   F(T, 640, u32, shard_bell, , W/S/s/saver, "futex, bumped by atomic addition")                  \
   F(T, 644, u32, manager_bell, , W/S/s/saver, "futex, bumped by atomic addition")                \

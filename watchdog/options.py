@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gadei_ps.watchdog.begun import Begun
+
+CONFIG_VARIABLE = "GADEI_PS_CONFIG"  # of a command's child: the job's configuration
 START_SILENT_S = 180.0  # how long a start may go without progress
 
 
@@ -17,7 +20,7 @@ class Options:
     watchdog. recorded: the configuration was read from that memory. checkpoint: go on from this one
     instead of from memory. quiet, verbose, as_json: of the servers' log. start_silent_s: how long
     the start may make no progress. learners: how many are to come, where the job file does not say:
-    their rings must fit into memory beside the model.
+    their rings must fit into memory beside the model. nursery: one that was started before.
     """
 
     fresh: bool = False
@@ -30,6 +33,7 @@ class Options:
     as_json: bool = False
     start_silent_s: float = START_SILENT_S
     learners: int = 1
+    nursery: Begun | None = None
 
     @property
     def flags(self) -> list[str]:

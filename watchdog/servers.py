@@ -10,7 +10,6 @@ import contextlib
 import os
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -21,10 +20,12 @@ import psutil
 
 from gadei_ps import _native
 from gadei_ps.errors import in_words
+from gadei_ps.job import modes
 from gadei_ps.machine import own, process
 from gadei_ps.memory import build, layout, reserve
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
-from gadei_ps.watchdog import restart
+from gadei_ps.watchdog import births, restart
+from gadei_ps.watchdog.begun import Begun
 from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
@@ -33,26 +34,26 @@ NUMBERS = (0, 1)
 START_LIMIT_S = 300.0  # how long a server's start may go without progress
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
 EXIT_S = 5.0
+SOON_S = 1.0  # after a death: the next server is started within milliseconds
 REFUSED_S = 600.0  # until a build that was refused is tried again though its files are the same
 LOOK_S = 1.0  # between two looks at these files
 
 
 @dataclass(eq=False)
 class Running:
-    """A server process, our child or an adopted one."""
+    """A server process: a program, a fork of the nursery, or an adopted one."""
 
     number: int
     pid: int
     pidfd: int
     since: float
-    child: subprocess.Popen[bytes] | None = None
+    made: births.Server | None = None  # unless adopted
     version: int = 0  # of the job when the server started
     killed: str = ""  # why we killed it
     active: bool = False  # was seen to be the active one
     beat: int = 0  # that its line showed when we first saw it
     loaded: bool = False  # its main loop turns
     loading_s: float = 0.0  # processor time until then
-    files: frozenset[tuple[str, int, int]] = frozenset()  # of the build, just before it started
 
     def kill(self, why: str) -> None:
         self.killed = why
@@ -64,7 +65,8 @@ class Running:
 class Servers:
     """Both servers of a job.
 
-    flags: for their command line. failed: called if the job fails. learners: how many are to come.
+    flags: for their command line. failed: called if the job fails. nursery: one that was started
+    before. learners: how many are to come.
     """
 
     memory: JobMemory
@@ -75,6 +77,7 @@ class Servers:
     orphan_s: float
     failed: Callable[[str], None]
     policy: Policy = field(default_factory=Policy)
+    nursery: Begun | None = None
     learners: int = 0
     running: dict[int, Running] = field(default_factory=dict)
     _exits: tuple[Exit, ...] = ()
@@ -86,8 +89,12 @@ class Servers:
     _said_refused: bool = False
     _hung: Watch = field(init=False)
     _stuck: Watch = field(init=False)
+    _births: births.Births = field(init=False)
 
     def __post_init__(self) -> None:
+        self._births = births.Births(self.selector, self.log, self._born, self._not_started)
+        if self.nursery is not None:
+            self._births.take(self.nursery)
         self._hung = Watch(self.hang_s)
         self._stuck = Watch(START_LIMIT_S)
         self._idle = Watch(max(STANDBY_LIMIT_S, self.hang_s))
@@ -144,7 +151,7 @@ class Servers:
 
     def loading_s(self) -> list[float]:
         """Processor time that each server has used to load or compile the kernels, s."""
-        return [self._loading_s(one) for one in self.running.values()]
+        return [self._births.busy_s, *(self._loading_s(one) for one in self.running.values())]
 
     def _loading_s(self, one: Running) -> float:
         """It stands still once the main loop turns, which uses a little for ever.
@@ -172,6 +179,7 @@ class Servers:
 
     def look(self, now: float) -> None:
         """Starts servers that are missing and due, kills those that hang. Called every tick."""
+        self._prepare_births(now)
         free = [number for number in NUMBERS if number not in self.running]
         wait = restart.delay(self._exits, now, self.policy)
         if wait == GIVE_UP and self.serving:
@@ -186,7 +194,7 @@ class Servers:
                 + (f"; {limit}" if (limit := reserve.address_space()) else "")
             )
             return
-        if free and now >= self._last_exit + wait:
+        if free and not self._births.coming and now >= self._last_exit + wait:
             self._start_missing(free[0], now)
         self._kill_hung(now)
 
@@ -199,24 +207,23 @@ class Servers:
                 if self._unknown_holder():
                     return
             except OSError as error:
-                self._not_started(error, now)
+                self._not_started(error)
                 return
             self._make_leases()
         # One after the other: two would both compile, and only one can stand by.
         if not self.running or (self.memory.config.standby and self._may_be_followed):
-            self._try_to_start(number, now)
+            self._try_to_start(number)
 
-    def _try_to_start(self, number: int, now: float) -> None:
+    def _try_to_start(self, number: int) -> None:
         if self.memory.names_lost():  # it could not map them
             if not self.running:
                 self.failed("the last server died, and segments have lost their names (RemoveIPC?)")
             return
-        try:
-            self._start(number)
-        except OSError as error:  # no memory, process or descriptor is available
-            self._not_started(error, now)
+        self._births.ask(number, self._arguments(number))
 
-    def _not_started(self, error: OSError, now: float) -> None:
+    def _not_started(self, error: OSError) -> None:
+        """No memory, process or descriptor is available."""
+        now = time.monotonic()
         reason = reserve.own_limit(error, 0) or in_words(error)
         self.log.error("cannot start a server", reason=reason)
         self._last_exit = now
@@ -276,36 +283,45 @@ class Servers:
             shard = at + layout.offset(CONTROL, "shard") + index * SHARD.itemsize
             _native.lease_make(shard + layout.offset(SHARD, "lease"))
 
-    def _start(self, number: int) -> None:
-        where = (self.memory.config.name, str(number), str(self.orphan_s))
-        command = process.module_command("gadei_ps.server.manager", *where, *self.flags)
-        patience_s = self.memory.config.learner_timeout_s
-        command += ["--learners", str(self.learners), "--patience", str(patience_s)]
-        if self.memory.config.cores:
-            command += ["--cores", self.memory.config.cores]
-        if self.memory.config.core_dumps:
-            command.append("--core-dumps")
-        # The log goes to stderr: stdout belongs to the command's result.
-        # NumPy's own threads would have to end before the kernel hands the leases over.
-        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-        files = build.files()
-        child = process.spawn(command, env=env, stdout=2, how=None)
-        try:
-            pidfd, start = os.pidfd_open(child.pid), process.start_ticks(child.pid)
-        except OSError:  # it cannot be watched, and nothing knows of it yet
-            child.kill()
-            child.wait()
-            raise
-        line = self._line(number)
-        line["start"] = start
+    @property
+    def expects(self) -> bool:
+        """Whether a server is about to be started or to get ready."""
+        wanted = 1 + self.memory.config.standby
+        some = len(self.running) < wanted or self._births.coming
+        return some and time.monotonic() < self._last_exit + SOON_S
+
+    def _arguments(self, number: int) -> list[str]:
+        """Of gadei_ps.server.manager."""
+        config = self.memory.config
+        given = [config.name, str(number), str(self.orphan_s), *self.flags]
+        given += ["--learners", str(self.learners), "--patience", str(config.learner_timeout_s)]
+        if config.cores:
+            given += ["--cores", config.cores]
+        return [*given, "--core-dumps"] if config.core_dumps else given
+
+    def _born(self, made: births.Server) -> None:
+        """A server has begun. It waits until it is named here."""
+        line = self._line(made.number)
+        line["start"] = made.start
         line["state"] = ServerState.STARTING
         line["reigns"] = 0
-        line["pid"] = child.pid
+        line["pid"] = made.pid
         self._control["server_starts"] += 1
-        one = Running(number, child.pid, pidfd, time.monotonic(), child)
+        one = Running(made.number, made.pid, made.pidfd, time.monotonic(), made)
         one.version = int(self._control["version"])
-        one.files = files
         self._watch(one)
+        _native.bell(self.memory.control.word(CONTROL, "manager_bell"))
+
+    def _prepare_births(self, now: float) -> None:
+        """The nursery is there, and has the code that the next server needs."""
+        model = modes.text(self.memory.control, modes.wanted(self.memory.control))
+        self._births.prepare(int(self._control["optimizer"]), model)
+        self._births.look(now)
+        if self._births.pid != int(self._control["nursery_pid"]):
+            self._control["nursery_pid"] = 0  # at no instant the words of two stand together
+            with contextlib.suppress(OSError):  # no descriptor is free
+                self._control["nursery_start"] = process.start_ticks(self._births.pid)
+                self._control["nursery_pid"] = self._births.pid
 
     def _watch(self, one: Running) -> None:
         one.beat = int(self._line(one.number)["beat"])
@@ -318,9 +334,10 @@ class Servers:
         self.selector.unregister(one.pidfd)
         os.close(one.pidfd)
         del self.running[one.number]
-        code = None if one.child is None else one.child.wait()
-        if code == build.REFUSED:  # it has said why
-            self._refused = one.files
+        code = None if one.made is None else self._births.code_of(one.made)
+        if one.made is not None and code == build.REFUSED:  # it has said why
+            self._refused = one.made.files
+            self._births.renew()
             self._refused_at = self._looked_at = self._last_exit = time.monotonic()
             self._clear(one.number)
             return
@@ -393,28 +410,25 @@ class Servers:
 
     # -- ending ---------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """Ends both servers, the standby first, so that it does not take over."""
-        for one in sorted(self.running.values(), key=lambda one: one.pid == self.active_pid):
+    def end(self, *, leave: bool = False) -> None:
+        """Ends both servers, the standby first, so that it does not take over, and the nursery.
+
+        leave: they go on without this watchdog; only the nursery ends.
+        """
+        ending = [] if leave else list(self.running.values())
+        for one in sorted(ending, key=lambda one: one.pid == self.active_pid):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
                 signal.pidfd_send_signal(one.pidfd, signal.SIGCONT)
-            if not self._gone(one, EXIT_S):
+            if not process.gone(one.pidfd, EXIT_S):
                 one.kill("did not end")
-                self._gone(one, EXIT_S)
+                process.gone(one.pidfd, EXIT_S)
             self.selector.unregister(one.pidfd)
             os.close(one.pidfd)
+            if one.made is not None and one.made.child is not None:
+                one.made.child.wait()
         self.running.clear()
-
-    @staticmethod
-    def _gone(one: Running, timeout_s: float) -> bool:
-        if one.child is not None:
-            try:
-                one.child.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return False
-            return True
-        return process.gone(one.pidfd, timeout_s)
+        self._births.end()
 
     def private_bytes(self) -> int:
         """Bytes of memory that the active server does not share."""

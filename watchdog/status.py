@@ -50,6 +50,7 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "model": _model(memory),
         "watchdog_pid": int(control["watchdog_pid"]),
         "server_pid": int(control["lease_pid"]),
+        "nursery_pid": int(control["nursery_pid"]),
         "server_generation": int(control["lease_generation"]),
         "server_deaths": int(control["server_deaths"]),
         "learner_deaths": int(control["learner_deaths"]),

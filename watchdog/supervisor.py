@@ -52,7 +52,6 @@ from gadei_ps.watchdog.wanted import Wanted
 
 TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
-FILES = 4096  # 256 learners and 512 clients need more than the usual 1024
 SLOW_TICK_S = 1.0  # for what may be seen a second late
 TELL_S = 15.0  # between two lines on a start that takes long
 SAY_S = 0.5  # between two notes that the start makes progress
@@ -86,6 +85,7 @@ class Supervisor:
             config.hang_s,
             config.orphan_s,
             self._fail,
+            nursery=self.options.nursery,
             learners=self._rings,
         )
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
@@ -117,7 +117,7 @@ class Supervisor:
 
     def run(self) -> int:
         """The whole life of the job; returns the exit code."""
-        process.allow_files(FILES)
+        process.allow_files(process.MANY_FILES)
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         previous = signal.set_wakeup_fd(wake_write)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -306,7 +306,7 @@ class Supervisor:
     def main_loop(self) -> int:
         """Returns the exit code: 0 after a stop, 1 after a failure, or that of NotSaved."""
         while True:
-            busy = self._stopping.learners_leave or self._roster.leaving
+            busy = self._stopping.learners_leave or self._roster.leaving or self._servers.expects
             self._poll(BUSY_TICK_S if busy else TICK_S)
             now = time.monotonic()
             self._roster.free_rows()
@@ -429,8 +429,7 @@ class Supervisor:
             self._learners.end()
         self._checkpoints.end()
         self._history.end()
-        if not self._leave:
-            self._servers.end()
+        self._servers.end(leave=self._leave)
         if self._requests is not None:
             self._requests.end(self._failed)
         else:

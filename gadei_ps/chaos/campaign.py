@@ -161,7 +161,9 @@ class _Chaos:
 
     def _missed(self) -> list[Role]:
         """Roles not hit yet in the first round, which kills if the options contain KILL."""
-        return [role for role in self.options.targets if not self.hits[role, self._round_number]]
+        missed = [role for role in self.options.targets if not self.hits[role, self._round_number]]
+        # A job can do without its nursery, and is not to wait for it.
+        return [one for one in missed if one is not Role.NURSERY or self._processes.nursery()]
 
     def _found(self, roles: Sequence[Role], now: float) -> list[Target]:
         return [one for role in roles if (one := self._target(role, now))]
@@ -198,6 +200,8 @@ class _Chaos:
                     return None
             case Role.STANDBY:
                 found = self._processes.standby()
+            case Role.NURSERY:
+                found = self._processes.nursery()
             case Role.SERVER:
                 found = self._processes.server(ready=True)
                 alone = not self._free(self._processes.standby())

@@ -20,6 +20,9 @@ def kill(
     server: Annotated[bool, typer.Option("--server", help="The active server.")] = False,
     standby: Annotated[bool, typer.Option("--standby", help="The standby server.")] = False,
     watchdog: Annotated[bool, typer.Option("--watchdog", help="The watchdog.")] = False,
+    nursery: Annotated[
+        bool, typer.Option("--nursery", help="The process that forks the servers.")
+    ] = False,
     name: Annotated[
         str,
         typer.Option(
@@ -38,10 +41,13 @@ def kill(
         Role.SERVER: server,
         Role.STANDBY: standby,
         Role.WATCHDOG: watchdog,
+        Role.NURSERY: nursery,
     }
     roles = [role for role, wanted in asked.items() if wanted]
     if len(roles) != 1:
-        raise UsageError("give exactly one of --learner K, --server, --standby and --watchdog")
+        raise UsageError(
+            "give exactly one of --learner K, --server, --standby, --watchdog and --nursery"
+        )
     sent = processes.kill(job, roles[0], learner, processes.signal_number(name))
     tell(as_json, sent, lambda: view.killed(sent))
     return 0
@@ -64,7 +70,7 @@ def chaos(
         str | None,
         typer.Option(
             metavar="ROLE,...",
-            help="Processes to hit: server, learner, standby, watchdog.",
+            help="Processes to hit: server, learner, standby, watchdog, nursery.",
             show_default="all; in a running JOB server,learner",
         ),
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -159,12 +160,16 @@ def reload(
 
 
 def serve_job(job: JobConfig, options: Options, as_json: bool, notify: Notify | None = None) -> int:
+    from gadei_ps.watchdog import begun
+
+    begin = time.monotonic()
+    options = replace(options, nursery=begun.early())  # it loads beside the imports that follow
+
     from gadei_ps.commands.daemon import check_code
     from gadei_ps.machine import log
     from gadei_ps.watchdog.finish import serve
     from gadei_ps.watchdog.notify import Notify
 
-    begin = time.monotonic()
     log.set_up(as_json=options.as_json, verbose=options.verbose)
     check_code(job.name, serve(job, options, notify or Notify.from_environment()))
     if as_json:

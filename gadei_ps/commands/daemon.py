@@ -1,17 +1,14 @@
 """A job's daemon as a child of a command: start it, wait until it is ready, end it.
 
-`python -m gadei_ps.commands.daemon` is that child; `gadei-ps serve` runs the same in the
-foreground.
+`python -m gadei_ps.watchdog` is that child; `gadei-ps serve` runs the same in the foreground.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,13 +30,13 @@ from gadei_ps.errors import (
 )
 from gadei_ps.job import control, paths
 from gadei_ps.job.absence import absence
-from gadei_ps.job.config import JobConfig, from_mapping, state_directory
+from gadei_ps.job.config import JobConfig, state_directory
 from gadei_ps.job.control import Status
-from gadei_ps.machine import interrupts, log, process
+from gadei_ps.machine import interrupts, process
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.liveness import LATE_S, Watch, progress
-from gadei_ps.watchdog.notify import Notify
+from gadei_ps.watchdog.options import CONFIG_VARIABLE
 from gadei_ps.watchdog.restart import Exit, Policy
 
 START_SILENT_S = 200.0  # longer than the watchdog lets its servers be silent
@@ -47,7 +44,6 @@ GONE_S = 2.0
 END_TIMEOUT_S = 60.0  # the watchdog's own limits add up to less, unless the disk blocks
 ORPHAN_S = 10.0
 POLICY = Policy(limit=20)
-CONFIG_VARIABLE = "GADEI_PS_CONFIG"
 
 
 class _Killed(JobFailed):
@@ -88,7 +84,7 @@ class Daemon:
         if not keep:  # if watchdog and launcher are killed together, the servers end by orphan_s
             self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
         self.socket = paths.socket_path(config.name)
-        self._command = process.module_command("gadei_ps.commands.daemon")
+        self._command = process.module_command("gadei_ps.watchdog")
         if verbose:
             self._command.append("--verbose")
         if silent:
@@ -306,18 +302,6 @@ class Daemon:
         self.end()
 
 
-class NotifyLauncher(Notify):
-    """Writes a line end into the pipe to the launcher whenever the servers' start has got on."""
-
-    def __init__(self, say: int) -> None:
-        super().__init__()
-        self._say_to = say
-
-    def progress(self, timeout_s: float) -> None:
-        with contextlib.suppress(OSError):  # nobody waits any more
-            os.write(self._say_to, b"\n")
-
-
 def running(job: str) -> bool:
     """Whether a watchdog answers at the job's socket."""
     try:
@@ -341,61 +325,3 @@ def check_code(job: str, code: int) -> None:
         )
     if code:
         raise JobFailed(f"job {job!r} has failed; its last log lines say why")
-
-
-def _outlive() -> None:
-    """Goes on in a process of its own session, which no launcher takes for its own.
-
-    The one that the launcher has started ends with it, or is killed once the job is ready.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    child = os.fork()
-    if child:
-        os.closerange(3, 1024)  # the launcher is to see when the other one closes its pipe
-        signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    if not child:
-        os.setsid()
-        return
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
-
-
-def main() -> None:
-    """The child. Its last argument is the descriptor for the reason why it could not start."""
-    from gadei_ps.watchdog.options import Options
-    from gadei_ps.watchdog.supervisor import serve
-
-    if "--keep" in sys.argv:
-        _outlive()
-    say = int(sys.argv[-1])
-    os.set_inheritable(say, False)
-    if "--silent" in sys.argv:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    verbose = "--verbose" in sys.argv
-    log.set_up(verbose=verbose, quiet=not verbose)
-    learners = [flag.partition("=")[2] for flag in sys.argv if flag.startswith("--learners=")]
-    config = from_mapping(json.loads(os.environ.pop(CONFIG_VARIABLE)), "job")
-    try:
-        options = Options(
-            fresh="--fresh" in sys.argv,
-            resume=config.checkpoint is not None or "--keep" in sys.argv,
-            verbose=verbose,
-            quiet=not verbose,
-            learners=int(learners[0]) if learners else 1,
-        )
-        code = serve(config, options, NotifyLauncher(say))
-    except GadeiError as error:
-        os.write(say, f"{type(error).__name__}: {error}".encode())
-        code = error.exit_code
-    except (OSError, MemoryError) as error:
-        why = in_words(error)
-        said = f"JobFailed: the daemon of job {config.name!r} could not start: {why}"
-        os.write(say, said.encode())
-        code = 1
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

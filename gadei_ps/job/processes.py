@@ -35,6 +35,7 @@ class Role(StrEnum):
     STANDBY = "standby"
     LEARNER = "learner"
     WATCHDOG = "watchdog"
+    NURSERY = "nursery"
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Processes:
             Role.WATCHDOG: self.watchdog,
             Role.SERVER: self.server,
             Role.STANDBY: self.standby,
+            Role.NURSERY: self.nursery,
         }
         found = by_role[role]()
         if found is None:
@@ -135,6 +137,12 @@ class Processes:
         """None while there is none."""
         pid, start = int(self.control["watchdog_pid"]), int(self.control["watchdog_start"])
         one = Target(Role.WATCHDOG, pid, start)
+        return one if one.alive else None
+
+    def nursery(self) -> Target | None:
+        """None while there is none: servers start without it."""
+        pid, start = int(self.control["nursery_pid"]), int(self.control["nursery_start"])
+        one = Target(Role.NURSERY, pid, start)
         return one if one.alive else None
 
     def server(self, *, ready: bool = False) -> Target | None:

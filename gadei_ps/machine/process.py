@@ -16,6 +16,7 @@ from typing import IO
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
 
+MANY_FILES = 4096  # 256 learners and 512 clients need more than the usual 1024
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

@@ -22,6 +22,16 @@ from gadei_ps.server import loading, shard
 AGAIN_S = 10.0
 
 
+def load_kept(optimizer: int, model: str) -> None:
+    """Loads what is kept of the code for an optimizer and a synchronization model; never compiles.
+
+    For forks of this process, which then have it.
+    """
+    for unit in [*shard.units([optimizer]), *sync.parse(model).units()]:
+        if unit.is_kept():
+            unit.load()
+
+
 class _Loading(threading.Thread):
     """Loads the code of a synchronization model while the manager goes on."""
 

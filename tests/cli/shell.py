@@ -105,6 +105,7 @@ class Cli:
     ) -> None:
         self.directory = directory
         self.interpreters = interpreters
+        self.nursery = False  # jobs have one
         self._servers = servers
         self._running: list[Running] = []
         self._served: list[str] = []
@@ -125,7 +126,7 @@ class Cli:
         if self.interpreters or other:
             return subprocess.Popen(command, **how)
         quick.load_commands()
-        with quick.fork_quickly() if self._servers else nullcontext():
+        with quick.fork_quickly(nursery=self.nursery) if self._servers else nullcontext():
             return quick.Forked(command, **how)
 
     def __call__(

@@ -30,6 +30,7 @@ def test_kill_wants_to_know_whom(cli: Cli, job_name: str) -> None:
 
 
 def test_kill(cli: Cli, job_name: str, learner: list[str]) -> None:
+    cli.nursery = True
     daemon = cli.serve(job_name, "standby = true\n" + MODEL)
     assert "no learner is attached" in cli("kill", job_name, "--learner", 0).error
     attached = cli.start("attach", job_name, "--", *learner, FOREVER)
@@ -49,8 +50,8 @@ def test_kill(cli: Cli, job_name: str, learner: list[str]) -> None:
     support.eventually(lambda: stopped.status() == psutil.STATUS_STOPPED)
     assert cli("kill", job_name, "--learner", 0, "--signal", "SIGCONT").code == 0
 
-    for role in ("standby", "server"):
-        now = support.eventually(lambda: _with_standby(job_name))
+    for role in ("nursery", "standby", "server"):
+        now = support.eventually(lambda: _with_all(job_name))
         sent = cli("kill", job_name, f"--{role}", "--json").json
         assert (sent["role"], sent["pid"], sent["ended"]) == (role, now[f"{role}_pid"], True)
     assert "which is gone" in cli("kill", job_name, "--learner", 0).out
@@ -68,6 +69,11 @@ def _with_standby(job: str) -> dict[str, object] | None:
     return now if now["standby_pid"] else None
 
 
+def _with_all(job: str) -> dict[str, object] | None:
+    now = _with_standby(job)
+    return now if now and now["nursery_pid"] else None
+
+
 def _with_server(cli: Cli, job: str) -> bool:
     return cli("kill", job, "--server", "--signal", "CONT").code == 0
 
@@ -79,13 +85,14 @@ def _without_servers(cli: Cli, job: str) -> bool:
 
 
 def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:
+    cli.nursery = True
     result = cli("chaos", "--for", "6s", "--every", "300ms", "--shards", 2, "--seed", 3, "--json")
     assert result.code == 0, result
     report = result.json
     assert report["own_job"]
     assert report["clean"]
     assert sum(report["kills"].values()) > 3
-    assert report["kills"].keys() == {"server", "standby", "learner", "watchdog"}
+    assert report["kills"].keys() == {"server", "standby", "learner", "watchdog", "nursery"}
     assert report["missed"] == [who for who, count in report["kills"].items() if not count]
     assert not result.err, "chaos reports deaths that it causes only in its result"
     assert 0 < report["published"] == report["applied"] == report["counters"]["gradients_applied"]

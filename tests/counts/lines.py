@@ -30,7 +30,7 @@ from gadei_ps.server import loading, shard
 ROOT = Path(__file__).parents[2]
 # The role of a process by the program that it runs.
 ROLES = {
-    "gadei_ps.commands.daemon": "watchdog",
+    "gadei_ps.watchdog": "watchdog",
     "gadei_ps.server.manager": "server",
     "gadei_ps.watchdog.saver": "saver",
     "gadei_ps": "command",

@@ -20,7 +20,6 @@ import numpy as np
 from counted import NO_WATCHDOG, PATIENCE_S, VALUES, Learner
 from support import config, gone, live_weights, segments
 
-from gadei_ps.commands.daemon import CONFIG_VARIABLE
 from gadei_ps.errors import (
     CheckpointError,
     ControlError,
@@ -35,6 +34,7 @@ from gadei_ps.memory import layout, presence, segment, shm
 from gadei_ps.server import manager
 from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import restart, servers, supervisor
+from gadei_ps.watchdog.options import CONFIG_VARIABLE
 
 TENSORS = [{"name": "w", "shape": [VALUES]}]
 
@@ -100,7 +100,7 @@ class Job:
     def start(self, *flags: str) -> None:
         """Starts a watchdog; does not wait for it."""
         read, write = os.pipe()
-        command = process.module_command("gadei_ps.commands.daemon", "--verbose", *flags)
+        command = process.module_command("gadei_ps.watchdog", "--verbose", *flags)
         command.append(str(write))
         if self.restores is not None:
             command = process.module_command("gadei_ps", "restore", str(self.restores))

@@ -133,6 +133,8 @@ class Team:
                 return self.processes.server()
             case Role.STANDBY:
                 return self.processes.standby()
+            case Role.NURSERY:
+                return self.processes.nursery()
             case _:
                 return self.processes.watchdog()
 

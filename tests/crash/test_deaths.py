@@ -142,7 +142,7 @@ def test_watchdogs_die_while_they_adopt(job_name: str, tmp_path: Path) -> None:
     doomed = FORK.Value(ctypes.c_int)
 
     def doom(program: str) -> None:
-        if program == "gadei_ps.commands.daemon" and doomed.value:
+        if program == "gadei_ps.watchdog" and doomed.value:
             doomed.value -= 1
             JobMemory.adopt = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
 

@@ -143,7 +143,9 @@ def test_learners_of_another_build_are_refused(cli: Cli, job_name: str, tmp_path
 def test_an_upgrade_under_a_running_job(
     cli: Cli, job_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next standby is refused once, the active server goes on, and so does a later standby."""
+    """The nursery goes on with the old build. Without it, the next standby is refused once, and the
+    active server goes on, and so does a later standby.
+    """
     upgraded = tmp_path / "upgraded"
     upgraded.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(upgraded))
@@ -152,6 +154,9 @@ def test_an_upgrade_under_a_running_job(
     with (copied(upgraded) / "server" / "driver.py").open("a") as source:
         source.write("# of another build\n")
     os.kill(standby, signal.SIGKILL)
+    eventually(lambda: status(job_name)["standby_pid"] not in (0, standby))
+    for name in ("nursery_pid", "standby_pid"):
+        os.kill(status(job_name)[name], signal.SIGKILL)
     missing = eventually(lambda: status(job_name)["standby_missing"], what=lambda: daemon.err)
     assert "another build" in missing
     assert "another build" in cli("status", job_name, PYTHONPATH="").out
@@ -165,7 +170,7 @@ def test_an_upgrade_under_a_running_job(
     learner.wait_applied()
     learner.detach()
     assert live_weights(job_name)[0] == -200
-    assert int(control["server_starts"]) == 3 and not status(job_name)["standby_pid"]
+    assert int(control["server_starts"]) == 4 and not status(job_name)["standby_pid"]
     refusals = [
         line for line in daemon.err.splitlines() if "those of this program are build" in line
     ]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from shell import is_running
 from support import Child, config, eventually
+from support.quick import without_nursery
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import JobFailed
 from gadei_ps.job.control import StopJob, ask
-from gadei_ps.watchdog import supervisor
+from gadei_ps.watchdog import births, supervisor
 from gadei_ps.watchdog.options import Options
 
 SILENT_S = 1.5
@@ -35,7 +37,8 @@ if {module!r} in sys.orig_argv:
     {what}
 """
 Before = Callable[[str, str], None]
-SERVER, DAEMON = "gadei_ps.server.manager", "gadei_ps.commands.daemon"
+SERVER, DAEMON = "gadei_ps.server.manager", "gadei_ps.watchdog"
+NURSERY = "gadei_ps.server.nursery"
 
 
 @pytest.fixture
@@ -50,20 +53,29 @@ def before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Before:
     return set_up
 
 
-def _serve(pipe: Connection, job: str) -> None:
-    options = Options(fresh=True, quiet=True, start_silent_s=SILENT_S)
+def _serve(pipe: Connection, job: str, nursery: bool) -> None:
+    options = Options(fresh=True, quiet=True, start_silent_s=SILENT_S * (6 if nursery else 1))
+    births.START_LIMIT_S = SILENT_S / 3
     try:
-        supervisor.serve(config(job, standby=False), options)
+        with nullcontext() if nursery else without_nursery():
+            supervisor.serve(config(job, standby=False), options)
         pipe.send("stopped")
     except JobFailed as error:
         pipe.send(str(error))
 
 
 @pytest.mark.timeout(600)
-def test_a_server_may_take_long_to_start(before: Before, job_name: str) -> None:
-    """As on a busy machine, where compiling takes longer than any limit."""
-    before(SERVER, COMPUTE)
-    watchdog = Child(_serve, job_name)
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [(SERVER, COMPUTE), (NURSERY, COMPUTE), (NURSERY, HANG), (NURSERY, "sys.exit(1)")],
+    ids=["server", "nursery", "nursery-hangs", "nursery-dies"],
+)
+def test_a_server_may_take_long_to_start(
+    before: Before, job_name: str, module: str, what: str
+) -> None:
+    """As on a busy machine, where compiling takes longer than any limit. It needs no nursery."""
+    before(module, what)
+    watchdog = Child(_serve, job_name, module == NURSERY)
     try:
         eventually(lambda: is_running(job_name) or watchdog.has_sent, COMPILED_S)
         ask(job_name, StopJob())
@@ -78,7 +90,7 @@ def test_a_server_may_take_long_to_start(before: Before, job_name: str) -> None:
 def test_a_server_that_hangs_at_its_start(before: Before, job_name: str, what: str) -> None:
     """A loop that sleeps uses the processor, but is no progress."""
     before(SERVER, what)
-    watchdog = Child(_serve, job_name)
+    watchdog = Child(_serve, job_name, False)
     try:
         eventually(lambda: watchdog.has_sent, COMPILED_S)
         assert f"it made no progress for {SILENT_S:g} s" in watchdog.receive()
@@ -96,7 +108,7 @@ def test_a_watchdog_may_take_long_to_start(before: Before, job_name: str) -> Non
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("module", "what"),
-    [(DAEMON, HANG), (DAEMON, IDLE), (SERVER, NEVER_READY)],
+    [(DAEMON, HANG), (DAEMON, IDLE), (NURSERY, NEVER_READY)],
     ids=["sleeps", "idles", "server-never-ready"],
 )
 def test_a_watchdog_that_hangs_at_its_start(

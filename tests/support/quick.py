@@ -29,6 +29,8 @@ from unittest import mock
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
+from gadei_ps.watchdog import begun
+from gadei_ps.watchdog.births import Births
 from gadei_ps.watchdog.restart import Policy
 
 # Programs by the names that they are started by, and the modules whose main() they run.
@@ -36,8 +38,9 @@ PROGRAMS = {
     "clients.driver": "clients.driver",
     "gadei_ps": "gadei_ps.cli.app",
     "gadei_ps.chaos.learner": "gadei_ps.chaos.learner",
-    "gadei_ps.commands.daemon": "gadei_ps.commands.daemon",
     "gadei_ps.server.manager": "gadei_ps.server.manager",
+    "gadei_ps.server.nursery": "gadei_ps.server.nursery",
+    "gadei_ps.watchdog": "gadei_ps.watchdog.__main__",
     "gadei_ps.watchdog.history_writer": "gadei_ps.watchdog.history_writer",
     "gadei_ps.watchdog.saver": "gadei_ps.watchdog.saver",
 }
@@ -45,7 +48,7 @@ PROGRAMS = {
 COMMANDS = (
     *("chaos.campaign", "commands.doctor", "commands.run", "commands.saved", "commands.systemd"),
     *("run_times.record", "show.display", "show.picture", "show.status", "simulate.compare"),
-    *("simulate.report", "storage.export", "watchdog.supervisor"),
+    *("simulate.report", "storage.export", "watchdog.child"),
 )
 PR_SET_NAME = 15
 STARTING: list[Callable[[str], None]] = []  # called in each fork with its program's name
@@ -237,8 +240,21 @@ def load_commands() -> None:
 
 
 @contextlib.contextmanager
-def fork_quickly() -> Iterator[None]:
-    """In this block the product's processes are forks of the process that starts them."""
+def without_nursery() -> Iterator[None]:
+    """In this block watchdogs start their servers themselves."""
+    with (
+        mock.patch.object(begun, "early", lambda: None),
+        mock.patch.object(Births, "_begin", lambda self, now: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def fork_quickly(*, nursery: bool = False) -> Iterator[None]:
+    """In this block the product's processes are forks of the process that starts them.
+
+    nursery: jobs have one. It costs a fork more, and is of no use to forks.
+    """
     from gadei_ps.server import shard
     from gadei_ps.sync import zipline
 
@@ -254,20 +270,22 @@ def fork_quickly() -> Iterator[None]:
         defaults = {"stdin": subprocess.DEVNULL, "how": signal.SIGKILL, "process_group": 0}
         return Forked(command, **(defaults | how))
 
-    with mock.patch.object(process, "spawn", forked):
+    how = contextlib.nullcontext() if nursery else without_nursery()
+    with mock.patch.object(process, "spawn", forked), how:
         yield
 
 
 class QuickDaemon(Daemon):
     """A daemon whose processes start quickly, and however often they are killed."""
 
-    def __init__(self, config: JobConfig, **how: Any) -> None:
+    def __init__(self, config: JobConfig, *, nursery: bool = False, **how: Any) -> None:
         super().__init__(config, **({"policy": Policy(limit=10_000)} | how))
+        self._nursery = nursery
 
     def __enter__(self) -> Self:
-        with fork_quickly():
+        with fork_quickly(nursery=self._nursery):
             return super().__enter__()
 
     def check(self) -> None:
-        with fork_quickly():
+        with fork_quickly(nursery=self._nursery):
             super().check()

@@ -17,6 +17,7 @@ from gadei_ps.machine import process
 from gadei_ps.memory import build
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.sync import parse
+from gadei_ps.watchdog.births import Births
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.servers import LOOK_S, Servers
 
@@ -75,6 +76,7 @@ def test_a_refused_server_is_tried_again_with_other_files(
     server = f"import os; open({str(gate)!r}).read(); os._exit({build.REFUSED})"
     command = [sys.executable, "-S", "-c", server]
     monkeypatch.setattr(process, "module_command", lambda *_: list(command))
+    monkeypatch.setattr(Births, "_begin", lambda self, now: None)
     memory = JobMemory(JobConfig(name=job_name))
     memory.create_control(parse("asp"))
     control: Any = memory.control.view(CONTROL)
@@ -117,7 +119,7 @@ def test_a_refused_server_is_tried_again_with_other_files(
     finally:
         for one in list(servers.running.values()):
             one.kill("the test is over")
-            one.child.wait()
+            one.made.child.wait()
             os.close(one.pidfd)
         selector.close()
         memory.remove()

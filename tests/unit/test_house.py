@@ -176,7 +176,7 @@ def test_the_walk_sees_imports() -> None:
     assert len(MODULES) > 100
     assert CEXT in IMPORTS["gadei_ps.memory.segment"]
     assert "gadei_ps.memory.layout" in IMPORTS["gadei_ps.memory.segment"]
-    assert "gadei_ps.server.manager" in STARTS["gadei_ps.watchdog.servers"]
+    assert "gadei_ps.server.manager" in STARTS["gadei_ps.watchdog.births"]
     assert "gadei_ps.machine.cuda_probe" in STARTS["gadei_ps.machine.gpus"]
     for module, imported in IMPORTS.items():
         assert imported | STARTS[module] <= MODULES.keys() | {CEXT, PACKAGE}, module
@@ -400,6 +400,7 @@ HEAVY = {"numba", "llvmlite", "torch", "safetensors", "typer", "scipy"}
     [
         ("gadei_ps.watchdog.supervisor", HEAVY),
         ("gadei_ps.commands.daemon", HEAVY),
+        ("gadei_ps.watchdog.__main__", HEAVY | {"numpy", "pydantic", "structlog"}),
         ("gadei_ps.learners.client", HEAVY | {"psutil"}),
         ("gadei_ps.learners.devices", HEAVY | {"psutil", "cupy"}),
         ("gadei_ps.machine.launch", HEAVY | {"numpy", "cupy"}),

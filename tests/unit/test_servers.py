@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import support
 from support import PATIENCE_S
+from support.quick import without_nursery
 from support.words import at_each_line, words
 
 from gadei_ps import _native, sync
@@ -31,7 +32,8 @@ def watched(job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]
     monkeypatch.setattr(process, "module_command", lambda *what: [*idle, *what])
     selector = selectors.DefaultSelector()
     made = Servers(memory, selector, log.get(), [], 5.0, 1.0, pytest.fail)
-    yield made
+    with without_nursery():
+        yield made
     for one in made.running.values():
         one.kill("the test is over")
     with contextlib.suppress(KeyError):
@@ -111,4 +113,4 @@ def test_new_leases(watched: Servers) -> None:
     for field in ("sleepers", "lease_shards", "lease_state"):
         assert field not in said
     changed = {name.split(".")[0].split("[")[0] for name in said if said[name] != before.get(name)}
-    assert changed == {"server", "server_starts", "lease", "heir", "shard"}
+    assert changed == {"server", "server_starts", "lease", "heir", "shard", "manager_bell"}

@@ -1,0 +1,88 @@
+"""What a watchdog and its nursery say to each other, over a pair of sockets.
+
+Each message is one datagram: a JSON object of its fields and its kind. Both run the same build: the
+watchdog has started the nursery.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+
+MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Load:
+    """To the nursery: it is to have the code of these, if that is kept."""
+
+    optimizer: int
+    sync: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """To the nursery: it is to fork a server. arguments: of gadei_ps.server.manager."""
+
+    number: int
+    arguments: list[str]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The nursery has loaded what it can, and listens."""
+
+
+@dataclass(frozen=True)
+class Born:
+    """A server has been forked; its pidfd comes along. start: as process.start_ticks tells."""
+
+    number: int
+    pid: int
+    start: int
+
+
+@dataclass(frozen=True)
+class NotBorn:
+    """There is no memory, process or descriptor for it. errno: the system's word for that."""
+
+    number: int
+    errno: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A server that was forked has ended. code: its exit code, negative for a signal."""
+
+    pid: int
+    code: int
+
+
+Message = Load | Start | Ready | Born | NotBorn | Ended
+KINDS = {kind.__name__: kind for kind in (Load, Start, Ready, Born, NotBorn, Ended)}
+
+
+def send(end: socket.socket, message: Message, *descriptors: int) -> None:
+    """Raises OSError, BlockingIOError where the other one does not read."""
+    text = json.dumps({"kind": type(message).__name__} | asdict(message)).encode()
+    socket.send_fds(end, [text], descriptors)
+
+
+def receive(end: socket.socket) -> tuple[Message | None, int | None]:
+    """The next message, and the descriptor that came with it; no message: the other one is gone.
+
+    Raises BlockingIOError where there is none yet.
+    """
+    try:
+        text, descriptors, _, _ = socket.recv_fds(end, MOST_BYTES, 1)
+    except ConnectionResetError:
+        return None, None
+    if not text:
+        return None, None
+    for fd in descriptors:
+        os.set_inheritable(fd, False)
+    fields = json.loads(text)
+    kind = KINDS[fields.pop("kind")]
+    return kind(**fields), (descriptors[0] if descriptors else None)

@@ -1,0 +1,141 @@
+"""The nursery: a process that has loaded what a server needs, and forks the servers of a job.
+
+A fork is there within milliseconds, and the servers share the memory of what was loaded. The
+nursery is single-threaded, never compiles, and has nothing of the job: neither segments nor leases.
+It ends when the watchdog that has started it is gone. Its servers live on without it.
+
+    python -m gadei_ps.server.nursery DESCRIPTOR ROOM
+
+ROOM is as much text as the command lines of forks need. The descriptor is one end of a socket on
+which each message is a JSON object (gadei_ps/job/births.py). The watchdog sends Load and Start, and
+hears of what was born and of what has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from importlib.abc import MetaPathFinder
+from typing import NoReturn
+
+import setproctitle
+
+from gadei_ps.errors import OtherVersion
+from gadei_ps.job import births
+from gadei_ps.job.births import Born, Ended, Load, NotBorn, Ready, Start
+from gadei_ps.machine import log, process
+from gadei_ps.memory import build
+from gadei_ps.server import code, manager
+
+FAILED = 1
+SERVER, NURSERY = "gadei_ps.server.manager", "gadei_ps.server.nursery"
+
+
+class _Closed(MetaPathFinder):
+    """No module of ours is imported any more: the files on the disk are those of another build."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name.partition(".")[0] == "gadei_ps":
+            raise OtherVersion("this server's code", f"{name} has been replaced meanwhile")
+
+
+class Nursery:
+    """The process. end: its end of the socket to the watchdog."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._files = build.files()
+        self._children: dict[int, int] = {}  # pids, by their pidfds
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+
+    def run(self) -> None:
+        """Until the watchdog is gone."""
+        self._say(Ready())
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd in self._children:
+                    self._reap(fd)
+                    continue
+                message = births.receive(self._end)[0]
+                if message is None:
+                    return
+                self._obey(message)
+
+    def _say(self, message: births.Message, *descriptors: int) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next look tells
+            births.send(self._end, message, *descriptors)
+
+    def _obey(self, message: births.Message) -> None:
+        if isinstance(message, Load):
+            code.load_kept(message.optimizer, message.sync)
+        elif isinstance(message, Start):
+            self._bear(message)
+
+    def _bear(self, wanted: Start) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._say(NotBorn(number=wanted.number, errno=error.errno or 0))
+            return
+        if not pid:
+            self._become_server(wanted.arguments)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:  # it cannot be watched
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._say(NotBorn(number=wanted.number, errno=error.errno or 0))
+            return
+        self._children[pidfd] = pid
+        self._poll.register(pidfd, select.POLLIN)
+        self._say(Born(number=wanted.number, pid=pid, start=process.start_ticks(pid)), pidfd)
+
+    def _reap(self, pidfd: int) -> None:
+        pid = self._children.pop(pidfd)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        self._say(Ended(pid=pid, code=os.waitstatus_to_exitcode(status)))
+
+    def _become_server(self, arguments: list[str]) -> NoReturn:
+        """In the fork: what is left of the nursery is its code."""
+        try:
+            self._end.close()
+            for pidfd in self._children:
+                os.close(pidfd)
+            os.setpgid(0, 0)
+            if build.files() != self._files:
+                sys.meta_path.insert(0, _Closed())
+            command = process.module_command(SERVER, *arguments)
+            setproctitle.setproctitle(" ".join(command))
+            setproctitle.setthreadtitle("gadei-server")
+            sys.argv = [SERVER, *arguments]
+            manager.main()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(FAILED)
+
+
+def main() -> None:
+    """Started by the watchdog; dies with it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # its end is that of the watchdog
+    setproctitle.setproctitle(" ".join(process.module_command(NURSERY, sys.argv[1])))
+    end = socket.socket(fileno=int(sys.argv[1]))
+    end.set_inheritable(False)
+    process.allow_files(process.MANY_FILES)
+    log.get()  # imports what servers would import later
+    build.of_server()  # of the files as they were when this was loaded
+    Nursery(end).run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

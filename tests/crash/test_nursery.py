@@ -1,0 +1,159 @@
+"""The nursery dies, hangs or fails, at any instant, with servers or alone: the job goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+from support import QuickDaemon, eventually, quick, spin, status
+from team import Team, send, stopped
+
+from gadei_ps.job import births
+from gadei_ps.job.births import Born
+from gadei_ps.job.processes import Role
+
+start = functools.partial(QuickDaemon, nursery=True)
+NURSERY = "gadei_ps.server.nursery"
+
+
+@pytest.fixture
+def in_nurseries() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """in_nurseries(what): each nursery that starts from now on does that first."""
+    calls: list[Callable[[], None]] = []
+
+    def begin(program: str) -> None:
+        for call in calls:
+            if program == NURSERY:
+                call()
+
+    with mock.patch.object(quick, "STARTING", [begin]):
+        yield calls.append
+
+
+def unknown(team: Team) -> set[int]:
+    """Pids of forks that are servers of the job, or were about to be, and that nobody knows."""
+    found = set()
+    for one in psutil.process_iter(["pid", "name"]):
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{one.info['pid']}/maps").read_text()
+            if one.info["name"] == "gadei-server" and f"{team.name}.control" in maps:
+                found.add(one.info["pid"])
+    return found - set(team.control["server"]["pid"].tolist())
+
+
+def test_it_dies_with_servers(job_name: str, tmp_path: Path) -> None:
+    chance = random.Random(1)
+    with Team(job_name, tmp_path, start=start) as team:
+        for number in range(team.rounds(8)):
+            nursery, server, standby = (
+                team.find(role) for role in (Role.NURSERY, Role.SERVER, Role.STANDBY)
+            )
+            victims = [nursery, server, standby][: 1 + number % 3]
+            chance.shuffle(victims)
+            for one in victims:
+                send(one)
+                spin(chance, 0.01)  # also while it forks
+            team.goes_on()
+            team.watch()
+        team.find(Role.NURSERY)
+        team.find(Role.STANDBY)
+        eventually(lambda: not unknown(team), what="no server but the two")
+        team.settle()
+
+
+def test_it_hangs(job_name: str, tmp_path: Path) -> None:
+    with Team(job_name, tmp_path, start=start) as team:
+        nursery, server, standby = (
+            team.find(role) for role in (Role.NURSERY, Role.SERVER, Role.STANDBY)
+        )
+        with stopped(nursery):
+            send(server)
+            send(standby)
+            eventually(lambda: not nursery.alive, what="it is killed")
+            team.goes_on()
+        assert team.find(Role.NURSERY).pid != nursery.pid
+        team.find(Role.STANDBY)
+        team.settle()
+
+
+def test_it_ends_with_the_watchdog(job_name: str, tmp_path: Path) -> None:
+    """Its servers live on, and the next watchdog has its own."""
+    with Team(job_name, tmp_path, start=start) as team:
+        servers = {team.find(role).pid for role in (Role.SERVER, Role.STANDBY)}
+        nursery = team.find(Role.NURSERY)
+        send(team.find(Role.WATCHDOG))
+        eventually(lambda: not nursery.alive, what="its end")
+        team.goes_on()
+        team.watch()
+        assert team.find(Role.NURSERY).pid != nursery.pid
+        assert {team.find(role).pid for role in (Role.SERVER, Role.STANDBY)} == servers
+        send(team.find(Role.SERVER))
+        team.goes_on()
+        team.find(Role.STANDBY)
+        team.settle()
+
+
+def test_it_dies_before_it_tells_of_a_fork(
+    job_name: str, tmp_path: Path, in_nurseries: Callable[[Callable[[], None]], None]
+) -> None:
+    """Nobody knows of that server; it ends, and another one is started."""
+    once = tmp_path / "once"
+
+    def forget() -> None:
+        tell = births.send
+
+        def send_all_but_one(end: object, message: births.Message, *descriptors: int) -> None:
+            if isinstance(message, Born) and once.exists():
+                once.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            tell(end, message, *descriptors)  # type: ignore[arg-type]
+
+        births.send = send_all_but_one
+
+    in_nurseries(forget)
+    with Team(job_name, tmp_path, start=start) as team:
+        standby = team.find(Role.STANDBY)
+        once.touch()
+        send(standby)
+        eventually(lambda: not once.exists())
+        team.goes_on()
+        team.find(Role.STANDBY)
+        eventually(lambda: not unknown(team), what="the unknown one has ended")
+        team.settle()
+
+
+def test_it_cannot_fork(
+    job_name: str, tmp_path: Path, in_nurseries: Callable[[Callable[[], None]], None]
+) -> None:
+    """The watchdog says so, and asks again."""
+    full = tmp_path / "full"
+
+    def refuse() -> None:
+        fork = os.fork
+
+        def refused() -> int:
+            if full.exists():
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return fork()
+
+        os.fork = refused
+
+    in_nurseries(refuse)
+    with Team(job_name, tmp_path, start=start) as team:
+        team.find(Role.STANDBY)
+        full.touch()
+        send(team.find(Role.SERVER))
+        team.goes_on()
+        assert not status(job_name)["standby_pid"]
+        full.unlink()
+        team.find(Role.STANDBY)
+        team.settle()

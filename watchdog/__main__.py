@@ -1,0 +1,51 @@
+"""`python -m gadei_ps.watchdog`: a job's watchdog as the child of a command.
+
+The command is commands/daemon.py. What is imported here is little: the nursery, which loads what
+servers need, is started first, so that both load at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from gadei_ps.watchdog import begun
+
+
+def _outlive() -> None:
+    """Goes on in a process of its own session, which no launcher takes for its own.
+
+    The one that the launcher has started ends with it, or is killed once the job is ready.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    child = os.fork()
+    if child:
+        os.closerange(3, 1024)  # the launcher is to see when the other one closes its pipe
+        signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if not child:
+        os.setsid()
+        return
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def main() -> None:
+    """The last argument is the descriptor for the reason why the watchdog could not start."""
+    if "--keep" in sys.argv:
+        _outlive()
+    say = int(sys.argv[-1])
+    os.set_inheritable(say, False)
+    if "--silent" in sys.argv:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    nursery = begun.early()
+
+    from gadei_ps.watchdog import child  # which imports all that a watchdog needs
+
+    sys.exit(child.run(say, nursery))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Starts a nursery, before the watchdog has imported what it needs: both load at the same time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+
+from gadei_ps.machine import process
+from gadei_ps.memory import build
+
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+"""Of servers: NumPy's own threads would have to end before the kernel hands the leases over."""
+TITLE = {"SPT_NOENV": "1"}
+"""Of a fork, /proc/PID/environ stays what it is: there is room for its command line."""
+ROOM = " " * 256
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A nursery. end: the watchdog's end of the socket. files: of its build, before it started."""
+
+    child: subprocess.Popen[bytes]
+    end: socket.socket
+    files: frozenset[tuple[str, int, int]]
+
+
+def begin() -> Begun:
+    """Starts a nursery, which dies with the calling thread. Raises OSError."""
+    files = build.files()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with theirs:
+            child = process.spawn(
+                process.module_command("gadei_ps.server.nursery", str(theirs.fileno()), ROOM),
+                env=os.environ | ENVIRONMENT | TITLE,
+                stdout=2,  # the log goes to stderr: stdout belongs to the command's result
+                pass_fds=[theirs.fileno()],
+            )
+    except BaseException:
+        ours.close()
+        raise
+    ours.setblocking(False)
+    return Begun(child, ours, files)
+
+
+def early() -> Begun | None:
+    """The same at the start of a watchdog; None where it fails: the watchdog tries again."""
+    try:
+        return begin()
+    except OSError:
+        return None
