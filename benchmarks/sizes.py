@@ -31,6 +31,7 @@ FULL: dict[str, dict[str, Any]] = {
         "rounds": 7,
         "call_s": 0.3,
     },
+    "learners": {"learners": [2, 16, 64, 200], "silent": [62, 254], "rounds": 10, "call_s": 0.5},
     "nlc": {
         "sets": ["mr", "banking77"],
         "learners": [1, 2],
@@ -123,6 +124,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "rounds": 1,
         "call_s": 0.03,
     },
+    "learners": {"learners": [2, 3], "silent": [1], "rounds": 1, "call_s": 0.05},
     "nlc": {
         "sets": ["mr"],
         "learners": [2],

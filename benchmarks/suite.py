@@ -28,6 +28,7 @@ BENCHMARKS = {
     "time_to_accuracy": "how long training takes to reach a given accuracy",
     "table7": "bytes per second through the server",
     "scale": "the cost of a gradient by model size, learners and shards",
+    "learners": "gradients a second by the number of learners, and beside silent ones",
     "memory": "resident and shared memory of a job and of each learner",
     "start": "how long it takes until the first gradient is applied, against Hogwild",
     "attach": "how long a large model takes to come in, against zeroing its memory",

@@ -22,6 +22,8 @@ struct waitv {
 #define WAITV_MAX 128
 #define CPUS 1024 /* of a mask of affinity */
 #define ASIDE_NS 1000000ull
+#define VAIN_LIMIT 4
+#define VAIN_PERIOD 16
 
 /* The number of shards is read where the learner cannot have overwritten it. */
 static uint64_t slowest_tail(const struct ps_ring *ring, const struct ps_control *control)
@@ -49,9 +51,15 @@ static int may_go_on(const struct ps_ring *ring, const struct ps_control *contro
     return is_wanted(ring, control) ? 0 : PS_EVICTED;
 }
 
-/* How long a learner spins. What has not come by then takes longer than being woken does. */
+/* Waits of this thread in a row that have spun in vain, or not at all. */
+static _Thread_local uint32_t in_vain;
+
+/* How long a learner spins. What has not come by then takes longer than being woken does. A thread
+ * whose spins are in vain, because others need the cores, spins in one wait of VAIN_PERIOD only. */
 static uint64_t alone_ns(const struct ps_control *control)
 {
+    if (in_vain >= VAIN_LIMIT && in_vain % VAIN_PERIOD)
+        return 0;
     return control->spin_ns < PS_SPIN_ALONE_NS ? control->spin_ns : PS_SPIN_ALONE_NS;
 }
 
@@ -87,6 +95,7 @@ static void step_aside(const struct ps_control *control, uint64_t now)
         if (condition) /* the usual case, which needs no look at the clock */                    \
             break;                                                                               \
         uint64_t begin = ps_now_ns(), end = begin + timeout_ns, spin = begin + alone_ns(control); \
+        int slept = 0;                                                                           \
         for (;;) {                                                                               \
             if (condition)                                                                       \
                 break;                                                                           \
@@ -108,10 +117,12 @@ static void step_aside(const struct ps_control *control, uint64_t now)
             ps_fence(); /* SYNC POINT: waits_slot */                                             \
             if (!(condition)) {                                                                  \
                 uint64_t rest = end - now;                                                       \
+                slept = 1;                                                                       \
                 ps_futex_wait(word, seen, rest < 50000000ull ? rest : 50000000ull);              \
             }                                                                                    \
             __atomic_store_n((flag), 0, __ATOMIC_RELAXED);                                       \
         }                                                                                        \
+        in_vain = slept ? in_vain + 1 : 0;                                                       \
     } while (0)
 
 static int wait_slot(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns)
@@ -285,6 +296,12 @@ void ps_release(uint64_t ring_address, uint64_t shard, uint64_t tail)
     ps_fence(); /* SYNC POINT: waits_slot */
     if (__atomic_load_n(&ring->waits_slot, __ATOMIC_RELAXED))
         ps_ring_bell(&ring->released); /* SYNC POINT: released */
+}
+
+void ps_pass(uint64_t ring_address, uint64_t shard, uint64_t tail)
+{
+    struct ps_ring *ring = (struct ps_ring *)ring_address;
+    ps_store_release(&ring->tail[shard].value, tail); /* SYNC POINT: slot */
 }
 
 void ps_hand_out(uint64_t ring_address, uint64_t number, uint64_t item)

@@ -142,6 +142,7 @@ void ps_wake(uint64_t address);
 void ps_bell(uint64_t address);
 double ps_clock(void);
 void ps_release(uint64_t ring, uint64_t shard, uint64_t tail);
+void ps_pass(uint64_t ring, uint64_t shard, uint64_t tail);
 void ps_hand_out(uint64_t ring, uint64_t number, uint64_t item);
 void ps_spin_once(void);
 void ps_spin_on(double since);

@@ -59,6 +59,7 @@ SOURCES = tuple(
         "server/journal.py",
         "server/known.py",
         "server/ledger.py",
+        "server/order.py",
         "server/payload.py",
         "server/record.py",
         "server/recover.py",

@@ -248,6 +248,15 @@ def _is_coming(c: np.ndarray, row: int) -> bool:
 
 
 @inner
+def others_may_get(c: np.ndarray) -> bool:
+    """Whether a frame that was answered may let learners other than its own have batches.
+
+    So it is at the end of an epoch, and when a batch came back.
+    """
+    return bool(c[0].work == WORKING and (c[0].requeued > 0 or not ledger.is_amid_epoch(c)))
+
+
+@inner
 def top_up_all(s: Shard) -> None:
     """Closes epochs and hands out what can be handed out, to every learner that is there.
 

@@ -34,11 +34,19 @@ from gadei_ps.server.context import (
     take,
 )
 from gadei_ps.server.frames import check_frame
-from gadei_ps.server.known import HEAD, consume, is_nonsense, oldest_slot
+from gadei_ps.server.known import (
+    HEAD,
+    consume,
+    consume_quietly,
+    is_nonsense,
+    oldest_slot,
+    wake_learner,
+)
 from gadei_ps.server.record import Entry, begin, finish, is_torn
 from gadei_ps.server.symbols import call, get, get32
 
 MODE = np.uint64(layout.offset(CONTROL, "mode"))
+VISIT_BYTES = 1 << 17  # of slots that a shard frees before it wakes their learner
 
 
 def _arrive(part: int, line: int) -> None:
@@ -80,7 +88,7 @@ def _arrive(part: int, line: int) -> None:
         _refuse(s, row, reason, header, tail + ONE, more)
     if more:
         show_work(s.c, row, ring.address, shown)
-    consume(s, ring, tail + ONE)
+    consume_quietly(s, ring, tail + ONE)
 
 
 SIGNATURE = types.void(types.uint64, types.int64)
@@ -99,6 +107,25 @@ UNIT = Unit("arrive", arriver, functools.partial(is_kept, SIGNATURE, _arrive))
 def on_arrival(s: Shard, line: int) -> None:
     """Applies, or refuses, the oldest frame of a ring. line: of the ring, in `known`."""
     call(s.part[0].arrive, s.here, line)
+    wake_learner(s, s.known[line])
+
+
+@inner
+def on_arrivals(s: Shard, line: int) -> None:
+    """Does so with the frames that are there, up to VISIT_BYTES of them; wakes the learner once.
+
+    To wake a learner takes as long as a small gradient does, and one that finds several slots free
+    sleeps less often.
+    """
+    ring = s.known[line]
+    most = VISIT_BYTES // integer(ring.slot_bytes)
+    while True:
+        tail = ring.tail
+        call(s.part[0].arrive, s.here, line)
+        most -= 1
+        if most < 1 or ring.tail == tail or get(ring.address + HEAD) == ring.tail:
+            break
+    wake_learner(s, ring)
 
 
 @inner

@@ -15,8 +15,9 @@ from gadei_ps.memory.layout import CONTROL, ENTRY, RING
 from gadei_ps.server.account import show_all_work
 from gadei_ps.server.constants import MAX_LEARNERS, ZERO
 from gadei_ps.server.context import Shard, consumed_at, mark_broken, shown_address, slot_of
+from gadei_ps.server.order import had_news, look_anew
 from gadei_ps.server.structs import PART
-from gadei_ps.server.symbols import clock, get, get32, release, shard_sleep
+from gadei_ps.server.symbols import clock, get, get32, pass_on, release, shard_sleep
 
 ROSTER = np.uint64(layout.offset(CONTROL, "roster"))
 ENTRY_BYTES = np.uint64(ENTRY.itemsize)
@@ -76,6 +77,7 @@ def look_up(s: Shard) -> int:
         if s.number == 0 and s.c[0].roster[row].drained == 0:
             show_all_work(s.c, row, address)
         count += 1
+    look_anew(s, count)
     return count
 
 
@@ -103,6 +105,20 @@ def consume(s: Shard, ring: Any, tail: np.uint64) -> None:
 
 
 @inner
+def consume_quietly(s: Shard, ring: Any, tail: np.uint64) -> None:
+    """The same without a wake: wake_learner() follows before the shard turns to another ring."""
+    ring.tail = tail
+    s.part[0].head[ring.line] = tail
+    pass_on(ring.address, np.uint64(s.number), tail)
+
+
+@inner
+def wake_learner(s: Shard, ring: Any) -> None:
+    """Wakes the learner if it waits for a slot that this shard has freed."""
+    release(ring.address, np.uint64(s.number), ring.tail)
+
+
+@inner
 def is_nonsense(s: Shard, head: np.uint64, tail: np.uint64) -> bool:
     """Whether a ring's head cannot be: it holds at most its slots. Its learner wrote over it."""
     return bool(head - tail > np.uint64(s.c[0].slots))
@@ -123,14 +139,19 @@ def sleep(s: Shard, watched: int, bell_seen: np.uint32, timeout_ns: np.uint64) -
 
 
 @inner
-def wait_for_pulls(s: Shard, count: int, bell_seen: np.uint32) -> None:
-    """Lets each learner that asks for a consistent pull finish it, for a bounded time."""
-    for i in range(count):
-        ring = s.known[i]
+def wait_for_pulls(s: Shard, looks: int, bell_seen: np.uint32) -> None:
+    """Lets each learner that asks for a consistent pull finish it, for a bounded time.
+
+    looks: as chosen (order.py).
+    """
+    for i in range(looks):
+        line = s.part[0].looked[i]
+        ring = s.known[line]
         at = ring.address + HOLD_AT
         request = get32(at)
         if request == 0 or request == ring.held:
             continue
+        had_news(s, line)
         end = clock() + HOLD_S
         while get32(at) == request and clock() < end:
             sleep(s, 0, bell_seen, HOLD_POLL_NS)

@@ -88,6 +88,12 @@ def pending(c: np.ndarray, epoch: np.uint64) -> bool:
     return False
 
 
+@inner
+def is_amid_epoch(c: np.ndarray) -> bool:
+    """Whether the epoch that is being handed out has batches left, and is the only one open."""
+    return bool(c[0].epochs_done == c[0].next >> EPOCH_AT and (c[0].next & INDEX) != c[0].batches)
+
+
 @compiled
 def close_epochs(c: np.ndarray) -> bool:
     """Counts the epochs that have become done. True if one has, or if all are."""

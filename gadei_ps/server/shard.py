@@ -26,8 +26,8 @@ from gadei_ps.kernels.unit import Unit
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RING, SHARD
 from gadei_ps.server import apply, arrival, chunks
-from gadei_ps.server.account import depart, top_up_all
-from gadei_ps.server.arrival import MODE, catch_up, on_arrival, settle_broken
+from gadei_ps.server.account import depart, others_may_get, top_up_all
+from gadei_ps.server.arrival import MODE, catch_up, on_arrivals, settle_broken
 from gadei_ps.server.constants import COLLECT, HOLD, IDLE, ON_ARRIVAL, ONE, ZERO
 from gadei_ps.server.context import Shard, integer, is_broken, mark_broken, shard_of
 from gadei_ps.server.known import (
@@ -40,6 +40,7 @@ from gadei_ps.server.known import (
     sleep,
     wait_for_pulls,
 )
+from gadei_ps.server.order import choose, had_news, sort_out
 from gadei_ps.server.recover import can_recover, recover
 from gadei_ps.server.structs import BOARD, PART
 from gadei_ps.server.superstep import all_known, apply_superstep
@@ -146,14 +147,16 @@ def _keep_books(s: Shard, count: int) -> bool:
 
 
 @inner
-def _hears_wishes(s: Shard, count: int) -> bool:
-    """Whether a learner asks for something new since this shard looked last."""
+def _hears_wishes(s: Shard, looks: int) -> bool:
+    """Whether a learner asks for something new since this shard looked last. looks: as chosen."""
     heard = False
-    for i in range(count):
-        ring = s.known[i]
+    for i in range(looks):
+        line = s.part[0].looked[i]
+        ring = s.known[line]
         wants = np.uint64(get32(ring.address + ASKED))
         if wants != ring.wants:
             ring.wants = wants
+            had_news(s, line)
             heard = True
     return heard
 
@@ -202,18 +205,23 @@ def _pass_held(s: Shard, count: int, superstep: np.uint64, mode: np.uint32) -> i
 
 
 @inner
-def _pass_on_arrival(s: Shard, count: int, mode: np.uint32) -> int:
-    """Each frame is applied as it comes: at most one of each ring, so that all have their turn."""
+def _pass_on_arrival(s: Shard, looks: int, mode: np.uint32) -> int:
+    """Each frame is applied as it comes: a few at most of each ring, so that all have their turn.
+
+    looks: as chosen (order.py).
+    """
     found = 0
     if get32(s.me + OBEYED) != mode:
         put32(s.me + OBEYED, mode)
-    for i in range(count):
-        ring = s.known[i]
+    for i in range(looks):
+        line = s.part[0].looked[i]
+        ring = s.known[line]
         if is_broken(s, ring.row, ring.generation):
-            if settle_broken(s, i):
+            if settle_broken(s, line):
                 found = PROGRESS
         elif get(ring.address + HEAD) != ring.tail:  # SYNC POINT: frame
-            on_arrival(s, i)
+            on_arrivals(s, line)
+            had_news(s, line)
             found = PROGRESS
     return found
 
@@ -234,6 +242,8 @@ def serve(part: np.ndarray) -> int:
     known_table = IDLE
     books_bell = np.uint32(0)
     books_due = True
+    last_bell = np.uint32(0)
+    look_at_all = True  # in the next pass
     beat = ZERO
     passes = 0  # since there was anything to do
     idle_since = 0.0
@@ -259,17 +269,23 @@ def serve(part: np.ndarray) -> int:
         if _stands_still(s, count, superstep, mode, bell_seen):
             continue
 
-        wait_for_pulls(s, count, bell_seen)
+        everything = look_at_all or kind != ON_ARRIVAL or bell_seen != last_bell
+        look_at_all = False
+        last_bell = bell_seen
+        looks = choose(s, count, everything)
+        wait_for_pulls(s, looks, bell_seen)
         if kind == ON_ARRIVAL:
-            found = _pass_on_arrival(s, count, mode)
+            found = _pass_on_arrival(s, looks, mode)
         else:
             found = _pass_held(s, count, superstep, mode)
-        if s.number == 0 and _hears_wishes(s, count):
+        if s.number == 0 and _hears_wishes(s, looks):
             books_due = True
             found |= HEARD
+        sort_out(s, looks)
         if found & PROGRESS:
             put(s.me + FRAMES, record.steps)
-            books_due = True
+            # On arrival, each learner gets its next batches with its frame.
+            books_due = books_due or kind != ON_ARRIVAL or (s.number == 0 and others_may_get(s.c))
         if s.number == 0 and (books_due or bell_seen != books_bell):
             books_bell = bell_seen
             books_due = _keep_books(s, count)
@@ -288,6 +304,10 @@ def serve(part: np.ndarray) -> int:
             continue
         if clock() < idle_since + spin_s:
             spin_on(idle_since)
+            continue
+        look_at_all = True  # once more before it sleeps, and when it wakes up
+        if not everything:
+            passes = -1
             continue
         watched = count
         if kind != ON_ARRIVAL and (s.number != 0 or kind == HOLD):

@@ -80,6 +80,8 @@ KNOWN_RING: Final = np.dtype(
         ("tail", u64),
         ("held", u64),  # request for a consistent pull that has had its time
         ("wants", u64),  # what the learner has asked for
+        ("lively", i64),  # 1: every pass looks at it (order.py)
+        ("busy", u64),  # turn of the last pass that had something to do for it
     ],
     align=True,
 )
@@ -113,6 +115,12 @@ PART: Final = np.dtype(
         ("known", KNOWN_RING, (MAX_LEARNERS,)),
         ("address", u64, (MAX_LEARNERS,)),  # of the rings in `known`, for shard_sleep
         ("head", u64, (MAX_LEARNERS,)),  # heads that the shard has acted on, for shard_sleep
+        # Which of them a pass looks at (order.py).
+        ("looked", i64, (MAX_LEARNERS,)),  # lines of `known`; first those that are lively
+        ("lively", i64),
+        ("next_line", i64),  # of the rings that are looked at in turn
+        ("share", i64),  # how many of these a pass looks at
+        ("turn", u64),  # passes so far
         # Of the gradient in hand, for each group (cpu.coefficients).
         ("coefficients", f64, (MAX_GROUPS, COEFFICIENTS)),
         ("frame", FRAME),  # header of the frame in hand, as it was read, once
