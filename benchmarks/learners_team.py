@@ -86,7 +86,8 @@ class Team:
     def run(self, active: int, seconds: float) -> dict[str, float]:
         """The first `active` members make gradients for so long.
 
-        Returns gradients a second, until the last is applied, and the least and most of a member.
+        Returns gradients a second, until the last is applied, how many were made, and the least and
+        the most of a member.
         """
         begin = time.perf_counter() + START_S
         order = np.array([begin, begin + seconds]).tobytes()
@@ -95,7 +96,8 @@ class Team:
         self._await(active)
         counts, ends = self.spans[:active].T
         taken = float(ends.max()) - begin
-        told = {"rate": counts.sum() / taken, "least": counts.min(), "most": counts.max()}
+        told = {"rate": counts.sum() / taken, "made": counts.sum()}
+        told |= {"least": counts.min(), "most": counts.max()}
         return {name: float(value) for name, value in told.items()}
 
     def end(self) -> None:

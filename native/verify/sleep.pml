@@ -1,9 +1,10 @@
 /* Sleep and wake on futexes, without any time-out: no wake-up may be lost.
  *
  * Code: native/ps_ring.c ps_publish, ask, ps_shard_sleep and ps_wide_awake (a bit in sleepers, the
- * rings' heads, the bell), WAIT_UNTIL with wait_slot and ps_release (waits_slot, released);
- * gadei_ps/server/shard.py serve, which clears the bit of a shard that died asleep, and look_up in gadei_ps/server/known.py, which
- * releases again what the dead one may have released without waking.
+ * rings' heads, the bell), WAIT_UNTIL with wait_slot, ps_pass and ps_release (waits_slot, released);
+ * on_arrivals in gadei_ps/server/arrival.py: one or more frames of a ring, and then one wake;
+ * gadei_ps/server/shard.py serve, which clears the bit of a shard that died asleep, and look_up in
+ * gadei_ps/server/known.py, which releases again what the dead one may have released without waking.
  *
  * Processes: a learner that publishes F frames through N slots; two shards; the second shard's
  * thread may be killed at any step and has a successor.
@@ -16,8 +17,9 @@
  * soon as it may: spinning first only hides races. Time-outs are left out on purpose.
  *
  * Wrong on purpose: -DNO_FENCE_PUBLISH, -DNO_FENCE_RELEASE, -DNO_FENCE_CLAIM (the fence at that place
- * left out), -DNO_RELEASE_AGAIN (the next one does not release), -DASK (the learner also sets `wants` and
- * wakes the same futex, which no change of a watched word accompanies). */
+ * left out), -DNO_RELEASE_AGAIN (the next one does not release), -DNO_WAKE (a visit to a ring ends
+ * without a wake), -DASK (the learner also sets `wants` and wakes the same futex, which no change of
+ * a watched word accompanies). */
 #ifndef N
 #define N 1
 #endif
@@ -104,6 +106,24 @@ active proctype Learner() {
     learner_done = true
 }
 
+/* A visit to the ring: frames that are there, any number of them from one on. */
+inline visit() {
+    do
+    :: head != t ->
+        t++;
+        of_shard[k] ! APPLIED(t);
+        of_shard[k] ! TAIL(t); /* ps_pass */
+        if
+        :: break
+        :: head != t
+        :: atomic { head == t -> break }
+        fi
+    od;
+#ifndef NO_WAKE
+    release()
+#endif
+}
+
 inline release() {
     of_shard[k] ! TAIL(t);
 #ifndef NO_FENCE_RELEASE
@@ -131,10 +151,7 @@ end_spare: {
         :: !heir
         fi;
 end_idle: do
-        :: head != t ->
-            t++;
-            of_shard[k] ! APPLIED(t);
-            release()
+        :: head != t -> visit()
 #ifdef ASK
         :: k == 0 && wants && !asked -> asked = true
         :: head == t && !(k == 0 && wants && !asked) ->

@@ -221,11 +221,14 @@ static void *shard(void *argument)
         for (uint32_t i = 0; i < learners; i++) {
             uint64_t head = ps_get(AT(&rings[i]->head));
             check(head - seen[i] <= rings[i]->slots, "more frames than slots", head);
-            if (head != seen[i]) {
-                consume(me, i, seen[i]);
-                ps_release(address[i], me, ++seen[i]);
+            if (head != seen[i]) { /* all that is there, and one wake */
+                while (head != seen[i]) {
+                    consume(me, i, seen[i]);
+                    ps_pass(address[i], me, ++seen[i]);
+                    dawdle(&random);
+                }
+                ps_release(address[i], me, seen[i]);
                 progress = 1;
-                dawdle(&random);
             }
             while (me == 0 && handed[i] < seen[i] + PS_AHEAD) { /* as many as are answered */
                 ps_hand_out(address[i], handed[i], (uint64_t)i << 48 | handed[i]);
