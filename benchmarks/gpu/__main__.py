@@ -74,7 +74,7 @@ def _all(options: argparse.Namespace) -> list[str]:
         sys.exit(1)
     _directory(options)
     # No part shall contain the time in which the server's kernels are compiled.
-    code = "from gadei_ps.server import shard; shard.load()"
+    code = "from gadei_ps.server import units; units.load()"
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
     failed = []
     for name in options.parts or PARTS:

@@ -1,18 +1,23 @@
 """ElasticBSP's own algorithms (Zhao et al. 2019, section IV), as the paper writes them.
 
-All have the arguments and results of `gadei_ps.sync.zipline.plan`, and all are compiled in the same
-way, so that their times compare the algorithms.
+All have the arguments and results of `gadei_ps.sync.zipline.plan`, and all are compiled by Numba,
+so that their times compare the algorithms.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from gadei_ps.sync.zipline import EndTimes, Plan, checked, in_order
+from gadei_ps.sync import search
+from gadei_ps.sync.zipline import EndTimes, Plan, check, rows
 
 compiled = numba.njit(nogil=True, error_model="numpy")
+Order = tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]
+"""All times in ascending order, and their learners."""
 
 
 def zipline_literal(end_times: EndTimes) -> Plan:
@@ -20,17 +25,46 @@ def zipline_literal(end_times: EndTimes) -> Plan:
 
     It stops if no time is left to fill the set. The paper does not describe this case.
     """
-    return checked(_zipline_literal, end_times)
+    return _checked(_zipline_literal, end_times)
 
 
 def grid_scan(end_times: EndTimes) -> Plan:
     """Algorithm 1, a heuristic around each time of the learner that ends first, in O(R^2 n)."""
-    return checked(_grid_scan, end_times)
+    return _checked(_grid_scan, end_times)
 
 
 def full_grid_scan(end_times: EndTimes) -> Plan:
     """Algorithm 1 around each time of every learner in turn, in O(R^2 n^2)."""
-    return checked(_full_grid_scan, end_times)
+    return _checked(_full_grid_scan, end_times)
+
+
+def _checked(found: Callable[[EndTimes], Plan], end_times: EndTimes) -> Plan:
+    """What a search finds. Raises ValueError for times of the wrong form."""
+    times = rows(end_times)
+    check(_wrong(times))
+    chosen, window = found(times)
+    return chosen, float(window)
+
+
+@compiled
+def _wrong(times: EndTimes) -> int:
+    return search.wrong(times)
+
+
+@compiled
+def merged(times: EndTimes) -> Order:
+    """The times in order, merged."""
+    keys, owners = np.empty((2, times.size)), np.empty((2, times.size), np.int32)
+    search.merge(times, keys, owners)
+    return keys[0], owners[0]
+
+
+@compiled
+def in_order(times: EndTimes) -> Order:
+    """The times in order, as the planner sorts them."""
+    keys, owners = np.empty((2, times.size)), np.empty((2, times.size), np.int32)
+    search.in_order(times, keys, owners, np.empty(times.size + 1, np.int32))
+    return keys[0], owners[0]
 
 
 @compiled

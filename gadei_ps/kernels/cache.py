@@ -1,12 +1,8 @@
 """Where compiled code is kept between starts.
 
-To tell whether kept code is still right, Numba compares only the file of the compiled function, not
-the functions and constants from other files that were compiled into it. Therefore the directory is
-named by a digest of all these files, and a process never loads code that was compiled from others.
-
-Numba gives a file its name before the file is on the disk, and raises an error for one that it
-cannot read or write. Here a file is on the disk before it gets its name, one that cannot be read is
-compiled again, and what cannot be written is used without being kept.
+Its directory is named by a digest of all that decides what the code is: the sources, the C
+extension, the compiler, and the processor. So a process never loads code that was compiled from
+other sources, or for another processor.
 """
 
 from __future__ import annotations
@@ -15,24 +11,33 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import platformdirs
 
 from gadei_ps import _native, homes
-from gadei_ps.kernels.frozen import caching, numba
 
 KEPT = 3  # directories of other versions that stay, the most recently used
 UNUSED_S = 86400.0  # the others go when they were unused for that long
 DIGEST = re.compile("[0-9a-f]{16}")
 _PACKAGE = Path(__file__).parents[1]
+COMPILERS = ("numba", "llvmlite")
+# What Numba's own settings change in the code.
+SETTINGS = tuple(
+    f"NUMBA_{name}"
+    for name in (
+        *("CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE"),
+        *("BOUNDSCHECK", "DEBUGINFO", "DISABLE_INTEL_SVML"),
+    )
+)
 # Every module with code that is kept, and every module that such a module imports.
 SOURCES = tuple(
     _PACKAGE / name
@@ -42,9 +47,14 @@ SOURCES = tuple(
         "kernels/cache.py",
         "kernels/compiled.py",
         "kernels/cpu.py",
+        "kernels/elf.py",
+        "kernels/engine.py",
         "kernels/frozen.py",
         "kernels/half.py",
+        "kernels/loaded.py",
+        "kernels/numba_cache.py",
         "kernels/optimizers.py",
+        "kernels/store.py",
         "kernels/unit.py",
         "memory/layout.py",
         "server/account.py",
@@ -70,7 +80,7 @@ SOURCES = tuple(
         "server/superstep.py",
         "server/symbols.py",
         "server/undo.py",
-        "sync/zipline.py",
+        "sync/search.py",
     )
 )
 
@@ -79,8 +89,8 @@ def base() -> Path:
     """A gadei-ps directory in $NUMBA_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
 
     With the runtime directory of the system's units, the one of their user, for that user. If none
-    can be written, a temporary directory that this process removes at its end. Numba's files are
-    pickles, so a directory that another user owns is never used.
+    can be written, a temporary directory that this process removes at its end. What lies there is
+    run, so a directory that another user owns is never used.
     """
     given = os.environ.get("NUMBA_CACHE_DIR")
     if not given and homes.of_the_system() and _is_ours(homes.CACHE):
@@ -99,22 +109,29 @@ def _is_ours(path: Path) -> bool:
 
 
 @functools.cache
-def _temporary() -> Path:
+def _made() -> tuple[Path, int]:
+    """The temporary directory, and the process that has made it; its forks use it, too."""
     path = Path(tempfile.mkdtemp(prefix="gadei-ps-cache-")) / "gadei-ps"
     path.mkdir(mode=0o700)
     atexit.register(remove_temporary)
-    return path
+    return path, os.getpid()
+
+
+def _temporary() -> Path:
+    return _made()[0]
 
 
 def remove_temporary() -> None:
-    """Removes the temporary directory, if there is one. At the end of a process."""
-    if _temporary.cache_info().currsize:
-        shutil.rmtree(_temporary().parent, ignore_errors=True)
+    """Removes the temporary directory, if this process has made one. At the end of a process."""
+    if _made.cache_info().currsize:
+        path, maker = _made()
+        if maker == os.getpid():
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def environment() -> dict[str, str]:
     """Variables by which a child keeps its code in the directory of this process."""
-    if _temporary.cache_info().currsize:
+    if _made.cache_info().currsize:
         return {"NUMBA_CACHE_DIR": str(_temporary().parent)}
     return {}
 
@@ -124,7 +141,9 @@ def directory() -> Path:
 
     Its time of modification is that of the last call.
     """
-    digest = hashlib.sha256(repr(_of_the_extension()).encode())
+    given = [os.environ.get(name) for name in SETTINGS]
+    told = _of_the_extension(), _of_the_machine(), given
+    digest = hashlib.sha256(repr(told).encode())
     for path in SOURCES:
         digest.update(path.read_bytes())
     here = base() / digest.hexdigest()[:16]
@@ -153,6 +172,19 @@ def _of_the_extension() -> object:
     return structs, _native.numbers(), codes
 
 
+@functools.cache
+def _of_the_machine() -> tuple[object, ...]:
+    """What makes the code, and what runs it. Numba is not imported: that takes long."""
+    from llvmlite import binding
+
+    found = [importlib.util.find_spec(name) for name in COMPILERS]
+    folders = [one.submodule_search_locations or () for one in found if one]
+    versions = [(Path(*folder) / "_version.py").read_bytes() for folder in folders]
+    features = binding.get_host_cpu_features().flatten()
+    target = binding.get_process_triple(), binding.get_host_cpu_name(), features
+    return *versions, *target, sys.implementation.cache_tag
+
+
 def _prune(here: Path) -> None:
     """Remove the directories of replaced versions, see KEPT and UNUSED_S."""
     others = [path for path in here.parent.iterdir() if DIGEST.fullmatch(path.name)]
@@ -163,52 +195,12 @@ def _prune(here: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-class _Kept(caching.IndexDataCacheFile):  # type: ignore[misc]
-    """The files of one function."""
-
-    def _load_index(self) -> dict[Any, str]:
-        try:
-            found: dict[Any, str] = super()._load_index()
-        except Exception:  # whatever unpickling bytes of any kind raises
-            return {}
-        return found
-
-    def _load_data(self, name: str) -> Any:
-        try:
-            return super()._load_data(name)
-        except Exception as error:
-            raise OSError(f"{name} is damaged") from error  # for which Numba compiles it again
-
-    @contextlib.contextmanager
-    def _open_for_write(self, filepath: str) -> Iterator[IO[bytes]]:
-        with super()._open_for_write(filepath) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # before it gets its name
-
-
-class Quick(caching.FunctionCache):  # type: ignore[misc]
-    """The cache of a function that counts no references.
-
-    Numba first prepares for compiling, which takes longer than to load a server's code. It does so
-    again before it compiles.
-    """
-
-    def load_overload(self, signature: Any, target: Any) -> Any:
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(signature, target)
-
-
 _problems: list[str] = []
 
 
-@contextlib.contextmanager
-def _guarded(cache: caching.Cache) -> Iterator[None]:
-    """Around loading and keeping the code of a function; what has failed is not there."""
-    try:
-        yield
-    except OSError as error:
-        _problems.append(str(error))
+def note(error: OSError) -> None:
+    """Code could not be loaded or kept."""
+    _problems.append(str(error))
 
 
 def has_failed() -> bool:
@@ -221,8 +213,3 @@ def tell(log: Any) -> None:
     if _problems:
         log.warning("compiled code cannot be kept for the next start", reason=_problems[-1])
         _problems.clear()
-
-
-caching.IndexDataCacheFile = _Kept
-caching.Cache._guard_against_spurious_io_errors = _guarded
-numba.config.CACHE_DIR = str(directory())

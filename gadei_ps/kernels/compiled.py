@@ -1,4 +1,4 @@
-"""How the code of the shard threads is compiled: without the GIL, kept on disk, like NumPy.
+"""How the code of the shard threads is compiled: without the GIL, dividing by zero like NumPy.
 
 Numba makes each function ready to run by itself: it optimizes it, with all that it calls, makes
 machine code of it and wrappers by which Python can call it. Most functions here only become a part
@@ -10,15 +10,17 @@ optimized before they become a part, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
-from numba.core import codegen, compiler, sigutils
-from numba.core.ccallback import CFunc
-from numba.core.registry import CPUDispatcher, cpu_target
+from llvmlite import ir
+from numba.core import codegen, compiler, sigutils, types
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher
 
-from gadei_ps.kernels import cache  # sets where Numba keeps compiled code
+from gadei_ps.kernels import elf, engine
+from gadei_ps.kernels.numba_cache import Quick
+from gadei_ps.kernels.store import Code
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 HOW = {"nogil": True, "error_model": "numpy", "_nrt": False}
 # Without what would make a function callable from Python.
 PART = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_made: list[object] = []
+ENTRY = "gadei_ps_"
 
 
 class _NotRun:
@@ -80,10 +82,7 @@ class _Entry(CPUDispatcher):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(function, targetoptions={"nopython": True, **options})
         self.part: Any = _part(function, options)
-        if options["_nrt"]:
-            self.enable_caching()
-        else:
-            self._cache = cache.Quick(function)
+        self._cache = Quick(function)
 
     @property
     def _numba_type_(self) -> Any:
@@ -99,7 +98,8 @@ def _part(function: F, options: dict[str, Any]) -> F:
 def compiled(function: F, **more: Any) -> F:
     """Compiled to run without the GIL; the type checker sees the signature of the function.
 
-    For what Python calls; the compiled code is kept on disk. more: options of `numba.njit`.
+    For what tests, and tools that measure, call from Python; Numba keeps the code on disk. more:
+    options of `numba.njit`.
     """
     made: F = _Entry(function, HOW | more)
     return made
@@ -120,30 +120,71 @@ def inlined(function: F) -> F:
     return _part(function, HOW | {"forceinline": True})
 
 
-def address_of(signature: Any, function: Callable[..., None]) -> int:
-    """The address of the function, compiled as a C function; it is never freed.
+class _Whole(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """All code of a unit. It is not loaded: LLVM is only asked for its object file.
 
-    Numba compiles a function's callees again as a part of it, and so on for each of its callers.
-    What is called at its address is compiled once.
+    Others see the entry alone. Numba numbers the functions that a process compiles, so two
+    processes may give one name to different code; what is hidden cannot be taken for another.
     """
-    options = {"error_model": "numpy", "_nrt": False}
-    typed = sigutils.normalize_signature(signature)
-    made: Any = CFunc(function, typed, locals={}, options=options)
-    made._cache = cache.Quick(function)
-    made.compile()
-    _made.append(made)
-    return int(made.address)
+
+    entry = ""
+
+    def _optimize_final_module(self) -> None:
+        module = self._final_module
+        for one in (*module.functions, *module.global_variables):
+            if not one.is_declaration and one.name != self.entry:
+                one.linkage = "internal"
+        super()._optimize_final_module()
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def object(self) -> bytes:
+        made: bytes = self.codegen._tm.emit_object(self._final_module)
+        return made
 
 
-def is_kept(signature: Any, function: Callable[..., Any]) -> bool:
-    """Whether the cache has files of the function's code. They may be damaged: none is loaded.
+def machine_code(name: str, signature: Any, function: Callable[..., Any]) -> Code:
+    """The code of a unit, compiled: a C function, with all that it calls.
 
-    signature: as it is compiled for.
+    name: the unit's. signature: Numba's, of numbers or void. Numba compiles a function's callees
+    again as a part of it, and so on for each of its callers. What is called at its address is
+    compiled once. Nothing here raises an error, for which there would be nobody; if something did,
+    the process would end at once.
     """
-    try:
-        kept = cache.Quick(getattr(function, "py_func", function))
-        key = kept._index_key(signature, cpu_target.target_context.codegen())
-        name = kept._cache_file._load_index().get(key)
-        return name is not None and Path(kept._cache_file._data_path(name)).exists()
-    except (OSError, RuntimeError):  # there is no directory that can be read and written
-        return False
+    engine.symbols()
+    made: Any = _part(function, HOW)
+    made.compile(signature)
+    typed = sigutils.normalize_signature(signature)[0]
+    result = made.overloads[typed]
+    whole = _Whole(result.target_context.codegen(), name)
+    whole.entry = ENTRY + name.replace("-", "_")
+    whole.add_ir_module(_entry(whole.entry, result.target_context, result.fndesc))
+    whole.add_linking_library(result.library)
+    with global_compiler_lock:
+        whole.finalize()
+        file = whole.object()
+    return Code(whole.entry, tuple(sorted(elf.symbols(file).undefined)), file)
+
+
+def _entry(name: str, context: Any, called: Any) -> ir.Module:
+    """A C function that calls another one as Numba's functions call one another."""
+    module = context.create_module(name)
+    kind = context.call_conv.get_function_type(called.restype, called.argtypes)
+    function = ir.Function(module, kind, called.llvm_func_name)
+    given = [context.get_value_type(one) for one in called.argtypes]
+    nothing = called.restype == types.none
+    result = ir.VoidType() if nothing else context.get_value_type(called.restype)
+    entry = ir.Function(module, ir.FunctionType(result, given), name)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    status, value = context.call_conv.call_function(
+        builder, function, called.restype, called.argtypes, entry.args
+    )
+    with builder.if_then(status.is_error, likely=False):
+        trap = module.declare_intrinsic("llvm.trap", (), ir.FunctionType(ir.VoidType(), ()))
+        builder.call(trap, ())
+    if nothing:
+        builder.ret_void()
+    else:
+        builder.ret(value)
+    return module

@@ -6,13 +6,13 @@ assignment has the blocks of a frame of rows, and is alone. This is the only fil
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import types
 
-from gadei_ps.kernels.compiled import address_of, inner, is_kept
-from gadei_ps.kernels.unit import Unit
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.server.chunks import Walk, prepare
 from gadei_ps.server.constants import APPLY, ASSIGN, MAX_LEARNERS, ONE, ROWS
 from gadei_ps.server.context import GENERATION, Shard, is_there, shard_of
@@ -65,13 +65,9 @@ def _apply(part: int, members: int, first: int, start: int) -> None:
 SIGNATURE = types.void(types.uint64, types.int64, types.int64, types.int64)
 
 
-@functools.cache
-def applier() -> int:
-    """Address of _apply, for PART; it is compiled if need be."""
-    return address_of(SIGNATURE, _apply)
-
-
-UNIT = Unit("apply", applier, functools.partial(is_kept, SIGNATURE, _apply))
+def source(name: str) -> tuple[Any, Callable[..., None]]:
+    """What the unit is compiled from."""
+    return SIGNATURE, _apply
 
 
 @inner

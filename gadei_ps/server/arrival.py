@@ -8,14 +8,14 @@ only come to the same count (settle_broken). Compiled; runs in the thread of the
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import types
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import address_of, inner, is_kept
-from gadei_ps.kernels.unit import Unit
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.server.account import book_arrival, book_refusal, show_work, takes_work
@@ -94,13 +94,9 @@ def _arrive(part: int, line: int) -> None:
 SIGNATURE = types.void(types.uint64, types.int64)
 
 
-@functools.cache
-def arriver() -> int:
-    """Address of _arrive, for PART; it is compiled if need be."""
-    return address_of(SIGNATURE, _arrive)
-
-
-UNIT = Unit("arrive", arriver, functools.partial(is_kept, SIGNATURE, _arrive))
+def source(name: str) -> tuple[Any, Callable[..., None]]:
+    """What the unit is compiled from."""
+    return SIGNATURE, _arrive
 
 
 @inner

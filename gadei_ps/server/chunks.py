@@ -7,7 +7,6 @@ Compiled; the only writer of the shard's weights and slots.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,12 +15,11 @@ from numba import types
 
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.borrow import borrow
-from gadei_ps.kernels.compiled import address_of, inlined, inner, is_kept
+from gadei_ps.kernels.compiled import inlined, inner
 from gadei_ps.kernels.cpu import ADAGRAD, ADAM, ADAMW, ADD, MOMENTUM_SGD, NESTEROV, RMSPROP, SGD
-from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind
-from gadei_ps.kernels.unit import Unit
+from gadei_ps.kernels.optimizers import COEFFICIENTS
 from gadei_ps.memory import layout
-from gadei_ps.server.constants import ASSIGN, CHUNK, IDLE, ONE, ZERO
+from gadei_ps.server.constants import ASSIGN, ASSIGNMENTS, BUFFER, CHUNK, IDLE, ONE, ZERO
 from gadei_ps.server.context import (
     CURSOR,
     HANDS,
@@ -43,10 +41,6 @@ from gadei_ps.server.undo import restore, save, save_line
 VECTOR = 16  # values that a loop of vectors takes at once
 COEFFICIENTS_AT = np.uint64(layout.offset(PART, "coefficients"))
 COEFFICIENT_BYTES = np.uint64(COEFFICIENTS * 8)  # of a group
-# What moves a buffer, and what assigns, beside the kinds of optimizer that move a parameter.
-BUFFER = 0
-ASSIGNMENT = -1
-ASSIGNMENTS = 2  # where PART's `move` has the loops that assign
 NO_GROUP = -1
 """Instead of the number of a group of parameters: buffers."""
 
@@ -255,10 +249,6 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
         elif kind == ADD:
             _change(cpu.added, 0, m, g, span)
 
-    of = "buffer" if kind == BUFFER else Kind(kind).name.lower()
-    # Numba keeps a function's code under this name: two processes that compile two of the loops at
-    # the same time must not write over one file.
-    move.__qualname__ = f"move_{of}_{np.dtype(type(form)).name}"
     return move
 
 
@@ -310,41 +300,18 @@ def _assignment(form: Any) -> Callable[..., None]:
             number += ONE
             address += np.uint64(CHUNK) * bytes_of(form)
 
-    assign.__qualname__ = f"assign_{np.dtype(type(form)).name}"
     return assign
 
 
 LOOP = types.void(types.uint64, types.uint64, types.uint64, types.int64, types.int64, types.int64)
 
 
-def _made(kind: int, form: int) -> Callable[..., None]:
-    """A loop. form: its place in FORMS."""
-    return _assignment(FORMS[form]) if kind == ASSIGNMENT else _loop(kind, FORMS[form])
+def source(name: str) -> tuple[Any, Callable[..., None]]:
+    """What a unit is compiled from.
 
-
-@functools.cache
-def _address(kind: int, form: int) -> int:
-    """Address of a loop, which is compiled if need be."""
-    return address_of(LOOP, _made(kind, form))
-
-
-def _unit(kind: int, form: int) -> Unit:
-    return Unit(
-        f"move-{kind}-{form}",
-        lambda: _address(kind, form),
-        lambda: is_kept(LOOP, _made(kind, form)),
-    )
-
-
-def loops(kind: int) -> list[list[int]]:
-    """Addresses of the loops for PART's `move`: of buffers, of parameters, of assignments.
-
-    kind: the optimizer's.
+    name: assign-FORM, or move-KIND-FORM; the kind is an optimizer's or BUFFER, the form is its
+    place in FORMS.
     """
-    kinds = (BUFFER, kind, ASSIGNMENT)
-    return [[_address(one, form) for form in range(len(FORMS))] for one in kinds]
-
-
-def units(kind: int) -> list[Unit]:
-    """Its loops, each a unit."""
-    return [_unit(one, form) for one in (kind, BUFFER, ASSIGNMENT) for form in range(len(FORMS))]
+    what, *numbers = name.split("-")
+    *kind, form = map(int, numbers)
+    return LOOP, _assignment(FORMS[form]) if what == "assign" else _loop(kind[0], FORMS[form])

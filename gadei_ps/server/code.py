@@ -17,7 +17,7 @@ from gadei_ps.kernels.unit import Unit
 from gadei_ps.machine import log
 from gadei_ps.memory.layout import CONTROL, ServerState
 from gadei_ps.memory.segment import Segment
-from gadei_ps.server import loading, shard
+from gadei_ps.server import loading, units
 
 AGAIN_S = 10.0
 
@@ -68,7 +68,7 @@ class Code:
         """At the server's start. tells: see loading.load()."""
         kind = int(self._control["optimizer"])
         number = modes.wanted(self._segment)
-        loading.load([*shard.units([kind]), *self._units(number)], log.get(), tells)
+        loading.load([*units.units([kind]), *self._units(number)], log.get(), tells)
         self._kinds.add(kind)
         self._model = number
 
@@ -86,12 +86,12 @@ class Code:
         if wanted == self._model or time.monotonic() < self._again_at:
             return self._model
         if self._loading is None:
-            units = self._units(wanted)
-            if not units:
+            missing = self._units(wanted)
+            if not missing:
                 self._model = wanted
                 return wanted
             bell = self._segment.word(CONTROL, "manager_bell")
-            self._loading = _Loading(wanted, units, bell)
+            self._loading = _Loading(wanted, missing, bell)
             self._loading.start()
         elif not self._loading.is_alive():
             done, self._loading = self._loading, None
@@ -118,6 +118,6 @@ class Code:
             self._line["state"] = ServerState.STARTING
             if not active and not int(self._control["lease_shards"]):
                 return False
-            shard.load([kind])
+            units.load([kind])
             self._kinds.add(kind)
         return True

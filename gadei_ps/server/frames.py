@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from numba import types
 
-from gadei_ps.kernels.compiled import compiled, inner
+from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.server.blocks import check_rows
 from gadei_ps.server.constants import (
@@ -32,7 +35,7 @@ from gadei_ps.server.constants import (
     UNCHECKED,
     ZERO,
 )
-from gadei_ps.server.context import control_at, frame_at
+from gadei_ps.server.context import control_at, frame_at, part_at
 
 CHECKED = np.uint32(layout.CHECKED)
 NONFINITE = np.uint32(layout.NONFINITE)
@@ -63,7 +66,7 @@ def are_scales(frame: np.ndarray, groups: int) -> bool:
     return math.isnan(momentum) or 0.0 <= momentum < 1.0
 
 
-@compiled
+@inner
 def check_frame(
     header: np.uint64,
     slot: np.uint64,
@@ -109,3 +112,18 @@ def check_frame(
     if not are_scales(frame, part[0].groups):
         return BAD_SCALE
     return OK
+
+
+def _check(
+    header: np.uint64, slot: np.uint64, generation: np.uint64, sequence: np.uint64, part: np.uint64
+) -> int:
+    """Does what check_frame() does, as a C function for the manager. part: address."""
+    return check_frame(header, slot, generation, sequence, part_at(part))
+
+
+SIGNATURE = types.int64(types.uint64, types.uint64, types.uint64, types.uint64, types.uint64)
+
+
+def source(name: str) -> tuple[Any, Callable[..., int]]:
+    """What the unit is compiled from."""
+    return SIGNATURE, _check

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gadei_ps.memory.layout import FrameKind
-from gadei_ps.server import frames
+from gadei_ps.server import units
 from gadei_ps.server.rings import Mapped
 
 
@@ -57,12 +57,10 @@ class Next(NamedTuple):
     def check(self, part: np.ndarray) -> int:
         """Why it must not be applied (layout.Reason). part: PART of any shard."""
         member = self.member
-        return int(
-            frames.check_frame(
-                np.uint64(self.header.ctypes.data),
-                np.uint64(member.mapped.ring.address + self.slot),
-                np.uint64(member.generation),
-                np.uint64(member.reported),
-                part,
-            )
+        return units.check_frame(
+            self.header.ctypes.data,
+            member.mapped.ring.address + self.slot,
+            member.generation,
+            member.reported,
+            part.ctypes.data,
         )

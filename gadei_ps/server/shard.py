@@ -12,24 +12,20 @@ of what it is doing (record.py). The thread of shard 0 also keeps the statistics
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
 from gadei_ps import _native
-from gadei_ps.kernels.compiled import compiled, inner, is_kept
-from gadei_ps.kernels.optimizers import Kind
-from gadei_ps.kernels.unit import Unit
+from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RING, SHARD
-from gadei_ps.server import apply, arrival, chunks
 from gadei_ps.server.account import depart, others_may_get, top_up_all
 from gadei_ps.server.arrival import MODE, catch_up, on_arrivals, settle_broken
 from gadei_ps.server.constants import COLLECT, HOLD, IDLE, ON_ARRIVAL, ONE, ZERO
-from gadei_ps.server.context import Shard, integer, is_broken, mark_broken, shard_of
+from gadei_ps.server.context import Shard, integer, is_broken, mark_broken, part_at, shard_of
 from gadei_ps.server.known import (
     BROKEN,
     HEAD,
@@ -42,7 +38,7 @@ from gadei_ps.server.known import (
 )
 from gadei_ps.server.order import choose, had_news, sort_out
 from gadei_ps.server.recover import can_recover, recover
-from gadei_ps.server.structs import BOARD, PART
+from gadei_ps.server.structs import BOARD
 from gadei_ps.server.superstep import all_known, apply_superstep
 from gadei_ps.server.symbols import (
     address,
@@ -316,19 +312,20 @@ def serve(part: np.ndarray) -> int:
         passes = 0
 
 
-@compiled
-def stand_by(part: np.ndarray) -> int:
+def _stand_by(at: np.uint64) -> None:
     """The life of a shard's thread: waits for its lease, recovers, serves until told to quit.
 
-    All of it without Python: at a take-over no thread waits for the interpreter's lock.
+    A C function. All of it without Python: at a take-over no thread waits for the interpreter's
+    lock. at: address of PART.
     """
-    s = shard_of(address(part))
-    board = part[0].board
+    s = shard_of(at)
+    part = part_at(at)
+    board = s.part[0].board
     number = np.uint64(s.number)
     taken = lease_take(s.me + LEASE, LEASE_NS)
     while taken < 0:
         if get(board + QUIT) != ZERO:
-            return 0
+            return
         if taken != PS_TIMEOUT:  # written over: the watchdog makes new ones once no server lives
             sleep(s, 0, get32(s.control + SHARD_BELL), LEASE_NS)
         taken = lease_take(s.me + LEASE, LEASE_NS)
@@ -343,7 +340,7 @@ def stand_by(part: np.ndarray) -> int:
         put(board + SEEN + number * WORD, seen_version)
         seen_version = get(board + TABLE_VERSION)
         if get(board + QUIT) != ZERO:
-            return 0
+            return
         bell_seen = get32(s.control + SHARD_BELL)  # SYNC POINT: bells
         bell(s.control + MANAGER_BELL)  # it maps what is missing
         sleep(s, 0, bell_seen, RECOVER_POLL_NS)
@@ -351,30 +348,12 @@ def stand_by(part: np.ndarray) -> int:
         s.c[0].shard[s.number].recovered += np.uint32(1)
     put(board + HOLDS + number * WORD, ONE)
     bell(s.control + MANAGER_BELL)
-    return serve(part)
+    serve(part)
 
 
-SIGNATURE = types.int64(types.Array(numba.from_dtype(PART), 1, "C"))
-_stands_by: Any = stand_by
-UNIT = Unit(
-    "stand_by",
-    lambda: _stands_by.compile(SIGNATURE),
-    lambda: is_kept(SIGNATURE, _stands_by),
-)
+SIGNATURE = types.void(types.uint64)
 
 
-def load(kinds: Iterable[int] = tuple(Kind)) -> None:
-    """Loads the code of the shards from Numba's cache, or compiles it once.
-
-    kinds: optimizers for which to do so.
-    """
-    for unit in units(kinds):
-        unit.load()
-
-
-def units(kinds: Iterable[int]) -> list[Unit]:
-    """What load() loads; what takes longest to compile comes first."""
-    made = [UNIT, apply.UNIT, arrival.UNIT]
-    for kind in kinds:
-        made += chunks.units(int(kind))  # the cache tells an enum from a number
-    return list({one.name: one for one in made}.values())
+def source(name: str) -> tuple[Any, Callable[..., None]]:
+    """What the unit is compiled from."""
+    return SIGNATURE, _stand_by

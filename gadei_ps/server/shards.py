@@ -14,7 +14,7 @@ from gadei_ps.machine import log, placement
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import CONTROL, STATE
 from gadei_ps.memory.segment import Segment
-from gadei_ps.server import apply, arrival, chunks, shard
+from gadei_ps.server import units
 from gadei_ps.server.structs import BOARD, NOT_READING, PART
 
 EXIT_S = 2.0
@@ -64,9 +64,9 @@ class Shards:
             one[f"slot{stream}"] = self.state.address + at
         one["undo"] = self.state.address + int(state["undo_at"]) + index * layout.UNDO_BYTES
         one["board"] = self.board.ctypes.data
-        one["apply"] = apply.applier()
-        one["arrive"] = arrival.arriver()
-        one["move"] = chunks.loops(int(self.control.view(CONTROL)["optimizer"]))
+        one["apply"] = units.applier()
+        one["arrive"] = units.arriver()
+        one["move"] = units.loops(int(self.control.view(CONTROL)["optimizer"]))
         one["tensors_at"] = self.weights.address + int(head["table_at"])
         for field in ("tensors", "elements", "parameters"):
             one[field] = head[field]
@@ -115,7 +115,7 @@ class Shards:
         except (OSError, ValueError) as error:  # slower, perhaps, and no reason not to serve
             self._log.warning("shard not bound to cores", shard=index, reason=in_words(error))
         try:
-            shard.stand_by(part)
+            units.stand_by(part.ctypes.data)
         except BaseException as error:
             self.crashed = error
             at_crash()

@@ -99,10 +99,10 @@ PART: Final = np.dtype(
         ("slot1", u64),
         ("undo", u64),  # address of this shard's undo log
         ("board", u64),  # address of the process' BOARD
-        # Addresses of compiled code (kernels.compiled.address_of).
-        ("apply", u64),  # apply.applier
-        ("arrive", u64),  # arrival.arriver
-        ("move", u64, (3, 2)),  # chunks.loops: of buffers, parameters, assignments; by form
+        # Addresses of compiled code (units.py).
+        ("apply", u64),
+        ("arrive", u64),
+        ("move", u64, (3, 2)),  # loops of buffers, parameters, assignments; by form
         ("tensors_at", u64),  # address of the model's table
         ("tensors", u64),
         ("elements", u64),

@@ -11,7 +11,6 @@ import hashlib
 import operator
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import from_dtype, types
@@ -20,9 +19,9 @@ from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 from numba.np import arrayobj
 
-from gadei_ps import _native
+from gadei_ps.kernels import engine
 
-llvmlite.binding.load_library_permanently(_native.__file__)
+engine.symbols()
 
 _WORD = ir.IntType(64)
 _u64, _u32, _f64, _void = types.uint64, types.uint32, types.float64, types.void

@@ -25,7 +25,7 @@ from support import quick
 
 from gadei_ps import errors
 from gadei_ps.memory import build
-from gadei_ps.server import loading, shard
+from gadei_ps.server import loading, units
 
 ROOT = Path(__file__).parents[2]
 # The role of a process by the program that it runs.
@@ -126,7 +126,7 @@ class Tracer:
             sys.settrace(None)  # of the process that has forked this one
             return
         if role == "server":
-            shard.load = lambda kinds: None  # a fork has all of it loaded
+            units.load = lambda kinds: None  # a fork has all of it loaded
             loading.load = lambda units, log, tells: None
             if self._plan[REFUSE]:
                 build.of_server = lambda: 1  # as if another build had been installed

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from support import Rig
+from support.rig import of_part
 
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, RECORD, RING, RUN, SHARD, STATE
@@ -92,8 +93,8 @@ def build(directory: Path) -> ctypes.CDLL:
 
 def _code(function: Any) -> int:
     """Address of a compiled function, as Numba calls it."""
-    function.compile(shard.SIGNATURE)
-    made = function.overloads[shard.SIGNATURE.args]
+    function.compile(of_part())
+    made = function.overloads[of_part().args]
     return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
 
 

@@ -22,7 +22,7 @@ import writers
 from disk import Disk, State, found, put
 from preloaded import ask, preloaded
 from support.snapshots import one, same
-from writers import MODEL, NEW, OLD, signature, toy
+from writers import MODEL, NEW, OLD
 
 from gadei_ps.commands import saved
 from gadei_ps.errors import CheckpointError
@@ -301,35 +301,26 @@ def test_compiled_code(
     recorder: Recorder, place: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, told: list[str]
 ) -> None:
     """A server loads its code or compiles it again, and what it has compiled then is kept."""
-    import numba
-    from numba.core import caching
-    from numba.core.registry import cpu_target
+    from gadei_ps.kernels import store
 
-    from gadei_ps.kernels import compiled
-
-    context = cpu_target.target_context
-
-    def load(root: Path) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(numba.config, "CACHE_DIR", str(root / "cache"))
-            return caching.FunctionCache(toy).load_overload(signature(), context)
+    def load(root: Path) -> store.Code | None:
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(root))
+        return store.read("toy")
 
     def check(root: Path, allowed: tuple[str, ...]) -> None:
         code = load(root)
         if code is None:
-            with monkeypatch.context() as patch:
-                patch.setattr(numba.config, "CACHE_DIR", str(root / "cache"))
-                compiled.compiled(toy).compile(signature())
+            store.keep("toy", made)
             code = load(root)
-            assert code is not None, "compiled, but not kept"
-        assert code.entry_point(20) == 41
+        assert code == made
 
     count = Count(place, whole)
     assert recorder.record("code", count.root, count.log) == 0
-    assert load(count.root) is not None
+    made = load(count.root)
+    assert made is not None
 
     def seen(state: State) -> object:
-        return tuple(one for one in state if ".tmp." not in one[0])
+        return tuple(one for one in state if not one[0].endswith(".new"))
 
     count.run(check, seen, every=4)
     told.append(count.figures("compiled code"))

@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -141,19 +140,14 @@ def toy(number: int) -> int:
     return 2 * number + 1
 
 
-def signature() -> Any:
-    """Of `toy`, as Numba has it."""
+def code(root: Path) -> None:
+    """What is kept of a compiled function."""
     from numba import types
 
-    return types.int64(types.int64)
+    from gadei_ps.kernels import compiled, store
 
-
-def code(root: Path) -> None:
-    """What Numba keeps of a compiled function."""
-    from gadei_ps.kernels import compiled
-
-    compiled.numba.config.CACHE_DIR = str(root / "cache")
-    compiled.compiled(toy).compile(signature())
+    os.environ["NUMBA_CACHE_DIR"] = str(root)
+    store.keep("toy", compiled.machine_code("toy", types.int64(types.int64), toy))
 
 
 TASKS: dict[str, Callable[[Path], None]] = {

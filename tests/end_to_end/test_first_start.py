@@ -30,7 +30,7 @@ from unittest import mock
 from gadei_ps.kernels import cache, sharing
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.machine import process
-from gadei_ps.server import chunks, loading
+from gadei_ps.server import loading, units as of_server
 
 def wait():
     while not Path(sys.argv[1]).exists():
@@ -39,7 +39,7 @@ def wait():
 process.cores = lambda: 2
 sharing.LATE_S = float(sys.argv[2])
 log = mock.Mock()
-units = chunks.units(1)
+units = [one for one in of_server.units([1]) if one.name.startswith(("move", "assign"))]
 loading.load([Unit(f"wait-{os.getpid()}", wait, lambda: True), *units], log, True)
 said = [call.args[0] for call in log.warning.call_args_list]
 print(cache.directory(), sum(unit.is_kept() for unit in units), *said, sep="\\n")
@@ -126,7 +126,7 @@ def server(*args: object, **how: object) -> Iterator[Server]:
 
 def times(cache: Path) -> dict[str, int]:
     """When each file of code was written."""
-    return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")}
+    return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.code")}
 
 
 def test_a_helper_compiles_for_the_server(tmp_path: Path) -> None:

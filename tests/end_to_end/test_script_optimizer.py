@@ -24,7 +24,7 @@ from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence
-from gadei_ps.server import shard
+from gadei_ps.server import units
 
 TENSORS = {"w": np.ones(8, np.float32)}
 ADAMW: dict[str, Any] = {"kind": "adamw", "lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
@@ -210,14 +210,14 @@ def test_a_server_that_compiles_the_optimizer_is_not_hung(job_name: str) -> None
     compiled = FORK.Event()
 
     def slow(program: str) -> None:
-        load = shard.load
+        load = units.load
 
         def wait(kinds: Iterable[int]) -> None:
             while Kind.ADAMW in (kinds := list(kinds)) and not compiled.is_set():
                 time.sleep(0.01)
             load(kinds)
 
-        shard.load = wait  # in a fork of this process
+        units.load = wait  # in a fork of this process
 
     with (
         mock.patch.object(quick, "STARTING", [slow]),

@@ -132,7 +132,7 @@ def slowly_compiled(job: str, *failing: Exception) -> Iterator[tuple[Watched, Fl
         compiled.wait()
 
     def slow(program: str) -> None:
-        zipline.load = load  # in a fork of this process
+        zipline.UNIT = zipline.UNIT._replace(load=load)  # in a fork of this process
         code.AGAIN_S = 0.01
 
     with (

@@ -255,11 +255,11 @@ def fork_quickly(*, nursery: bool = False) -> Iterator[None]:
 
     nursery: jobs have one. It costs a fork more, and is of no use to forks.
     """
-    from gadei_ps.server import shard
+    from gadei_ps.server import units
     from gadei_ps.sync import zipline
 
-    shard.load()
-    zipline.load()
+    units.load()
+    zipline.UNIT.load()
     for module in PROGRAMS.values():
         importlib.import_module(module)
     spawn = process.spawn

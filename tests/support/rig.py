@@ -23,6 +23,15 @@ from support.memory import create_model, create_ring
 from support.waiting import PATIENCE_S, eventually
 
 
+def of_part() -> Any:
+    """What Numba makes of functions that Python calls with a part."""
+    from numba import from_dtype, types
+
+    from gadei_ps.server.structs import PART
+
+    return types.int64(types.Array(from_dtype(PART), 1, "C"))
+
+
 class Rig:
     """A job's real segments without a daemon: this process serves the shards, or a child of it.
 
@@ -42,9 +51,9 @@ class Rig:
     ) -> None:
         # Here: the tests that need no shard are spared Numba.
         from gadei_ps import sync
-        from gadei_ps.server import recover, shard, shards
+        from gadei_ps.server import recover, shard, shards, units
 
-        self._recover, self._shard, self._shards = recover, shard, shards
+        self._recover, self._shard, self._shards, self.units = recover, shard, shards, units
         self.memory = JobMemory(config(name, **settings))
         self.memory.create_control(sync.parse("bsp" if collect else "asp"))
         try:
@@ -174,8 +183,8 @@ class Rig:
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Shard threads in this process."""
-        self._shard.load()  # here, where nobody waits yet
-        self._shard.serve.compile(self._shard.SIGNATURE)
+        self.units.load()  # here, where nobody waits yet
+        self._shard.serve.compile(of_part())
         self.board["quit"] = 0
         threads = [
             threading.Thread(target=self._shard.serve, args=(self.part(index),))

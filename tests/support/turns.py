@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-COMPILE = "from gadei_ps.server import shard; shard.load()"
+COMPILE = "from gadei_ps.server import units; units.load()"
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ class Turns:
                 done.touch()
 
     def compile(self) -> None:
-        """Returns when the server's code is in Numba's cache.
+        """Returns when the server's code is in the cache.
 
         It is compiled in a process of its own. This takes 50 s of a core if the cache is empty,
         which no test's time-out should have to allow.

@@ -404,7 +404,7 @@ HEAVY = {"numba", "llvmlite", "torch", "safetensors", "typer", "scipy"}
         ("gadei_ps.learners.client", HEAVY | {"psutil"}),
         ("gadei_ps.learners.devices", HEAVY | {"psutil", "cupy"}),
         ("gadei_ps.machine.launch", HEAVY | {"numpy", "cupy"}),
-        ("gadei_ps.server.manager", {"torch", "typer"}),
+        ("gadei_ps.server.manager", HEAVY | {"structlog", "psutil", "pydantic"}),
     ],
 )
 def test_processes_load_no_more_than_they_need(module: str, without: set[str]) -> None:

@@ -28,9 +28,10 @@ def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
         record["span"][:2] = layout.IDLE
         record["cursor"] = 0  # nothing of it is applied
         told["mode"] = PREVIOUS
-        rig._shard.load()
+        rig.units.load()
+        part = rig.part(0)
         rig.board["quit"], rig.board["seen"] = 0, NOT_READING
-        thread = threading.Thread(target=rig._shard.stand_by, args=(rig.part(0),))
+        thread = threading.Thread(target=rig.units.stand_by, args=(part.ctypes.data,))
         thread.start()
         try:
             eventually(lambda: 0 < record["cursor"] < layout.ALL_APPLIED)
@@ -61,9 +62,10 @@ def test_a_shard_that_waits_for_a_ring_lets_others_be_unmapped(job_name: str) ->
         ring = rig.board["ring"][0].copy()
         rig.board["ring"][0] = 0
         rig.board["table_version"] += 1
-        rig._shard.load()
+        rig.units.load()
+        part = rig.part(0)
         rig.board["quit"], rig.board["seen"] = 0, NOT_READING
-        thread = threading.Thread(target=rig._shard.stand_by, args=(rig.part(0),))
+        thread = threading.Thread(target=rig.units.stand_by, args=(part.ctypes.data,))
         thread.start()
         try:
             for _ in range(2):

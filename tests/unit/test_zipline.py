@@ -12,8 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gadei_ps.benchmarks.reproduce.searches import full_grid_scan, grid_scan, zipline_literal
-from gadei_ps.sync.zipline import in_order, merged, plan
+from gadei_ps.benchmarks.reproduce.searches import (
+    full_grid_scan,
+    grid_scan,
+    in_order,
+    merged,
+    zipline_literal,
+)
+from gadei_ps.sync.zipline import plan
 
 ALL = (plan, zipline_literal, grid_scan, full_grid_scan)
 Times = npt.NDArray[np.float64]

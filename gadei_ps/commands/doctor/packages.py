@@ -36,9 +36,9 @@ def native() -> Found:
 
 def numba() -> Found:
     try:
-        from gadei_ps.kernels import cache
+        from gadei_ps.kernels import cache, frozen  # noqa: F401 (whether it can be imported)
         from gadei_ps.kernels.optimizers import Kind
-        from gadei_ps.server import shard
+        from gadei_ps.server import units
     except ImportError as error:
         return Level.ERROR, f"Numba cannot be loaded: {error}", "pip install gadei-ps again"
     where = cache.directory()
@@ -48,7 +48,7 @@ def numba() -> Found:
             f"{where} cannot be written: every start compiles for up to half a minute",
             "set NUMBA_CACHE_DIR to a directory you may write",
         )
-    kept = all(unit.is_kept() for unit in shard.units([Kind.SGD]))
+    kept = all(unit.is_kept() for unit in units.units([Kind.SGD]))
     filled = "filled" if kept else "not filled: the next start compiles for up to half a minute"
     units = ""
     if homes.of_the_system() and where.parent != homes.CACHE:  # as root sees it

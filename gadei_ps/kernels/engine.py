@@ -1,0 +1,72 @@
+"""Loads object files into this process, by LLVM and without Numba.
+
+LLVM ends the process if a symbol is missing, so all that an object file needs are looked for
+before. The code stays for as long as the process lives. No thread is left behind, and a fork has
+the code, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from llvmlite import binding
+
+from gadei_ps import _native
+from gadei_ps.kernels.store import Code
+
+_lock = threading.Lock()
+MAPPED = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-xp .*/libllvmlite\.so$")
+
+
+class Unresolved(RuntimeError):
+    """The code needs a function that this process does not have."""
+
+
+@functools.cache
+def symbols() -> None:
+    """Lets compiled code call the functions of the C extension."""
+    binding.load_library_permanently(_native.__file__)
+
+
+@functools.cache
+def _engine() -> Any:
+    symbols()
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_triple(binding.get_process_triple())
+    machine = target.create_target_machine(jit=True)
+    return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+
+
+def load(code: Code) -> int:
+    """Address of the code's entry, a C function. Raises Unresolved."""
+    with _lock:
+        engine = _engine()
+        for name in code.needs:
+            if binding.address_of_symbol(name) is None:
+                raise Unresolved(f"compiled code needs {name}, which this process does not have")
+        engine.add_object_file(binding.ObjectFileRef.from_data(code.object))
+        engine.finalize_object()
+        return int(engine.get_function_address(code.entry))
+
+
+def give_back() -> None:
+    """Gives back the memory of LLVM's own code, some 30 MB, which is not needed between two loads.
+
+    Only of what is mapped from its file and never written: what is run again is read again from
+    the file, like at first. Its constants stay, because those that hold addresses were written.
+    """
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if found := MAPPED.match(line):
+                begin, end = (int(one, 16) for one in found.groups())
+                libc.madvise(begin, end - begin, mmap.MADV_DONTNEED)

@@ -1,0 +1,93 @@
+"""Files of machine code, one for each unit: an object file of all that the unit runs.
+
+A file is on the disk before it gets its name. Its checksum is compared before anything else looks
+at it: what is damaged, of another format, or of another directory or name is not there. What cannot
+be written is used without being kept.
+
+    checksum, then: the entry and the symbols that the code needs, a line; the object file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from gadei_ps.kernels import cache
+
+FORMAT = b"gadei-ps code 1"
+ENDING = ".code"
+
+
+class Code(NamedTuple):
+    """The code of a unit."""
+
+    entry: str
+    """Name of its C function, the only one that others may see."""
+    needs: tuple[str, ...]
+    """Names of the functions of other libraries that it calls."""
+    object: bytes
+    """ELF."""
+
+
+def _path(name: str) -> Path:
+    return cache.directory() / f"{name}{ENDING}"
+
+
+def _checksum(path: Path, body: bytes) -> bytes:
+    """It holds for this file alone: not for a copy in another version's directory."""
+    where = f"{path.parent.name}/{path.name}\n".encode()
+    return hashlib.sha256(FORMAT + where + body).digest()
+
+
+def is_kept(name: str) -> bool:
+    """Whether there is a file of the unit. Quick: it is not read, and may be damaged."""
+    return _path(name).exists()
+
+
+def names() -> list[str]:
+    """The units of which there is a file."""
+    with contextlib.suppress(OSError):
+        return sorted(path.stem for path in cache.directory().iterdir() if path.suffix == ENDING)
+    return []
+
+
+def read(name: str) -> Code | None:
+    """The code of a unit; None if there is none, or none that is whole."""
+    path = _path(name)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        cache.note(error)
+        return None
+    size = hashlib.sha256().digest_size
+    body = data[size:]
+    if data[:size] != _checksum(path, body):
+        return None
+    line, _, made = body.partition(b"\n")
+    entry, *needs = line.decode().split(" ")
+    return Code(entry, tuple(needs), made)
+
+
+def keep(name: str, code: Code) -> None:
+    """Writes the file of a unit. If that fails, it says so to cache.note()."""
+    path = _path(name)
+    body = " ".join((code.entry, *code.needs)).encode() + b"\n" + code.object
+    try:
+        fd, made = tempfile.mkstemp(prefix=f"{name}.", suffix=".new", dir=path.parent)
+        try:
+            with open(fd, "wb") as file:
+                file.write(_checksum(path, body) + body)
+                file.flush()
+                os.fsync(fd)  # before it gets its name
+            Path(made).rename(path)
+        except OSError:
+            Path(made).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        cache.note(error)

@@ -1,0 +1,88 @@
+"""The units of a server's code, by name. Those that are kept are loaded without Numba."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+from gadei_ps.kernels import loaded
+from gadei_ps.kernels.optimizers import Kind
+from gadei_ps.kernels.unit import Unit
+from gadei_ps.server.constants import BUFFER
+from gadei_ps.server.structs import PART
+
+FORMS = range(PART["move"].shape[1])
+"""Numbers of the forms of a gradient, see payload.FORMS."""
+_ROOM = "gadei_ps.server"
+
+_STAND_BY = loaded.unit("stand_by", f"{_ROOM}.shard")
+_APPLY = loaded.unit("apply", f"{_ROOM}.apply")
+_ARRIVE = loaded.unit("arrive", f"{_ROOM}.arrival")
+_CHECK = loaded.unit("check", f"{_ROOM}.frames")
+_STANDS_BY = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
+_CHECKS = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_uint64] * 5)
+
+
+def _loop(what: str, form: int) -> Unit:
+    return loaded.unit(f"{what}-{form}", f"{_ROOM}.chunks")
+
+
+def _loops(kind: int) -> list[list[Unit]]:
+    """Of buffers, of parameters, of assignments; in each of them by form."""
+    whats = f"move-{BUFFER}", f"move-{kind}", "assign"
+    return [[_loop(what, form) for form in FORMS] for what in whats]
+
+
+def units(kinds: Iterable[int]) -> list[Unit]:
+    """What a server runs for these optimizers; what takes longest to compile comes first."""
+    made = [_STAND_BY, _APPLY, _ARRIVE, _CHECK]
+    for kind in kinds:
+        buffers, parameters, assignments = _loops(int(kind))
+        made += [*parameters, *buffers, *assignments]
+    return list({one.name: one for one in made}.values())
+
+
+def load(kinds: Iterable[int] = tuple(Kind)) -> None:
+    """Loads the code for these kinds of optimizer, or compiles it once."""
+    for unit in units(kinds):
+        unit.load()
+
+
+def load_kept() -> None:
+    """Loads what is kept for any optimizer: before a fork whose job is not known yet."""
+    for unit in units(Kind):
+        if unit.is_kept():
+            unit.load()
+
+
+def _at(unit: Unit) -> int:
+    unit.load()
+    return loaded.address(unit.name)
+
+
+def stand_by(part: int) -> None:
+    """The life of a shard's thread (shard._stand_by), without the interpreter's lock.
+
+    part: address of PART.
+    """
+    _STANDS_BY(_at(_STAND_BY))(part)
+
+
+def check_frame(header: int, slot: int, generation: int, sequence: int, part: int) -> int:
+    """What frames.check_frame does. part: address of PART."""
+    return int(_CHECKS(_at(_CHECK))(header, slot, generation, sequence, part))
+
+
+def applier() -> int:
+    """Address of apply._apply, for PART; it is compiled if need be."""
+    return _at(_APPLY)
+
+
+def arriver() -> int:
+    """Address of arrival._arrive, for PART."""
+    return _at(_ARRIVE)
+
+
+def loops(kind: int) -> list[list[int]]:
+    """Addresses of the loops of chunks.py for PART's `move`. kind: the optimizer's."""
+    return [[_at(unit) for unit in row] for row in _loops(kind)]

@@ -1,0 +1,139 @@
+"""The files of compiled code: what is damaged is compiled anew, and no symbol is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gadei_ps.kernels import cache, elf, engine, loaded, store
+from gadei_ps.kernels.optimizers import Kind
+from gadei_ps.kernels.store import Code
+from gadei_ps.server import units
+from gadei_ps.sync import zipline
+
+NAME = "assign-0"  # a small one
+LIBRARIES = {"cos", "memcpy", "memmove", "memset", "pow", "sqrt"}  # of C and its mathematics
+
+
+@pytest.fixture
+def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: None) -> Code:
+    """A unit's code, kept in a directory of its own."""
+    made = store.read(NAME)
+    assert made is not None
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    store.keep(NAME, made)
+    assert store.read(NAME) == made
+    return made
+
+
+def _path() -> Path:
+    return cache.directory() / f"{NAME}.code"
+
+
+def test_what_is_damaged_is_not_there(whole: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM sees none of it."""
+    data = _path().read_bytes()
+    damaged = [data[: len(data) * part // 8] for part in range(8)]
+    places = 0, 31, 32, 40, len(data) // 2, len(data) - 1
+    damaged += [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in places]
+    damaged += [data + b"\0", b"text"]
+    for one in damaged:
+        _path().write_bytes(one)
+        assert store.read(NAME) is None
+    other = cache.directory() / "assign-1.code"
+    other.write_bytes(data)
+    assert store.read("assign-1") is None, "another unit's"
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "FORMAT", store.FORMAT + b"0")
+        _path().write_bytes(data)
+        assert store.read(NAME) is None, "of another format"
+    elsewhere = cache.directory().with_name("0" * 16)
+    elsewhere.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "directory", lambda: elsewhere)
+        _path().write_bytes(data)
+        assert store.read(NAME) is None, "of another version"
+    assert store.read(NAME) == whole
+
+
+def test_a_damaged_file_is_compiled_anew(whole: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _path()
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setattr(loaded, "_addresses", {})
+    monkeypatch.setattr(engine, "load", lambda code: 7)  # this process has a unit of that name
+    unit = next(one for one in units.units([Kind.SGD]) if one.name == NAME)
+    assert unit.is_kept(), "it is not read"
+    unit.load()
+    assert loaded.address(NAME) == 7
+    assert store.read(NAME) == whole
+
+
+def test_code_that_cannot_be_kept_is_used(whole: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    full: Callable[[int], None] = _raise_full
+    with monkeypatch.context() as patch:
+        patch.setattr(store.os, "fsync", full)
+        store.keep("other", whole)
+    assert [path.name for path in cache.directory().iterdir()] == [f"{NAME}.code"]
+    assert cache.has_failed()
+    cache._problems.clear()
+
+
+def _raise_full(fd: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_nothing_is_undefined_but_c_and_ours() -> None:
+    """So nothing of Python's, nor of Numba's, runs in a server's threads, and none can raise."""
+    names = {one.name for one in (*units.units(Kind), zipline.UNIT)}
+    kept = set(store.names()) & names
+    assert {"stand_by", "apply", "arrive", "check", "move-1-0"} <= kept
+    for name in kept:
+        code = store.read(name)
+        assert code is not None, name
+        found = elf.symbols(code.object)
+        assert found.undefined == set(code.needs)
+        ours = {one for one in found.undefined if one.startswith("ps_")}
+        assert found.undefined - ours <= LIBRARIES, name
+        assert found.defined == {code.entry}, "another unit may have others of the same name"
+
+
+def test_code_that_needs_what_is_not_there(whole: Code) -> None:
+    with pytest.raises(engine.Unresolved, match="needs ps_of_tomorrow, which this process"):
+        engine.load(whole._replace(needs=(*whole.needs, "ps_of_tomorrow")))
+
+
+FORKED = """
+import os, sys
+from gadei_ps.server import units
+from gadei_ps.kernels import engine, loaded
+units.load_kept()
+engine.give_back()
+assert "numba" not in sys.modules
+assert len(os.listdir("/proc/self/task")) == 1
+at = loaded.address("check")
+pid = os.fork()
+if not pid:
+    assert loaded.address("check") == at
+    header = bytearray(4096)
+    import numpy as np
+    frame = np.zeros(512, np.uint64)
+    print(units.check_frame(frame.ctypes.data, 0, 7, 0, 0), flush=True)
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_fork_runs_what_was_loaded_before() -> None:
+    """With no thread left behind, and after LLVM's own memory was given back."""
+    from gadei_ps.memory.layout import Reason
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FORKED], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout == f"{int(Reason.BAD_GENERATION)}\n"
