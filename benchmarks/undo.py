@@ -25,12 +25,13 @@ from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.kernels import cpu, optimizers
 from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind, OptimizerSpec
 from gadei_ps.memory import layout
-from gadei_ps.server.chunks import COEFFICIENTS_AT, Walk, loops, prepare
+from gadei_ps.server.chunks import COEFFICIENTS_AT, Walk, prepare
 from gadei_ps.server.context import Shard, shard_of
 from gadei_ps.server.dense import apply_dense
 from gadei_ps.server.record import lock, unlock
 from gadei_ps.server.structs import BOARD, PART
 from gadei_ps.server.symbols import address, doubles, floats
+from gadei_ps.server.units import loops
 
 # Chunks of the loop without the log: the fastest length.
 CHUNK = 1024

@@ -43,3 +43,11 @@ def _compiled(name: str, module: str) -> Code:
     made = compiled.machine_code(name, signature, function)
     store.keep(name, made)
     return made
+
+
+def give_back() -> None:
+    """Once all is loaded that is wanted for now: gives back memory that only loading needs."""
+    if _addresses:
+        from gadei_ps.kernels import engine
+
+        engine.give_back()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gadei_ps.kernels import cache, sharing
+from gadei_ps.kernels import cache, loaded, sharing
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.machine import process
 from gadei_ps.memory import reserve
@@ -40,6 +40,7 @@ def load(units: Sequence[Unit], log: Any, tells: bool) -> None:
     finally:
         for one in helpers:
             _end(one, log)
+    loaded.give_back()
     cache.tell(log)
     log.debug(
         "kernels loaded",

@@ -38,7 +38,7 @@ def numba() -> Found:
     try:
         from gadei_ps.kernels import cache, frozen  # noqa: F401 (whether it can be imported)
         from gadei_ps.kernels.optimizers import Kind
-        from gadei_ps.server import units
+        from gadei_ps.server.units import units as of_server
     except ImportError as error:
         return Level.ERROR, f"Numba cannot be loaded: {error}", "pip install gadei-ps again"
     where = cache.directory()
@@ -48,7 +48,7 @@ def numba() -> Found:
             f"{where} cannot be written: every start compiles for up to half a minute",
             "set NUMBA_CACHE_DIR to a directory you may write",
         )
-    kept = all(unit.is_kept() for unit in units.units([Kind.SGD]))
+    kept = all(unit.is_kept() for unit in of_server([Kind.SGD]))
     filled = "filled" if kept else "not filled: the next start compiles for up to half a minute"
     units = ""
     if homes.of_the_system() and where.parent != homes.CACHE:  # as root sees it
