@@ -142,10 +142,8 @@ def directory() -> Path:
     Its time of modification is that of the last call.
     """
     given = [os.environ.get(name) for name in SETTINGS]
-    told = _of_the_extension(), _of_the_machine(), given
+    told = _of_the_extension(), _of_the_machine(), given, _of_the_sources()
     digest = hashlib.sha256(repr(told).encode())
-    for path in SOURCES:
-        digest.update(path.read_bytes())
     here = base() / digest.hexdigest()[:16]
     with contextlib.suppress(OSError):
         if here.is_dir():
@@ -154,6 +152,14 @@ def directory() -> Path:
             here.mkdir(mode=0o700)
             _prune(here)
     return here
+
+
+@functools.cache
+def _of_the_sources() -> str:
+    digest = hashlib.sha256()
+    for path in SOURCES:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _of_the_extension() -> object:
