@@ -17,6 +17,7 @@ from gadei_ps.commands import jobs
 from gadei_ps.errors import JobNotFound
 from gadei_ps.job import paths, service
 from gadei_ps.learners.client import Client
+from gadei_ps.memory import presence
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -28,6 +29,10 @@ def test_serve_ends_cleanly(cli: Cli, job_name: str, number: int, interpreters: 
     daemon = cli.serve(job_name, MODEL)
     assert "ready" in daemon.err
     assert support.segments(job_name)
+    (server,) = presence.server_pids(job_name)
+    mapped = Path(f"/proc/{server}/maps").read_text()
+    assert "libllvmlite" in mapped
+    assert "/numba/" not in mapped, "its code is kept"
     result = daemon.signal(number)
     assert (result.code, result.out) == (0, "")
     assert not support.segments(job_name)

@@ -129,8 +129,6 @@ def test_learners_come_and_go_while_the_standby_sleeps(job_name: str) -> None:
     with daemon(job_name, tensors=TENSORS, standby=True) as job:
         next_ = standby(job_name)
         maps = Path(f"/proc/{next_}/maps")
-        assert "libllvmlite" in maps.read_text()
-        assert "/numba/" not in maps.read_text(), "it loads its code without Numba"
         with Client(job_name) as first:
             eventually(lambda: "ring.0" in maps.read_text())
             with Stopped(next_):
