@@ -312,7 +312,7 @@ def serve(part: np.ndarray) -> int:
         passes = 0
 
 
-def _stand_by(at: np.uint64) -> None:
+def stand_by(at: np.uint64) -> None:
     """The life of a shard's thread: waits for its lease, recovers, serves until told to quit.
 
     A C function. All of it without Python: at a take-over no thread waits for the interpreter's
@@ -356,4 +356,4 @@ SIGNATURE = types.void(types.uint64)
 
 def source(name: str) -> tuple[Any, Callable[..., None]]:
     """What the unit is compiled from."""
-    return SIGNATURE, _stand_by
+    return SIGNATURE, stand_by

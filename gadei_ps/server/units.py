@@ -61,7 +61,7 @@ def _at(unit: Unit) -> int:
 
 
 def stand_by(part: int) -> None:
-    """The life of a shard's thread (shard._stand_by), without the interpreter's lock.
+    """The life of a shard's thread (shard.stand_by), without the interpreter's lock.
 
     part: address of PART.
     """
