@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -154,12 +155,26 @@ def directory() -> Path:
     return here
 
 
-@functools.cache
-def _of_the_sources() -> str:
+def _on_the_disk() -> str:
     digest = hashlib.sha256()
     for path in SOURCES:
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+@functools.cache
+def _of_the_sources() -> str:
+    """As they were when this process asked first."""
+    return _on_the_disk()
+
+
+def check_sources() -> None:
+    """Raises OSError if the sources have been replaced since.
+
+    After they were imported, before what they say is compiled.
+    """
+    if _on_the_disk() != _of_the_sources():
+        raise OSError(errno.ESTALE, "gadei-ps was installed again meanwhile; start the job again")
 
 
 def _of_the_extension() -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 
-from gadei_ps.kernels import store
+from gadei_ps.kernels import cache, store
 from gadei_ps.kernels.store import Code
 from gadei_ps.kernels.unit import Unit
 
@@ -40,6 +40,7 @@ def _compiled(name: str, module: str) -> Code:
     from gadei_ps.kernels import compiled
 
     signature, function = importlib.import_module(module).source(name)
+    cache.check_sources()  # they are imported only now, and an upgrade may have come before
     made = compiled.machine_code(name, signature, function)
     store.keep(name, made)
     return made

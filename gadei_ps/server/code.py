@@ -27,7 +27,7 @@ def load_kept(optimizer: int, model: str) -> None:
 
     For forks of this process, which then have it.
     """
-    for unit in [*shard.units([optimizer]), *sync.parse(model).units()]:
+    for unit in [*units.units([optimizer]), *sync.parse(model).units()]:
         if unit.is_kept():
             unit.load()
 

@@ -48,13 +48,6 @@ def load(kinds: Iterable[int] = tuple(Kind)) -> None:
         unit.load()
 
 
-def load_kept() -> None:
-    """Loads what is kept for any optimizer: before a fork whose job is not known yet."""
-    for unit in units(Kind):
-        if unit.is_kept():
-            unit.load()
-
-
 def _at(unit: Unit) -> int:
     unit.load()
     return loaded.address(unit.name)

@@ -72,6 +72,20 @@ def test_a_damaged_file_is_compiled_anew(whole: Code, monkeypatch: pytest.Monkey
     assert store.read(NAME) == whole
 
 
+def test_sources_that_were_replaced_are_not_compiled(
+    whole: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade came after this process had begun: its code would be another build's."""
+    assert cache.directory().exists()
+    _path().unlink()
+    monkeypatch.setattr(loaded, "_addresses", {})
+    monkeypatch.setattr(cache, "SOURCES", cache.SOURCES[:-1])
+    unit = next(one for one in units.units([Kind.SGD]) if one.name == NAME)
+    with pytest.raises(OSError, match="was installed again meanwhile; start the job again"):
+        unit.load()
+    assert not _path().exists()
+
+
 def test_code_that_cannot_be_kept_is_used(whole: Code, monkeypatch: pytest.MonkeyPatch) -> None:
     full: Callable[[int], None] = _raise_full
     with monkeypatch.context() as patch:
@@ -111,9 +125,9 @@ FORKED = """
 import os, sys
 import numpy as np
 threads = os.listdir("/proc/self/task")
-from gadei_ps.server import units
+from gadei_ps.server import code, units
 from gadei_ps.kernels import engine, loaded
-units.load_kept()
+code.load_kept(1, "elastic-bsp")
 engine.give_back()
 assert "numba" not in sys.modules
 assert os.listdir("/proc/self/task") == threads
