@@ -16,6 +16,7 @@ import gadei_ps
 from gadei_ps.cli import (
     checkpoints,
     faults,
+    groups,
     history,
     jobs,
     machine,
@@ -62,6 +63,7 @@ app.command()(machine.bench)
 # They refuse the name of a job with better words than the parser's.
 app.command(context_settings={"allow_extra_args": True})(machine.install_unit)
 app.command(context_settings={"allow_extra_args": True})(machine.uninstall_unit)
+app.add_typer(groups.app, name="group")
 app.add_typer(runtime_model.app, name="runtime-model")
 
 

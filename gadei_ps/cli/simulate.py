@@ -173,8 +173,8 @@ def simulate(
         give_up=_give_up(give_up_after),
         faults=Faults(
             deaths=deaths,
-            die=tuple(_moment("--die", one) for one in die or ()),
-            join=tuple(_moment("--join", one) for one in join or ()),
+            die=tuple(moment("--die", one) for one in die or ()),
+            join=tuple(moment("--join", one) for one in join or ()),
             return_s=None if return_after is None else quantities.duration(return_after),
         ),
     )
@@ -221,11 +221,11 @@ def _give_up(text: str) -> GiveUp:
     return GiveUp(quantities.duration(word))
 
 
-def _moment(option: str, text: str) -> tuple[int, float]:
-    """Of `3@12.5`: learner and seconds. Raises UsageError."""
+def moment(option: str, text: str, who: str = "learner") -> tuple[int, float]:
+    """Of `3@12.5`: learner, or who else dies or joins, and seconds. Raises UsageError."""
     from gadei_ps.commands import quantities
 
     learner, at, moment = text.partition("@")
     if not at or not (learner.isascii() and learner.isdigit() and len(learner) < 10):
-        raise UsageError(f"{option} {text!r}: write learner and time like 3@12.5")
+        raise UsageError(f"{option} {text!r}: write {who} and time like 3@12.5")
     return int(learner), quantities.duration(moment)

@@ -15,22 +15,21 @@ from gadei_ps.sync.parameters import Parameter, whole
 class Outer(Rule):
     """DiLoCo's outer step (arXiv 2311.08105), and its delayed form for models that come late.
 
-    The difference of a model is the group's last common weights minus that model. The difference of
-    the own aggregate is fresh. Models of other groups give differences that are delayed: they began
-    from weights that this group never had. g is the mean of all differences of a round.
+    The difference of a model is the group's last common weights minus that model. `own` is the
+    difference of the group's aggregate. Models of other groups give delayed differences; `late` is
+    their mean, and n is their number. They are compared with weights that are about as old as they
+    are, so they take nothing away from what this round has trained.
 
-    delay = 0: one step of Nesterov's momentum with g, as torch.optim.SGD makes it:
+        momentum <- m * momentum + own
+        weights  <- last common weights - rate * (own + m * momentum) - n / (n + 1) * late
 
-        momentum <- m * momentum + g
-        weights  <- last common weights - rate * (g + m * momentum)
+    With n = 0 this is a step of torch.optim.SGD with Nesterov's momentum, and with rate 1 and m = 0
+    the weights become the aggregate. The late differences draw the groups together. They are not in
+    the momentum: with them in it, groups overshoot one another.
 
-    delay = N: delayed Nesterov (arXiv 2401.09135, algorithm 3 with c = 0). Every round steps by
-    rate * g. The momentum moves once every N differences, by their mean, and is added in that round
-    alone. So stale differences do not gather speed. The paper divides each difference by N, because
-    a server gets N of them for one synchronous step; here a round's differences are averaged, so
-    that a group whose neighbours are silent keeps its own progress.
-
-    With rate 1 and momentum 0 the weights become the mean of the aggregate and what has arrived.
+    delay = N, from 1: delayed Nesterov (arXiv 2401.09135, algorithm 3 with c = 0). All differences
+    count alike. The momentum moves once every N of them, by their mean, and is in the step of that
+    round alone. N = 1 is naive asynchrony: whatever comes is in the momentum at once.
     """
 
     name = "outer"
@@ -47,16 +46,19 @@ class Outer(Rule):
     state_counts = ("differences",)
 
     def __init__(self, rate: float = 0.7, momentum: float = 0.9, delay: int = 0) -> None:
-        """rate, momentum: DiLoCo's are 0.7 and 0.9. delay: differences for one momentum step."""
+        """rate, momentum: DiLoCo's are 0.7 and 0.9. delay: see the class."""
         self.rate, self.momentum, self.delay = rate, momentum, delay
         self.state_arrays = ("common", "momentum_values", *(("late",) if delay else ()))
         self.common = np.empty(0, np.float32)
         """The group's last common weights."""
         self.momentum_values = np.empty(0, np.float32)
         self.late = np.empty(0, np.float32)
-        """Sum of the differences since the last momentum step; empty if delay is 0."""
+        """With a delay: the sum of the differences since the last step of the momentum."""
         self.differences = 0
-        """Number of differences in `late`."""
+        """With a delay: their number."""
+
+    def __str__(self) -> str:
+        return super().__str__() if self.delay else super().__str__().removesuffix(":0")
 
     def begin(self, weights: Floats) -> None:
         """See Rule."""
@@ -71,35 +73,35 @@ class Outer(Rule):
             raise ValueError(
                 f"{len(aggregate)} values after a beginning with {len(self.common)} values"
             )
-        models = (aggregate, *arrived)
-        self.differences += len(models) if self.delay else 0
-        steps = not self.delay or self.differences >= self.delay
+        self.differences += (1 + len(arrived)) if self.delay else 0
+        moves = self.differences >= self.delay
         for here in blocks(len(aggregate)):
-            self._step([model[here] for model in models], here, steps)
-        if steps:
+            self._step(aggregate[here], [model[here] for model in arrived], here, moves)
+        if moves:
             self.differences = 0
 
-    def _step(self, models: Sequence[Floats], here: slice, steps: bool) -> None:
-        """One block. steps: whether the momentum moves."""
+    def _step(self, own: Floats, arrived: Sequence[Floats], here: slice, moves: bool) -> None:
+        """One block; `own` becomes the weights. moves: whether the momentum does."""
         common, momentum = self.common[here], self.momentum_values[here]
-        mean = common - models[0]
-        for model in models[1:]:
-            mean += common - model
+        np.subtract(common, own, out=own)
+        late = np.zeros_like(own)
+        for model in arrived:
+            late += common - model
         if self.delay:
-            late = self.late[here]
-            late += mean
-        mean *= np.float32(1 / len(models))
-        by = np.float32(self.momentum)
-        moved = mean
-        if steps:
-            momentum *= by
+            together = self.late[here]
+            together += own
+            together += late
+        if moves:
+            momentum *= np.float32(self.momentum)
             if self.delay:
-                late *= np.float32(1 / self.differences)
-                momentum += late
-                late[:] = 0
+                together *= np.float32(1 / self.differences)
+                momentum += together
+                together[:] = 0
             else:
-                momentum += mean
-            moved = mean + by * momentum
-        moved *= np.float32(self.rate)
-        common -= moved
-        models[0][:] = common
+                momentum += own
+            own += np.float32(self.momentum) * momentum
+        own *= np.float32(self.rate)
+        late *= np.float32(1 / (1 + len(arrived)))
+        common -= own
+        common -= late
+        own[:] = common

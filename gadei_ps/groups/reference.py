@@ -54,20 +54,19 @@ class Outer:
 
     def end_round(self, aggregate: Floats, arrived: Sequence[Floats]) -> list[float]:
         """The weights of the next round."""
-        models = [aggregate, *arrived]
-        self.differences += len(models)
+        self.differences += 1 + len(arrived)
         moves = not self.delay or self.differences >= self.delay
         for place, common in enumerate(self.common):
-            differences = [common - float(model[place]) for model in models]
-            mean = sum(differences) / len(models)
-            self.late[place] += sum(differences)
-            step = mean
+            own = common - float(aggregate[place])
+            late = [common - float(model[place]) for model in arrived]
+            self.late[place] += own + sum(late)
+            step = own
             if moves:
-                fresh = self.late[place] / self.differences if self.delay else mean
+                fresh = self.late[place] / self.differences if self.delay else own
                 self.speed[place] = self.momentum * self.speed[place] + fresh
-                step = mean + self.momentum * self.speed[place]
+                step = own + self.momentum * self.speed[place]
                 self.late[place] = 0.0
-            self.common[place] = common - self.rate * step
+            self.common[place] = common - self.rate * step - sum(late) / (1 + len(late))
         if moves:
             self.differences = 0
         return list(self.common)

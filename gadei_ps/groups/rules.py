@@ -76,7 +76,8 @@ class Rule(ABC):
 
     def __str__(self) -> str:
         """The text from which `parse` makes an equal rule."""
-        return ":".join([self.name, *(f"{getattr(self, key):g}" for key in self.parameters)])
+        values = [str(getattr(self, key)).removesuffix(".0") for key in self.parameters]
+        return ":".join([self.name, *values])
 
     def begin(self, weights: Floats) -> None:  # noqa: B027 (rules without state do nothing)
         """Starts with these weights, float32 of shape (values,). They are not kept."""

@@ -20,16 +20,23 @@ def aggregation(values: int, members: int, wire: Wire = Wire.FLOAT32) -> list[in
 
 
 def broadcast(
-    values: int, members: int, neighbours: int, wire: Wire = Wire.FLOAT32, *, whole: bool
+    values: int,
+    members: int,
+    receivers: int,
+    wire: Wire = Wire.FLOAT32,
+    *,
+    whole: bool,
 ) -> list[int]:
-    """Bytes that each member sends in one broadcast to `neighbours` groups, in members' order.
+    """Bytes that each member sends to one neighbouring group of `receivers` members, in order.
 
-    whole: each member sends a whole model to its counterpart in each group, as the paper counts.
-    Otherwise a member sends the part that it has summed, and a rule that works value by value is
-    applied to parts, before the receiving group puts them together.
+    whole: each member of the other group gets a whole model, from its counterpart in this group, as
+    the paper counts. Otherwise each member sends the part that it has summed, once: a rule works
+    value by value, so a group applies it to parts before it puts them together.
     """
-    parts = [size(part.stop - part.start, wire) for part in cut(values, members)]
-    return [neighbours * (size(values, wire) if whole else own) for own in parts]
+    if whole:
+        model = size(values, wire)
+        return [model * len(range(place, receivers, members)) for place in range(members)]
+    return [size(part.stop - part.start, wire) for part in cut(values, members)]
 
 
 def in_models(sent: Sequence[int], values: int) -> float:

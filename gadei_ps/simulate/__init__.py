@@ -1,1 +1,4 @@
-"""Simulates synchronization models, the same objects that the server drives, in virtual time."""
+"""Simulates synchronization models and groups of machines in virtual time.
+
+The models are the objects that the server drives; the rules of groups are in gadei_ps/groups/.
+"""

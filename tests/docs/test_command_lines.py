@@ -136,6 +136,8 @@ SMALL = (
     (r"--for \S+", "--for 1s"),
     (r"--learners \S+", "--learners 2"),
     (r"--iterations \S+", "--iterations 4"),
+    (r"--rounds \S+", "--rounds 4"),
+    (r"\bRULE\.\.\.", "replace"),
     (r"\b(FILE|TEST)\.csv\b", "rows.csv"),
     (r"\bruns/intents\b", "my-model"),
     (r"\bnative/examples/least_squares\.toml\b", "c/{job}.toml"),
@@ -154,6 +156,7 @@ SMALL = (
 MORE = {
     "train": ["--epochs", "1"],
     "simulate": ["--iterations", "4"],
+    "group": ["--rounds", "4"],
     "partition": ["--repeats", "1"],
     "runtime-model": ["--epochs", "1"],
     "install-unit": ["--dry-run"],
@@ -175,7 +178,7 @@ def substituted(text: str, job: str) -> tuple[str, ...]:
 # In this order; each is a condition on the words. A line belongs to the first stage that takes it.
 STAGES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "alone": lambda words: (
-        words[0] in ("doctor", "ls", "install-unit", "uninstall-unit", "bench", "chaos")
+        words[0] in ("doctor", "group", "ls", "install-unit", "uninstall-unit", "bench", "chaos")
     ),
     "trained": lambda words: words[0] == "train",
     "predicted": lambda words: words[0] == "predict",

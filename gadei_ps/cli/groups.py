@@ -1,0 +1,200 @@
+"""The command `gadei-ps group simulate`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Annotated
+
+import typer
+
+from gadei_ps.cli.options import Json
+from gadei_ps.cli.outcome import print_json
+from gadei_ps.cli.simulate import ProblemName, moment
+from gadei_ps.cli.switches import App
+from gadei_ps.errors import UsageError
+
+app = App(help="Groups of machines that train together.", no_args_is_help=True)
+
+
+@app.callback()
+def _root() -> None:
+    """Groups of machines that train together."""
+
+
+@app.command()
+def simulate(
+    rules: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RULE",
+            help="Rules of exchange to compare: replace, mix:WEIGHT such as mix:0.5, and "
+            "outer:RATE:MOMENTUM such as outer:0.7:0.9.",
+        ),
+    ],
+    machines: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Number of machines, at most 100000.",
+            show_default="two in each group",
+        ),
+    ] = None,
+    groups: Annotated[
+        str,
+        typer.Option(metavar="P", help="Number of groups, or the machines of each group as 3,5,2."),
+    ] = "4",
+    neighbours: Annotated[
+        str,
+        typer.Option(
+            metavar="WHO",
+            help="Groups that broadcast to each other: ring, all, none, or pairs as 0-1,1-2.",
+        ),
+    ] = "ring",
+    k: Annotated[
+        str,
+        typer.Option(
+            "--k",
+            metavar="K",
+            help="Mini-batches that each machine trains in a round, or epochs of its subset as "
+            "1epoch.",
+        ),
+    ] = "10",
+    rounds: Annotated[
+        int,
+        typer.Option(metavar="R", min=1, help="End when the groups have made R rounds on average."),
+    ] = 100,
+    times: Annotated[
+        str,
+        typer.Option(
+            metavar="SPEC",
+            help="Run times of mini-batches, as in simulate: normal:mean=1,std=0.2, "
+            "speeds:1,1.5,2,4, a trace, FILE.csv, and others.",
+        ),
+    ] = "normal:mean=1,std=0.2",
+    model_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of the model in float32, such as 25MB.")
+    ] = "100MB",
+    bandwidth: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE,...",
+            help="Bytes a second that a machine sends; several values are taken in turn.",
+        ),
+    ] = "125MB",
+    latency: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Latency of a message.", show_default="none")
+    ] = None,
+    wire: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help="What is sent: float32, bfloat16 or int8."),
+    ] = "float32",
+    broadcast: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="Each machine sends its counterpart in a neighbouring group a whole model, as the "
+            "paper counts (whole), or the part that it has summed (parts).",
+        ),
+    ] = "whole",
+    deaths: Annotated[
+        float, typer.Option(metavar="P", help="Probability that a machine dies in a round.")
+    ] = 0.0,
+    die: Annotated[
+        list[str] | None,
+        typer.Option(metavar="K@TIME", help="Machine K dies at this time; may be repeated."),
+    ] = None,
+    detect: Annotated[
+        str, typer.Option(metavar="TIME", help="Time until others know of a death.")
+    ] = "1s",
+    return_after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Time after which a dead machine comes back.", show_default="never"
+        ),
+    ] = None,
+    train: Annotated[
+        ProblemName | None,
+        typer.Option(help="Also train this problem, and show loss and accuracy."),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE", help="With --train: learning rate.", show_default="by problem"
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(metavar="B", min=1, help="Samples in a mini-batch.")] = 32,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Samples of the training set, for epochs in --k.",
+            show_default="those of the problem",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed for everything that is drawn at random.")
+    ] = 0,
+    as_json: Json = False,
+) -> int:
+    """Compare rules of exchange between groups of machines in virtual time."""
+    from gadei_ps.commands import quantities
+    from gadei_ps.groups.compress import Wire
+    from gadei_ps.show import tables
+    from gadei_ps.simulate import compare, groups_report, groups_setting, run_times
+    from gadei_ps.simulate.groups_setting import Deaths, GroupSetting, Links
+
+    for text in rules:
+        groups_report.rule(text)
+    if wire not in list(Wire):
+        raise UsageError(f"--wire {wire!r}: write one of {', '.join(Wire)}")
+    if broadcast not in ("whole", "parts"):
+        raise UsageError(f"--broadcast {broadcast!r}: write whole or parts")
+    if lr is not None and (train is None or not 0 < lr < math.inf):
+        raise UsageError("--lr needs --train" if train is None else f"--lr must be above 0: {lr:g}")
+    learning = None
+    if train is not None:
+        if samples is not None:
+            raise UsageError("--samples: with --train, the samples are those of the problem")
+        problem = compare.problem(train.value, seed)
+        learning = groups_report.Learning(problem, problem.lr if lr is None else lr)
+        samples = problem.samples
+    sizes = groups_setting.sizes(groups, machines)
+    setting = GroupSetting(
+        sizes=sizes,
+        neighbours=groups_setting.neighbours(neighbours, len(sizes)),
+        times=run_times.parse(times, seed),
+        values=max(1, quantities.size(model_size) // 4),
+        k=groups_setting.batches(k, samples, sum(sizes), batch),
+        batch=batch,
+        rounds=rounds,
+        seed=seed,
+        wire=Wire(wire),
+        whole=broadcast == "whole",
+        links=Links(
+            tuple(float(quantities.size(one)) for one in bandwidth.split(",")),
+            0.0 if latency is None else quantities.duration(latency),
+        ),
+        deaths=Deaths(
+            share=deaths,
+            die=tuple(moment("--die", one, "machine") for one in die or ()),
+            detect_s=quantities.duration(detect),
+            return_s=None if return_after is None else quantities.duration(return_after),
+        ),
+    )
+    told = groups_report.compare(
+        rules, setting, learning, lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    asked = {"machines": setting.machines, "groups": len(sizes), "sizes": list(sizes)}
+    asked |= {"neighbours": neighbours, "k": setting.k, "batch": batch, "times": times}
+    asked |= {"values": setting.values, "wire": wire, "broadcast": broadcast, "seed": seed}
+    asked |= {"bandwidths": list(setting.links.bandwidths), "latency_s": setting.links.latency_s}
+    asked |= {"deaths": deaths, "die": die or [], "detect_s": setting.deaths.detect_s}
+    asked |= {"return_s": setting.deaths.return_s, "train": train.value if train else None}
+    result = asked | told
+    if as_json:
+        print_json(result)
+    else:
+        tables.show(groups_report.shown(result))
+    return 0

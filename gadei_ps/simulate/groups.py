@@ -1,0 +1,283 @@
+"""Worker groups in virtual time, by the rules and views that machines use.
+
+Every machine of a group trains k mini-batches. When the last one has ended, the group aggregates by
+linear partition: all send at once, each as fast as its link, and the slowest ends the step. Then it
+takes what has arrived from its neighbours, broadcasts, and begins the next round at once.
+Broadcasts do not slow down training, aggregation or what arrives.
+
+A death is noticed `detect_s` later. The round then ends among those that remain: if the aggregation
+had begun, it is made again. What the dead machine has trained since the last round is lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from functools import cache
+
+import numpy as np
+
+from gadei_ps.groups import reading, traffic
+from gadei_ps.groups.membership import Answer, Changes, Member, View, next_view
+from gadei_ps.simulate.draws import FloatArray, Stream, uniform
+from gadei_ps.simulate.groups_broadcast import Broadcasts, Taken
+from gadei_ps.simulate.groups_outcome import GroupOutcome
+from gadei_ps.simulate.groups_setting import GroupSetting
+from gadei_ps.simulate.groups_training import GroupTraining
+
+DRAWN = 200_000
+"""Run times that are drawn at a time for a group, so that memory stays bounded."""
+POINTS = 50
+"""The most points of a curve."""
+
+
+class _Group:
+    """One group: its view, its machines by their numbers, and its round in hand."""
+
+    def __init__(self, number: int, view: View) -> None:
+        self.number = number
+        self.view = view
+        first, size = int(view.first.machine), len(view.members)
+        self.numbers = range(first, first + size)
+        self.alone = False  # nobody is left
+        self.machines = np.array(self.numbers)
+        self.rounds = 0
+        self.begun = 0  # rounds that were begun; nobody may live at the end of one
+        self.dead: list[tuple[float, Member]] = []  # with the time of its return
+        self.drawn = np.empty((size, 0))
+        self.first_drawn = 0
+        self.spent = np.empty(0), np.empty(0), 0.0  # of the round in hand: see GroupOutcome.trained
+
+
+class GroupSimulator:
+    """Simulates one rule."""
+
+    def __init__(
+        self, rule: str, setting: GroupSetting, training: GroupTraining | None = None
+    ) -> None:
+        self._setting = setting
+        self._rule = reading.parse(rule)
+        self._training = training
+        self._broadcasts = Broadcasts(setting.neighbours, takes_all=self._rule.takes_all)
+        self._outcome = GroupOutcome(str(self._rule), setting)
+        self._groups = [_Group(*one) for one in enumerate(first_views(setting))]
+        speeds = np.array(setting.links.bandwidths)
+        self._speeds = speeds[np.arange(setting.machines) % len(speeds)]
+        self._die = dict(sorted(setting.deaths.die, reverse=True))
+        self._events: list[tuple[float, int]] = []
+        self._aggregation = cache(
+            lambda members: np.array(traffic.aggregation(setting.values, members, setting.wire))
+        )
+        self._broadcast = cache(
+            lambda members, receivers: np.array(
+                traffic.broadcast(
+                    setting.values, members, receivers, setting.wire, whole=setting.whole
+                )
+            )
+        )
+
+    def run(self) -> GroupOutcome:
+        """Runs to the end of the setting's rounds."""
+        began = time.perf_counter()
+        wanted = self._setting.rounds * len(self._groups)
+        for group in self._groups:
+            self._begin(group, 0.0)
+        done, now = 0, 0.0
+        while self._events and done < wanted:
+            now, number = heapq.heappop(self._events)
+            group = self._groups[number]
+            if group.alone:
+                self._return(group, now)
+                continue
+            self._end(group, now)
+            done += 1
+            if self._training and done * POINTS // wanted != (done - 1) * POINTS // wanted:
+                self._training.look(now)
+            self._begin(group, now)
+        found = self._outcome
+        found.seconds, found.rounds = now, done
+        if done < wanted:
+            found.ended = "no machine is left"
+        found.end(self._broadcasts)
+        if self._training:
+            found.training = self._training.outcome()
+            found.curve = self._training.curve
+            found.samples = self._training.samples
+        found.wall_s = time.perf_counter() - began
+        return found
+
+    # -- a round ----------------------------------------------------------------------------------
+
+    def _begin(self, group: _Group, now: float) -> None:
+        """Works out when the round that begins now ends, and for whom."""
+        self._join(group, now)
+        group.begun += 1
+        machines = group.machines
+        seconds = self._seconds(group)[machines - group.numbers.start]
+        arrivals = now + seconds
+        ready = float(arrivals.max())
+        exchange = self._exchange(machines)
+        dying = self._deaths(group, now, arrivals, ready + exchange)
+        end = ready + exchange
+        if dying:
+            lives = np.array([one not in dying for one in machines.tolist()])
+            known = max(dying.values()) + self._setting.deaths.detect_s
+            exchange = self._exchange(machines[lives]) if lives.any() else 0.0
+            before = max(dying.values()) < ready
+            ready = max(float(arrivals[lives].max()) if lives.any() else known, known)
+            end = ready + exchange
+            self._outcome.redone += not before and bool(lives.any())
+            self._bury(group, dying, now)
+            arrivals, seconds = arrivals[lives], seconds[lives]
+        if group.alone:
+            self._await_return(group)
+            return
+        group.spent = seconds, ready - arrivals, exchange
+        heapq.heappush(self._events, (end, group.number))
+
+    def _end(self, group: _Group, now: float) -> None:
+        """A round has ended: exchange with other groups."""
+        group.rounds += 1
+        self._outcome.trained(*group.spent)
+        members = len(group.machines)
+        taken = self._broadcasts.take(group.number, now)
+        self._outcome.take(taken, now, [self._groups[one.source].rounds for one in taken])
+        weights = None
+        if self._training:
+            aggregate = self._training.round(group.number, group.view.members, self._setting.k)
+            arrived = [one.weights for one in taken if one.weights is not None]
+            weights = self._training.end_round(group.number, aggregate, arrived)
+        neighbours = self._setting.neighbours[group.number]
+        receivers = [len(self._groups[one].machines) for one in neighbours]
+        sent = {one: self._broadcast(members, one) for one in set(receivers) if one}
+        speeds = self._speeds[group.machines]
+        latency = self._setting.links.latency_s
+        slowest = {one: latency + float((sent[one] / speeds).max()) for one in sent}
+        self._outcome.exchanged(
+            self._aggregation(members),
+            sum((sent[one] for one in receivers if one), np.zeros(members)),
+            members,
+        )
+        times = np.array([slowest.get(one, 0.0) for one in receivers])
+        self._broadcasts.send(group.number, now, group.rounds, times, weights)
+
+    def _exchange(self, machines: np.ndarray) -> float:
+        """Seconds of an aggregation among these machines, in two steps."""
+        if len(machines) < 2:
+            return 0.0
+        sent = self._aggregation(len(machines)) / self._speeds[machines]
+        return 2 * self._setting.links.latency_s + float(sent.max())
+
+    def _seconds(self, group: _Group) -> FloatArray:
+        """Seconds of all machines of the group for the k mini-batches of its next round."""
+        place = group.rounds - group.first_drawn
+        if place >= group.drawn.shape[1]:
+            k, size = self._setting.k, len(group.numbers)
+            rounds = max(1, min(64, DRAWN // (k * size)))
+            group.first_drawn, place = group.rounds, 0
+            group.drawn = np.empty((size, rounds))
+            step = max(1, DRAWN // (k * rounds)) if k * rounds <= DRAWN else 1
+            ids = np.array(group.numbers)
+            for low in range(0, size, step):
+                drawn = np.zeros((len(ids[low : low + step]), rounds))
+                for at in range(0, k, DRAWN):  # a very long round is drawn in pieces
+                    count = min(DRAWN, k - at)
+                    numbers = (
+                        (group.rounds + np.arange(rounds))[:, None] * k + at + np.arange(count)
+                    )
+                    times = self._setting.times.draw(
+                        ids[low : low + step, None, None], numbers[None]
+                    )
+                    drawn += times.sum(axis=2)
+                group.drawn[low : low + step] = drawn
+        found: FloatArray = group.drawn[:, place]
+        return found
+
+    # -- deaths and returns -----------------------------------------------------------------------
+
+    def _deaths(
+        self, group: _Group, now: float, arrivals: FloatArray, end: float
+    ) -> dict[int, float]:
+        """Machines that die in this round, and when."""
+        deaths = self._setting.deaths
+        dying: dict[int, float] = {}
+        if deaths.share:
+            numbers = np.full(len(group.machines), group.begun)
+            seed = self._setting.seed
+            chance = uniform(seed, Stream.DEATH, group.machines, numbers)
+            moment = uniform(seed, Stream.MOMENT, group.machines, numbers)
+            for place in np.flatnonzero(chance < deaths.share).tolist():
+                dying[int(group.machines[place])] = now + float(moment[place]) * (end - now)
+        for machine in group.machines.tolist() if self._die else ():
+            if self._die.get(machine, end) < end:
+                when = max(now, self._die.pop(machine))
+                dying[machine] = min(when, dying.get(machine, when))
+        return dying
+
+    def _bury(self, group: _Group, dying: dict[int, float], now: float) -> None:
+        """The group continues without these machines, under the next view."""
+        gone = [one for one in group.view.members if int(one.machine) in dying]
+        answers = {one: Answer(group.rounds) for one in group.view.members if one not in gone}
+        for one in gone:
+            when = dying[int(one.machine)]
+            self._outcome.died(when - now)
+            if self._setting.deaths.return_s is not None:
+                group.dead.append((when + self._setting.deaths.return_s, one))
+        view = next_view(group.view, answers, Changes())
+        if view is None:
+            group.alone = True
+            group.machines = group.machines[:0]
+        else:
+            self._install(group, view)
+        if self._training:
+            for one in gone:
+                self._training.gone(group.number, one, [] if view is None else view.members)
+
+    def _join(self, group: _Group, now: float) -> None:
+        """Those whose time has come join the group as newcomers, between two rounds."""
+        if not group.dead:
+            return
+        back = [one for when, one in group.dead if when <= now]
+        if not back:
+            return
+        group.dead = [(when, one) for when, one in group.dead if when > now]
+        newcomers = tuple(Member(one.machine, one.incarnation + 1) for one in back)
+        self._outcome.joins += len(newcomers)
+        if group.alone:
+            self._install(group, View(group.view.generation + 1, newcomers, group.rounds))
+            group.alone = False
+            return
+        answers = {one: Answer(group.rounds) for one in group.view.members}
+        view = next_view(group.view, answers, Changes(joining=newcomers))
+        assert view is not None
+        self._install(group, view)
+
+    def _install(self, group: _Group, view: View) -> None:
+        group.view = view
+        group.machines = np.array([int(one.machine) for one in view.members])
+        self._outcome.views += 1
+
+    def _await_return(self, group: _Group) -> None:
+        """Nobody is left: the group begins again when the first one comes back, if any does."""
+        if group.dead:
+            heapq.heappush(self._events, (min(group.dead)[0], group.number))
+
+    def _return(self, group: _Group, now: float) -> None:
+        """The first machines of a group that had none take up a neighbour's model."""
+        self._join(group, now)
+        taken: list[Taken] = self._broadcasts.take(group.number, now)
+        self._outcome.take(taken, now, [self._groups[one.source].rounds for one in taken])
+        if self._training:
+            newest = taken[-1].weights if taken else None
+            self._training.begin_again(group.number, group.view.members, newest)
+        self._begin(group, now)
+
+
+def first_views(setting: GroupSetting) -> list[View]:
+    """The views with which the groups begin. A machine's name is its number."""
+    ends = np.cumsum([0, *setting.sizes]).tolist()
+    return [
+        View(0, tuple(Member(str(one), 0) for one in range(low, high)))
+        for low, high in itertools.pairwise(ends)
+    ]

@@ -1,0 +1,135 @@
+"""The outcome of a simulated run of worker groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gadei_ps.groups.compress import Wire, size
+from gadei_ps.simulate.draws import FloatArray, IntArray
+from gadei_ps.simulate.groups_broadcast import Broadcasts, Taken
+from gadei_ps.simulate.groups_setting import GroupSetting
+from gadei_ps.simulate.histogram import Histogram
+
+
+class GroupOutcome:
+    """Counts and times of one rule's run."""
+
+    def __init__(self, rule: str, setting: GroupSetting) -> None:
+        self.rule = rule
+        self.ended = "done"
+        self.seconds = 0.0
+        """Virtual time from the start to the end."""
+        self.rounds = 0
+        self.samples = 0
+        """Samples whose gradients are in an aggregate."""
+        self.training_s = 0.0
+        self.waiting_s = 0.0
+        """Time for which machines waited for others of their group, or until a death was known."""
+        self.exchange_s = 0.0
+        """Time for which machines aggregated."""
+        self.lost_s = 0.0
+        """Training that died with machines."""
+        self.deaths = self.joins = self.views = self.redone = 0
+        self.staleness = Histogram()
+        """Of models taken: rounds that the sender has ended since it sent them."""
+        self.training: dict[str, float] | None = None
+        self.curve: list[dict[str, float]] = []
+        self.wall_s = 0.0
+        self._setting = setting
+        self._iterations = 0
+        self._machine_rounds = 0
+        self._aggregated = 0.0
+        self._broadcast = 0.0
+        self._paper = 0.0
+        self._age_s = 0.0
+        self._lost: dict[str, int] = {}
+
+    def trained(self, seconds: FloatArray, waiting: FloatArray, exchange: float) -> None:
+        """A round of machines that live at its end. seconds, waiting: of each of them."""
+        self.training_s += float(seconds.sum())
+        self.waiting_s += float(waiting.sum())
+        self.exchange_s += exchange * len(seconds)
+        self._iterations += self._setting.k * len(seconds)
+        self.samples += self._setting.k * self._setting.batch * len(seconds)
+
+    def exchanged(self, aggregated: IntArray, broadcast: FloatArray, members: int) -> None:
+        """Bytes that each of the members has sent in a round."""
+        self._machine_rounds += members
+        self._aggregated += float(aggregated.sum())
+        self._broadcast += float(broadcast.sum())
+        self._paper += 2 * (members - 1)
+
+    def died(self, after_s: float) -> None:
+        """A machine has died so long after its round began."""
+        self.deaths += 1
+        self.lost_s += after_s
+
+    def take(self, taken: Sequence[Taken], now: float, rounds: Sequence[int]) -> None:
+        """Models that a group has taken. rounds: those that their senders have ended by now."""
+        for one, ended in zip(taken, rounds, strict=True):
+            self.staleness.add(ended - one.round)
+            self._age_s += now - one.made
+
+    def end(self, broadcasts: Broadcasts) -> None:
+        """Counts what became of the broadcasts."""
+        self._lost = {
+            "taken": self.staleness.count,
+            "lost_in_buffers": broadcasts.lost_in_buffers,
+            "given_up": broadcasts.given_up,
+            "waiting": broadcasts.waiting,
+        }
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all machines together."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def speed_up(self) -> float:
+        """Against one machine of mean speed that exchanges nothing."""
+        if not self.training_s:
+            return 0.0
+        alone = self._iterations * self._setting.batch / self.training_s
+        return self.samples_per_s / alone
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. Bytes are the mean of a machine and round; models are those of float32."""
+        rounds = self._machine_rounds or 1
+        model = size(self._setting.values, Wire.FLOAT32)
+        paid = self.training_s + self.waiting_s + self.exchange_s + self.lost_s
+        stale = self.staleness
+        return {
+            "rule": self.rule,
+            "ended": self.ended,
+            "seconds": self.seconds,
+            "rounds": self.rounds,
+            "samples": self.samples,
+            "samples_per_s": self.samples_per_s,
+            "speed_up": self.speed_up,
+            "speed_up_share": self.speed_up / self._setting.machines,
+            "waiting_share": self.waiting_s / paid if paid else 0.0,
+            "exchange_share": self.exchange_s / paid if paid else 0.0,
+            "lost_s": self.lost_s,
+            "deaths": self.deaths,
+            "joins": self.joins,
+            "views": self.views,
+            "aggregations_made_again": self.redone,
+            "aggregation_bytes": self._aggregated / rounds,
+            "aggregation_models": self._aggregated / rounds / model,
+            "aggregation_models_paper": self._paper / rounds,
+            "broadcast_bytes": self._broadcast / rounds,
+            "broadcast_models": self._broadcast / rounds / model,
+            "broadcast": self._lost,
+            "staleness": {
+                "mean": stale.mean,
+                "p50": stale.quantile(0.5),
+                "p90": stale.quantile(0.9),
+                "p99": stale.quantile(0.99),
+                "max": stale.max,
+                "mean_s": self._age_s / stale.count if stale.count else 0.0,
+            },
+            "training": self.training,
+            "curve": self.curve,
+            "wall_s": self.wall_s,
+        }

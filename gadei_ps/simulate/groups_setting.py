@@ -1,0 +1,173 @@
+"""The setting of a simulation of worker groups: machines, links, neighbours, rounds, deaths."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+from gadei_ps.errors import UsageError
+from gadei_ps.groups.compress import Wire
+from gadei_ps.simulate.run_times import RunTimes
+
+MOST_MACHINES = 100_000
+MOST_LINKS = 1_000_000
+MOST_BATCHES = 10_000_000
+
+
+@dataclass(frozen=True)
+class Links:
+    """The network. bandwidths: bytes a second that a machine sends, and receives at the same time;
+    machine n has the n-th of them, from the first again after the last. latency_s: of a message."""
+
+    bandwidths: tuple[float, ...] = (125e6,)
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """Deaths of machines and their returns. Times are seconds of virtual time.
+
+    share: probability that a machine dies in a round, at a random moment of it. die: (machine,
+    time) of single deaths; one of a machine that is dead has no effect. detect_s: time from a death
+    until the others know of it. return_s: time after which a dead machine comes back; None: never.
+    """
+
+    share: float = 0.0
+    die: tuple[tuple[int, float], ...] = ()
+    detect_s: float = 1.0
+    return_s: float | None = None
+
+
+@dataclass(frozen=True)
+class GroupSetting:
+    """One experiment, the same for every rule. Raises UsageError.
+
+    sizes: number of machines of each group; machines count through the groups. neighbours: for each
+    group the groups to which it broadcasts. values: of the model that is exchanged. k: mini-batches
+    of `batch` samples that each machine trains in a round. rounds: the run ends when the groups
+    have ended this many rounds on average. whole: see traffic.broadcast.
+    """
+
+    sizes: tuple[int, ...]
+    neighbours: tuple[tuple[int, ...], ...]
+    times: RunTimes
+    values: int = 25_000_000
+    k: int = 10
+    batch: int = 32
+    rounds: int = 100
+    seed: int = 0
+    wire: Wire = Wire.FLOAT32
+    whole: bool = True
+    links: Links = field(default_factory=Links)
+    deaths: Deaths = field(default_factory=Deaths)
+
+    def __post_init__(self) -> None:
+        machines = sum(self.sizes)
+        _check(bool(self.sizes) and min(self.sizes) > 0, "each group needs at least 1 machine")
+        _check(machines <= MOST_MACHINES, f"at most {MOST_MACHINES:,} machines, not {machines:,}")
+        links = sum(map(len, self.neighbours))
+        _check(
+            links <= MOST_LINKS,
+            f"at most {MOST_LINKS:,} pairs of neighbouring groups, not {links:,}",
+        )
+        for name in ("values", "k", "batch", "rounds"):
+            _check(getattr(self, name) >= 1, f"{name} must be at least 1")
+        _check(self.k <= MOST_BATCHES, f"k must be at most {MOST_BATCHES:,} mini-batches")
+        speeds = self.links.bandwidths
+        _check(
+            bool(speeds) and all(0 < one < math.inf for one in speeds), "bandwidths must be above 0"
+        )
+        _check(0 <= self.links.latency_s < math.inf, "the latency must be at least 0")
+        _check(0 <= self.deaths.share < 1, "deaths must be a probability from 0, below 1")
+        for machine, _ in self.deaths.die:
+            _check(machine < machines, f"die: there is no machine {machine} of {machines}")
+
+    @property
+    def machines(self) -> int:
+        """Number of machines in all groups."""
+        return sum(self.sizes)
+
+
+def sizes(text: str, machines: int | None) -> tuple[int, ...]:
+    """Groups as `4`, over which the machines are divided, or as their sizes, `3,5,2`.
+
+    machines: None: two in each group. Raises UsageError.
+    """
+    numbers = _numbers("--groups", text, ",")
+    if len(numbers) > 1:
+        if machines is not None and machines != sum(numbers):
+            raise UsageError(
+                f"--groups {text!r} has {sum(numbers)} machines; leave out --machines {machines}"
+            )
+        return numbers
+    count = numbers[0]
+    machines = 2 * count if machines is None else machines
+    if not 1 <= count <= machines:
+        raise UsageError(f"{machines} machines cannot be divided into {count} groups")
+    whole, more = divmod(machines, count)
+    return tuple(whole + (place < more) for place in range(count))
+
+
+def neighbours(text: str, groups: int) -> tuple[tuple[int, ...], ...]:
+    """`ring`, `all`, `none`, or pairs as `0-1,1-2`. Raises UsageError."""
+    word = text.strip()
+    if word == "none":
+        return ((),) * groups
+    if word == "all":
+        if groups * (groups - 1) > MOST_LINKS:
+            raise UsageError(f"--neighbours all: {groups:,} groups have too many pairs; use a ring")
+        return tuple(
+            tuple((place + step) % groups for step in range(1, groups)) for place in range(groups)
+        )
+    if word == "ring":
+        return tuple(
+            tuple(dict.fromkeys(((place + 1) % groups, (place - 1) % groups))) if groups > 1 else ()
+            for place in range(groups)
+        )
+    found: list[list[int]] = [[] for _ in range(groups)]
+    for pair in word.split(","):
+        ends = (
+            _numbers("--neighbours", pair, "-")
+            if re.fullmatch(r"\s*\d+\s*-\s*\d+\s*", pair)
+            else ()
+        )
+        if len(ends) != 2:
+            raise UsageError(f"--neighbours {text!r}: write ring, all, none, or pairs like 0-1,1-2")
+        one, other = ends
+        if one == other or max(ends) >= groups:
+            raise UsageError(
+                f"--neighbours {pair.strip()}: groups are numbered from 0 to {groups - 1}, and a "
+                "pair has two of them"
+            )
+        for start, end in ((one, other), (other, one)):
+            if end not in found[start]:
+                found[start].append(end)
+    return tuple(map(tuple, found))
+
+
+def batches(text: str, samples: int | None, machines: int, batch: int) -> int:
+    """k as mini-batches, `100`, or as epochs of a machine's subset, `2epochs`.
+
+    samples: those of the training set, None if unknown. Raises UsageError.
+    """
+    match = re.fullmatch(r"(\d{1,9})\s*(epochs?)?", text.strip())
+    if not match or not int(match[1]):
+        raise UsageError(f"--k {text!r}: write mini-batches like 100, or epochs like 2epochs")
+    if not match[2]:
+        return int(match[1])
+    if samples is None:
+        raise UsageError(f"--k {text!r}: give --samples of the training set, or --train")
+    return int(match[1]) * max(1, math.ceil(samples / machines / batch))
+
+
+def _numbers(option: str, text: str, between: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(between)]
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
+        raise UsageError(f"{option} {text!r}: write numbers like 4 or 3,5,2")
+    return tuple(map(int, words))
+
+
+def _check(holds: bool, wanted: str) -> None:
+    if not holds:
+        raise UsageError(f"simulation of groups: {wanted}")

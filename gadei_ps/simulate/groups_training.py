@@ -1,0 +1,174 @@
+"""Trains the weights of all machines of all groups, in the order of virtual time.
+
+Each machine descends from its group's weights, by mini-batches of its own subset of the training
+set. A group's subset is divided among its machines and divided again when one dies. What a machine
+has trained since the last aggregation dies with it, so those samples go to the others.
+
+What is sent within a group in fewer bits than float32 is the difference to the last common weights,
+with error feedback; what is sent between groups is the model, with error feedback as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gadei_ps.groups import compress, parts, reading
+from gadei_ps.groups.compress import Feedback, Wire
+from gadei_ps.groups.membership import Member
+from gadei_ps.groups.parts import Floats
+from gadei_ps.groups.subsets import Subsets
+from gadei_ps.simulate.problems import Problem
+
+
+class _Group:
+    """The weights of one group, and what its machines have left to train."""
+
+    def __init__(self, weights: Floats, rule: str, span: range, members: Sequence[Member]) -> None:
+        self.weights = weights.copy()
+        self.rule = reading.parse(rule)
+        self.rule.begin(self.weights)
+        self.span = span
+        self.subsets: Subsets[Member] = Subsets(len(span), members)
+        self.passes = 0
+        self.order = np.arange(0)
+        self.within: dict[Member, Feedback] = {}
+        self.sums: Feedback | None = None
+        self.between: Feedback | None = None
+
+
+class GroupTraining:
+    """Weights and data of one run.
+
+    lr: rate of the machines' plain gradient descent. batch: samples of a mini-batch; the last one
+    of a pass may be smaller.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        rule: str,
+        groups: Sequence[Sequence[Member]],
+        *,
+        batch: int,
+        lr: float,
+        wire: Wire,
+        seed: int,
+    ) -> None:
+        self.problem, self.batch, self.wire, self.seed = problem, batch, wire, seed
+        self.lr = np.float32(lr)
+        self.samples = 0
+        self.curve: list[dict[str, float]] = []
+        weights = np.asarray(problem.initial(), np.float32)
+        machines = sum(map(len, groups))
+        # The samples are dealt like cards, so that each group has samples of all kinds.
+        ends = np.cumsum([0, *map(len, groups)]) * problem.samples // machines
+        self._dealt = np.random.default_rng([seed, 0]).permutation(problem.samples)
+        self._groups = [
+            _Group(weights, rule, range(ends[place], ends[place + 1]), members)
+            for place, members in enumerate(groups)
+        ]
+
+    def round(self, group: int, members: Sequence[Member], k: int) -> Floats:
+        """Trains each member for k mini-batches, or for what its subset has left in this pass.
+
+        Returns the aggregate, which is weighted by the samples that each has trained with.
+        """
+        one = self._groups[group]
+        if not one.subsets.left:
+            one.subsets.next_pass(members)
+            one.passes += 1
+            one.order = np.arange(0)
+        if not len(one.order):
+            chance = np.random.default_rng([self.seed, 1, group, one.passes])
+            one.order = self._dealt[one.span.start : one.span.stop]
+            one.order = one.order[chance.permutation(len(one.order))]
+        models, counts = [], []
+        for member in members:
+            ranges = (
+                one.subsets.hand_out(member, k * self.batch)
+                if member in one.subsets.owners
+                else []  # a newcomer has a share from the next pass on
+            )
+            rows = np.concatenate([one.order[low:high] for low, high in ranges] or [one.order[:0]])
+            models.append(self._descend(one, member, rows))
+            counts.append(len(rows))
+            if ranges:
+                one.subsets.answer(member, ranges)
+        self.samples += sum(counts)
+        aggregate = np.empty_like(one.weights)
+        parts.aggregate(models, parts.shares(counts), aggregate)
+        if self.wire is not Wire.FLOAT32:
+            one.sums = one.sums or Feedback(len(aggregate), self.wire)
+            aggregate = one.weights + self._sent(one.sums, aggregate - one.weights)
+        return aggregate
+
+    def end_round(self, group: int, aggregate: Floats, arrived: Sequence[Floats]) -> Floats:
+        """The group continues with what its rule makes of these. Returns what it broadcasts."""
+        one = self._groups[group]
+        own = aggregate.copy()
+        one.rule.end_round(own, arrived)
+        one.weights = own
+        told = own if one.rule.sends_result else aggregate
+        if self.wire is Wire.FLOAT32:
+            return told
+        one.between = one.between or Feedback(len(told), self.wire)
+        return self._sent(one.between, told)
+
+    def gone(self, group: int, member: Member, heirs: Sequence[Member]) -> None:
+        """A machine has died: the others of its group take over what it has not answered."""
+        one = self._groups[group]
+        one.within.pop(member, None)
+        if member in one.subsets.owners:
+            one.subsets.gone(member, heirs)
+
+    def begin_again(self, group: int, members: Sequence[Member], weights: Floats | None) -> None:
+        """A group of which nobody was left begins again: with a neighbour's model, if one has come.
+
+        Its rule begins anew, and the subset of those that have died is divided among the newcomers.
+        """
+        one = self._groups[group]
+        if weights is not None:
+            one.weights = weights.copy()
+        one.rule.begin(one.weights)
+        one.sums = one.between = None
+        for owner in one.subsets.owners:
+            one.subsets.gone(owner, members)
+
+    def look(self, now: float) -> None:
+        """Adds a point to the curve: the mean, over the groups, of loss and accuracy."""
+        told = [self.problem.loss(one.weights) for one in self._groups]
+        point = {key: float(np.mean([each[key] for each in told])) for key in told[0]}
+        self.curve.append({"seconds": now, "samples": float(self.samples), **point})
+
+    def outcome(self) -> dict[str, float]:
+        """Loss and accuracy at the end: of the groups, and of the mean of their models."""
+        told = [self.problem.loss(one.weights) for one in self._groups]
+        mean = np.empty_like(self._groups[0].weights)
+        parts.aggregate([one.weights for one in self._groups], parts.shares([0] * len(told)), mean)
+        of_mean = self.problem.loss(mean)
+        accuracies = [each["accuracy"] for each in told]
+        return {
+            "loss": float(np.mean([each["loss"] for each in told])),
+            "accuracy": float(np.mean(accuracies)),
+            "accuracy_least": min(accuracies),
+            "accuracy_most": max(accuracies),
+            "loss_of_mean": of_mean["loss"],
+            "accuracy_of_mean": of_mean["accuracy"],
+            "passes": self.samples / self.problem.samples,
+        }
+
+    def _descend(self, one: _Group, member: Member, rows: np.ndarray) -> Floats:
+        weights = one.weights.copy()
+        for begin in range(0, len(rows), self.batch):
+            gradient = self.problem.gradient(weights, rows[begin : begin + self.batch])
+            weights -= self.lr * np.asarray(gradient, np.float32)
+        if self.wire is Wire.FLOAT32:
+            return weights
+        sender = one.within.setdefault(member, Feedback(len(weights), self.wire))
+        return one.weights + self._sent(sender, weights - one.weights)
+
+    def _sent(self, sender: Feedback, values: Floats) -> Floats:
+        """What receivers get of these values."""
+        return sender.encode(values, np.empty(compress.size(len(values), self.wire), np.uint8))

@@ -1,0 +1,89 @@
+"""Ownership of samples, beside a plain set."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gadei_ps.groups.subsets import Ranges, Subsets
+
+quick = settings(max_examples=40, deadline=None)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@quick
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "remove", "take"]), st.integers(0, 40), st.integers(0, 12)
+        )
+    )
+)
+def test_ranges_are_a_set(steps: list[tuple[str, int, int]]) -> None:
+    ranges, plain = Ranges(), set[int]()
+    for what, begin, size in steps:
+        span = set(range(begin, begin + size))
+        if what == "add":
+            ranges.add(begin, begin + size)
+            plain |= span
+        elif what == "remove":
+            assert ranges.remove(begin, begin + size) == len(plain & span)
+            plain -= span
+        else:
+            taken = {k for low, high in ranges.take(size) for k in range(low, high)}
+            assert taken == set(sorted(plain)[:size])
+            plain -= taken
+        listed = list(ranges)
+        assert [k for low, high in listed for k in range(low, high)] == sorted(plain)
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(listed))
+        assert len(ranges) == len(plain)
+        assert ranges.holds(begin, begin + size) == (span <= plain)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.integers(0, 60), st.integers(1, 5))
+def test_each_sample_is_answered_once_a_pass(seed: int, samples: int, owners: int) -> None:
+    subsets = Subsets(samples, list(range(owners)))
+    sizes = [subsets.owned(one) for one in range(owners)]
+    assert sum(sizes) == samples and max(sizes) - min(sizes) <= 1
+    living = list(range(owners))
+    answered: list[int] = []
+    flying: list[tuple[int, Any]] = []
+    newest = owners
+    chance = random.Random(seed)
+    while subsets.left:
+        what = chance.choice(["hand", "hand", "answer", "answer", "die", "join"])
+        if what == "hand":
+            owner = chance.choice(living)
+            ranges = subsets.hand_out(owner, chance.randint(1, 20))
+            flying += [(owner, ranges)] if ranges else []
+        elif what == "answer" and flying:
+            owner, ranges = flying.pop(chance.randrange(len(flying)))
+            subsets.answer(owner, ranges)
+            answered += [k for low, high in ranges for k in range(low, high)]
+            with pytest.raises(ValueError, match="are not with"):
+                subsets.answer(owner, ranges)
+        elif what in ("die", "join"):
+            dead = chance.choice(living)
+            before, own = subsets.left, subsets.owned(dead)
+            lost = sum(high - low for owner, one in flying if owner == dead for low, high in one)
+            assert lost <= own
+            flying = [(owner, one) for owner, one in flying if owner != dead]
+            heirs = [one for one in living if one != dead]
+            if what == "join" or not heirs:
+                subsets.gone(dead, [])
+                subsets.replace(dead, newest)
+                living = [*heirs, newest]
+                newest += 1
+            else:
+                assert subsets.gone(dead, heirs) == own
+                living = heirs
+            assert subsets.left == before and set(subsets.owners) == set(living)
+    assert sorted(answered) == list(range(samples))
+    subsets.next_pass(living)
+    assert subsets.left == samples and set(subsets.owners) == set(living)
