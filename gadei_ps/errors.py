@@ -169,3 +169,31 @@ class CheckpointMistake(CheckpointError):
     """Another try would fail as well: the checkpoint, its place or the job file must change."""
 
     exit_code = 2
+
+
+class AgentError(GadeiError):
+    """Agents on several machines cannot do together what was asked."""
+
+
+class CallRefused(AgentError):
+    """An agent refuses a connection, or is not the one that was called. `verdict`: its code."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, verdict: int) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+
+
+class MemberLost(AgentError):
+    """A member of a group has died, hangs, or sends what is damaged.
+
+    member: its number. why: what was seen of it.
+    """
+
+    def __init__(self, member: int, why: str) -> None:
+        super().__init__(
+            f"member {member} {why}: form the group anew without it, under the next generation"
+        )
+        self.member = member
+        self.why = why

@@ -25,16 +25,17 @@ PACKAGE = "gadei_ps"
 FOLDERS = {PACKAGE: ROOT / PACKAGE}
 FOLDERS |= {f"{PACKAGE}.{name}": ROOT / name for name in ("learners", "watchdog", "benchmarks")}
 CEXT = f"{PACKAGE}._native"
+MESH = f"{PACKAGE}._mesh"
 
 # A room or module of a layer may import its own room and what lies in the layers before it. Rooms
 # of one layer know nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("gadei_ps", "_native", "errors", "homes"),
+    ("gadei_ps", "_native", "_mesh", "errors", "homes"),
     ("machine", "kernels", "show"),
     ("memory", "sync"),
     ("storage", "groups"),
     ("job", "run_times"),
-    ("server", "learners", "simulate"),
+    ("server", "learners", "simulate", "agents"),
     ("watchdog",),
     ("commands",),
     ("chaos", "classifier"),
@@ -76,7 +77,7 @@ def _imported(module: str, tree: ast.AST) -> set[str]:
             base = node.module or ""
             for one in node.names:
                 inner = f"{base}.{one.name}"
-                found.add(inner if inner in MODULES or inner == CEXT else base)
+                found.add(inner if inner in MODULES or inner in (CEXT, MESH) else base)
     return {one for one in found if one.split(".")[0] == PACKAGE} - {module}
 
 
@@ -179,13 +180,13 @@ def test_the_walk_sees_imports() -> None:
     assert "gadei_ps.server.manager" in STARTS["gadei_ps.watchdog.births"]
     assert "gadei_ps.machine.cuda_probe" in STARTS["gadei_ps.machine.gpus"]
     for module, imported in IMPORTS.items():
-        assert imported | STARTS[module] <= MODULES.keys() | {CEXT, PACKAGE}, module
+        assert imported | STARTS[module] <= MODULES.keys() | {CEXT, MESH, PACKAGE}, module
 
 
 def test_every_room_has_a_layer() -> None:
     named = [one for rooms in LAYERS for one in rooms]
     assert len(named) == len(set(named))
-    assert {room(module) for module in MODULES} == set(named) - {"_native"}
+    assert {room(module) for module in MODULES} == set(named) - {"_native", "_mesh"}
 
 
 def test_every_package_is_installed() -> None:

@@ -1,0 +1,1 @@
+"""One agent process for each machine: the transport between machines."""

@@ -1,0 +1,134 @@
+"""TLS between agents: both sides show a certificate of the job's own authority.
+
+The data plane works on plain sockets. A connection with TLS is carried by a thread of its own
+between the secure socket and one end of a socket pair; the other end is what the data plane gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gadei_ps.errors import UsageError
+
+ROOM = 1 << 17
+"""Bytes that a thread has in hand in each direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """How to listen, and how to call. Certificates must name the hosts that are called."""
+
+    listening: ssl.SSLContext
+    calling: ssl.SSLContext
+
+
+def contexts(certificate: Path, key: Path, authority: Path) -> Contexts:
+    """Contexts from PEM files: this agent's certificate and key, and who signs them all.
+
+    Raises UsageError for files that cannot be used.
+    """
+    made = []
+    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(certificate, key)
+            context.load_verify_locations(authority)
+        except OSError as error:  # ssl.SSLError is one
+            paths = f"{certificate}, {key}, {authority}"
+            raise UsageError(f"{paths}: no certificates for TLS: {error}") from None
+        made.append(context)
+    return Contexts(*made)
+
+
+def tunnel(
+    connection: socket.socket, given: Contexts, called_host: str | None, until: float
+) -> socket.socket:
+    """A plain socket to the other side of the connection, which this takes over.
+
+    called_host: that this side has called; None if it was called. Raises OSError, with ssl.SSLError
+    among them.
+    """
+    connection.settimeout(max(0.001, until - time.monotonic()))
+    if called_host is None:
+        secure = given.listening.wrap_socket(connection, server_side=True)
+    else:
+        secure = given.calling.wrap_socket(connection, server_hostname=called_host)
+    near, far = socket.socketpair()
+    carrier = threading.Thread(target=_carry, args=(secure, far), name="agent-tls", daemon=True)
+    carrier.start()
+    return near
+
+
+class _Way:
+    """One direction: bytes that were read and are not yet written."""
+
+    def __init__(self) -> None:
+        self.room = memoryview(bytearray(ROOM))
+        self.left = self.room[:0]
+        self.ended = False
+
+    def fill(self, count: int) -> None:
+        self.left = self.room[:count]
+        self.ended = not count
+
+
+def _carry(secure: ssl.SSLSocket, plain: socket.socket) -> None:
+    """Carries bytes both ways until one side ends."""
+    outward, inward = _Way(), _Way()
+    with secure, plain, contextlib.suppress(OSError):
+        secure.setblocking(False)
+        plain.setblocking(False)
+        while True:
+            wants = _step(secure, plain, outward, inward)
+            if (outward.ended and not outward.left) or (inward.ended and not inward.left):
+                return
+            poll = select.poll()
+            poll.register(secure, wants)
+            of_plain = 0 if outward.left else select.POLLIN
+            poll.register(plain, of_plain | (select.POLLOUT if inward.left else 0))
+            poll.poll(None if wants or of_plain or inward.left else 0)
+
+
+def _step(secure: ssl.SSLSocket, plain: socket.socket, outward: _Way, inward: _Way) -> int:
+    """Moves what can be moved. Returns what to wait for on the secure side."""
+    wants = 0
+    moved = True
+    while moved:
+        moved = False
+        wants = 0
+        with contextlib.suppress(BlockingIOError):
+            if not outward.left and not outward.ended:
+                outward.fill(plain.recv_into(outward.room))
+                moved = moved or not outward.ended
+        with contextlib.suppress(BlockingIOError):
+            if inward.left:
+                inward.left = inward.left[plain.send(inward.left) :]
+                moved = True
+        try:
+            if outward.left:
+                outward.left = outward.left[secure.send(outward.left) :]
+                moved = True
+        except ssl.SSLWantWriteError:
+            wants |= select.POLLOUT
+        except ssl.SSLWantReadError:
+            wants |= select.POLLIN
+        try:
+            if not inward.left and not inward.ended:
+                inward.fill(secure.recv_into(inward.room))
+                moved = moved or not inward.ended
+        except ssl.SSLWantReadError:
+            wants |= select.POLLIN
+        except ssl.SSLWantWriteError:
+            wants |= select.POLLOUT
+        if (outward.ended and not outward.left) or (inward.ended and not inward.left):
+            break
+    return wants
