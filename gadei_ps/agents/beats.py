@@ -44,7 +44,7 @@ class Beats:
         self._connections = dict(connections)
         self._silence_s = silence_s
         self._moved, self._alive = moved, alive
-        self._parts = {place: b"" for place in connections}
+        self._parts = dict.fromkeys(connections, b"")
         self._counts = dict.fromkeys(connections, 0)
         self._heard: dict[int, float] = {}
         self._changed = threading.Condition()

@@ -7,6 +7,7 @@ used.
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
@@ -71,7 +72,10 @@ def unpack(data: bytes, kinds: Sequence[int], most_bytes: int) -> Header:
     return header
 
 
-def _left(until: float) -> float:
+def _left(until: float) -> float | None:
+    """Seconds until then; None: without end."""
+    if until == math.inf:
+        return None
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError("not in time")

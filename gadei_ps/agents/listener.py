@@ -22,7 +22,7 @@ CALLS = 32
 PATIENCE_S = 5.0
 """For a whole handshake."""
 BUFFER_BYTES = 1 << 19
-"""Of each socket, each way; Linux takes twice as much. Larger ones fall out of the cores' caches."""
+"""Of each socket, each way; Linux takes twice as much. Larger ones leave the cores' caches."""
 
 Address = tuple[str, int]
 

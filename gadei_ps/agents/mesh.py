@@ -1,7 +1,7 @@
 """A group of machines that sum their models, and agree on the result.
 
-`aggregate` by linear partition: each of m members sums one m-th of the model, in the members' order,
-and sends it to all. Each sends 2(m-1)/m models a round.
+`aggregate` by linear partition: each of m members sums one m-th of the model, in the members'
+order, and sends it to all. Each sends 2(m-1)/m models a round.
 
 What is promised when members die: a member takes a result only when every member of its generation
 holds all of it. After a death the survivors form the next generation and call `settle`: either all
@@ -11,6 +11,7 @@ is not possible: a member can never know whether the last message that it sent h
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
@@ -53,7 +54,7 @@ def linear(values: int, members: int) -> Parts:
     whole, more = divmod(-(-values // _CHUNK), members)
     chunks = (place * whole + max(0, place - (members - more)) for place in range(members + 1))
     edges = [min(values, chunk * _CHUNK) for chunk in chunks]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 @dataclass
@@ -173,12 +174,13 @@ class Mesh:
         samples: int = 1,
         start_s: float | None = None,
     ) -> None:
-        """Writes the mean of all members' values into `out`, weighted by samples; plain if all are 0.
+        """Writes the mean of all members' values into `out`, weighted by samples.
 
         values, out: as many float32 values as join was told, contiguous, in different memory.
         `values` is only read. `out` holds the result, or on an error anything; leave it as it is
-        until the next round begins, for other members may need it. start_s: how long the others
-        may take until they begin the round; None: as long as they live.
+        until the next round begins, for other members may need it. samples: if all members' are 0,
+        the mean is the plain one. start_s: how long the others may take until they begin the
+        round; None: as long as they live.
 
         Raises MemberLost, on every survivor; then join the next generation and settle. UsageError
         for arrays that do not fit.
@@ -221,8 +223,8 @@ class Mesh:
             # A member has begun the next round: it had taken this one, so all members held it.
             if held.whole != _all(len(held.parts)) or not held.parts:
                 raise AgentError(
-                    f"the group is in round {newest} and this member in {round_number}, of which it "
-                    "holds no result: let it join as a newcomer"
+                    f"the group is in round {newest} and this member in {round_number}, of which "
+                    "it holds no result: let it join as a newcomer"
                 )
             return True
         generation = max(state.generation for state in states)
@@ -288,9 +290,7 @@ class Mesh:
     def _error(self, loss: tuple[int, str]) -> MemberLost:
         return MemberLost(self._order[loss[0]], loss[1])
 
-    def _plan(
-        self, round_number: int, parts: Parts, out: Floats, start_s: float | None
-    ) -> Plan:
+    def _plan(self, round_number: int, parts: Parts, out: Floats, start_s: float | None) -> Plan:
         assert self._beats is not None
         return plan.make(
             generation=self._generation,
