@@ -1,12 +1,15 @@
 """Sends a group's newest model to neighbouring groups, waiting for none of them.
 
 A model that is overtaken by a newer one while it is sent is dropped: its receiver begins with the
-newer one. Each neighbour has a thread and room for one piece; the model is held once for all.
+newer one. Each neighbour has a thread and room for one piece; the model is held once for all. A
+neighbour says which model it holds whole: after a lost connection it gets what it still lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
 import threading
 import time
@@ -40,7 +43,7 @@ class Broadcast:
         self.group, self.values = group, values
         self.identity, self.contexts = identity, contexts
         self.piece_s = piece_s
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
         self.model = np.empty(values, np.float32)
         self.version = 0
         self._neighbours: dict[int, _Neighbour] = {}
@@ -64,10 +67,11 @@ class Broadcast:
                 f"version {version} of {values.size} values of {values.dtype}: use more than "
                 f"{self.version}, and {self.values} values of float32"
             )
-        with self.changed:
+        with self.lock:
             np.copyto(self.model, values)
             self.version = version
-            self.changed.notify_all()
+        for one in list(self._neighbours.values()):
+            one.look()
 
     def sent_bytes(self) -> dict[int, int]:
         """Bytes sent to each neighbour."""
@@ -95,21 +99,27 @@ class _Neighbour:
         self.overtaken = 0
         self.trouble: str | None = None
         self._owner, self._number, self._address = owner, number, address
-        self._had = 0
+        self._sent = self._whole = 0
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closed = threading.Event()
         self._connection: socket.socket | None = None
         self._room = memoryview(bytearray(4 * PIECE_VALUES))
         self._thread = threading.Thread(target=self._run, name="agent-broadcast", daemon=True)
         self._thread.start()
 
+    def look(self) -> None:
+        """There is something new."""
+        os.eventfd_write(self._bell, 1)
+
     def close(self) -> None:
         self._closed.set()
-        with self._owner.changed:
-            self._owner.changed.notify_all()
+        self.look()
+        with self._owner.lock:
             if self._connection is not None:
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
+        os.close(self._bell)
 
     def _run(self) -> None:
         rest_s = _FIRST_REST_S
@@ -133,31 +143,42 @@ class _Neighbour:
         with listener.call(
             self._address, hello, owner.identity, owner.contexts, until
         ) as connection:
-            with owner.changed:
+            with owner.lock:
                 self._connection = connection
             self.trouble = None
+            self._sent = self._whole
             try:
-                while (version := self._next()) is not None:
+                while (version := self._next(connection)) is not None:
                     if self._send(connection, version):
-                        self._had = version
+                        self._sent = version
                     else:
                         self.overtaken += 1
             finally:
-                with owner.changed:
+                with owner.lock:
                     self._connection = None
 
-    def _next(self) -> int | None:
+    def _next(self, connection: socket.socket) -> int | None:
         """The newest version, once it is newer than what was sent; None: closed."""
-        owner = self._owner
-        with owner.changed:
-            owner.changed.wait_for(lambda: self._closed.is_set() or owner.version > self._had)
-            return None if self._closed.is_set() else owner.version
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        poll.register(connection, select.POLLIN)
+        while not self._closed.is_set():
+            ready = [fd for fd, _ in poll.poll(0 if self._owner.version > self._sent else None)]
+            if connection.fileno() in ready:
+                until = time.monotonic() + self._owner.piece_s
+                data = frames.receive_bytes(connection, frames.HEADER_BYTES, until)
+                self._whole = frames.unpack(data, (MODEL,), 0).round
+            if self._bell in ready:
+                os.eventfd_read(self._bell)
+            if self._owner.version > self._sent:
+                return self._owner.version
+        return None
 
     def _send(self, connection: socket.socket, version: int) -> bool:
         """Sends a model; returns False if it was overtaken."""
         owner = self._owner
         for piece, start in enumerate(range(0, owner.values, PIECE_VALUES)):
-            with owner.changed:
+            with owner.lock:
                 if owner.version != version or self._closed.is_set():
                     return False
                 part = owner.model[start : start + PIECE_VALUES]

@@ -17,7 +17,7 @@ import numpy as np
 
 from gadei_ps import _mesh
 from gadei_ps.agents import frames
-from gadei_ps.agents.frames import HEADER_BYTES, MODEL
+from gadei_ps.agents.frames import HEADER_BYTES, MODEL, Header
 from gadei_ps.agents.handshake import Hello, Link, Verdict
 from gadei_ps.agents.listener import Host, Listener
 from gadei_ps.agents.plan import PIECE_VALUES, Floats
@@ -179,6 +179,8 @@ class _Source:
             if version > self.version:
                 assert back is not None
                 self.version, self._front = version, back
+        told = Header(MODEL, 0, version, sender=self._number).pack()
+        frames.send(connection, [told], time.monotonic() + self._piece_s)
         return version
 
     def _free(self, connection: socket.socket) -> int:
