@@ -23,6 +23,13 @@ FULL: dict[str, dict[str, Any]] = {
         "call_s": 0.25,
         "ray_bytes": 25 * MB,
     },
+    "aggregate": {
+        "bytes": [1 * MB, 25 * MB, 100 * MB],
+        "members": [2, 4, 8],
+        "peers": ["gloo all-reduce", "Ray's object store", "hivemind"],
+        "rounds": 7,
+        "bytes_per_call": 400 * MB,
+    },
     "latency": {"rounds": 10, "spinning": 2000, "asleep": 200},
     "scale": {
         "bytes": [1 * MB, 4 * MB, 16 * MB, 64 * MB, 256 * MB, 1000 * MB],
@@ -115,6 +122,13 @@ QUICK: dict[str, dict[str, Any]] = {
         "rounds": 1,
         "call_s": 0.03,
         "ray_bytes": 0,
+    },
+    "aggregate": {
+        "bytes": [1 * MB],
+        "members": [2],
+        "peers": ["gloo all-reduce"],
+        "rounds": 1,
+        "bytes_per_call": 4 * MB,
     },
     "latency": {"rounds": 2, "spinning": 200, "asleep": 20},
     "scale": {

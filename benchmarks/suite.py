@@ -22,6 +22,7 @@ BENCHMARKS = {
     "undo": "what the undo log adds to the time of the update kernels",
     "groups": "what ten parameter groups add to the time of a gradient in the server",
     "ingest": "gradients through the rings against MPI, gloo and a Ray actor",
+    "aggregate": "the mean of a group's models against gloo, Ray's object store and hivemind",
     "latency": "a 4 KB push until it is applied, against other ways between processes",
     "nlc": "samples per second of the sentence classifier against torch's ways to train it",
     "table8": "the smallest mini-batch at which two learners beat one",

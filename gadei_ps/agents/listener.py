@@ -21,9 +21,6 @@ from gadei_ps.errors import AgentError, CallRefused, UsageError, in_words
 CALLS = 32
 PATIENCE_S = 5.0
 """For a whole handshake."""
-BUFFER_BYTES = 1 << 19
-"""Of each socket, each way; Linux takes twice as much. Larger ones leave the cores' caches."""
-
 Address = tuple[str, int]
 
 
@@ -114,7 +111,7 @@ class Listener:
 
     def _let_in(self, connection: socket.socket) -> socket.socket:
         until = time.monotonic() + PATIENCE_S
-        tune(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.contexts is not None:
             connection = tls.tunnel(connection, self.contexts, None, until)
         try:
@@ -135,13 +132,6 @@ class Listener:
         return Verdict.NOT_AWAITED if host is None else host.judge(hello)
 
 
-def tune(connection: socket.socket) -> None:
-    """Small frames go at once; buffers are of a fixed size."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
-
-
 def call(
     address: Address,
     hello: Hello,
@@ -152,7 +142,7 @@ def call(
     """A connection that the other side has welcomed. Raises CallRefused and OSError."""
     connection = socket.create_connection(address, max(0.001, until - time.monotonic()))
     try:
-        tune(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if contexts is not None:
             connection = tls.tunnel(connection, contexts, address[0], until)
         handshake.call(connection, hello, identity, until)

@@ -35,6 +35,9 @@ from gadei_ps.errors import AgentError, MemberLost, UsageError, in_words
 SILENCE_S = 1.0
 PIECE_S = 5.0
 JOIN_S = 10.0
+IN_FLIGHT_BYTES = 1 << 19
+"""Socket buffers of a member, each way, for all others together; Linux takes twice as much. With
+more, what is received has left the cores' caches."""
 _STATE = struct.Struct("<QQ")
 _CHUNK = 64
 
@@ -150,6 +153,9 @@ class Mesh:
         links = self._members.connect(generation, members, values, until)
         place_of = {number: place for place, number in enumerate(self._order)}
         self._data = {place_of[n]: s for (n, link), s in links.items() if link == Link.DATA}
+        for connection in self._data.values():
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                connection.setsockopt(socket.SOL_SOCKET, option, IN_FLIGHT_BYTES // len(self._data))
         signs = {place_of[n]: s for (n, link), s in links.items() if link == Link.BEATS}
         self._beats = Beats(
             *(generation, place_of[self.number], signs, self._silence_s),
