@@ -33,7 +33,15 @@ SOURCES = (
     "ps_guard",
 )
 # Not part of the build's identity: agents share no memory with a job's other processes.
-MESH = ("mesh_module", "mesh_exchange", "mesh_frame", "mesh_sum", "mesh_checksum")
+MESH = (
+    "mesh_module",
+    "mesh_exchange",
+    "mesh_send",
+    "mesh_receive",
+    "mesh_frame",
+    "mesh_sum",
+    "mesh_checksum",
+)
 FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -63,7 +71,7 @@ setup(
         Extension(
             "gadei_ps._mesh",
             sources=[f"native/{name}.c" for name in MESH],
-            depends=["native/mesh.h"],
+            depends=["native/mesh.h", "native/mesh_state.h"],
             # Sums are the same on every processor.
             extra_compile_args=[*FLAGS, "-ffp-contract=off"],
         ),

@@ -5,6 +5,7 @@
  *   mesh_sum.c        the weighted mean of one piece of all members
  *   mesh_frame.c      headers: written, and checked before a byte of the payload is used
  *   mesh_exchange.c   the loop over all connections of one round
+ *   mesh_send.c       what it sends; mesh_receive.c: what it receives and sums
  *   mesh_module.c     the module for Python
  *
  * A frame on the wire, little-endian:

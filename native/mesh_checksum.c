@@ -38,7 +38,7 @@ static void fill_shift(uint32_t table[4][256], size_t bytes)
         }
 }
 
-__attribute__((constructor)) static void fill(void)
+static void __attribute__((constructor)) fill(void)
 {
     for (uint32_t value = 0; value < 256; value++) {
         uint32_t sum = value;
@@ -74,12 +74,14 @@ static inline uint64_t word(const unsigned char *at)
     return value;
 }
 
+#define WITH_CRC __attribute__((target("sse4.2")))
+#define WITH_FOLDING __attribute__((target("sse4.2,avx512f,vpclmulqdq")))
+
 #define STEP(sum, at) sum = __builtin_ia32_crc32di(sum, word(at))
 
 /* Three blocks of `block` bytes at a time, as long as there are three. */
-__attribute__((target("sse4.2"))) static uint32_t three(uint32_t sum, const unsigned char **at,
-                                                        size_t *length, size_t block,
-                                                        uint32_t table[4][256])
+static uint32_t WITH_CRC three(uint32_t sum, const unsigned char **at, size_t *length, size_t block,
+                               uint32_t table[4][256])
 {
     uint64_t first = sum;
     while (*length >= 3 * block) {
@@ -98,8 +100,7 @@ __attribute__((target("sse4.2"))) static uint32_t three(uint32_t sum, const unsi
     return (uint32_t)first;
 }
 
-__attribute__((target("sse4.2"))) static uint32_t by_instruction(uint32_t sum, const void *bytes,
-                                                                size_t length)
+static uint32_t WITH_CRC by_instruction(uint32_t sum, const void *bytes, size_t length)
 {
     const unsigned char *at = bytes;
     sum = three(sum, &at, &length, LONG, over_long);
@@ -122,8 +123,7 @@ __attribute__((target("sse4.2"))) static uint32_t by_instruction(uint32_t sum, c
                                      _mm512_clmulepi64_epi128(lane, ahead, 0x11),   \
                                      _mm512_loadu_si512(at), 0x96)
 
-__attribute__((target("sse4.2,avx512f,vpclmulqdq"))) static uint32_t
-by_folding(uint32_t sum, const void *bytes, size_t length)
+static uint32_t WITH_FOLDING by_folding(uint32_t sum, const void *bytes, size_t length)
 {
     const unsigned char *at = bytes;
     const __m512i ahead =

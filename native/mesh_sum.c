@@ -10,13 +10,13 @@
 #define WIDE
 #endif
 
-WIDE static void scale(float *restrict out, const float *restrict from, float weight, uint64_t count)
+static void WIDE scale(float *restrict out, const float *restrict from, float weight, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
         out[i] = weight * from[i];
 }
 
-WIDE static void add(float *restrict out, const float *restrict from, float weight, uint64_t count)
+static void WIDE add(float *restrict out, const float *restrict from, float weight, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
         out[i] += weight * from[i];

@@ -11,7 +11,6 @@ is not possible: a member can never know whether the last message that it sent h
 
 from __future__ import annotations
 
-import itertools
 import os
 import select
 import socket
@@ -31,6 +30,7 @@ from gadei_ps.agents.listener import Address, Listener
 from gadei_ps.agents.members import Members
 from gadei_ps.agents.plan import Floats, Parts, Plan
 from gadei_ps.errors import AgentError, MemberLost, UsageError, in_words
+from gadei_ps.groups.parts import cut
 
 SILENCE_S = 1.0
 PIECE_S = 5.0
@@ -39,7 +39,6 @@ IN_FLIGHT_BYTES = 1 << 19
 """Socket buffers of a member, each way, for all others together; Linux takes twice as much. With
 more, what is received has left the cores' caches."""
 _STATE = struct.Struct("<QQ")
-_CHUNK = 64
 
 _REASONS = {
     _mesh.MESH_CLOSED: "has closed its connection",
@@ -50,14 +49,6 @@ _REASONS = {
     _mesh.MESH_UNEXPECTED: "sends a frame that nobody awaits",
     _mesh.MESH_BAD_PAYLOAD: "sends damaged values",
 }
-
-
-def linear(values: int, members: int) -> Parts:
-    """The parts of a model: cut at chunks of 64 values, as equal as these allow."""
-    whole, more = divmod(-(-values // _CHUNK), members)
-    chunks = (place * whole + max(0, place - (members - more)) for place in range(members + 1))
-    edges = [min(values, chunk * _CHUNK) for chunk in chunks]
-    return list(itertools.pairwise(edges))
 
 
 @dataclass
@@ -198,7 +189,7 @@ class Mesh:
         if not 0 <= samples < 1 << 53:
             raise UsageError(f"{samples} samples: use 0 or more, below 2**53")
         self._ready()
-        parts = linear(self._values, len(self._order))
+        parts = cut(self._values, len(self._order))
         held = self._held = _Held(round_number, self._generation, parts, out)
         if len(self._order) == 1:
             np.copyto(out, values)
@@ -241,7 +232,7 @@ class Mesh:
         count = max((s.parts for s in states if s.generation == generation), default=0)
         if not count or not generation:
             return False
-        parts = linear(self._values, count)
+        parts = cut(self._values, count)
         if all(whole == _all(count) for whole in of_last):
             return True
         asked = self._plan(round_number, parts, out, start_s)

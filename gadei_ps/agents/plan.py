@@ -20,8 +20,8 @@ SLOTS = 2
 """Pieces of one member that may wait until the others' have come."""
 
 Floats = NDArray[np.float32]
-Parts = Sequence[tuple[int, int]]
-"""First value and end of each member's part, in order, without gaps."""
+Parts = Sequence[slice]
+"""Each member's part of the values, in order, without gaps."""
 
 _U64, _U32, _I32 = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32
 
@@ -94,8 +94,8 @@ def make(
     plan.generation, plan.round = generation, round_number
     plan.members, plan.me, plan.parts, plan.wake = members, me, len(parts), wake
     plan.piece, plan.slots = PIECE_VALUES, SLOTS
-    for place, (start, end) in enumerate(parts):
-        plan.part_at[place], plan.part_at[place + 1] = start, end
+    for place, part in enumerate(parts):
+        plan.part_at[place], plan.part_at[place + 1] = part.start, part.stop
     for place in range(members):
         plan.fd[place] = fds.get(place, -1)
     plan.out = out.ctypes.data

@@ -18,6 +18,7 @@ from gadei_ps import _mesh
 from gadei_ps.agents import frames, plan
 from gadei_ps.agents.frames import HEADER_BYTES, Header
 from gadei_ps.errors import AgentError
+from gadei_ps.groups.parts import cut
 
 U64 = st.integers(0, 2**64 - 1)
 U32 = st.integers(0, 2**32 - 1)
@@ -27,7 +28,7 @@ HEADERS = st.builds(
 )
 REDUCE, GATHER, DONE = 1, 2, 3
 VALUES = 200
-PARTS = [(0, 128), (128, 200)]
+PARTS = cut(VALUES, 2)
 
 
 @given(st.binary(max_size=2000), st.integers(1, 40))

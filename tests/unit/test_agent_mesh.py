@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import signal
 
@@ -12,8 +11,9 @@ from support import agents
 from support.agents import HANDSHAKE_BYTES, IDENTITY, Proxy, digest, join, machines, together
 
 from gadei_ps.agents.listener import Listener
-from gadei_ps.agents.mesh import Mesh, linear
+from gadei_ps.agents.mesh import Mesh
 from gadei_ps.errors import AgentError, UsageError
+from gadei_ps.groups import parts
 
 VALUES = 400_000
 PART_BYTES = 4 * VALUES // 3
@@ -21,23 +21,10 @@ PART_BYTES = 4 * VALUES // 3
 
 def mean(numbers: list[int], samples: list[int], values: int) -> np.ndarray:
     """The reference: products and sums rounded to float32, in the members' order."""
-    total = sum(samples)
-    shares = [np.float32(one / total if total else 1 / len(samples)) for one in samples]
-    result = agents.model(numbers[0], values) * shares[0]
-    for number, share in zip(numbers[1:], shares[1:], strict=True):
-        result += agents.model(number, values) * share
+    result = np.empty(values, np.float32)
+    models = [agents.model(number, values) for number in numbers]
+    parts.aggregate(models, parts.shares(samples), result)
     return result
-
-
-def test_parts_are_whole_chunks_as_equal_as_that_allows() -> None:
-    for values in (0, 1, 63, 64, 65, 1000, 64 * 7):
-        for members in (1, 2, 3, 7, 64):
-            parts = linear(values, members)
-            assert parts[0][0] == 0 and parts[-1][1] == values
-            assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
-            assert all(start % 64 == 0 or start == values for start, _ in parts)
-            chunks = [-(-(end - start) // 64) for start, end in parts]
-            assert max(chunks) - min(chunks) <= 1
 
 
 def test_all_members_hold_the_same_bits_and_send_what_the_paper_says() -> None:
@@ -64,7 +51,7 @@ PHASES = {
     "before": 1,
     "reduce": PART_BYTES // 2,
     "gather": PART_BYTES + PART_BYTES // 2,
-    "done": 2 * PART_BYTES + 56 * 4,
+    "done": 2 * PART_BYTES + 56 * 8,
 }
 
 
