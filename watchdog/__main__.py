@@ -33,18 +33,18 @@ def _outlive() -> None:
 
 
 def main() -> None:
-    """The last argument is the descriptor for the reason why the watchdog could not start."""
+    """The last argument is the descriptor of a socket to the command, see child.run."""
     if "--keep" in sys.argv:
         _outlive()
-    say = int(sys.argv[-1])
-    os.set_inheritable(say, False)
+    end = int(sys.argv[-1])
+    os.set_inheritable(end, False)
     if "--silent" in sys.argv:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     nursery = begun.early()
 
     from gadei_ps.watchdog import child  # which imports all that a watchdog needs
 
-    sys.exit(child.run(say, nursery))
+    sys.exit(child.run(end, nursery))
 
 
 if __name__ == "__main__":

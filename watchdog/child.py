@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
+from typing import Any
 
 from gadei_ps.errors import GadeiError, in_words
 from gadei_ps.job.config import from_mapping
 from gadei_ps.machine import log
 from gadei_ps.watchdog.begun import Begun
 from gadei_ps.watchdog.notify import Notify
-from gadei_ps.watchdog.options import CONFIG_VARIABLE, Options
+from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.supervisor import serve
 
 
@@ -28,27 +28,45 @@ class NotifyLauncher(Notify):
             os.write(self._say_to, b"\n")
 
 
-def run(say: int, nursery: Begun | None) -> int:
-    """Returns the exit code. say: where the launcher reads why the watchdog could not start."""
-    verbose = "--verbose" in sys.argv
+def _told(end: int) -> dict[str, Any] | None:
+    """What it is to serve; None if nobody wants it any more."""
+    text = b""
+    while not text.endswith(b"\n"):
+        part = os.read(end, 1 << 16)
+        if not part:
+            return None
+        text += part
+    told: dict[str, Any] = json.loads(text)
+    return told
+
+
+def run(end: int, nursery: Begun | None) -> int:
+    """Returns the exit code. end: descriptor of a socket to the command that has started this.
+
+    From there come, as a line of JSON: config, the job's configuration; fresh, verbose, keep and
+    learners, see Options. The reason why the watchdog could not start goes there.
+    """
+    told = _told(end)
+    if told is None:
+        return 0
+    verbose = told["verbose"]
     log.set_up(verbose=verbose, quiet=not verbose)
-    learners = [flag.partition("=")[2] for flag in sys.argv if flag.startswith("--learners=")]
-    config = from_mapping(json.loads(os.environ.pop(CONFIG_VARIABLE)), "job")
+    config = from_mapping(told["config"], "job")
     try:
         options = Options(
-            fresh="--fresh" in sys.argv,
-            resume=config.checkpoint is not None or "--keep" in sys.argv,
+            fresh=told["fresh"],
+            resume=config.checkpoint is not None or told["keep"],
             verbose=verbose,
             quiet=not verbose,
-            learners=int(learners[0]) if learners else 1,
+            learners=told["learners"],
             nursery=nursery,
         )
-        return serve(config, options, NotifyLauncher(say))
+        return serve(config, options, NotifyLauncher(end))
     except GadeiError as error:
-        os.write(say, f"{type(error).__name__}: {error}".encode())
+        os.write(end, f"{type(error).__name__}: {error}".encode())
         return error.exit_code
     except (OSError, MemoryError) as error:
         why = in_words(error)
         said = f"JobFailed: the daemon of job {config.name!r} could not start: {why}"
-        os.write(say, said.encode())
+        os.write(end, said.encode())
         return 1

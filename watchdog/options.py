@@ -7,7 +7,6 @@ from pathlib import Path
 
 from gadei_ps.watchdog.begun import Begun
 
-CONFIG_VARIABLE = "GADEI_PS_CONFIG"  # of a command's child: the job's configuration
 START_SILENT_S = 180.0  # how long a start may go without progress
 
 

@@ -109,14 +109,14 @@ def run(
     If no job of this name is running, it is served until the learners end. Ctrl-C is passed on to
     the learners, which have 30 s to save what they want to; pressed again, it ends them at once.
     """
-    from gadei_ps.commands.run import RunOptions, run_learners
-    from gadei_ps.show import view
+    from gadei_ps.commands import early
 
     given = {"optimizer": optimizer and optimizer.value, "lr": lr, "sync": sync}
-    summary = run_learners(
-        job,
-        command,
-        RunOptions(
+    with early.begun(job) as child:
+        from gadei_ps.commands.run import RunOptions, run_learners
+        from gadei_ps.show import view
+
+        options = RunOptions(
             learners=learners,
             restart=restart,
             overrides={name: value for name, value in given.items() if value is not None},
@@ -129,8 +129,8 @@ def run(
             stdout=2 if as_json else None,
             quiet=quiet,
             verbose=verbose,
-        ),
-    )
+        )
+        summary = run_learners(job, command, options, child)
     if as_json:
         print_json(summary)
     else:

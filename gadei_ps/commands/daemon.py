@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,7 +15,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from gadei_ps import errors
-from gadei_ps.commands import jobs
+from gadei_ps.commands import early, jobs
+from gadei_ps.commands.early import Child
 from gadei_ps.errors import (
     ControlError,
     GadeiError,
@@ -36,7 +36,6 @@ from gadei_ps.machine import interrupts, process
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.liveness import LATE_S, Watch, progress
-from gadei_ps.watchdog.options import CONFIG_VARIABLE
 from gadei_ps.watchdog.restart import Exit, Policy
 
 START_SILENT_S = 200.0  # longer than the watchdog lets its servers be silent
@@ -71,6 +70,7 @@ class Daemon:
         learners: int = 1,
         fresh: bool = False,
         keep: bool = False,
+        child: Child | None = None,
         wanted: Callable[[], None] = interrupts.check,
     ) -> None:
         """silent: logs not even warnings and errors. policy: how often the watchdog may be killed.
@@ -78,22 +78,18 @@ class Daemon:
         start_silent_s: how long the watchdog's start may make no progress. learners: how many are
         to come; their rings must fit into memory beside the model. fresh: from zero, whatever
         memory and checkpoints are there. keep: the job goes on after this process, as one of
-        `gadei-ps serve`; its log goes to a file. wanted: raises during the start if it is to end.
+        `gadei-ps serve`; its log goes to a file. child: a process for the watchdog that was started
+        before; not one with `silent` or `keep`. wanted: raises during the start if it is to end.
         """
         self.config = config
         if not keep:  # if watchdog and launcher are killed together, the servers end by orphan_s
             self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
         self.socket = paths.socket_path(config.name)
-        self._command = process.module_command("gadei_ps.watchdog")
-        if verbose:
-            self._command.append("--verbose")
-        if silent:
-            self._command.append("--silent")
-        self._command.append(f"--learners={learners}")
+        self._flags = [f"--{flag}" for flag, on in (("silent", silent), ("keep", keep)) if on]
+        self._how = {"verbose": verbose, "learners": learners, "keep": keep}
         self._silent = silent
-        if keep:
-            self._command.append("--keep")
         self._keep = keep
+        self._child = child
         self._wanted = wanted
         self._fresh = fresh or (config.checkpoint is None and not keep)
         self._process: subprocess.Popen[bytes] | None = None
@@ -120,38 +116,32 @@ class Daemon:
         return self
 
     def _start(self, *, fresh: bool) -> None:
-        read, write = os.pipe()
-        env = os.environ | {CONFIG_VARIABLE: self.config.model_dump_json()}
-        flags = ["--fresh"] if fresh else []
-        log_file = self._open_log() if self._keep else None
+        child, self._child = self._child, None
+        if child is None:
+            child = self._begin()
+        self._process = child.process
+        child.tell(self.config.model_dump_json(), fresh=fresh, **self._how)
         try:
-            self._process = process.spawn(
-                [*self._command, *flags, str(write)],
-                env=env,
-                stdout=2 if log_file is None else log_file,
-                stderr=log_file,
-                pass_fds=[write],
-                how=None if self._keep else signal.SIGTERM,
-            )
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
-            if log_file is not None:
-                os.close(log_file)
-        try:
-            self._wait_ready(read)
+            self._wait_ready(child.end)
         except _Killed:  # what it was about to adopt is for the next one
             raise
         except BaseException:
             self.end()
             raise
         finally:
-            os.close(read)
+            os.close(child.end)
+
+    def _begin(self) -> Child:
+        if not self._keep:
+            return early.begin(*self._flags)
+        log_file = self._open_log()
+        try:
+            return early.begin(*self._flags, log_file=log_file, dies=False)
+        finally:
+            os.close(log_file)
 
     def _wait_ready(self, read: int) -> None:
-        """Waits until the child answers. If it cannot start, it writes the reason into the pipe.
+        """Waits until the child answers. If it cannot start, it says why.
 
         Until it writes that the servers start, its own processor time is its progress. From then on
         only more of these notes are: the loop in which it waits for them uses the processor, too.
@@ -168,7 +158,10 @@ class Daemon:
                 break
             self._wanted()
             with contextlib.suppress(BlockingIOError):
-                part = os.read(read, 4096)
+                try:
+                    part = os.read(read, 4096)
+                except ConnectionResetError:  # it has died with what it was told unread
+                    part = b""
                 said += part
                 if not part:
                     break

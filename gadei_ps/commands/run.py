@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from gadei_ps.commands import daemon, saved
 from gadei_ps.commands.daemon import Daemon
+from gadei_ps.commands.early import Child
 from gadei_ps.commands.served import Attached, Served
 from gadei_ps.errors import GadeiError, JobStopped, UsageError
 from gadei_ps.job import config
@@ -63,8 +64,12 @@ class RunOptions:
     verbose: bool = False
 
 
-def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[str, Any]:
+def run_learners(
+    job: str, command: Sequence[str], options: RunOptions, child: Child | None = None
+) -> dict[str, Any]:
     """Runs the learners to their end; returns the summary that `run --json` prints.
+
+    child: a process for the watchdog of a new job.
 
     job: name or socket of a running job, a job file, or the name of a new job. `exit_code` of the
     summary is 1 if a learner failed, all were killed or most gradients were refused, and 4 if the
@@ -95,7 +100,11 @@ def run_learners(job: str, command: Sequence[str], options: RunOptions) -> dict[
     config.check_sync(wanted, options.learners, f"run --learners {options.learners}")
     compute = _compute(options)
     with Daemon(
-        wanted, verbose=options.verbose, learners=options.learners, fresh=options.fresh
+        wanted,
+        verbose=options.verbose,
+        learners=options.learners,
+        fresh=options.fresh,
+        child=child,
     ) as served:
         return _Run(Served(served), command, options, compute).run()
 

@@ -43,7 +43,7 @@ from gadei_ps.storage import checkpoint
 
 ROLES = ("", "watchdog", "server", "saver", "learner", "command")
 PROGRAMS = {
-    "gadei_ps.watchdog": "watchdog",
+    "gadei_ps.watchdog.__main__": "watchdog",
     "gadei_ps.server.manager": "server",
     "gadei_ps.watchdog.saver": "saver",
     "gadei_ps.cli.app": "command",

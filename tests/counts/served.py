@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +36,6 @@ from gadei_ps.memory import layout, presence, segment, shm
 from gadei_ps.server import manager
 from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import restart, servers, supervisor
-from gadei_ps.watchdog.options import CONFIG_VARIABLE
 
 TENSORS = [{"name": "w", "shape": [VALUES]}]
 
@@ -99,16 +100,18 @@ class Job:
 
     def start(self, *flags: str) -> None:
         """Starts a watchdog; does not wait for it."""
-        read, write = os.pipe()
-        command = process.module_command("gadei_ps.watchdog", "--verbose", *flags)
-        command.append(str(write))
+        ours, theirs = socket.socketpair()
+        read, write = ours.detach(), theirs.detach()
+        command = process.module_command("gadei_ps.watchdog", str(write))
         if self.restores is not None:
             command = process.module_command("gadei_ps", "restore", str(self.restores))
-        env = os.environ | {CONFIG_VARIABLE: self.config.model_dump_json()}
+        else:
+            told = {"config": json.loads(self.config.model_dump_json()), "verbose": True}
+            told |= {"fresh": "--fresh" in flags, "keep": "--keep" in flags, "learners": 1}
+            os.write(read, json.dumps(told).encode() + b"\n")
         with open(self._log, "ab") as log:
             self._process = process.spawn(
                 command,
-                env=env,
                 stdout=log,
                 stderr=log,
                 pass_fds=[write],
