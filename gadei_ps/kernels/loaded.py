@@ -36,6 +36,14 @@ def _load(name: str, module: str) -> None:
         _addresses[name] = engine.load(store.read(name) or _compiled(name, module))
 
 
+def load_kept(name: str) -> None:
+    """Loads a unit if the store has it; never compiles."""
+    if name not in _addresses and (code := store.read(name)):
+        from gadei_ps.kernels import engine
+
+        _addresses[name] = engine.load(code)
+
+
 def _compiled(name: str, module: str) -> Code:
     from gadei_ps.kernels import compiled
 

@@ -12,7 +12,7 @@ import time
 from gadei_ps import _native, sync
 from gadei_ps.errors import in_words
 from gadei_ps.job import modes
-from gadei_ps.kernels import sharing
+from gadei_ps.kernels import loaded, sharing
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.machine import log
 from gadei_ps.memory.layout import CONTROL, ServerState
@@ -28,8 +28,8 @@ def load_kept(optimizer: int, model: str) -> None:
     For forks of this process, which then have it.
     """
     for unit in [*units.units([optimizer]), *sync.parse(model).units()]:
-        if unit.is_kept():
-            unit.load()
+        loaded.load_kept(unit.name)
+    loaded.give_back()
 
 
 class _Loading(threading.Thread):

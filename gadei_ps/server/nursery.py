@@ -14,6 +14,7 @@ hears of what was born and of what has ended.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -28,6 +29,7 @@ import setproctitle
 from gadei_ps.errors import OtherVersion
 from gadei_ps.job import births
 from gadei_ps.job.births import Born, Ended, Load, NotBorn, Ready, Start
+from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build
 from gadei_ps.server import code, manager
@@ -133,6 +135,8 @@ def main() -> None:
     process.allow_files(process.MANY_FILES)
     log.get()  # imports what servers would import later
     build.of_server()  # of the files as they were when this was loaded
+    code.load_kept(Kind.SGD, "asp")  # most of it is every job's
+    gc.freeze()  # to look for garbage among these would copy their pages in each fork
     Nursery(end).run()
     os._exit(0)
 
