@@ -149,8 +149,7 @@ def machine_code(name: str, signature: Any, function: Callable[..., Any]) -> Cod
 
     name: the unit's. signature: Numba's, of numbers or void. Numba compiles a function's callees
     again as a part of it, and so on for each of its callers. What is called at its address is
-    compiled once. Nothing here raises an error, for which there would be nobody; if something did,
-    the process would end at once.
+    compiled once. If the code raises an error, the process ends at once: there is nobody to tell.
     """
     engine.symbols()
     made: Any = _part(function, HOW)

@@ -1,7 +1,7 @@
 """Numba, imported without looking for garbage.
 
 The imports make about 70,000 objects that stay. To look through them again and again would
-take a sixth of the time until a server has its code.
+take a good part of the time of the imports.
 """
 
 from __future__ import annotations

@@ -60,16 +60,26 @@ def test_what_is_damaged_is_not_there(whole: Code, monkeypatch: pytest.MonkeyPat
     assert store.read(NAME) == whole
 
 
-def test_a_damaged_file_is_compiled_anew(whole: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+LOADS = """
+import sys
+from gadei_ps.kernels import store
+from gadei_ps.server import units
+unit = next(one for one in units.units([1]) if one.name == "assign-0")
+assert unit.is_kept()
+unit.load()
+print("numba" in sys.modules, store.read("assign-0") is not None)
+"""
+
+
+def test_a_damaged_file_is_compiled_anew(whole: Code) -> None:
+    """And kept: the next process imports no Numba."""
     path = _path()
     path.write_bytes(path.read_bytes()[:-1])
-    monkeypatch.setattr(loaded, "_addresses", {})
-    monkeypatch.setattr(engine, "load", lambda code: 7)  # this process has a unit of that name
-    unit = next(one for one in units.units([Kind.SGD]) if one.name == NAME)
-    assert unit.is_kept(), "it is not read"
-    unit.load()
-    assert loaded.address(NAME) == 7
-    assert store.read(NAME) == whole
+    for said in ("True True\n", "False True\n"):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", LOADS], stdout=subprocess.PIPE, text=True, check=True
+        )
+        assert done.stdout == said
 
 
 def test_sources_that_were_replaced_are_not_compiled(
