@@ -36,20 +36,22 @@ PARTS = (
     "wsp_staleness",
     "virtual_accuracy",
     "sync_accuracy",
+    "groups",
     "validation",
 )
 DOCUMENT = part.ROOT / "docs" / "reproduction.md"
 HEAD = """# Reproduction
 
-This page repeats what the papers on synchronization models report. `make reproduce` measures all
-parts and writes this page; `python -m gadei_ps.benchmarks.reproduce PART` measures one part. All
-figures behind a table are in `benchmarks/results/reproduce_PART.json`, with the machine and the
-command.
+This page repeats what the papers on synchronization models and worker groups report. `make
+reproduce` measures all parts and writes this page; `python -m gadei_ps.benchmarks.reproduce PART`
+measures one part. All figures behind a table are in `benchmarks/results/reproduce_PART.json`, with
+the machine and the command.
 
 The papers: Zhao et al. 2019, *Elastic Bulk Synchronous Parallel Model for Distributed Deep
 Learning*; Teng and Wood 2018, *High Throughput Synchronous Distributed Stochastic Gradient
 Descent*; Park et al. 2020, *HetPipe*, after the thesis *Efficient Distributed DNN Training*; Zhang
-et al. 2016, *GaDei*.
+et al. 2016, *GaDei*; Yan and Shao, *Asynchronous Distributed Data Parallelism for Machine
+Learning*.
 """
 
 

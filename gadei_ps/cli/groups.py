@@ -14,12 +14,12 @@ from gadei_ps.cli.simulate import ProblemName, moment
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
 
-app = App(help="Groups of machines that train together.", no_args_is_help=True)
+app = App(help="Groups of machines that train together.")
 
 
-@app.callback()
-def _root() -> None:
-    """Groups of machines that train together."""
+@app.callback(help="Groups of machines that train together.")
+def _group() -> None:
+    """Keeps `simulate` a word of the command line: typer leaves out a single command's name."""
 
 
 @app.command()
