@@ -163,6 +163,17 @@ METHOD(futex_wait)
     Py_RETURN_NONE;
 }
 
+METHOD(wait_any)
+{
+    UNUSED;
+    TAKES(4)
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    error = ps_wait_any((const uint64_t *)arg[0], (const uint64_t *)arg[1], arg[2], arg[3]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(error);
+}
+
 METHOD(futex_wake)
 {
     UNUSED;
@@ -278,6 +289,7 @@ static PyMethodDef methods[] = {
     ENTRY(unguard, "unguard(address)"),
     ENTRY(tell_of_stores, "tell_of_stores(address, bytes): a line before a store there ends us"),
     ENTRY(futex_wait, "futex_wait(word, expected, timeout_ns)"),
+    ENTRY(wait_any, "wait_any(words, values, count, timeout_ns) -> int"),
     ENTRY(futex_wake, "futex_wake(word)"),
     ENTRY(bell, "bell(word): add one and wake all"),
     ENTRY(load, "load(word) -> 64 bits, acquire"),

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x1df06e06f4dee4a4ull
+#define PS_BUILD 0x1faa6c2c69d909dcull
 
 #endif

@@ -19,7 +19,6 @@ struct waitv {
     uint32_t reserved;
 };
 #define WAITV_SIZE_U32 2u
-#define WAITV_MAX 128
 #define CPUS 1024 /* of a mask of affinity */
 #define ASIDE_NS 1000000ull
 #define VAIN_LIMIT 4
@@ -320,17 +319,44 @@ void ps_wide_awake(uint64_t control_address, uint64_t shard)
     __atomic_fetch_and(&control->sleepers, ~(1ull << shard), __ATOMIC_SEQ_CST);
 }
 
+static int wait_any(struct waitv *waits, uint32_t count, uint64_t timeout_ns)
+{
+    uint64_t end = ps_now_ns() + timeout_ns;
+    struct timespec limit = {(time_t)(end / 1000000000ull), (long)(end % 1000000000ull)};
+    if (syscall(SYS_futex_waitv, waits, count, 0, &limit, CLOCK_MONOTONIC) >= 0)
+        return 0;
+    return errno == EAGAIN || errno == ETIMEDOUT || errno == EINTR ? 0 : errno;
+}
+
+static struct waitv watch(const uint64_t *word, uint64_t value)
+{
+    return (struct waitv){(uint32_t)value, (uint64_t)ps_low_half(word), WAITV_SIZE_U32, 0};
+}
+
+int ps_wait_any(const uint64_t *words, const uint64_t *values, uint64_t count, uint64_t timeout_ns)
+{
+    struct waitv waits[PS_WORDS];
+    if (count > PS_WORDS)
+        return EINVAL;
+    for (uint64_t i = 0; i < count; i++)
+        waits[i] = watch((const uint64_t *)words[i], values[i]);
+    return wait_any(waits, (uint32_t)count, timeout_ns);
+}
+
 /* Sleeps until one of the rings has a head other than seen[i], the shard bell rings, or the time is
- * up. If the kernel has no futex_waitv (before 5.16), or there are more rings than it takes, sleeps
- * on the bell alone and returns at least every 200 us. */
+ * up. Heads of rings that are apart[i] (apart: 0 or an address) are looked at only: another thread
+ * watches them and rings the bell (lookouts.py). If the kernel has no futex_waitv (before 5.16), or
+ * there are more rings than it takes, sleeps on the bell alone and returns at least every 200 us. */
 void ps_shard_sleep(uint64_t control_address, uint64_t shard, uint64_t rings, uint64_t seen,
-                    uint64_t count, uint32_t bell, uint64_t timeout_ns)
+                    uint64_t apart, uint64_t count, uint32_t bell, uint64_t timeout_ns)
 {
     static int no_waitv; /* 1 once any thread has found that the kernel lacks it */
     struct ps_control *control = (struct ps_control *)control_address;
     const uint64_t *ring_address = (const uint64_t *)rings, *head_seen = (const uint64_t *)seen;
-    struct waitv waits[WAITV_MAX];
+    const uint64_t *is_apart = (const uint64_t *)apart;
+    struct waitv waits[PS_WORDS];
     uint32_t entries = 0;
+    int all = 1;
 
     /* A bit and not a count, so that the successor of a shard that died asleep can clear it. */
     __atomic_fetch_or(&control->sleepers, 1ull << shard, __ATOMIC_SEQ_CST);
@@ -340,16 +366,16 @@ void ps_shard_sleep(uint64_t control_address, uint64_t shard, uint64_t rings, ui
         const struct ps_ring *ring = (const struct ps_ring *)ring_address[i];
         if (ps_load_acquire(&ring->head) != head_seen[i])
             goto awake;
-        if (entries < WAITV_MAX)
-            waits[entries++] = (struct waitv){(uint32_t)head_seen[i],
-                                              (uint64_t)ps_low_half(&ring->head),
-                                              WAITV_SIZE_U32, 0};
+        if (is_apart && is_apart[i])
+            continue;
+        if (entries < PS_WORDS)
+            waits[entries++] = watch(&ring->head, head_seen[i]);
+        else
+            all = 0;
     }
-    if (!__atomic_load_n(&no_waitv, __ATOMIC_RELAXED) && count < WAITV_MAX) {
-        uint64_t end = ps_now_ns() + timeout_ns;
-        struct timespec limit = {(time_t)(end / 1000000000ull), (long)(end % 1000000000ull)};
-        if (syscall(SYS_futex_waitv, waits, entries, 0, &limit, CLOCK_MONOTONIC) < 0 &&
-            (errno == ENOSYS || errno == EPERM))
+    if (!__atomic_load_n(&no_waitv, __ATOMIC_RELAXED) && all) {
+        int error = wait_any(waits, entries, timeout_ns);
+        if (error == ENOSYS || error == EPERM)
             __atomic_store_n(&no_waitv, 1, __ATOMIC_RELAXED);
     } else {
         ps_futex_wait(&control->shard_bell, bell, timeout_ns < 200000 ? timeout_ns : 200000);

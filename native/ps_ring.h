@@ -149,7 +149,12 @@ void ps_spin_on(double since);
 uint32_t ps_cpu(void);
 uint32_t ps_thread_id(void);
 void ps_wide_awake(uint64_t control, uint64_t shard);
-void ps_shard_sleep(uint64_t control, uint64_t shard, uint64_t rings, uint64_t seen,
+void ps_shard_sleep(uint64_t control, uint64_t shard, uint64_t rings, uint64_t seen, uint64_t apart,
                     uint64_t count, uint32_t bell, uint64_t timeout_ns);
+/* Server: sleeps until the low half of one of the words, at most PS_WORDS, is not that of its value,
+ * is woken, or the time is up. Returns 0, or the error number of the kernel. */
+#define PS_WORDS 128
+int ps_wait_any(const uint64_t *words, const uint64_t *values, uint64_t count,
+                uint64_t timeout_ns);
 
 #endif

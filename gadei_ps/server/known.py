@@ -16,7 +16,7 @@ from gadei_ps.server.account import show_all_work
 from gadei_ps.server.constants import MAX_LEARNERS, ZERO
 from gadei_ps.server.context import Shard, consumed_at, mark_broken, shown_address, slot_of
 from gadei_ps.server.order import had_news, look_anew
-from gadei_ps.server.structs import PART
+from gadei_ps.server.structs import BOARD, PART
 from gadei_ps.server.symbols import clock, get, get32, pass_on, release, shard_sleep
 
 ROSTER = np.uint64(layout.offset(CONTROL, "roster"))
@@ -27,6 +27,8 @@ HEAD = np.uint64(layout.offset(RING, "head"))
 HOLD_AT = np.uint64(layout.offset(RING, "hold"))
 ADDRESSES = np.uint64(layout.offset(PART, "address"))
 HEADS = np.uint64(layout.offset(PART, "head"))
+APART = np.uint64(layout.offset(PART, "apart"))
+WATCHED = np.uint64(layout.offset(BOARD, "watched"))
 
 HOLD_S = 0.02  # how long a consistent pull may keep a shard from beginning the next gradient
 HOLD_POLL_NS = np.uint64(50_000)
@@ -127,11 +129,17 @@ def is_nonsense(s: Shard, head: np.uint64, tail: np.uint64) -> bool:
 @inner
 def sleep(s: Shard, watched: int, bell_seen: np.uint32, timeout_ns: np.uint64) -> None:
     """Sleeps until a head of the first `watched` rings moves, the bell rings or the time is up."""
+    for i in range(watched):
+        ring = s.known[i]
+        at = s.part[0].board + WATCHED + np.uint64(8 * ring.row)
+        # Before the look at its head.
+        s.part[0].apart[i] = get(at) == ring.generation  # SYNC POINT: watched
     shard_sleep(
         s.control,
         np.uint64(s.number),
         s.here + ADDRESSES,
         s.here + HEADS,
+        s.here + APART,
         np.uint64(watched),
         bell_seen,
         timeout_ns,

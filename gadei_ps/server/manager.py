@@ -33,6 +33,7 @@ from gadei_ps.memory.shm import segment_name
 from gadei_ps.server import options
 from gadei_ps.server.code import Code
 from gadei_ps.server.driver import Driver
+from gadei_ps.server.lookouts import Lookouts
 from gadei_ps.server.member import Member
 from gadei_ps.server.options import Asked
 from gadei_ps.server.rings import Rings
@@ -287,14 +288,13 @@ class Server:
     # -- model and shards -----------------------------------------------------------------------
 
     def _map_model(self) -> None:
-        found = [
+        weights, state = (
             segment.attach(segment_name(self.job, name), kind, writable=True, job_id=self.job_id)
             for name, kind in (("weights", SegmentKind.WEIGHTS), ("state", SegmentKind.STATE))
-        ]
+        )
         if not self.active:
-            for one in found:
+            for one in (weights, state):
                 _native.populate(one.address, one.size)
-        weights, state = found
         board = new_board()
         self.shards = Shards(self.control_segment, weights, state, board)
         self.rings = Rings(
@@ -304,8 +304,8 @@ class Server:
             self.shards.count,
             self._shard_bell,
         )
-        part = self.shards.part(0)
-        self.driver = Driver(self.control_segment, state, part, self._start_of_job)
+        self.lookouts = Lookouts(self.rings)
+        self.driver = Driver(self.control_segment, state, self.shards.part(0), self._start_of_job)
         self.log.debug("model mapped", elements=self.shards.elements, shards=self.shards.count)
 
     def _start_shards(self) -> None:
@@ -337,6 +337,7 @@ class Server:
             if not known and (served or self.active):
                 self._map_ring(row, wanted, served)
         if self.active:
+            self.lookouts.follow()
             self._look_at_members()
 
     def _map_ring(self, row: int, generation: int, served: bool) -> None:

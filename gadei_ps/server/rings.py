@@ -140,6 +140,10 @@ class Rings:
         self._changed()
         self._forgotten.append((self._version, one))
 
+    def all(self) -> list[Mapped]:
+        """Those that are mapped; for any thread."""
+        return list(self.mapped.values())
+
     @property
     def forgotten(self) -> set[int]:
         """Rows of rings that a shard may still read."""
@@ -181,3 +185,4 @@ class Rings:
     def _changed(self) -> None:
         _native.store(self._word("table_version"), self._version + 1)  # SYNC POINT: ring table
         _native.bell(self.shard_bell)
+        _native.futex_wake(self._word("table_version"))  # the lookouts

@@ -33,7 +33,8 @@ RING_LINE: Final = np.dtype(
     align=True,
 )
 
-# One for each server process. The shards write `seen` and `holds`, the manager all the rest.
+# One for each server process. The shards write `seen` and `holds`, lookouts `watched`, the
+# manager all the rest.
 BOARD: Final = np.dtype(
     [
         ("table_version", u64),  # goes up with every change of the table of rings
@@ -41,6 +42,8 @@ BOARD: Final = np.dtype(
         ("seen", u64, (MAX_SHARDS,)),  # the version that each shard works with; NOT_READING
         ("holds", u64, (MAX_SHARDS,)),  # 1 once the shard serves with its lease
         ("ring", RING_LINE, (MAX_LEARNERS,)),
+        # Written by the lookouts: generation of the ring that one watches (lookouts.py); 0: none
+        ("watched", u64, (MAX_LEARNERS,)),
     ],
     align=True,
 )
@@ -115,6 +118,7 @@ PART: Final = np.dtype(
         ("known", KNOWN_RING, (MAX_LEARNERS,)),
         ("address", u64, (MAX_LEARNERS,)),  # of the rings in `known`, for shard_sleep
         ("head", u64, (MAX_LEARNERS,)),  # heads that the shard has acted on, for shard_sleep
+        ("apart", u64, (MAX_LEARNERS,)),  # 1: a lookout watches the head, for shard_sleep
         # Which of them a pass looks at (order.py).
         ("looked", i64, (MAX_LEARNERS,)),  # lines of `known`; first those that are lively
         ("lively", i64),

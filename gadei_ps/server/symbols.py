@@ -44,7 +44,7 @@ thread_id = types.ExternalFunction("ps_thread_id", _u32())
 lease_take = types.ExternalFunction("ps_lease_take", types.int32(_u64, _u64))
 wide_awake = types.ExternalFunction("ps_wide_awake", _void(_u64, _u64))
 shard_sleep = types.ExternalFunction(
-    "ps_shard_sleep", _void(_u64, _u64, _u64, _u64, _u64, _u32, _u64)
+    "ps_shard_sleep", _void(_u64, _u64, _u64, _u64, _u64, _u64, _u32, _u64)
 )
 
 

@@ -27,7 +27,7 @@ ps_release.argtypes, ps_release.restype = [_u64, _u64, _u64], None
 ps_hand_out = _library.ps_hand_out
 ps_hand_out.argtypes, ps_hand_out.restype = [_u64, _u64, _u64], None
 ps_shard_sleep = _library.ps_shard_sleep
-ps_shard_sleep.argtypes = [_u64, _u64, _u64, _u64, _u64, _u32, _u64]
+ps_shard_sleep.argtypes = [_u64, _u64, _u64, _u64, _u64, _u64, _u32, _u64]
 ps_shard_sleep.restype = None
 
 

@@ -79,7 +79,7 @@ static void sleep_on(struct input *in)
     if (head % 3 == 0)
         for (uint64_t i = 0; i < count; i++)
             seen[i] = rings[i % RINGS]->head;
-    ps_shard_sleep(AT(control), shard, AT(address), AT(seen), count, bell, 0);
+    ps_shard_sleep(AT(control), shard, AT(address), AT(seen), 0, count, bell, 0);
     assert(!control->sleepers);
 }
 

@@ -63,7 +63,7 @@ static void publish(void) { ps_publish(ring, control); }
 static void push(void) { ps_publish_frame(ring, control, (struct ps_frame){.samples = 1}); }
 static void wait(void) { ps_wait_applied(ring, control, 0, 3600000000000ull); }
 static void ask(void) { ps_wait_grant(ring, control, 0, 0); }
-static void sleep_on(void) { ps_shard_sleep((uint64_t)control, 0, 0, 0, 0, 0, 1); }
+static void sleep_on(void) { ps_shard_sleep((uint64_t)control, 0, 0, 0, 0, 0, 0, 1); }
 
 static int lacks(const char *name, void (*run)(void), const uint32_t *word, uint32_t then,
                  const uint32_t *after)

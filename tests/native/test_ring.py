@@ -148,7 +148,7 @@ def test_a_frame_wakes_a_shard(begin: int) -> None:
     rings, seen = np.array([ring.at], np.uint64), np.array([begin], np.uint64)
 
     def sleep() -> None:
-        ps_shard_sleep(ring.control_at, 0, rings.ctypes.data, seen.ctypes.data, 1, 0, LONG_NS)
+        ps_shard_sleep(ring.control_at, 0, rings.ctypes.data, seen.ctypes.data, 0, 1, 0, LONG_NS)
 
     asleep = Later(sleep)
     support.eventually(lambda: ring.control["sleepers"] == 1)

@@ -242,7 +242,7 @@ static void *shard(void *argument)
         if (over)
             return NULL;
         await("frame for shard", frame_there, me, seen[0]);
-        ps_shard_sleep(AT(control), me, AT(address), AT(seen), learners, bell, FOREVER_NS);
+        ps_shard_sleep(AT(control), me, AT(address), AT(seen), 0, learners, bell, FOREVER_NS);
     }
 }
 
