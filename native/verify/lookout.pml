@@ -6,8 +6,8 @@
  *
  * Processes: a learner that publishes F frames; a shard; a lookout. The lookout takes the ring over
  * and leaves it to the shard at any time (periods, and how many rings it may leave), or stays asleep
- * for good while the shard watches. More shards change nothing: each waits on its own. A full fence or a system call stands between every store here and the load after it, so
- * memory is sequentially consistent.
+ * for good while the shard watches. More shards change nothing: each waits on its own. Memory is
+ * sequentially consistent: sleep.pml has the fences between a store and the load after it.
  *
  * Wrong on purpose: -DHEAD_LATE (the lookout loads the head after it has said that it watches),
  * -DFLAG_LATE (the shard asks who watches after it has looked at the head), -DNO_BELL (the lookout

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from support import daemon, status
 
@@ -20,7 +23,9 @@ def test_two_hundred_learners(job_name: str, compiled: None) -> None:
     ):
         gang.ask({"learners": LEARNERS, "job": job_name}, timeout_s=150)
         made = 0
-        for active in (2, LEARNERS, 1, LEARNERS):
+        for active, dies in ((2, False), (LEARNERS, False), (1, False), (LEARNERS, True)):
+            if dies:
+                os.kill(status(job_name)["server_pid"], signal.SIGKILL)
             told = gang.ask({"active": active, "seconds": 0.01})[0]
             assert told["least"] > 0
             made += told["made"]
