@@ -72,7 +72,7 @@ class Feedback:
     """A sender that adds to what it sends next what rounding has left out (error feedback).
 
     So over many rounds the sum of what was received follows the sum of what was to be sent: they
-    differ by `residual` alone, whose size is that of one rounding.
+    differ by `residual` alone, whose size is that of one rounding. Values must be finite.
     """
 
     def __init__(self, values: int, wire: Wire) -> None:

@@ -24,7 +24,7 @@ from gadei_ps.simulate.draws import FloatArray, Stream, uniform
 from gadei_ps.simulate.groups_broadcast import Broadcasts, Taken
 from gadei_ps.simulate.groups_outcome import GroupOutcome
 from gadei_ps.simulate.groups_setting import GroupSetting
-from gadei_ps.simulate.groups_training import GroupTraining
+from gadei_ps.simulate.groups_training import GroupTraining, NotFinite
 
 DRAWN = 200_000
 """Run times that are drawn at a time for a group, so that memory stays bounded."""
@@ -80,32 +80,40 @@ class GroupSimulator:
     def run(self) -> GroupOutcome:
         """Runs to the end of the setting's rounds."""
         began = time.perf_counter()
+        found = self._outcome
+        with np.errstate(over="ignore", invalid="ignore"):  # NotFinite tells of it
+            try:
+                self._run()
+            except NotFinite:
+                found.ended = "the weights are not finite any more; lower --lr or the rule's rate"
+            found.end(self._broadcasts)
+            if self._training:
+                found.training = self._training.outcome()
+                found.curve = self._training.curve
+                found.samples = self._training.samples
+        found.wall_s = time.perf_counter() - began
+        return found
+
+    def _run(self) -> None:
         wanted = self._setting.rounds * len(self._groups)
         for group in self._groups:
             self._begin(group, 0.0)
-        done, now = 0, 0.0
+        found, done = self._outcome, 0
         while self._events and done < wanted:
             now, number = heapq.heappop(self._events)
+            found.seconds = now
             group = self._groups[number]
             if group.alone:
                 self._return(group, now)
                 continue
             self._end(group, now)
             done += 1
+            found.rounds = done
             if self._training and done * POINTS // wanted != (done - 1) * POINTS // wanted:
                 self._training.look(now)
             self._begin(group, now)
-        found = self._outcome
-        found.seconds, found.rounds = now, done
         if done < wanted:
             found.ended = "no machine is left"
-        found.end(self._broadcasts)
-        if self._training:
-            found.training = self._training.outcome()
-            found.curve = self._training.curve
-            found.samples = self._training.samples
-        found.wall_s = time.perf_counter() - began
-        return found
 
     # -- a round ----------------------------------------------------------------------------------
 

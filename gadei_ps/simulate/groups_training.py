@@ -22,6 +22,16 @@ from gadei_ps.groups.subsets import Subsets
 from gadei_ps.simulate.problems import Problem
 
 
+class NotFinite(ArithmeticError):
+    """The weights of a group have left the range of float32."""
+
+
+def _finite(values: Floats) -> Floats:
+    if not np.isfinite(values).all():
+        raise NotFinite
+    return values
+
+
 class _Group:
     """The weights of one group, and what its machines have left to train."""
 
@@ -73,7 +83,8 @@ class GroupTraining:
     def round(self, group: int, members: Sequence[Member], k: int) -> Floats:
         """Trains each member for k mini-batches, or for what its subset has left in this pass.
 
-        Returns the aggregate, which is weighted by the samples that each has trained with.
+        Returns the aggregate, which is weighted by the samples that each has trained with. Raises
+        NotFinite, as `end_round` does.
         """
         one = self._groups[group]
         if not one.subsets.left:
@@ -102,14 +113,14 @@ class GroupTraining:
         if self.wire is not Wire.FLOAT32:
             one.sums = one.sums or Feedback(len(aggregate), self.wire)
             aggregate = one.weights + self._sent(one.sums, aggregate - one.weights)
-        return aggregate
+        return _finite(aggregate)
 
     def end_round(self, group: int, aggregate: Floats, arrived: Sequence[Floats]) -> Floats:
         """The group continues with what its rule makes of these. Returns what it broadcasts."""
         one = self._groups[group]
         own = aggregate.copy()
         one.rule.end_round(own, arrived)
-        one.weights = own
+        one.weights = _finite(own)
         told = own if one.rule.sends_result else aggregate
         if self.wire is Wire.FLOAT32:
             return told
@@ -171,4 +182,6 @@ class GroupTraining:
 
     def _sent(self, sender: Feedback, values: Floats) -> Floats:
         """What receivers get of these values."""
-        return sender.encode(values, np.empty(compress.size(len(values), self.wire), np.uint8))
+        return sender.encode(
+            _finite(values), np.empty(compress.size(len(values), self.wire), np.uint8)
+        )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gadei_ps.errors import UsageError
 from gadei_ps.groups.compress import Wire
-from gadei_ps.simulate import groups_report, groups_setting, problems
+from gadei_ps.simulate import groups, groups_report, groups_setting, problems
 from gadei_ps.simulate.groups import GroupSimulator, first_views
 from gadei_ps.simulate.groups_outcome import GroupOutcome
 from gadei_ps.simulate.groups_setting import Deaths, GroupSetting, Links
@@ -166,10 +166,24 @@ def test_nothing_is_counted_twice_or_forgotten(
             assert found["aggregation_models"] == pytest.approx(wanted[0] / sizes[0], rel=0.3)
 
 
+@pytest.mark.parametrize("drawn", [1, 7, 20, 1000])
+def test_run_times_do_not_depend_on_how_many_are_drawn_at_once(
+    drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds() -> float:
+        times = parse("lognormal:mean=1,sigma=0.5", 3)
+        setting = GroupSetting((3, 2), ((1,), (0,)), times, values=64, k=5, rounds=9)
+        return GroupSimulator("replace", setting).run().seconds
+
+    wanted = seconds()
+    monkeypatch.setattr(groups, "DRAWN", drawn)
+    assert seconds() == pytest.approx(wanted, rel=1e-12)
+
+
 # -- training -------------------------------------------------------------------------------------
 
 
-def trained(rule: str, sizes: Sequence[int], **how: Any) -> GroupOutcome:
+def trained(rule: str, sizes: Sequence[int], lr: float = 0.5, **how: Any) -> GroupOutcome:
     how = {"k": 8, "batch": 16, "rounds": 12} | how
     setting = GroupSetting(
         tuple(sizes),
@@ -178,7 +192,7 @@ def trained(rule: str, sizes: Sequence[int], **how: Any) -> GroupOutcome:
         **how,
     )
     problem = problems.Logistic(0, samples=1024)
-    return groups_report.run(rule, setting, groups_report.Learning(problem, 0.5))
+    return groups_report.run(rule, setting, groups_report.Learning(problem, lr))
 
 
 def test_one_machine_alone_descends_plainly() -> None:
@@ -203,6 +217,13 @@ def test_groups_learn_by_every_rule(rule: str) -> None:
         less = trained(rule, [2, 2, 2], wire=wire)
         assert less.training is not None
         assert less.training["loss"] == pytest.approx(found.training["loss"], abs=0.02)
+
+
+@pytest.mark.parametrize("wire", list(Wire))
+def test_weights_that_are_not_finite_end_a_run(wire: Wire) -> None:
+    found = trained("outer:5:0.99:1", [2, 2], lr=1e5, wire=wire, rounds=100)
+    assert "not finite any more" in found.ended and 0 < found.rounds < 200
+    assert found.training is not None
 
 
 def test_each_sample_is_trained_once_a_pass_whoever_dies() -> None:
