@@ -9,7 +9,6 @@ be written is used without being kept.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
@@ -46,13 +45,6 @@ def _checksum(path: Path, body: bytes) -> bytes:
 def is_kept(name: str) -> bool:
     """Whether there is a file of the unit. Quick: it is not read, and may be damaged."""
     return _path(name).exists()
-
-
-def names() -> list[str]:
-    """The units of which there is a file."""
-    with contextlib.suppress(OSError):
-        return sorted(path.stem for path in cache.directory().iterdir() if path.suffix == ENDING)
-    return []
 
 
 def read(name: str) -> Code | None:

@@ -114,7 +114,7 @@ def _raise_full(fd: int) -> None:
 def test_nothing_is_undefined_but_c_and_ours() -> None:
     """So nothing of Python's, nor of Numba's, runs in a server's threads, and none can raise."""
     names = {one.name for one in (*units.units(Kind), zipline.UNIT)}
-    kept = set(store.names()) & names
+    kept = set(filter(store.is_kept, names))
     assert {"stand_by", "apply", "arrive", "check", "move-1-0"} <= kept
     for name in kept:
         code = store.read(name)
