@@ -15,6 +15,10 @@
 
 #include <poll.h>
 #include <stdlib.h>
+#include <sys/socket.h>
+
+/* Bytes that are worth waking up for, of a frame that has begun. */
+#define ENOUGH (1 << 17)
 
 /* What depends on others, too, is due later than what depends on its sender alone. */
 #define DEPENDENT 3
@@ -135,12 +139,32 @@ static int has_to_send(struct mesh_exchange *x, uint32_t member)
     return !x->to[member].blocked && (x->to[member].total || mesh_next_frame(x, member));
 }
 
+/* Lets the kernel wake this process when enough has come. Never for more than the frame in hand:
+ * what follows it may depend on what this member does with it. */
+static void want(struct mesh_exchange *x, uint32_t member)
+{
+    struct receiving *from = &x->from[member];
+    int enough = 0;
+    if (from->payload) {
+        uint32_t rest = from->header.length - from->payload_done;
+        enough = rest < ENOUGH ? (int)rest : ENOUGH;
+    }
+    if (enough == from->enough)
+        return;
+    setsockopt(x->plan->fd[member], SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof enough);
+    x->plan->calls++;
+    from->enough = enough;
+}
+
 enum mesh_result mesh_run(struct mesh_exchange *x)
 {
     struct mesh_plan *plan = x->plan;
     struct pollfd fds[MESH_MEMBERS + 1];
     enum mesh_result result = MESH_FINISHED;
     for (;;) {
+        for (uint32_t i = 0; i < plan->members; i++)
+            if (i != plan->me)
+                want(x, i);
         if (is_over(x))
             return MESH_FINISHED;
         int timeout = 0, more = 0;

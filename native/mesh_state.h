@@ -25,6 +25,7 @@ struct receiving {
     uint32_t reduce_seen;
     uint32_t gather_part, gather_next;
     uint64_t samples, last_ns;
+    int enough; /* bytes from which on the kernel wakes this process; 0: one */
     int begun, paused, done;
 };
 
