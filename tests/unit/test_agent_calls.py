@@ -77,6 +77,14 @@ def test_strangers_are_refused_and_the_listener_goes_on(door: Listener) -> None:
         newer.sendall(hello)
         answer = handshake._ANSWER.unpack(newer.recv(200, socket.MSG_WAITALL)[:76])
         assert answer[1:3] == (handshake.VERSION, Verdict.VERSION)
+    hello = handshake._HELLO.pack(
+        handshake.MAGIC, handshake.VERSION, 1, 1, 2, 1, 10, IDENTITY.digest, os.urandom(32)
+    )
+    with socket.create_connection(door.address) as forger:  # goes on without the token
+        forger.sendall(hello + bytes(32))
+        assert len(forger.recv(76, socket.MSG_WAITALL)) == 76
+        assert forger.recv(2, socket.MSG_WAITALL) == handshake._VERDICT.pack(Verdict.TOKEN)
+    assert not taken
     with listener.call(door.address, HELLO, IDENTITY, None, soon()):
         eventually(lambda: taken, what="welcome")
     silent.close()

@@ -58,7 +58,7 @@ PHASES = {
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("phase", PHASES)
 def test_survivors_of_a_death_end_the_round_alike(phase: str, how: signal.Signals) -> None:
-    with machines(3, silence_s=0.5) as group:
+    with machines(3, silence_s=0.5, piece_s=1000) as group:  # silence alone ends a hang
         victim = group[2]
 
         def change(at: int, data: bytes) -> bytes:
