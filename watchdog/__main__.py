@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from gadei_ps.watchdog import begun
+from gadei_ps.watchdog import nursery
 
 
 def _outlive() -> None:
@@ -40,11 +40,11 @@ def main() -> None:
     os.set_inheritable(end, False)
     if "--silent" in sys.argv:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    nursery = begun.early()
+    early = nursery.start_early()
 
     from gadei_ps.watchdog import child  # which imports all that a watchdog needs
 
-    sys.exit(child.run(end, nursery))
+    sys.exit(child.run(end, early))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """How servers come into being: as forks of the nursery or, where there is none, as programs.
 
-The nursery is a convenience: while it is dead, or hangs, servers start as programs of their own,
-which takes a second instead of milliseconds. It is started anew when it dies.
+The nursery is a convenience: while it is dead, servers start as programs of their own, which takes
+longer. It is started anew when it dies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Hashable
@@ -17,24 +19,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from gadei_ps.errors import in_words
-from gadei_ps.job import births
-from gadei_ps.job.births import Born, Ended, Load, NotBorn, Ready, Start
+from gadei_ps.job import nursery_words as words
+from gadei_ps.job.nursery_words import Born, Ended, Load, NotBorn, Ready, Start
 from gadei_ps.machine import process
 from gadei_ps.memory import build
-from gadei_ps.watchdog import begun, restart
-from gadei_ps.watchdog.begun import ENVIRONMENT, Begun
+from gadei_ps.watchdog import nursery, restart
 from gadei_ps.watchdog.liveness import Watch, progress
+from gadei_ps.watchdog.nursery import ENVIRONMENT, Nursery
 from gadei_ps.watchdog.restart import Exit, Policy
 
 CODE_S = 0.1  # how long the word of a server's end may take, which the kernel has told of
 POLICY = Policy(first_s=0.5, longest_s=30.0)
+USEFUL_S = 5.0
 START_LIMIT_S = 60.0  # how long the nursery may load without progress
 FORK_LIMIT_S = 1.0  # a fork takes milliseconds
+LOOK_S = 1.0  # between two looks at the files of a build that is another one
+GONE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server process that has begun. child: None if it is a fork of the nursery.
+    """A server process that has begun: a program (child), or a fork of this nursery.
 
     files: of the build that it runs, before that was loaded.
     """
@@ -45,6 +50,7 @@ class Server:
     pidfd: int
     files: frozenset[tuple[str, int, int]]
     child: subprocess.Popen[bytes] | None = None
+    nursery: Nursery | None = None
 
 
 class Births:
@@ -61,14 +67,16 @@ class Births:
         self._log = log
         self._born = born
         self._failed = failed
-        self._nursery: Begun | None = None
-        self._ready = False
+        self._nursery: Nursery | None = None
+        self._ready_at: float | None = None
+        self._has_borne = False
         self._killed = False  # because it hangs
-        self._ending = False
         self._deaths: tuple[Exit, ...] = ()
         self._died_at = float("-inf")
+        self._refused: frozenset[tuple[str, int, int]] | None = None  # files of another build
+        self._looked_at = 0.0
         self._asked: Start | None = None
-        self._loads: Load | None = None
+        self._loads: tuple[Load, int] | None = None
         self._codes: dict[int, int] = {}  # of servers that have ended, by pid
         self._watch = Watch(START_LIMIT_S)
 
@@ -85,36 +93,40 @@ class Births:
     @property
     def busy_s(self) -> float:
         """Processor time of a nursery that still loads, s."""
-        if self._nursery is None or self._ready:
+        if self._nursery is None or self._ready_at is not None:
             return 0.0
         return process.cpu_s(self._nursery.child.pid)
 
-    def take(self, nursery: Begun) -> None:
-        """Uses a nursery that was started before."""
-        self._nursery, self._ready, self._killed = nursery, False, False
-        self._selector.register(nursery.end, selectors.EVENT_READ, lambda _: self._hear())
+    def take(self, made: Nursery) -> None:
+        """Uses a nursery that has been started."""
+        self._nursery = made
+        self._ready_at, self._has_borne, self._killed = None, False, False
+        self._selector.register(made.end, selectors.EVENT_READ, lambda _: self._hear())
         if self._loads is not None:
-            self._say(self._loads)
+            self._say(self._loads[0])
 
-    def prepare(self, optimizer: int, sync: str) -> None:
-        """The next server needs the code of these."""
-        wanted = Load(optimizer, sync)
+    def prepare(self, optimizer: int, sync: str, compiled: int) -> None:
+        """The next server needs the code of these. compiled: how many servers have theirs.
+
+        One that has just compiled it has kept it, so the nursery looks again.
+        """
+        wanted = Load(optimizer, sync), compiled
         if wanted != self._loads:
             self._loads = wanted
-            self._say(wanted)
+            self._say(wanted[0])
 
     def ask(self, number: int, arguments: list[str]) -> None:
         """A server is to begin; `born` or `failed` tells, perhaps before this returns."""
         self._asked = Start(number, arguments)
-        if self._nursery is None or not self._say(self._asked):
+        if not self._say(self._asked):
             self._start_program()
 
-    def _say(self, message: births.Message) -> bool:
+    def _say(self, message: words.Message) -> bool:
         """False if there is no nursery that hears it."""
         if self._nursery is None:
             return False
         try:
-            births.send(self._nursery.end, message)
+            words.send(self._nursery.end, message)
         except OSError:
             self._nursery.child.kill()  # the end of its socket tells
             return False
@@ -122,7 +134,8 @@ class Births:
 
     def _start_program(self) -> None:
         asked, self._asked = self._asked, None
-        assert asked is not None
+        if asked is None:
+            return
         command = process.module_command("gadei_ps.server.manager", *asked.arguments)
         files = build.files()
         try:
@@ -144,11 +157,12 @@ class Births:
         """Starts a nursery that is missing and due, kills one that hangs. Called every tick."""
         if self._nursery is None:
             if now >= self._died_at + restart.delay(self._deaths, now, POLICY):
-                self._begin(now)
+                self._start(now)
             return
-        self._watch.limit_s = FORK_LIMIT_S if self._ready else START_LIMIT_S
+        loads = self._ready_at is None
+        self._watch.limit_s = START_LIMIT_S if loads else FORK_LIMIT_S
         signs: dict[Hashable, Hashable] = {}
-        if not self._ready:
+        if loads:
             signs["loading"] = progress(self.busy_s, START_LIMIT_S)
         elif self._asked is not None:
             signs["asked"] = self._asked.number
@@ -157,42 +171,53 @@ class Births:
             self._log.warning("the nursery hangs and is killed", pid=self._nursery.child.pid)
             self._nursery.child.kill()
 
-    def _begin(self, now: float) -> None:
+    def _start(self, now: float) -> None:
+        if self._refused is not None:
+            if now < self._looked_at + LOOK_S:
+                return
+            self._looked_at = now
+            if build.files() == self._refused:
+                return
+            self._refused = None
         try:
-            self.take(begun.begin())
+            self.take(nursery.start())
         except OSError as error:
             self._log.warning("cannot start the nursery", reason=in_words(error))
-            self._note_death(now)
+            self._note_death(now, useful=False)
 
-    def _note_death(self, now: float) -> None:
-        self._deaths = restart.remembered((*self._deaths, Exit(now, self._ready)), POLICY)
+    def _note_death(self, now: float, *, useful: bool) -> None:
+        self._deaths = restart.remembered((*self._deaths, Exit(now, useful)), POLICY)
         self._died_at = now
 
     def _hear(self) -> None:
         """Whatever the nursery has said."""
-        while self._nursery is not None:
+        while (made := self._nursery) is not None:
             try:
-                message, pidfd = births.receive(self._nursery.end)
+                message, pidfd = words.receive(made.end)
             except BlockingIOError:
                 return
+            except (OSError, ValueError) as error:
+                self._log.error("the nursery cannot be understood", reason=str(error))
+                message = None
             if message is None:
                 self._lost()
                 return
-            self._take_in(message, pidfd)
+            self._take_in(made, message, pidfd)
 
-    def _take_in(self, message: births.Message, pidfd: int | None) -> None:
+    def _take_in(self, made: Nursery, message: words.Message, pidfd: int | None) -> None:
         if isinstance(message, Ready):
-            self._ready = True
+            self._ready_at = time.monotonic()
         elif isinstance(message, Ended):
             self._codes[message.pid] = message.code
         elif isinstance(message, Born):
-            assert self._nursery is not None
             self._asked = None
+            self._codes.pop(message.pid, None)  # of one that had the pid before
             if pidfd is None:  # for want of a descriptor; unknown as it is, the server ends
                 self._fail(errno.EMFILE)
                 return
-            files = self._nursery.files
-            self._born(Server(message.number, message.pid, message.start, pidfd, files))
+            self._has_borne = True
+            pid, start = message.pid, message.start
+            self._born(Server(message.number, pid, start, pidfd, made.files, nursery=made))
         elif isinstance(message, NotBorn):
             self._asked = None
             self._fail(message.errno)
@@ -202,34 +227,50 @@ class Births:
 
     def _lost(self) -> None:
         """The nursery is dead. What it was asked for begins without it."""
+        assert self._nursery is not None
+        now = time.monotonic()
+        lived = self._ready_at is not None and now - self._ready_at > USEFUL_S
+        useful, files = self._has_borne or lived, self._nursery.files
         code = self._forget()
-        self._note_death(time.monotonic())
-        how = process.signal_name(-code) if code < 0 else f"exit code {code}"
+        self._note_death(now, useful=useful)
+        if code == build.REFUSED:
+            self._refused, self._looked_at = files, now
+            how = "gadei-ps has been replaced since this job began"
+        else:
+            how = process.signal_name(-code) if code < 0 else f"exit code {code}"
         self._log.warning("the nursery died; servers start as programs until it is back", how=how)
-        if self._asked is not None:
-            self._start_program()
+        self._start_program()
 
     def _forget(self) -> int:
         """Returns the exit code."""
         assert self._nursery is not None
-        nursery, self._nursery = self._nursery, None
+        made, self._nursery = self._nursery, None
         self._codes.clear()
-        self._selector.unregister(nursery.end)
-        nursery.end.close()
-        nursery.child.kill()
-        return nursery.child.wait()
+        self._selector.unregister(made.end)
+        made.end.close()
+        return self._end_of(made)
+
+    @staticmethod
+    def _end_of(made: Nursery) -> int:
+        """Ends the process, and waits for that within limits; returns its exit code."""
+        made.child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return made.child.wait(GONE_S)
+        return -signal.SIGKILL
 
     def renew(self) -> None:
         """The nursery runs a build that cannot serve the job: the next one is of the files then."""
         if self._nursery is not None:
+            self._refused, self._looked_at = self._nursery.files, time.monotonic()
             self._forget()
+        self._start_program()
 
     def code_of(self, server: Server) -> int | None:
         """The exit code of a server that is dead; None if nobody knows it."""
         if server.child is not None:
             return server.child.wait()
         until = time.monotonic() + CODE_S
-        while server.pid not in self._codes and self._nursery is not None:
+        while server.pid not in self._codes and server.nursery is self._nursery is not None:
             poll = select.poll()
             poll.register(self._nursery.end, select.POLLIN)
             left_s = until - time.monotonic()
@@ -239,7 +280,14 @@ class Births:
         return self._codes.pop(server.pid, None)
 
     def end(self) -> None:
-        """Ends the nursery, after the servers."""
+        """Ends the nursery, and a server that it has borne and that nobody knows yet."""
         self._asked = None
-        if self._nursery is not None:
-            self._forget()
+        if self._nursery is None:
+            return
+        self._end_of(self._nursery)
+        with contextlib.suppress(OSError, ValueError):
+            while (heard := words.receive(self._nursery.end))[0] is not None:
+                if heard[1] is not None:
+                    signal.pidfd_send_signal(heard[1], signal.SIGKILL)
+                    os.close(heard[1])
+        self._forget()

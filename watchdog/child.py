@@ -10,22 +10,24 @@ from typing import Any
 from gadei_ps.errors import GadeiError, in_words
 from gadei_ps.job.config import from_mapping
 from gadei_ps.machine import log
-from gadei_ps.watchdog.begun import Begun
 from gadei_ps.watchdog.notify import Notify
+from gadei_ps.watchdog.nursery import Nursery
 from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.supervisor import serve
 
 
 class NotifyLauncher(Notify):
-    """Writes a line end into the pipe to the launcher whenever the servers' start has got on."""
+    """Writes a line end to the launcher whenever the servers' start has got on."""
 
     def __init__(self, say: int) -> None:
         super().__init__()
         self._say_to = say
 
     def progress(self, timeout_s: float) -> None:
-        with contextlib.suppress(OSError):  # nobody waits any more
+        os.set_blocking(self._say_to, False)
+        with contextlib.suppress(OSError):  # nobody waits any more, or reads
             os.write(self._say_to, b"\n")
+        os.set_blocking(self._say_to, True)
 
 
 def _told(end: int) -> dict[str, Any] | None:
@@ -40,7 +42,7 @@ def _told(end: int) -> dict[str, Any] | None:
     return told
 
 
-def run(end: int, nursery: Begun | None) -> int:
+def run(end: int, nursery: Nursery | None) -> int:
     """Returns the exit code. end: descriptor of a socket to the command that has started this.
 
     From there come, as a line of JSON: config, the job's configuration; fresh, verbose, keep and

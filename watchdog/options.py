@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gadei_ps.watchdog.begun import Begun
+from gadei_ps.watchdog.nursery import Nursery
 
 START_SILENT_S = 180.0  # how long a start may go without progress
 
@@ -32,7 +32,7 @@ class Options:
     as_json: bool = False
     start_silent_s: float = START_SILENT_S
     learners: int = 1
-    nursery: Begun | None = None
+    nursery: Nursery | None = None
 
     @property
     def flags(self) -> list[str]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import psutil
 
 from gadei_ps import _native
 from gadei_ps.errors import in_words
@@ -25,9 +24,9 @@ from gadei_ps.machine import own, process
 from gadei_ps.memory import build, layout, reserve
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.watchdog import births, restart
-from gadei_ps.watchdog.begun import Begun
 from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.nursery import Nursery
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 
 NUMBERS = (0, 1)
@@ -77,7 +76,7 @@ class Servers:
     orphan_s: float
     failed: Callable[[str], None]
     policy: Policy = field(default_factory=Policy)
-    nursery: Begun | None = None
+    nursery: Nursery | None = None
     learners: int = 0
     running: dict[int, Running] = field(default_factory=dict)
     _exits: tuple[Exit, ...] = ()
@@ -315,7 +314,8 @@ class Servers:
     def _prepare_births(self, now: float) -> None:
         """The nursery is there, and has the code that the next server needs."""
         model = modes.text(self.memory.control, modes.wanted(self.memory.control))
-        self._births.prepare(int(self._control["optimizer"]), model)
+        ready = sum(self._control["server"]["state"] == ServerState.READY)
+        self._births.prepare(int(self._control["optimizer"]), model, int(ready))
         self._births.look(now)
         if self._births.pid != int(self._control["nursery_pid"]):
             self._control["nursery_pid"] = 0  # at no instant the words of two stand together
@@ -432,10 +432,7 @@ class Servers:
 
     def private_bytes(self) -> int:
         """Bytes of memory that the active server does not share."""
-        with contextlib.suppress(psutil.Error, OSError):
-            memory = psutil.Process(self.active_pid).memory_info()
-            return int(memory.rss - memory.shared)
-        return 0
+        return process.private_bytes(self.active_pid)
 
 
 def _how(code: int | None) -> str:

@@ -112,7 +112,7 @@ def run(
     from gadei_ps.commands import early
 
     given = {"optimizer": optimizer and optimizer.value, "lr": lr, "sync": sync}
-    with early.begun(job) as child:
+    with early.for_job(job) as child:
         from gadei_ps.commands.run import RunOptions, run_learners
         from gadei_ps.show import view
 

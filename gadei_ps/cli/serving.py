@@ -160,18 +160,19 @@ def reload(
 
 
 def serve_job(job: JobConfig, options: Options, as_json: bool, notify: Notify | None = None) -> int:
-    from gadei_ps.watchdog import begun
+    from gadei_ps.watchdog import nursery
+    from gadei_ps.watchdog.notify import Notify
 
     begin = time.monotonic()
-    options = replace(options, nursery=begun.early())  # it loads beside the imports that follow
+    notify = notify or Notify.from_environment()  # whose variables no other process is to have
+    options = replace(options, nursery=nursery.start_early())  # beside the imports that follow
 
     from gadei_ps.commands.daemon import check_code
     from gadei_ps.machine import log
     from gadei_ps.watchdog.finish import serve
-    from gadei_ps.watchdog.notify import Notify
 
     log.set_up(as_json=options.as_json, verbose=options.verbose)
-    check_code(job.name, serve(job, options, notify or Notify.from_environment()))
+    check_code(job.name, serve(job, options, notify))
     if as_json:
         print_json({"job": job.name, "seconds": time.monotonic() - begin})
     return 0

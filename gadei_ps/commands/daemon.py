@@ -120,8 +120,8 @@ class Daemon:
         if child is None:
             child = self._begin()
         self._process = child.process
-        child.tell(self.config.model_dump_json(), fresh=fresh, **self._how)
         try:
+            child.tell(self.config.model_dump_json(), fresh=fresh, **self._how)
             self._wait_ready(child.end)
         except _Killed:  # what it was about to adopt is for the next one
             raise
@@ -133,10 +133,10 @@ class Daemon:
 
     def _begin(self) -> Child:
         if not self._keep:
-            return early.begin(*self._flags)
+            return early.start(*self._flags)
         log_file = self._open_log()
         try:
-            return early.begin(*self._flags, log_file=log_file, dies=False)
+            return early.start(*self._flags, log_file=log_file, dies=False)
         finally:
             os.close(log_file)
 

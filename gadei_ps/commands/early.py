@@ -40,7 +40,7 @@ class Child:
         self.process.wait()
 
 
-def begin(*flags: str, log_file: int | None = None, dies: bool = True) -> Child:
+def start(*flags: str, log_file: int | None = None, dies: bool = True) -> Child:
     """Starts a watchdog's process, which waits to be told. Raises OSError.
 
     log_file: for its output; else its output goes to stderr. dies: with the calling thread.
@@ -63,7 +63,7 @@ def begin(*flags: str, log_file: int | None = None, dies: bool = True) -> Child:
 
 
 @contextlib.contextmanager
-def begun(job: str) -> Iterator[Child | None]:
+def for_job(job: str) -> Iterator[Child | None]:
     """A watchdog's process for a command's job, if that is likely to be a new one.
 
     job: what the command was given, a name, a job file or a socket. If nobody has used it at the
@@ -72,7 +72,7 @@ def begun(job: str) -> Iterator[Child | None]:
     child = None
     if _may_be_new(job):
         with contextlib.suppress(OSError):  # what needs it says why it cannot be started
-            child = begin()
+            child = start()
     try:
         yield child
     finally:

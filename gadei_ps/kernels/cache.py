@@ -93,13 +93,22 @@ def base() -> Path:
     can be written, a temporary directory that this process removes at its end. What lies there is
     run, so a directory that another user owns is never used.
     """
+    return _home() or _temporary()
+
+
+def _home() -> Path | None:
     given = os.environ.get("NUMBA_CACHE_DIR")
     if not given and homes.of_the_system() and _is_ours(homes.CACHE):
         return homes.CACHE
     home = Path(given) / "gadei-ps" if given else platformdirs.user_cache_path("gadei-ps")
     with contextlib.suppress(OSError):
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return home if _is_ours(home) else _temporary()
+    return home if _is_ours(home) else None
+
+
+def is_lasting() -> bool:
+    """Whether code is kept beyond the life of this process."""
+    return _home() is not None
 
 
 def _is_ours(path: Path) -> bool:

@@ -21,7 +21,11 @@ def unit(name: str, module: str) -> Unit:
     module: its full name. It has `source(name)`, which returns a signature and the function.
     """
     load = functools.partial(_load, name, module)
-    return Unit(name, load, functools.partial(store.is_kept, name))
+    return Unit(name, load, functools.partial(_is_kept, name))
+
+
+def _is_kept(name: str) -> bool:
+    return name in _addresses or store.is_kept(name)
 
 
 def address(name: str) -> int:

@@ -9,9 +9,11 @@ be written is used without being kept.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ from gadei_ps.kernels import cache
 
 FORMAT = b"gadei-ps code 1"
 ENDING = ".code"
+HALF = ".new"
+OLD_S = 600.0
 
 
 class Code(NamedTuple):
@@ -66,12 +70,21 @@ def read(name: str) -> Code | None:
     return Code(entry, tuple(needs), made)
 
 
+def _remove_old(path: Path) -> None:
+    """Removes what processes that were killed had begun to write."""
+    for half in path.parent.glob(f"{path.stem}.*{HALF}"):
+        with contextlib.suppress(OSError):
+            if time.time() - half.stat().st_mtime > OLD_S:
+                half.unlink()
+
+
 def keep(name: str, code: Code) -> None:
     """Writes the file of a unit. If that fails, it says so to cache.note()."""
     path = _path(name)
     body = " ".join((code.entry, *code.needs)).encode() + b"\n" + code.object
     try:
-        fd, made = tempfile.mkstemp(prefix=f"{name}.", suffix=".new", dir=path.parent)
+        _remove_old(path)
+        fd, made = tempfile.mkstemp(prefix=f"{name}.", suffix=HALF, dir=path.parent)
         try:
             with open(fd, "wb") as file:
                 file.write(_checksum(path, body) + body)

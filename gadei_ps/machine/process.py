@@ -48,6 +48,19 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
+def private_bytes(pid: int) -> int:
+    """Bytes of memory that the process alone has; 0 if there is no such process.
+
+    What forks share until one of them writes to it is not private.
+    """
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    lines = [line.split() for line in text.splitlines() if line.startswith("Private_")]
+    return sum(int(words[1]) << 10 for words in lines)
+
+
 def signal_name(number: int) -> str:
     """SIGKILL, say; real-time signals have no names."""
     try:

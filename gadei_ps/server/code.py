@@ -12,7 +12,7 @@ import time
 from gadei_ps import _native, sync
 from gadei_ps.errors import in_words
 from gadei_ps.job import modes
-from gadei_ps.kernels import loaded, sharing
+from gadei_ps.kernels import cache, loaded, sharing
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.machine import log
 from gadei_ps.memory.layout import CONTROL, ServerState
@@ -25,8 +25,10 @@ AGAIN_S = 10.0
 def load_kept(optimizer: int, model: str) -> None:
     """Loads what is kept of the code for an optimizer and a synchronization model; never compiles.
 
-    For forks of this process, which then have it.
+    For forks of this process, which then have it. What lies in a temporary directory is no use.
     """
+    if not cache.is_lasting():
+        return
     for unit in [*units.units([optimizer]), *sync.parse(model).units()]:
         loaded.load_kept(unit.name)
     loaded.give_back()

@@ -4,11 +4,11 @@ A fork is there within milliseconds, and the servers share the memory of what wa
 nursery is single-threaded, never compiles, and has nothing of the job: neither segments nor leases.
 It ends when the watchdog that has started it is gone. Its servers live on without it.
 
-    python -m gadei_ps.server.nursery DESCRIPTOR ROOM
+    python -m gadei_ps.server.nursery DESCRIPTOR BUILD ROOM
 
-ROOM is as much text as the command lines of forks need. The descriptor is one end of a socket on
-which each message is a JSON object (gadei_ps/job/births.py). The watchdog sends Load and Start, and
-hears of what was born and of what has ended.
+BUILD is the watchdog's, ROOM as much text as the command lines of forks need. The descriptor is one
+end of a socket on which each message is a JSON object (gadei_ps/job/nursery_words.py). The watchdog
+sends Load and Start, and hears of what was born and of what has ended.
 """
 
 from __future__ import annotations
@@ -27,15 +27,23 @@ from typing import NoReturn
 import setproctitle
 
 from gadei_ps.errors import OtherVersion
-from gadei_ps.job import births
-from gadei_ps.job.births import Born, Ended, Load, NotBorn, Ready, Start
+from gadei_ps.job import nursery_words as words
+from gadei_ps.job.nursery_words import Born, Ended, Load, NotBorn, Ready, Start
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build
 from gadei_ps.server import code, manager
 
 FAILED = 1
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the nursery's end is the watchdog's
 SERVER, NURSERY = "gadei_ps.server.manager", "gadei_ps.server.nursery"
+
+
+class _Replaced(OtherVersion):
+    """A module is wanted that was not loaded before its file was replaced."""
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.what}: restart the job with the new build, or install the old"
 
 
 class _Closed(MetaPathFinder):
@@ -43,15 +51,16 @@ class _Closed(MetaPathFinder):
 
     def find_spec(self, name: str, *_: object) -> None:
         if name.partition(".")[0] == "gadei_ps":
-            raise OtherVersion("this server's code", f"{name} has been replaced meanwhile")
+            raise _Replaced(name, "has been replaced since this job began")
 
 
 class Nursery:
-    """The process. end: its end of the socket to the watchdog."""
+    """The process. end: its end of the socket to the watchdog. files: of the build, as loaded."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, files: frozenset[tuple[str, int, int]]) -> None:
         self._end = end
-        self._files = build.files()
+        self._files = files
+        self._closed = False
         self._children: dict[int, int] = {}  # pids, by their pidfds
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
@@ -64,18 +73,27 @@ class Nursery:
                 if fd in self._children:
                     self._reap(fd)
                     continue
-                message = births.receive(self._end)[0]
+                message = words.receive(self._end)[0]
                 if message is None:
                     return
+                self._close_if_replaced()
                 self._obey(message)
 
-    def _say(self, message: births.Message, *descriptors: int) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next look tells
-            births.send(self._end, message, *descriptors)
+    def _close_if_replaced(self) -> None:
+        if not self._closed and build.files() != self._files:
+            self._closed = True
+            sys.meta_path.insert(0, _Closed())
 
-    def _obey(self, message: births.Message) -> None:
+    def _say(self, message: words.Message, *descriptors: int) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next look tells
+            words.send(self._end, message, *descriptors)
+
+    def _obey(self, message: words.Message) -> None:
         if isinstance(message, Load):
-            code.load_kept(message.optimizer, message.sync)
+            try:
+                code.load_kept(message.optimizer, message.sync)
+            except Exception:  # a server that needs it says what is wrong
+                log.get().exception("the nursery cannot load the code of servers")
         elif isinstance(message, Start):
             self._bear(message)
 
@@ -112,8 +130,8 @@ class Nursery:
             for pidfd in self._children:
                 os.close(pidfd)
             os.setpgid(0, 0)
-            if build.files() != self._files:
-                sys.meta_path.insert(0, _Closed())
+            for number in IGNORED:
+                signal.signal(number, signal.SIG_DFL)
             command = process.module_command(SERVER, *arguments)
             setproctitle.setproctitle(" ".join(command))
             setproctitle.setthreadtitle("gadei-server")
@@ -127,17 +145,19 @@ class Nursery:
 
 def main() -> None:
     """Started by the watchdog; dies with it."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # its end is that of the watchdog
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    files = build.files()
+    log.set_up(quiet=True)  # imports what servers would import later
+    if build.of_server() != int(sys.argv[2], 16):
+        os._exit(build.REFUSED)  # the watchdog says so
     setproctitle.setproctitle(" ".join(process.module_command(NURSERY, sys.argv[1])))
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     process.allow_files(process.MANY_FILES)
-    log.get()  # imports what servers would import later
-    build.of_server()  # of the files as they were when this was loaded
     code.load_kept(Kind.SGD, "asp")  # most of it is every job's
     gc.freeze()  # to look for garbage among these would copy their pages in each fork
-    Nursery(end).run()
+    Nursery(end, files).run()
     os._exit(0)
 
 

@@ -17,8 +17,8 @@ import pytest
 from support import QuickDaemon, eventually, quick, spin, status
 from team import Team, send, stopped
 
-from gadei_ps.job import births
-from gadei_ps.job.births import Born
+from gadei_ps.job import nursery_words as words
+from gadei_ps.job.nursery_words import Born
 from gadei_ps.job.processes import Role
 
 start = functools.partial(QuickDaemon, nursery=True)
@@ -109,22 +109,22 @@ def test_it_dies_before_it_tells_of_a_fork(
     once = tmp_path / "once"
 
     def forget() -> None:
-        tell = births.send
+        tell = words.send
 
-        def send_all_but_one(end: object, message: births.Message, *descriptors: int) -> None:
+        def send_all_but_one(end: object, message: words.Message, *descriptors: int) -> None:
             if isinstance(message, Born) and once.exists():
                 once.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             tell(end, message, *descriptors)  # type: ignore[arg-type]
 
-        births.send = send_all_but_one
+        words.send = send_all_but_one
 
     in_nurseries(forget)
     with Team(job_name, tmp_path, start=start) as team:
         standby = team.find(Role.STANDBY)
         once.touch()
         send(standby)
-        eventually(lambda: not once.exists())
+        assert eventually(lambda: unknown(team)), "the fork that nobody knows"
         team.goes_on()
         team.find(Role.STANDBY)
         eventually(lambda: not unknown(team), what="the unknown one has ended")
@@ -132,7 +132,10 @@ def test_it_dies_before_it_tells_of_a_fork(
 
 
 def test_it_cannot_fork(
-    job_name: str, tmp_path: Path, in_nurseries: Callable[[Callable[[], None]], None]
+    job_name: str,
+    tmp_path: Path,
+    in_nurseries: Callable[[Callable[[], None]], None],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The watchdog says so, and asks again."""
     full = tmp_path / "full"
@@ -154,6 +157,7 @@ def test_it_cannot_fork(
         send(team.find(Role.SERVER))
         team.goes_on()
         assert not status(job_name)["standby_pid"]
+        eventually(lambda: capfd.readouterr().err.count("cannot start a server"))
         full.unlink()
         team.find(Role.STANDBY)
         team.settle()

@@ -153,8 +153,12 @@ def test_an_upgrade_under_a_running_job(
     standby = eventually(lambda: status(job_name)["standby_pid"])
     with (copied(upgraded) / "server" / "driver.py").open("a") as source:
         source.write("# of another build\n")
+    nursery = status(job_name)["nursery_pid"]
     os.kill(standby, signal.SIGKILL)
     eventually(lambda: status(job_name)["standby_pid"] not in (0, standby))
+    assert cli("set", job_name, "sync=elastic-bsp:10").code == 0  # whose search it has, too
+    assert cli("set", job_name, "sync=asp").code == 0
+    assert status(job_name)["nursery_pid"] == nursery
     for name in ("nursery_pid", "standby_pid"):
         os.kill(status(job_name)[name], signal.SIGKILL)
     missing = eventually(lambda: status(job_name)["standby_missing"], what=lambda: daemon.err)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 def test_it_serves_what_it_is_told(job_name: str) -> None:
     with quick.fork_quickly():
-        child = early.begin()
+        child = early.start()
         with Daemon(config(job_name, standby=False), child=child) as daemon:
             assert is_running(job_name)
             assert daemon._process is child.process
@@ -27,17 +27,17 @@ def test_it_serves_what_it_is_told(job_name: str) -> None:
 
 def test_it_ends_if_nobody_needs_it(job_name: str) -> None:
     with quick.fork_quickly():
-        with early.begun(job_name) as child:
+        with early.for_job(job_name) as child:
             assert child is not None
         assert gone(child.process.pid)
-        child = early.begin()
+        child = early.start()
         os.close(child.end)  # its command has died
         assert child.process.wait(60.0) == 0
 
 
 def test_it_is_killed_before_it_is_told(job_name: str) -> None:
     with quick.fork_quickly():
-        child = early.begin()
+        child = early.start()
         os.kill(child.process.pid, signal.SIGKILL)
         child.process.wait()
         with (
@@ -50,5 +50,5 @@ def test_it_is_killed_before_it_is_told(job_name: str) -> None:
 def test_a_running_job_needs_none(cli: Cli, job_name: str) -> None:
     cli.serve(job_name)
     eventually(lambda: is_running(job_name))
-    with early.begun(job_name) as child:
+    with early.for_job(job_name) as child:
         assert child is None

@@ -29,7 +29,7 @@ from unittest import mock
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
-from gadei_ps.watchdog import begun
+from gadei_ps.watchdog import nursery as nursery_process
 from gadei_ps.watchdog.births import Births
 from gadei_ps.watchdog.restart import Policy
 
@@ -243,8 +243,8 @@ def load_commands() -> None:
 def without_nursery() -> Iterator[None]:
     """In this block watchdogs start their servers themselves."""
     with (
-        mock.patch.object(begun, "early", lambda: None),
-        mock.patch.object(Births, "_begin", lambda self, now: None),
+        mock.patch.object(nursery_process, "start_early", lambda: None),
+        mock.patch.object(Births, "_start", lambda self, now: None),
     ):
         yield
 

@@ -76,7 +76,7 @@ def test_a_refused_server_is_tried_again_with_other_files(
     server = f"import os; open({str(gate)!r}).read(); os._exit({build.REFUSED})"
     command = [sys.executable, "-S", "-c", server]
     monkeypatch.setattr(process, "module_command", lambda *_: list(command))
-    monkeypatch.setattr(Births, "_begin", lambda self, now: None)
+    monkeypatch.setattr(Births, "_start", lambda self, now: None)
     memory = JobMemory(JobConfig(name=job_name))
     memory.create_control(parse("asp"))
     control: Any = memory.control.view(CONTROL)

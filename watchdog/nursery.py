@@ -1,4 +1,4 @@
-"""Starts a nursery, before the watchdog has imported what it needs: both load at the same time."""
+"""Starts a nursery: early, so that it loads while the watchdog imports what it needs itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOM = " " * 256
 
 
 @dataclass(frozen=True)
-class Begun:
+class Nursery:
     """A nursery. end: the watchdog's end of the socket. files: of its build, before it started."""
 
     child: subprocess.Popen[bytes]
@@ -26,14 +26,15 @@ class Begun:
     files: frozenset[tuple[str, int, int]]
 
 
-def begin() -> Begun:
+def start() -> Nursery:
     """Starts a nursery, which dies with the calling thread. Raises OSError."""
     files = build.files()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    words = str(theirs.fileno()), f"{build.of_server():x}", ROOM
     try:
         with theirs:
             child = process.spawn(
-                process.module_command("gadei_ps.server.nursery", str(theirs.fileno()), ROOM),
+                process.module_command("gadei_ps.server.nursery", *words),
                 env=os.environ | ENVIRONMENT | TITLE,
                 stdout=2,  # the log goes to stderr: stdout belongs to the command's result
                 pass_fds=[theirs.fileno()],
@@ -42,12 +43,12 @@ def begin() -> Begun:
         ours.close()
         raise
     ours.setblocking(False)
-    return Begun(child, ours, files)
+    return Nursery(child, ours, files)
 
 
-def early() -> Begun | None:
+def start_early() -> Nursery | None:
     """The same at the start of a watchdog; None where it fails: the watchdog tries again."""
     try:
-        return begin()
+        return start()
     except OSError:
         return None

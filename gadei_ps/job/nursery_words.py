@@ -1,7 +1,7 @@
 """What a watchdog and its nursery say to each other, over a pair of sockets.
 
-Each message is one datagram: a JSON object of its fields and its kind. Both run the same build: the
-watchdog has started the nursery.
+Each message is one datagram: a JSON object of its fields and its kind. Both run the same build: a
+nursery of another build than its watchdog's ends.
 """
 
 from __future__ import annotations
@@ -73,16 +73,19 @@ def send(end: socket.socket, message: Message, *descriptors: int) -> None:
 def receive(end: socket.socket) -> tuple[Message | None, int | None]:
     """The next message, and the descriptor that came with it; no message: the other one is gone.
 
-    Raises BlockingIOError where there is none yet.
+    Raises BlockingIOError where there is none yet, ValueError for what is no message.
     """
     try:
         text, descriptors, _, _ = socket.recv_fds(end, MOST_BYTES, 1)
-    except ConnectionResetError:
-        return None, None
+    except ConnectionResetError:  # it is dead and has not read all; what it said before comes now
+        text, descriptors, _, _ = socket.recv_fds(end, MOST_BYTES, 1)
     if not text:
         return None, None
     for fd in descriptors:
         os.set_inheritable(fd, False)
-    fields = json.loads(text)
-    kind = KINDS[fields.pop("kind")]
-    return kind(**fields), (descriptors[0] if descriptors else None)
+    try:
+        fields = json.loads(text)
+        message = KINDS[fields.pop("kind")](**fields)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no message: {error!r}") from None
+    return message, (descriptors[0] if descriptors else None)

@@ -1,0 +1,106 @@
+"""Nurseries that end, speak nonsense or cannot be started: how often they are tried."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from support import eventually
+
+from gadei_ps.machine import log
+from gadei_ps.memory import build
+from gadei_ps.watchdog import nursery
+from gadei_ps.watchdog.births import Births
+from gadei_ps.watchdog.nursery import Nursery
+
+SAYS = "import socket, sys; end = socket.socket(fileno=int(sys.argv[1])); end.send({!r}); {}"
+READY = b'{"kind": "Ready"}'
+
+
+class Tries:
+    """Births whose nurseries are these programs, and how often one was started."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.births = Births(self.selector, log.get(), lambda _: None, lambda _: None)
+        self.started = 0
+        self.program = ""
+        self.error: OSError | None = None
+
+    def start(self) -> Nursery:
+        self.started += 1
+        if self.error is not None:
+            raise self.error
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            child = subprocess.Popen(
+                [sys.executable, "-S", "-c", self.program, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+            )
+        ours.setblocking(False)
+        return Nursery(child, ours, build.files())
+
+    def hear(self) -> None:
+        for key, mask in self.selector.select(0.05):
+            key.data(mask)
+
+    def die(self, now: float) -> None:
+        """Starts one at this time, and hears all until its end."""
+        self.births.look(now)
+        eventually(lambda: self.hear() or not self.births.pid)
+
+
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tries]:
+    made = Tries()
+    monkeypatch.setattr(nursery, "start", made.start)
+    yield made
+    made.births.end()
+    made.selector.close()
+
+
+@pytest.mark.parametrize("says", [READY, b'{"kind": "Other"}', b"nonsense", b'{"kind": "Born"}'])
+def test_one_that_is_of_no_use_is_started_ever_more_slowly(tries: Tries, says: bytes) -> None:
+    tries.program = SAYS.format(says, "")
+    tries.die(0.0)
+    at = tries.births._died_at
+    tries.die(at)
+    at = tries.births._died_at
+    for early in (0.1, 0.4):
+        tries.births.look(at + early)
+    assert tries.started == 2
+    tries.die(at + 0.6)
+    assert tries.started == 3
+
+
+def test_one_that_cannot_be_started_is_not_tried_at_each_look(tries: Tries) -> None:
+    """Also not after one that was of use."""
+    tries.program = SAYS.format(READY, "sys.stdin.read()")
+    tries.births.look(0.0)
+    eventually(lambda: tries.hear() or tries.births._ready_at is not None)
+    tries.births._has_borne = True
+    tries.births._nursery.child.kill()  # type: ignore[union-attr]
+    eventually(lambda: tries.hear() or not tries.births.pid)
+    tries.error = OSError(11, "none is available")
+    now = tries.births._died_at
+    for tick in range(100):
+        tries.births.look(now + tick / 100)
+    assert tries.started <= 1 + 3
+
+
+def test_one_of_another_build_is_tried_again_with_other_files(
+    tries: Tries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries.program = f"raise SystemExit({build.REFUSED})"
+    tries.die(0.0)
+    now = tries.births._died_at
+    for tick in range(1, 50):
+        tries.births.look(now + tick)
+    assert tries.started == 1
+    monkeypatch.setattr(build, "files", lambda: frozenset({("other", 1, 1)}))
+    tries.die(now + 60)
+    assert tries.started == 2
