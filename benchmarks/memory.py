@@ -109,11 +109,11 @@ def _processes(report: Report, team: Team) -> dict[str, float]:
 def _own(daemon: Daemon) -> dict[str, psutil.Process]:
     """Return the processes of a job that are not learners."""
     watchdog = psutil.Process(daemon.request(Status())["watchdog_pid"])
-    servers = {int(pid) for pid in Processes(daemon.config.name).control["server"]["pid"]}
-    found = {"watchdog": watchdog}
-    for child in sorted(watchdog.children(recursive=True), key=lambda one: one.pid not in servers):
-        found[f"server {len(found)}" if child.pid in servers else "nursery"] = child
-    return found
+    control = Processes(daemon.config.name).control
+    names = {int(pid): f"server {number}" for number, pid in enumerate(control["server"]["pid"], 1)}
+    names[int(control["nursery_pid"])] = "nursery"
+    others = ((names.get(one.pid, "history"), one) for one in watchdog.children(recursive=True))
+    return {"watchdog": watchdog} | dict(sorted(others, key=lambda other: other[0]))
 
 
 def sizes_of(job: str) -> dict[str, int]:
