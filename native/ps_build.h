@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x1faa6c2c69d909dcull
+#define PS_BUILD 0x984db509cc0eb42eull
 
 #endif

@@ -131,18 +131,18 @@
  * || header ||
  * 128       132     136     140    144      148                152               156         160
  * || shards | slots | ahead | mode | report | refuse_nonfinite | staleness_aware | optimizer |
- * 160       168     176            184 192       196 200         208 448
- * | spin_ns | build | server_build |   || groups |   | said_word |   ||
+ * 160       168     176            184 192
+ * | spin_ns | build | server_build |   ||
+ * 192       196 200         208           212 216             224 448
+ * || groups |   | said_word | nursery_pid |   | nursery_start |   ||
  * 448      452    456           460            464              472     480         488     496
  * || phase | stop | model_ready | watchdog_pid | watchdog_start | pause | temporary | saves |
  * 496           504              512
  * | sync_wanted | numbers_wanted ||
- * 512                 520         524           528           536            544           548 552
- * || lease_generation | lease_pid | lease_state | lease_start | lease_shards | nursery_pid |   |
- * 552             560 576        584               592 640
- * | nursery_start |   || version | supersteps_done |   ||
- * 640           644            648        656 704
- * || shard_bell | manager_bell | sleepers |   ||
+ * 512                 520         524           528           536            544 576
+ * || lease_generation | lease_pid | lease_state | lease_start | lease_shards |   ||
+ * 576        584               592 640           644            648        656 704
+ * || version | supersteps_done |   || shard_bell | manager_bell | sleepers |   ||
  * 704          712         720    728            736               744 768
  * || superstep | sync_done | wave | numbers_done | numbers_version |   ||
  * 768     772 776       784      792    800    808           816        824 832
@@ -175,7 +175,9 @@
   F(T, 168, u64, build, , W, "of the C sources (ps_build.h); attaching refuses another one")     \
   F(T, 176, u64, server_build, , W, "what servers run; one of another build ends") P(184, 8)     \
   F(T, 192, u32, groups, , W, "of parameters; written before `model_ready`") P(196, 4)           \
-  F(T, 200, u64, said_word, , W, "which half of `said` counts, and what it has") P(208, 240)     \
+  F(T, 200, u64, said_word, , W, "which half of `said` counts, and what it has")                 \
+  F(T, 208, i32, nursery_pid, , W, "0: none; changes while the job runs") P(212, 4)              \
+  F(T, 216, u64, nursery_start, , W, "when that process started, as `owner_start`") P(224, 224)  \
   F(T, 448, u32, phase, , W, "enum ps_phase")                                                    \
   F(T, 452, u32, stop, , W, "enum ps_stop")                                                      \
   F(T, 456, u32, model_ready, , W, "1: weights and state exist")                                 \
@@ -191,9 +193,7 @@
   F(T, 524, u32, lease_state, , S/W, "1: a server serves; W clears it with new leases")          \
   F(T, 528, u64, lease_start, , S, "when that process started, as `owner_start`")                \
   F(T, 536, u64, lease_shards, , S/W, "1: one server has all shards' leases; W clears it")       \
-  F(T, 544, i32, nursery_pid, , W, "0: none") P(548, 4)                                          \
-  F(T, 552, u64, nursery_start, , W, "when that process started, as `owner_start`")              \
-  P(560, 16) F(T, 576, u64, version, , 0, "gradients applied")                                   \
+  P(544, 32) F(T, 576, u64, version, , 0, "gradients applied")                                   \
   F(T, 584, u64, supersteps_done, , S, "") P(592, 48)                                            \
   F(T, 640, u32, shard_bell, , W/S/s/saver, "futex, bumped by atomic addition")                  \
   F(T, 644, u32, manager_bell, , W/S/s/saver, "futex, bumped by atomic addition")                \

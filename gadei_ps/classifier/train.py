@@ -119,7 +119,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     with (
         # A file in memory: it disappears with its processes, and only its owner can open it.
         os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
-        Daemon(config, verbose=settings.verbose) as daemon,
+        Daemon(config, verbose=settings.verbose, learners=settings.learners) as daemon,
         display,
         interrupts.first_told() as signalled,
     ):

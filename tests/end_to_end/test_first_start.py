@@ -27,7 +27,7 @@ SERVER = """
 import os, sys, time
 from pathlib import Path
 from unittest import mock
-from gadei_ps.kernels import cache, sharing
+from gadei_ps.kernels import cache, sharing, store
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.machine import process
 from gadei_ps.server import loading, units as of_server
@@ -42,7 +42,7 @@ log = mock.Mock()
 units = [one for one in of_server.units([1]) if one.name.startswith(("move", "assign"))]
 loading.load([Unit(f"wait-{os.getpid()}", wait, lambda: True), *units], log, True)
 said = [call.args[0] for call in log.warning.call_args_list]
-print(cache.directory(), sum(unit.is_kept() for unit in units), *said, sep="\\n")
+print(cache.directory(), sum(store.is_kept(unit.name) for unit in units), *said, sep="\\n")
 cache.remove_temporary()
 """
 LOOPS = 6

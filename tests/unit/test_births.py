@@ -79,7 +79,7 @@ def test_one_that_is_of_no_use_is_started_ever_more_slowly(tries: Tries, says: b
 
 def test_one_that_cannot_be_started_is_not_tried_at_each_look(tries: Tries) -> None:
     """Also not after one that was of use."""
-    tries.program = SAYS.format(READY, "sys.stdin.read()")
+    tries.program = SAYS.format(READY, "__import__('time').sleep(1000)")
     tries.births.look(0.0)
     eventually(lambda: tries.hear() or tries.births._ready_at is not None)
     tries.births._has_borne = True
