@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, compiled: None) -> tuple[P
         (directory / "rt").mkdir(mode=0o700)
         patch.setenv("GADEI_PS_RUNTIME_DIR", str(directory / "rt"))
         cli = Cli(directory, interpreters=True)
-        result = cli(*ARGUMENTS.split(), "--job", f"trained-{directory.name}", "--json")
+        result = cli(*ARGUMENTS.split(), "--job", f"trained-{os.getpid()}", "--json")
     assert not list((directory / "rt").iterdir())
     return directory, result
 

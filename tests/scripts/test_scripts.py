@@ -74,7 +74,7 @@ SHORT = {
     "resnet": Short("--epochs {} --samples 256", 2, rtol=1e-3),
     "super_resolution": Short("--nEpochs {} --images 160", 2, two=1.5),
     "tabular": Short("--epochs {} --rows 1280", 4),
-    "text_classifier": Short("--epochs {} --samples 1600", 2),
+    "text_classifier": Short("--epochs {} --samples 1600", 2, two=1.5),
     "time_series": Short("--epochs {} --length 400", 2),
     "translation": Short("--steps {}", 12),
     "triplet": Short("--epochs {} --samples 320", 2),
