@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from gadei_ps.benchmarks import asynchrony_tables, script_tables, virtual_tables
+from gadei_ps.benchmarks.failover import BOTH, CONTROL_ROW, NEXT, OURS, STANDBY
+from gadei_ps.benchmarks.memory import BESIDES
 from gadei_ps.benchmarks.reproduce import __main__ as reproduction
 
 ROOT = Path(__file__).parents[2]
@@ -127,9 +129,33 @@ def memory() -> list[str]:
     def megabytes(contender: str, of: str = "all together") -> float:
         return median("memory.json", contender=contender, learners=2, of=of) / 1e6
 
-    own = sum(megabytes("gadei-ps", of) for of in ("watchdog", "server 1", "server 2"))
+    own = megabytes("gadei-ps", BESIDES)
     peers = ("gadei-ps", "Hogwild", "Hogwild sparse", "DDP gloo")
     return [*(f"{megabytes(one):.0f}" for one in peers), f"{own:.0f}"]
+
+
+def failover() -> list[str]:
+    """By size of the weights: p50 of a wait without a death; p50 and p99 of each death."""
+    shown = []
+    for megabytes in (22, 100):
+
+        def ms(contender: str, what: str, quantile: str, size: int = megabytes) -> str:
+            wanted = {"contender": contender, "what": what, "bytes": size * 10**6}
+            return f"{1e3 * row('failover.json', **wanted)[quantile]:.0f}"
+
+        shown += [str(megabytes), ms(CONTROL_ROW, NEXT, "p50")]
+        for contender, what in ((OURS, NEXT), (OURS, STANDBY), (BOTH, NEXT)):
+            shown += [ms(contender, what, quantile) for quantile in ("p50", "p99")]
+    return shown
+
+
+def learners() -> list[str]:
+    shown = []
+    for count, silent in ((2, 0), (16, 0), (64, 0), (200, 0), (2, 62), (2, 254)):
+        found = row("learners.json", contender="gadei-ps", learners=count, silent=silent)
+        shown += [str(count), str(silent), f"{found['median']:,.0f}"]
+        shown.append(f"{found['share_of_two']:.2f}")
+    return shown
 
 
 def nlc_ratios() -> list[str]:
@@ -222,6 +248,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "start.json, first gradient": first_gradients,
     "attach.json, all": attach,
     "memory.json, two learners": memory,
+    "failover.json, deaths": failover,
+    "learners.json, all": learners,
 }
 
 
