@@ -14,7 +14,7 @@ from unittest import mock
 
 import psutil
 import pytest
-from support import QuickDaemon, eventually, quick, spin, status
+from support import QuickDaemon, eventually, gone, quick, spin, status
 from team import Team, send, stopped
 
 from gadei_ps.job import nursery_words as words
@@ -113,6 +113,7 @@ def test_it_dies_before_it_tells_of_a_fork(
 
         def send_all_but_one(end: object, message: words.Message, *descriptors: int) -> None:
             if isinstance(message, Born) and once.exists():
+                (tmp_path / "forked").write_text(str(message.pid))
                 once.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             tell(end, message, *descriptors)  # type: ignore[arg-type]
@@ -124,10 +125,12 @@ def test_it_dies_before_it_tells_of_a_fork(
         standby = team.find(Role.STANDBY)
         once.touch()
         send(standby)
-        assert eventually(lambda: unknown(team)), "the fork that nobody knows"
+        eventually(lambda: not once.exists())
+        forked = int((tmp_path / "forked").read_text())
+        assert forked not in team.control["server"]["pid"]
         team.goes_on()
         team.find(Role.STANDBY)
-        eventually(lambda: not unknown(team), what="the unknown one has ended")
+        eventually(lambda: gone(forked), what="the one that nobody knows has ended")
         team.settle()
 
 
