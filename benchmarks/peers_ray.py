@@ -64,17 +64,22 @@ def run(server: Any, workers: list[Any], times: int) -> None:
     ray.get(weights)
 
 
-def main() -> None:
-    """Order {"bytes", "learners", "times"}: each learner pushes and pulls `times` times."""
+def begin_ray(store_bytes: int) -> None:
+    """Starts Ray on this machine alone."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
         num_cpus=16,  # only for the scheduler, so that all actors run
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        object_store_memory=STORE_BYTES,
+        object_store_memory=store_bytes,
         _temp_dir=sys.argv[1],  # for sockets and logs, which would stay in /tmp/ray
     )
+
+
+def main() -> None:
+    """Order {"bytes", "learners", "times"}: each learner pushes and pulls `times` times."""
+    begin_ray(STORE_BYTES)
     server: Any = ray.remote(ParameterServer)
     worker: Any = ray.remote(DataWorker)
     made: tuple[int, int] | None = None

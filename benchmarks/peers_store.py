@@ -8,8 +8,6 @@ together. Only references go through the driver.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy as np
 import ray
 
 from gadei_ps.benchmarks.peers import Floats, answer, orders
+from gadei_ps.benchmarks.peers_ray import begin_ray
 
 STORE_BYTES = 4_000_000_000
 
@@ -56,15 +55,7 @@ def aggregate(actors: list[Any]) -> None:
 
 def main() -> None:
     """Order {"bytes", "members", "times"}: aggregates `times` times."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        num_cpus=16,  # only for the scheduler, so that all actors run
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=STORE_BYTES,
-        _temp_dir=sys.argv[1],  # for sockets and logs, which would stay in /tmp/ray
-    )
+    begin_ray(STORE_BYTES)
     member: Any = ray.remote(Member)
     made: tuple[int, int] | None = None
     actors: list[Any] = []

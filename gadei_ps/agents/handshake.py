@@ -159,7 +159,7 @@ def answer(
         raise refusal(Verdict.JOB, "is an agent of another job")
     if link not in set(Link):
         _tell(connection, Verdict.NOT_AWAITED, until)
-        raise refusal(Verdict.NOT_AWAITED, f"asks for link {link}, which there is not")
+        raise refusal(Verdict.NOT_AWAITED, f"asks for link {link}, and there is no such link")
     hello = Hello(Link(link), generation, caller, called, values)
     verdict = judge(hello)
     if verdict != Verdict.WELCOME:

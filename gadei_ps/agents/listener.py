@@ -1,4 +1,4 @@
-"""The listening socket of an agent: lets in whom somebody awaits, and goes on whoever calls.
+"""The listening socket of an agent: lets in those that are awaited, and stays open for others.
 
 Each call is answered in a thread of its own, with a deadline; at most CALLS at once. What a call is
 for decides who judges it and who gets its connection.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from gadei_ps.groups.outer import Outer
 from gadei_ps.groups.rules import Mix, Replace, Rule
-from gadei_ps.sync.parameters import SpecError, shown
+from gadei_ps.sync.parameters import SpecError, converted, shown
 
 _RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Replace, Mix, Outer)}
 
@@ -41,17 +42,8 @@ def parse(text: str) -> Rule:
         if key in given:
             raise _error(rule, f"{key} is given twice")
         given[key] = value
-    values: dict[str, object] = {}
-    for key, parameter in rule.parameters.items():
-        if key in given:
-            try:
-                values[key] = parameter.convert(given[key])
-            except ValueError as error:
-                raise _error(rule, f"{key} {error}") from None
-        elif parameter.required:
-            raise _error(rule, f"{key} is missing")
     make: Callable[..., Rule] = rule
-    return make(**values)
+    return make(**converted(rule.parameters, given, partial(_error, rule)))
 
 
 def _error(rule: type[Rule], what: str) -> SpecError:

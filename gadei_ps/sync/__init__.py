@@ -7,6 +7,7 @@ the server and the simulator drive the same objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from gadei_ps.sync.asp import ASP
@@ -22,7 +23,7 @@ from gadei_ps.sync.base import (
 from gadei_ps.sync.bsp import BSP
 from gadei_ps.sync.cutoff import Cutoff
 from gadei_ps.sync.elastic_bsp import ElasticBSP
-from gadei_ps.sync.parameters import SpecError, path, shown
+from gadei_ps.sync.parameters import SpecError, converted, path, shown
 from gadei_ps.sync.ssp import SSP
 from gadei_ps.sync.wsp import WSP
 
@@ -108,15 +109,7 @@ def _made(model: type[SyncModel], given: Mapping[str, object]) -> SyncModel:
     for key in given:
         if key not in model.parameters:
             raise _error(model, f"unknown parameter {shown(key)}")
-    values: dict[str, object] = {}
-    for key, parameter in model.parameters.items():
-        if key in given:
-            try:
-                values[key] = parameter.convert(given[key])
-            except ValueError as error:
-                raise _error(model, f"{key} {error}") from None
-        elif parameter.required:
-            raise _error(model, f"{key} is missing")
+    values = converted(model.parameters, given, partial(_error, model))
     make: Callable[..., SyncModel] = model
     try:
         return make(**values)

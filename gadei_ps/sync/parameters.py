@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,27 @@ class Parameter:
 
     convert: Callable[[object], Any]
     required: bool = True
+
+
+def converted(
+    parameters: Mapping[str, Parameter],
+    given: Mapping[str, object],
+    error: Callable[[str], SpecError],
+) -> dict[str, Any]:
+    """The values of the parameters that are given, by name.
+
+    error: makes what is raised for one that cannot be converted, or that is missing.
+    """
+    values: dict[str, Any] = {}
+    for key, parameter in parameters.items():
+        if key in given:
+            try:
+                values[key] = parameter.convert(given[key])
+            except ValueError as wrong:
+                raise error(f"{key} {wrong}") from None
+        elif parameter.required:
+            raise error(f"{key} is missing")
+    return values
 
 
 def shown(value: object) -> str:
