@@ -197,3 +197,11 @@ class MemberLost(AgentError):
         )
         self.member = member
         self.why = why
+
+
+class ClusterError(GadeiError):
+    """The cluster of machines cannot do what was asked: Ray does not answer, or has no place."""
+
+
+class ClusterLost(ClusterError):
+    """It has ended, or is not reached any more, before it has answered."""

@@ -1,4 +1,4 @@
-"""Writes to the job's weights that are no gradients: values that take the place of those there."""
+"""Writes to the job's weights that are no gradients: values that replace them, or are added."""
 
 from __future__ import annotations
 
@@ -77,6 +77,16 @@ class Assigns(Frames):
         if kept:
             self._assign(where, timeout_s, reset=reset)
 
+    def add(self, values: Values, *, timeout_s: float | None = None) -> None:
+        """Adds these values to weights of the job; as assign() in all else.
+
+        The optimizer has no part in it: no rate, no momentum, no step. So what others push
+        meanwhile stays, and comes before or after it, in each shard.
+        """
+        where, kept = self._checked(values)
+        if kept:
+            self._assign(where, timeout_s, adds=True)
+
     def _checked(self, values: Values) -> Checked:
         """Raises ModelMismatch, UsageError."""
         if not isinstance(values, Mapping):
@@ -117,6 +127,7 @@ class Assigns(Frames):
         *,
         stream: int = 0,
         reset: bool = False,
+        adds: bool = False,
         steps: int = SAME_STEPS,
         until: float | None = None,
     ) -> None:
@@ -131,7 +142,8 @@ class Assigns(Frames):
         with self._pushing:
             slot = self._wait(learner.claim, (), timeout_s, NO_SLOT, until)
             try:
-                learner.assign(slot + layout.PAYLOAD_AT, where, stream, int(reset), steps)
+                flags = (layout.RESET if reset else 0) | (layout.ADD if adds else 0)
+                learner.assign(slot + layout.PAYLOAD_AT, where, stream, flags, steps)
                 sequence = learner.publish(facts)
             except ValueError as error:
                 raise self._wrong(error) from None

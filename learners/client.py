@@ -17,14 +17,13 @@ The client for C (native/gadei.h) does the same; tests/conformance/test_client*.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import math
 import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -50,6 +49,7 @@ from gadei_ps.learners.frame import (
 )
 from gadei_ps.learners.optimizer_state import OptimizerState
 from gadei_ps.learners.said import Says, says_of
+from gadei_ps.learners.stand import Stands
 from gadei_ps.learners.waits import Carrier, OnlyOne, forks, limit
 from gadei_ps.learners.work import Batch, Taken, Work, epoch_order
 from gadei_ps.memory import weights
@@ -82,7 +82,7 @@ NO_TURN = "no grant to go on"
 NO_SLOT = "no slot came free: does the server apply gradients?"
 
 
-class Client(Work, OptimizerState):
+class Client(Work, Stands, OptimizerState):
     """One learner.
 
     job: a job's name or its socket's path; None takes it from the environment that `gadei-ps run`
@@ -176,7 +176,6 @@ class Client(Work, OptimizerState):
         self.refuses_nonfinite = bool(int(self._control["refuse_nonfinite"]))
         """Whether the job refuses gradients that hold a NaN or an infinity."""
         self._warns = self.refuses_nonfinite
-        self._paused = 0  # blocks of pause() that are open
         self._gone_since = None
         self._carrier: Callable[[], Carrier | None] = lambda: None
         who = self.row, self.generation, os.getpid(), place, self._learner
@@ -248,26 +247,6 @@ class Client(Work, OptimizerState):
 
     # -- push -----------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Around what takes long and computes no gradient, such as a validation.
-
-        The job does not kill this learner meanwhile. Under BSP the others wait for it, so that the
-        run stays repeatable; under the other models they go on without it. Publishes first what a
-        device has on its way. May be nested. Raises UsageError.
-        """
-        self.check_process()
-        self._land()
-        self._paused += 1
-        try:
-            if self._paused == 1:
-                _native.pause_learner(*self._rings, 1)
-            yield
-        finally:
-            self._paused -= 1
-            if not self._paused and not self._learner.left:
-                _native.pause_learner(*self._rings, 0)
-
     def sees_current(self) -> None:
         """What is computed from now on comes from the live weights as they are now."""
         self._learner.version = self.current_version
@@ -275,6 +254,7 @@ class Client(Work, OptimizerState):
     def wait_turn(self, timeout_s: float | None = None) -> None:
         """Waits until the synchronization model lets this learner begin its next iteration."""
         self.check_process()
+        self._trains()
         self._wait(_native.wait_grant, (*self._rings, self.published), timeout_s, NO_TURN)
         self.sees_current()
         self._learner.started = time.monotonic()
@@ -289,6 +269,7 @@ class Client(Work, OptimizerState):
         computed from the weights that it would have without this call.
         """
         self.check_process()
+        self._trains()
         begin = time.monotonic()
         arguments = *self._rings, self._learner.turn(number)
         try:
@@ -350,6 +331,7 @@ class Client(Work, OptimizerState):
         tensor does not have.
         """
         self.check_process()
+        self._trains()
         self._land()
         learner = self._learner
         if not learner.wanted():
@@ -380,6 +362,7 @@ class Client(Work, OptimizerState):
         same slot anew.
         """
         self.check_process()
+        self._trains()
         self._land()
         return self._claim(timeout_s, limit(timeout_s))
 

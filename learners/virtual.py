@@ -276,8 +276,8 @@ class VirtualWorker:
 
     def assign(self, values: Mapping[str, Any], *, reset: bool = False) -> None:
         """As LocalOptimizer.assign; drains the pipeline. reset: see Client.assign."""
+        self.drain()  # first: a stage that computes has copies in the place of its parameters
         given = assign.split(self._trained, values)
-        self.drain()
         self.waves.assign(given.job, reset=reset)
         self._elsewhere.send()
         given.write_local()

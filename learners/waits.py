@@ -174,14 +174,25 @@ class Waits(Told):
             if carrier := self._carrier():
                 carrier.check()
             now = time.monotonic()
-            if _native.job_lives(self._control_at):
-                self._gone_since = None
-            elif self._gone_since is None:
-                self._gone_since = now
-            elif now - self._gone_since > GONE_S:
-                raise JobFailed(f"the server and the watchdog of job {self.job!r} are gone")
+            self._look_whether_it_lives(now)
             if until is not None and now >= until:
                 raise PushTimeout(f"{what} within {timeout_s} s")
+
+    def check_job(self) -> None:
+        """For what waits for something else, again and again: raises JobStopped where the job has
+        ended or is to end, and JobFailed where its processes have been gone for long."""
+        if self.stopping or int(self._control["phase"]) == Phase.FAILED:
+            raise self._ended()
+        self._look_whether_it_lives(time.monotonic())
+
+    def _look_whether_it_lives(self, now: float) -> None:
+        """Raises JobFailed where the job's processes have been gone for long."""
+        if _native.job_lives(self._control_at):
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = now
+        elif now - self._gone_since > GONE_S:
+            raise JobFailed(f"the server and the watchdog of job {self.job!r} are gone")
 
     def _evicted(self) -> Evicted:
         return Evicted(f"job {self.job!r} has given this learner's place away")

@@ -17,7 +17,7 @@ from gadei_ps import _native
 from gadei_ps.errors import JobStopped, PushTimeout, UsageError
 from gadei_ps.job.control import Lasting, SetWork
 from gadei_ps.learners.waits import Waits
-from gadei_ps.memory import layout
+from gadei_ps.memory import layout, owned
 from gadei_ps.memory.layout import Phase
 
 MOST = 2**31  # epochs, and batches of an epoch, are fewer
@@ -146,6 +146,8 @@ class Work(Waits, ABC):
         control = self._control
         if int(control["work"]) != layout.Work.WORKING:
             return False
+        if owned.is_on(control):
+            return bool(int(control["requeued"])) or owned.left(control)
         following, epochs_done = int(control["next"]), int(control["epochs_done"])
         if int(control["requeued"]) or following & 0xFFFFFFFF != int(control["batches"]):
             return True

@@ -381,7 +381,8 @@ static int assign(gadei_learner *learner, const float *const *values, int reset,
         return result;
     for (uint32_t i = 0; i < learner->tensor_count; i++)
         learner->gradients[i].values = values[i];
-    ps_frame_assign(common, payload(learner), learner->gradients, 0, reset, PS_SAME_STEPS);
+    ps_frame_assign(common, payload(learner), learner->gradients, 0, reset ? PS_RESET : 0,
+                    PS_SAME_STEPS);
     result = publish_with(learner, &facts);
     if (result)
         return result;

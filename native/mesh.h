@@ -80,7 +80,8 @@ struct mesh_plan {
 uint32_t mesh_checksum(const void *bytes, size_t length);
 uint32_t mesh_checksum_plain(const void *bytes, size_t length);
 
-/* out = weight[0] * from[0] + weight[1] * from[1] + ..., each step rounded to float32. */
+/* out = weight[0] * from[0] + weight[1] * from[1] + ..., each step rounded to float32. A weight
+   of 0 leaves its values out, whatever they are. */
 void mesh_sum(float *out, const float *const *from, const float *weight, uint32_t members,
               uint64_t count);
 

@@ -13,6 +13,7 @@
 #define _GNU_SOURCE
 #include "mesh_state.h"
 
+#include <limits.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <sys/socket.h>
@@ -121,7 +122,8 @@ static enum mesh_result look_at_clock(struct mesh_exchange *x, int *timeout_ms)
     }
     if (behind >= 0)
         return blame(x, (uint32_t)behind, x->from[behind].begun ? MESH_SILENT : MESH_ABSENT);
-    *timeout_ms = next ? (int)((next - now) / 1000000 + 1) : -1;
+    uint64_t left_ms = next ? (next - now) / 1000000 + 1 : 0;
+    *timeout_ms = !next ? -1 : left_ms < INT_MAX ? (int)left_ms : INT_MAX;
     return MESH_FINISHED;
 }
 

@@ -146,10 +146,12 @@ enum mesh_result mesh_pull(struct mesh_exchange *x, uint32_t member)
             return blame(x, member, MESH_CLOSED);
         plan->received += (uint64_t)count;
         plan->moved += (uint64_t)count;
-        from->begun = 1;
-        from->last_ns = now_ns();
         size_t of_payload = (size_t)count < rest ? (size_t)count : rest;
         size_t of_header = (size_t)count - of_payload;
+        /* Neither single bytes nor the rest of a frame put its end off. */
+        if (from->payload ? of_payload == rest : !have)
+            from->last_ns = now_ns();
+        from->begun = 1;
         if (from->payload) {
             from->payload_done += (uint32_t)of_payload;
             if (of_payload < rest)

@@ -24,7 +24,8 @@ struct receiving {
     unsigned char *payload; /* where the frame in hand goes; NULL: its header is not whole */
     uint32_t reduce_seen;
     uint32_t gather_part, gather_next;
-    uint64_t samples, last_ns;
+    uint64_t samples;
+    uint64_t last_ns; /* the frame in hand has begun, or the last one has ended; not while paused */
     int enough; /* bytes from which on the kernel wakes this process; 0: one */
     int begun, paused, done;
 };

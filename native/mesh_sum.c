@@ -1,10 +1,14 @@
-/* The weighted mean of one piece; the same bits on every processor (no fused operations). */
+/*
+ * The weighted mean of one piece; the same bits on every processor, if it is compiled with
+ * -ffp-contract=off (no fused operations). Only which of two NaNs remains is the compiler's choice.
+ */
 #include "mesh.h"
 
 /* Values that stay in the core's first cache while all members are added to them. */
 #define BLOCK 2048
 
-#if defined(__x86_64__)
+/* The loader picks (glibc's can), as in ps_product.c. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
 #define WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define WIDE
@@ -25,10 +29,14 @@ static void WIDE add(float *restrict out, const float *restrict from, float weig
 void mesh_sum(float *out, const float *const *from, const float *weight, uint32_t members,
               uint64_t count)
 {
+    uint32_t first = 0;
+    while (first + 1 < members && weight[first] == 0)
+        first++;
     for (uint64_t at = 0; at < count; at += BLOCK) {
         uint64_t here = count - at < BLOCK ? count - at : BLOCK;
-        scale(out + at, from[0] + at, weight[0], here);
-        for (uint32_t i = 1; i < members; i++)
-            add(out + at, from[i] + at, weight[i], here);
+        scale(out + at, from[first] + at, weight[first], here);
+        for (uint32_t i = first + 1; i < members; i++)
+            if (weight[i] != 0)
+                add(out + at, from[i] + at, weight[i], here);
     }
 }

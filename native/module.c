@@ -68,6 +68,38 @@ METHOD(pause_learner)
     Py_RETURN_NONE;
 }
 
+METHOD(ask_to_stand)
+{
+    UNUSED;
+    TAKES(3)
+    ps_ask_to_stand(RING, CONTROL, arg[2] != 0);
+    Py_RETURN_NONE;
+}
+
+METHOD(beat)
+{
+    UNUSED;
+    TAKES(1)
+    ps_beat(RING);
+    Py_RETURN_NONE;
+}
+
+METHOD(stands)
+{
+    UNUSED;
+    TAKES(2)
+    return PyBool_FromLong(ps_stands(RING, CONTROL));
+}
+
+METHOD(wait_stand)
+{
+    UNUSED;
+    TAKES(3)
+    int result;
+    WAITING(result, ps_wait_stand(RING, CONTROL, patience));
+    return PyLong_FromLong(result);
+}
+
 METHOD(take_work)
 {
     UNUSED;
@@ -280,6 +312,10 @@ static PyMethodDef methods[] = {
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
     ENTRY(pause_learner, "pause_learner(ring, control, on)"),
+    ENTRY(ask_to_stand, "ask_to_stand(ring, control, on)"),
+    ENTRY(beat, "beat(ring): a sign of life"),
+    ENTRY(stands, "stands(ring, control) -> whether all others stand still for this learner"),
+    ENTRY(wait_stand, "wait_stand(ring, control, timeout_ns) -> 0 or a result < 0"),
     ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),
     ENTRY(lease_make, "lease_make(lease): when no process that knows it is alive"),
     ENTRY(lease_take, "lease_take(lease, timeout_ns) -> whether its holder died; or PS_TIMEOUT"),

@@ -256,7 +256,8 @@ METHOD_OF_ONE(assign)
     Py_XDECREF(where);
     if (!taken) {
         Py_BEGIN_ALLOW_THREADS
-        ps_frame_assign(LEARNER, (char *)given[0], values, given[1], given[2] != 0, given[3]);
+        ps_frame_assign(LEARNER, (char *)given[0], values, given[1], (uint32_t)given[2],
+                        given[3]);
         Py_END_ALLOW_THREADS
     }
     free(values);
@@ -382,7 +383,7 @@ static PyMethodDef methods[] = {
     ENTRY(begin, "begin(payload): a frame of rows, of which append() writes the tensors"),
     ENTRY(append, "append(tensor, (values, indices, count, factors))"),
     ENTRY(empty, "empty(computed): a frame without a gradient"),
-    ENTRY(assign, "assign(payload, values, stream, reset, steps): an assignment of whole tensors"),
+    ENTRY(assign, "assign(payload, values, stream, flags, steps): an assignment of whole tensors"),
     ENTRY(check, "check(facts): raises what publish() and land() would raise for them"),
     ENTRY(publish, "publish(facts) -> sequence number of the frame that is written"),
     ENTRY(land, "land(landing, (sums, parts, loss_there, kind, blocks, bytes), facts)"),

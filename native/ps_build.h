@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x984db509cc0eb42eull
+#define PS_BUILD 0x3dd0e032d100e799ull
 
 #endif

@@ -18,12 +18,13 @@ typedef float ps_f32;
 typedef double ps_f64;
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 13u
+#define PS_LAYOUT_VERSION 15u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
 #define PS_AHEAD 16         /* batches that a learner may hold at once */
 #define PS_REQUEUE 4096     /* batches to hand out again: what all learners together can hold */
+#define PS_OWNED 64         /* ranges of batches that wait to be handed out, where a job owns some */
 #define PS_FINISHED_WORDS 4 /* a bit for each learner */
 #define PS_HISTOGRAM 32     /* bins of staleness */
 #define PS_CHUNK 64         /* values between two entries of the undo log */
@@ -47,7 +48,7 @@ typedef double ps_f64;
 /* The numbers above, for Python. */
 #define PS_NUMBERS(X)                                                                        \
   X(PS_MAGIC) X(PS_LAYOUT_VERSION) X(PS_MAX_LEARNERS) X(PS_MAX_SHARDS) X(PS_AHEAD)           \
-  X(PS_REQUEUE) X(PS_FINISHED_WORDS) X(PS_HISTOGRAM) X(PS_CHUNK) X(PS_MAX_STREAMS)           \
+  X(PS_REQUEUE) X(PS_OWNED) X(PS_FINISHED_WORDS) X(PS_HISTOGRAM) X(PS_CHUNK) X(PS_MAX_STREAMS)           \
   X(PS_UNDO_HALVES) X(PS_MAX_GROUPS) X(PS_HYPER) X(PS_SAID) X(PS_JOURNAL) X(PS_MAX_DIMS)     \
   X(PS_RUNS) X(PS_SYNC_TEXT) X(PS_PAYLOAD_AT) X(PS_NO_BATCH) X(PS_SAME_STEPS)                \
   X(PS_UNBOUNDED) X(PS_IDLE) X(PS_ALL_APPLIED)
@@ -70,10 +71,11 @@ typedef double ps_f64;
   X(PS_BFLOAT16, 2, "2 bytes") \
   X(PS_FLOAT16, 3, "2 bytes")
 
-#define PS_FLAGS(X)                                          \
-  X(PS_CHECKED, 1, "checked for values that are not finite") \
-  X(PS_NONFINITE, 2, "one was found")                        \
-  X(PS_RESET, 4, "an assignment of weights also clears the optimizer's slots of them")
+#define PS_FLAGS(X)                                                                    \
+  X(PS_CHECKED, 1, "checked for values that are not finite")                           \
+  X(PS_NONFINITE, 2, "one was found")                                                  \
+  X(PS_RESET, 4, "an assignment of weights also clears the optimizer's slots of them") \
+  X(PS_ADD, 8, "an assignment is added to the weights")
 
 #define PS_TENSOR_ROLES(X)                     \
   X(PS_PARAMETER, 1, "moved by the optimizer") \
@@ -106,7 +108,7 @@ typedef double ps_f64;
 #define PS_MODES(X)                                       \
   X(PS_ON_ARRIVAL, 0, "shards apply a frame as it comes") \
   X(PS_COLLECT, 1, "shards leave it for a superstep")     \
-  X(PS_HOLD, 2, "shards let it lie: the model is being changed")
+  X(PS_HOLD, 2, "shards let it lie: a change, or a stand")
 
 #define PS_ACTIONS(X)                                   \
   X(PS_SKIP, 0, "not part of the superstep")            \
@@ -117,7 +119,8 @@ typedef double ps_f64;
 #define PS_WANTS(X)                                                         \
   X(PS_WANTS_TURN, 1, "a turn: without it the learner holds up no barrier") \
   X(PS_WANTS_WORK, 2, "batches: without it the learner gets none")          \
-  X(PS_WANTS_PAUSE, 4, "a pause: it computes no gradient now")
+  X(PS_WANTS_PAUSE, 4, "a pause: it computes no gradient now")              \
+  X(PS_WANTS_STAND, 8, "that all others stand still: `stand` says which time")
 
 #define PS_GONES(X)                            \
   X(PS_GONE_DETACHED, 1, "")                   \

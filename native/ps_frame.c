@@ -127,7 +127,7 @@ void ps_frame_empty(struct ps_learner *learner, uint32_t computed)
 }
 
 void ps_frame_assign(struct ps_learner *learner, char *payload, const struct ps_gradient *values,
-                     uint64_t stream, int reset, uint64_t steps)
+                     uint64_t stream, uint32_t flags, uint64_t steps)
 {
     const struct ps_weights *weights = learner->weights;
     struct ps_payload to = {payload, PS_FLOAT32, ps_first_block(weights), 0.0};
@@ -144,7 +144,7 @@ void ps_frame_assign(struct ps_learner *learner, char *payload, const struct ps_
         .kind = PS_ASSIGN,
         .blocks = blocks,
         .sorted = 1,
-        .flags = reset ? PS_RESET : 0,
+        .flags = flags,
         .stream = stream,
         .steps = steps,
     };

@@ -74,15 +74,14 @@
   F(T, 4, u32, state, , W/server, "enum ps_server_state")                                   \
   F(T, 8, u64, start, , W, "when the process started, as `owner_start`")                    \
   F(T, 16, u64, beat, , server, "passes of its manager's loop; moves at least every 0.1 s") \
-  F(T, 24, u32, reigns, , W/server, "1: active, and has had the leases of all shards")      \
-  P(28, 36)
+  F(T, 24, u32, reigns, , W/server, "1: active, and has had the leases of all shards") P(28, 36)
 
 /* A row of the roster. W clears the words of 0 for a new learner, before `generation`.
  *
  * 0             8        16    20     24          32         64
  * || generation | wanted | pid | gone | pid_start | name[32] ||
- * 64        72        80      88          92       96     104        112      120 128
- * || served | retired | grant | grant_seq | member | base | obsolete | broken |   ||
+ * 64        72        80      88          92       96     104        112      120     128
+ * || served | retired | grant | grant_seq | member | base | obsolete | broken | stand ||
  * 128        136       144       152       160    168       176        184       192
  * || applied | dropped | refused | samples | loss | started | finished | version ||
  * 192              200             208     216      220       224       232      240    248 256
@@ -92,10 +91,8 @@
  */
 #define PS_ENTRY_FIELDS(F, P, T)                                                                  \
   F(T, 0, u64, generation, , W, "of the learner that has the row, or had it last; stored last")   \
-  F(T, 8, u64, wanted, , W/S,                                                                     \
-    "`generation` while the learner is there, else 0; S clears it without a watchdog")            \
-  F(T, 16, i32, pid, , W, "")                                                                     \
-  F(T, 20, u32, gone, , W, "enum ps_gone: why it left")                                           \
+  F(T, 8, u64, wanted, , W/S, "`generation` while it is there, else 0; S: without a watchdog")   \
+  F(T, 16, i32, pid, , W, "") F(T, 20, u32, gone, , W, "enum ps_gone: why it left")              \
   F(T, 24, u64, pid_start, , W, "when the process started, as `owner_start`")                     \
   F(T, 32, char, name, [32], W, "")                                                               \
   F(T, 64, u64, served, , S, "last generation that a server has taken in; 0: none")               \
@@ -105,7 +102,8 @@
   F(T, 92, u32, member, , S, "1: the synchronization model waits for it")                         \
   F(T, 96, u64, base, , S, "its clock in the model less its gradients reported, modulo 2^64")     \
   F(T, 104, u64, obsolete, , S, "iterations, in its clock, below which gradients are dropped")    \
-  F(T, 112, u64, broken, , S, "last generation with a damaged ring: no server reads it") P(120, 8)\
+  F(T, 112, u64, broken, , S, "last generation with a damaged ring: no server reads it")      \
+  F(T, 120, u64, stand, , S, "the `stand` of its ring while all others stand still for it; else 0")\
   F(T, 128, u64, applied, , 0, "gradients of this generation")                                    \
   F(T, 136, u64, dropped, , 0, "of this generation")                                              \
   F(T, 144, u64, refused, , 0, "of this generation")                                              \
@@ -133,8 +131,8 @@
  * || shards | slots | ahead | mode | report | refuse_nonfinite | staleness_aware | optimizer |
  * 160       168     176            184 192
  * | spin_ns | build | server_build |   ||
- * 192       196 200         208           212 216             224 448
- * || groups |   | said_word | nursery_pid |   | nursery_start |   ||
+ * 192       196 200         208           212              216             224 448
+ * || groups |   | said_word | nursery_pid | nursery_deaths | nursery_start |   ||
  * 448      452    456           460            464              472     480         488     496
  * || phase | stop | model_ready | watchdog_pid | watchdog_start | pause | temporary | saves |
  * 496           504              512
@@ -143,12 +141,12 @@
  * || lease_generation | lease_pid | lease_state | lease_start | lease_shards |   ||
  * 576        584               592 640           644            648        656 704
  * || version | supersteps_done |   || shard_bell | manager_bell | sleepers |   ||
- * 704          712         720    728            736               744 768
- * || superstep | sync_done | wave | numbers_done | numbers_version |   ||
- * 768     772 776       784      792    800    808           816        824 832
- * || work |   | batches | epochs | seed | next | epochs_done | requeued |   ||
- * 832             840            848            856            864              872 896
- * || past_applied | past_dropped | past_refused | past_samples | requeued_total |   ||
+ * 704          712         720    728            736               744      752 768
+ * || superstep | sync_done | wave | numbers_done | numbers_version | stands |   ||
+ * 768     772 776       784      792    800    808           816        824           832
+ * || work |   | batches | epochs | seed | next | epochs_done | requeued | owned_range ||
+ * 832             840            848            856            864              872        880 896
+ * || past_applied | past_dropped | past_refused | past_samples | requeued_total | owned_at |   ||
  * 896         960        1024
  * || lease[8] || heir[8] ||
  * 1024             1032            1040             1048              1056          1064
@@ -161,6 +159,8 @@
  * || superstep_reason[256] || superstep_upto[256] || requeue[4096] || sync_text[2][512] ||
  * 243968             246016           248064                250112             254208
  * || ring_inode[256] || hyper[16][16] || hyper_next[16][16] || said[2][16][16] ||
+ * 254208   254216        254224       254232         254240 254272                 255296
+ * || owned | owned_given | owned_from | owned_passes |      || owned_ranges[64][2] ||
  */
 #define PS_CONTROL_FIELDS(F, P, T)                                                               \
   F(T, 0, header, header, , W, "")                                                               \
@@ -176,12 +176,10 @@
   F(T, 176, u64, server_build, , W, "what servers run; one of another build ends") P(184, 8)     \
   F(T, 192, u32, groups, , W, "of parameters; written before `model_ready`") P(196, 4)           \
   F(T, 200, u64, said_word, , W, "which half of `said` counts, and what it has")                 \
-  F(T, 208, i32, nursery_pid, , W, "0: none; changes while the job runs") P(212, 4)              \
+  F(T, 208, i32, nursery_pid, , W, "0: none; changes") F(T, 212, u32, nursery_deaths, , W, "grows") \
   F(T, 216, u64, nursery_start, , W, "when that process started, as `owner_start`") P(224, 224)  \
-  F(T, 448, u32, phase, , W, "enum ps_phase")                                                    \
-  F(T, 452, u32, stop, , W, "enum ps_stop")                                                      \
-  F(T, 456, u32, model_ready, , W, "1: weights and state exist")                                 \
-  F(T, 460, i32, watchdog_pid, , W, "")                                                          \
+  F(T, 448, u32, phase, , W, "enum ps_phase") F(T, 452, u32, stop, , W, "enum ps_stop")          \
+  F(T, 456, u32, model_ready, , W, "1: weights and state") F(T, 460, i32, watchdog_pid, , W, "") \
   F(T, 464, u64, watchdog_start, , W, "when the process started, as `owner_start`")              \
   F(T, 472, u64, pause, , saver/W, "CLOCK_MONOTONIC ns until which shards stand still; 0: none")  \
   F(T, 480, u64, temporary, , W, "1: a command's own job, which no later watchdog adopts")       \
@@ -202,25 +200,24 @@
   F(T, 712, u64, sync_done, , S, "number of the synchronization model in force")                 \
   F(T, 720, u64, wave, , S, "mini-batches pushed as one gradient; above 1 under WSP")            \
   F(T, 728, u64, numbers_done, , S, "number of the last change of `hyper`")                      \
-  F(T, 736, u64, numbers_version, , S, "`version` at that change") P(744, 24)                    \
+  F(T, 736, u64, numbers_version, , S, "`version` at that change")                               \
+  F(T, 744, u64, stands, , S, "how often the shards were held for a stand") P(752, 16)           \
   F(T, 768, u32, work, , W/0, "enum ps_work; W sets PS_WORKING once") P(772, 4)                  \
   F(T, 776, u64, batches, , W, "of an epoch; written before `work` is set")                      \
-  F(T, 784, u64, epochs, , W, "written before `work` is set")                                    \
-  F(T, 792, u64, seed, , W, "written before `work` is set")                                      \
-  F(T, 800, u64, next, , W/0,                                                                    \
-    "epoch << 32 | index to hand out next; the index may equal `batches`")                       \
+  F(T, 784, u64, epochs, , W, "as `batches`") F(T, 792, u64, seed, , W, "as `batches`")          \
+  F(T, 800, u64, next, , W/0, "batch to hand out next; its index may equal `batches`")           \
   F(T, 808, u64, epochs_done, , W/0, "whole epochs answered")                                    \
-  F(T, 816, u64, requeued, , 0, "entries in `requeue`") P(824, 8)                                \
+  F(T, 816, u64, requeued, , 0, "entries in `requeue`")                                          \
+  F(T, 824, u64, owned_range, , 0, "number of the owned range that is being handed out")         \
   F(T, 832, u64, past_applied, , 0, "gradients of learners that have left")                      \
   F(T, 840, u64, past_dropped, , 0, "") F(T, 848, u64, past_refused, , 0, "") \
-  F(T, 856, u64, past_samples, , 0, "")                                                          \
-  F(T, 864, u64, requeued_total, , 0, "batches that were ever handed out again") P(872, 24)      \
+  F(T, 856, u64, past_samples, , 0, "") F(T, 864, u64, requeued_total, , 0, "batches, ever")       \
+  F(T, 872, u64, owned_at, , 0, "batches of that range that are handed out") P(880, 16)          \
   F(T, 896, u64, lease, [8], kernel, "robust mutex (ps_lease.h): its holder is S")               \
   F(T, 960, u64, heir, [8], kernel, "robust mutex: its holder may wait for the other leases")    \
   F(T, 1024, u64, server_deaths, , W, "since the memory was made, as all of this line")          \
   F(T, 1032, u64, server_starts, , W, "") F(T, 1040, u64, learner_deaths, , W, "") \
-  F(T, 1048, u64, watchdog_starts, , W, "")                                                      \
-  F(T, 1056, u64, checkpoints, , W, "written")                                                   \
+  F(T, 1048, u64, watchdog_starts, , W, "") F(T, 1056, u64, checkpoints, , W, "written")         \
   F(T, 1064, u64, checkpoint_version, , W, "`version` of the last one written")                  \
   F(T, 1072, u64, checkpoint_failures, , W, "")                                                  \
   F(T, 1080, u64, started, , W, "when the memory was made: CLOCK_REALTIME, seconds")             \
@@ -237,7 +234,12 @@
   F(T, 243968, u64, ring_inode, [PS_MAX_LEARNERS], W, "its file: the name may lead elsewhere")   \
   F(T, 246016, f64, hyper, [PS_MAX_GROUPS][PS_HYPER], W/S, "packed (kernels/optimizers.py)")     \
   F(T, 248064, f64, hyper_next, [PS_MAX_GROUPS][PS_HYPER], W, "what `hyper` is to be")           \
-  F(T, 250112, f64, said, [2][PS_MAX_GROUPS][PS_SAID], W, "what scripts say (watchdog/script.py)")
+  F(T, 250112, f64, said, [2][PS_MAX_GROUPS][PS_SAID], W, "what scripts say (watchdog/script.py)") \
+  F(T, 254208, u64, owned, , W, "1: only batches of `owned_ranges` are handed out")              \
+  F(T, 254216, u64, owned_given, , W, "ranges given so far; stored last")                        \
+  F(T, 254224, u64, owned_from, , W, "ranges with lower numbers are handed out no more")         \
+  F(T, 254232, u64, owned_passes, , W, "epochs of which no batch is to come") P(254240, 32)      \
+  F(T, 254272, u64, owned_ranges, [PS_OWNED][2], W, "n at n % PS_OWNED: first batch, and its end")
 
 /* A row of the table in the weights segment.
  *
@@ -264,8 +266,8 @@
   F(T, 144, u64, data_at, , W, "bytes from the segment's begin; a multiple of 4096, for devices") \
   F(T, 152, u64, elements, , W, "float32 values, padding between tensors counted")                \
   F(T, 160, u64, parameters, , W, "elements before the first buffer, which begins at a chunk")    \
-  F(T, 168, u64, values, , W, "elements in tensors") F(T, 176, u64, aliases, , W,                  \
-    "rows after those of the tensors: other names of tensors, by their `start`") P(184, 8)
+  F(T, 168, u64, values, , W, "elements in tensors") \
+  F(T, 176, u64, aliases, , W, "rows after those: other names of tensors, by `start`") P(184, 8)
 
 /* Chunks that follow each other, in number and in the weights: where an open one belongs.
  *
@@ -361,13 +363,10 @@
   F(T, 8, u64, generation, , L, "of the ring")                                                \
   F(T, 16, u64, clock, , L, "the learner's finished iterations before this one")              \
   F(T, 24, u64, version, , L, "of the weights that it was computed from")                     \
-  F(T, 32, u32, kind, , L, "enum ps_frame_kind")                                              \
-  F(T, 36, u32, dtype, , L, "enum ps_wire_type")                                              \
-  F(T, 40, u64, payload_bytes, , L, "")                                                       \
-  F(T, 48, u32, flags, , L, "enum ps_flags")                                                  \
+  F(T, 32, u32, kind, , L, "enum ps_frame_kind") F(T, 36, u32, dtype, , L, "enum ps_wire_type")  \
+  F(T, 40, u64, payload_bytes, , L, "") F(T, 48, u32, flags, , L, "enum ps_flags")               \
   F(T, 52, u32, blocks, , L, "blocks of a rows frame; of an empty one: 1 if it was computed") \
-  F(T, 56, u64, batch, , L, "epoch << 32 | index, or PS_NO_BATCH")                            \
-  F(T, 64, u32, samples, , L, "")                                                             \
+  F(T, 56, u64, batch, , L, "epoch << 32 | index, or PS_NO_BATCH") F(T, 64, u32, samples, , L, "") \
   F(T, 68, f32, momentum, , L, "or first beta, of all groups; NaN: each group's own")         \
   F(T, 72, f64, loss, , L, "NaN: not told")                                                   \
   F(T, 80, f64, started, , L, "CLOCK_MONOTONIC, seconds") F(T, 88, f64, finished, , L, "") \
@@ -402,8 +401,8 @@
  * || header || slots | shards | slot_bytes | slots_at | capacity |   || head |   ||
  * 256           260          264    268     272         280      288         296        304
  * || waits_slot | waits_work | hold | wants | heartbeat | pulled | work_tail | detached |
- * 304          308 320         324 384          388 448               576         4672
- * | publishing |   || released |   || work_head |   || work_items[16] || tail[64] ||
+ * 304          308 312     320         324 384          388 448               576         4672
+ * | publishing |   | stand || released |   || work_head |   || work_items[16] || tail[64] ||
  */
 #define PS_RING_FIELDS(F, P, T)                                                                   \
   F(T, 0, header, header, , W, "") F(T, 128, u32, slots, , W, "") \
@@ -420,7 +419,8 @@
   F(T, 280, u64, pulled, , L, "version that the last frame was computed from")                    \
   F(T, 288, u64, work_tail, , L, "batches taken")                                                 \
   F(T, 296, u64, detached, , L, "1: it has detached, though perhaps no watchdog has heard it")    \
-  F(T, 304, u32, publishing, , L, "1 while `head` is moved, if rings are not closed") P(308, 12) \
+  F(T, 304, u32, publishing, , L, "1 while `head` is moved, if rings are not closed") P(308, 4)  \
+  F(T, 312, u64, stand, , L, "stands so far << 32 | low half of `generation` while it asks, or 0") \
   F(T, 320, u32, released, , s, "futex of the learner, bumped when a slot may be free") P(324, 60) \
   F(T, 384, u32, work_head, , 0, "batches handed; futex of the learner") P(388, 60)               \
   F(T, 448, u64, work_items, [PS_AHEAD], 0, "the batches, used as a ring: epoch << 32 | index")   \
@@ -432,7 +432,7 @@
   X(ps_shard, PS_SHARD_FIELDS, 128)        \
   X(ps_server, PS_SERVER_FIELDS, 64)       \
   X(ps_entry, PS_ENTRY_FIELDS, 768)        \
-  X(ps_control, PS_CONTROL_FIELDS, 254208) \
+  X(ps_control, PS_CONTROL_FIELDS, 255296) \
   X(ps_tensor, PS_TENSOR_FIELDS, 256)      \
   X(ps_weights, PS_WEIGHTS_FIELDS, 192)    \
   X(ps_span, PS_SPAN_FIELDS, 24)           \

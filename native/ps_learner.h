@@ -26,7 +26,7 @@ struct ps_writing {
     uint32_t kind;   /* enum ps_frame_kind */
     uint32_t blocks; /* of a frame of rows; of an empty one: 1 if its gradient was computed */
     uint32_t sorted; /* 1: its blocks are in the table's order */
-    uint32_t flags;  /* PS_RESET of an assignment */
+    uint32_t flags;  /* PS_RESET, PS_ADD of an assignment */
     uint64_t stream, steps; /* of an assignment */
 };
 
@@ -119,12 +119,12 @@ int ps_frame_append(struct ps_learner *learner, uint64_t number,
 /* Writes a frame without gradient. computed: 1 if the iteration took the time of a whole one. */
 void ps_frame_empty(struct ps_learner *learner, uint32_t computed);
 
-/* Writes an assignment: whole tensors, in float32, that replace those of the job. values: as for
- * ps_frame_whole, without rows and products; a tensor without values is left alone. stream: 0 the
- * weights, 1 or 2 a slot of the optimizer. reset: 1 if the slots of assigned weights become zero.
- * steps: optimizer steps from then on, or PS_SAME_STEPS. */
+/* Writes an assignment: whole tensors, in float32, that replace those of the job, or are added to
+ * them. values: as for ps_frame_whole, without rows and products; a tensor without values is left
+ * alone. stream: 0 the weights, 1 or 2 a slot of the optimizer. flags: PS_RESET, PS_ADD. steps:
+ * optimizer steps from then on, or PS_SAME_STEPS. */
 void ps_frame_assign(struct ps_learner *learner, char *payload, const struct ps_gradient *values,
-                     uint64_t stream, int reset, uint64_t steps);
+                     uint64_t stream, uint32_t flags, uint64_t steps);
 
 /* Publishes the frame in hand, in the slot that this thread has claimed, and begins the next
  * iteration. Returns its sequence number; or PS_UNCLAIMED, PS_OTHERS, PS_LEFT, PS_STOPPED or PS_EVICTED, and then

@@ -54,7 +54,8 @@ class Server:
 
 
 class Births:
-    """born: called with each server. failed: called if one could not be started."""
+    """born: called with each server. failed: called if one could not be started. died: called when
+    the nursery has died, unless it was of another build."""
 
     def __init__(
         self,
@@ -62,11 +63,13 @@ class Births:
         log: Any,
         born: Callable[[Server], None],
         failed: Callable[[OSError], None],
+        died: Callable[[], None],
     ) -> None:
         self._selector = selector
         self._log = log
         self._born = born
         self._failed = failed
+        self._died = died
         self._nursery: Nursery | None = None
         self._ready_at: float | None = None
         self._has_borne = False
@@ -197,7 +200,7 @@ class Births:
             except BlockingIOError:
                 return
             except (OSError, ValueError) as error:
-                self._log.error("the nursery cannot be understood", reason=str(error))
+                self._log.error("the nursery cannot be understood", reason=in_words(error))
                 message = None
             if message is None:
                 self._lost()
@@ -238,6 +241,7 @@ class Births:
             how = "gadei-ps has been replaced since this job began"
         else:
             how = process.signal_name(-code) if code < 0 else f"exit code {code}"
+            self._died()
         self._log.warning("the nursery died; servers start as programs until it is back", how=how)
         self._start_program()
 

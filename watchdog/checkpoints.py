@@ -56,7 +56,7 @@ class Checkpoints:
     _dots: int = 0
     _saver: subprocess.Popen[bytes] | None = None
     _heard: list[Heard] = field(default_factory=list)
-    _next: list[tuple[Heard, int]] = field(default_factory=list)
+    _next: list[tuple[Heard, int, bool]] = field(default_factory=list)
     _into: int = NOWHERE
     """A client's file, which the saver at work copies into; see ask()."""
     _said: bytearray = field(default_factory=bytearray)
@@ -137,21 +137,22 @@ class Checkpoints:
 
     # -- making ---------------------------------------------------------------------------------
 
-    def ask(self, heard: Heard, into: int = NOWHERE) -> None:
+    def ask(self, heard: Heard, into: int = NOWHERE, *, slots: bool = True) -> None:
         """Begins a checkpoint; `heard` is called with its outcome.
 
-        into: a file that gets a copy of the job instead of the disk; it is closed here. One that is
-        under way does not count: it may lack gradients that the caller saw applied. Raises
-        CheckpointError where there is nothing to save.
+        into: a file that gets a copy of the job instead of the disk; it is closed here. slots:
+        whether the optimizer's are copied, too. One that is under way does not count: it may lack
+        gradients that the caller saw applied. Raises CheckpointError where there is nothing to
+        save.
         """
         if self.memory.state is None:
             _close(into)
             raise CheckpointError("the job has no model yet: there is nothing to save")
         if self._saver is not None:
-            self._next.append((heard, into))
+            self._next.append((heard, into, slots))
             return
         try:
-            self._begin(into=into)
+            self._begin(into=into, slots=slots)
         except OSError as error:  # no memory or no process is available
             _close(into)
             raise CheckpointError(f"cannot start a saver: {error.strerror}") from None
@@ -171,7 +172,9 @@ class Checkpoints:
             except OSError as error:
                 self._tell({"ok": False, "error": f"cannot start a saver: {error.strerror}"})
 
-    def _begin(self, look_beyond: int | None = None, into: int = NOWHERE) -> None:
+    def _begin(
+        self, look_beyond: int | None = None, into: int = NOWHERE, *, slots: bool = True
+    ) -> None:
         config = self.memory.config
         task = Task(
             config.name,
@@ -182,6 +185,7 @@ class Checkpoints:
             settings.with_script(config, self.memory.script),
             look_beyond,
             into,
+            slots,
         )
         self._looks = look_beyond is not None
         if not self._looks and into == NOWHERE:
@@ -283,9 +287,9 @@ class Checkpoints:
     def _go_on(self) -> None:
         """With those who have asked meanwhile."""
         waiting, self._next = self._next, []
-        for one, into in waiting:
+        for one, into, slots in waiting:
             try:
-                self.ask(one, into)
+                self.ask(one, into, slots=slots)
             except CheckpointError as error:
                 one({"ok": False, "error": str(error)})
 

@@ -103,6 +103,7 @@ class JobMemory:
         control["server_build"] = build.of_server()
         control["slots"] = self.config.slots
         control["ahead"] = self.config.ahead
+        control["owned"] = self.config.owned
         modes.begin(self.control, sync)
         control["refuse_nonfinite"] = self.config.nonfinite == "refuse"
         control["spin_ns"] = int(self.config.resolved_spin_us() * 1e3)

@@ -26,6 +26,7 @@ from gadei_ps.job.control import (
     Load,
     Measured,
     Offer,
+    Own,
     Reload,
     SetOptimizer,
     SetSync,
@@ -35,7 +36,7 @@ from gadei_ps.job.control import (
 )
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Work
-from gadei_ps.watchdog import changing, settings, status
+from gadei_ps.watchdog import changing, owning, settings, status
 from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.history import History
@@ -168,8 +169,11 @@ class Requests:
                 self._checkpoint(client)
                 return None
             case Copy():
-                self._copy(client)
+                self._copy(client, request)
                 return None
+            case Own():
+                self._stopping.refuse()
+                return owning.own(self._memory, request)
             case Load():
                 self._stopping.refuse()
                 return {"answer": self._loading.ask(request)}
@@ -213,7 +217,7 @@ class Requests:
 
         self._checkpoints.ask(heard)
 
-    def _copy(self, client: Client) -> None:
+    def _copy(self, client: Client, request: Copy) -> None:
         """The reply comes when the copy is in the client's file, or is not."""
         if not client.fds:
             raise ControlError("copy: no file came with the request")
@@ -223,7 +227,7 @@ class Requests:
             error = ControlError(f"no copy of the job: {outcome.get('error', '')}")
             self._sockets.reply(client, failure(error) if failed else outcome)
 
-        self._checkpoints.ask(heard, into=client.fds.pop(0))
+        self._checkpoints.ask(heard, client.fds.pop(0), slots=request.slots)
 
     def _discard(self, client: Client) -> None:
         """Raises ControlError where no checkpoint is newer: a stop is to lose nothing.

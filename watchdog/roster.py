@@ -25,7 +25,7 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.errors import ControlError, Evicted
 from gadei_ps.machine import own, process
-from gadei_ps.memory import layout, shm
+from gadei_ps.memory import layout, owned, shm
 from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.counts import counted
@@ -298,6 +298,8 @@ class Roster:
         control = self._memory.control.view(layout.CONTROL)
         # While other batches are left to hand out, no learner waits for those that it holds.
         left = int(control["next"]) & 0xFFFFFFFF != int(control["batches"])
+        if owned.is_on(control):
+            left = owned.left(control)
         left = left or bool(int(control["requeued"]))
         rings = {row: self._memory.rings[row].view(layout.RING) for row in self._pidfds}
         # One that has paused waits for nobody.
@@ -307,9 +309,10 @@ class Roster:
             entry = self._entries[row]
             head, tail = int(ring["head"]), int(entry["applied"])
             holds = bool((entry["outstanding"] != layout.NO_BATCH).any())
-            awaited = waiting - {row} and (int(entry["member"]) or (holds and not left))
+            stands = int(entry["stand"])  # all others stand still for it
+            awaited = waiting - {row} and (int(entry["member"]) or (holds and not left) or stands)
             # One that waits itself, for a slot or for its turn, is not to blame.
-            may_go_on = head < int(entry["grant"]) and not self._is_full(row)
+            may_go_on = stands or (head < int(entry["grant"]) and not self._is_full(row))
             if awaited and may_go_on:
                 beat = int(ring["heartbeat"]), int(ring["work_tail"]), int(ring["pulled"])
                 moves = (head, tail, *beat, int(entry["generation"]))

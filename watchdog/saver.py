@@ -27,7 +27,7 @@ from gadei_ps.errors import CheckpointError, CheckpointMistake, GadeiError, in_w
 from gadei_ps.job.changes import read
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
-from gadei_ps.memory import layout, segment, weights
+from gadei_ps.memory import layout, owned, segment, weights
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind, Work
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.memory.totals import COUNTED, total
@@ -48,7 +48,8 @@ class Task:
     """What to save, and where. config: written to the checkpoint. files: open segments, by part.
 
     look_beyond: save nothing, but look for checkpoints newer than this version. into: write
-    nothing to the disk, but copy into this open file: the weights, then each slot. -1: none.
+    nothing to the disk, but copy into this open file: the weights, then each slot. -1: none. slots:
+    whether those are copied.
     """
 
     job: str
@@ -59,6 +60,7 @@ class Task:
     config: dict[str, Any]
     look_beyond: int | None = None
     into: int = -1
+    slots: bool = True
 
 
 class Saver:
@@ -83,7 +85,7 @@ class Saver:
         self._model = weights.read_table(weights_segment)
         elements = self._model.elements
         self._sources = [weights.data(weights_segment)]
-        for stream in range(int(self._state["streams"])):
+        for stream in range(int(self._state["streams"]) if task.slots else 0):
             at = int(self._state["slots_at"]) + stream * int(self._state["slot_bytes"])
             self._sources.append(state_segment.array(np.float32, elements, at))
         # Pages are allocated before the pause: the first access to each takes longer than the copy.
@@ -102,6 +104,7 @@ class Saver:
         self._bytes = size
         self._pool = ThreadPoolExecutor(max(1, min(4, process.cores())))
         self._pool.submit(int).result()  # its first thread is there
+        self._unanswered: owned.Ranges = []
 
     def save(self) -> dict[str, Any]:
         """Writes the checkpoint; returns the outcome. Raises CheckpointError."""
@@ -128,8 +131,14 @@ class Saver:
     def copy(self) -> dict[str, Any]:
         """Copies the job into the task's file; returns the outcome. Raises CheckpointError."""
         snapshot, pause_s = self._take()
-        told = {"version": snapshot.version, "steps": snapshot.steps, "pause_ms": pause_s * 1e3}
-        return {"ok": True} | told
+        return {
+            "ok": True,
+            "version": snapshot.version,
+            "steps": snapshot.steps,
+            "samples": snapshot.counts["samples"],
+            "unanswered": self._unanswered,
+            "pause_ms": pause_s * 1e3,
+        }
 
     def _take(self) -> tuple[Snapshot, float]:
         """A consistent copy and how long the shards stood still for it, s."""
@@ -214,6 +223,7 @@ class Saver:
                 outstanding[outstanding != layout.NO_BATCH],
             ]
         )
+        self._unanswered = owned.unanswered(control) if owned.is_on(control) else []
         counts = {name: total(control, name) for name in COUNTED}
         # The watchdog records a change before it takes effect: what is in force is not left out.
         changes = recorded.read_changes(self._segment)

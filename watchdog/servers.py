@@ -91,7 +91,9 @@ class Servers:
     _births: births.Births = field(init=False)
 
     def __post_init__(self) -> None:
-        self._births = births.Births(self.selector, self.log, self._born, self._not_started)
+        self._births = births.Births(
+            *(self.selector, self.log, self._born, self._not_started, self._nursery_died)
+        )
         if self.nursery is not None:
             self._births.take(self.nursery)
         self._hung = Watch(self.hang_s)
@@ -322,6 +324,9 @@ class Servers:
             with contextlib.suppress(OSError):  # no descriptor is free
                 self._control["nursery_start"] = process.start_ticks(self._births.pid)
                 self._control["nursery_pid"] = self._births.pid
+
+    def _nursery_died(self) -> None:
+        self._control["nursery_deaths"] += 1
 
     def _watch(self, one: Running) -> None:
         one.beat = int(self._line(one.number)["beat"])

@@ -26,7 +26,7 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.watchdog import recorded
 from gadei_ps.watchdog.script import Script
 
-ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors")
+ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors", "owned")
 CHANGEABLE = frozenset(
     {
         *(f"optimizer.{name}" for name in NAMES),

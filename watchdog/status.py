@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from gadei_ps.job import modes
-from gadei_ps.memory import layout
+from gadei_ps.memory import layout, owned
 from gadei_ps.memory.layout import Phase, Reason, Work
 from gadei_ps.memory.totals import counts
 from gadei_ps.watchdog import changing, script
@@ -45,6 +45,7 @@ def report(memory: JobMemory) -> dict[str, Any]:
             "epoch": int(control["next"]) >> 32,
             "next": int(control["next"]) & 0xFFFFFFFF,
             "epochs_done": int(control["epochs_done"]),
+            "waits": owned.waits(control),
         },
         "learners": learners,
         "model": _model(memory),
@@ -53,6 +54,7 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "nursery_pid": int(control["nursery_pid"]),
         "server_generation": int(control["lease_generation"]),
         "server_deaths": int(control["server_deaths"]),
+        "nursery_deaths": int(control["nursery_deaths"]),
         "learner_deaths": int(control["learner_deaths"]),
         "watchdog_starts": int(control["watchdog_starts"]),
         "checkpoints": int(control["checkpoints"]),
@@ -111,4 +113,5 @@ def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
         "outstanding": int((entry["outstanding"] != layout.NO_BATCH).sum()),
         "unasked": int(entry["unasked"]),
         "paused": bool(int(ring["wants"]) & layout.WANTS_PAUSE),
+        "others_stand_still": int(entry["stand"]) != 0,
     }

@@ -138,6 +138,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     cores: str = Field("", description="of the shards, as '0-3,8', one each; empty: by the machine")
     slots: int = Field(2, ge=1, le=64, description="gradients that a learner's ring holds")
     ahead: int = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
+    owned: bool = Field(False, description="batches are handed out only as an agent says")
     nonfinite: Literal["refuse", "allow"] = "refuse"
     spin_us: float = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
     standby: bool = Field(True, description="a second server, ready to take over at once")
@@ -277,10 +278,9 @@ def check_room(model: sync.SyncModel) -> None:
         raise sync.SpecError(f"{model.name}: its parameters are too long; use a shorter path")
 
 
-def load(path: Path, home: Path | None = None) -> JobConfig:
-    """Reads a job file, of at most MOST_BYTES. Its name defaults to the file's.
+def read(path: Path) -> dict[str, Any]:
+    """The values of a TOML file of at most MOST_BYTES.
 
-    home: what ~ stands for, by default the home directory of this process's user.
     Raises UsageError, or JobFailed if it cannot be read for now.
     """
     try:
@@ -289,7 +289,16 @@ def load(path: Path, home: Path | None = None) -> JobConfig:
         raise (UsageError if is_lasting(error) else JobFailed)(
             f"{path}: {error.strerror}"
         ) from None
-    values = _parsed(path, raw)
+    return _parsed(path, raw)
+
+
+def load(path: Path, home: Path | None = None) -> JobConfig:
+    """Reads a job file, of at most MOST_BYTES. Its name defaults to the file's.
+
+    home: what ~ stands for, by default the home directory of this process's user.
+    Raises UsageError, or JobFailed if it cannot be read for now.
+    """
+    values = read(path)
     values.setdefault("name", path.stem)
     try:
         check_job_name(str(values["name"]))

@@ -28,7 +28,7 @@ from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
 from gadei_ps.job import paths
 from gadei_ps.job.optimizer import Said
 from gadei_ps.memory import shm
-from gadei_ps.memory.layout import AHEAD, MAX_GROUPS, MAX_LEARNERS
+from gadei_ps.memory.layout import AHEAD, MAX_GROUPS, MAX_LEARNERS, OWNED
 
 PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20
@@ -36,6 +36,7 @@ LENGTH = struct.Struct("!I")
 RECONNECT_S = 0.02
 UCRED = struct.Struct("3i")
 Heard = Callable[[dict[str, Any]], None]
+Index = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Message(BaseModel):
@@ -136,9 +137,26 @@ class Checkpoint(_Message):
 
 class Copy(_Message):
     """Copies weights and optimizer state, as they are between two gradients, into the file that
-    comes with the request: the weights, then each slot, `elements` float32 each."""
+    comes with the request: the weights, then each slot unless `slots` is false, `elements` float32
+    each."""
 
     op: Literal["copy"] = "copy"
+    slots: bool = True
+
+
+class Own(_Message):
+    """What a job owns of the batches of an epoch, where its job file says `owned = true`.
+
+    number: ranges that were given before. ranges: further ones, each an epoch, the first index and
+    the one after the last. take_back: all that was given before and is not handed out yet is not to
+    be. passes: epochs of which no more will be given.
+    """
+
+    op: Literal["own"] = "own"
+    number: int = Field(ge=0, lt=2**63)
+    ranges: list[tuple[Index, Index, Index]] = Field(default=[], max_length=OWNED)
+    take_back: bool = False
+    passes: int = Field(default=0, ge=0, lt=2**31)
 
 
 class Load(_Message):
@@ -203,6 +221,7 @@ Request = Annotated[
     | Load
     | Measured
     | Offer
+    | Own
     | Reload
     | SetOptimizer
     | SetSync

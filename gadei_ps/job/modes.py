@@ -82,10 +82,11 @@ def enforce(control: Segment, number: int, model: SyncModel) -> None:
 def set_mode(control: Segment, changes: int, mode: Mode) -> int:
     """Active server; returns the word. The shards look at it before each pass over the rings.
 
-    changes: of the model and of the optimizer's numbers together, the one in hand counted. So no
-    shard's answer to one change is taken for its answer to the next one.
+    changes: of the model and of the optimizer's numbers together, the one in hand counted. With
+    the stands, so that no shard's answer to one of them is taken for its answer to the next one.
     """
-    word = changes << MODE_BITS | mode
+    changes += int(control.view(CONTROL)["stands"])
+    word = (changes << MODE_BITS | mode) & 0xFFFFFFFF
     address = control.word(CONTROL, "mode")
     if _native.load32(address) != word:
         _native.store32(address, word)  # SYNC POINT: mode

@@ -266,6 +266,11 @@ def top_up_all(s: Shard) -> None:
     c = s.c
     if get32(s.control + WORK) == NO_WORK:  # SYNC POINT: work
         return
+    if c[0].owned != ZERO and ledger.is_taken_back(c):
+        b = books(s)
+        remember(b, False, LEDGER, LEDGER_WORDS)
+        ledger.take_back(c)
+        forget(b)
     changed = ledger.close_epochs(c)
     waits = False
     for row in range(MAX_LEARNERS):

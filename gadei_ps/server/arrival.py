@@ -46,6 +46,7 @@ from gadei_ps.server.record import Entry, begin, finish, is_torn
 from gadei_ps.server.symbols import call, get, get32
 
 MODE = np.uint64(layout.offset(CONTROL, "mode"))
+SUPERSTEP = np.uint64(layout.offset(CONTROL, "superstep"))
 VISIT_BYTES = 1 << 17  # of slots that a shard frees before it wakes their learner
 
 
@@ -168,11 +169,12 @@ def settle_broken(s: Shard, line: int) -> bool:
 
 
 @inner
-def catch_up(s: Shard, count: int, mode: np.uint32) -> bool:
+def catch_up(s: Shard, count: int, superstep: np.uint64, mode: np.uint32) -> bool:
     """While the shards stand still: consumes what another one has consumed already.
 
-    mode: that the pass began with. True if there was any, or if the mode is another one now: what
-    another shard has consumed under that, a superstep perhaps, must not be applied on arrival.
+    superstep, mode: that the pass began with. True if there was any, or if one of them is another
+    now: what another shard has consumed since, in a superstep perhaps, must not be applied on
+    arrival.
     """
     found = False
     for i in range(count):
@@ -181,6 +183,8 @@ def catch_up(s: Shard, count: int, mode: np.uint32) -> bool:
         if most <= s.state[0].applied[s.number, ring.row]:
             continue
         if get32(s.control + MODE) != mode:  # SYNC POINT: mode
+            return True
+        if get(s.control + SUPERSTEP) != superstep:  # SYNC POINT: superstep
             return True
         if is_broken(s, ring.row, ring.generation):
             settle_broken(s, i)

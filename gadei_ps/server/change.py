@@ -27,6 +27,28 @@ def hold(control: Segment, changes: int, shards: int) -> bool:
     return bool((obeyed == np.uint32(mode)).all())
 
 
+class Freeze:
+    """The last grants of learners: each finishes the iteration in hand, and begins no other."""
+
+    def __init__(self) -> None:
+        self._grants: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def last(self, row: int, generation: int, granted: int, most: int) -> int:
+        """The last grant of a learner, in its own clock; the same in each call.
+
+        granted: so far. most: what it may be at most.
+        """
+        key = row, generation
+        if key not in self._grants:
+            self._grants[key] = granted, min(granted, most)
+        return self._grants[key][1]
+
+    def before(self, row: int, generation: int) -> int | None:
+        """What the learner was granted before; None if it was not frozen."""
+        found = self._grants.get((row, generation))
+        return found[0] if found else None
+
+
 class Change:
     """One change, by the manager of the active server."""
 
@@ -36,18 +58,8 @@ class Change:
         self.at_barrier = False
         self._control = control
         self._shards = shards
-        self._frozen: dict[tuple[int, int], int] = {}
+        self.freeze = Freeze()
         self.model = modes.model(control, number)
-
-    def freeze(self, row: int, generation: int, granted: int, head: int) -> int:
-        """The last grant of a learner under the old model: for the iteration in hand, if any.
-
-        granted: so far, in its own clock. head: gradients that it has published.
-        """
-        key = row, generation
-        if key not in self._frozen:
-            self._frozen[key] = min(granted, head + 1)
-        return self._frozen[key]
 
     def shards_hold(self) -> bool:
         """Tells the shards to let frames lie; returns whether all do."""

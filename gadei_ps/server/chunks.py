@@ -254,13 +254,20 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
 
 @inlined
 def _take_over(m: _Move, g: Values, hand: Any, kept: int, start: int, count: int) -> None:
-    """Puts values in the place of `count` weights, or of those of a slot, from `start` on."""
+    """Puts values in the place of `count` weights, or of those of a slot, from `start` on.
+
+    Or adds them to weights. The chunk is in the undo log, so a death amid it is undone.
+    """
     here = np.uint64(start * 4)
     values = values_of(g.form, g.at, count)
     if hand.stream == 0:
         w = floats(m.at.weights + here, count)
-        for i in range(count):
-            w[i] = cpu.wide(values[i])
+        if hand.adds:
+            for i in range(count):
+                w[i] += cpu.wide(values[i])
+        else:
+            for i in range(count):
+                w[i] = cpu.wide(values[i])
     elif hand.stream <= kept:
         slot = floats((m.at.slot0 if hand.stream == 1 else m.at.slot1) + here, count)
         for i in range(count):

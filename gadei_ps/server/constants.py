@@ -20,6 +20,7 @@ CHUNK = layout.CHUNK
 AHEAD = layout.AHEAD
 NO_BATCH = np.uint64(layout.NO_BATCH)
 RESET = np.uint32(layout.RESET)
+ADD = np.uint32(layout.ADD)
 SAME_STEPS = np.uint64(layout.SAME_STEPS)
 MOST_STEPS = np.uint64(2**62)  # an assignment may set no more
 

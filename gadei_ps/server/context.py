@@ -13,7 +13,7 @@ from gadei_ps.kernels import cpu
 from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, FRAME, RECORD, SHARD, STATE
-from gadei_ps.server.constants import ASSIGN, MAX_LEARNERS, ONE, RESET, SAME_STEPS, ZERO
+from gadei_ps.server.constants import ADD, ASSIGN, MAX_LEARNERS, ONE, RESET, SAME_STEPS, ZERO
 from gadei_ps.server.structs import BOARD, HAND, KNOWN_RING, PART, RING_LINE
 from gadei_ps.server.symbols import get, put, structs, words
 
@@ -208,6 +208,7 @@ def take(s: Shard, member: int, slot: np.uint64, frame: np.ndarray) -> None:
         hand.scale = 1.0
         hand.stream = integer(frame[0].stream)
         hand.reset = 1 if frame[0].flags & RESET else 0
+        hand.adds = 1 if frame[0].flags & ADD else 0
         hand.next_step = steps if frame[0].steps == SAME_STEPS else frame[0].steps
     hand.watch = slot + GENERATION
 

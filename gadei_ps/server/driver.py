@@ -3,50 +3,47 @@
 The manager of the active server calls this module. The model exists in this process only. The next
 server makes an equal model from the roster (`member`, `base`) and from the control segment, where
 the watchdog has written the model's text under a number. When control asks for another number, the
-driver changes the model at a barrier (change.py).
+driver changes the model at a barrier (change.py). When a learner asks for it, the driver has all
+others stand still (stand.py).
 """
 
 from __future__ import annotations
 
-import collections
 import time
 
 import numpy as np
 
 from gadei_ps import _native, sync
-from gadei_ps.job import modes
+from gadei_ps.job import modes, numbers
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import CONTROL, ENTRY, Action, Reason, Work
+from gadei_ps.memory.layout import CONTROL, Reason
 from gadei_ps.memory.segment import Segment
-from gadei_ps.server.change import Change
+from gadei_ps.server.change import Change, hold
 from gadei_ps.server.member import Member, Next
 from gadei_ps.server.new_numbers import NewNumbers, counts_agree
 from gadei_ps.server.rings import Mapped
+from gadei_ps.server.stand import Stand, Stands
 from gadei_ps.server.start import Start
+from gadei_ps.server.supersteps import Supersteps
+from gadei_ps.server.team import Team
 from gadei_ps.sync import NotGranted
 
 
-class Driver:
+class Driver(Team):
     """The driver of one active server."""
 
     def __init__(self, control: Segment, state: Segment, part: np.ndarray, start: Start) -> None:
         """part: PART of any shard; it has the sizes that frames must have."""
+        super().__init__(control, state)
         self.number = modes.done(control)
         self.sync = modes.model(control, self.number)
-        self.members: dict[int, Member] = {}
-        self._segment = control
-        self._control = control.view(CONTROL)
-        self._roster = self._control["roster"]
-        self._state = state.view(layout.STATE)
-        self._applied_at = state.word(layout.STATE, "applied")
         self._part = part
-        self._slots = int(self._control["slots"])
-        self._shards = int(self._control["shards"])
-        self._commits: collections.deque[sync.Commit] = collections.deque()
-        self._refusals: dict[tuple[int, int], int] = {}  # (row, sequence) -> reason
+        self._supersteps = Supersteps(control, self._state, self._shards)
         self._resumed = False
         self._offset = 0  # clocks in the roster, which outlive servers, minus clocks of the model
         self._change: Change | None = None
+        self._stands = Stands(control, part)
+        self._stand: Stand | None = None
         self._loaded = self.number
         self._numbers = NewNumbers(control, self._state, self._shards)
         self._start = start
@@ -64,6 +61,11 @@ class Driver:
         loaded: number of the model whose code is loaded: the wanted one, or the one before.
         """
         self._loaded = loaded
+        if not self._resumed and self._stand is None:
+            self._stand = self._stands.left(self.members)
+        if self._stand is not None and self._stand.begun:
+            self._assign(self._stand)
+            return
         if not self._resumed:
             if modes.wanted(self._segment) != loaded:
                 return
@@ -74,72 +76,64 @@ class Driver:
             self._resumed = self._take_over()
             if not self._resumed:
                 return
-        elif self._change is None and self._is_to_change():
+        elif not self._frozen and self._is_to_change():
             self._change = Change(self._segment, loaded, self._shards)
+        elif not self._frozen:
+            self._stand = self._stands.asked(self.members)
         if self.sync.uses_pushes and not self._at_barrier:
             self._report_pushes()
             if self._starts:
                 self._look_at_start()
-            self._carry_out()
-        if self._change is None:
-            if self.sync.uses_pushes:
-                self._publish_grants()
-            return
-        if not self._at_barrier:
-            self._come_to_a_barrier(self._change)
-        if self._at_barrier and serving:
-            self._switch(self._change)
+            self._supersteps.carry_out(self.members)
+        if self._stand is not None:
+            self._come_to_a_stand(self._stand, serving)
+        if self._change is not None:
+            self._come_to_a_change(self._change, serving)
+        if not self._frozen:
+            self._publish_grants()
 
     def take_in(self, one: Mapped) -> None:
         """Begins to serve a new learner. Before the shards know of its ring: then all is theirs."""
         # Shards believe `applied` only where it names the ring that they know;
         # and it comes last, because the next server must not do the same again.
-        at = self._segment.word(CONTROL, "roster") + one.row * ENTRY.itemsize
-        served = at + layout.offset(ENTRY, "served")
+        served = self._word(one.row, "served")
         _native.store(served, 0)
         for shard in range(layout.MAX_SHARDS):
             _native.store(self._applied_at + 8 * (layout.MAX_LEARNERS * shard + one.row), 0)
         self._roster[one.row]["member"] = 0
         self._roster[one.row]["obsolete"] = 0
+        self._roster[one.row]["stand"] = 0
         self._state["runs"]["sequence"][one.row] = 0  # of the learner before
-        free = not (self.sync.uses_pushes or self.changing)
+        free = not (self.sync.uses_pushes or self._frozen or self._roster["stand"].any())
         self.publish_grant(one.row, layout.UNBOUNDED if free else 0)
         _native.store(served, one.generation)  # SYNC POINT: served
 
-    # -- another model --------------------------------------------------------------------------
+    # -- another model, and stands --------------------------------------------------------------
 
     def _is_to_change(self) -> bool:
         return self._loaded != self.number
 
     @property
+    def _frozen(self) -> bool:
+        """Whether no other iterations are granted."""
+        return self._change is not None or self._stand is not None
+
+    @property
     def _at_barrier(self) -> bool:
+        if self._stand is not None and self._stand.at_barrier:
+            return True
         return self._change is not None and self._change.at_barrier
 
-    def _come_to_a_barrier(self, change: Change) -> None:
-        """Lets each learner finish its current iteration, and grants no other."""
-        all_wait = True
-        for member in self.members.values():
-            if member.leaving:
-                continue
-            head = member.mapped.head
-            granted = int(self._roster[member.row]["grant"])
-            last = change.freeze(member.row, member.generation, granted, head)
-            if last != granted:
-                self.publish_grant(member.row, last)
-            if self._has_work(member):
-                self._roster[member.row]["member"] = True  # it holds others up if it hangs
-                # The next model gets what a collecting model still holds.
-                done = self._applied(member) if self.sync.on_arrival else head
-                all_wait = all_wait and head >= last <= done
-        if all_wait and not self._commits and self._supersteps_done():
-            change.at_barrier = True
+    def _come_to_a_change(self, change: Change, serving: bool) -> None:
+        """Changes to the other model at the barrier, as soon as the shards stand still."""
+        if not change.at_barrier:
+            change.at_barrier = self._all_wait(change.freeze) and self._supersteps_over
+        held = change.at_barrier and serving and change.shards_hold()
+        if held and counts_agree(self._segment, self._state, self._shards):
+            self._switch(change)
 
     def _switch(self, change: Change) -> None:
-        """At the barrier: changes to the other model as soon as the shards stand still."""
-        if not (change.shards_hold() and counts_agree(self._segment, self._state, self._shards)):
-            return
-        self._commits.clear()
-        self._refusals.clear()
+        self._supersteps.clear()
         self._offset = 0
         self.sync, self.number = change.model, change.number
         for member in self.members.values():
@@ -153,18 +147,68 @@ class Driver:
         self._change = None
         _native.bell(self._segment.word(CONTROL, "manager_bell"))
 
-    def _settle_numbers(self, serving: bool) -> bool:
-        open_ = not self._supersteps_done()
-        return self._numbers.settle(self.number, self.sync, serving=serving, superstep=open_)
+    def _come_to_a_stand(self, stand: Stand, serving: bool) -> None:
+        """Has all others stand still."""
+        if self._stands.is_over(stand, self.members):
+            self._end_stand(stand)
+            return
+        asks = stand.member
+        if not stand.at_barrier:
+            self._control["report"] = True  # each push may be the last one that is awaited
+            waits = self._all_wait(stand.freeze, asks) and self._is_applied(asks)
+            if not (waits and self._supersteps_over):
+                return
+            self._stands.hold(stand)
+        changes = self.number + numbers.done(self._segment)
+        if not (serving and hold(self._segment, changes, self._shards)):
+            return
+        if not counts_agree(self._segment, self._state, self._shards):
+            return
+        if self._is_applied(asks):
+            asks.reported = self._applied(asks)
+            self._stands.begin(stand)
+        else:  # it has pushed once more
+            stand.at_barrier = False
+            modes.enforce(self._segment, self.number, self.sync)
 
-    @property
-    def changing(self) -> bool:
-        """True while a change of the model is under way."""
-        return self._change is not None
+    def _assign(self, stand: Stand) -> None:
+        """While all others stand still. Also at a take-over, before anything else is done."""
+        member, over = stand.member, self._stands.is_over(stand, self.members)
+        if self._supersteps_over:  # once it is over, too: what comes later than other gradients
+            member.reported = self._applied(member)  # would take them out of the weights
+            self._report_assignments(member)
+        self._supersteps.carry_out(self.members)
+        if over and self._supersteps_over:
+            self._end_stand(stand)
+
+    def _end_stand(self, stand: Stand) -> None:
+        """All learners go on."""
+        self._stands.end(stand)
+        self._stand = None
+        _native.bell(self._segment.word(CONTROL, "manager_bell"))
+        if not self._resumed:
+            return  # the take-over does the rest
+        if self.sync.on_arrival:  # the model does not hear of the assignments
+            stand.member.reported = self._applied(stand.member)
+            if stand.member.joined:
+                self._note_clock(stand.member)
+        for member in self.members.values():
+            before = stand.freeze.before(member.row, member.generation)
+            if not self.sync.uses_pushes:
+                self._roster[member.row]["member"] = False
+            elif before is not None and not member.joined:
+                self.publish_grant(member.row, before)
+            member.granted = -1
+        modes.enforce(self._segment, self.number, self.sync)
+
+    def _settle_numbers(self, serving: bool) -> bool:
+        open_ = not self._supersteps.done()
+        return self._numbers.settle(self.number, self.sync, serving=serving, superstep=open_)
 
     def sees_nonsense(self, member: Member) -> bool:
         """Whether a ring's head cannot be, where the shards do not look at it."""
-        if self.sync.on_arrival:
+        stands = self._stand is not None and self._stand.begun and self._stand.member is member
+        if self.sync.on_arrival and not stands:
             return False
         before = member.mapped.head
         applied = self._applied(member)  # between the two looks: the shards move on meanwhile
@@ -174,23 +218,9 @@ class Driver:
         """Whether the model waits to decide on a gradient of this learner."""
         return not self.sync.on_arrival and self._applied(member) < member.reported
 
-    def is_settled(self, member: Member) -> bool:
-        """Whether all shards are done with a broken ring: they count the same, with none in hand.
-
-        Also once it is drained: a shard of a dying server may have begun a frame after that.
-        """
-        if not member.mapped.told:
-            return False
-        records = self._state["record"][: self._shards]
-        # First: what is in hand counts at last, and nothing is begun any more.
-        if ((records["cursor"] != layout.IDLE) & (records["ring"] == member.row)).any():
-            return False
-        counts = self._state["applied"][: self._shards, member.row]
-        return bool((counts == counts[0]).all())
-
     def done_with(self, member: Member) -> bool:
         """True if the model no longer refers to this learner, which is gone."""
-        if member.joined:
+        if member.joined or (self._stand is not None and self._stand.member is member):
             return False
         if not self.sync.uses_pushes:
             return True
@@ -204,20 +234,21 @@ class Driver:
 
         A change of the model that was under way is made at once, without waiting for learners.
         """
+        if not self._supersteps.done():
+            return False
         if self._is_to_change():
-            if not self._supersteps_done():
-                return False
             self._change = Change(self._segment, self._loaded, self._shards)
             self._change.at_barrier = True
             return True
         modes.enforce(self._segment, self.number, self.sync)
         if self.sync.uses_pushes:
-            if not self._supersteps_done():
-                return False
             self._starts = self._start.learners > 1 and modes.awaits_start(self._segment)
             if self._starts:
                 self.sync.await_others()
             self._resume()
+        else:  # the server before may have frozen learners
+            for member in self.members.values():
+                self._roster[member.row]["member"] = False
         return True
 
     def _resume(self) -> None:
@@ -257,7 +288,7 @@ class Driver:
         wants = [one.mapped.wants for one in there if not one.joined]
         if self._start.is_over(self._control, sum(one.joined for one in there), wants):
             self._starts = False
-            self._commits.extend(self.sync.start())
+            self._supersteps.add(self.sync.start())
 
     def _waiting(self) -> list[Member]:
         """Former members with a gradient that waits for its superstep."""
@@ -290,27 +321,10 @@ class Driver:
         # If the learner overwrote its head, nothing more is known.
         return head if 0 <= head - applied <= self._slots else member.reported
 
-    def _applied(self, member: Member) -> int:
-        """Number of frames that every shard has consumed."""
-        return int(self._state["applied"][: self._shards, member.row].min())
-
-    def _has_work(self, member: Member) -> bool:
-        """True if barriers must wait for this learner.
-
-        They do not wait for a learner that only reads, nor for one that takes work from the server
-        while it has no batch, nor, except under BSP, for one that has paused.
-        """
-        wants = member.mapped.wants
-        if wants & layout.WANTS_PAUSE and not self.sync.awaits_paused:
-            return False
-        if wants & layout.WANTS_WORK and int(self._control["work"]) != Work.NONE:
-            return bool((self._roster[member.row]["outstanding"] != layout.NO_BATCH).any())
-        return bool(wants & layout.WANTS_TURN)
-
     def _report_pushes(self) -> None:
         now = time.monotonic()
         for member in list(self.members.values()):
-            newcomer = not member.joined and not member.leaving and self._change is None
+            newcomer = not member.joined and not member.leaving and not self._frozen
             if newcomer and self._has_work(member):
                 self._join(member, now)
             held = self._report_member(member, now)
@@ -319,7 +333,7 @@ class Driver:
                 member.reported = self._published(member)
             behind = member.reported < self._published(member)
             if member.joined and not behind and (member.leaving or not self._has_work(member)):
-                self._commits.extend(self.sync.leave(member.row, now))
+                self._supersteps.add(self.sync.leave(member.row, now))
                 member.joined = False
                 self._note_clock(member)
 
@@ -338,8 +352,8 @@ class Driver:
                     return False  # once what it has pushed before is in the weights
                 self._commit_assignment(found)
                 continue
-            if not member.joined and self._change is not None:
-                return True  # for the next model
+            if not member.joined and self._frozen:
+                return True  # for the next model, or after the stand
             if not member.joined:
                 # The learner left the model, but has frames: it published without a grant, or did
                 # not name its last batch. It joins again, so that they count as iterations.
@@ -353,61 +367,47 @@ class Driver:
                 refused = reason != Reason.OK
                 started = found.started
                 if refused:
-                    self._refusals[member.row, member.reported] = reason
+                    self._supersteps.refuse(member.row, member.reported, reason)
             commits = self.sync.push(member.row, now, started=started, refused=refused)
             member.reported += 1
-            self._commits.extend(commits)
+            self._supersteps.add(commits)
         return False
+
+    def _report_assignments(self, member: Member) -> None:
+        """Has each assignment of this learner made, in a superstep of its own."""
+        while member.reported < member.mapped.head and not self.sees_nonsense(member):
+            found = member.next(self._slots)
+            if not found.assigns or self._applied(member) < member.reported:
+                return
+            self._commit_assignment(found)
 
     def _commit_assignment(self, found: Next) -> None:
         """An assignment is a superstep of its own, between two of the model's."""
         member, row, reason = found.member, found.member.row, found.check(self._part)
         if reason == Reason.OK:
-            self._commits.append(sync.Commit((row,)))
+            self._supersteps.add([sync.Commit((row,))])
         else:
-            self._refusals[row, member.reported] = reason
-            self._commits.append(sync.Commit((), (row,)))
+            self._supersteps.refuse(row, member.reported, reason)
+            self._supersteps.add([sync.Commit((), (row,))])
         member.reported += 1
         if member.joined:
             self._note_clock(member)
 
-    # -- supersteps and grants --------------------------------------------------------------------
+    # -- grants ---------------------------------------------------------------------------------
 
-    def _carry_out(self) -> None:
-        """Publishes the next superstep if every shard is done with the previous one."""
-        if not self._commits or not self._supersteps_done() or self._paused():
-            return
-        commit = self._commits.popleft()
-        action, upto = self._control["superstep_action"], self._control["superstep_upto"]
-        action[:] = Action.SKIP
-        tail = {row: int(self._state["applied"][0, row]) for row in self.members}
-        for row in commit.apply:
-            action[row] = Action.APPLY
-            upto[row] = tail[row] + 1
-        for row in commit.drop:
-            reason = self._refusals.pop((row, tail[row]), Reason.OK)
-            good = reason in (Reason.OK, Reason.GIVEN_UP)
-            action[row] = Action.DROP if good else Action.REFUSE
-            self._control["superstep_reason"][row] = reason
-            upto[row] = tail[row] + 1
-        number = int(self._control["superstep"]) + 1
-        _native.store(self._segment.word(CONTROL, "superstep"), number)  # SYNC POINT: superstep
-        _native.bell(self._segment.word(CONTROL, "shard_bell"))
-
-    def _paused(self) -> bool:
-        """True while a checkpoint is taken. The next superstep waits for its end."""
-        return _native.load(self._segment.word(CONTROL, "pause")) > time.monotonic_ns()
-
-    def _supersteps_done(self) -> bool:
-        done = self._state["record"]["supersteps"][: self._shards]
-        finished = bool((done == self._control["superstep"]).all())
-        if finished:
-            self._control["supersteps_done"] = self._control["superstep"]
-        return finished
+    @property
+    def _supersteps_over(self) -> bool:
+        return not self._supersteps.due and self._supersteps.done()
 
     def _publish_grants(self) -> None:
         """Publishes grants in the learner's own clock: iterations begun since it attached."""
-        if self._commits or not self._supersteps_done():
+        if not self.sync.uses_pushes:
+            for member in self.members.values():
+                if member.granted != layout.UNBOUNDED:
+                    member.granted = layout.UNBOUNDED
+                    self.publish_grant(member.row, layout.UNBOUNDED)
+            return
+        if not self._supersteps_over:
             return  # a grant promises that all gradients on which it depends are applied
         members = [one for one in self.members.values() if one.joined]
         # First, so that a learner that sees others continue also sees that it may give up.
@@ -421,22 +421,3 @@ class Driver:
             if grant != member.granted:
                 member.granted = grant
                 self.publish_grant(member.row, grant)
-
-    def note_broken(self, member: Member) -> None:
-        """The next server does not read its ring either. From now on shard 0 may let it go."""
-        at = self._segment.word(CONTROL, "roster") + member.row * ENTRY.itemsize
-        at += layout.offset(ENTRY, "broken")
-        _native.store(at, member.generation)  # SYNC POINT: broken
-        _native.bell(self._segment.word(CONTROL, "shard_bell"))
-
-    def publish_obsolete(self, member: Member, below: int) -> None:
-        """Tells the learner that gradients of its iterations below `below` will be dropped."""
-        at = self._segment.word(CONTROL, "roster") + member.row * ENTRY.itemsize
-        at += layout.offset(ENTRY, "obsolete")
-        _native.store(at, below)
-
-    def publish_grant(self, row: int, grant: int) -> None:
-        """Allows the learner in this row to begin iterations below `grant`."""
-        at = self._segment.word(CONTROL, "roster") + row * ENTRY.itemsize
-        _native.store(at + layout.offset(ENTRY, "grant"), grant)  # SYNC POINT: grant
-        _native.bell(at + layout.offset(ENTRY, "grant_seq"))

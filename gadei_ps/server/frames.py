@@ -13,6 +13,7 @@ from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.server.blocks import check_rows
 from gadei_ps.server.constants import (
+    ADD,
     ASSIGN,
     BAD_ASSIGN,
     BAD_DTYPE,
@@ -45,9 +46,13 @@ NONFINITE = np.uint32(layout.NONFINITE)
 def _may_assign(frame: np.ndarray, part: np.ndarray) -> bool:
     """Whether the optimizer has the slot that an assignment names, and can have made its steps.
 
+    Only to weights values are added.
+
     frame: its header, FRAME of shape (1,).
     """
     stream, steps = frame[0].stream, frame[0].steps
+    if frame[0].flags & ADD and stream != ZERO:
+        return False
     if stream == np.uint64(1) and part[0].slot0 == ZERO:
         return False
     if stream == np.uint64(2) and part[0].slot1 == ZERO:

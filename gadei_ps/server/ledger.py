@@ -6,6 +6,9 @@ because its learner died or its gradient was dropped, or answered. Nothing count
 an epoch is done when no batch of it is in the other three states. account.py calls these functions
 within its transactions, so a server that dies in one of them leaves no trace of it.
 
+Where the job owns a part of the batches (memory/owned.py), what is left of the owned ranges is what
+was not handed out yet, in their order, and the watchdog says which epochs have no more to come.
+
 Compiled. `c` is CONTROL, shape (1,).
 """
 
@@ -14,11 +17,18 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps.kernels.compiled import compiled, inner
-from gadei_ps.server.constants import AHEAD, DONE, MAX_LEARNERS, NO_BATCH, ONE, WORKING
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL
+from gadei_ps.server.constants import AHEAD, DONE, MAX_LEARNERS, NO_BATCH, ONE, WORKING, ZERO
 from gadei_ps.server.context import integer
+from gadei_ps.server.symbols import address, get
 
 EPOCH_AT = np.uint64(32)  # bits of a batch below its epoch: its index
 INDEX = np.uint64(2**32 - 1)
+OWNED = np.uint64(layout.OWNED)
+GIVEN = np.uint64(layout.offset(CONTROL, "owned_given"))
+FROM = np.uint64(layout.offset(CONTROL, "owned_from"))
+PASSES = np.uint64(layout.offset(CONTROL, "owned_passes"))
 
 
 @compiled
@@ -89,19 +99,50 @@ def pending(c: np.ndarray, epoch: np.uint64) -> bool:
 
 
 @inner
+def is_taken_back(c: np.ndarray) -> bool:
+    """Whether something of what the job owned was taken back, and is here still."""
+    back = get(address(c) + FROM)  # SYNC POINT: owned ranges
+    if c[0].owned_range < back:
+        return True
+    return bool(c[0].requeued > 0 and back == get(address(c) + GIVEN))
+
+
+@compiled
+def take_back(c: np.ndarray) -> None:
+    """Gives up what was taken back, also what has come back from learners since. Twice is once."""
+    back = get(address(c) + FROM)  # SYNC POINT: owned ranges
+    if c[0].owned_range < back:
+        c[0].owned_at = ZERO
+        c[0].owned_range = back
+    if back == get(address(c) + GIVEN):
+        c[0].requeued = ZERO
+
+
+@inner
 def is_amid_epoch(c: np.ndarray) -> bool:
-    """Whether the epoch that is being handed out has batches left, and is the only one open."""
+    """Whether the epoch that is being handed out has batches left, and is the only one open.
+
+    Of owned batches: whether no epoch may have become done.
+    """
+    if c[0].owned != ZERO:
+        return bool(c[0].epochs_done >= get(address(c) + PASSES))
     return bool(c[0].epochs_done == c[0].next >> EPOCH_AT and (c[0].next & INDEX) != c[0].batches)
+
+
+@inner
+def _is_handed_out(c: np.ndarray, epoch: np.uint64) -> bool:
+    """Whether all batches of this epoch were handed out."""
+    if c[0].owned != ZERO:
+        return bool(epoch < get(address(c) + PASSES))  # SYNC POINT: owned ranges
+    following = c[0].next >> EPOCH_AT
+    return bool(epoch < following or (epoch == following and (c[0].next & INDEX) == c[0].batches))
 
 
 @compiled
 def close_epochs(c: np.ndarray) -> bool:
     """Counts the epochs that have become done. True if one has, or if all are."""
     changed = False
-    while c[0].epochs_done < c[0].epochs and (
-        c[0].epochs_done < c[0].next >> EPOCH_AT
-        or (c[0].epochs_done == c[0].next >> EPOCH_AT and (c[0].next & INDEX) == c[0].batches)
-    ):
+    while c[0].epochs_done < c[0].epochs and _is_handed_out(c, c[0].epochs_done):
         if pending(c, c[0].epochs_done):
             break
         c[0].epochs_done += ONE
@@ -117,10 +158,27 @@ def has_more(c: np.ndarray) -> bool:
     """Whether there is a batch to hand out now."""
     if c[0].work != WORKING:
         return False
+    if c[0].owned != ZERO:
+        if is_taken_back(c):
+            return True  # assign() looks again
+        return bool(c[0].requeued > 0 or c[0].owned_range < get(address(c) + GIVEN))
     if c[0].requeued > 0 or (c[0].next & INDEX) != c[0].batches:
         return True
     epoch = (c[0].next >> EPOCH_AT) + ONE
     return bool(epoch < c[0].epochs and c[0].epochs_done + ONE >= epoch)
+
+
+@inner
+def _next_owned(c: np.ndarray) -> np.uint64:
+    """The next batch of the owned ranges, of which one is left."""
+    number = c[0].owned_range
+    place = integer(number % OWNED)
+    batch = np.uint64(c[0].owned_ranges[place, 0] + c[0].owned_at)
+    c[0].owned_at += ONE
+    if batch + ONE == c[0].owned_ranges[place, 1]:
+        c[0].owned_at = ZERO
+        c[0].owned_range = number + ONE
+    return batch
 
 
 @compiled
@@ -134,6 +192,8 @@ def assign(c: np.ndarray, row: int) -> np.uint64:
         if c[0].roster[row].outstanding[i] == NO_BATCH:
             free = i
             break
+    if c[0].owned != ZERO:
+        take_back(c)
     if free < 0 or not has_more(c):
         return NO_BATCH
     if c[0].requeued > 0:
@@ -141,6 +201,10 @@ def assign(c: np.ndarray, row: int) -> np.uint64:
         c[0].roster[row].outstanding[free] = batch
         c[0].requeued -= ONE
         return batch
+    if c[0].owned != ZERO:
+        owned = _next_owned(c)
+        c[0].roster[row].outstanding[free] = owned
+        return owned
     batch = c[0].next
     if (batch & INDEX) == c[0].batches:
         batch = ((batch >> EPOCH_AT) + ONE) << EPOCH_AT

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import setproctitle
 
-from gadei_ps.errors import OtherVersion
+from gadei_ps.errors import GadeiError, OtherVersion, in_words
 from gadei_ps.job import nursery_words as words
 from gadei_ps.job.nursery_words import Born, Ended, Load, NotBorn, Ready, Start
 from gadei_ps.kernels.optimizers import Kind
@@ -105,16 +105,19 @@ class Nursery:
             return
         if not pid:
             self._become_server(wanted.arguments)
+        pidfd = -1
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError as error:  # it cannot be watched
+            self._say(Born(number=wanted.number, pid=pid, start=process.start_ticks(pid)), pidfd)
+        except OSError as error:  # nobody knows of it
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+            if pidfd >= 0:
+                os.close(pidfd)
             self._say(NotBorn(number=wanted.number, errno=error.errno or 0))
             return
         self._children[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)
-        self._say(Born(number=wanted.number, pid=pid, start=process.start_ticks(pid)), pidfd)
 
     def _reap(self, pidfd: int) -> None:
         pid = self._children.pop(pidfd)
@@ -152,12 +155,16 @@ def main() -> None:
     if build.of_server() != int(sys.argv[2], 16):
         os._exit(build.REFUSED)  # the watchdog says so
     setproctitle.setproctitle(" ".join(process.module_command(NURSERY, sys.argv[1])))
-    end = socket.socket(fileno=int(sys.argv[1]))
-    end.set_inheritable(False)
-    process.allow_files(process.MANY_FILES)
-    code.load_kept(Kind.SGD, "asp")  # most of it is every job's
-    gc.freeze()  # to look for garbage among these would copy their pages in each fork
-    Nursery(end, files).run()
+    try:
+        end = socket.socket(fileno=int(sys.argv[1]))
+        end.set_inheritable(False)
+        process.allow_files(process.MANY_FILES)
+        code.load_kept(Kind.SGD, "asp")  # most of it is every job's
+        gc.freeze()  # to look for garbage among these would copy their pages in each fork
+        Nursery(end, files).run()
+    except (GadeiError, OSError) as error:
+        log.get().error("the nursery cannot go on", reason=in_words(error))
+        os._exit(FAILED)
     os._exit(0)
 
 

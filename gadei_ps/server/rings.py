@@ -51,6 +51,13 @@ class Mapped:
         return _native.load32(self.ring.word(RING, "wants"))
 
     @property
+    def stand(self) -> int:
+        """What the learner asks by that all others stand still; 0: it does not."""
+        word = _native.load(self.ring.word(RING, "stand"))  # SYNC POINT: stand
+        # Not what a stray write has left there.
+        return word if word & 0xFFFFFFFF == self.generation & 0xFFFFFFFF else 0
+
+    @property
     def has_detached(self) -> bool:
         """Whether the learner says so, for want of a watchdog to tell."""
         return _native.load(self.ring.word(RING, "detached")) != 0

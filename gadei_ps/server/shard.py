@@ -23,7 +23,7 @@ from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RING, SHARD
 from gadei_ps.server.account import depart, others_may_get, top_up_all
-from gadei_ps.server.arrival import MODE, catch_up, on_arrivals, settle_broken
+from gadei_ps.server.arrival import MODE, SUPERSTEP, catch_up, on_arrivals, settle_broken
 from gadei_ps.server.constants import COLLECT, HOLD, IDLE, ON_ARRIVAL, ONE, ZERO
 from gadei_ps.server.context import Shard, integer, is_broken, mark_broken, part_at, shard_of
 from gadei_ps.server.known import (
@@ -63,7 +63,6 @@ ASKED = np.uint64(layout.offset(RING, "wants"))
 SHARD_BELL = np.uint64(layout.offset(CONTROL, "shard_bell"))
 MANAGER_BELL = np.uint64(layout.offset(CONTROL, "manager_bell"))
 PAUSE = np.uint64(layout.offset(CONTROL, "pause"))
-SUPERSTEP = np.uint64(layout.offset(CONTROL, "superstep"))
 HEARTBEAT = np.uint64(layout.offset(SHARD, "heartbeat"))
 FRAMES = np.uint64(layout.offset(SHARD, "frames"))
 LEASE = np.uint64(layout.offset(SHARD, "lease"))
@@ -74,6 +73,7 @@ TABLE_VERSION = np.uint64(layout.offset(BOARD, "table_version"))
 QUIT = np.uint64(layout.offset(BOARD, "quit"))
 SEEN = np.uint64(layout.offset(BOARD, "seen"))
 HOLDS = np.uint64(layout.offset(BOARD, "holds"))
+WISHES = np.uint64(layout.offset(BOARD, "wishes"))
 WORD = np.uint64(8)
 
 BEAT_NS = np.uint64(100_000_000)  # a sleeping shard shows a heartbeat this often
@@ -144,7 +144,10 @@ def _keep_books(s: Shard, count: int) -> bool:
 
 @inner
 def _hears_wishes(s: Shard, looks: int) -> bool:
-    """Whether a learner asks for something new since this shard looked last. looks: as chosen."""
+    """Whether a learner asks for something new since this shard looked last. looks: as chosen.
+
+    Tells the manager: one may ask that all others stand still.
+    """
     heard = False
     for i in range(looks):
         line = s.part[0].looked[i]
@@ -154,6 +157,10 @@ def _hears_wishes(s: Shard, looks: int) -> bool:
             ring.wants = wants
             had_news(s, line)
             heard = True
+    if heard:
+        at = s.part[0].board + WISHES
+        put(at, get(at) + ONE)
+        bell(s.control + MANAGER_BELL)
     return heard
 
 
@@ -165,7 +172,7 @@ def _stands_still(
     pause = get(s.control + PAUSE)  # SYNC POINT: pause
     record = s.state[0].record[s.number]
     if pause != ZERO and superstep <= record.supersteps and clock() * 1e9 < float(pause):
-        if integer(mode & KIND_OF_MODE) != COLLECT and catch_up(s, count, mode):
+        if integer(mode & KIND_OF_MODE) != COLLECT and catch_up(s, count, superstep, mode):
             return True
         if get(s.me + PARKED) != pause:
             put(s.me + PARKED, pause)  # SYNC POINT: pause
@@ -187,7 +194,7 @@ def _pass_held(s: Shard, count: int, superstep: np.uint64, mode: np.uint32) -> i
         apply_superstep(s, count, superstep)
         found = PROGRESS
     elif integer(mode & KIND_OF_MODE) == HOLD:
-        if catch_up(s, count, mode):
+        if catch_up(s, count, superstep, mode):
             found = PROGRESS
         elif get32(s.me + OBEYED) != mode:
             put32(s.me + OBEYED, mode)  # SYNC POINT: mode
@@ -306,7 +313,7 @@ def serve(part: np.ndarray) -> int:
             passes = -1
             continue
         watched = count
-        if kind != ON_ARRIVAL and (s.number != 0 or kind == HOLD):
+        if kind != ON_ARRIVAL and s.number != 0:
             watched = 0
         sleep(s, watched, bell_seen, BEAT_NS)
         passes = 0

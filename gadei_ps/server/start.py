@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.memory import finished, layout
+from gadei_ps.memory import finished, layout, owned
 from gadei_ps.memory.layout import Work
 
 EPOCHS = 2  # at most so many are open at once
@@ -61,6 +61,8 @@ def _all_handed(control: np.void) -> bool:
     """Whether all batches that can be handed out at first are."""
     if int(control["work"]) == Work.NONE:
         return False
+    if owned.is_on(control):
+        return not owned.left(control)
     batches, following = int(control["batches"]), int(control["next"])
     handed = (following >> 32) * batches + (following & 0xFFFFFFFF)
     return handed >= batches * min(EPOCHS, int(control["epochs"]))

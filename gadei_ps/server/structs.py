@@ -33,14 +33,15 @@ RING_LINE: Final = np.dtype(
     align=True,
 )
 
-# One for each server process. The shards write `seen` and `holds`, lookouts `watched`, the
-# manager all the rest.
+# One for each server process. The shards write `seen` and `holds`, shard 0 `wishes`, lookouts
+# `watched`, the manager all the rest.
 BOARD: Final = np.dtype(
     [
         ("table_version", u64),  # goes up with every change of the table of rings
         ("quit", u64),
         ("seen", u64, (MAX_SHARDS,)),  # the version that each shard works with; NOT_READING
         ("holds", u64, (MAX_SHARDS,)),  # 1 once the shard serves with its lease
+        ("wishes", u64),  # how often learners were heard to ask for something else than before
         ("ring", RING_LINE, (MAX_LEARNERS,)),
         # Written by the lookouts: generation of the ring that one watches (lookouts.py); 0: none
         ("watched", u64, (MAX_LEARNERS,)),
@@ -57,6 +58,7 @@ HAND: Final = np.dtype(
         ("scale", f64),  # what to multiply the gradient by, because of clipping
         ("stream", i64),  # of an assignment: 0 the weights, 1 or 2 a slot
         ("reset", i64),  # 1: the slots of assigned weights become zero
+        ("adds", i64),  # 1: an assignment is added to the weights
         ("next_step", u64),  # optimizer steps finished after it, where it is alone
         ("watch", u64),  # address of a word that is 0 once its memory is lost; 0: none
         # The rest is used if one of the frames in hand is of rows (rows.py).

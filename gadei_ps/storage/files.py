@@ -100,14 +100,15 @@ def write(
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` once the block is through: whole, or not at all.
 
-    It is on the disk then. Raises OSError.
+    It is on the disk then. mode: what the umask leaves of it, from the first byte on. Raises
+    OSError.
     """
     made = path.with_name(f".{secrets.token_hex(6)}.tmp")
     try:
-        with open(made, "xb") as file:
+        with open(made, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import lines` and others
-pytest.register_assert_rewrite("counted", "preloaded", "served", "scenes")
+pytest.register_assert_rewrite("counted", "preloaded", "rounds", "scenes", "served")
 
 WHOLE = bool(os.environ.get("CRASH_ALL"))  # else a subset that is chosen deterministically
 TOLD: list[str] = []  # a line of figures for each count, printed at the end of the run

@@ -57,6 +57,13 @@ def _learn(pipe: Connection, job: str, tensors: bool, stubborn: bool) -> None:
                     client.push(ones, samples=1)
                     client.wait_applied()
                     pipe.send(client.published)
+                elif word == "stand":
+                    with client.stand():
+                        copy = client.pull()
+                        pipe.send(None)
+                        pipe.recv()
+                        client.assign(client.model.views(copy))
+                    pipe.send(bool(copy.min() == copy.max()))
                 elif word == "rest":
                     goes = False
                     client.wait_applied()
@@ -124,6 +131,16 @@ class Learner:
     def call(self, name: str, *args: Any) -> Any:
         self._child.send(("call", name, *args))
         return self._hear()
+
+    def stand(self) -> None:
+        """It has all others stand still, until go_on(), which assigns what it has copied."""
+        self._child.send(("stand",))
+        self._hear()
+
+    def go_on(self) -> None:
+        self._child.send()
+        assert self._hear(), "the shards had not applied the same"
+        self._job.assigned += 1
 
     def damage(self) -> None:
         """It writes nonsense over the head of its ring."""

@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -28,7 +29,8 @@
 #define COUNTS_ROOM (1 << 18)
 #endif
 
-enum kind { OPEN, MMAP, FTRUNCATE, FALLOCATE, FSYNC, RENAME, READ, WRITE, PIDFD_OPEN, CLONE, VFORK, OPENDIR };
+enum kind { OPEN, MMAP, FTRUNCATE, FALLOCATE, FSYNC, RENAME, READ, WRITE, PIDFD_OPEN, CLONE, VFORK, OPENDIR,
+            SENDMSG, RECVMSG };
 
 static struct plan {
     int role, kind, error;
@@ -210,6 +212,15 @@ ssize_t write(int fd, const void *bytes, size_t size)
 ssize_t pwrite64(int fd, const void *bytes, size_t size, off64_t at)
 {
     return fails_at(WRITE, fd) ? -1 : syscall(SYS_pwrite64, fd, bytes, size, at);
+}
+
+ssize_t sendmsg(int fd, const struct msghdr *message, int flags)
+{
+    return fails_at(SENDMSG, fd) ? -1 : syscall(SYS_sendmsg, fd, message, flags);
+}
+ssize_t recvmsg(int fd, struct msghdr *message, int flags)
+{
+    return fails_at(RECVMSG, fd) ? -1 : syscall(SYS_recvmsg, fd, message, flags);
 }
 
 long syscall(long number, ...)

@@ -25,13 +25,14 @@ from support import quick
 
 from gadei_ps import errors
 from gadei_ps.memory import build
-from gadei_ps.server import loading, units
+from gadei_ps.server import loading, manager, units
 
 ROOT = Path(__file__).parents[2]
 # The role of a process by the program that it runs.
 ROLES = {
     "gadei_ps.watchdog": "watchdog",
     "gadei_ps.server.manager": "server",
+    "gadei_ps.server.nursery": "nursery",
     "gadei_ps.watchdog.saver": "saver",
     "gadei_ps": "command",
 }
@@ -125,11 +126,23 @@ class Tracer:
         if role is None:
             sys.settrace(None)  # of the process that has forked this one
             return
-        if role == "server":
+        if role in ("server", "nursery"):
             units.load = lambda kinds: None  # a fork has all of it loaded
             loading.load = lambda units, log, tells: None
             if self._plan[REFUSE]:
                 build.of_server = lambda: 1  # as if another build had been installed
+        if role == "nursery":  # its forks are servers as soon as they run the program of one
+            serve = manager.main
+
+            def serve_traced() -> None:
+                self._trace("server")
+                serve()
+
+            manager.main = serve_traced
+        self._trace(role)
+
+    def _trace(self, role: str) -> None:
+        """From the next call on, this process has the role."""
         begin = NAMES.index(role) * self._size
         local = {name: self._watch(begin + at) for name, at in self._at.items()}
 

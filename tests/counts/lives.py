@@ -4,7 +4,8 @@ Run with faults.c preloaded. Each line of standard input names the scene, the ro
 call, its number (0: none fails, and all are listed) and the error. A fork lives that life; the
 answer says what failed, and all that is wrong. Scenes: `life` is a job from its start to its end,
 with two learners and a checkpoint. In `adopted` a watchdog and a learner have died, in `taken over`
-the active server, and in `orphaned` a watchdog; there, calls count from the death on.
+the active server, and in `orphaned` a watchdog; there, calls count from the death on. `nursed` is a
+life with a nursery, and `replaced` is `taken over` with one.
 """
 
 from __future__ import annotations
@@ -39,24 +40,28 @@ from gadei_ps.job.processes import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import process
 from gadei_ps.memory import presence
+from gadei_ps.server import manager
 from gadei_ps.storage import checkpoint
 
-ROLES = ("", "watchdog", "server", "saver", "learner", "command")
+ROLES = ("", "watchdog", "server", "saver", "learner", "command", "nursery")
 PROGRAMS = {
     "gadei_ps.watchdog.__main__": "watchdog",
     "gadei_ps.server.manager": "server",
+    "gadei_ps.server.nursery": "nursery",
     "gadei_ps.watchdog.saver": "saver",
     "gadei_ps.cli.app": "command",
 }
 KINDS = (
     *("open", "mmap", "ftruncate", "fallocate", "fsync", "rename", "read", "write"),
-    *("pidfd_open", "clone", "vfork", "opendir"),
+    *("pidfd_open", "clone", "vfork", "opendir", "sendmsg", "recvmsg"),
 )
+NURSED = ("nursed", "replaced")  # scenes of a job with a nursery
 PR_SET_CHILD_SUBREAPER = 36
 VALUES = 304  # as the model is padded
 PUSHES = 3
 LIFE_S = 60.0
 SPAWN = process.spawn  # before forks are in its place
+SERVE = manager.main
 shim = ctypes.CDLL(None)
 shim.counts_failed.restype = ctypes.c_char_p
 shim.counts_all.restype = ctypes.c_char_p
@@ -68,11 +73,19 @@ def become(role: str) -> None:
     shim.counts_role(ROLES.index(role))
 
 
+def _serve() -> None:
+    """In a fork of the nursery, which becomes a server."""
+    become("server")
+    SERVE()
+
+
 def _in_roles(main: Callable[[str], int]) -> Callable[[str], int]:
     def told(module: str) -> int:
         if Life.programs and PROGRAMS.get(module) == "watchdog":
             process.spawn = SPAWN
         become(PROGRAMS.get(module, ""))
+        if PROGRAMS.get(module) == "nursery":
+            manager.main = _serve
         return main(module)
 
     return told
@@ -129,7 +142,7 @@ class Life:
             self.job,
             tensors=[{"name": "w", "shape": [VALUES]}],
             shards=1,
-            standby=scene == "taken over",
+            standby=scene in ("taken over", "replaced"),
             checkpoint={"every_s": 0, "directory": str(self.saved)},
         )
         self.commands = role == "command" and scene == "life"
@@ -272,7 +285,7 @@ class Life:
         raise AssertionError(f"{what}: {self.said[-1]}")
 
     def _start(self) -> None:
-        with quick.fork_quickly():
+        with quick.fork_quickly(nursery=True):
             self.daemon._start(fresh=False)
 
     def _watch(self) -> None:
@@ -347,6 +360,8 @@ SCENES = {
     "adopted": Life.adopted,
     "taken over": Life.taken_over,
     "orphaned": Life.orphaned,
+    "nursed": Life.life,
+    "replaced": Life.taken_over,
 }
 
 
@@ -376,7 +391,7 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
         life.wrong.append(traceback.format_exc())
         life.daemon.end()
     with contextlib.suppress(AssertionError):
-        eventually(lambda: not children(), 5.0)
+        eventually(lambda: not children(), 30)
     if left := children():
         life.wrong.append(f"left running: {left}")
         for one in psutil.Process().children(recursive=True):
@@ -404,7 +419,7 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     quick._main = _in_roles(quick._main)
-    with quick.fork_quickly():
+    with quick.fork_quickly(nursery=True):
         quick.load_commands()
         for line in sys.stdin:
             read, write = os.pipe()
@@ -413,7 +428,10 @@ def main() -> None:
                 try:
                     os.close(read)
                     begin = time.monotonic()
-                    told = _live(json.loads(line))
+                    asked = json.loads(line)
+                    none = quick.without_nursery()
+                    with contextlib.nullcontext() if asked["scene"] in NURSED else none:
+                        told = _live(asked)
                     told["seconds"] = time.monotonic() - begin
                     with os.fdopen(write, "wb") as answer:
                         answer.write(json.dumps(told).encode())

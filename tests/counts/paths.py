@@ -26,7 +26,7 @@ MOMENTUM = 0.9
 ACTIONS = {0: Action.APPLY, 1: Action.APPLY, 2: Action.DROP, 3: Action.REFUSE}
 WAYS = ("dense", "rows", "superstep", "refused", "dropped", "assign")
 # Of assignments, which slot they are for: 0 is the weights. "alone" is one that a superstep is of.
-STREAM = {"assign": 0, "reset": 0, "slot": 1, "last slot": 2, "alone": 0}
+STREAM = {"assign": 0, "add": 0, "reset": 0, "slot": 1, "last slot": 2, "alone": 0}
 STEPS = 77  # that an assignment of a slot sets
 
 SAID_MOMENTUM = 0.75  # by the gradients; the job has another one
@@ -61,6 +61,8 @@ EVERY += [
     Path("after1", "momentum", WireType.FLOAT16),
     Path("after2", "sgd", WireType.FLOAT32),
     # Assignments.
+    Path("add", "sgd", WireType.BFLOAT16),
+    Path("add", "adam", WireType.FLOAT32),
     Path("reset", "adam", WireType.FLOAT32),
     Path("reset", "momentum", WireType.BFLOAT16),
     Path("slot", "adagrad", WireType.FLOAT32),
@@ -154,6 +156,8 @@ def _publish(rig: Rig, path: Path) -> list[list[Gradient]]:
         says |= {"kind": FrameKind.ASSIGN, "stream": STREAM[path.way], "steps": layout.SAME_STEPS}
         if path.way == "reset":
             says["flags"] = layout.CHECKED | layout.RESET
+        elif path.way == "add":
+            says["flags"] = layout.CHECKED | layout.ADD
         elif "slot" in path.way:
             says["steps"] = STEPS
         rig.publish_rows(0, values, batch=batch_of(rig, 0), **says)
@@ -239,10 +243,14 @@ def _step(
 def _assign(
     rig: Rig, path: Path, arrays: list[np.ndarray], values: np.ndarray, named: np.ndarray
 ) -> None:
-    """Puts the values that are named in the place of weights, or of a slot's of parameters."""
+    """Puts the values that are named in the place of weights, or of a slot's of parameters; or adds
+    them to weights."""
     parameter = np.arange(rig.model.elements) < rig.model.parameters
     stream = STREAM[path.way]
     here = named & parameter if stream else named
+    if path.way == "add":
+        arrays[0][here] += values[here]
+        return
     arrays[stream][here] = values[here]
     if path.way == "reset":
         for slot in arrays[1:]:

@@ -87,6 +87,7 @@ ROOMS = (
     Room(
         (
             *_in("gadei_ps/server", "py", "change", "code", "driver", "manager", "rings", "shards"),
+            *_in("gadei_ps/server", "py", "stand", "supersteps", "team"),
             "gadei_ps/job/modes.py",
             "gadei_ps/job/numbers.py",
             "gadei_ps/server/new_numbers.py",
@@ -94,6 +95,8 @@ ROOMS = (
         (
             "tests/unit/test_take_in.py",
             "tests/unit/test_driven.py",
+            "tests/unit/test_stands.py",
+            "tests/end_to_end/test_stand.py",
             "tests/unit/test_rings_followed.py",
             "tests/unit/test_succession.py",
             "tests/end_to_end/test_exactly_once.py",

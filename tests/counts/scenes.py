@@ -28,28 +28,30 @@ Dying = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Scene:
-    """name: for people. play: in a block with dying() a process may die. how: of the job."""
+    """name: for people. play: in a block with dying() a process may die. own_job: a round
+    has one, made as how says, which is stopped at its end."""
 
     name: str
     play: Callable[[Job, Tracer, Dying], None]
     how: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    own_job: bool = False
 
 
 # -- in the life of a job -------------------------------------------------------------------------
 
 
-def _all_go(job: Job) -> None:
+def all_go(job: Job) -> None:
     for one in job.learners:
         one.go()
 
 
-def _all_push(job: Job, gradients: int = 2) -> None:
+def all_push(job: Job, gradients: int = 2) -> None:
     """Waits until each learner has pushed so many more."""
     wanted = {one: one.published + gradients for one in job.learners}
     job.until(lambda: all(one.published >= count for one, count in wanted.items()), "learners push")
 
 
-def _all_rest(job: Job) -> None:
+def all_rest(job: Job) -> None:
     for one in job.learners:
         one.rest()
 
@@ -58,9 +60,9 @@ def attached(job: Job, tracer: Tracer, dying: Dying) -> None:
     """A learner attaches, pushes and detaches."""
     with dying():
         one = job.hire()
-        _all_go(job)
-        _all_push(job)
-        _all_rest(job)
+        all_go(job)
+        all_push(job)
+        all_rest(job)
         job.let_go(one, one.detach)
         job.until(lambda: job.retired(one), "its row is free")
 
@@ -68,31 +70,31 @@ def attached(job: Job, tracer: Tracer, dying: Dying) -> None:
 def died(job: Job, tracer: Tracer, dying: Dying) -> None:
     """A learner dies while it pushes."""
     one = job.hire()
-    _all_go(job)
+    all_go(job)
     with dying():
-        _all_push(job)
+        all_push(job)
         job.let_go(one, one.kill)
-        _all_rest(job)
+        all_rest(job)
         job.until(lambda: job.retired(one), "its row is free")
 
 
 def adopted(job: Job, tracer: Tracer, dying: Dying) -> None:
     """The watchdog dies. A learner leaves and another dies before the next one adopts the job."""
     leaves, dies = job.hire(), job.hire()
-    _all_go(job)
+    all_go(job)
     with job.without_watchdog():
         job.let_go(leaves, leaves.detach)
         job.let_go(dies, dies.kill)
     with dying():
         job.up()
-        _all_rest(job)
+        all_rest(job)
         job.until(lambda: job.retired(leaves) and job.retired(dies), "their rows are free")
 
 
 def alone(job: Job, tracer: Tracer, dying: Dying) -> None:
     """Without a watchdog a learner and a server die."""
     dies = job.hire()
-    _all_go(job)
+    all_go(job)
     with job.without_watchdog(), dying():
         job.let_go(dies, dies.kill)
         job.until(
@@ -101,50 +103,50 @@ def alone(job: Job, tracer: Tracer, dying: Dying) -> None:
         )
         job.kill(job.processes.server())
     job.up()
-    _all_rest(job)
+    all_rest(job)
     job.until(lambda: job.retired(dies), "its row is free")
 
 
 def taken_over(job: Job, tracer: Tracer, dying: Dying) -> None:
     """The active server dies; a learner leaves meanwhile."""
     one = job.hire()
-    _all_go(job)
+    all_go(job)
     with dying():
         job.kill(job.processes.server())
         job.let_go(one, one.detach)
         job.up()
-        _all_push(job)
-        _all_rest(job)
+        all_push(job)
+        all_rest(job)
         job.until(lambda: job.retired(one), "its row is free")
 
 
 def from_nothing(job: Job, tracer: Tracer, dying: Dying) -> None:
     """Both servers die, and new leases are made."""
-    _all_go(job)
+    all_go(job)
     with dying():
         job.kill(job.processes.standby())
         job.kill(job.processes.server())
         job.up()
-        _all_push(job)
-        _all_rest(job)
+        all_push(job)
+        all_rest(job)
 
 
 def damaged(job: Job, tracer: Tracer, dying: Dying) -> None:
     """A learner writes nonsense over its ring and is let go."""
     one = job.hire()
-    _all_go(job)
-    _all_push(job)
+    all_go(job)
+    all_push(job)
     job.damaged += 1
     with dying():
         one.damage()
         job.until(lambda: job.retired(one), "its row is free")
         job.let_go(one, one.kill)
-        _all_rest(job)
+        all_rest(job)
 
 
 def saved(job: Job, tracer: Tracer, dying: Dying) -> None:
     """A checkpoint is made while learners push."""
-    _all_go(job)
+    all_go(job)
     with dying():
         while True:
             try:
@@ -152,7 +154,7 @@ def saved(job: Job, tracer: Tracer, dying: Dying) -> None:
             except CheckpointError:
                 continue  # the saver died, say
             break
-        _all_rest(job)
+        all_rest(job)
     snapshot, path, problems = checkpoint.newest(job.checkpoints)
     assert not problems
     assert snapshot is not None
@@ -166,14 +168,14 @@ def saved(job: Job, tracer: Tracer, dying: Dying) -> None:
 def _changed(model: str) -> Callable[[Job, Tracer, Dying], None]:
     def play(job: Job, tracer: Tracer, dying: Dying) -> None:
         one = job.hire()
-        _all_go(job)
+        all_go(job)
         with dying():
             job.change(model)
-            _all_push(job)
+            all_push(job)
             job.let_go(one, one.kill)
-            _all_push(job)
+            all_push(job)
             job.change("asp")
-            _all_rest(job)
+            all_rest(job)
             job.until(lambda: job.retired(one), "its row is free")
 
     return play
@@ -181,14 +183,14 @@ def _changed(model: str) -> Callable[[Job, Tracer, Dying], None]:
 
 def _limited(model: str) -> Callable[[Job, Tracer, Dying], None]:
     def play(job: Job, tracer: Tracer, dying: Dying) -> None:
-        _all_go(job)
+        all_go(job)
         job.change(model)
         other = 2e9 if job.status["settings"]["clip_norm"] == 1e9 else 1e9
         with dying():
             job.limit(other)
-            _all_push(job)
+            all_push(job)
         job.change("asp")
-        _all_rest(job)
+        all_rest(job)
         assert job.status["settings"]["clip_norm"] == other
 
     return play
@@ -208,9 +210,9 @@ def refused(job: Job, tracer: Tracer, dying: Dying) -> None:
 def idle(job: Job, tracer: Tracer, dying: Dying) -> None:
     """Nothing happens but what the count itself asks."""
     with dying():
-        _all_go(job)
-        _all_push(job, 20)
-        _all_rest(job)
+        all_go(job)
+        all_push(job, 20)
+        all_rest(job)
         job.settle()
 
 
@@ -235,15 +237,13 @@ LIVING = [
 
 
 # -- from a job's begin to its end ----------------------------------------------------------------
-#
-# Each round has a job of its own, which is stopped at the end.
 
 
 def _work(job: Job, **how: Any) -> None:
     """A learner attaches, pushes and leaves."""
     one = job.hire(**how)
     one.go()
-    _all_push(job)
+    all_push(job)
     one.rest()
     job.let_go(one, one.detach)
 
@@ -274,8 +274,8 @@ def stopped(job: Job, tracer: Tracer, dying: Dying) -> None:
     checkpoint has all gradients."""
     job.up()
     pair = [job.hire(), job.hire(stubborn=True)]
-    _all_go(job)
-    _all_push(job)
+    all_go(job)
+    all_push(job)
     with dying():
         job.stop()
     for one in pair:
@@ -299,7 +299,7 @@ def from_memory(job: Job, tracer: Tracer, dying: Dying) -> None:
     job.up()
     one = job.hire()
     one.go()
-    _all_push(job)
+    all_push(job)
     job.kill_all()
     job.let_go(one, one.kill)
     with dying():
@@ -435,16 +435,16 @@ def _finishes(job: Job) -> bool:
 ONE = {"standby": False}  # its start is that of the other server
 OWN = {"command": ["/bin/sh", "-c", SCRIPT], "count": 2}
 BIRTHS = [
-    Scene("start", started),
-    Scene("offer", offered, ONE | {"tensors": []}),
-    Scene("stop", stopped, ONE),
-    Scene("restore", restored, ONE),
-    Scene("from memory", from_memory, ONE),
-    Scene("fresh", afresh, ONE),
-    Scene("restore command", restored_by_command, ONE),
-    Scene("no last checkpoint", kept, ONE),
-    Scene("its own learners", with_learners, ONE | {"learners": OWN}),
-    Scene("gc", collected, ONE),
-    Scene("stop without a watchdog", discarded, ONE),
-    Scene("finish", finished, ONE),
+    Scene("start", started, own_job=True),
+    Scene("offer", offered, ONE | {"tensors": []}, own_job=True),
+    Scene("stop", stopped, ONE, own_job=True),
+    Scene("restore", restored, ONE, own_job=True),
+    Scene("from memory", from_memory, ONE, own_job=True),
+    Scene("fresh", afresh, ONE, own_job=True),
+    Scene("restore command", restored_by_command, ONE, own_job=True),
+    Scene("no last checkpoint", kept, ONE, own_job=True),
+    Scene("its own learners", with_learners, ONE | {"learners": OWN}, own_job=True),
+    Scene("gc", collected, ONE, own_job=True),
+    Scene("stop without a watchdog", discarded, ONE, own_job=True),
+    Scene("finish", finished, ONE, own_job=True),
 ]

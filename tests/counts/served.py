@@ -82,6 +82,7 @@ class Job:
         self.learners: list[Learner] = []
         self.buried = 0  # gradients of learners that are gone
         self.base = 0  # version of the checkpoint from which the job has gone on
+        self.assigned = 0  # assignments among the gradients, without a sample
         self.damaged = 0  # rings, each with a gradient that is none
         self.saves = True  # a checkpoint when it stops
         self.ended: int | None = None  # exit code of a watchdog that was not killed
@@ -284,7 +285,7 @@ class Job:
         applied = now["gradients_applied"]
         wrong = {
             "refused": now["gradients_refused"] > self.damaged or now["parts_torn"],
-            "counts": len({now["version"], applied, now["samples"]}) > 1,
+            "counts": len({now["version"], applied, now["samples"] + self.assigned}) > 1,
             "steps": (steps != steps[0]).any(),
             "weights": (weights != -float(steps[0])).any(),
             "all": not now["supersteps"] and not int(steps[0]) == applied == self.published,

@@ -31,12 +31,15 @@ ERRORS = {
     "write": ("ENOSPC", "EIO", "EINTR"),
     "pidfd_open": ("EMFILE", "ENOMEM"),
     "clone": ("EAGAIN", "ENOMEM"),
+    "sendmsg": ("ENOBUFS", "ENOMEM", "EINTR"),
+    "recvmsg": ("ENOMEM", "EINTR"),
 }
 ROLES = ("watchdog", "server", "saver", "learner", "command")
 LIVES = [
     *(("life", role) for role in ROLES),
     *(("adopted", "watchdog"), ("taken over", "watchdog"), ("taken over", "server")),
     ("orphaned", "command"),
+    *(("nursed", "nursery"), ("replaced", "nursery"), ("replaced", "watchdog")),
 ]
 OFTEN = 3  # calls for the same file that fail, of those that a process makes again and again
 # What a short run counts: of these calls every so many-th.
@@ -54,10 +57,13 @@ SHORT = {
     ("taken over", "watchdog", "pidfd_open"): 1,
     ("taken over", "server", "mmap"): 2,
     ("orphaned", "command", "rename"): 1,
+    ("nursed", "nursery", "clone"): 1,
+    ("replaced", "nursery", "sendmsg"): 2,
+    ("replaced", "watchdog", "recvmsg"): 2,
 }
 # Kinds of which each has calls; the whole run has failed some of each.
 MADE = {
-    ("life", "watchdog"): set(ERRORS),
+    ("life", "watchdog"): set(ERRORS) - {"sendmsg"},
     ("life", "server"): {"open", "mmap", "read", "clone"},
     ("life", "saver"): {"open", "mmap", "fsync", "rename", "read", "write", "clone"},
     ("life", "learner"): {"open", "mmap"},
@@ -75,6 +81,9 @@ MADE = {
     ("taken over", "watchdog"): {"open", "read", "write", "pidfd_open", "clone"},
     ("taken over", "server"): {"open", "mmap", "read", "clone"},
     ("orphaned", "command"): {"open", "opendir", "mmap", "read", "write"},
+    ("nursed", "nursery"): {"open", "read", "pidfd_open", "clone", "sendmsg", "recvmsg"},
+    ("replaced", "nursery"): {"open", "read", "pidfd_open", "clone", "sendmsg", "recvmsg"},
+    ("replaced", "watchdog"): {"open", "read", "write", "clone", "sendmsg", "recvmsg"},
 }
 NOT_OF_PIPES = ("ENOSPC", "EIO")  # what a write to one cannot have
 MISSED = 0.1  # of the calls to fail; a process may make fewer than when they were listed

@@ -46,6 +46,7 @@ SUBSET = [
     Path("after2", "sgd", WireType.FLOAT32),
     Path("assign", "sgd", WireType.FLOAT32),
     Path("assign", "adam", WireType.FLOAT32, 2, 1),
+    Path("add", "adam", WireType.FLOAT32),
     Path("reset", "adam", WireType.FLOAT32),
     Path("last slot", "adamw", WireType.FLOAT32),
     Path("alone", "nesterov", WireType.FLOAT32),

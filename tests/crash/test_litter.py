@@ -157,7 +157,7 @@ def test_a_clean_stop_leaves_nothing(job_name: str) -> None:
             assert child.receive().startswith("JobStopped")
         assert end["gradients_applied"] >= 2
         with pytest.raises(GadeiError):
-            eventually(job.check, 20)
+            eventually(job.check)
         assert not segments(job_name)
         assert [path.name for path in paths.directory().iterdir()] == []
 

@@ -20,9 +20,19 @@ from team import Team, send, stopped
 from gadei_ps.job import nursery_words as words
 from gadei_ps.job.nursery_words import Born
 from gadei_ps.job.processes import Role
+from gadei_ps.watchdog import births
+from gadei_ps.watchdog.restart import Policy
 
 start = functools.partial(QuickDaemon, nursery=True)
 NURSERY = "gadei_ps.server.nursery"
+SOON = Policy(first_s=0.02, longest_s=0.5)
+
+
+@pytest.fixture(autouse=True)
+def soon() -> Iterator[None]:
+    """Nurseries that were of no use are started anew after shorter times than those of users."""
+    with mock.patch.object(births, "POLICY", SOON):
+        yield
 
 
 @pytest.fixture
@@ -53,7 +63,8 @@ def unknown(team: Team) -> set[int]:
 def test_it_dies_with_servers(job_name: str, tmp_path: Path) -> None:
     chance = random.Random(1)
     with Team(job_name, tmp_path, start=start) as team:
-        for number in range(team.rounds(8)):
+        rounds = team.rounds(8)
+        for number in range(rounds):
             nursery, server, standby = (
                 team.find(role) for role in (Role.NURSERY, Role.SERVER, Role.STANDBY)
             )
@@ -67,6 +78,7 @@ def test_it_dies_with_servers(job_name: str, tmp_path: Path) -> None:
         team.find(Role.NURSERY)
         team.find(Role.STANDBY)
         eventually(lambda: not unknown(team), what="no server but the two")
+        assert status(job_name)["nursery_deaths"] >= rounds
         team.settle()
 
 

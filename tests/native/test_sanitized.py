@@ -1,4 +1,4 @@
-"""The C extension and learners in C under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""The C extensions and learners in C under AddressSanitizer and UndefinedBehaviorSanitizer.
 
 Tests of them, again.
 """
@@ -18,6 +18,7 @@ ROOT = HERE.parents[1]
 FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 # Those that run in one process: others would preload the sanitizers into every daemon.
 TESTS = ("test_ring.py", "test_ring_machine.py", "test_module.py", "test_copy.py")
+OF_MESH = (HERE / "test_mesh_sum.py", ROOT / "tests/unit/test_agent_frames.py")
 
 # Those of learners in C, whose programs alone have the sanitizers.
 OF_LEARNERS = ("test_replies.py", "test_learner.py")
@@ -37,8 +38,8 @@ def _runtime() -> str:
 
 
 @pytest.fixture(scope="module")
-def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The extension, built with both."""
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the extensions, built with both."""
     if not shutil.which("gcc") or not _runtime():
         pytest.skip("needs gcc and its libasan")
     out = tmp_path_factory.mktemp("sanitized")
@@ -50,18 +51,18 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    built: Path = next((out / "lib").rglob("_native*.so"))
-    return built
+    return out / "lib" / "gadei_ps"
 
 
-def _run(extension: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def _run(extensions: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A Python that takes the extensions from this folder, if it imports preload first."""
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "preload", "-q", "-s", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ
         | {
             "PYTHONPATH": str(HERE / "sanitizers"),
-            "TESTED_NATIVE": str(extension),
+            "TESTED_EXTENSIONS": str(extensions),
             "LD_PRELOAD": _runtime(),
         }
         | OPTIONS,
@@ -70,23 +71,24 @@ def _run(extension: Path, *arguments: object) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_extension(extension: Path) -> None:
-    done = _run(extension, *(HERE / name for name in TESTS))
+def test_the_extensions(extensions: Path) -> None:
+    tests = (*(HERE / name for name in TESTS), *OF_MESH)
+    done = _run(extensions, "-m", "pytest", "-p", "preload", "-q", "-s", *tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
 
 
-def test_what_is_wrong_is_seen(extension: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_is_seen(extensions: Path) -> None:
     """A store behind the end of what was allocated."""
-    (tmp_path / "test_broken.py").write_text(
-        "import ctypes\n"
+    done = _run(
+        extensions,
+        "-c",
+        "import ctypes, preload\n"
         "from gadei_ps import _native\n"
-        "def test_it():\n"
-        "    libc = ctypes.CDLL(None)\n"
-        "    libc.malloc.restype = ctypes.c_void_p\n"
-        "    at = libc.malloc(24)\n"
-        "    _native.store(at + 24, 1)\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.malloc.restype = ctypes.c_void_p\n"
+        "at = libc.malloc(24)\n"
+        "_native.store(at + 24, 1)\n",
     )
-    done = _run(extension, tmp_path / "test_broken.py")
     assert done.returncode
     assert "heap-buffer-overflow" in done.stdout + done.stderr
 

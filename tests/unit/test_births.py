@@ -26,10 +26,13 @@ class Tries:
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
-        self.births = Births(self.selector, log.get(), lambda _: None, lambda _: None)
-        self.started = 0
+        self.births = Births(self.selector, log.get(), lambda _: None, lambda _: None, self.died)
+        self.started = self.deaths = 0
         self.program = ""
         self.error: OSError | None = None
+
+    def died(self) -> None:
+        self.deaths += 1
 
     def start(self) -> Nursery:
         self.started += 1
@@ -74,7 +77,7 @@ def test_one_that_is_of_no_use_is_started_ever_more_slowly(tries: Tries, says: b
         tries.births.look(at + early)
     assert tries.started == 2
     tries.die(at + 0.6)
-    assert tries.started == 3
+    assert tries.started == tries.deaths == 3
 
 
 def test_one_that_cannot_be_started_is_not_tried_at_each_look(tries: Tries) -> None:
@@ -103,4 +106,4 @@ def test_one_of_another_build_is_tried_again_with_other_files(
     assert tries.started == 1
     monkeypatch.setattr(build, "files", lambda: frozenset({("other", 1, 1)}))
     tries.die(now + 60)
-    assert tries.started == 2
+    assert (tries.started, tries.deaths) == (2, 0)

@@ -19,6 +19,7 @@ from gadei_ps.machine import log, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, SHARD, ServerState
 from gadei_ps.watchdog import servers
+from gadei_ps.watchdog.births import Births
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.servers import Servers
 
@@ -71,6 +72,26 @@ def test_a_server_starts_and_dies(watched: Servers) -> None:
     hear(watched, 1)
     assert words(line) == {"start": whole["start"]}
     assert (control["server_starts"], control["server_deaths"]) == (1, 1)
+
+
+def test_the_words_of_the_nursery(watched: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no instant its pid stands with the start of another one."""
+    control = watched.memory.control.view(CONTROL)
+    control["nursery_pid"], control["nursery_start"] = former = (1, 7)
+    monkeypatch.setattr(Births, "pid", os.getpid())
+    seen = []
+
+    def look() -> None:
+        seen.append((int(control["nursery_pid"]), int(control["nursery_start"])))
+
+    with at_each_line(look, servers):
+        watched.look(1.0)
+    whole = (os.getpid(), process.start_ticks(os.getpid()))
+    assert seen[-1] == whole
+    assert {one for one in seen if one[0]} == {former, whole}
+    monkeypatch.setattr(Births, "pid", 0)
+    watched.look(2.0)
+    assert control["nursery_pid"] == 0
 
 
 def test_servers_are_adopted(watched: Servers) -> None:

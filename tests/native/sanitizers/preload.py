@@ -1,12 +1,15 @@
-"""A pytest plugin: takes the C extension from the path that the environment names."""
+"""A pytest plugin: takes the C extensions from the folder that the environment names."""
 
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
-spec = importlib.util.spec_from_file_location("gadei_ps._native", os.environ["TESTED_NATIVE"])
-assert spec is not None
-assert spec.loader is not None
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-sys.modules["gadei_ps._native"] = module
+for name in ("_native", "_mesh"):
+    path = next(Path(os.environ["TESTED_EXTENSIONS"]).glob(f"{name}.*.so"))
+    spec = importlib.util.spec_from_file_location(f"gadei_ps.{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[f"gadei_ps.{name}"] = module

@@ -1,0 +1,127 @@
+"""What a job hands out, as said from outside: for jobs that train together, each with a part of the
+batches of an epoch.
+
+    owned = Owned(client)
+    owned.take_back()                      # nothing is handed out from here on
+    while owned.copy(weights).unanswered:  # learners answer what they have
+        ...
+    owned.give([(0, 0, 100)])              # batches 0 to 99 of epoch 0
+    ...
+    copied = owned.copy(weights)           # weights, and what is not in them
+
+The job's file says `owned = true`. One program at a time may say what a job owns.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.errors import ConnectionLost, JobNotFound
+from gadei_ps.job.control import Connection, Copy, Lasting, Own
+from gadei_ps.learners.client import Client
+from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL
+from gadei_ps.memory.owned import Ranges
+from gadei_ps.memory.weights import FloatArray
+
+COPY_S = 60.0
+"""Until a copy is made: a checkpoint may be under way, and a server may just take over."""
+LOST_S = 10.0
+"""Until there is another watchdog."""
+_AGAIN_S = 0.05
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What is in weights that were copied. version, samples: of all gradients applied before.
+    unanswered: owned batches without a gradient in the weights."""
+
+    version: int
+    samples: int
+    unanswered: Ranges
+
+
+class Owned:
+    """What one job owns. For one thread at a time."""
+
+    def __init__(self, client: Client) -> None:
+        """client: of the job; it must stay attached. Raises JobNotFound, ControlError."""
+        self._job = client.job
+        self._control = client.place.control.view(CONTROL)
+        self._elements = client.model.elements
+        self._connection = Lasting(client.job)
+
+    def take_back(self) -> None:
+        """From here on the job hands out nothing that it was given.
+
+        Learners answer what they have; what comes back from one that dies is dropped. Raises
+        ControlError.
+        """
+        self._connection.request(Own(number=self._given, take_back=True))
+
+    def give(self, ranges: Iterable[tuple[int, int, int]]) -> Ranges:
+        """The job also owns these: epoch, first index, the index after the last.
+
+        Returns those for which there is no room now: give them again later. Raises ControlError.
+        """
+        wanted = list(ranges)
+        while wanted:
+            number, asked = self._given, wanted[: layout.OWNED]
+            reply = self._connection.request(Own(number=number, ranges=asked))
+            taken = int(reply["given"]) - number
+            wanted = wanted[taken:]
+            if taken < len(asked):
+                break
+        return wanted
+
+    def end(self, passes: int) -> None:
+        """No batch of the first `passes` epochs is to come any more.
+
+        After the last epoch the job's learners end. Raises ControlError.
+        """
+        self._connection.request(Own(number=self._given, passes=passes))
+
+    def copy(self, out: FloatArray) -> Copied:
+        """Copies the weights, shape (model.elements,), between two gradients.
+
+        All shards stand still meanwhile. Raises ControlError.
+        """
+        until = time.monotonic() + LOST_S
+        while True:
+            try:
+                told = self._copy(out)
+                break
+            except (ConnectionLost, JobNotFound):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_AGAIN_S)
+        ranges = [(int(epoch), int(begin), int(end)) for epoch, begin, end in told["unanswered"]]
+        return Copied(int(told["version"]), int(told["samples"]), ranges)
+
+    def close(self) -> None:
+        """Ends the connection. The job owns what it was given."""
+        self._connection.close()
+
+    def _copy(self, out: FloatArray) -> dict[str, Any]:
+        """Into a new file each time: a dead watchdog's saver may still write into the last one."""
+        file = os.memfd_create("gadei-ps-copy", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, self._elements * 4)
+            with Connection(self._job, COPY_S) as connection:
+                told = connection.request(Copy(slots=False), [file])
+            with mmap.mmap(file, self._elements * 4, prot=mmap.PROT_READ) as memory:
+                np.copyto(out, np.frombuffer(memory, np.float32, self._elements))
+        finally:
+            os.close(file)
+        return told
+
+    @property
+    def _given(self) -> int:
+        return int(self._control["owned_given"])

@@ -1,0 +1,122 @@
+"""Statements of the nursery, of its forks until they are servers, and of the watchdog about both.
+
+As test_statements.py, in jobs that have a nursery.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from lines import ROOT, Tracer
+from rounds import Count
+from scenes import (
+    IDLE,
+    Dying,
+    Scene,
+    adopted,
+    all_go,
+    all_push,
+    all_rest,
+    from_nothing,
+    started,
+    stopped,
+    taken_over,
+)
+from served import Job, impatient
+from support.quick import fork_quickly
+
+from gadei_ps.memory import build
+
+FILES = (
+    *("gadei_ps/server/nursery.py", "gadei_ps/job/nursery_words.py"),
+    *("watchdog/births.py", "watchdog/nursery.py"),
+)
+LIMIT_S = 7200 if os.environ.get("CRASH_ALL") else 120
+SHORT = 3  # scenes in the short run
+# To look closer: a scene, or SCENE:PART for its lines whose text has that part.
+SCENE, _, PART = os.environ.get("STATEMENTS", "").partition(":")
+
+
+def _dies(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """The nursery dies. A server starts as a program, and there is another nursery."""
+    all_go(job)
+    with dying():
+        job.kill(job.processes.nursery())
+        job.kill(job.processes.standby())
+        job.up()
+        job.until(job.processes.nursery, "there is a nursery")
+        all_push(job)
+        all_rest(job)
+
+
+def _refused(job: Job, tracer: Tracer, dying: Dying) -> None:
+    """gadei-ps is replaced under the job, and its nursery dies: the next one is refused."""
+    with dying():
+        with tracer.other_build():
+            job.kill(job.processes.nursery())
+            job.kill(job.processes.standby())
+            job.until(
+                lambda: job.status["standby_missing"] or not job.processes.server(), "it is refused"
+            )
+        job.up()
+    job.kill_watchdog()  # the next one does not know that the files are those of another build
+
+
+def _nursed(play: Callable[[Job, Tracer, Dying], None]) -> Callable[[Job, Tracer, Dying], None]:
+    """The scene, from when there is a nursery."""
+
+    def begun(job: Job, tracer: Tracer, dying: Dying) -> None:
+        job.up()
+        job.until(job.processes.nursery, "there is a nursery")
+        play(job, tracer, dying)
+
+    return begun
+
+
+SCENES = [
+    Scene("take-over", _nursed(taken_over)),
+    Scene("death of the nursery", _nursed(_dies)),
+    Scene("start", started, own_job=True),
+    Scene("new leases", _nursed(from_nothing)),
+    Scene("adopt", _nursed(adopted)),
+    Scene("another build", _nursed(_refused)),
+    Scene("stop", stopped, own_job=True),
+]
+
+
+@pytest.fixture(scope="module")
+def tracer() -> Iterator[Tracer]:
+    build.of_server()  # once, for all forks
+    made = Tracer([ROOT / name for name in FILES])
+    with impatient(), fork_quickly(nursery=True), made.tracing():
+        yield made
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_statements(
+    tracer: Tracer, job_name: str, tmp_path: Path, whole: bool, told: list[str]
+) -> None:
+    numbers = itertools.count()
+    count = Count(
+        tracer,
+        lambda how: Job(f"{job_name}-{next(numbers)}", tmp_path, **how),
+        whole=whole,
+        few=1,
+        part=PART,
+    )
+    try:
+        if whole:
+            count.play(IDLE)
+        for scene in SCENES if whole or SCENE else SCENES[:SHORT]:
+            if SCENE in ("", scene.name):
+                count.play(scene)
+    finally:
+        count.drop()
+    told.append(f"statements of the nursery: {count.figures}")
+    count.check()
+    if whole and not SCENE:
+        assert {line.role for line in count.lines} == {"nursery", "watchdog"}
