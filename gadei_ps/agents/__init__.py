@@ -1,1 +1,1 @@
-"""One agent process for each machine: the transport between machines."""
+"""One agent process for each machine: rounds of its group, and the transport between machines."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from gadei_ps.agents import frames
+from gadei_ps.agents import frames, threads
 from gadei_ps.agents.frames import ABORT, BEAT, HEADER_BYTES, Header
 from gadei_ps.errors import AgentError
 
@@ -53,8 +53,12 @@ class Beats:
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable once a member is lost."""
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="agent-beats", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = threads.start("agent-beats", self._run)
+        except AgentError:
+            os.close(self.wake)
+            os.close(self._stop)
+            raise
 
     @property
     def loss(self) -> tuple[int, str] | None:

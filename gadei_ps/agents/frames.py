@@ -25,7 +25,7 @@ HEADER_BYTES = _FIELDS.size + _SUM.size
 assert HEADER_BYTES == 56
 
 # 1 to 3 are REDUCE, GATHER and DONE of native/mesh.h.
-STATE, BEAT, ABORT, MODEL = 4, 5, 6, 7
+STATE, BEAT, ABORT, MODEL, GREETING, LETTER, SNAPSHOT, WANT, GONE, BOOK = range(4, 14)
 
 
 @dataclass(frozen=True, slots=True)

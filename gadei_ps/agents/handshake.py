@@ -1,6 +1,6 @@
 """Who is at the other end of a connection: both sides prove that they hold the job's token.
 
-    caller    hello: version, link, generation, numbers, the job, a nonce
+    caller    hello: version, link, generation, numbers, the founding, the job, a nonce
     listener  answer: a nonce, and a proof over hello and nonce
     caller    a proof over the same
     listener  verdict: what it thinks of the hello
@@ -18,6 +18,7 @@ import secrets
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from gadei_ps.errors import CallRefused, UsageError
 MAGIC = b"GPSAGENT"
 VERSION = frames.VERSION
 LEAST_TOKEN = 16
-_HELLO = struct.Struct("<8sHHQIIQ32s32s")
+_HELLO = struct.Struct("<8sHHQIIQI32s32s")
 _ANSWER = struct.Struct("<8sHH32s32s")
 _VERDICT = struct.Struct("<H")
 _PROOF_BYTES = 32
@@ -39,6 +40,8 @@ class Link(enum.IntEnum):
     DATA = 1
     BEATS = 2
     MODELS = 3
+    LETTERS = 4
+    STATE = 5
 
 
 class Verdict(enum.IntEnum):
@@ -66,10 +69,15 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What all agents of a job share. token: bytes that nobody else knows."""
+    """What all agents of a job share. token: bytes that nobody else knows.
+
+    founding: of the group: another word each time that it begins anew. Agents with another one are
+    let in for models alone.
+    """
 
     job: str
     token: bytes
+    founding: str = ""
 
     def __post_init__(self) -> None:
         if len(self.token) < LEAST_TOKEN:
@@ -80,6 +88,10 @@ class Identity:
     @property
     def digest(self) -> bytes:
         return hashlib.sha256(self.job.encode()).digest()
+
+    @property
+    def founding_sum(self) -> int:
+        return zlib.crc32(self.founding.encode())
 
     def proof(self, side: bytes, hello: bytes, nonce: bytes) -> bytes:
         return hmac.digest(self.token, side + hello + nonce, "sha256")
@@ -100,7 +112,7 @@ def call(connection: socket.socket, hello: Hello, identity: Identity, until: flo
     """The caller's side. Raises CallRefused, whose `verdict` tells why, and OSError."""
     said = _HELLO.pack(
         *(MAGIC, VERSION, hello.link, hello.generation, hello.caller, hello.called, hello.values),
-        *(identity.digest, secrets.token_bytes(32)),
+        *(identity.founding_sum, identity.digest, secrets.token_bytes(32)),
     )
     frames.send(connection, [said], until)
     answer = frames.receive_bytes(connection, _ANSWER.size, until)
@@ -139,7 +151,7 @@ def answer(
     it is not and has been told so, and OSError.
     """
     said = frames.receive_bytes(connection, _HELLO.size, until)
-    magic, version, link, generation, caller, called, values, job, _ = _HELLO.unpack(said)
+    magic, version, link, generation, caller, called, values, founding, job, _ = _HELLO.unpack(said)
     if magic != MAGIC:
         raise refusal(Verdict.NOT_AWAITED, "is no agent of gadei-ps")
     nonce = secrets.token_bytes(32)
@@ -161,7 +173,8 @@ def answer(
         _tell(connection, Verdict.NOT_AWAITED, until)
         raise refusal(Verdict.NOT_AWAITED, f"asks for link {link}, and there is no such link")
     hello = Hello(Link(link), generation, caller, called, values)
-    verdict = judge(hello)
+    is_ours = founding == identity.founding_sum or link == Link.MODELS
+    verdict = judge(hello) if is_ours else Verdict.NOT_AWAITED
     if verdict != Verdict.WELCOME:
         _tell(connection, verdict, until)
         raise refusal(verdict, f"is refused: {verdict.name.lower().replace('_', ' ')}")

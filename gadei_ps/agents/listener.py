@@ -1,7 +1,7 @@
 """The listening socket of an agent: lets in those that are awaited, and stays open for others.
 
-Each call is answered in a thread of its own, with a deadline; at most CALLS at once. What a call is
-for decides who judges it and who gets its connection.
+Each call is answered in a thread of its own, with a deadline; at most CALLS at once, and
+CALLS_OF_HOST of one host. What a call is for decides who judges it and who gets its connection.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gadei_ps.agents import handshake, tls
+from gadei_ps.agents import addresses, handshake, threads, tls
+from gadei_ps.agents.addresses import Address
 from gadei_ps.agents.handshake import Hello, Identity, Link, Verdict
 from gadei_ps.errors import AgentError, CallRefused, UsageError, in_words
+from gadei_ps.sync.parameters import shown
 
 CALLS = 32
+CALLS_OF_HOST = 16
+"""At once from one host, so that none keeps all others out."""
 PATIENCE_S = 5.0
 """For a whole handshake."""
-Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +48,16 @@ class Listener:
         """The last calls that were refused, one line each."""
         self._hosts: dict[Link, Host] = {}
         self._lock = threading.Lock()
-        self._calls: dict[threading.Thread, socket.socket] = {}
+        self._calls: dict[threading.Thread, tuple[str, socket.socket]] = {}
         self._closed = False
         try:
-            self._socket = socket.create_server(address, backlog=128)
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            self._socket = socket.create_server(address, family=family, backlog=128)
         except OSError as error:
-            where = f"{address[0]}:{address[1]}"
+            where = addresses.written(*address)
             raise UsageError(f"cannot listen at {where}: {in_words(error)}") from None
         self.address: Address = self._socket.getsockname()[:2]
-        self._thread = threading.Thread(target=self._listen, name="agent-listener", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("agent-listener", self._listen)
 
     def serve(self, link: Link, host: Host | None) -> None:
         """Gives calls for this link to the host; None: nobody awaits them any more."""
@@ -71,7 +74,7 @@ class Listener:
             calls = dict(self._calls)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept()
-        for connection in calls.values():
+        for _, connection in calls.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -88,21 +91,28 @@ class Listener:
                     return
                 time.sleep(0.05)  # no descriptors left, say: they come back
                 continue
-            with self._lock:
-                if self._closed or len(self._calls) >= CALLS:
-                    self.refused.append(f"{where[0]}:{where[1]}: too many calls at once")
-                    connection.close()
-                    continue
-                thread = threading.Thread(
-                    target=self._answer, args=(connection, where), name="agent-call", daemon=True
-                )
-                self._calls[thread] = connection
-            thread.start()
+            if not self._begin(connection, where):
+                connection.close()
+
+    def _begin(self, connection: socket.socket, where: Address) -> bool:
+        """Has a call answered; returns whether that is possible."""
+        with self._lock:
+            of_host = sum(host == where[0] for host, _ in self._calls.values())
+            if self._closed or len(self._calls) >= CALLS or of_host >= CALLS_OF_HOST:
+                self.refused.append(f"{where[0]}:{where[1]}: too many calls at once")
+                return False
+            try:
+                thread = threads.start("agent-call", self._answer, connection, where)
+            except AgentError as error:
+                self.refused.append(f"{where[0]}:{where[1]}: {error}")
+                return False
+            self._calls[thread] = where[0], connection
+        return True
 
     def _answer(self, connection: socket.socket, where: Address) -> None:
         try:
             connection = self._let_in(connection)
-        except (AgentError, OSError) as error:
+        except (AgentError, OSError, MemoryError) as error:
             self.refused.append(f"{where[0]}:{where[1]}: {in_words(error)}")
             connection.close()
         finally:
@@ -139,8 +149,11 @@ def call(
     contexts: tls.Contexts | None,
     until: float,
 ) -> socket.socket:
-    """A connection that the other side has welcomed. Raises CallRefused and OSError."""
-    connection = socket.create_connection(address, max(0.001, until - time.monotonic()))
+    """A connection that the other side has welcomed. Raises CallRefused and OSError; AgentError."""
+    try:
+        connection = socket.create_connection(address, max(0.001, until - time.monotonic()))
+    except ValueError:  # UnicodeError, of a label that is empty, say
+        raise AgentError(f"{shown(address[0])} is no name of a host") from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if contexts is not None:

@@ -11,16 +11,17 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gadei_ps.agents import listener
+from gadei_ps.agents.addresses import Address
 from gadei_ps.agents.handshake import Hello, Link, Verdict
-from gadei_ps.agents.listener import Address, Host, Listener
+from gadei_ps.agents.listener import Host, Listener
 from gadei_ps.errors import AgentError, CallRefused, in_words
 
 MOST_WAITING = 256
 """Connections of a generation that this member has not come to yet."""
-_AGAIN_S = 0.02
+_AGAIN_S, _ATTEMPT_S, _LOOK_S = 0.02, 1.0, 0.05
 _LINKS = (Link.DATA, Link.BEATS)
 # Not refused for good: the other side may come to it.
 _PASSING = (Verdict.BUSY, Verdict.NOT_AWAITED)
@@ -43,9 +44,17 @@ class Members:
             door.serve(link, Host(self._judge, self._take))
 
     def connect(
-        self, generation: int, members: Mapping[int, Address], values: int, until: float
+        self,
+        generation: int,
+        members: Mapping[int, Address],
+        values: int,
+        until: float,
+        given_up: Callable[[], bool],
     ) -> Links:
-        """Two connections with each other member. Raises AgentError, which names who is missing."""
+        """Two connections with each other member. Raises AgentError, which names who is missing.
+
+        given_up: is asked from time to time whether the generation is not wanted any more.
+        """
         others = members.keys() - {self._number}
         self._await(generation, frozenset(one for one in others if one > self._number), values)
         made: Links = {}
@@ -53,8 +62,8 @@ class Members:
             for one in sorted(one for one in others if one < self._number):
                 for link in _LINKS:
                     hello = Hello(link, generation, self._number, one, values)
-                    made[one, link] = self._call(members[one], hello, until)
-            return made | self._those_who_called(until)
+                    made[one, link] = self._call(members[one], hello, until, given_up)
+            return made | self._those_who_called(until, given_up)
         except BaseException:
             _close(made)
             self._await(generation, frozenset(), values)
@@ -80,34 +89,37 @@ class Members:
                 if not self._keep(hello, connection):
                     connection.close()
 
-    def _those_who_called(self, until: float) -> Links:
+    def _those_who_called(self, until: float, given_up: Callable[[], bool]) -> Links:
         """The connections of all who were to call, once they are there."""
         wanted = {(one, link) for one in self._awaited for link in _LINKS}
         with self._changed:
-            here = self._changed.wait_for(
-                lambda: self._there.keys() >= wanted, max(0.0, until - time.monotonic())
-            )
-            if not here:
-                missing = sorted({one for one, _ in wanted - self._there.keys()})
-                raise AgentError(
-                    f"no call from member {', '.join(map(str, missing))} for generation "
-                    f"{self._generation}: look whether its agent runs"
-                )
+            while not self._there.keys() >= wanted:
+                left = until - time.monotonic()
+                if left <= 0 or given_up():
+                    missing = sorted({one for one, _ in wanted - self._there.keys()})
+                    raise AgentError(
+                        f"no call from member {', '.join(map(str, missing))} for generation "
+                        f"{self._generation}: look whether its agent runs"
+                    )
+                self._changed.wait(min(left, _LOOK_S))
             there, self._there, self._awaited = self._there, {}, frozenset()
             return there
 
-    def _call(self, address: Address, hello: Hello, until: float) -> socket.socket:
+    def _call(
+        self, address: Address, hello: Hello, until: float, given_up: Callable[[], bool]
+    ) -> socket.socket:
         where = f"member {hello.called} at {address[0]}:{address[1]}"
+        door = self._door
         while True:
+            attempt = min(until, time.monotonic() + _ATTEMPT_S)
             try:
-                return listener.call(
-                    address, hello, self._door.identity, self._door.contexts, until
-                )
+                return listener.call(address, hello, door.identity, door.contexts, attempt)
             except CallRefused as error:
-                if error.verdict not in _PASSING or time.monotonic() + _AGAIN_S > until:
+                over = given_up() or time.monotonic() + _AGAIN_S > until
+                if error.verdict not in _PASSING or over:
                     raise CallRefused(f"{where} {error}", error.verdict) from None
             except OSError as error:
-                if time.monotonic() + _AGAIN_S > until:
+                if given_up() or time.monotonic() + _AGAIN_S > until:
                     raise AgentError(f"{where} cannot be reached: {in_words(error)}") from None
             time.sleep(_AGAIN_S)
 

@@ -12,9 +12,7 @@ is not possible: a member can never know whether the last message that it sent h
 from __future__ import annotations
 
 import os
-import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +20,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from gadei_ps import _mesh
-from gadei_ps.agents import frames, plan
+from gadei_ps.agents import plan, telling
+from gadei_ps.agents.addresses import Address
 from gadei_ps.agents.beats import Beats
-from gadei_ps.agents.frames import HEADER_BYTES, STATE, Header
 from gadei_ps.agents.handshake import Link
-from gadei_ps.agents.listener import Address, Listener
+from gadei_ps.agents.listener import Listener
 from gadei_ps.agents.members import Members
 from gadei_ps.agents.plan import Floats, Parts, Plan
-from gadei_ps.errors import AgentError, MemberLost, UsageError, in_words
+from gadei_ps.agents.round_state import MOST_SAID, RoundState
+from gadei_ps.agents.telling import Failed
+from gadei_ps.errors import AgentError, MemberLost, UsageError
 from gadei_ps.groups.parts import cut
 
 SILENCE_S = 1.0
@@ -38,12 +38,11 @@ JOIN_S = 10.0
 IN_FLIGHT_BYTES = 1 << 19
 """Socket buffers of a member, each way, for all others together; Linux takes twice as much. With
 more, what is received has left the cores' caches."""
-_STATE = struct.Struct("<QQ")
 
 _REASONS = {
-    _mesh.MESH_CLOSED: "has closed its connection",
-    _mesh.MESH_SILENT: "has not sent in time what is due",
-    _mesh.MESH_ABSENT: "has not come to the round in time",
+    _mesh.MESH_CLOSED: telling.CLOSED,
+    _mesh.MESH_SILENT: telling.LATE,
+    _mesh.MESH_ABSENT: telling.ABSENT,
     _mesh.MESH_BAD_HEADER: "sends a damaged header",
     _mesh.MESH_OTHER_ROUND: "is in another round or generation",
     _mesh.MESH_UNEXPECTED: "sends a frame that nobody awaits",
@@ -53,23 +52,17 @@ _REASONS = {
 
 @dataclass
 class _Held:
-    """What this member holds of a round's result, and by which parts it was summed."""
+    """What this member holds of a round's result, and by which parts it was summed.
+
+    said: what each member of that generation has said of the round, in their order.
+    """
 
     round: int
     generation: int
     parts: Parts
     out: Floats
     whole: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What a member says of its round: the generation that began it, and the parts it holds."""
-
-    round: int
-    generation: int
-    parts: int
-    whole: int
+    said: Sequence[bytes] = ()
 
 
 class Mesh:
@@ -111,6 +104,11 @@ class Mesh:
         return tuple(self._order)
 
     @property
+    def said(self) -> Sequence[bytes]:
+        """What was said by the members whose values are in the last result, in their order."""
+        return self._held.said if self._held is not None else ()
+
+    @property
     def lost(self) -> MemberLost | None:
         """The first member that was lost, if one was; the next exchange would raise the same."""
         loss = self._beats.loss if self._beats is not None else None
@@ -122,11 +120,13 @@ class Mesh:
         members: Mapping[int, Address],
         values: int,
         timeout_s: float = JOIN_S,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """Forms a group with these members and nobody else. Ends what is left of an older one.
 
-        values: of the model. What this member holds of the last round stays. Raises AgentError if
-        one does not come within timeout_s, CallRefused if one refuses, UsageError.
+        values: of the model. What this member holds of the last round stays. given_up: is asked now
+        and then whether this generation is not wanted any more. Raises AgentError then, or if
+        one does not come within timeout_s; CallRefused if one refuses; UsageError.
         """
         if not 1 <= len(members) <= plan.MOST_MEMBERS or self.number not in members:
             raise UsageError(
@@ -141,7 +141,7 @@ class Mesh:
         self._generation, self._values = generation, values
         self._order = sorted(members)
         until = time.monotonic() + timeout_s
-        links = self._members.connect(generation, members, values, until)
+        links = self._members.connect(generation, members, values, until, given_up)
         place_of = {number: place for place, number in enumerate(self._order)}
         self._data = {place_of[n]: s for (n, link), s in links.items() if link == Link.DATA}
         for connection in self._data.values():
@@ -169,6 +169,7 @@ class Mesh:
         out: Floats,
         *,
         samples: int = 1,
+        said: bytes | None = None,
         start_s: float | None = None,
     ) -> None:
         """Writes the mean of all members' values into `out`, weighted by samples.
@@ -176,8 +177,9 @@ class Mesh:
         values, out: as many float32 values as join was told, contiguous, in different memory.
         `values` is only read. `out` holds the result, or on an error anything; leave it as it is
         until the next round begins, for other members may need it. samples: if all members' are 0,
-        the mean is the plain one. start_s: how long the others may take until they begin the
-        round; None: as long as they live.
+        the mean is the plain one. said: what this member says of its values, at most MOST_SAID
+        bytes; all members say something, or none does. start_s: how long the others may take until
+        they begin the round; None: as long as they live.
 
         Raises MemberLost, on every survivor; then join the next generation and settle. UsageError
         for arrays that do not fit.
@@ -191,10 +193,26 @@ class Mesh:
         self._ready()
         parts = cut(self._values, len(self._order))
         held = self._held = _Held(round_number, self._generation, parts, out)
+        if said is not None:
+            if len(said) > MOST_SAID:
+                raise UsageError(
+                    f"{len(said)} bytes are said of a round: at most {MOST_SAID} may be"
+                )
+            held.said = [said]
         if len(self._order) == 1:
             np.copyto(out, values)
             held.whole = 1
             return
+        if said is not None:
+            # Nobody sums before it has heard all: who holds a part knows what belongs to it.
+            states = self._exchange_states(held, start_s)
+            for place, state in enumerate(states):
+                if (state.round, state.generation, len(state.said)) != (
+                    *(round_number, self._generation),
+                    1,
+                ):
+                    raise self._lose(place, _REASONS[_mesh.MESH_OTHER_ROUND])
+            held.said = [state.said[0] for state in states]
         asked = self._plan(round_number, parts, out, start_s)
         plan.to_aggregate(asked, values, samples, self._scratch)
         self._exchange(asked, held)
@@ -239,7 +257,9 @@ class Mesh:
         if not plan.to_hand_over(asked, of_last):
             return False
         if held.generation != generation:
-            held = _Held(round_number, generation, parts, out)
+            of_it = (s.said for s in states if (s.round, s.generation) == (newest, generation))
+            said = next((one for one in of_it if len(one) == count), ())
+            held = _Held(round_number, generation, parts, out, said=said)
         self._held = held
         self._exchange(asked, held)
         return True
@@ -315,17 +335,21 @@ class Mesh:
             self.received_bytes += asked.received
             self.calls += asked.calls
         if result != _mesh.MESH_FINISHED:
-            why = _REASONS.get(result) or f"cannot be reached: {os.strerror(asked.error)}"
+            what = "be reached" if asked.culprit >= 0 else "wait for the others"
+            why = _REASONS.get(result) or f"cannot {what}: {os.strerror(asked.error)}"
             raise self._loss_of(asked.culprit, why, result == _mesh.MESH_CLOSED)
         self._broken = None
 
     def _loss_of(self, place: int, why: str, closed: bool) -> MemberLost:
         """The error of a loss. Who closes a connection may do so because it has lost another one:
         it has said so before.
+
+        place: -1: of this member, unless it knows of another one.
         """
         assert self._beats is not None
         told = self._beats.wait_for_loss(self._silence_s) if closed or place < 0 else None
-        return self._lose(*(told or (place, why)))
+        me = self._order.index(self.number)
+        return self._lose(*(told or (me if place < 0 else place, why)))
 
     def _lose(self, place: int, why: str) -> MemberLost:
         assert self._beats is not None
@@ -333,64 +357,28 @@ class Mesh:
         self._broken = f"has lost member {error.member}: join the next generation"
         return error
 
-    def _exchange_states(self, held: _Held, start_s: float | None) -> list[_State]:
+    def _exchange_states(self, held: _Held, start_s: float | None) -> list[RoundState]:
         """The states of all members, in order."""
-        me = self._order.index(self.number)
-        told = _State(held.round, held.generation, len(held.parts), held.whole)
-        payload = _STATE.pack(held.generation, len(held.parts))
-        header = Header(
-            *(STATE, self._generation, held.round, held.whole),
-            length=len(payload),
-            sender=me,
-            payload_sum=_mesh.checksum(payload),
-        )
-        states = {me: told}
-        until = time.monotonic() + self._piece_s
-        for place, connection in self._data.items():
-            try:
-                frames.send(connection, [header.pack(), payload], until)
-            except OSError as error:
-                raise self._loss_of(place, f"cannot be reached: {in_words(error)}", True) from None
-        self._for_each(start_s, lambda place: states.update({place: self._read_state(place)}))
-        return [states[place] for place in range(len(self._order))]
-
-    def _for_each(self, start_s: float | None, read: Callable[[int], None]) -> None:
-        """Reads from each member as soon as something comes from it."""
         assert self._beats is not None
-        poll = select.poll()
-        places = {one.fileno(): place for place, one in self._data.items()}
-        for fd in (*places, self._beats.wake):
-            poll.register(fd, select.POLLIN)
-        until = None if start_s is None else time.monotonic() + start_s
-        while places:
-            left = None if until is None else max(0.0, until - time.monotonic()) * 1000
-            ready = [fd for fd, _ in poll.poll(left)]
-            if self._beats.wake in ready:
-                raise self._loss_of(-1, "", True)
-            if not ready:
-                raise self._lose(min(places.values()), _REASONS[_mesh.MESH_ABSENT])
-            for fd in ready:
-                poll.unregister(fd)
-                read(places.pop(fd))
-
-    def _read_state(self, place: int) -> _State:
-        connection = self._data[place]
-        until = time.monotonic() + self._piece_s
+        me = self._order.index(self.number)
+        told = RoundState(held.round, held.generation, len(held.parts), held.whole, held.said)
         try:
-            data = frames.receive_bytes(connection, HEADER_BYTES, until)
-            header = frames.unpack(data, (STATE,), _STATE.size)
-            payload = frames.receive_bytes(connection, header.length, until)
-        except OSError:
-            raise self._loss_of(place, _REASONS[_mesh.MESH_CLOSED], True) from None
-        except AgentError as error:
-            raise self._lose(place, str(error)) from None
-        right = header.length == _STATE.size and header.payload_sum == _mesh.checksum(payload)
-        if not right or (header.generation, header.sender) != (self._generation, place):
-            raise self._lose(place, "sends a state that is none")
-        generation, parts = _STATE.unpack(payload)
-        if parts > plan.MOST_MEMBERS or header.value > _all(parts):
-            raise self._lose(place, "sends a state that is none")
-        return _State(header.round, generation, parts, header.value)
+            heard = telling.tell_all(
+                *(self._data, told),
+                generation=self._generation,
+                me=me,
+                wake=self._beats.wake,
+                piece_s=self._piece_s,
+                start_s=start_s,
+            )
+        except Failed as failed:
+            if failed.place is None:
+                raise self._loss_of(-1, "", True) from None
+            if failed.closed:
+                raise self._loss_of(failed.place, failed.why, True) from None
+            raise self._lose(failed.place, failed.why) from None
+        heard[me] = told
+        return [heard[place] for place in range(len(self._order))]
 
 
 def _all(parts: int) -> int:

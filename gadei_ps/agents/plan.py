@@ -99,9 +99,14 @@ def make(
     for place in range(members):
         plan.fd[place] = fds.get(place, -1)
     plan.out = out.ctypes.data
-    plan.piece_ns = round(piece_s * 1e9)
-    plan.start_ns = round(start_s * 1e9) if start_s else 0
+    plan.piece_ns = _ns(piece_s)
+    plan.start_ns = 0 if start_s is None else _ns(start_s)
     return plan
+
+
+def _ns(seconds: float) -> int:
+    """At least 1, for 0 is without end; at most some thirty years, so that no sum overflows."""
+    return max(1, round(min(seconds, 1e9) * 1e9))
 
 
 def to_aggregate(plan: Plan, values: Floats, samples: int, scratch: Scratch) -> None:

@@ -7,18 +7,21 @@ between the secure socket and one end of a socket pair; the other end is what th
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import ssl
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from gadei_ps.agents import threads
 from gadei_ps.errors import UsageError
 
 ROOM = 1 << 17
 """Bytes that a thread has in hand in each direction."""
+LINGER_S = 5.0
+"""For what was sent before the data plane has closed its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,11 @@ def tunnel(
         secure = given.listening.wrap_socket(connection, server_side=True)
     else:
         secure = given.calling.wrap_socket(connection, server_hostname=called_host)
-    near, far = socket.socketpair()
-    carrier = threading.Thread(target=_carry, args=(secure, far), name="agent-tls", daemon=True)
-    carrier.start()
-    return near
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(one) for one in (secure, *socket.socketpair())]
+        threads.start("agent-tls", _carry, secure, ends[2])
+        stack.pop_all()
+    return ends[1]
 
 
 class _Way:
@@ -84,18 +88,25 @@ class _Way:
 def _carry(secure: ssl.SSLSocket, plain: socket.socket) -> None:
     """Carries bytes both ways until one side ends."""
     outward, inward = _Way(), _Way()
+    until = math.inf
     with secure, plain, contextlib.suppress(OSError):
         secure.setblocking(False)
         plain.setblocking(False)
-        while True:
+        while time.monotonic() < until:
             wants = _step(secure, plain, outward, inward)
             if (outward.ended and not outward.left) or (inward.ended and not inward.left):
                 return
             poll = select.poll()
-            poll.register(secure, wants)
+            if wants:  # otherwise its end would be told again and again
+                poll.register(secure, wants)
             of_plain = 0 if outward.left else select.POLLIN
-            poll.register(plain, of_plain | (select.POLLOUT if inward.left else 0))
-            poll.poll(None if wants or of_plain or inward.left else 0)
+            of_plain |= select.POLLOUT if inward.left else 0
+            if of_plain or until == math.inf:
+                poll.register(plain, of_plain)
+            left = None if until == math.inf else max(0.0, until - time.monotonic()) * 1000
+            for fd, seen in poll.poll(left):
+                if fd == plain.fileno() and seen & select.POLLHUP:
+                    until = min(until, time.monotonic() + LINGER_S)
 
 
 def _step(secure: ssl.SSLSocket, plain: socket.socket, outward: _Way, inward: _Way) -> int:

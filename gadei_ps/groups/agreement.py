@@ -12,13 +12,26 @@ the back of the members that decide what becomes of it.
 
 The first member that is not silent makes the proposals. It waits for every member that it hears, so
 that a slow one is not left out.
+
+Where fewer than half of the members are left, they stand until whoever has started the machines
+says `go_on`: it alone knows that no machine lives which the dead have taken in meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
-from gadei_ps.groups.membership import Answer, Changes, Member, View, is_quorum, next_view
+from gadei_ps.groups.membership import (
+    APART,
+    MOST_MEMBERS,
+    Answer,
+    Changes,
+    Member,
+    View,
+    is_quorum,
+    next_view,
+)
 from gadei_ps.groups.messages import (
     Accept,
     Accepted,
@@ -38,6 +51,7 @@ from gadei_ps.groups.messages import (
     Promise,
     Ready,
     Refused,
+    Reply,
     Send,
 )
 
@@ -45,11 +59,13 @@ from gadei_ps.groups.messages import (
 class Agreement:
     """One machine's share in the agreement of its group."""
 
-    def __init__(self, me: Member, view: View | None = None) -> None:
+    def __init__(self, me: Member, view: View | None = None, most: int = MOST_MEMBERS) -> None:
         """view: the first view of a group that begins, the same on all its machines, in which all
-        have the same weights. None: the machine is to join."""
+        have the same weights. None: the machine is to join. most: members that there may be; who
+        asks to join a full group waits until a place is free."""
         self.me = me
         self.view = view
+        self._most = most
         self.applied: int | None = None if view is None else view.settled
         self.holds = False
         self.expelled = False
@@ -128,6 +144,31 @@ class Agreement:
             self._ready()
         return self._decided()
 
+    def broken(self, generation: int) -> list[Decision]:
+        """The exchange of this generation has failed here, though perhaps nobody has died.
+
+        The next view begins it anew, with all members that answer.
+        """
+        if self.view and self.view.generation == generation and not self.expelled:
+            self._broken = True
+            if not self._leads():
+                self._tell(Notice(wanted=True))
+            self._consider()
+        return self._decided()
+
+    def go_on(self, generation: int) -> list[Decision]:
+        """Whoever has started all machines says that none that lives has a later view than this.
+
+        Its members decide then, however few they are. Who waits under an older one is expelled.
+        """
+        if self.view is not None and self.view.generation == generation:
+            self._entrusted = True
+            self._advance()
+        elif self.view is not None and self.view.generation < generation and self.missing:
+            self.expelled = True
+            self._out.append(Expelled())
+        return self._decided()
+
     def again(self) -> list[Decision]:
         """Repeats what is due. To be called from time to time, such as with each sign of life."""
         if self.expelled:
@@ -144,6 +185,8 @@ class Agreement:
                 self._tell(Notice(wanted=True))
         else:
             self._tell(Ready(self._reach()))
+            if self._broken and not self._leads():
+                self._tell(Notice(wanted=True))
             if self.me in self._leaving:
                 self._tell(Leave(self.me))
             self._fetch()
@@ -183,10 +226,24 @@ class Agreement:
         """Whether results of settled rounds are missing here, so that they are to be fetched."""
         return self.view is not None and self._reach() < self.view.settled
 
+    @property
+    def missing(self) -> tuple[Member, ...]:
+        """Members that this machine's proposal waits for: that may live, or else all dead ones."""
+        if self.view is None or not self._phase or self._is_quorum:
+            return ()
+        missing = tuple(one for one in self.view.members if one not in self._answered)
+        return tuple(one for one in missing if one not in self._dead) or missing
+
+    @property
+    def stands(self) -> bool:
+        """Whether the missing are certainly dead: then those that are left need `go_on`."""
+        return bool(self.missing) and self._dead.issuperset(self.missing)
+
     # -- the present view -------------------------------------------------------------------------
 
     def _reset(self) -> None:
         """Forgets all that belongs to one generation."""
+        self._broken = self._entrusted = False
         self._promised: Ballot | None = None
         self._accepted: tuple[Ballot, View] | None = None
         self._ballot = Ballot(0, 0)
@@ -246,7 +303,7 @@ class Agreement:
 
     # -- the next view ----------------------------------------------------------------------------
 
-    def _hear(self, sender: Member, body: Body) -> None:
+    def _hear(self, sender: Member, body: Body | Reply) -> None:
         """A message of the same generation."""
         if isinstance(body, Ready):
             if not self.frozen:
@@ -255,24 +312,20 @@ class Agreement:
                 self._apply()
                 if first:
                     self._fetch()
+        elif isinstance(body, Prepare | Accept) and body.ballot < (self._promised or body.ballot):
+            assert self._promised is not None
+            self._send(sender, Refused(self._promised))
         elif isinstance(body, Prepare):
-            if self._promised is None or body.ballot >= self._promised:
-                self._promised = body.ballot
-                answer = Answer(self.applied, self.holds)
-                self._send(sender, Promise(body.ballot, answer, self._accepted))
-            else:
-                self._send(sender, Refused(self._promised))
+            self._promised = body.ballot
+            answer = Answer(self.applied, self.holds)
+            self._send(sender, Promise(body.ballot, answer, self._accepted))
         elif isinstance(body, Promise):
             if self._phase == 1 and body.ballot == self._ballot:
                 self._answers[sender] = body
                 self._advance()
         elif isinstance(body, Accept):
-            if self._promised is None or body.ballot >= self._promised:
-                self._promised = body.ballot
-                self._accepted = (body.ballot, body.view)
-                self._send(sender, Accepted(body.ballot))
-            else:
-                self._send(sender, Refused(self._promised))
+            self._promised, self._accepted = body.ballot, (body.ballot, body.view)
+            self._send(sender, Accepted(body.ballot))
         elif isinstance(body, Accepted):
             if self._phase == 2 and body.ballot == self._ballot:
                 self._agreed.add(sender)
@@ -309,8 +362,9 @@ class Agreement:
         """Proposes a new view if there is a reason."""
         if self.expelled or self.view is None or self._phase or self.frozen or not self._leads():
             return
-        gone = any(one in self._silent for one in self.view.members)
-        changes = self._joining or any(one in self._leaving for one in self.view.members)
+        gone = self._broken or any(one in self._silent for one in self.view.members)
+        joins = self._joining and len(self.view.members) < self._most
+        changes = joins or any(one in self._leaving for one in self.view.members)
         if gone or (changes and not self._working):
             self._propose()
 
@@ -325,22 +379,28 @@ class Agreement:
     def _ask(self) -> None:
         """Sends the present question to those that have not answered; to itself first."""
         assert self.view is not None
-        answered = self._answers if self._phase == 1 else self._agreed
         body: Body = Prepare(self._ballot)
         if self._phase == 2:
             assert self._chosen is not None
             body = Accept(self._ballot, self._chosen)
-        waiting = [one for one in self.view.members if one not in answered]
+        waiting = [one for one in self.view.members if one not in self._answered]
         self._tell(body, [one for one in waiting if one != self.me])
         if self.me in waiting:
             self._hear(self.me, body)
 
+    @property
+    def _answered(self) -> Collection[Member]:
+        """Those that have answered the present question."""
+        return self._answers if self._phase == 1 else self._agreed
+
+    @property
+    def _is_quorum(self) -> bool:
+        assert self.view is not None
+        return is_quorum(self.view, self._answered, self._dead, entrusted=self._entrusted)
+
     def _advance(self) -> None:
         """Takes the next step of the own proposal, if enough have answered."""
-        if not self._phase or self.view is None:
-            return
-        answered = self._answers if self._phase == 1 else self._agreed
-        if not is_quorum(self.view, answered, self._dead):
+        if not self._phase or self.view is None or not self._is_quorum:
             return
         if self._phase == 2:
             assert self._chosen is not None
@@ -350,7 +410,7 @@ class Agreement:
             for one in told:
                 self._out.append(Send(one, Message(self.me, chosen, Notice())))
             return
-        if any(one not in answered and one not in self._silent for one in self.view.members):
+        if any(one not in self._silent for one in self.view.members if one not in self._answered):
             return
         accepted = [one.accepted for one in self._answers.values() if one.accepted]
         if accepted:
@@ -358,7 +418,10 @@ class Agreement:
         else:
             answers = {one: promise.answer for one, promise in self._answers.items()}
             changes = Changes(tuple(self._joining), frozenset(self._leaving))
-            self._chosen = next_view(self.view, answers, changes)
+            following = next_view(self.view, answers, changes, self._most)
+            if following is not None and self._entrusted:
+                following = replace(following, generation=self.view.generation + APART)
+            self._chosen = following
         if self._chosen is None:
             self._out.append(Lost())
             self._phase = 0

@@ -19,6 +19,8 @@ from gadei_ps.memory.layout import CHUNK
 
 Bytes = npt.NDArray[np.uint8]
 
+GREATEST = np.float32(255 * 2.0**120)
+"""The greatest value of bfloat16; what is rounded up from it is an infinity."""
 STEPS = 127
 SCALE_BYTES = 4
 
@@ -68,6 +70,20 @@ def decode(data: Bytes, wire: Wire, out: Floats) -> None:
         _from_int8(data, out)
 
 
+def cut_out(data: Bytes, values: int, wire: Wire, here: slice) -> list[Bytes]:
+    """The bytes of an encoded array of `values` values that encode these values alone, in order.
+
+    here: begins at a whole chunk, and ends at one or at the end.
+    """
+    if wire is not Wire.INT8:
+        each = size(1, wire)
+        return [data[each * here.start : each * here.stop]]
+    chunks = -(-values // CHUNK)
+    scales = slice(SCALE_BYTES * (here.start // CHUNK), SCALE_BYTES * -(-here.stop // CHUNK))
+    steps = slice(SCALE_BYTES * chunks + here.start, SCALE_BYTES * chunks + here.stop)
+    return [data[scales], data[steps]]
+
+
 class Feedback:
     """A sender that adds to what it sends next what rounding has left out (error feedback).
 
@@ -82,6 +98,7 @@ class Feedback:
     def encode(self, values: Floats, out: Bytes) -> Floats:
         """As encode(). Returns what the receivers decode, which the sender must use as well."""
         np.add(self.residual, values, out=self.residual)
+        np.clip(self.residual, -GREATEST, GREATEST, out=self.residual)
         encode(self.residual, self.wire, out)
         received = np.empty_like(values)
         decode(out, self.wire, received)

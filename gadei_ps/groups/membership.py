@@ -27,6 +27,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+MOST_MEMBERS = 64
+"""As native/mesh.h has room for."""
+APART = 1 << 20
+"""Generations between a view and the next one that those make who are entrusted: those that are
+dead now may have made others, of which a letter may still be under way."""
 MOST_VACANT = 256
 """Vacant places that a view names; older ones are forgotten."""
 
@@ -88,28 +93,43 @@ class Changes:
     leaving: frozenset[Member] = field(default_factory=frozenset)
 
 
-def is_quorum(view: View, answered: Collection[Member], dead: Collection[Member]) -> bool:
+def is_quorum(
+    view: View,
+    answered: Collection[Member],
+    dead: Collection[Member],
+    *,
+    entrusted: bool = False,
+) -> bool:
     """Whether these members may decide on the next view.
 
-    More than half of the view's members; or all of them except those that are known to be dead. Two
-    such sets have a living member in common, or all of one set are dead. `dead` must be certain: a
-    connection that the other machine's kernel has closed, or the word of whoever started the
-    machine; silence is not. A machine that hears nothing from half of its view or more, and knows
-    of no death, waits: the others may live, and continue without it.
+    More than half of the view's members; or half of them, if all others are known to be dead. So
+    two sets that decide have a member in common, or one died before the other could decide.
+    `dead` must be certain: a connection that the other machine's kernel has closed, or the word of
+    whoever started the machine; silence is not. A machine that hears nothing from half of its view,
+    and knows of no death, waits: the others may live, and continue without it. One of three waits
+    also when the others are dead: they may have taken in a newcomer first, which continues.
+
+    entrusted: whoever has started all machines says that none has done so. Then all that are not
+    dead decide, however few they are.
     """
     answers = sum(member in answered for member in view.members)
     if 2 * answers > len(view.members):
         return True
-    return answers > 0 and all(one in answered or one in dead for one in view.members)
+    few = 2 * answers < len(view.members)
+    if not answers or (few and not entrusted):
+        return False
+    return all(one in answered or one in dead for one in view.members)
 
 
-def next_view(view: View, answers: Mapping[Member, Answer], changes: Changes) -> View | None:
+def next_view(
+    view: View, answers: Mapping[Member, Answer], changes: Changes, most: int | None = None
+) -> View | None:
     """The view that follows. None if no member that has answered has the group's state.
 
     answers: of a quorum of the view's members. A member without an answer is gone. Members leave if
     one that has the group's state stays. A newcomer takes
     the place of its machine's former member, else the place that is vacant for longest, else one at
-    the end.
+    the end. most: members that there may be; who comes beyond them is left out.
     """
     staying = [one for one in view.members if one in answers and one not in changes.leaving]
     # What a member that leaves holds alone, nobody has applied: it will not be there to give it.
@@ -129,6 +149,8 @@ def next_view(view: View, answers: Mapping[Member, Answer], changes: Changes) ->
     for one in sorted(joining.values()):
         if one in view.members or any(one.machine == other.machine for other in staying):
             continue
+        if most is not None and sum(other not in vacant for other in seats) >= most:
+            break
         former = [other for other in vacant if other.machine == one.machine][-1:] or vacant[:1]
         if former:
             vacant.remove(former[0])

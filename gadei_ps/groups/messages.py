@@ -81,7 +81,42 @@ class Notice:
     wanted: bool = False
 
 
+class Model(NamedTuple):
+    """A model of a group. version: grows with each of its rounds, also when it begins anew."""
+
+    group: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The sender has these models, from the one that came first to the last.
+
+    round: and keeps them until it is over. None: it may drop them.
+    """
+
+    models: tuple[Model, ...]
+    round: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The first member says which models this round takes, from the oldest to the newest."""
+
+    models: tuple[Model, ...]
+    round: int
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The first member has these models, and all others are to get them."""
+
+    models: tuple[Model, ...]
+
+
 Body = Prepare | Promise | Refused | Accept | Accepted | Ready | Join | Leave | Notice
+Reply = Offer | Choice | Aim
+"""Of models of other groups; see choice.py. The agreement itself has no part in them."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +125,7 @@ class Message:
 
     sender: Member
     view: View | None
-    body: Body
+    body: Body | Reply
 
 
 @dataclass(frozen=True)

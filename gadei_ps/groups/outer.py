@@ -27,9 +27,12 @@ class Outer(Rule):
     the weights become the aggregate. The late differences draw the groups together. They are not in
     the momentum: with them in it, groups overshoot one another.
 
-    delay = N, from 1: delayed Nesterov (arXiv 2401.09135, algorithm 3 with c = 0). All differences
-    count alike. The momentum moves once every N of them, by their mean, and is in the step of that
-    round alone. N = 1 is naive asynchrony: whatever comes is in the momentum at once.
+    delay = N, from 1: after delayed Nesterov (arXiv 2401.09135, algorithm 3 with c = 0). As there,
+    the momentum moves once N differences have come, by their mean, in which all count alike, and is
+    in the step of that round alone. There a server takes one difference at a time, and applies each
+    by rate / N. Here a round brings several, so the mean may be of some more than N. And as without
+    a delay, the group's own difference counts with the whole rate in each round, and late ones draw
+    the groups together. N = 1 is naive asynchrony: whatever comes is in the momentum at once.
     """
 
     name = "outer"

@@ -18,13 +18,14 @@ f32 = np.float32
 
 
 def aggregate(models: Sequence[Floats], weights: Floats) -> list[np.float32]:
-    """The weighted sum, in the members' order."""
+    """The weighted sum, in the members' order, of the models that weigh something."""
     total = []
     for values in zip(*models, strict=True):
-        sum_ = values[0] * weights[0]
-        for value, weight in zip(values[1:], weights[1:], strict=True):
-            sum_ = f32(sum_ + f32(value * weight))
-        total.append(f32(sum_))
+        terms = [f32(value * one) for value, one in zip(values, weights, strict=True) if one]
+        sum_ = terms[0]
+        for term in terms[1:]:
+            sum_ = f32(sum_ + term)
+        total.append(sum_)
     return total
 
 

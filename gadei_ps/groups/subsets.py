@@ -13,7 +13,7 @@ each pass by its number and a seed; the numbers here are places in that order.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 Owner = TypeVar("Owner", bound=Hashable)
@@ -95,6 +95,16 @@ class Subsets(Generic[Owner]):
         self._handed: dict[Owner, Ranges] = {owner: Ranges() for owner in owners}
         self._divide([(0, samples)] if samples else [], owners)
 
+    @classmethod
+    def owned_by(
+        cls, samples: int, owned: Mapping[Owner, Iterable[tuple[int, int]]]
+    ) -> Subsets[Owner]:
+        """A pass of which each owner has these samples left, and nothing is handed out."""
+        made = cls(0, list(owned))
+        made.samples = samples
+        made._waiting = {owner: Ranges(ranges) for owner, ranges in owned.items()}
+        return made
+
     @property
     def owners(self) -> tuple[Owner, ...]:
         """All owners, in the order in which they came."""
@@ -108,6 +118,22 @@ class Subsets(Generic[Owner]):
     def owned(self, owner: Owner) -> int:
         """Number of the owner's samples that are not answered."""
         return len(self._waiting[owner]) + len(self._handed[owner])
+
+    def ranges(self, owner: Owner) -> list[tuple[int, int]]:
+        """The owner's samples that are not answered."""
+        return list(Ranges([*self._waiting[owner], *self._handed[owner]]))
+
+    def keep(self, owner: Owner, unanswered: Ranges) -> int:
+        """All samples of the owner are answered but these; returns how many are."""
+        answered = Ranges(self.ranges(owner))
+        before = len(answered)
+        for begin, end in unanswered:
+            answered.remove(begin, end)
+        left = Ranges(self.ranges(owner))
+        for begin, end in answered:
+            left.remove(begin, end)
+        self._waiting[owner], self._handed[owner] = left, Ranges()
+        return before - len(left)
 
     def hand_out(self, owner: Owner, count: int) -> list[tuple[int, int]]:
         """The next samples of the owner, at most `count`, as ranges. Empty: it has no more."""

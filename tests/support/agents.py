@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import select
 import socket
 import struct
+import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from gadei_ps.agents.handshake import Identity, Link
 from gadei_ps.agents.listener import Address, Listener
@@ -35,6 +38,20 @@ def digest(array: np.ndarray[Any, Any]) -> str:
     return hashlib.sha256(array.tobytes()).hexdigest()
 
 
+SAID_BYTES = 40
+"""What each member says in each round."""
+
+
+def said_by(number: int, round_number: int, members: Sequence[int]) -> bytes:
+    return f"{number} {round_number} {list(members)}".ljust(SAID_BYTES).encode()
+
+
+def check_said(mesh: Mesh, round_number: int) -> None:
+    """With a result goes what all members of its generation have said."""
+    members = json.loads(mesh.said[0].decode().split(" ", 2)[2])
+    assert list(mesh.said) == [said_by(one, round_number, members) for one in members]
+
+
 def _machine(pipe: Any, number: int, silence_s: float, piece_s: float) -> None:
     """Carries out orders: a method of Machine, and its arguments."""
     door = Listener(("127.0.0.1", 0), IDENTITY)
@@ -52,10 +69,15 @@ def _machine(pipe: Any, number: int, silence_s: float, piece_s: float) -> None:
                     pipe.send(mesh.members)
                 elif order == "aggregate":
                     before = mesh.sent_bytes
-                    mesh.aggregate(args[0], values, out, samples=args[1])
+                    said = said_by(number, args[0], mesh.members)
+                    mesh.aggregate(args[0], values, out, samples=args[1], said=said)
+                    check_said(mesh, args[0])
                     pipe.send((digest(out), digest(values), mesh.sent_bytes - before))
                 else:
-                    pipe.send((mesh.settle(args[0], out), digest(out)))
+                    done = mesh.settle(args[0], out)
+                    if done:
+                        check_said(mesh, args[0])
+                    pipe.send((done, digest(out)))
             except MemberLost as error:
                 pipe.send(("lost", error.member, error.why))
             except AgentError as error:
@@ -117,8 +139,47 @@ def nothing_of_agents_left() -> Iterator[None]:
     descriptors = Path("/proc/self/fd")
     threads, files = threading.active_count(), len(list(descriptors.iterdir()))
     yield
-    eventually(lambda: threading.active_count() <= threads, 10, lambda: threading.enumerate())
+    eventually(lambda: threading.active_count() <= threads, what=threading.enumerate)
     assert len(list(descriptors.iterdir())) <= files
+
+
+def certificates(folder: Path, names: list[str]) -> None:
+    """An authority, and a certificate for 127.0.0.1 for each name; also one of a stranger."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
+    for name in ("authority", "stranger"):
+        openssl(
+            *("req", "-x509", *key, "-keyout", f"{name}.key", "-out", f"{name}.pem"),
+            *("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"),
+        )
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    for name in names:
+        openssl(
+            *("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        )
+        openssl(
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "authority.pem", "-CAkey"),
+            *("authority.key", "-CAcreateserial", "-days", "2", "-extfile", "names"),
+            *("-out", f"{name}.pem"),
+        )
+
+
+@contextlib.contextmanager
+def no_threads(name: str) -> Iterator[None]:
+    """Meanwhile, threads of this name do not start."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(threading.Thread, "start", fail)
+        yield
 
 
 @dataclass
@@ -200,5 +261,5 @@ class Proxy:
             return False
 
 
-HANDSHAKE_BYTES = 132
+HANDSHAKE_BYTES = 136
 """That a caller sends before its first frame."""

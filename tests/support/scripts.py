@@ -1,9 +1,10 @@
-"""Training scripts of examples/scripts/, run in forks of this process, which has loaded torch."""
+"""Training scripts of examples/, run in forks of a process that has loaded what they import."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
 import runpy
 import signal
@@ -14,9 +15,9 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch  # noqa: F401  (a fork need not load it)
+import torch
 
-from support.processes import fork
+from support.processes import Child, fork
 from support.waiting import PATIENCE_S
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
@@ -49,6 +50,36 @@ def outputs(
         for child, variables in zip(team, learners, strict=True):
             child.send(dict(variables))
         return [child.receive(4 * PATIENCE_S) for child in team]
+
+
+class Loaded:
+    """A fork of this process with more that is loaded, in a framework's tests: so this stays small.
+
+    imports: statements.
+    """
+
+    def __init__(self, imports: str) -> None:
+        self._child = Child(_serve, imports)
+
+    def outputs(
+        self, name: str, words: list[str], learners: list[Mapping[str, str]]
+    ) -> list[tuple[str, str]]:
+        """As the function of this name; it sees this process's variables."""
+        self._child.send((name, words, [os.environ | one for one in learners]))
+        found: list[tuple[str, str]] = self._child.receive(8 * PATIENCE_S)
+        return found
+
+    def close(self) -> None:
+        self._child.kill()
+
+
+def _serve(pipe: Connection, imports: str) -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    torch.set_num_threads(1)  # threads would be missing in its forks
+    warnings.resetwarnings()
+    exec(imports, {})
+    while True:
+        pipe.send(outputs(*pipe.recv()))
 
 
 def figures(name: str, words: list[str], learners: list[Mapping[str, str]]) -> list[float]:

@@ -12,6 +12,15 @@ from support.processes import Child
 
 VALUES = 3000
 TENSORS = [{"name": "w", "shape": [VALUES]}]
+MODELS = (
+    "asp",
+    "ssp:s=2",
+    "bsp",
+    "elastic-bsp:R=4",
+    "cutoff:c=2",
+    "cutoff:by=order",
+    "wsp:D=1,s_local=0",
+)
 
 
 def push_until_told(pipe: Connection, job: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 # For what takes milliseconds on an idle machine.
 PATIENCE_S = float(os.environ.get("PATIENCE_S", "60"))
+SHORTEST_S, LONGEST_S = 0.001, 0.02  # between two looks
 
 
 def eventually(
@@ -17,13 +18,17 @@ def eventually(
     timeout_s: float = PATIENCE_S,
     what: Callable[[], object] | str = "",
 ) -> Any:
-    """Waits until the condition holds and returns its value; fails when it does not."""
-    until = time.monotonic() + timeout_s
+    """Waits until the condition holds and returns its value; fails when it does not.
+
+    It looks less often as time goes by: looking takes the cores from what it waits for.
+    """
+    begin = time.monotonic()
     while not (value := condition()):
-        if time.monotonic() > until:
+        waited_s = time.monotonic() - begin
+        if waited_s > timeout_s:
             said = what() if callable(what) else what
             raise AssertionError(f"not within {timeout_s} s: {said or condition}")
-        time.sleep(0.001)
+        time.sleep(min(max(SHORTEST_S, waited_s / 10), LONGEST_S))
     return value
 
 

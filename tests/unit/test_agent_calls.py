@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import shutil
 import socket
-import subprocess
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import eventually
-from support.agents import IDENTITY, digest, nothing_of_agents_left
+from support.agents import IDENTITY, certificates, digest, no_threads, nothing_of_agents_left
 
 from gadei_ps.agents import handshake, listener, tls
 from gadei_ps.agents.handshake import Hello, Identity, Link, Verdict
 from gadei_ps.agents.listener import Address, Host, Listener
 from gadei_ps.agents.mesh import Mesh
-from gadei_ps.errors import CallRefused, UsageError
+from gadei_ps.errors import CallRefused, MemberLost, UsageError
 
 HELLO = Hello(Link.DATA, 1, 2, 1, 10)
 HOST = ("127.0.0.1", 0)
@@ -71,14 +73,14 @@ def test_strangers_are_refused_and_the_listener_goes_on(door: Listener) -> None:
             listener.call(door.address, HELLO, identity, None, soon())
         assert "\n" not in str(caught.value)
     hello = handshake._HELLO.pack(
-        handshake.MAGIC, 9, 1, 1, 2, 1, 10, IDENTITY.digest, os.urandom(32)
+        handshake.MAGIC, 9, 1, 1, 2, 1, 10, 0, IDENTITY.digest, os.urandom(32)
     )
     with socket.create_connection(door.address) as newer:
         newer.sendall(hello)
         answer = handshake._ANSWER.unpack(newer.recv(200, socket.MSG_WAITALL)[:76])
         assert answer[1:3] == (handshake.VERSION, Verdict.VERSION)
     hello = handshake._HELLO.pack(
-        handshake.MAGIC, handshake.VERSION, 1, 1, 2, 1, 10, IDENTITY.digest, os.urandom(32)
+        handshake.MAGIC, handshake.VERSION, 1, 1, 2, 1, 10, 0, IDENTITY.digest, os.urandom(32)
     )
     with socket.create_connection(door.address) as forger:  # goes on without the token
         forger.sendall(hello + bytes(32))
@@ -88,6 +90,56 @@ def test_strangers_are_refused_and_the_listener_goes_on(door: Listener) -> None:
     with listener.call(door.address, HELLO, IDENTITY, None, soon()):
         eventually(lambda: taken, what="welcome")
     silent.close()
+    taken.pop().close()
+
+
+def test_an_agent_of_another_founding_gets_models_alone(door: Listener) -> None:
+    """The group has begun anew since that one began."""
+    taken: list[Link] = []
+
+    def take(hello: Hello, connection: socket.socket) -> bool:
+        taken.append(hello.link)
+        connection.close()
+        return True
+
+    before = Identity("job", IDENTITY.token, "before")
+    for link in Link:
+        door.serve(link, Host(lambda hello: Verdict.WELCOME, take))
+        refused = contextlib.nullcontext() if link == Link.MODELS else pytest.raises(CallRefused)
+        with refused:
+            listener.call(door.address, Hello(link, 1, 2, 1, 10), before, None, soon()).close()
+    eventually(lambda: taken == [Link.MODELS], what=lambda: taken)
+
+
+def test_one_host_does_not_keep_all_others_out(door: Listener) -> None:
+    taken = welcome(door)
+    idle = [socket.create_connection(door.address) for _ in range(listener.CALLS)]
+    with socket.create_connection(door.address, source_address=("127.0.0.2", 0)) as caller:
+        handshake.call(caller, HELLO, IDENTITY, soon())
+        eventually(lambda: taken, what="welcome")
+    for one in (*idle, taken.pop()):
+        one.close()
+
+
+def test_an_agent_can_be_called_by_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    door = Listener(("::1", 0), IDENTITY)
+    taken = welcome(door)
+    with listener.call(door.address, HELLO, IDENTITY, None, soon()):
+        eventually(lambda: taken, what="welcome")
+    taken.pop().close()
+    door.close()
+
+
+def test_a_call_that_gets_no_thread_is_refused(door: Listener) -> None:
+    taken = welcome(door)
+    with no_threads("agent-call"), pytest.raises(OSError):
+        listener.call(door.address, HELLO, IDENTITY, None, soon())
+    with listener.call(door.address, HELLO, IDENTITY, None, soon()):
+        eventually(lambda: taken, what="welcome")
     taken.pop().close()
 
 
@@ -104,7 +156,7 @@ def test_a_caller_knows_a_false_listener() -> None:
             def reply(answer: bytes = answer) -> None:
                 connection, _ = server.accept()
                 with connection:
-                    connection.recv(100, socket.MSG_WAITALL)
+                    connection.recv(handshake._HELLO.size, socket.MSG_WAITALL)
                     connection.sendall(answer)
 
             thread = threading.Thread(target=reply)
@@ -195,32 +247,28 @@ def test_members_come_in_any_order_and_are_replaced() -> None:
         close(group)
 
 
-def certificates(folder: Path, names: list[str]) -> None:
-    """An authority, and a certificate for 127.0.0.1 for each name; also one of a stranger."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
-    for name in ("authority", "stranger"):
-        openssl(
-            *("req", "-x509", *key, "-keyout", f"{name}.key", "-out", f"{name}.pem"),
-            *("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"),
-        )
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    for name in names:
-        openssl(
-            *("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        )
-        openssl(
-            *("x509", "-req", "-in", f"{name}.csr", "-CA", "authority.pem", "-CAkey"),
-            *("authority.key", "-CAcreateserial", "-days", "2", "-extfile", "names"),
-            *("-out", f"{name}.pem"),
-        )
+def test_a_member_that_cannot_wait_blames_itself() -> None:
+    """poll() takes no more descriptors than a process may have."""
+    group, addresses = meshes(2, lambda: Listener(HOST, IDENTITY))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        at_once(*(lambda one=one: one.join(1, addresses, 8) for one in group))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2, limits[1]))
+        with pytest.raises(MemberLost, match="cannot wait for the others") as caught:
+            group[0].aggregate(1, np.ones(8, np.float32), np.zeros(8, np.float32))
+        assert caught.value.member == 0
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        eventually(lambda: group[1].lost is not None)
+        assert group[1].lost is not None and group[1].lost.member == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        close(group)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-def test_tls_lets_in_certificates_of_the_authority_only(tmp_path: Path) -> None:
+def test_tls_lets_in_certificates_of_the_authority_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     certificates(tmp_path, ["agent"])
     authority = tmp_path / "authority.pem"
     ours = tls.contexts(tmp_path / "agent.pem", tmp_path / "agent.key", authority)
@@ -249,3 +297,29 @@ def test_tls_lets_in_certificates_of_the_authority_only(tmp_path: Path) -> None:
         eventually(lambda: group[0].lost is not None)
     finally:
         close(group)
+    monkeypatch.setattr(tls, "LINGER_S", 0.1)
+    leave_one_that_does_not_read(ours)
+
+
+def leave_one_that_does_not_read(contexts: tls.Contexts) -> None:
+    """What is left for it is given up, and no thread stays."""
+    with socket.create_server(HOST) as server, socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        caller.connect(server.getsockname())
+        called = []
+        at_once(
+            lambda: called.append(
+                contexts.listening.wrap_socket(server.accept()[0], server_side=True)
+            ),
+            lambda: called.append(tls.tunnel(caller, contexts, "127.0.0.1", soon())),
+        )
+        near = next(one for one in called if not isinstance(one, ssl.SSLSocket))
+        near.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                near.send(bytes(1 << 16))
+        near.close()
+        eventually(lambda: "agent-tls" not in [one.name for one in threading.enumerate()])
+        for one in called:
+            one.close()

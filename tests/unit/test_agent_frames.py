@@ -65,7 +65,7 @@ def test_a_header_of_another_kind_or_length_is_refused(header: Header) -> None:
 class Exchange:
     """Place 0 of two members in an exchange; the test is place 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece_s: float = 60) -> None:
         ours, self.theirs = socket.socketpair()
         self._ours, self._wake = ours, os.eventfd(0)
         self.input = np.arange(VALUES, dtype=np.float32)
@@ -79,7 +79,7 @@ class Exchange:
             fds={1: ours.fileno()},
             wake=self._wake,
             out=self.out,
-            piece_s=60,
+            piece_s=piece_s,
             start_s=None,
         )
         self._scratch = plan.Scratch()
@@ -91,9 +91,9 @@ class Exchange:
     def _run(self) -> None:
         self.result = _mesh.exchange(self.plan)
 
-    def end(self) -> int | None:
-        """The result, once it is there."""
-        self._thread.join()
+    def end(self, timeout_s: float | None = None) -> int | None:
+        """The result, once it is there; None after timeout_s."""
+        self._thread.join(timeout_s)
         return self.result
 
     def close(self) -> None:
@@ -161,6 +161,19 @@ def test_what_is_not_awaited_ends_the_exchange(
     exchange.theirs.sendall(sent)
     assert exchange.end() == getattr(_mesh, f"MESH_{result}")
     assert exchange.plan.culprit == 1
+
+
+def test_single_bytes_do_not_put_the_end_of_a_piece_off() -> None:
+    exchange = Exchange(piece_s=0.3)
+    try:
+        data = frame(REDUCE, THEIRS[:128])
+        exchange.theirs.sendall(data[:HEADER_BYTES])
+        left = list(data[HEADER_BYTES:])
+        while left and exchange.end(0.01) is None:
+            exchange.theirs.sendall(bytes([left.pop(0)]))
+        assert left and exchange.end() == _mesh.MESH_SILENT
+    finally:
+        exchange.close()
 
 
 @settings(max_examples=25)

@@ -170,6 +170,16 @@ def test_eight_bits_refuse_what_is_not_finite() -> None:
         compress.decode(np.empty(7, np.uint8), Wire.FLOAT32, np.empty(2, np.float32))
 
 
+@pytest.mark.parametrize("wire", [Wire.BFLOAT16, Wire.INT8])
+def test_error_feedback_outlives_the_greatest_values(wire: Wire) -> None:
+    """None of them becomes an infinity, which would stay in what is left out for ever."""
+    feedback, data = Feedback(100, wire), np.empty(compress.size(100, wire), np.uint8)
+    for value in (*[np.finfo(np.float32).max] * 2, *[1.0] * 10):
+        received = feedback.encode(np.full(100, value, np.float32), data)
+        assert np.isfinite(received).all() and np.isfinite(feedback.residual).all()
+    np.testing.assert_allclose(received, 1, rtol=1e-6)
+
+
 @quick
 @given(st.sampled_from(list(Wire)), models(6, 70))
 def test_error_feedback_leaves_one_rounding_in_all(wire: Wire, rounds: list[Floats]) -> None:

@@ -57,14 +57,24 @@ def test_one_leaves_only_if_another_has_the_state() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.data())
-def test_quorums_meet_in_a_living_member(size: int, data: st.DataObject) -> None:
+def test_quorums_have_a_member_in_common_unless_all_are_dead(
+    size: int, data: st.DataObject
+) -> None:
     view = View(0, tuple(Member(str(k), 0) for k in range(size)))
+    members = set(view.members)
     some = st.sets(st.sampled_from(view.members))
     one, other, dead = data.draw(some), data.draw(some), data.draw(some)
     if is_quorum(view, one, dead) and is_quorum(view, other, dead):
-        assert one & other or not (one - dead) or not (other - dead)
-    assert is_quorum(view, view.members, ())
-    assert not is_quorum(view, (), view.members)
+        assert one & other or members - one | members - other <= dead
+    assert is_quorum(view, members, ())
+    assert not is_quorum(view, (), members)
+
+
+def test_fewer_than_half_do_not_decide() -> None:
+    """Also if all others are dead: these may have taken in a newcomer."""
+    four = View(0, (A, B, C, D))
+    assert is_quorum(four, {A, B}, {C, D}) and not is_quorum(four, {A, B}, {C})
+    assert is_quorum(FIRST, {A, B}, ()) and not is_quorum(FIRST, {A}, {B, C})
 
 
 def test_rounds_that_views_have_made() -> None:

@@ -1,0 +1,18 @@
+"""Addresses of agents and clusters as text: HOST:PORT, or [HOST]:PORT."""
+
+from __future__ import annotations
+
+Address = tuple[str, int]
+
+
+def parse(text: str) -> Address:
+    """HOST:PORT, or [HOST]:PORT. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{text[:80]!r} is no HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def written(host: str, port: int) -> str:
+    """The text that parse() reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

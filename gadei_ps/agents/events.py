@@ -1,0 +1,62 @@
+"""What a driver hears of, and why a life of an agent is over."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from gadei_ps.agents.handshake import Verdict
+from gadei_ps.agents.letters import Letter
+from gadei_ps.agents.worker import Done
+from gadei_ps.errors import CallRefused, GadeiError, JobStopped, UsageError, in_words
+from gadei_ps.groups.membership import Member
+from gadei_ps.groups.messages import Model
+from gadei_ps.sync.parameters import shown
+
+EXPELLED = "the group goes on without this machine: it was silent for too long"
+LOST = "no machine that can be reached has the state of the group"
+JOB_ENDED = "the job cannot go on"
+TRAINED = "the training has ended"
+LEFT = "has left its group"
+"""Why a life is over."""
+
+
+class Wish(enum.Enum):
+    """What a person or a program asks of an agent."""
+
+    LEAVE = enum.auto()
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """See Agreement.go_on."""
+
+    generation: int
+
+
+Event = Letter | Member | Model | Done | Wish | GoOn
+"""What a driver hears of; a Member: this life has certainly ended; a Model: it has come."""
+
+
+def of_job(error: BaseException) -> str:
+    """Why a life is over whose job raises this."""
+    return TRAINED if isinstance(error, JobStopped) else f"{JOB_ENDED}: {in_words(error)}"
+
+
+def not_alike(mine: str, number: int, theirs: str) -> str:
+    """Why a life is over that has other settings than its group."""
+    return (
+        f"this machine has {mine}, but machine {number} has {shown(theirs)}: give all machines of "
+        "a group the same"
+    )
+
+
+_MISTAKES = (Verdict.VERSION, Verdict.TOKEN, Verdict.JOB, Verdict.SIZE)
+
+
+def is_final(error: BaseException | None) -> TypeGuard[GadeiError]:
+    """Whether another try would fail as well, until a person changes something."""
+    if isinstance(error, CallRefused):
+        return error.verdict in _MISTAKES
+    return isinstance(error, UsageError)

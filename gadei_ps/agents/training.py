@@ -1,0 +1,237 @@
+"""What an agent's machine trains: a job, which goes on or stands still while the group exchanges.
+
+The agent is one more client of the job. It copies the weights, and when the group has agreed on
+others, it adds the difference between these and its copy, as one frame, which the servers apply
+exactly once. So what the learners have pushed meanwhile stays.
+
+A new agent does not know which differences the one before it has added. It copies the weights once
+no frame of that one is left to come, and adds the difference to its copy. Then the job has the
+weights of the group, and what was pushed since the copy, whatever was added before.
+
+Or, as in the paper, the job's learners stand still from the copy on, until the weights of the group
+are assigned. Then the jobs of all machines have the same bits.
+
+If the copy is not finite, it does not count, and the job gets the weights of the group in its
+place: what its learners have trained since is given up, and so is the state of its optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from gadei_ps import _mesh
+from gadei_ps.agents.plan import Floats
+from gadei_ps.errors import AgentError, JobNotFound, ModelMismatch, UsageError
+from gadei_ps.groups.parts import is_finite
+from gadei_ps.job.control import Status, ask
+from gadei_ps.learners.client import Client
+from gadei_ps.memory.layout import CONTROL
+from gadei_ps.memory.totals import total
+
+NAME = "agent"
+"""Of the client, in the job's status."""
+LOOK_S = 0.005
+"""Between two looks at the job's counts, where something is to come soon."""
+_MOST_LOOK_S = 0.05
+_AGAIN_S = 0.05
+
+
+class JobTraining:
+    """The weights of a job. Buffers are exchanged as weights are; the optimizer's state is not."""
+
+    def __init__(
+        self,
+        job: str,
+        every: int,
+        patience_s: float,
+        told: Callable[[int, int], None],
+        noted: Callable[[str], None],
+    ) -> None:
+        """every: gradients of a round. told: is given the rounds and a checksum of the weights,
+        once the job has them. noted: a line that people are to read. patience_s: how long to wait
+        for the job, its model, and the end of the agent before this one. Raises JobNotFound,
+        ModelMismatch, UsageError."""
+        self._every, self._told, self._noted = every, told, noted
+        self._interrupted = threading.Event()
+        self._client = _attached(job, patience_s)
+        self._control = self._client.place.control.view(CONTROL)
+        self.values = self._client.model.elements
+        self._snapshot = np.zeros(self.values, np.float32)
+        self._is_copied = False
+        self._is_finite = True
+        """Whether the last copy is."""
+        self._counted = self._client.current_version
+        self._begun = self._gradients
+        self._samples = total(self._control, "samples")
+
+    def copy(self, number: int, into: Floats) -> int:
+        """See Training."""
+        if number:
+            self._train()
+        return self._weight(number, self._copy(into), into)
+
+    def write(self, rounds: int, weights: Floats) -> None:
+        """See Training."""
+        if not self._is_copied:
+            self._copy(self._snapshot)
+        checksum = _mesh.checksum(weights.data)
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.subtract(weights, self._snapshot, out=self._snapshot)
+        if is_finite(self._snapshot):
+            self._client.add(self._client.model.views(self._snapshot))
+        else:
+            self._client.assign(self._client.model.views(weights), reset=True)
+        self._is_copied = False
+        self._begun = self._gradients
+        self._counted += 1  # the addition is no gradient
+        self._told(rounds, checksum)
+
+    def check(self) -> None:
+        """See Training."""
+        self._client.check_job()
+
+    def interrupt(self) -> None:
+        """From now on nobody trains for a round. For any thread."""
+        self._interrupted.set()
+
+    def close(self) -> None:
+        """Leaves the job, which goes on. No other call may be under way, or follow."""
+        self._client.detach()
+
+    def _train(self) -> None:
+        """Waits for the gradients of a round: looks after half of the time that they may take."""
+        begun, first, pause_s = time.monotonic(), self._gradients, LOOK_S
+        while not self._is_trained():
+            self._client.check_job()
+            if self._interrupted.wait(min(max(pause_s, LOOK_S), _MOST_LOOK_S)):
+                raise AgentError("the agent ends")
+            now = self._gradients
+            a_gradient_s = (time.monotonic() - begun) / max(1, now - first)
+            pause_s = (self._begun + self._every - now) * a_gradient_s / 2
+
+    def _is_trained(self) -> bool:
+        return self._gradients - self._begun >= self._every
+
+    @property
+    def _gradients(self) -> int:
+        """Applied or refused so far. With weights that are not finite, all may be refused."""
+        return self._client.current_version + total(self._control, "refused")
+
+    def _copy(self, into: Floats) -> int:
+        """Copies the weights; returns the samples, else gradients, since the last copy."""
+        trained = self._trained()
+        self._client.pull(into, consistent=True, timeout_s=None)
+        if into is not self._snapshot:
+            np.copyto(self._snapshot, into)
+        self._is_copied, self._is_finite = True, is_finite(into)
+        return trained
+
+    def _weight(self, number: int, trained: int, copied: Floats) -> int:
+        """What Training.copy returns. Says so if the copy does not count."""
+        if self._is_finite:
+            return max(1, trained)
+        views = self._client.model.views(copied).items()
+        name = next(name for name, values in views if not is_finite(values))
+        self._noted(
+            f"the weights of this machine ({name!r}) hold a NaN or an infinity: they do not count "
+            f"in round {number + 1}, and it continues with those of its group; if this goes on, "
+            "lower the learning rate"
+        )
+        return 0
+
+    def _let_go(self) -> None:
+        """Learners that stand still train on."""
+
+    def _trained(self) -> int:
+        """Samples, else gradients, since the last call."""
+        version, samples = self._client.current_version, total(self._control, "samples")
+        trained = (samples - self._samples) or (version - self._counted)
+        self._counted, self._samples = version, samples
+        return max(0, trained)
+
+
+class StandingTraining(JobTraining):
+    """The weights of a job whose learners stand still from the copy until they are assigned."""
+
+    def __init__(
+        self,
+        job: str,
+        every: int,
+        patience_s: float,
+        told: Callable[[int, int], None],
+        noted: Callable[[str], None],
+    ) -> None:
+        """As JobTraining. The checksum is of the weights that the job has then."""
+        super().__init__(job, every, patience_s, told, noted)
+        self._stand = contextlib.ExitStack()
+        self._stands = False
+
+    def copy(self, number: int, into: Floats) -> int:
+        """See Training."""
+        if number:
+            self._train()
+        self._stand_still()
+        return self._weight(number, self._copy(into), into)
+
+    def write(self, rounds: int, weights: Floats) -> None:
+        """See Training. Without a copy before, what has been trained is given up."""
+        if not self._stands:
+            self._stand_still()
+            self._copy(self._snapshot)
+        self._client.assign(self._client.model.views(weights), reset=not self._is_finite)
+        checksum = _mesh.checksum(self._client.pull(self._snapshot).data)
+        self._trained()
+        self._begun = self._gradients
+        self._let_go()
+        self._told(rounds, checksum)
+
+    def check(self) -> None:
+        """See Training."""
+        self._client.keep_standing()
+
+    def _copy(self, into: Floats) -> int:
+        self._client.pull(into)
+        self._is_finite = is_finite(into)
+        return self._trained()
+
+    def _stand_still(self) -> None:
+        if not self._stands:
+            self._stand.enter_context(self._client.stand())
+            self._stands = True
+
+    def _let_go(self) -> None:
+        self._stands = False
+        self._stand.close()
+
+
+def _attached(job: str, patience_s: float) -> Client:
+    """A client of the job, once it has a model, and no other agent."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            client = Client(job, name=NAME)
+            break
+        except (JobNotFound, ModelMismatch):
+            if time.monotonic() > until:
+                raise
+            time.sleep(_AGAIN_S)
+    while other := _other_agent(client.job):
+        if time.monotonic() > until:
+            client.detach()
+            raise UsageError(f"job {job!r} has an agent already (pid {other}): stop that one first")
+        time.sleep(_AGAIN_S)
+    return client
+
+
+def _other_agent(job: str) -> int | None:
+    """The pid of another agent of the job that lives, or whose frames are not all applied."""
+    for one in ask(job, Status())["learners"]:
+        if one["name"] == NAME and one["pid"] != os.getpid():
+            return int(one["pid"])
+    return None

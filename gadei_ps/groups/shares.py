@@ -1,0 +1,192 @@
+"""Which machine of a group trains which batches: a part of what all members have alike.
+
+After each round, all members know of each machine whose copy is in the aggregate which of its
+batches are in that copy. From that alone they make the same division: a machine that had one before
+and is not in the round has died or left, and what it had not answered in the last round that it was
+in is divided among those that are. What it has trained since is in nobody's weights. So each batch
+is in the group's weights once a pass.
+
+A pass is divided when a machine is about to run out of batches, among the machines of that round.
+At most two passes are open. Of several groups each has an equal part of every pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gadei_ps.groups.membership import Member
+from gadei_ps.groups.subsets import Ranges, Subsets
+
+MOST_OPEN = 2
+AHEAD = 2
+"""A pass is divided when what a machine has left of the one before may last for so many rounds."""
+
+
+class Span(NamedTuple):
+    """Batches of a pass, to the one before `end`."""
+
+    epoch: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all jobs of a group hand out together; the seed orders the samples."""
+
+    batches: int
+    epochs: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a machine says of its copy. unanswered: what it was given and is not in the copy. done:
+    passes that the group had answered, by what its job knows. counts: whether the copy is in the
+    aggregate; if its weights are not finite, it is not."""
+
+    member: Member
+    work: Work
+    unanswered: tuple[Span, ...]
+    done: int = 0
+    counts: bool = True
+
+
+class Shares:
+    """What each machine owns and has not answered."""
+
+    def __init__(self, group: int = 0, groups: int = 1) -> None:
+        """group: number of this one, of the groups among which each pass is divided."""
+        if not 0 <= group < groups:
+            raise ValueError(f"group {group} is none of {groups}")
+        self.group, self.groups = group, groups
+        self.work: Work | None = None
+        self.done = 0
+        """Passes of which the group has answered its part."""
+        self._open: dict[int, Subsets[Member]] = {}
+
+    def __str__(self) -> str:
+        """Which part of each pass; the same on all machines of the group."""
+        return f"part {self.group} of {self.groups}"
+
+    def of(self, member: Member) -> list[Span]:
+        """What this machine owns and has not answered, the oldest pass first."""
+        begin = self._bounds[0]
+        return [
+            Span(epoch, begin + low, begin + high)
+            for epoch, subsets in sorted(self._open.items())
+            for low, high in (subsets.ranges(member) if member in subsets.owners else ())
+        ]
+
+    def after(self, said: Sequence[Said]) -> None:
+        """A round has ended. said: of the machines whose copies are in it, in the members' order.
+
+        The first round takes the weights of the first machine, and begins the pass after those that
+        are in them. A machine whose job has other work gets nothing. One whose copy does not count
+        has lost what it had trained, as if it had died.
+        """
+        begins = self.work is None
+        if begins and said:
+            self.work, self.done = said[0].work, said[0].done
+        present = [one for one in said if (one.counts or begins) and one.work == self.work]
+        if not present:
+            return
+        answered = {one.member: self._answer(one) for one in present}
+        heirs = list(answered)
+        for subsets in self._open.values():
+            for owner in subsets.owners:
+                if owner not in answered:
+                    subsets.gone(owner, heirs)
+        while self._open and not self._open[self.done].left:
+            del self._open[self.done]
+            self.done += 1
+        self._begin_pass(answered)
+
+    def copy(self) -> Shares:
+        """The same, which does not change with this one."""
+        return copy.deepcopy(self)
+
+    def told(self) -> dict[str, Any]:
+        """All of it, as JSON knows it."""
+        work = self.work
+        return {
+            "part": [self.group, self.groups],
+            "work": None if work is None else [work.batches, work.epochs, work.seed],
+            "done": self.done,
+            "open": [
+                [
+                    epoch,
+                    [[one.machine, one.incarnation, subsets.ranges(one)] for one in subsets.owners],
+                ]
+                for epoch, subsets in self._open.items()
+            ],
+        }
+
+    @staticmethod
+    def heard(told: dict[str, Any]) -> Shares:
+        """The same from what told() gave. Raises ValueError, TypeError or KeyError."""
+        made = Shares(*(int(one) for one in told["part"]))
+        if told["work"] is not None:
+            made.work = Work(*(int(one) for one in told["work"]))
+        made.done = int(told["done"])
+        samples = made._bounds[1] - made._bounds[0]
+        for epoch, owners in told["open"]:
+            made._open[int(epoch)] = Subsets.owned_by(
+                samples,
+                {
+                    Member(str(machine), int(incarnation)): [
+                        (int(low), int(high)) for low, high in ranges
+                    ]
+                    for machine, incarnation, ranges in owners
+                },
+            )
+        return made
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """The group's part of a pass."""
+        batches = 0 if self.work is None else self.work.batches
+        return batches * self.group // self.groups, batches * (self.group + 1) // self.groups
+
+    def _answer(self, one: Said) -> int:
+        """Takes over what a machine has answered; returns how much that is."""
+        begin, count = self._bounds[0], 0
+        for epoch, subsets in self._open.items():
+            left = Ranges(
+                (max(0, span.begin - begin), span.end - begin)
+                for span in one.unanswered
+                if span.epoch == epoch
+            )
+            if one.member in subsets.owners:
+                count += subsets.keep(one.member, left)
+        return count
+
+    def _begin_pass(self, answered: dict[Member, int]) -> None:
+        """Divides the next pass if a machine is about to have no batches."""
+        assert self.work is not None
+        following = self.done + len(self._open)
+        if following >= self.work.epochs or len(self._open) == MOST_OPEN:
+            return
+        last = self._open.get(following - 1)
+        if last is None or any(
+            one not in last.owners or last.owned(one) <= AHEAD * count
+            for one, count in answered.items()
+        ):
+            begin, end = self._bounds
+            self._open[following] = Subsets(end - begin, list(answered))
+
+
+def without(spans: Iterable[Span], known: Iterable[Span]) -> list[Span]:
+    """Those batches that are not among `known`, the oldest pass first."""
+    left: dict[int, Ranges] = {}
+    for epoch, begin, end in spans:
+        left.setdefault(epoch, Ranges()).add(begin, end)
+    for epoch, begin, end in known:
+        if epoch in left:
+            left[epoch].remove(begin, end)
+    return [
+        Span(epoch, begin, end) for epoch, ranges in sorted(left.items()) for begin, end in ranges
+    ]

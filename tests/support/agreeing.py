@@ -1,0 +1,158 @@
+"""Machines of a group and the letters between them, without processes: what tests let happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gadei_ps.groups.agreement import Agreement
+from gadei_ps.groups.membership import Member, View
+from gadei_ps.groups.messages import Apply, Expelled, Fetch, Install, Lost, Message, Send
+
+Result = tuple[int, int]  # the generation and the number of the round that made it
+
+
+class Machine:
+    """A machine around its agreement: what it has applied, and what it holds."""
+
+    def __init__(self, me: Member, view: View | None) -> None:
+        self.agreement = Agreement(me, view)
+        self.me = me
+        self.alive = True
+        self.history: list[Result] = []
+        self.held: Result | None = None
+        self.fetch: Member | None = None
+
+
+class Group:
+    """Machines and the messages between them. Everything that happens is a method."""
+
+    def __init__(self, size: int) -> None:
+        view = View(0, tuple(Member(f"m{k}", 0) for k in range(size)))
+        self.machines = {one: Machine(one, view) for one in view.members}
+        self.flying: list[tuple[Member, Message]] = []
+        self.contributed: dict[Result, set[Member]] = {}
+        self.views = {0: view}
+        self.results: dict[int, Result] = {}
+        self.applied = 0
+        self.entrusted = False
+
+    def carry_out(self, machine: Machine, decisions: list[Any]) -> None:
+        for one in decisions:
+            if isinstance(one, Send):
+                self.flying.append((one.to, one.message))
+            elif isinstance(one, Install):
+                known = self.views.setdefault(one.view.generation, one.view)
+                assert known == one.view, "two views of one generation"
+                machine.fetch = None
+                if len(machine.history) + (machine.held is not None) > one.view.settled:
+                    raise AssertionError("a held result is given up, though it is here")
+            elif isinstance(one, Fetch):
+                machine.fetch = one.source
+            elif isinstance(one, Apply):
+                assert machine.held is not None
+                assert one.round == len(machine.history), "a round twice, or left out"
+                machine.history.append(machine.held)
+                # Whoever applies a round, dead ones included, applies the same result.
+                assert self.results.setdefault(one.round, machine.held) == machine.held
+                machine.held = None
+                self.applied += 1
+            elif isinstance(one, Expelled):
+                machine.fetch = None
+            elif isinstance(one, Lost):
+                self.die(machine)  # so does an agent
+
+    def living(self) -> list[Machine]:
+        return [one for one in self.machines.values() if one.alive and not one.agreement.expelled]
+
+    def deliver(self, place: int, *, keep: bool = False) -> None:
+        to, message = self.flying[place] if keep else self.flying.pop(place)
+        machine = self.machines.get(to)
+        if machine is not None and machine.alive:
+            self.carry_out(machine, machine.agreement.receive(message))
+
+    def work(self, machine: Machine, *, ends: bool = True) -> None:
+        """Gives its model to the round in hand; and takes the result, if all have given theirs."""
+        agreement = machine.agreement
+        if agreement.view is None or agreement.applied is None:
+            return
+        number, view = agreement.applied, agreement.view
+        if agreement.holds or number < view.settled:
+            return
+        made = (view.generation, number)
+        given = self.contributed.setdefault(made, set())
+        if not agreement.frozen:
+            agreement.begin()
+            given.add(machine.me)
+        if ends and given == set(view.members):  # the last part may arrive at any time
+            decisions = agreement.complete(*made)
+            if agreement.holds or any(isinstance(one, Apply) for one in decisions):
+                machine.held = made
+            self.carry_out(machine, decisions)
+
+    def get(self, machine: Machine) -> None:
+        """Carries out a fetch, if the other one still has it."""
+        view, source = machine.agreement.view, machine.fetch
+        if view is None or source is None or not self.machines[source].alive:
+            return
+        other = self.machines[source]
+        has = [*other.history, *([other.held] if other.held else [])]
+        if len(has) < view.settled or machine.agreement.frozen:
+            return
+        if machine.agreement.lacks:
+            machine.history, machine.held = has[: view.settled][:-1], None
+            if view.settled:
+                machine.held = has[view.settled - 1]
+            self.carry_out(machine, machine.agreement.fetched(view.generation))
+
+    def entrust(self) -> None:
+        """What whoever has started the machines does where fewer than half of a group live.
+
+        Rounds that only dead machines have applied are not in what the living continue.
+        """
+        views = {
+            one.me: one.agreement.view for one in self.living() if one.agreement.view is not None
+        }
+        newest = max((view.generation for view in views.values()), default=-1)
+        ours = [self.machines[one] for one, view in views.items() if view.generation == newest]
+        stands = any(one.agreement.stands for one in ours)
+        trains = any(one.agreement.applied and not one.agreement.frozen for one in ours)
+        for one in self.living():
+            if one in ours and stands:
+                longest = max((other.history for other in ours), key=len)
+                self.results, self.entrusted = dict(enumerate(longest)), True
+                self.carry_out(one, one.agreement.go_on(newest))
+            elif one not in ours and trains and not stands:
+                self.carry_out(one, one.agreement.go_on(newest))
+
+    def die(self, machine: Machine) -> None:
+        machine.alive = False
+
+    def join(self, machine: Machine) -> Machine:
+        """The same machine with its next incarnation."""
+        machine.alive = False
+        me = Member(machine.me.machine, machine.me.incarnation + 1)
+        new = self.machines[me] = Machine(me, None)
+        highest = self.views[max(self.views)]
+        contacts = [one for one in highest.members if self.machines[one].alive]
+        self.carry_out(new, new.agreement.join(contacts))
+        return new
+
+    def heal(self) -> None:
+        """No more losses, all deaths are known, and few may go on: rounds must end again."""
+        start = self.applied
+        for _ in range(60):
+            for machine in self.living():
+                for other in self.machines.values():
+                    event = machine.agreement.heard if other.alive else machine.agreement.dead
+                    self.carry_out(machine, event(other.me))
+                self.carry_out(machine, machine.agreement.again())
+            while self.flying:
+                self.deliver(0)
+            self.entrust()
+            for machine in self.living():
+                self.get(machine)
+                self.work(machine)
+            if self.applied >= start + 2 * len(self.living()):
+                return
+        able = [one for one in self.living() if one.history or one.agreement.applied is not None]
+        assert not able, "the group stands still"

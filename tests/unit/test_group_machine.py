@@ -1,0 +1,143 @@
+"""The process of one machine: what it does when it is told to end, and when its disk is full."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import PATIENCE_S
+
+from gadei_ps.cluster import door, machine, orders, rays
+from gadei_ps.cluster.keeper import Keeper
+from gadei_ps.cluster.machine import Machine, Settings
+from gadei_ps.errors import ClusterError, ClusterLost, JobNotFound
+
+AGENT: dict[str, Any] = {"number": 0, "joins": False, "agents": {"0": "h:1"}, "listen": "h:1"}
+
+
+def test_an_agent_that_is_to_leave_before_it_begins_does_not_begin() -> None:
+    keeper = Keeper(AGENT, pytest.fail)
+    keeper.leave()
+    assert keeper._live() == 0 and not keeper.lives
+
+
+def test_an_agent_goes_on_though_its_words_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keeper = Keeper(AGENT, pytest.fail)
+    full = open("/dev/full", "w")  # noqa: SIM115 (to close it fails)
+    with monkeypatch.context() as changed:
+        changed.setattr(sys, "stderr", full)
+        keeper._hear("gadei-ps: there is something to say")
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+    assert keeper.why == "there is something to say"
+
+
+def test_a_machine_that_is_to_end_begins_no_job(runtime_dir: Path, job_name: str) -> None:
+    """It may hear of it while a job of the process before is ending."""
+    settings = Settings(job_name, 0, 0, 1, 0, ["false"], "/", 1, 0, AGENT, "/dev/null")
+    made = Machine(settings)
+    try:
+        made._asked = "stop"
+        assert made._train() == {"exit_code": 0}
+        made._summary = {"exit_code": 1, "error": "it is an answer, not the end of it"}
+        made._ended.set()
+        assert door.ask(job_name, 0, "await")["summary"] == made._summary
+    finally:
+        made._door.shutdown()
+        made._door.server_close()
+        made._lock.release()
+
+
+def test_nobody_else_can_read_the_token_of_a_cluster(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no instant: the runtime directory may be one that others can read."""
+    monkeypatch.setattr(Path, "chmod", None)
+    rays.note("a", "h:1", "a token of the tests")
+    assert stat.S_IMODE(rays.note_path("a").stat().st_mode) == 0o600
+    assert rays.noted("a") == {"address": "h:1", "token": "a token of the tests"}
+
+
+def test_a_stop_sweeps_up_what_killed_machines_have_left(runtime_dir: Path) -> None:
+    for run in ("a", "a-1"):
+        lock = door.Lock(run, 0)
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(door.socket_path(run, 0)))
+        os.close(lock._fd)
+    with pytest.raises(JobNotFound):
+        orders.ask("stop", "a", None, lambda *_: None)
+    assert {one.name for one in runtime_dir.iterdir()} == {
+        "a-1-0.machine.lock",
+        "a-1-0.machine.sock",
+    }
+
+
+def test_why_a_machine_has_ended(tmp_path: Path) -> None:
+    """Its learners say it; or a learner was killed, and has said nothing."""
+    log = tmp_path / "a-0.log"
+    ours = "03:42:18 [warning  ] learner died pid=1\ngadei-ps: learner 0 ended\nagent: gone\n"
+    log.write_text(f"step 1\nValueError: a mistake\n\n{ours}")
+    assert machine._last_words(str(log)) == "ValueError: a mistake"
+    ended = [{"learner": 0, "exit_code": 0}, {"learner": 1, "exit_code": -9}]
+    assert machine._killed({"ended": ended}) == "learner 1 was killed by SIGKILL"
+    assert machine._killed({"ended": ended[:1]}) == ""
+
+
+DIES = """
+import json, os, pathlib, sys
+files = pathlib.Path(json.loads(sys.stdin.readline())["files"])
+(files / "ray").mkdir()
+pathlib.Path("told").write_text(str(files))
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_no_file_of_a_cluster_is_left_where_its_process_is_killed(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends it, say, once the cluster's head is dead."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(orders.process, "module_command", lambda _: [sys.executable, "-c", DIES])
+    Path("a.toml").write_text("every = 1\n[[groups]]\nmachines = 1\n")
+    with pytest.raises(ClusterError, match="is gone"):
+        orders.run(Path("a.toml"), ["true"], None, tmp_path, lambda *_: None)
+    assert not Path(Path("told").read_text()).exists()
+
+
+CLUSTER = """
+import socket, time
+door = socket.create_server(("127.0.0.1", 0))
+print(door.getsockname()[1], flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "token"), [(True, "secret"), (False, "secret"), (True, None)], ids=str
+)
+def test_a_stop_that_loses_its_cluster(
+    ends: bool, token: str | None, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of this host's own ends as soon as `group run` knows that all machines have."""
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], stdout=subprocess.PIPE) as cluster:
+        assert cluster.stdout is not None
+        rays.note("a", f"127.0.0.1:{int(cluster.stdout.readline())}", token)
+        driver = f"import os; {ends} and os.kill({cluster.pid}, 9)"
+        command = [sys.executable, "-c", driver]
+        monkeypatch.setattr(orders.process, "module_command", lambda _: command)
+        monkeypatch.setattr(orders, "GONE_S", PATIENCE_S if ends else 0.0)
+        if ends and token:
+            told = orders.ask("stop", "a", None, lambda *_: None)
+            assert told == {"run": "a", "machines": []}
+        else:
+            with pytest.raises(ClusterLost, match="was lost meanwhile"):
+                orders.ask("stop", "a", None, lambda *_: None)
+        cluster.kill()

@@ -1,0 +1,197 @@
+"""Where machines of a run are placed, and what keeps a node out."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import gadei_ps
+from gadei_ps.cluster import config, door, keeper, needs
+from gadei_ps.cluster.needs import Kind
+from gadei_ps.errors import ClusterError, JobInUse, JobNotFound
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed: pip install 'gadei-ps[cluster]'", allow_module_level=True)
+
+import ray
+
+from gadei_ps.cluster import actor, conductor, machines, placing
+from gadei_ps.cluster.placing import Seat
+
+RUN = {"name": "a", "every": 1, "groups": [{"machines": 2}, {"nodes": ["x", "y"]}]}
+
+
+def test_machines_that_live_stay_where_they_are() -> None:
+    run = config.from_mapping(RUN, "test")
+    one = {"CPU": 1}
+    x, y, z = ({"CPU": 1, f"node:{name}": 0.001} for name in "xyz")
+    fresh = placing.seats(run, {})
+    assert fresh == [Seat(0, 0, one), Seat(1, 0, one), Seat(2, 1, x), Seat(3, 1, y)]
+    # Machine 7 has joined after machine 0 had left, and machine 2 is on the other node.
+    found = placing.seats(run, {7: ("z", 0), 2: ("y", 1)})
+    assert found == [Seat(7, 0, z), Seat(0, 0, one), Seat(2, 1, y), Seat(3, 1, x)]
+    # More than the file says have come together.
+    found = placing.seats(run, {5: ("z", 0), 6: ("x", 0), 7: ("y", 0)})
+    assert [seat.number for seat in found] == [5, 6, 7, 2, 3]
+
+
+def test_other_versions_are_named() -> None:
+    same = {"gadei_ps": gadei_ps.__version__, "ray": ray.__version__}
+    placing.check("h", same)
+    with pytest.raises(ClusterError, match=r"^node h has gadei-ps 0\.1, this one .*: install the"):
+        placing.check("h", same | {"gadei_ps": "0.1"})
+    with pytest.raises(ClusterError, match=r"^node h has ray 2\.52\.0, this one "):
+        placing.check("h", same | {"ray": "2.52.0"})
+    error = ImportError("a\nModuleNotFoundError: No module named 'gadei_ps'")
+    assert placing.told(error).startswith("gadei-ps is not installed there: pip install")
+
+
+def test_what_a_host_lacks(runtime_dir: Path, tmp_path: Path) -> None:
+    made = actor.MachineActor.__new__(actor.MachineActor)
+    assert made._mistake({"memory": True}, str(tmp_path), None) is None
+    said = made._mistake({"memory": False}, str(tmp_path), None) or ""
+    assert said.startswith("there is no /dev/shm that can be written")
+    said = made._mistake({"memory": True}, str(tmp_path / "none"), None) or ""
+    assert said.endswith("put the script at the same place everywhere")
+
+
+def test_a_machine_that_nobody_begins_can_be_stopped(runtime_dir: Path) -> None:
+    """The command that was to begin it was killed; its run waits for its end."""
+    made = actor.MachineActor.__new__(actor.MachineActor)
+    made._run, made._number, made._plan, made._summary = "a", 0, None, None
+    made._starting, made._over = threading.Lock(), threading.Event()
+    assert made.ask("signal", signal=2) == {} and made._summary is None
+    assert made.ask("leave") == {}
+    assert made.end() == {"exit_code": 0, "asked": "leave"}
+    made.start({}, True)  # too late
+
+
+def test_what_another_machine_is_told() -> None:
+    agent = {"job": "a-0", "number": 0, "agents": {"0": "h:1", "3": "x:2"}, "listen": "h:1"}
+    plan = {"run": "a", "number": 0, "group": 0, "agent": agent, "command": ["python"]}
+    assert actor.of_machine(plan, 1) is None
+    other = actor.of_machine(plan, 3)
+    told = agent | {"job": "a-3", "number": 3, "listen": "x:2"}
+    assert other == plan | {"number": 3, "agent": told}
+
+
+def test_a_group_is_lost_with_its_last_machine() -> None:
+    new = {"state": "starting", "lives": 0}
+    assert needs.is_lost([new, new]) and not needs.is_lost([])
+    for other in ({"state": "starting", "lives": 1}, {"state": "training", "lives": 1}):
+        assert not needs.is_lost([new, other])
+    assert not needs.is_lost([{"state": "away", "lives": 0}])
+
+
+def row(number: int, view: int | None, **agent: object) -> dict[str, Any]:
+    """A machine whose agent works under this view, or joins."""
+    facts = {"state": "joining" if view is None else "member", "address": f"h:{number}"}
+    facts |= {"view": view, "waits": [], "stands": False}
+    return {"machine": number, "state": "training", "lives": 1, "agent": facts | agent}
+
+
+AWAY = {"machine": 9, "state": "away", "ended": None}
+STANDS = {"waits": [0, 1], "stands": True}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "numbers"),
+    [
+        ([row(0, 7), row(1, 7)], None, ()),
+        ([row(0, None), row(1, None)], Kind.AGENTS, (0, 1)),
+        ([row(0, None, address=None), row(1, None)], None, ()),
+        ([row(0, None), row(1, None), AWAY], None, ()),
+        ([row(0, None), row(1, 3)], None, ()),
+        ([row(0, None), row(2, 7, **STANDS)], Kind.FEW, (2,)),
+        # One that stands under an older view waits for those that have a later one.
+        ([row(0, 8), row(2, 7, **STANDS)], Kind.BEHIND, (2,)),
+        ([row(0, 8, state="joining"), row(2, 7, **STANDS)], None, ()),
+        ([row(0, 8, waits=[1]), row(2, 7, **STANDS)], None, ()),
+        ([row(0, 7), row(2, 7, **STANDS)], Kind.FEW, (0, 2)),
+        # It may know of a later view.
+        ([AWAY, row(2, 7, **STANDS)], None, ()),
+        ([{"machine": 9, "state": "ending"}, row(2, 7, **STANDS)], Kind.FEW, (2,)),
+    ],
+)
+def test_what_a_group_needs(rows: list[Any], kind: Kind | None, numbers: tuple[int, ...]) -> None:
+    found = needs.need(rows)
+    assert (found.kind, found.numbers) == (kind, numbers) if found else kind is None
+
+
+def test_a_need_is_met_once_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(needs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    known = needs.Needs(silence_s=1.0)
+    stands, joins = [row(2, 7, **STANDS)], [row(0, None)]
+    for at, rows, due in (
+        *((0.0, stands, False), (4.9, stands, False), (5.0, stands, True), (5.1, stands, False)),
+        *((9.0, [], False), (10.2, joins, False), (12.0, stands, False), (16.0, joins, False)),
+        *((20.0, joins, False), (21.0, joins, True)),
+    ):
+        now[0] = at
+        assert (known.due(0, rows) is not None) == due, at
+
+
+def test_a_node_whose_machine_has_ended_can_get_another_one() -> None:
+    rows = [{"node": "x", "ended": None}, {"node": "y", "ended": {"exit_code": 1}}, AWAY]
+    assert machines.used_nodes(rows) == {"x"}
+
+
+@pytest.mark.parametrize(
+    ("state", "is_last", "asked", "code"),
+    [
+        ("leaving", False, "leave", 0),
+        ("training", False, "leave", 0),
+        ("stopping", False, "stop", 4),
+        ("training", True, "stop", 4),
+        ("leaving", True, "leave", 0),
+    ],
+)
+def test_how_machines_have_ended_that_another_command_has_ended(
+    state: str, is_last: bool, asked: str, code: int
+) -> None:
+    """A run that one machine has left was not stopped."""
+    said: list[str] = []
+    run = config.from_mapping(RUN, "test")
+    made = conductor.Conductor(run, [], "/", lambda say: said.append(say))
+    job = {"gradients_applied": 7}
+    made._hear({"machine": 1, "state": state, "ended": None, "job": job})
+    made._hear_no_more(1, is_last=is_last)
+    made._hear_no_more(1, is_last=True)
+    assert said[1:] == [f"machine 1 {'has left its group' if asked == 'leave' else 'was stopped'}"]
+    summary = made.summary()
+    assert (summary["exit_code"], summary["stopped"]) == (code, asked == "stop")
+    assert summary["machines"][0]["gradients_applied"] == 7
+
+
+def test_one_process_for_each_machine(runtime_dir: Path) -> None:
+    first = door.Lock("a", 0)
+    with pytest.raises(JobInUse, match="machine a-0 has a process on this host already"):
+        door.Lock("a", 0)
+    door.clear("a", 0)  # it lives, so nothing is removed
+    assert door.lock_path("a", 0).exists()
+    with pytest.raises(JobNotFound, match="no process has machine a-0 here"):
+        door.ask("a", 0, "status")
+    first.release()
+    assert not list(runtime_dir.iterdir())
+
+
+def test_what_the_next_life_of_an_agent_is_told() -> None:
+    settings = {
+        "number": 1,
+        "group_number": 0,
+        "agents": {"1": "h:1"},
+        "sources": {"2": {"5": "x:1"}},
+    }
+    known = keeper.told(settings, 0, {"3": "h:3"})
+    assert known["agents"] == {"1": "h:1", "3": "h:3"}
+    known = keeper.told(known, 2, {"6": "x:2"})
+    assert known["sources"] == {2: {"5": "x:1", "6": "x:2"}}
+    assert keeper.told(known, 9, {"7": "x:3"})["sources"] == known["sources"]
+    anew = keeper.founded(known, "again", {"1": "h:9"})
+    assert anew == known | {"founding": "again", "agents": {"1": "h:9"}, "listen": "h:9"}
