@@ -10,7 +10,10 @@ from gadei_ps.errors import UsageError
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `train`. None: the default for the size of the set (Table 3)."""
+    """The options of `train`. None: the default for the size of the set (Table 3).
+
+    groups: file that names the machines; None: this one alone. address: of their Ray cluster.
+    """
 
     train_file: Path
     test_file: Path | None = None
@@ -31,6 +34,8 @@ class Settings:
     text_column: str | None = None
     label_column: str | None = None
     job: str | None = None
+    groups: Path | None = None
+    address: str | None = None
     replace: bool = True
     verbose: bool = False
 

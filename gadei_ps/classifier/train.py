@@ -7,21 +7,17 @@ when they no longer improve. It computes no gradients. It replaces learners that
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gadei_ps import sync
-from gadei_ps.classifier import dataset, words
-from gadei_ps.classifier.corpus import Corpus
+from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
+from gadei_ps.classifier.plan import Plan
 from gadei_ps.classifier.settings import Settings
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import DeviceError, JobFailed
@@ -41,23 +37,6 @@ STALLED_S = 120.0
 MAX_REFUSED = 20
 
 
-@dataclass
-class Best:
-    """The best weights so far."""
-
-    accuracy: float = -1.0
-    loss: float = float("inf")
-    epoch: float = 0
-    flat: FloatArray | None = None
-
-    def offer(self, accuracy: float, loss: float, epoch: float, flat: FloatArray) -> bool:
-        """Keeps these weights if they are better: by accuracy, then by loss."""
-        if not math.isfinite(loss) or (accuracy, -loss) <= (self.accuracy, -self.loss):
-            return False
-        self.accuracy, self.loss, self.epoch, self.flat = accuracy, loss, epoch, flat
-        return True
-
-
 def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     """Runs the whole training; returns the summary that `train --json` prints.
 
@@ -68,17 +47,11 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     settings.check()
     begin = time.monotonic()
     compute = _compute(settings)
-    corpus = Corpus.read(settings)
-    defaults = dataset.defaults(len(corpus.train))
-    epochs = settings.epochs or defaults.epochs
-    batch_size = settings.batch_size or defaults.batch_size
+    plan = Plan.read(settings)
     config = from_mapping(
         {
             "name": settings.job or f"train-{os.getpid()}",
-            "optimizer": {
-                "kind": settings.optimizer,
-                "lr": defaults.learning_rate if settings.lr is None else settings.lr,
-            },
+            "optimizer": {"kind": settings.optimizer, "lr": plan.lr},
             "sync": settings.sync,
         },
         "train",
@@ -88,34 +61,10 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     from gadei_ps.classifier import network
 
     network.check_result_directory(settings.out)
-    display = Display(epochs, silent=display_silent)
-    for notice in corpus.notices:
-        display.event(notice)
-    for warning in corpus.warnings:
-        display.event(f"warning: {warning}")
-    display.event(
-        f"{counted(len(corpus.train), 'sentence')} to train on, {len(corpus.held_out):,} held out, "
-        f"{counted(len(corpus.train.label_names), 'label')}, "
-        f"{counted(len(corpus.vocabulary.words), 'word')}; "
-        f"mini-batch {batch_size}, {counted(settings.learners, 'learner')}"
-    )
-    display.event(
-        f"optimizer {settings.optimizer}, lr {config.optimizer.spec().lr:g}; sync {settings.sync}"
-    )
+    display = Display(plan.epochs, silent=display_silent)
+    plan.tell(display, counted(settings.learners, "learner"))
     display.event(_where(compute, settings.learners))
     threads = max(1, process.cores() // settings.learners)
-    options = {
-        "threads": threads,
-        "vocabulary_size": len(corpus.vocabulary),
-        "classes": len(corpus.train.label_names),
-        "dropout": settings.dropout,
-        "seed": settings.seed,
-        "batch_size": batch_size,
-        "epochs": epochs,
-        "wire": settings.wire,
-        "error_feedback": settings.error_feedback,
-        "device": compute.device,
-    }
     with (
         # A file in memory: it disappears with its processes, and only its owner can open it.
         os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
@@ -123,19 +72,10 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         display,
         interrupts.first_told() as signalled,
     ):
-        np.savez(
-            data,
-            tokens=corpus.encoded.tokens,
-            lengths=corpus.encoded.lengths,
-            labels=corpus.train.labels,
-            settings=json.dumps(options),
-        )
-        run = _Run(
-            settings, corpus, daemon, display, epochs, batch_size, options, compute, signalled
-        )
-        data.flush()
+        plan.write(data, plan.options(compute.device or "host", threads))
+        run = _Run(plan, daemon, display, compute, signalled)
         run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
-        return run.finish(config.optimizer.spec().lr, time.monotonic() - begin)
+        return run.finish(begin)
 
 
 def _compute(settings: Settings) -> Compute:
@@ -181,34 +121,22 @@ class _Run:
 
     def __init__(
         self,
-        settings: Settings,
-        corpus: Corpus,
+        plan: Plan,
         daemon: Daemon,
         display: Display,
-        epochs: int,
-        batch_size: int,
-        options: dict[str, Any],
         compute: Compute,
         signalled: Callable[[], int | None],
     ) -> None:
         """signalled: says which signal has asked for the end, if one has."""
-        from gadei_ps.classifier import network
-
-        self.settings = settings
-        self.corpus = corpus
+        self.plan = plan
+        self.settings = plan.settings
         self.daemon = daemon
         self.display = display
-        self.epochs = epochs
-        self.batch_size = batch_size
+        self.epochs = plan.epochs
         self.compute = compute
         self.signalled = signalled
-        self.model = network.SentenceClassifier(
-            options["vocabulary_size"], options["classes"], dropout=settings.dropout
-        )
-        self.held_out = words.encode(corpus.held_out.texts, corpus.vocabulary).padded()
-        self.best = Best()
+        self.measuring = Measuring(plan, display)
         self.status: dict[str, Any] = {}
-        self.history: list[dict[str, float]] = []
         self.deaths = 0
         self.train_seconds = 0.0
         self._flat: FloatArray | None = None
@@ -217,7 +145,7 @@ class _Run:
         """Trains until the epochs are done or the held-out accuracy no longer improves."""
         # Under WSP, the server hands out waves as batches.
         wave = sync.parse(self.settings.sync).wave
-        batches = -(-len(self.corpus.train) // (self.batch_size * wave))
+        batches = -(-len(self.plan.corpus.train) // (self.plan.batch_size * wave))
         self.daemon.request(SetWork(batches=batches, epochs=self.epochs, seed=self.settings.seed))
         command = process.module_command("gadei_ps.classifier.learner", str(data))
         learners = Learners(
@@ -304,7 +232,7 @@ class _Run:
             elif not learners.pids:
                 raise JobFailed("no learner is left")
 
-    def _weights(self) -> FloatArray:
+    def _weights(self) -> Tensors:
         """A copy of the current weights. Gradients may be applied during the copy (Hogwild)."""
         if self._flat is None:
             mapped = segment.attach(
@@ -314,99 +242,40 @@ class _Run:
             )
             self._flat = weights.data(mapped)
             self._placed = weights.read_table(mapped)
-        return self._flat.copy()
+        return self._placed.views(self._flat.copy())
 
     def _evaluate(self, epoch: float) -> bool:
         """Measures the held-out tenth. True if it has not improved for `patience` epochs."""
-        from gadei_ps.classifier import network
-
-        flat = self._weights()
-        self._load(flat)
-        accuracy, loss = network.evaluate(self.model, self.held_out, self.corpus.held_out.labels)
-        better = self.best.offer(accuracy, loss, epoch, flat)
         losses = [one["loss"] for one in self.status["learners"] if one["loss"] is not None]
-        self.history.append(
-            {
-                "epoch": epoch,
-                "validation_accuracy": accuracy,
-                "validation_loss": loss,
-                "training_loss": sum(losses) / len(losses) if losses else float("nan"),
-                "seconds": self.train_seconds,
-                "samples_per_s": self._samples_per_s(),
-            }
+        is_over = self.measuring.measure(
+            self._weights(), epoch, losses, self.train_seconds, self._samples_per_s()
         )
-        measured = {"epoch": epoch, "accuracy": accuracy, "validation_loss": loss}
+        last = self.measuring.history[-1]
+        measured = {
+            "epoch": epoch,
+            "accuracy": last["validation_accuracy"],
+            "validation_loss": last["validation_loss"],
+        }
         self.daemon.request(
             Measured(values={name: one for name, one in measured.items() if math.isfinite(one)})
         )
-        self.display.event(
-            f"epoch {epoch:g}: validation accuracy {accuracy:.4f}, loss {loss:.4f}, "
-            f"{self._samples_per_s():,.0f} samples/s{' (best)' if better else ''}"
-        )
-        return epoch - self.best.epoch >= self.settings.patience
-
-    def _load(self, flat: FloatArray) -> None:
-        import torch
-
-        views = self._placed.views(flat)
-        self.model.load_state_dict({name: torch.from_numpy(view) for name, view in views.items()})
+        return is_over
 
     def _samples_per_s(self) -> float:
         samples = self.status.get("samples", 0)
         return float(samples / self.train_seconds) if self.train_seconds > 0 else 0.0
 
-    def finish(self, lr: float, seconds: float) -> dict[str, Any]:
-        """Measures the best weights, writes the model directory, returns the summary."""
-        from gadei_ps.classifier import network
-
-        if self.best.flat is None:
-            raise JobFailed("no epoch ended with a finite loss: try a smaller --lr")
-        self._load(self.best.flat)
-        test_accuracy = None
-        if self.corpus.test is not None:
-            encoded = words.encode(self.corpus.test.texts, self.corpus.vocabulary)
-            test_accuracy, _ = network.evaluate(
-                self.model, encoded.padded(), self.corpus.test.labels
-            )
-        summary: dict[str, Any] = {
-            "test_accuracy": test_accuracy,
-            "validation_accuracy": self.best.accuracy,
-            "validation_loss": self.best.loss,
+    def finish(self, begin: float) -> dict[str, Any]:
+        """Writes the model directory, returns the summary. begin: by the monotonic clock."""
+        seconds = time.monotonic() - begin
+        facts = {
             "samples_per_s": self._samples_per_s(),
             "gradients_applied": self.status["gradients_applied"],
             "gradients_dropped": self.status["gradients_dropped"],
             "gradients_refused": self.status["gradients_refused"],
-            "epochs": len(self.history) and int(self.history[-1]["epoch"]),
-            "best_epoch": self.best.epoch,
             "seconds": seconds,
             "training_seconds": self.train_seconds,
             "learners": self.settings.learners,
             "learner_deaths": self.deaths,
-            "device": self.compute.device,
-            "rows": len(self.corpus.train) + len(self.corpus.held_out),
-            "model_dir": str(self.settings.out),
-            "notices": list(self.corpus.notices),
-            "warnings": list(self.corpus.warnings),
-            "interrupted": None,
-            "exit_code": 0,
-        }
-        if (number := self.signalled()) is not None:
-            summary |= {"interrupted": signal.Signals(number).name, "exit_code": 128 + number}
-        config = {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in asdict(self.settings).items()
-        } | {
-            "batch_size": self.batch_size,
-            "lr": lr,
-            "max_epochs": self.epochs,
-            "device": self.compute.device,
-        }
-        network.save_result(
-            self.settings.out,
-            self.model,
-            self.corpus.vocabulary,
-            self.corpus.train.label_names,
-            config,
-            {**summary, "history": self.history},
-        )
-        return summary
+        } | ended_by(self.signalled())
+        return self.measuring.finish(facts, self.compute.device or "host")

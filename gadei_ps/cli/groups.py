@@ -1,4 +1,4 @@
-"""The command `gadei-ps group simulate`."""
+"""The commands of `gadei-ps group`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gadei_ps.cli import group_runs
 from gadei_ps.cli.options import Json
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.cli.simulate import ProblemName, moment
@@ -17,9 +18,11 @@ from gadei_ps.errors import UsageError
 app = App(help="Groups of machines that train together.")
 
 
-@app.callback(help="Groups of machines that train together.")
-def _group() -> None:
-    """Keeps `simulate` a word of the command line: typer leaves out a single command's name."""
+app.command()(group_runs.run)
+app.command()(group_runs.status)
+app.command()(group_runs.join)
+app.command()(group_runs.leave)
+app.command()(group_runs.stop)
 
 
 @app.command()
@@ -29,7 +32,7 @@ def simulate(
         typer.Argument(
             metavar="RULE",
             help="Rules of exchange to compare: replace, mix:WEIGHT such as mix:0.5, and "
-            "outer:RATE:MOMENTUM such as outer:0.7:0.9.",
+            "outer:RATE:MOMENTUM or outer:RATE:MOMENTUM:N such as outer:0.7:0.9.",
         ),
     ],
     machines: Annotated[
@@ -79,7 +82,8 @@ def simulate(
         str,
         typer.Option(
             metavar="SIZE,...",
-            help="Bytes a second that a machine sends; several values are taken in turn.",
+            help="Bytes a second that a machine sends; several values are taken in turn. 1 Gbit/s "
+            "is 125MB.",
         ),
     ] = "125MB",
     latency: Annotated[
@@ -173,14 +177,14 @@ def simulate(
         wire=Wire(wire),
         whole=broadcast == "whole",
         links=Links(
-            tuple(float(quantities.size(one)) for one in bandwidth.split(",")),
-            0.0 if latency is None else quantities.duration(latency),
+            _speeds(bandwidth),
+            0.0 if latency is None else _seconds("--latency", latency),
         ),
         deaths=Deaths(
             share=deaths,
             die=tuple(moment("--die", one, "machine") for one in die or ()),
-            detect_s=quantities.duration(detect),
-            return_s=None if return_after is None else quantities.duration(return_after),
+            detect_s=_seconds("--detect", detect),
+            return_s=None if return_after is None else _seconds("--return-after", return_after),
         ),
     )
     told = groups_report.compare(
@@ -198,3 +202,26 @@ def simulate(
     else:
         tables.show(groups_report.shown(result))
     return 0
+
+
+def _seconds(option: str, text: str) -> float:
+    """Of an option that may be 0."""
+    from gadei_ps.commands import quantities
+
+    try:
+        return quantities.duration(text, zero=True)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    """Of --bandwidth: bytes a second."""
+    from gadei_ps.commands import quantities
+
+    try:
+        return tuple(float(quantities.size(one)) for one in text.split(","))
+    except UsageError:
+        raise UsageError(
+            f"--bandwidth {text!r}: write bytes a second like 125MB, which are 1 Gbit/s, with "
+            "commas between several"
+        ) from None

@@ -61,10 +61,6 @@ Command = Annotated[
     list[str],
     typer.Argument(metavar="COMMAND", help="The learner's program and its arguments, after --."),
 ]
-Sync = Annotated[
-    str | None,
-    typer.Option("--sync", metavar="MODEL", help=f"Synchronization model: {MODELS}"),
-]
 Device = Annotated[
     DeviceName,
     typer.Option(

@@ -228,4 +228,7 @@ def moment(option: str, text: str, who: str = "learner") -> tuple[int, float]:
     learner, at, moment = text.partition("@")
     if not at or not (learner.isascii() and learner.isdigit() and len(learner) < 10):
         raise UsageError(f"{option} {text!r}: write {who} and time like 3@12.5")
-    return int(learner), quantities.duration(moment)
+    try:
+        return int(learner), quantities.duration(moment)
+    except UsageError as error:
+        raise UsageError(f"{option} {text!r}: {error}") from None

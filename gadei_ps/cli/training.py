@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gadei_ps.cli.options import (
+    MODELS,
     Device,
     DeviceName,
     Gpus,
     Json,
     OptimizerName,
-    Sync,
     Verbose,
     Wire,
     tell,
@@ -38,7 +38,14 @@ def train(
         Path | None,
         typer.Option(metavar="FILE.csv", help="Sentences on which the finished model is measured."),
     ] = None,
-    learners: Annotated[int, typer.Option(metavar="N", help="Number of learner processes.")] = 2,
+    learners: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Number of learner processes; with --groups, on each machine.",
+            show_default="2",
+        ),
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(metavar="E", help="Most passes over the data.", show_default="200")
     ] = None,
@@ -49,12 +56,18 @@ def train(
         ),
     ] = None,
     optimizer: Annotated[
-        OptimizerName, typer.Option(help="The rule by which gradients change the weights.")
-    ] = OptimizerName.ADAGRAD,
+        OptimizerName | None,
+        typer.Option(
+            help="The rule by which gradients change the weights.", show_default="adagrad"
+        ),
+    ] = None,
     lr: Annotated[
         float | None, typer.Option(metavar="RATE", help="Learning rate.", show_default="0.01")
     ] = None,
-    sync: Sync = "asp",
+    sync: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help=f"Synchronization model: {MODELS}", show_default="asp"),
+    ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Directory that the model is written to.")
     ] = Path("model"),
@@ -100,6 +113,22 @@ def train(
     job: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the job.", show_default="train-PID")
     ] = None,
+    groups: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="GROUPS.toml",
+            help="Train on the machines of this file, as gadei-ps group run does.",
+            show_default="this machine",
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="With --groups: a Ray cluster that runs; this host is one of its nodes.",
+            show_default="a cluster of this host's own",
+        ),
+    ] = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
@@ -108,20 +137,24 @@ def train(
     Label sentences with it by gadei-ps predict. Ctrl-C ends it with the best model so far; pressed
     again, it ends at once and writes nothing.
     """
+    if address is not None and groups is None:
+        raise UsageError("--address needs --groups")
     _need_torch("train")
     from gadei_ps.classifier.settings import Settings
-    from gadei_ps.classifier.train import train as run_training
     from gadei_ps.show import view
 
+    wanted = {
+        "learners": learners,
+        "optimizer": optimizer.value if optimizer is not None else None,
+        "lr": lr,
+        "sync": sync,
+    }
+    given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
     settings = Settings(
         train_file=file,
         test_file=test,
-        learners=learners,
         epochs=epochs,
         batch_size=batch_size,
-        optimizer=optimizer.value,
-        lr=lr,
-        sync=sync or "asp",
         patience=patience,
         dropout=dropout,
         seed=seed,
@@ -133,9 +166,19 @@ def train(
         text_column=text_column,
         label_column=label_column,
         job=job,
+        groups=groups,
+        address=address,
         verbose=verbose,
+        **given,
     )
-    summary = run_training(settings, display_silent=as_json)
+    if groups is None:
+        from gadei_ps.classifier.train import train as run_training
+
+        summary = run_training(settings, display_silent=as_json)
+    else:
+        from gadei_ps.classifier.grouped import train as run_grouped
+
+        summary = run_grouped(settings, given, display_silent=as_json)
     tell(as_json, summary, lambda: view.trained(summary, str(test)))
     return int(summary["exit_code"])
 

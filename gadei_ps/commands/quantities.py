@@ -13,10 +13,13 @@ BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def duration(text: str) -> float:
-    """`500ms`, `60s`, `2m`, `1h` or `60` in seconds, above 0. Raises UsageError."""
+def duration(text: str, *, zero: bool = False) -> float:
+    """`500ms`, `60s`, `2m`, `1h` or `60` in seconds, above 0. Raises UsageError.
+
+    zero: 0 may be given, too.
+    """
     match = NUMBER.fullmatch(text.strip())
-    if not match or match["unit"] not in SECONDS or not float(match["number"]):
+    if not match or match["unit"] not in SECONDS or not (zero or float(match["number"])):
         raise UsageError(f"duration {text!r}: write it like 500ms, 60s, 2m or 1h")
     return float(match["number"]) * SECONDS[match["unit"]]
 

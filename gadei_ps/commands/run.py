@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +35,7 @@ from gadei_ps.show.progress import Lines, Training
 from gadei_ps.storage.export import check as check_export
 
 POLL_S = 0.05
+STAY_S = 0.2
 REPORT_S = 1.0
 LEAVE_S = 5.0  # until the job has applied what ended learners had published
 GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
@@ -47,7 +48,8 @@ class RunOptions:
     overrides: parts of a job's configuration, from flags. device, gpus, devices_per_learner: as
     given by the flags of the same name. fresh: a job that `run` makes begins from zero. out: file
     for the weights at the end. log_dir: directory for a file of each learner's output. quiet: no
-    lines on how training goes, which there are in a terminal only.
+    lines on how training goes, which there are in a terminal only. stays: says whether the job is
+    still wanted, once all learners have ended well.
     """
 
     learners: int = 1
@@ -62,6 +64,7 @@ class RunOptions:
     stdout: int | None = None
     quiet: bool = False
     verbose: bool = False
+    stays: Callable[[], bool] | None = None
 
 
 def run_learners(
@@ -128,7 +131,10 @@ def _say(text: str) -> None:
 
 
 def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:
-    """The configuration with optimizer, lr and sync replaced where given. Raises UsageError."""
+    """The configuration with optimizer, lr, sync and owned replaced where given.
+
+    Raises UsageError.
+    """
     values = base.model_dump(exclude_unset=True)
     optimizer = dict(values.get("optimizer", {}))
     if "optimizer" in overrides:
@@ -137,6 +143,8 @@ def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) ->
         optimizer["lr"] = overrides["lr"]
     if "sync" in overrides:
         values["sync"] = overrides["sync"]
+    if "owned" in overrides:
+        values["owned"] = overrides["owned"]
     return config.from_mapping(values | {"optimizer": optimizer}, where)
 
 
@@ -233,6 +241,7 @@ class _Run:
             learners.end(grace_s=0.0)
             self.end = time.monotonic()
             self.stopped = self.job.was_stopped()
+            self._stay(signalled)
             self._finish()
             self.signal = signalled()
         return self._summary()
@@ -242,6 +251,13 @@ class _Run:
         name = signal.Signals(number).name
         _say(f"{name}: the learners have {GRACE_S:g} s to end; once more ends them at once")
         learners.signal(number)
+
+    def _stay(self, signalled: Callable[[], int | None]) -> None:
+        """While the job is wanted without its learners, if they have ended well."""
+        if self.options.stays is None or any(one.code for one in self.ended.values()):
+            return
+        while self.job.report() is not None and self.options.stays() and signalled() is None:
+            time.sleep(STAY_S)
 
     def _finish(self) -> None:
         """Takes the weights once the ended learners' gradients are applied, and ends the job."""

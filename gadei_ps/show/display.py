@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
+from gadei_ps.show import groups
 from gadei_ps.show.counts import counted
 from gadei_ps.show.status import Rates, learner_table
 from gadei_ps.show.tables import duration
@@ -69,27 +70,58 @@ class Display:
         if self._silent:
             return
         rates = self._rates.update(status["learners"])
-        epoch = min(int(done) + 1, self._epochs)
         if self._live is not None:
-            self._progress.update(
-                self._task,
-                completed=done,
-                epoch=f"{epoch} of at most {self._epochs}",
-                left=duration(left_s),
-            )
-            self._live.update(Group(self._progress, learner_table(status, rates)))
+            self._draw(learner_table(status, rates), done, left_s)
             return
+        staleness = [one["staleness_mean"] for one in status["learners"]]
+        queue = sum(one["queue"] for one in status["learners"])
+        self._print(
+            f"{sum(rates.values()):,.0f} samples/s, "
+            f"{counted(len(status['learners']), 'learner')}, queue {queue}, "
+            f"staleness {sum(staleness) / len(staleness) if staleness else 0:.1f}",
+            done,
+            left_s,
+        )
+
+    def machines(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        samples_per_s: float,
+        done: float,
+        left_s: float | None,
+    ) -> None:
+        """The same of a run of groups. rows: one for each machine."""
+        if self._silent:
+            return
+        if self._live is not None:
+            self._draw(groups.Machines(rows), done, left_s)
+            return
+        there = [row for row in rows if row.get("job")]
+        rounds = max((row["agent"]["rounds"] for row in there), default=0)
+        self._print(
+            f"{samples_per_s:,.0f} samples/s, {counted(len(there), 'machine')}, round {rounds:,}",
+            done,
+            left_s,
+        )
+
+    def _draw(self, table: RenderableType, done: float, left_s: float | None) -> None:
+        assert self._live is not None
+        epoch = min(int(done) + 1, self._epochs)
+        self._progress.update(
+            self._task,
+            completed=done,
+            epoch=f"{epoch} of at most {self._epochs}",
+            left=duration(left_s),
+        )
+        self._live.update(Group(self._progress, table))
+
+    def _print(self, line: str, done: float, left_s: float | None) -> None:
         now = time.monotonic()
         if now - self._last_line < LINE_S:
             return
         self._last_line = now
-        staleness = [one["staleness_mean"] for one in status["learners"]]
-        queue = sum(one["queue"] for one in status["learners"])
         print(
-            f"epoch {done:.2f} of at most {self._epochs}, {sum(rates.values()):,.0f} samples/s, "
-            f"{counted(len(status['learners']), 'learner')}, queue {queue}, "
-            f"staleness {sum(staleness) / len(staleness) if staleness else 0:.1f}, "
-            f"at most {duration(left_s)} left",
+            f"epoch {done:.2f} of at most {self._epochs}, {line}, at most {duration(left_s)} left",
             file=sys.stderr,
             flush=True,
         )

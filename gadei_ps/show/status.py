@@ -91,6 +91,7 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             f"epoch {min(work['epochs_done'] + 1, work['epochs'])} of {work['epochs']}, "
             f"{counted(work['batches'], 'batch', 'batches')} each, "
             f"{status['batches_requeued']:,} handed out again"
+            + ("; waits until the job owns more batches" if work.get("waits") else "")
         )
     if why := {one["refused_because"] for one in status["learners"] if one["refused"]} - {""}:
         rows["refused"] = Text(f"a gradient that {', or that '.join(sorted(why))}", style="yellow")
@@ -103,15 +104,13 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
     standby = status["standby_pid"] or status.get("standby_missing") or "none at the moment"
     rows["processes"] = (
         f"watchdog {status['watchdog_pid']}, server {status['server_pid']}, standby {standby}"
-    )
-    if status["server_deaths"] or status["learner_deaths"] or status["watchdog_starts"] > 1:
-        rows["deaths"] = ", ".join(
-            (
-                counted(status["server_deaths"], "server"),
-                counted(status["learner_deaths"], "learner"),
-                counted(status["watchdog_starts"] - 1, "watchdog"),
-            )
-        )
+    ) + (f", nursery {nursery}" if (nursery := status.get("nursery_pid")) else "")
+    deaths = {one: status[f"{one}_deaths"] for one in ("server", "learner")}
+    deaths["watchdog"] = status["watchdog_starts"] - 1
+    nurseries = status.get("nursery_deaths", 0)
+    if any(deaths.values()) or nurseries:
+        rows["deaths"] = ", ".join(counted(number, one) for one, number in deaths.items())
+        rows["deaths"] += f", {counted(nurseries, 'nursery', 'nurseries')}" if nurseries else ""
     if status["checkpoints"] or status["checkpoint_failures"]:
         rows["checkpoints"] = _checkpoints(status)
     if status.get("checkpoint_warning"):
@@ -121,6 +120,9 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             "the job's segments have lost their names; stop the job (gadei-ps doctor tells why)",
             style="yellow",
         )
+    if stands := [one for one in status["learners"] if one.get("others_stand_still")]:
+        told = f"learner {stands[0]['row']} (pid {stands[0]['pid']}): all others stand still"
+        rows["stands for"] = Text(told, style="yellow")
     if slow := [one for one in status["learners"] if (one.get("holds_up_s") or 0) >= SHOWN_S]:
         rows["waits for"] = Text("; ".join(map(_slow, slow)), style="yellow")
     rows["memory"] = f"{size(status['shared_bytes'])} shared" + (

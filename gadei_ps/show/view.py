@@ -95,7 +95,7 @@ def trained(summary: Mapping[str, Any], test_file: str | None) -> Table:
         "accuracy": f"{accuracy} (epoch {summary['best_epoch']} of {summary['epochs']})",
         "speed": (
             f"{summary['samples_per_s']:,.0f} samples/s with "
-            f"{counted(summary['learners'], 'learner')}; "
+            f"{counted(summary['learners'], 'learner')}{_where(summary)}; "
             f"{counted(summary['gradients_applied'], 'gradient')} applied, "
             f"{summary['gradients_dropped']:,} dropped"
         ),
@@ -109,6 +109,13 @@ def trained(summary: Mapping[str, Any], test_file: str | None) -> Table:
     if summary["learner_deaths"]:
         rows["learners"] = f"{summary['learner_deaths']} died and were replaced"
     return facts(rows)
+
+
+def _where(summary: Mapping[str, Any]) -> str:
+    if "machines" not in summary:
+        return ""
+    machines = counted(summary["machines"], "machine")
+    return f" on {machines}, {counted(summary['rounds'], 'round')}"
 
 
 def ran(summary: Mapping[str, Any]) -> str:

@@ -91,7 +91,7 @@ def shown(result: Result) -> RenderableType:
         f"neighbours: {result['neighbours']}",
         "a round": f"{result['k']:,} mini-batches of {result['batch']:,} samples on each machine",
         "run times": f"{result['times']}, seed {result['seed']}",
-        "model": f"{tables.size(4 * result['values'])}, sent in {result['wire']}, broadcast in "
+        "model": f"{result['values']:,} values of 4 bytes, sent in {result['wire']}, broadcast in "
         f"{result['broadcast']}",
     }
     parts: list[RenderableType] = [tables.facts(rows), "", _speeds(result), "", _traffic(result)]

@@ -102,6 +102,8 @@ def sizes(text: str, machines: int | None) -> tuple[int, ...]:
             )
         return numbers
     count = numbers[0]
+    if not count:
+        raise UsageError("--groups 0: use 1 or more")
     machines = 2 * count if machines is None else machines
     if not 1 <= count <= machines:
         raise UsageError(f"{machines} machines cannot be divided into {count} groups")

@@ -23,6 +23,7 @@ RUN = [
     "start",
     "attach",
     "failover",
+    "idle_agent",
     "scripts",
     "virtual",
 ]

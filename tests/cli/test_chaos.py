@@ -50,6 +50,8 @@ def test_kill(cli: Cli, job_name: str, learner: list[str]) -> None:
     support.eventually(lambda: stopped.status() == psutil.STATUS_STOPPED)
     assert cli("kill", job_name, "--learner", 0, "--signal", "SIGCONT").code == 0
 
+    there = support.eventually(lambda: _with_all(job_name))
+    assert f", nursery {there['nursery_pid']}" in cli("status", job_name).out
     for role in ("nursery", "standby", "server"):
         now = support.eventually(lambda: _with_all(job_name))
         sent = cli("kill", job_name, f"--{role}", "--json").json
@@ -86,7 +88,7 @@ def _without_servers(cli: Cli, job: str) -> bool:
 
 def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:
     cli.nursery = True
-    result = cli("chaos", "--for", "6s", "--every", "300ms", "--shards", 2, "--seed", 3, "--json")
+    result = cli("chaos", "--for", "3s", "--every", "150ms", "--shards", 2, "--seed", 3, "--json")
     assert result.code == 0, result
     report = result.json
     assert report["own_job"]
@@ -103,11 +105,12 @@ def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:
 
 
 def test_chaos_is_ended(cli: Cli, runtime_dir: Path) -> None:
-    running = cli.start("chaos", "--every", "100ms", "--targets", "learner,watchdog")
+    running = cli.start("chaos", "--every", "300ms", "--targets", "learner,watchdog")
     job = f"chaos-{running.pid}"
     support.eventually(lambda: is_running(job))
     seen = Processes(job).control
     support.eventually(lambda: int(seen["learner_deaths"]) and int(seen["watchdog_starts"]) > 1)
+    support.eventually(lambda: is_running(job))  # else its servers are waited for, see orphan_s
     assert running.signal(signal.SIGTERM).code == 128 + signal.SIGTERM
     assert not support.segments(job)
     assert not list(runtime_dir.iterdir())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch  # noqa: F401 - forks, which run train, have it then
 from shell import Cli
 from support import segments
 

@@ -9,7 +9,8 @@ SMALL = ("--groups", "2", "--rounds", "3", "--k", "2")
 
 
 def test_tables(cli: Cli) -> None:
-    told = cli("group", "simulate", "replace", "outer:0.7:0.5", *SMALL, "--die", "3@1")
+    at_once = ("--detect", "0s", "--latency", "0s", "--return-after", "0s")
+    told = cli("group", "simulate", "replace", "outer:0.7:0.5", *SMALL, "--die", "3@1", *at_once)
     assert "4 in 2 groups, neighbours: ring" in told.out
     assert "outer:0.7:0.5" in told.out and "2(m-1)/m" in told.out and "deaths" in told.out
 
@@ -29,6 +30,10 @@ def test_json(cli: Cli) -> None:
         (["replace", "--groups", "9", "--machines", "4"], "4 machines cannot be divided into 9"),
         (["replace", "--wire", "int4"], "--wire 'int4': write one of float32, bfloat16, int8"),
         (["replace", "--broadcast", "half"], "--broadcast 'half': write whole or parts"),
+        (["replace", "--groups", "0"], "--groups 0: use 1 or more"),
+        (["replace", "--bandwidth", "1Gbit"], "bytes a second like 125MB, which are 1 Gbit/s"),
+        (["replace", "--detect", "soon"], "--detect: duration 'soon': write it like 500ms"),
+        (["replace", "--die", "3@x"], "--die '3@x': duration 'x': write it like 500ms"),
         (["replace", "--lr", "1"], "--lr needs --train"),
         (["replace", "--k", "1epoch"], "give --samples of the training set, or --train"),
         (["replace", "--die", "9@1"], "die: there is no machine 9 of 8"),

@@ -11,10 +11,13 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import support
+import torch
 from shell import Cli, Result, Running, is_running
 
+from gadei_ps.classifier import learner
 from gadei_ps.classifier.predict import Prediction
 from gadei_ps.cli import training
 from gadei_ps.errors import UsageError
@@ -106,6 +109,7 @@ def test_predict(cli: Cli, trained: tuple[Path, Result], interpreters: None) -> 
     ]
     assert all(0.5 < float(probability) <= 1 for _, probability, _ in lines)
 
+    cli.interpreters = False
     piped = cli("predict", model, "--json", stdin=b"a new invoice\n\nthe accident").json
     assert [(one["label"], one["text"]) for one in piped["predictions"]] == [
         ("billing", texts[0]),
@@ -182,6 +186,33 @@ def test_interrupted(cli: Cli, job_name: str) -> None:
     assert metrics["interrupted"] == "SIGINT"
     assert metrics["best_epoch"] > 0
     assert cli("predict", "model", "an invoice").code == 0
+
+
+def test_a_learner_that_comes_too_late_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training may end while a learner still loads PyTorch."""
+    settings = {
+        "threads": torch.get_num_threads(),
+        "vocabulary_size": 10,
+        "classes": 2,
+        "dropout": 0.5,
+        "seed": 1,
+        "wire": "float32",
+        "error_feedback": False,
+        "device": "host",
+    }
+    np.savez(
+        tmp_path / "data.npz",
+        tokens=np.zeros(1, np.int32),
+        lengths=np.ones(1, np.int32),
+        labels=np.zeros(1, np.int64),
+        settings=json.dumps(settings),
+    )
+    monkeypatch.setenv("GADEI_PS_JOB", str(tmp_path / "ended.sock"))
+    monkeypatch.setattr("sys.argv", ["learner", str(tmp_path / "data.npz")])
+    learner.main()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_launcher_killed(cli: Cli, job_name: str) -> None:

@@ -65,6 +65,31 @@ def test_assigned_values_are_the_weights(kind: str, job_name: str) -> None:
         job.check()
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_added_values_are_no_gradients(kind: str, job_name: str) -> None:
+    """No rate and no momentum; of buffers, too."""
+    tensors = {"a": np.ones((50, 3), np.float32), "b": np.ones(700, np.float32)}
+    buffers = {"mean": np.ones(40, np.float32)}
+    optimizer = {"kind": kind, "lr": 0.5}
+    draw = np.random.default_rng(1).standard_normal(700).astype(np.float32)
+    with (
+        daemon(job_name, optimizer=optimizer, shards=2) as job,
+        Client(job_name, tensors=tensors, buffers=buffers) as client,
+    ):
+        client.wait_applied(client.push({"b": np.ones(700)}))
+        before = client.pull()
+        expected = client.model.views(before)
+        client.add({"b": draw, "mean": np.full(40, -3)})
+        np.testing.assert_array_equal(client.weights["a"], expected["a"])
+        np.testing.assert_array_equal(client.weights["b"], expected["b"] + draw)
+        np.testing.assert_array_equal(client.weights["mean"], -2)
+        with pytest.raises(ModelMismatch):
+            client.add({"b": np.ones(3)})
+        with pytest.raises(UsageError):
+            client.add({"b": np.full(700, np.nan)})
+        job.check()
+
+
 class _Gradient:
     """As a tensor of torch that requires a gradient."""
 
@@ -210,8 +235,11 @@ def _write(pipe: Connection, job: str) -> None:
         client.assign({"w": np.full(VALUES, value)})
         if (client.weights["w"] != value).any():
             pipe.send(f"round {number}")
+        client.add({"w": np.full(VALUES, 3.0)})
+        if (client.weights["w"] != value + 3).any():
+            pipe.send(f"addition {number}")
         client.wait_applied(client.push({"w": np.ones(VALUES)}))
-        if (client.weights["w"] != value - 1).any():
+        if (client.weights["w"] != value + 2).any():
             pipe.send(f"after round {number}")
     pipe.send(number)
     client.detach()
@@ -229,14 +257,14 @@ def test_servers_are_killed(shards: int, sync: str, job_name: str) -> None:
             server = status(job_name)["server_pid"]
             spin(chance, 0.01)
             os.kill(server, signal.SIGKILL)
-            eventually(lambda server=server: _others(job_name, server), 30)
+            eventually(lambda server=server: _others(job_name, server))
             assert not child.has_sent
         child.send()
         rounds = child.receive(90)
         child.join()
         eventually(lambda: not status(job_name)["learners"])
         told = status(job_name)
-        assert told["gradients_applied"] == told["version"] == 3 * rounds
+        assert told["gradients_applied"] == told["version"] == 4 * rounds
         job.check()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import daemon, live_weights
+from support import PATIENCE_S, daemon, eventually, live_weights
 from support.torch_models import one_thread as one_thread
 from support.torch_models import pipeline_layers
 from torch import nn
@@ -36,6 +38,31 @@ def same(values: dict[str, torch.Tensor], client: Client) -> bool:
 
 def copied(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: one.detach().clone() for name, one in state.items()}
+
+
+class Held(nn.Module):
+    """Holds one of the forward passes until the main thread drains the pipeline."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.holds = threading.Event()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.number -= 1
+        if not self.number:
+            self.holds.set()
+            eventually(drains)
+        return inputs
+
+
+def drains() -> bool:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame is not None:
+        if frame.f_code is VirtualWorker.drain.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 @pytest.mark.parametrize("sync", ["asp", "bsp", WSP])
@@ -78,19 +105,21 @@ def test_local_optimizer(sync: str, job_name: str) -> None:
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "of the job"])
 def test_virtual_worker(own: bool, job_name: str) -> None:
-    """The pipeline is drained first, and goes on from what was assigned."""
+    """The pipeline is drained first, while a stage computes, and goes on from what was assigned."""
     kind = {} if own else {"kind": "sgd", "lr": 0.1}
     torch.manual_seed(0)
     inputs, targets = torch.randn(8, 10), torch.randint(0, 3, (8,))
     with daemon(job_name, sync=WSP, optimizer=kind):
-        layers = pipeline_layers()
+        held = Held(14)
+        layers = [*pipeline_layers(), held]
         made = sgd if own else None
-        with VirtualWorker(layers, ["host", "host"], made, job_name) as worker:
+        with VirtualWorker(layers, ["host", "host"], made, job_name, cuts=[3]) as worker:
             best = worker.state_dict()
             for _ in range(14):
                 worker.train(inputs, targets, nn.functional.cross_entropy)
             worker.client.wait_applied()
             assert not same(best, worker.client)
+            assert held.holds.wait(PATIENCE_S)  # meanwhile its stage has copies of the weights
             worker.assign(best)
             assert same(best, worker.client)
             now = worker.state_dict()

@@ -334,7 +334,7 @@ def test_rubbish_in_its_own_ring_harms_no_other(model: str, job_name: str) -> No
                 other.push({}, timeout_s=20)
             other.wait_applied(timeout_s=20)
             job.check()
-        eventually(lambda: len(status(job_name)["learners"]) == 1, 20, lambda: status(job_name))
+        eventually(lambda: len(status(job_name)["learners"]) == 1, what=lambda: status(job_name))
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "momentum", "adam"])

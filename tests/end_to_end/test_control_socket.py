@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import json
+import math
 import os
 import resource
 import socket
@@ -31,7 +32,8 @@ TENSORS = [{"name": "w", "shape": [16]}]
 
 
 @pytest.fixture
-def job(job_name: str) -> Iterator[Daemon]:
+def job(job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    monkeypatch.setattr("gadei_ps.watchdog.sockets.MAX_UNSENT", 1 << 20)  # reached soon
     with daemon(job_name, tensors=TENSORS) as one:
         yield one
 
@@ -236,12 +238,7 @@ def test_offers_that_cannot_be(
     offers: tuple[Daemon, str], shapes: list[list[int]], file: str
 ) -> None:
     job, name = offers
-    elements = 0
-    for shape in shapes:
-        count = 1
-        for size in shape:
-            count *= size
-        elements += -(-count // 16) * 16
+    elements = sum(-(-math.prod(shape) // 16) * 16 for shape in shapes)
     with ExitStack() as stack:
         fd: int | None = None
         if file == "pipe":
@@ -313,6 +310,7 @@ def test_a_client_that_asks_without_end(job: Daemon, job_name: str) -> None:
     question = framed({"v": 1, "op": "status"})
     over = threading.Event()
     with connect(job_name) as eager:
+        eager.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 13)  # all is answered in the end
 
         def ask() -> None:
             while not over.is_set():
@@ -380,16 +378,15 @@ def test_one_process_may_not_take_all_places(job: Daemon, job_name: str) -> None
 
 def descriptors_at_most(job: str, count: int) -> bool:
     """Asked from a process of its own, because this one has used its places up."""
-    found: list[int] = []
 
     def look(pipe: Pipe) -> None:
         pid = status(job)["watchdog_pid"]
         pipe.send(len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
     child = Child(look)
-    found.append(child.receive())
+    found: int = child.receive()
     child.join()
-    return found[0] <= count + 40
+    return found <= count + 40
 
 
 def limit_files(pid: int, soft: int) -> int:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from shell import Cli, is_running
@@ -52,3 +56,48 @@ def test_a_running_job_needs_none(cli: Cli, job_name: str) -> None:
     eventually(lambda: is_running(job_name))
     with early.for_job(job_name) as child:
         assert child is None
+
+
+@pytest.fixture
+def watchdogs(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
+    """Pids of the watchdogs that have been started in this test."""
+    file = tmp_path / "watchdogs"
+    file.touch()
+
+    def note(program: str) -> None:
+        if program == "gadei_ps.watchdog":
+            with file.open("a") as out:
+                out.write(f"{os.getpid()}\n")
+
+    with mock.patch.object(quick, "STARTING", [note]):
+        yield lambda: [int(line) for line in file.read_text().split()]
+
+
+def test_run_uses_it(cli: Cli, job_name: str, watchdogs: Callable[[], list[int]]) -> None:
+    ran = cli("run", job_name, "--", "/bin/sh", "-c", 'test -S "$GADEI_PS_JOB"')
+    assert ran.code == 0, ran
+    assert len(watchdogs()) == 1  # for a second one there was no need
+
+
+def test_run_fails_before_it_is_used(
+    cli: Cli, job_name: str, watchdogs: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command ends the process, which would not end by itself: it has been stopped."""
+    which = shutil.which
+
+    def begun(program: str) -> str | None:
+        eventually(watchdogs)
+        return which(program)
+
+    def stop(program: str) -> None:
+        if program == "gadei_ps.watchdog":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr(shutil, "which", begun)  # what the command asks when it fails
+    monkeypatch.setattr(quick, "STARTING", [*quick.STARTING, stop])
+    assert "no program" in cli("run", job_name, "--", "no-such-program").error
+    (one,) = watchdogs()
+    ended = gone(one)
+    if not ended:
+        os.kill(one, signal.SIGKILL)
+    assert ended

@@ -17,7 +17,15 @@ from unittest import mock
 import numpy as np
 import pytest
 from support import FORK, daemon, eventually, fork, learner, live_weights, quick, status
-from support.steered import TENSORS, VALUES, all_granted, push_until_told, push_when_told, tell
+from support.steered import (
+    MODELS,
+    TENSORS,
+    VALUES,
+    all_granted,
+    push_until_told,
+    push_when_told,
+    tell,
+)
 from support.supervised import Watched, goes_on, pushing, standby
 
 from gadei_ps.commands import change
@@ -28,16 +36,6 @@ from gadei_ps.learners.client import Client
 from gadei_ps.server import code
 from gadei_ps.sync import zipline
 from gadei_ps.sync.run_time_file import Sizes, contents
-
-MODELS = (
-    "asp",
-    "ssp:s=2",
-    "bsp",
-    "elastic-bsp:R=4",
-    "cutoff:c=2",
-    "cutoff:by=order",
-    "wsp:D=1,s_local=0",
-)
 
 
 def test_every_change_under_load_loses_nothing(job_name: str) -> None:

@@ -17,9 +17,8 @@ from gadei_ps.errors import JobStopped
 from gadei_ps.learners.virtual import VirtualWorker
 from gadei_ps.sync.wsp import WSP
 
-WRONG = (
-    -MANY
-)  # noted of a mini-batch whose passes have not all had the same weights, and right ones
+WRONG = -MANY
+"""Noted of a mini-batch of which a stage's passes have not had the same weights, or wrong ones."""
 
 
 class Count(nn.Module):
@@ -33,6 +32,7 @@ class Count(nn.Module):
         self.count = nn.Parameter(torch.zeros(3))
         self._me = me
         self._mine = mine
+        self._copies: dict[int, int] = {}
         self.s_local = 0
         self._forward = 0
         self._backward = 0
@@ -51,15 +51,21 @@ class Count(nn.Module):
         return outputs
 
     def _note(self, number: int, count: torch.Tensor) -> None:
-        """number: of the mini-batch, from 1."""
+        """number: of the mini-batch, from 1.
+
+        A gradient of another learner may be in one stage's values and not yet in the next one's:
+        what lacks more of them counts.
+        """
         held = count.detach().numpy()
         others = int(np.delete(held, self._me).min())
+        copied = self._copies.setdefault(number, others)
         if number > self._mine[0]:  # the first stage's forward pass
             self._mine[number] = others
             self._mine[0] = number
         own = max(0, number - 1 - self.s_local)
-        if held[self._me] != own or self._mine[number] != others:
+        if held[self._me] != own or others != copied:
             self._mine[number] = WRONG
+        self._mine[number] = min(self._mine[number], others)
 
 
 def _go_on(pipe: Connection, job: str, me: int, noted: mmap.mmap) -> None:

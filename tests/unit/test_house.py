@@ -6,6 +6,7 @@ A script that is started with `-m` counts as imported, and so does an `#include`
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import json
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -35,9 +37,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory", "sync"),
     ("storage", "groups"),
     ("job", "run_times"),
-    ("server", "learners", "simulate", "agents"),
+    ("server", "learners", "simulate"),
+    ("agents",),
     ("watchdog",),
     ("commands",),
+    ("cluster",),
     ("chaos", "classifier"),
     ("benchmarks",),
     ("cli",),
@@ -92,16 +96,12 @@ def _started(module: str, tree: ast.AST) -> set[str]:
             texts = [one.value if isinstance(one, ast.Constant) else None for one in node.elts]
             pairs = itertools.pairwise(texts)
             names |= {name for flag, name in pairs if flag == "-m" and isinstance(name, str)}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("module_command"):
-            first = node.args[0]
-            names |= {first.value} if isinstance(first, ast.Constant) else set()
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            names |= {node.args[0].value} if called == "module_command" else set()
     mains = {name: f"{name}.__main__" for name in names}
     found = {main if main in MODULES else name for name, main in mains.items()}
     return {one for one in found if one.split(".")[0] == PACKAGE} - {module}
-
-
-TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
-IMPORTS = {module: _imported(module, tree) for module, tree in TREES.items()}
 
 
 def room(module: str) -> str:
@@ -110,10 +110,57 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-STARTS = {
-    module: _started(module, tree) - FROM_OUTSIDE.get(room(module), set())
-    for module, tree in TREES.items()
-}
+def _others(tree: ast.AST) -> set[str]:
+    """Names of all packages that it imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {one.name.split(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def _finds_the_current_directory(tree: ast.AST) -> list[str]:
+    """Commands of the interpreter that would find modules in the current directory."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List | ast.Tuple):
+            for one, flag in itertools.pairwise(node.elts):
+                if getattr(flag, "value", "") in ("-m", "-c"):
+                    found += [ast.unparse(node)] * (ast.unparse(one) == "sys.executable")
+    return found
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the text of a module says. The trees are not kept: they are large, and tests fork."""
+
+    imports: set[str]
+    starts: set[str]
+    others: set[str]
+    loose: list[str]
+
+
+def _read(module: str, path: Path) -> Text:
+    tree = ast.parse(path.read_text())
+    starts = _started(module, tree) - FROM_OUTSIDE.get(room(module), set())
+    found = _imported(module, tree), starts, _others(tree), _finds_the_current_directory(tree)
+    return Text(*found)
+
+
+@functools.cache
+def texts() -> dict[str, Text]:
+    """Of all modules."""
+    return {module: _read(module, path) for module, path in MODULES.items()}
+
+
+def imports() -> dict[str, set[str]]:
+    return {module: text.imports for module, text in texts().items()}
+
+
+def starts() -> dict[str, set[str]]:
+    return {module: text.starts for module, text in texts().items()}
 
 
 def layer(module: str) -> int:
@@ -175,12 +222,12 @@ def together(*graphs: Graph) -> dict[str, set[str]]:
 
 def test_the_walk_sees_imports() -> None:
     assert len(MODULES) > 100
-    assert CEXT in IMPORTS["gadei_ps.memory.segment"]
-    assert "gadei_ps.memory.layout" in IMPORTS["gadei_ps.memory.segment"]
-    assert "gadei_ps.server.manager" in STARTS["gadei_ps.watchdog.births"]
-    assert "gadei_ps.machine.cuda_probe" in STARTS["gadei_ps.machine.gpus"]
-    for module, imported in IMPORTS.items():
-        assert imported | STARTS[module] <= MODULES.keys() | {CEXT, MESH, PACKAGE}, module
+    assert CEXT in imports()["gadei_ps.memory.segment"]
+    assert "gadei_ps.memory.layout" in imports()["gadei_ps.memory.segment"]
+    assert "gadei_ps.server.manager" in starts()["gadei_ps.watchdog.births"]
+    assert "gadei_ps.machine.cuda_probe" in starts()["gadei_ps.machine.gpus"]
+    for module, imported in imports().items():
+        assert imported | starts()[module] <= MODULES.keys() | {CEXT, MESH, PACKAGE}, module
 
 
 def test_every_room_has_a_layer() -> None:
@@ -196,15 +243,15 @@ def test_every_package_is_installed() -> None:
 
 
 def test_imports_run_downwards() -> None:
-    assert not upward(together(IMPORTS, STARTS))
+    assert not upward(together(imports(), starts()))
 
 
 def test_what_fails_apart_is_imported_apart() -> None:
-    assert not meetings(IMPORTS)
+    assert not meetings(imports())
 
 
 def test_there_is_no_circle() -> None:
-    assert not circles(IMPORTS)
+    assert not circles(imports())
 
 
 def test_an_upward_import_two_hops_away_is_found() -> None:
@@ -226,21 +273,10 @@ def test_an_upward_import_two_hops_away_is_found() -> None:
     assert _started("gadei_ps.errors", tree) == {"gadei_ps.learners.client"}
 
 
-def _finds_the_current_directory(tree: ast.AST) -> list[str]:
-    """Commands of the interpreter that would find modules in the current directory."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.List | ast.Tuple):
-            for one, flag in itertools.pairwise(ast.unparse(part) for part in node.elts):
-                if one == "sys.executable" and flag in ("'-m'", "'-c'"):
-                    found.append(ast.unparse(node))
-    return found
-
-
 def test_children_do_not_find_the_current_directory() -> None:
     """Started within a source tree, they would find it instead of the installed package."""
     assert _finds_the_current_directory(ast.parse('run([sys.executable, "-m", "gadei_ps"])'))
-    assert not [text for tree in TREES.values() for text in _finds_the_current_directory(tree)]
+    assert not [command for text in texts().values() for command in text.loose]
 
 
 def test_rooms_that_meet_are_found() -> None:
@@ -348,39 +384,35 @@ def _keeps_code(module: str, graph: Graph) -> bool:
     """Whether a module makes functions that Numba keeps on disk, or parts of such functions."""
     if room(module) == "benchmarks":  # they compile for themselves
         return False
-    found = set()
-    for node in ast.walk(TREES[module]):
-        if isinstance(node, ast.Import):
-            found |= {one.name.split(".")[0] for one in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
-    return bool(found & COMPILERS) or f"{PACKAGE}.kernels.compiled" in graph[module]
+    return (
+        bool(texts()[module].others & COMPILERS) or f"{PACKAGE}.kernels.compiled" in graph[module]
+    )
 
 
 def compiled_sources(graph: Graph) -> set[str]:
     """Modules whose text decides what is compiled: those that keep code, and all they import."""
-    keeping = {module for module in TREES if _keeps_code(module, graph)}
+    keeping = {module for module in MODULES if _keeps_code(module, graph)}
     reached = {way[-1] for module in keeping for way in ways(graph, module)}
     return (keeping | reached) - {CEXT}
 
 
 def test_the_name_of_the_cache_covers_all_that_is_compiled() -> None:
-    found = compiled_sources(IMPORTS)
+    found = compiled_sources(imports())
     assert {f"{PACKAGE}.server.shard", f"{PACKAGE}.kernels.cpu"} <= found
     assert sorted(cache.SOURCES) == sorted(MODULES[module] for module in found)
 
 
 def test_a_new_source_of_compiled_code_is_found() -> None:
-    graph = IMPORTS | {f"{PACKAGE}.errors": {f"{PACKAGE}.kernels.compiled"}}
-    assert compiled_sources(graph) == compiled_sources(IMPORTS) | {f"{PACKAGE}.errors"}
-    graph = IMPORTS | {f"{PACKAGE}.memory.layout": {f"{PACKAGE}.memory.weights"}}
-    assert f"{PACKAGE}.memory.weights" in compiled_sources(graph) - compiled_sources(IMPORTS)
+    graph = imports() | {f"{PACKAGE}.errors": {f"{PACKAGE}.kernels.compiled"}}
+    assert compiled_sources(graph) == compiled_sources(imports()) | {f"{PACKAGE}.errors"}
+    graph = imports() | {f"{PACKAGE}.memory.layout": {f"{PACKAGE}.memory.weights"}}
+    assert f"{PACKAGE}.memory.weights" in compiled_sources(graph) - compiled_sources(imports())
 
 
 def test_the_build_of_a_server_covers_all_that_a_server_runs() -> None:
     """Except texts of errors and names of directories: these do not touch a job's records."""
     server = f"{PACKAGE}.server.manager"
-    run = {server} | {way[-1] for way in ways(IMPORTS, server)}
+    run = {server} | {way[-1] for way in ways(imports(), server)}
     assert f"{PACKAGE}.job.modes" in run
     known = {path.resolve() for path in build._sources()}
     missing = {module for module in run - {CEXT} if MODULES[module].resolve() not in known}

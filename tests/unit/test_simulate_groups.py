@@ -280,7 +280,7 @@ def test_groups_and_neighbours_are_read_from_text() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: groups_setting.sizes("0", None), "0 machines cannot be divided into 0 groups"),
+        (lambda: groups_setting.sizes("0", None), "--groups 0: use 1 or more"),
         (lambda: groups_setting.sizes("x", None), "write numbers like 4 or 3,5,2"),
         (lambda: groups_setting.sizes("3,5", 9), "has 8 machines; leave out --machines 9"),
         (lambda: groups_setting.neighbours("star", 3), "write ring, all, none, or pairs"),

@@ -1,0 +1,124 @@
+"""The commands `gadei-ps group run`, `status`, `join`, `leave` and `stop`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gadei_ps.cli.options import Command, Json, tell
+from gadei_ps.cli.outcome import print_json
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of a run, as its GROUPS.toml has it.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Address of the Ray cluster.",
+        show_default="that of the run, as noted on this host",
+    ),
+]
+
+
+def _say(line: str, progress: bool) -> None:
+    if not progress or sys.stderr.isatty():
+        print(f"gadei-ps: {line}", file=sys.stderr, flush=True)
+
+
+def run(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="GROUPS.toml", help="Machines, and how they exchange models."),
+    ],
+    command: Command,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A Ray cluster that runs; this host is one of its nodes.",
+            show_default="a cluster of this host's own",
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="In a terminal, print no lines on how training goes.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Train on several machines: gadei-ps group run GROUPS.toml -- python my_train.py
+
+    Each machine has a job and learners as of gadei-ps run, and exchanges its model with the others.
+    Ctrl-C is passed on to all learners, which have 30 s to save what they want to; pressed again,
+    it ends them at once. If the run is there already, its machines are taken over.
+    """
+    from gadei_ps.cluster import orders
+    from gadei_ps.show import groups
+
+    def say(line: str, progress: bool) -> None:
+        if not (progress and quiet):
+            _say(line, progress)
+
+    summary = orders.run(file, command, address, Path(), say)
+    if as_json:
+        print_json(summary)
+    else:
+        print(f"gadei-ps: {groups.ran(summary)}", file=sys.stderr)
+    return int(summary["exit_code"])
+
+
+def status(name: RunArgument, address: Address = None, as_json: Json = False) -> int:
+    """Show what the machines of a run are doing, a row for each."""
+    from gadei_ps.cluster import orders
+    from gadei_ps.show import groups
+
+    report = orders.ask("status", name, address, _say)
+    tell(as_json, report, lambda: groups.Machines(report["machines"]))
+    return 0
+
+
+def join(
+    name: RunArgument,
+    group: Annotated[int, typer.Option(metavar="N", min=0, help="Number of the group.")] = 0,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            help="Address of the node, as Ray knows it.",
+            show_default="a node without a machine of the run",
+        ),
+    ] = None,
+    address: Address = None,
+    as_json: Json = False,
+) -> int:
+    """Add a machine to a run. It begins with the weights of its group."""
+    from gadei_ps.cluster import orders
+
+    told = orders.ask("join", name, address, _say, group=group, node=node)
+    tell(as_json, told, lambda: f"machine {told['machine']} of {name} begins at {told['host']}")
+    return 0
+
+
+def leave(
+    name: RunArgument,
+    machine: Annotated[int, typer.Argument(metavar="MACHINE", min=0, help="Number of it.")],
+    address: Address = None,
+    as_json: Json = False,
+) -> int:
+    """Have a machine leave its group; its job ends, and the others continue."""
+    from gadei_ps.cluster import orders
+
+    told = orders.ask("leave", name, address, _say, machine=machine)
+    tell(as_json, told, lambda: f"machine {machine} of {name} has left")
+    return 0
+
+
+def stop(name: RunArgument, address: Address = None, as_json: Json = False) -> int:
+    """Stop all machines of a run and wait until they are gone."""
+    from gadei_ps.cluster import orders
+
+    told = orders.ask("stop", name, address, _say)
+    tell(as_json, told, lambda: f"run {name} has stopped: {len(told['machines'])} machines")
+    return 0

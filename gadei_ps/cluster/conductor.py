@@ -1,0 +1,346 @@
+"""Looks after the machines of a run through their actors: begins them, watches them, ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from gadei_ps.agents import addresses
+from gadei_ps.cluster import copies, placing
+from gadei_ps.cluster.config import Run, job_name
+from gadei_ps.cluster.machines import ENDING, actors, kill, statuses
+from gadei_ps.cluster.needs import Kind, Need, Needs
+from gadei_ps.cluster.placing import Actors
+from gadei_ps.cluster.program import Program
+from gadei_ps.errors import ClusterError
+from gadei_ps.show.counts import counted
+from gadei_ps.show.groups import how_ended
+
+PROGRESS_S = 5.0
+
+Told = dict[str, Any]
+
+
+class Conductor:
+    """A run, from its beginning or from where it is, until all its machines have ended."""
+
+    def __init__(
+        self,
+        run: Run,
+        command: list[str],
+        directory: str,
+        out: Callable[..., None],
+        program: Program | None = None,
+    ) -> None:
+        """command: of a learner. directory: where learners run, on each machine.
+
+        program: what learners are in the place of a command; its data are to be brought.
+        """
+        self.run, self.command, self.directory, self._out = run, command, directory, out
+        self.program = program.told() if program is not None else None
+        self._data: ray.ObjectRef | None = None
+        self._stops = False
+        self._rows: dict[int, Told] = {}
+        self._seen: dict[int, tuple[Any, ...]] = {}
+        self._begun: set[int] = set()
+        self._found: Actors = {}
+        self._agents: dict[int, dict[str, str]] = {}
+        """Where agents can be reached, by groups, then by the agents' numbers."""
+        self._token = ""
+        self._foundings: dict[int, str] = {}
+        self._groups: dict[int, int] = {}
+        """Of machines whose group is known."""
+        self._needs = Needs(run.silence_s)
+        self._is_new = False
+        self._progress = time.monotonic()
+
+    def bring(self, data: str) -> None:
+        """Has Ray carry the data of the program to each machine. data: path of a file here."""
+        self._data = ray.put(np.fromfile(data, np.uint8))
+
+    def begin(self) -> None:
+        """Places and starts the machines, or adopts those that are there. Raises ClusterError."""
+        run = self.run
+        self._found = actors(run.name)
+        self._is_new = not self._found
+        if self._found:
+            there = counted(len(self._found), "machine")
+            self._out(say=f"run {run.name} is there: {there}, whose settings stay")
+        else:
+            self._found = placing.place(run)
+        places = self._prepare(self._found)
+        self._check_program(places)
+        for number, one in places.items():
+            if self._is_new and one["taken"]:
+                raise ClusterError(f"machine {number} at {one['host']}: {one['taken']}")
+        of = dict(enumerate(self.run.numbers()))
+        groups: dict[int, dict[int, Told]] = {place: {} for place in range(len(self.run.groups))}
+        for number, one in places.items():
+            # Machines that have joined later say themselves where they belong.
+            group = one["plan"]["group"] if "plan" in one else of[number]
+            groups.setdefault(group, {})[number] = one
+            self._groups[number] = group
+            if "plan" in one:
+                self._foundings[group] = one["plan"]["agent"].get("founding", "")
+        plans = [one["plan"] for one in places.values() if "plan" in one]
+        self._token = plans[0]["agent"]["token"] if plans else secrets.token_hex(32)
+        self._agents = {group: _agents(members) for group, members in groups.items()}
+        for group, members in groups.items():
+            self._begin_group(group, members)
+
+    def _prepare(self, found: Actors) -> dict[int, Told]:
+        """What the hosts of these actors say. Raises ClusterError for a mistake."""
+        run = self.run
+        asked = {
+            number: one.prepare.remote(
+                run.port + number if run.port else 0, self.directory, self.program
+            )
+            for number, one in found.items()
+        }
+        places = {}
+        for number, reference in asked.items():
+            try:
+                place = ray.get(reference, timeout=placing.ANSWER_S)
+            except Exception as error:
+                raise ClusterError(f"machine {number}: {placing.told(error)}") from None
+            placing.check(place["host"], place)
+            if place["mistake"]:
+                raise ClusterError(f"machine {number} at {place['host']}: {place['mistake']}")
+            places[number] = place
+        return places
+
+    def _check_program(self, places: dict[int, Told]) -> None:
+        ours = (self.program or {}).get("digest")
+        for one in places.values():
+            if "plan" in one and (one["plan"]["program"] or {}).get("digest") != ours:
+                raise ClusterError(
+                    f"run {self.run.name} is there, and its learners have other data or another "
+                    f"program: stop it first (gadei-ps group stop {self.run.name}), or give this "
+                    "one another name"
+                )
+
+    def _begin_group(self, group: int, members: dict[int, Told]) -> None:
+        alive = [number for number, one in members.items() if "plan" in one]
+        if alive:
+            which = ", ".join(map(str, sorted(alive)))
+            self._out(say=f"machines that train on are taken over: {which}")
+        asked = {
+            number: self._found[number].start.remote(
+                self._plan(number, group), bool(alive), self._data
+            )
+            for number in members
+        }
+        for number, reference in asked.items():
+            try:
+                ray.get(reference, timeout=placing.ANSWER_S)
+            except Exception as error:
+                raise ClusterError(f"machine {number}: {placing.told(error)}") from None
+        for number in alive:
+            for place, agents in self._agents.items():
+                self._found[number].ask.remote("agents", group=place, agents=agents)
+
+    def _plan(self, number: int, group: int) -> Told:
+        run = self.run
+        agents = self._agents[group]
+        sources = run.sources(group) if group < len(run.groups) else []
+        agent: Told = {
+            "job": job_name(run.name, number),
+            "group": run.name,
+            "group_number": group,
+            "founding": self._foundings.get(group, ""),
+            "sources": {one: self._agents[one] for one in sources if self._agents.get(one)},
+            "number": number,
+            "agents": agents,
+            "listen": agents[str(number)],
+            "token": self._token,
+            "rule": run.rule,
+            "every": run.every,
+            "overlap": run.overlap,
+            "wire": run.wire,
+            "silence_s": run.silence_s,
+            "divides": len(run.groups) if run.divide else None,
+        }
+        if run.tls is not None:
+            agent["tls"] = run.tls.model_dump(mode="json")
+        return {
+            "run": run.name,
+            "number": number,
+            "group": group,
+            "machines": run.machines,
+            "port": run.port,
+            "command": self.command,
+            "program": self.program,
+            "learners": run.learners,
+            "restart": run.restart,
+            "overrides": run.overrides(),
+            "directory": self.directory,
+            "agent": agent,
+        }
+
+    def abandon(self) -> bool:
+        """After a failed beginning: ends what this object has started.
+
+        Returns whether Ray has nothing of the run.
+        """
+        if not self._is_new:
+            return False
+        for one in [actor.abandon.remote() for actor in self._found.values()]:
+            with contextlib.suppress(RayError, GetTimeoutError):
+                ray.get(one, timeout=placing.ANSWER_S)
+        kill(self._found)
+        placing.drop(self.run.name)
+        return True
+
+    def signal(self, number: int) -> None:
+        """Passes a signal on to the learners of all machines."""
+        for one in self._found.values():
+            one.ask.remote("signal", signal=number)
+
+    def stop(self) -> None:
+        """From here on, all machines are told to end."""
+        self._stops = True
+
+    def copy(self, machines: Iterable[int], path: Path) -> copies.Table | None:
+        """Writes the weights of the first of these machines that can give them; tells what lies in
+        the file, or None."""
+        for number in machines:
+            if number in self._found:
+                # OSError: the launcher was ended meanwhile, and its file with it.
+                with contextlib.suppress(RayError, GetTimeoutError, OSError):
+                    asked = self._found[number].weights.remote()
+                    return copies.write(ray.get(asked, timeout=copies.COPY_S), path)
+        return None
+
+    def watch(self) -> Iterator[list[Told]]:
+        """What each machine is doing, from time to time until all have ended; then Ray has nothing
+        of them."""
+        while True:
+            now = actors(self.run.name)
+            rows = statuses(now)
+            for row in rows:
+                self._hear(row)
+            for number in self._rows.keys() - now.keys():
+                self._hear_no_more(number, is_last=not now)
+            self._tell_progress(rows)
+            self._found = now
+            self._look_after(rows)
+            if all(row["ended"] is not None for row in rows):
+                break
+            for row in rows if self._stops else ():
+                if row["ended"] is None and row["state"] not in ENDING:
+                    now[row["machine"]].ask.remote("stop")
+            yield rows
+        kill(self._found)
+        placing.drop(self.run.name)
+
+    def _hear_no_more(self, number: int, *, is_last: bool) -> None:
+        """Another command has ended a machine, or all: Ray does not know it any more."""
+        row = self._rows[number]
+        if row["ended"] is None:
+            stops = row["state"] == "stopping" or (is_last and row["state"] != "leaving")
+            over = {"exit_code": 0, "asked": "stop" if stops else "leave"}
+            if row.get("job"):
+                over["gradients_applied"] = row["job"]["gradients_applied"]
+            self._hear(row | {"ended": over})
+
+    def _hear(self, row: Told) -> None:
+        """Says what has changed."""
+        number, before = row["machine"], self._rows.get(row["machine"], {})
+        self._rows[number] = row
+        if row["ended"] is not None:
+            if before.get("ended") is None:
+                self._out(say=f"machine {number} {how_ended(row['ended'])}")
+            return
+        if row["state"] == "ending":
+            return
+        if row["state"] != before.get("state"):
+            where = f" at {row['host']}" if "host" in row else ""
+            log = f", log {row['log']}" if "log" in row and number not in self._begun else ""
+            self._begun |= {number} if log else set()
+            self._out(say=f"machine {number}{where}: {row['state']}{log}")
+        for what, old in ((row, before), (row.get("agent") or {}, before.get("agent") or {})):
+            for key in ("why", "note"):
+                if what.get(key) and what[key] != old.get(key):
+                    self._out(say=f"machine {number}: {what[key]}")
+
+    def _tell_progress(self, rows: list[Told]) -> None:
+        if time.monotonic() - self._progress < PROGRESS_S:
+            return
+        self._progress = time.monotonic()
+        there = [row for row in rows if row.get("job")]
+        if there:
+            rounds = max(row["agent"]["rounds"] for row in there)
+            gradients = sum(row["job"]["gradients_applied"] for row in there)
+            what = f"{counted(len(there), 'machine')}, {counted(gradients, 'gradient')}"
+            self._out(progress=f"round {rounds:,}: {what}")
+
+    def _look_after(self, rows: list[Told]) -> None:
+        """Helps groups that cannot go on by themselves."""
+        self._groups |= {row["machine"]: row["group"] for row in rows if "group" in row}
+        for group in sorted({*self._agents, *self._groups.values()}):
+            ours = [row for row in rows if self._groups.get(row["machine"], group) == group]
+            ours = [row for row in ours if row["ended"] is None]
+            need = self._needs.due(group, ours)
+            if need is not None:
+                self._help(group, need, ours)
+
+    def _help(self, group: int, need: Need, rows: list[Told]) -> None:
+        which = ", ".join(map(str, need.numbers))
+        if need.kind in (Kind.FEW, Kind.BEHIND):
+            few = f"most machines of group {group} have died: it goes on with {which}"
+            behind = f"machines {which} join group {group} again, which has gone on without them"
+            self._out(say=few if need.kind == Kind.FEW else behind)
+            for number in need.numbers:
+                self._found[number].ask.remote("go_on", generation=need.view)
+            return
+        self._foundings[group] = secrets.token_hex(4)
+        if need.kind == Kind.MACHINES:
+            self._out(say=f"machines {which}, all of group {group}, have died: they begin anew")
+            places = self._prepare({number: self._found[number] for number in need.numbers})
+            self._agents[group] = _agents(places)
+            self._begin_group(group, places)
+        else:
+            self._out(say=f"no machine has the state of group {group}: it begins anew with {which}")
+            known = {str(row["machine"]): row["agent"]["address"] for row in rows}
+            self._agents[group] = known
+            founding = self._foundings[group]
+            for number in need.numbers:
+                self._found[number].ask.remote("found", founding=founding, agents=known)
+        for number, other in self._groups.items():
+            if other != group and number in self._found:
+                asked = self._found[number].ask
+                asked.remote("agents", group=group, agents=self._agents[group])
+
+    def summary(self) -> Told:
+        """How it has ended, with a row for each machine."""
+        rows = [self._rows[number] for number in sorted(self._rows)]
+        ended = [row["ended"] for row in rows]
+        stopped = [one for one in ended if one.get("asked") == "stop"]
+        codes = [one["exit_code"] for one in ended]
+        return {
+            "run": self.run.name,
+            "machines": [
+                {"machine": row["machine"], "host": row.get("host")} | one
+                for row, one in zip(rows, ended, strict=True)
+            ],
+            "stopped": bool(stopped),
+            "exit_code": 4 if stopped else next((code for code in codes if code), 0),
+        }
+
+
+def _agents(members: dict[int, Told]) -> dict[str, str]:
+    """Where the agents of a group's machines listen."""
+    return {
+        str(number): one["plan"]["agent"]["agents"][str(number)]
+        if "plan" in one
+        else addresses.written(one["host"], one["port"])
+        for number, one in members.items()
+    }

@@ -1,0 +1,235 @@
+"""The fields of GROUPS.toml, checked: which machines train together, and how they exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gadei_ps.errors import UsageError
+from gadei_ps.groups import reading
+from gadei_ps.groups.compress import Wire
+from gadei_ps.job import config as jobs
+from gadei_ps.job.config import JobConfig
+from gadei_ps.memory.layout import MAX_LEARNERS
+from gadei_ps.memory.shm import JOB_NAME
+from gadei_ps.sync.parameters import SpecError
+
+MOST_GROUPS = 64
+MOST_MACHINES = 64
+"""In a group: so many agents begin together."""
+LONGEST_NAME = 37
+"""With a dash and a number, it is the name of a job."""
+OURS = ("CPU",)
+"""Resources that the run itself asks for."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Tls(_Table):
+    """[tls]: PEM files on each machine: its certificate and key, and who signs all of them."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+
+class Group(_Table):
+    """[[groups]]: machines that aggregate together.
+
+    machines: how many. nodes: instead of it, their addresses as Ray knows them. resources: what
+    Ray has to reserve on each of them, beside one CPU. neighbours: numbers of the groups whose
+    models it takes, counted from 0; None: the groups before and after it, in a ring.
+    """
+
+    machines: int | None = Field(None, ge=1, le=MOST_MACHINES)
+    nodes: list[str] | None = Field(None, min_length=1, max_length=MOST_MACHINES)
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    neighbours: list[Annotated[int, Field(ge=0)]] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Group:
+        if (self.machines is None) == (self.nodes is None):
+            raise ValueError("give either machines, their number, or nodes, their addresses")
+        for name in self.resources:
+            if name in OURS or name.startswith("node:"):
+                raise ValueError(f"resources: {name} is not to be given; nodes names addresses")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Its number of machines."""
+        return self.machines or len(self.nodes or ())
+
+    def bundles(self) -> Iterator[dict[str, float]]:
+        """What Ray reserves, for each machine."""
+        for node in self.nodes or [""] * self.size:
+            yield {"CPU": 1, **self.resources} | ({f"node:{node}": 0.001} if node else {})
+
+
+class Run(_Table):
+    """A run of groups.
+
+    name: of the run; its jobs are NAME-0, NAME-1 and so on. every: gradients that a machine applies
+    between two exchanges. rule: of exchange. overlap: whether learners train on while their group
+    exchanges. wire: format of the models that are given to other groups. divide: whether machines
+    divide the batches that jobs hand out, instead of each handing out all. learners, restart,
+    optimizer, lr, sync: of each machine's job, as `gadei-ps run` has them. port: machine N's agent
+    listens at port + N; 0: at a free port. silence_s: a machine that is silent for so long is left
+    out of its group.
+    """
+
+    name: str
+    every: int = Field(gt=0, le=10**9)
+    rule: str = "outer:0.7:0.9"
+    divide: bool = False
+    overlap: bool = True
+    wire: Wire = Wire.FLOAT32
+    learners: int = Field(1, ge=1, le=MAX_LEARNERS)
+    restart: int = Field(0, ge=0)
+    optimizer: str | None = None
+    lr: float | None = None
+    sync: str | None = None
+    port: int = Field(0, ge=0, lt=2**16 - 1024)
+    silence_s: float = Field(1.0, gt=0, le=3600)
+    groups: list[Group] = Field(min_length=1, max_length=MOST_GROUPS)
+    tls: Tls | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not _is_name(value):
+            raise ValueError(f"use 1 to {LONGEST_NAME} letters, digits, '-' and '_'")
+        return value
+
+    @field_validator("rule")
+    @classmethod
+    def _rule(cls, value: str) -> str:
+        try:
+            reading.parse(value)
+        except SpecError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @model_validator(mode="after")
+    def _neighbours(self) -> Run:
+        for number, group in enumerate(self.groups):
+            for other in group.neighbours or ():
+                if other == number or other >= len(self.groups):
+                    what = "is this group itself" if other == number else "is no group"
+                    raise ValueError(f"groups.{number}.neighbours: {other} {what}")
+        return self
+
+    @model_validator(mode="after")
+    def _places(self) -> Run:
+        nodes = [node for group in self.groups for node in group.nodes or ()]
+        for node in nodes:
+            if not node or nodes.count(node) > 1:
+                what = f"{node} is given twice" if node else "an address is empty"
+                raise ValueError(f"groups: nodes: {what}; each machine has a node of its own")
+        if self.port and self.port + self.machines > 2**16:
+            raise ValueError(f"port: {self.port} leaves less than {self.machines} ports; lower it")
+        return self
+
+    def sources(self, number: int) -> list[int]:
+        """The groups whose models this one takes."""
+        given = self.groups[number].neighbours
+        if given is not None:
+            return sorted(set(given))
+        ring = {(number + step) % len(self.groups) for step in (1, -1)}
+        return sorted(ring - {number})
+
+    @property
+    def machines(self) -> int:
+        """In all groups."""
+        return sum(group.size for group in self.groups)
+
+    def numbers(self) -> list[int]:
+        """The group of each machine, by the machine's number."""
+        return [place for place, group in enumerate(self.groups) for _ in range(group.size)]
+
+    def overrides(self) -> dict[str, Any]:
+        """What the run says of its jobs."""
+        owned = True if self.divide else None
+        given = {"optimizer": self.optimizer, "lr": self.lr, "sync": self.sync, "owned": owned}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def job(self, number: int, where: str = "job") -> JobConfig:
+        """A machine's job. Raises UsageError."""
+        values: dict[str, Any] = {"name": job_name(self.name, number)}
+        optimizer = {"kind": self.optimizer, "lr": self.lr}
+        values["optimizer"] = {name: one for name, one in optimizer.items() if one is not None}
+        if self.sync is not None:
+            values["sync"] = self.sync
+        made = jobs.from_mapping(values, where)
+        jobs.check_sync(made, self.learners, where)
+        return made
+
+
+def job_name(run: str, number: int) -> str:
+    """Of a machine's job."""
+    return f"{run}-{number}"
+
+
+def from_mapping(values: Mapping[str, Any], where: str) -> Run:
+    """Checks values from a file; `where` stands in the error. Raises UsageError in one line."""
+    try:
+        run = Run.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        what = " ".join(first["msg"].removeprefix("Value error, ").split())
+        if first["type"] == "extra_forbidden":
+            what = "there is no such field"
+        elif first["type"] == "missing":
+            what = f"{first['msg']}: {_WANTED.get(field, 'give it')}"
+        prefix = f"{field}: " if first["loc"] else ""
+        raise UsageError(f"{where}: {prefix}{what}") from None
+    _check_job(run, where)
+    return run
+
+
+_WANTED = {
+    "name": 'a name of the run, such as name = "trec"',
+    "every": "the gradients between two exchanges, such as every = 500",
+    "groups": "[[groups]] with machines = 2",
+}
+
+
+def _check_job(run: Run, where: str) -> None:
+    if run.lr is not None and not math.isfinite(run.lr):
+        raise UsageError(f"{where}: lr: give a number")
+    run.job(0, where)
+
+
+def load(path: Path) -> Run:
+    """Reads GROUPS.toml. Its name defaults to the file's. Raises UsageError, or JobFailed if it
+    cannot be read for now."""
+    values = jobs.read(path)
+    if "name" not in values and not _is_name(path.stem):
+        raise UsageError(
+            f"{path}: name: give {_WANTED['name']}; the file's, {path.stem!r}, is none"
+        )
+    values.setdefault("name", path.stem)
+    tls = values.get("tls")
+    if isinstance(tls, dict):
+        for name, one in tls.items():
+            if isinstance(one, str):
+                tls[name] = path.parent.absolute() / Path(one).expanduser()
+    return from_mapping(values, str(path))
+
+
+def _is_name(text: str) -> bool:
+    return JOB_NAME.fullmatch(text) is not None and len(text) <= LONGEST_NAME
+
+
+def check_name(name: str) -> str:
+    """The name of a run. Raises UsageError."""
+    if not _is_name(name):
+        raise UsageError(f"{name!r} names no run: use 1 to {LONGEST_NAME} letters, digits, - and _")
+    return name

@@ -1,0 +1,304 @@
+"""`python -m gadei_ps.cluster.machine`: one machine of a run: its job, its learners, its agent.
+
+Its settings come as JSON on standard input. The process that was started ends once the machine has
+begun, or with one line on standard error. The machine goes on in a session of its own: neither the
+end of Ray nor that of a terminal ends it. Its log is the standard error that it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from gadei_ps.cluster import door
+from gadei_ps.cluster.config import job_name
+from gadei_ps.cluster.keeper import Keeper
+from gadei_ps.cluster.program import Data, Program
+from gadei_ps.commands import daemon, jobs
+from gadei_ps.commands.run import RunOptions, run_learners
+from gadei_ps.errors import GadeiError, JobInUse, JobNotFound, in_words
+from gadei_ps.machine import interrupts, process
+from gadei_ps.machine.interrupts import Interrupted
+
+BEFORE_S = 30.0
+"""A job of this name that a killed process has left ends in this time; another one is joined."""
+LEAVE_S = 30.0
+"""Until another machine has what this one's group needs."""
+STOP_S = 1.0
+STAY_S = 300.0
+"""Until whoever follows a run has the weights at its end."""
+LOOK_S = 0.1
+TAIL_BYTES = 4096
+_OURS = re.compile(r"gadei-ps: |agent: |\d\d:\d\d:\d\d \[")
+"""Lines of a log that learners have not printed."""
+_ASKED = {"leave": "leaving", "stop": "stopping"}
+NUMBER_VARIABLE = "GADEI_PS_MACHINE"
+COUNT_VARIABLE = "GADEI_PS_MACHINES"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one machine is told.
+
+    run, number, group: names of the run and of the machine in it. machines: that began together.
+    port: of the run, as in GROUPS.toml.
+    command: of a learner, which runs in this directory. program: a Program instead of it, whose
+    data are at this path. learners, restart, overrides: as RunOptions. agent: settings of the agent
+    beside the job. log: where the output goes.
+    """
+
+    run: str
+    number: int
+    group: int
+    machines: int
+    port: int
+    command: list[str]
+    directory: str
+    learners: int
+    restart: int
+    agent: dict[str, Any]
+    log: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    program: dict[str, Any] | None = None
+    data: str = ""
+
+    @property
+    def job(self) -> str:
+        """The name of its job."""
+        return job_name(self.run, self.number)
+
+
+class Machine:
+    """The process of one machine, from its start to the end of its learners."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises JobInUse if another process has the machine, or UsageError without its data."""
+        self.settings = settings
+        self._program = Program(**settings.program) if settings.program is not None else None
+        self._data = Data.at(settings.data) if self._program is not None else None
+        self._lock = door.Lock(settings.run, settings.number)
+        self._keeper = Keeper(settings.agent, self._fail)
+        self._begin = time.monotonic()
+        self._asked = ""
+        self._error: str | None = None
+        """Why its agent cannot go on."""
+        self._is_seen = False
+        self._stays_until: float | None = None
+        self._ended = threading.Event()
+        self._summary: dict[str, Any] = {"exit_code": 1}
+        self._door = door.Door(settings.run, settings.number, self.answer)
+        threading.Thread(target=self._door.serve_forever, name="door", daemon=True).start()
+
+    def run(self) -> None:
+        """Main thread: trains until the learners end, or until it is told to end."""
+        self._keeper.start()
+        try:
+            self._summary = self._train()
+        except Interrupted as interrupted:
+            self._summary = {"exit_code": 128 + interrupted.number}
+        except (GadeiError, OSError, MemoryError) as error:
+            code = error.exit_code if isinstance(error, GadeiError) else 1
+            self._summary = {"exit_code": code, "error": in_words(error)}
+            print(f"gadei-ps: {in_words(error)}", file=sys.stderr, flush=True)
+        finally:
+            # A stop that comes now, or twice, interrupts nothing any more.
+            with contextlib.suppress(Interrupted), interrupts.held():
+                self._close()
+
+    def _close(self) -> None:
+        """Tells all who wait for the end, and leaves nothing."""
+        self._keeper.end()
+        if self._asked:
+            self._summary |= {"exit_code": 0, "asked": self._asked}
+        elif self._error is not None:
+            self._summary |= {"exit_code": 1, "error": self._error}
+        elif self._summary["exit_code"] and "error" not in self._summary:
+            killed = _killed(self._summary)
+            self._summary |= {"said": killed or _last_words(self.settings.log)}
+        self._summary |= {"log": self.settings.log}
+        self._ended.set()
+        self._door.shutdown()
+        self._door.server_close()  # whoever waits for the end has its answer
+        self._lock.release()
+
+    def _train(self) -> dict[str, Any]:
+        settings = self.settings
+        os.environ[NUMBER_VARIABLE] = str(settings.number)
+        os.environ[COUNT_VARIABLE] = str(settings.machines)
+        command, joined = settings.command, RunOptions(settings.learners, settings.restart)
+        if self._program is not None and self._data is not None:
+            command = self._program.command(self._data.path)
+            joined = replace(joined, device=self._program.device, stays=self._stays)
+        options = replace(joined, overrides=settings.overrides)
+        until = time.monotonic() + BEFORE_S
+        while not (self._asked or self._error):
+            there = daemon.running(settings.job)
+            late = time.monotonic() > until
+            try:
+                if not there or late:
+                    return run_learners(settings.job, command, joined if there else options)
+            except JobInUse:
+                if late:
+                    raise
+            interrupts.check()
+            time.sleep(LOOK_S)
+        return {"exit_code": 0}  # it was to end while the job of a killed process ended
+
+    def _stays(self) -> bool:
+        """Whether the job is still to be there, though its learners have ended well."""
+        self._stays_until = self._stays_until or time.monotonic() + STAY_S
+        return not (self._asked or self._error) and time.monotonic() < self._stays_until
+
+    # -- requests, in threads of the door ---------------------------------------------------------
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request."""
+        what = request["do"]
+        if what == "status":
+            return self.facts()
+        if what == "plan":
+            data = self._data.path if self._data is not None else ""
+            return asdict(self.settings) | {"agent": self._keeper.settings, "data": data}
+        if what == "await":
+            self._ended.wait()
+            return {"summary": self._summary, "pid": os.getpid()}
+        if what == "agents":
+            self._keeper.learn(request["group"], request["agents"])
+        elif what == "found":
+            self._keeper.found(request["founding"], request["agents"])
+        elif what == "go_on":
+            self._keeper.go_on(request["generation"])
+        elif what == "signal":
+            os.kill(os.getpid(), request["signal"])
+        elif what in ("leave", "stop"):
+            if what != self._asked:  # it is asked again where the first time may be lost
+                self._asked = what
+                threading.Thread(target=self._end, args=(what,), name=what, daemon=True).start()
+        else:
+            raise GadeiError(f"nobody knows what {what!r} is")
+        return {}
+
+    def _fail(self, why: str) -> None:
+        """Without an agent nobody would have what this machine trains."""
+        self._error = why
+        threading.Thread(target=self._end, args=("stop",), name="fail", daemon=True).start()
+
+    def _end(self, what: str) -> None:
+        """Ends the agent, then the job, and with it the learners."""
+        try:
+            if what == "leave":
+                self._keeper.leave()
+                self._keeper.join(LEAVE_S)
+            self._keeper.end(patience_s=0.0)
+            jobs.stop(self.settings.job, drain=False, timeout_s=STOP_S)
+        except JobNotFound:
+            os.kill(os.getpid(), signal.SIGTERM)  # it is not there yet
+        except (GadeiError, OSError) as error:
+            os.kill(os.getpid(), signal.SIGTERM)
+            print(f"gadei-ps: {in_words(error)}", file=sys.stderr, flush=True)
+
+    def facts(self) -> dict[str, Any]:
+        """What the machine is doing."""
+        settings = self.settings
+        told: dict[str, Any] = {
+            "run": settings.run,
+            "machine": settings.number,
+            "group": settings.group,
+            "pid": os.getpid(),
+            "seconds": time.monotonic() - self._begin,
+            "state": _ASKED.get(self._asked, "trained" if self._stays_until else "training"),
+            "log": settings.log,
+            "agent": self._keeper.facts(),
+            "job": None,
+        }
+        try:
+            told["job"] = jobs.status(settings.job)
+            self._is_seen = True
+        except (GadeiError, OSError):
+            other = "ending" if self._is_seen else "starting"
+            told["state"] = _ASKED.get(self._asked, other)
+        return told
+
+
+class _Log(io.RawIOBase):
+    """Standard output and error: what a full disk has no room for is lost, and nothing else."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            os.write(2, data)
+        return len(data)
+
+
+def _killed(summary: dict[str, Any]) -> str:
+    """Which learner was killed, if one was: it has said nothing."""
+    for one in summary.get("ended", ()):
+        if one["exit_code"] < 0:
+            how = process.signal_name(-one["exit_code"])
+            return f"learner {one['learner']} was killed by {how}"
+    return ""
+
+
+def _last_words(log: str) -> str:
+    """What the learners have said last; nothing if they have not."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    theirs = [one for one in lines if one.strip() and not _OURS.match(one)]
+    return theirs[-1].strip()[:300] if theirs else ""
+
+
+def main() -> None:
+    """Becomes the machine, in a session of its own, and tells when it has begun."""
+    raw = sys.stdin.read()
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(theirs)
+        with os.fdopen(ours, "rb") as stream:
+            error = stream.read().decode()
+        if error != "begun":
+            print(error or "gadei-ps: the machine has ended", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(0 if error == "begun" else 1)
+    os.close(ours)
+    os.setsid()
+    with contextlib.suppress(PermissionError):  # Ray lowers the priority of its workers
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    try:
+        settings = Settings(**json.loads(raw))
+        log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(one, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's threads block SIGINT
+        interrupts.install()
+        machine = Machine(settings)
+    except (GadeiError, OSError) as error:
+        os.write(theirs, f"gadei-ps: {in_words(error)}".encode())
+        os._exit(1)
+    os.write(theirs, b"begun")
+    os.close(theirs)
+    os.dup2(nothing, 0)
+    for number in (1, 2):
+        os.dup2(log, number)
+    sys.stdout = sys.stderr = io.TextIOWrapper(_Log(), write_through=True)
+    machine.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""What the commands ask of a cluster: through a process of its own, so that Ray cannot end them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from gadei_ps import errors
+from gadei_ps.cluster import config, door, rays
+from gadei_ps.cluster.config import Run
+from gadei_ps.commands.run import check_command
+from gadei_ps.errors import ClusterError, ClusterLost, GadeiError, JobNotFound, UsageError
+from gadei_ps.machine import interrupts, process
+
+POLL_S = 0.2
+END_S = 60.0
+GONE_S = 3.0
+MOST_BYTES = 1 << 16
+LOOK_S, MOST_SILENT = 1.0, 3
+"""How often to look whether the cluster is there, and how often it may be silent in a row."""
+Told = dict[str, Any]
+Say = Callable[[str, bool], None]
+"""Is given a line, and whether it is one on how training goes."""
+
+
+def run(
+    file: Path, command: list[str], address: str | None, where: Path, say: Say
+) -> dict[str, Any]:
+    """Trains until all machines have ended; returns a summary with `exit_code`.
+
+    file: GROUPS.toml. address: of a cluster; None: one of this host's own. where: directory of the
+    learners, on each machine. The first signal is passed on to the learners of all machines; the
+    second one ends them at once. Raises GadeiError.
+    """
+    wanted = config.load(file)
+    check_command(command)
+    order = to_run(wanted, file, address) | {
+        "command": command,
+        "directory": str(where.absolute()),
+    }
+    with Driven(order, say) as driven, interrupts.first_told() as signalled:
+        return _followed(driven, signalled)
+
+
+def to_run(wanted: Run, file: Path, address: str | None) -> Told:
+    """What all orders of a run say. Raises UsageError if it cannot be in this cluster.
+
+    address: of the cluster; None: one of this host's own.
+    """
+    if address is None:
+        _check_own(wanted, file)
+    noted = rays.noted(wanted.name)
+    if address is None and noted is not None and rays.answers(noted["address"]):
+        raise UsageError(
+            f"run {wanted.name!r} has a Ray cluster at {noted['address']} already: stop it first "
+            f"(gadei-ps group stop {wanted.name})"
+            if noted["token"]
+            else f"run {wanted.name!r} is in the cluster at {noted['address']}: say --address"
+        )
+    return {
+        "order": "run",
+        "name": wanted.name,
+        "run": wanted.model_dump(mode="json", exclude_unset=True),
+        "where": str(file),
+        "address": address,
+        "token": None,
+    }
+
+
+def _check_own(wanted: Run, file: Path) -> None:
+    for number, group in enumerate(wanted.groups):
+        for name in ("nodes", "resources"):
+            if getattr(group, name):
+                raise UsageError(
+                    f"{file}: groups.{number}.{name}: it needs the cluster of several machines "
+                    "that --address names"
+                )
+
+
+def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> dict[str, Any]:
+    """What a command asks of a run that is there. Raises GadeiError.
+
+    Where no cluster answers, `status` and `stop` are of the machines on this host.
+    """
+    config.check_name(name)
+    noted = None if address is not None else rays.noted(name)
+    found = address or (noted["address"] if noted is not None else None)
+    if found is None or (address is None and not rays.answers(found)):
+        return _here(order, name, found, say)
+    token = noted["token"] if noted is not None else None
+    given = {"order": order, "name": name, "address": found, "token": token} | how
+    here = [number for _, number in door.here(name)]
+    try:
+        with Driven(given, say) as driven:
+            while (told := driven.hear()) is None:
+                pass
+            return answered(told)
+    except ClusterLost:
+        # A cluster of this host's own ends with its run, perhaps before the answer has come.
+        if order != "stop" or token is None or not _is_gone(found):
+            raise
+        if door.here(name):
+            return _here(order, name, found, say)
+        return {"run": name, "machines": [{"machine": one, "host": None} for one in here]}
+
+
+def _is_gone(address: str) -> bool:
+    """Whether a cluster ends now, or has ended."""
+    until = time.monotonic() + GONE_S
+    while rays.answers(address):
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _here(order: str, name: str, address: str | None, say: Say) -> Told:
+    """Without a cluster: the machines on this host."""
+    machines = [number for _, number in door.here(name)]
+    if not machines:
+        if order == "stop":
+            door.sweep(name)
+        raise JobNotFound(
+            f"no run {name!r} on this host: say --address of its Ray cluster"
+            if address is None
+            else f"no run {name!r}: its Ray cluster at {address} is gone, and no machine is here"
+        )
+    what = f"the Ray cluster at {address} does not answer" if address else "no cluster is known"
+    if order not in ("status", "stop"):
+        raise ClusterError(f"{what}: run {name} again to bring its machines together")
+    say(f"{what}: these are the machines on this host", False)
+    rows = [door.ask(name, number, "status") for number in machines]
+    if order == "stop":
+        for number in machines:
+            with contextlib.suppress(JobNotFound):
+                door.ask(name, number, "stop")
+        until = time.monotonic() + END_S
+        while late := [number for _, number in door.here(name)]:
+            if time.monotonic() > until:
+                raise ClusterError(f"run {name}: machine {late[0]} has not ended in {END_S:g} s")
+            time.sleep(POLL_S)
+        for row in rows:
+            door.wait_for_end(row["pid"])
+        door.sweep(name)
+        rays.note_path(name).unlink(missing_ok=True)
+    return {"run": name, "address": None, "machines": [row | {"ended": None} for row in rows]}
+
+
+class Driven:
+    """The process that carries out an order."""
+
+    def __init__(self, order: Told, say: Say, patience_s: float = 0.0) -> None:
+        """patience_s: how long it may take to end what it has begun, once nobody listens to it."""
+        self.begun = ""
+        """The cluster's address, once the machines of a run have begun."""
+        self._order, self._say, self._patience_s = order, say, patience_s
+        self._lines: deque[Told] = deque()
+        self._rest = b""
+        self._looked, self._silent = time.monotonic(), 0
+        self._child = process.spawn(
+            process.module_command("gadei_ps.cluster.driver"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            how=None,  # it sees the end of its input, and ends what it has to end
+        )
+        self._files = contextlib.ExitStack()
+        if order["address"] is None:  # here, since Ray may end the process that uses them
+            order = order | {"files": str(self._files.enter_context(rays.directory()))}
+        self.tell(order)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with interrupts.held():  # it has ended, or nobody waits for what it does
+            if self._patience_s:
+                self._let_end()
+            self._child.kill()
+            self._child.wait()
+            self._files.close()
+        for stream in (self._child.stdin, self._child.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+    def _let_end(self) -> None:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        until = time.monotonic() + self._patience_s
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self._child.stdin.close()
+        while (left_s := until - time.monotonic()) > 0:
+            ready, _, _ = select.select([self._child.stdout], [], [], left_s)
+            if not ready or not os.read(self._child.stdout.fileno(), MOST_BYTES):
+                return
+
+    def tell(self, line: Told) -> None:
+        """One more line for it."""
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is seen
+            self._child.stdin.write(json.dumps(line).encode() + b"\n")
+            self._child.stdin.flush()
+
+    def hear(self, wait_s: float = POLL_S) -> Told | None:
+        """A line that is not for people; None if there is none within wait_s.
+
+        Raises ClusterLost once the process, or the cluster of a run, is gone.
+        """
+        if not self._lines:
+            self._read(wait_s)
+        while self._lines:
+            told = self._lines.popleft()
+            if "begun" in told:
+                self.begun = told["begun"]
+            elif "say" in told or "progress" in told:
+                self._say(told.get("say") or told["progress"], "progress" in told)
+            else:
+                return told
+        return None
+
+    def _read(self, wait_s: float) -> None:
+        assert self._child.stdout is not None
+        ready, _, _ = select.select([self._child.stdout], [], [], wait_s)
+        if ready:
+            with interrupts.held():
+                data = os.read(self._child.stdout.fileno(), MOST_BYTES)
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                self._lines += [json.loads(line) for line in lines]
+            if data:
+                return
+        elif not self.begun or time.monotonic() - self._looked <= LOOK_S:
+            return
+        else:
+            self._silent = 0 if rays.answers(self.begun) else self._silent + 1
+            self._looked = time.monotonic()
+            if self._silent < MOST_SILENT:  # Ray itself would go on trying for long
+                return
+        self._patience_s = 0.0  # a driver without its cluster ends nothing
+        raise ClusterLost(_lost(self._order))
+
+
+def _followed(driven: Driven, signalled: Callable[[], int | None]) -> Told:
+    """Passes signals on, until the run has ended."""
+    passed: int | None = None
+    while True:
+        try:
+            if passed is None and (passed := signalled()) is not None:
+                driven.tell({"signal": passed})
+            told = driven.hear()
+        except interrupts.Interrupted as second:
+            if not driven.begun:
+                raise
+            driven.tell({"signal": second.number})
+            continue
+        if told is None:
+            continue
+        if "error" in told and passed:
+            raise interrupts.Interrupted(passed)
+        return answered(told) | ({"exit_code": 128 + passed} if passed else {})
+
+
+def _lost(order: Told) -> str:
+    if order["order"] != "run":
+        return f"the Ray cluster at {order['address']} was lost meanwhile: try again"
+    return (
+        f"the Ray cluster of run {order['name']} is gone: its machines train on; run the same "
+        f"command again to come back to them, or stop those of this host (gadei-ps group stop "
+        f"{order['name']})"
+    )
+
+
+def answered(told: Told) -> Told:
+    """The result that a line tells. Raises the GadeiError that it tells."""
+    if "error" in told:
+        kind = getattr(errors, told["kind"], ClusterError)
+        error: GadeiError = kind(told["error"])
+        error.exit_code = told["exit_code"]
+        raise error
+    result: Told = told["result"]
+    return result

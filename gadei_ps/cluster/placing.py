@@ -1,0 +1,188 @@
+"""Where the machines of a run are placed: on nodes of Ray's cluster, and where they are already."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+import gadei_ps
+from gadei_ps.cluster import rays
+from gadei_ps.cluster.actor import CALLS, NAMESPACE, MachineActor, actor_name, look
+from gadei_ps.cluster.config import Run
+from gadei_ps.errors import ClusterError
+
+PLACE_S = 30.0
+ANSWER_S = 60.0
+"""For a new actor, whose process has to start first."""
+
+Actors = dict[int, Any]
+
+
+def group_name(run: str) -> str:
+    """Of the run's placement group."""
+    return f"gadei-ps-{run}"
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Nodes of the cluster that live."""
+    return [one for one in ray.nodes() if one["Alive"]]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a machine is to have. bundle: what Ray reserves for it."""
+
+    number: int
+    group: int
+    bundle: Mapping[str, float]
+
+
+def living(run: str) -> dict[int, tuple[str, int]]:
+    """Machines of the run whose processes live, whatever Ray knows of them: host and group.
+
+    Raises ClusterError for a host whose gadei-ps is another one, or none.
+    """
+    by_host = {one["NodeManagerAddress"]: one["NodeID"] for one in nodes()}
+    if len(by_host) == 1:  # a driver is on a node
+        looks = {host: look() for host in by_host}
+    else:
+        task = ray.remote(num_cpus=0, max_retries=0)(look)
+        asked = {
+            host: task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+            ).remote()
+            for host, node in by_host.items()
+        }
+        looks = {host: _look_at(host, one) for host, one in asked.items()}
+    return {
+        number: (host, group)
+        for host, found in looks.items()
+        for name, number, group in found["living"]
+        if name == run
+    }
+
+
+def seats(run: Run, there: Mapping[int, tuple[str, int]]) -> list[Seat]:
+    """Machines that live stay where they are; others fill the groups up to their sizes."""
+    found = []
+    numbers = run.numbers()
+    for place, group in enumerate(run.groups):
+        bundles = list(group.bundles())
+        for number in sorted(one for one, (_, ours) in there.items() if ours == place):
+            node = f"node:{there[number][0]}"
+            fitting = [one for one in bundles if node in one] or [
+                one for one in bundles if not any(name.startswith("node:") for name in one)
+            ]
+            if fitting:
+                bundles.remove(fitting[0])
+            found.append(Seat(number, place, {"CPU": 1, **group.resources, node: 0.001}))
+        free = (n for n, ours in enumerate(numbers) if ours == place and n not in there)
+        found += [Seat(number, place, one) for number, one in zip(free, bundles, strict=False)]
+    return found
+
+
+def _look_at(host: str, reference: Any) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = ray.get(reference, timeout=ANSWER_S)
+    except Exception as error:
+        raise ClusterError(f"node {host}: {told(error)}") from None
+    check(host, found)
+    return found
+
+
+def told(error: BaseException) -> str:
+    """Why a node cannot do what was asked, in one line."""
+    text = rays.described(error)
+    if "No module named 'gadei_ps" in str(error):
+        return "gadei-ps is not installed there: pip install 'gadei-ps[cluster]'"
+    return text
+
+
+def check(host: str, found: dict[str, Any]) -> None:
+    """Raises ClusterError if a node's versions are not ours."""
+    for name, ours in (("gadei_ps", gadei_ps.__version__), ("ray", ray.__version__)):
+        if found[name] != ours:
+            what = name.replace("_", "-")
+            raise ClusterError(
+                f"node {host} has {what} {found[name]}, this one {ours}: install the same on both"
+            )
+
+
+def place(run: Run) -> Actors:
+    """New actors for all machines of the run; each on a node of its own, and where a machine's
+    process lives already, on that host. Raises ClusterError."""
+    wanted = seats(run, living(run.name))
+    free = len(nodes())
+    if free < len(wanted):
+        raise ClusterError(
+            f"{run.name}: {len(wanted)} machines are wanted, and the cluster has {free}: start "
+            "Ray on more (ray start --address), or ask for fewer"
+        )
+    drop(run.name)
+    bundles = [dict(one.bundle) for one in wanted]
+    made = placement_group(
+        bundles, strategy="STRICT_SPREAD", name=group_name(run.name), lifetime="detached"
+    )
+    if not made.wait(PLACE_S):
+        drop(run.name)
+        raise ClusterError(
+            f"{run.name}: Ray has no place for {len(wanted)} machines: {_wanted(bundles)}; see "
+            "`ray status`"
+        )
+    return {
+        one.number: actor(run.name, one.number, PlacementGroupSchedulingStrategy(made, place))
+        for place, one in enumerate(wanted)
+    }
+
+
+def _wanted(bundles: list[dict[str, float]]) -> str:
+    kinds = {", ".join(f"{name} {count:g}" for name, count in one.items()) for one in bundles}
+    return " or ".join(sorted(kinds)) + " on each"
+
+
+def actor(run: str, number: int, strategy: Any) -> Any:
+    """A new actor, which outlives the program that has made it."""
+    return (
+        ray.remote(MachineActor)
+        .options(
+            name=actor_name(run, number),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=CALLS,
+            num_cpus=0,
+            scheduling_strategy=strategy,
+        )
+        .remote(run, number)
+    )
+
+
+def beside(run: str, number: int, used: Collection[str], host: str | None = None) -> Any:
+    """A new actor on a node that has no machine of the run. Raises ClusterError if there is none.
+
+    used: nodes that have one. host: the node's address, if it must be a certain one.
+    """
+    for one in nodes():
+        if one["NodeID"] not in used and host in (None, one["NodeManagerAddress"]):
+            strategy = NodeAffinitySchedulingStrategy(one["NodeID"], soft=False)
+            return actor(run, number, strategy)
+    where = f"node {host} has" if host else "all nodes have"
+    raise ClusterError(
+        f"{where} a machine of {run} already, or cannot be reached: start Ray on another one (ray "
+        "start --address)"
+    )
+
+
+def drop(run: str) -> None:
+    """Gives back what Ray has reserved for the run."""
+    with contextlib.suppress(ValueError):  # there is nothing
+        remove_placement_group(get_placement_group(group_name(run)))

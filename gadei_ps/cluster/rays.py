@@ -1,0 +1,191 @@
+"""Connections to a cluster of Ray, and a cluster of this machine's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gadei_ps.agents import addresses
+from gadei_ps.errors import ClusterError, UsageError, in_words
+from gadei_ps.job import paths
+from gadei_ps.storage import files
+
+CONNECT_S = 5.0
+GONE_S, AGAIN_S = 5.0, 0.1
+"""Until processes of a lost cluster have ended; between two tries to remove its files."""
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+_MODE = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "8"}
+"""Where a cluster's port answers, but the cluster does not."""
+_OWN: dict[str, Any] = {
+    "num_cpus": 1,
+    "node_ip_address": "127.0.0.2",  # nobody outside reaches it; 127.0.0.1 Ray takes for another
+    "object_store_memory": 80_000_000,  # what does not fit goes through the disk
+    "include_dashboard": False,
+    "no_monitor": True,  # its size stays
+    "include_log_monitor": False,
+}
+"""A node of a cluster of this host's own."""
+_INSTALL = "pip install 'gadei-ps[cluster]'"
+
+
+def note_path(run: str) -> Path:
+    """Where the commands of this host find the cluster of a run."""
+    return paths.directory() / f"{run}.groups.json"
+
+
+def noted(run: str) -> dict[str, Any] | None:
+    """What is noted of the cluster of a run: `address`, and the `token` of an own one."""
+    try:
+        found = json.loads(note_path(run).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "address" in found else None
+
+
+def note(run: str, address: str, token: str | None) -> None:
+    """Notes the cluster of a run, for this user alone."""
+    paths.directory(make=True)
+    with files.replacing(note_path(run), 0o600) as stream:
+        stream.write(json.dumps({"address": address, "token": token}).encode())
+
+
+def loaded(token: str | None) -> Any:
+    """Ray, with authentication by a token. Raises UsageError without Ray."""
+    os.environ.update(_MODE | _TRIES)
+    if token is not None:
+        os.environ[TOKEN_VARIABLE] = token
+    try:
+        import ray
+    except ImportError:
+        raise UsageError(f"there is no Ray here: {_INSTALL}") from None
+    return ray
+
+
+def connect(address: str, token: str | None = None) -> Any:
+    """Ray, connected to the cluster at HOST:PORT. Raises UsageError, or ClusterError."""
+    try:
+        host, _ = addresses.parse(address)
+    except ValueError:
+        wanted = "write HOST:PORT, as `ray start --head` tells it"
+        raise UsageError(f"--address {address}: {wanted}") from None
+    if not answers(address):
+        raise ClusterError(f"no Ray cluster answers at {address}: start one (ray start --head)")
+    ray = loaded(token)
+    try:
+        _knock(ray, address)
+        ray.init(
+            address=address,
+            namespace="gadei-ps",
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address=host if host.startswith("127.") else None,
+        )
+    except Exception as error:  # Ray raises RuntimeError, ConnectionError and others
+        raise _explained(error, address) from None
+    return ray
+
+
+def _knock(ray: Any, address: str) -> None:
+    """Raises an error of Ray if the cluster refuses the token; init() would try it for long."""
+    try:
+        if ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+            ray._raylet.GcsClient(address=address)  # without a token it would end this process
+    except ray.exceptions.AuthenticationError:
+        raise
+    except Exception:
+        return  # init() tries it again
+
+
+def answers(address: str) -> bool:
+    """Whether anything listens there."""
+    try:
+        with socket.create_connection(addresses.parse(address), CONNECT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _explained(error: Exception, address: str) -> ClusterError:
+    text = " ".join(str(error).split())
+    lower = text.lower()
+    if "version mismatch" in lower:
+        return ClusterMistake(
+            f"the cluster at {address} has another version of Ray or Python: {text[:300]}"
+        )
+    if "token" in lower or "unauthenticated" in lower or "failed to connect to ray" in lower:
+        return ClusterMistake(
+            f"the cluster at {address} lets nobody in without its token: set {TOKEN_VARIABLE} to "
+            "that with which its nodes were started, or copy their ~/.ray/auth_token"
+        )
+    return ClusterError(f"the Ray cluster at {address} cannot be used: {text[:300]}")
+
+
+class ClusterMistake(ClusterError):
+    """Another try would fail as well."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def directory() -> Iterator[Path]:
+    """For the files of a cluster of this host's own, until the end of the block."""
+    made = Path(tempfile.mkdtemp(prefix="gps-ray-", dir="/tmp"))  # short: sockets lie there
+    try:
+        yield made
+    finally:
+        _remove(made)
+
+
+def _remove(directory: Path) -> None:
+    """Also while processes write there that are just ending."""
+    until = time.monotonic() + GONE_S
+    while True:
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists() or time.monotonic() > until:
+            return
+        time.sleep(AGAIN_S)
+
+
+@contextlib.contextmanager
+def own(machines: int, directory: Path) -> Iterator[tuple[str, str]]:
+    """A cluster of this host, with a node for each machine, until the end of the block.
+
+    directory: for its files, which is removed. Gives its address and its token. Raises UsageError
+    without Ray, or ClusterError.
+    """
+    token = secrets.token_hex(32)
+    (directory / "ray").mkdir()
+    os.environ["RAY_TMPDIR"] = str(directory)  # other programs do not take it for theirs
+    try:
+        loaded(token)
+        from ray.cluster_utils import Cluster
+
+        made = Cluster()
+        try:
+            for _ in range(machines):
+                made.add_node(wait=False, **_OWN)
+            made.wait_for_nodes()
+        except Exception as error:
+            text = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ClusterError(f"Ray cannot be started on this machine: {text}") from None
+        yield made.address, token
+    finally:
+        with contextlib.suppress(Exception):  # what remains is ended by Ray's own reaper
+            made.shutdown()
+        _remove(directory)
+
+
+def described(error: BaseException) -> str:
+    """An error of Ray in one line: its last line tells what has happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else in_words(error))[:300]

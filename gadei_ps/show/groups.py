@@ -1,0 +1,121 @@
+"""What the commands of `gadei-ps group` show to people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.text import Text
+
+from gadei_ps.show.counts import counted
+from gadei_ps.show.tables import duration, table
+
+STATE_STYLE = {
+    "training": "green",
+    "trained": "green",
+    "starting": "yellow",
+    "away": "red",
+    "silent": "red",
+}
+COLUMNS = (
+    *("machine", "group", "host", "state", "agent", "rounds", "last round", "learners"),
+    *("gradients", "samples", "loss"),
+)
+NUMBERS = ("machine", "group", "rounds", "learners", "gradients", "samples", "loss")
+DISPENSABLE = ("samples", "learners", "last round", "host", "loss", "gradients")
+"""Columns that are left out where lines are short, the first one first."""
+WIDEST = 1000
+
+
+class Machines:
+    """`status`: a row for each machine, and a line for each of which there is something to say.
+
+    Where lines are short, columns are left out, so that no word of the others is cut.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._cells = [_cells(row) for row in rows]
+        self._notes = [(row["machine"], _note(row)) for row in rows if _note(row)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, wide = list(COLUMNS), options.max_width
+        unlimited = options.update(width=WIDEST)
+        for name in (*DISPENSABLE, None):
+            made = table(*columns, right=NUMBERS)
+            for cells in self._cells:
+                made.add_row(*(cells[one] for one in columns))
+            if name is None or Measurement.get(console, unlimited, made).maximum <= wide:
+                break
+            columns.remove(name)
+        yield made
+        for number, note in self._notes:
+            yield Text(f"machine {number}: {note}")
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
+    """By the columns' names."""
+    job, agent = row.get("job") or {}, row.get("agent") or {}
+    return {
+        "machine": str(row["machine"]),
+        "group": str(row.get("group", "")),
+        "host": row.get("host") or "",
+        "state": Text(row["state"], style=STATE_STYLE.get(row["state"], "")),
+        "agent": agent.get("state", ""),
+        "rounds": f"{agent['rounds']:,}" if agent else "",
+        "last round": _ago(agent.get("last_round_s")),
+        "learners": str(_learners(job)) if job else "",
+        "gradients": f"{job['gradients_applied']:,}" if job else "",
+        "samples": f"{job['samples']:,}" if job else "",
+        "loss": _loss(job),
+    }
+
+
+def _note(row: Mapping[str, Any]) -> str:
+    """What there is to say of a machine; nothing of how one has come back that trains again."""
+    agent = row.get("agent") or {}
+    if row.get("ended") is not None:
+        return how_ended(row["ended"])
+    why = agent.get("why") or (agent.get("state") != "member" and row.get("why"))
+    return why or agent.get("note") or ""
+
+
+def _learners(job: Mapping[str, Any]) -> int:
+    """Without the agent, which is attached like one."""
+    return sum(one["name"] != "agent" for one in job["learners"])
+
+
+def _ago(seconds: float | None) -> str:
+    return "" if seconds is None else f"{duration(seconds)} ago"
+
+
+def _loss(job: Mapping[str, Any]) -> str:
+    losses = [one["loss"] for one in job.get("learners", ()) if one.get("loss") is not None]
+    return f"{sum(losses) / len(losses):.4f}" if losses else ""
+
+
+def ran(summary: Mapping[str, Any]) -> str:
+    """The end of `run`, in one line."""
+    rows = summary["machines"]
+    failed = [row["machine"] for row in rows if row["exit_code"]]
+    applied = sum(row.get("gradients_applied") or 0 for row in rows)
+    told = f"run {summary['run']}: {counted(len(rows), 'machine')}"
+    told += f", {counted(applied, 'gradient')} applied"
+    if summary["stopped"]:
+        return f"{told}; it was stopped"
+    return told + (f"; failed: {', '.join(map(str, failed))}" if failed else "")
+
+
+def how_ended(summary: Mapping[str, Any]) -> str:
+    """How a machine has ended, to be put after its number."""
+    if asked := summary.get("asked"):
+        return "has left its group" if asked == "leave" else "was stopped"
+    if "error" in summary:
+        return f"has failed: {summary['error']}"
+    code, applied = summary["exit_code"], summary.get("gradients_applied")
+    if code and code < 128:
+        said = f": {summary['said']}" if summary.get("said") else ""
+        return f"has ended with exit code {code}{said}; see its log, {summary['log']}"
+    told = f": {applied:,} gradients applied" if applied is not None else ""
+    return f"has ended with exit code {code}{told}"

@@ -1,0 +1,246 @@
+"""`gadei-ps group` with a real cluster of Ray: three nodes on this host, each with a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support
+from shell import Cli, Running
+from support import eventually
+
+from gadei_ps.cluster import door
+from gadei_ps.errors import GadeiError
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="Ray is not installed: pip install 'gadei-ps[cluster]'",
+    ),
+    pytest.mark.timeout(300),
+]
+NODES = Path(support.__file__).parent / "ray_nodes.py"
+MACHINES = 3
+LOOK_S = 0.05
+TOKEN = "a token of the tests"
+SCRIPT = """
+    import os, time
+    import numpy as np
+    from gadei_ps.learners.client import Client
+
+    assert os.environ["GADEI_PS_MACHINES"] == "3"
+    target = 10.0 * int(os.environ["GADEI_PS_MACHINE"])
+    with Client(tensors={"w": np.zeros(500)}) as client:
+        while True:
+            client.push({"w": client.weights["w"] - target}, samples=1)
+            client.wait_applied()
+            time.sleep(0.005)
+"""
+
+
+class Nodes:
+    """A cluster's processes."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(NODES), str(MACHINES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().strip()
+        assert self.address, "Ray does not start"
+
+    def close(self) -> None:
+        """Kills all of them."""
+        if self._process.returncode is None:
+            self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """The runtime directory of the cluster's machines."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = Path(tempfile.mkdtemp(prefix="gps-", dir="/tmp"))
+        patch.setenv("GADEI_PS_RUNTIME_DIR", str(path))
+        patch.setenv("GADEI_PS_STATE_DIR", str(path / "state"))
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        yield path
+        shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def nodes(place: Path) -> Iterator[Nodes]:
+    with contextlib.closing(Nodes()) as made:
+        yield made
+
+
+class Run:
+    """A run, seen through the sockets of its machines."""
+
+    def __init__(self, cli: Cli, name: str, place: Path) -> None:
+        self.cli, self.name = cli, name
+        self._place = str(place)
+        self.file = cli.directory / f"{name}.toml"
+        self.file.write_text(
+            "every = 20\nrule = 'mix:0.5'\nlr = 0.01\n"
+            "[[groups]]\nmachines = 1\n[[groups]]\nmachines = 2\n"
+        )
+        (cli.directory / "train.py").write_text(textwrap.dedent(SCRIPT))
+
+    def start(self, nodes: Nodes) -> Running:
+        words = ("group", "run", self.file, "--address", nodes.address, "--json", "--")
+        return self.cli.start(*words, sys.executable, "train.py", **self.env)
+
+    @property
+    def env(self) -> dict[str, str]:
+        state = f"{self._place}/state"
+        return {"GADEI_PS_RUNTIME_DIR": self._place, "GADEI_PS_STATE_DIR": state}
+
+    def facts(self, number: int) -> dict[str, Any]:
+        time.sleep(LOOK_S)  # it costs those who answer
+        try:
+            return door.ask(self.name, number, "status")
+        except GadeiError:
+            return {"agent": {"state": "away", "rounds": 0}, "job": None, "pid": 0}
+
+    def has_trained(self, number: int, rounds: int = 1) -> bool:
+        agent = self.facts(number)["agent"]
+        return agent["state"] == "member" and agent["rounds"] >= rounds
+
+    def rounds(self, number: int) -> int:
+        """That a machine has made."""
+        rounds: int = self.facts(number)["agent"]["rounds"]
+        return rounds
+
+    def pids(self, number: int) -> list[int]:
+        """All processes of a machine."""
+        facts = self.facts(number)
+        job = facts["job"]
+        found = [facts["pid"], facts["agent"]["pid"], job["watchdog_pid"], job["server_pid"]]
+        found += [job["standby_pid"], *(one["pid"] for one in job["learners"])]
+        return [pid for pid in found if pid]
+
+
+@pytest.fixture
+def run(cli: Cli, job_name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(place))
+    yield Run(cli, job_name, place)
+    for name, number in door.here():  # of a test that has failed
+        with contextlib.suppress(GadeiError):
+            door.ask(name, number, "stop")
+
+
+ROWS = "text,label\n" + "".join(
+    f"a {word} sentence number {number},{word}\n"
+    for number in range(40)
+    for word in ("red", "blue")
+)
+EPOCHS = 3
+LONG_S = 4 * support.PATIENCE_S
+"""Torch is loaded by three processes, and again by one that has died."""
+
+
+@pytest.mark.timeout(600)
+def test_train(run: Run, nodes: Nodes, place: Path) -> None:
+    """The classifier is trained to its end, though a machine dies meanwhile."""
+    (run.cli.directory / "rows.csv").write_text(ROWS)
+    run.file.write_text("every = 10\nlearners = 1\n[[groups]]\nmachines = 2\n")
+    options = ("--epochs", EPOCHS, "--patience", EPOCHS, "--address", nodes.address, "--json")
+    command = run.cli.start("train", "rows.csv", "--groups", run.file, *options, **run.env)
+
+    def has_trained() -> bool:
+        assert command.process.poll() is None, command.err
+        job = run.facts(1)["job"]
+        return bool(job and job["work"]["epochs_done"])
+
+    eventually(has_trained, LONG_S, what=lambda: command.err)
+    for pid in run.pids(1):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    eventually(lambda: command.process.poll() is not None, LONG_S)
+    ended = command.wait()
+    assert ended.code == 0, ended.err
+    assert (ended.json["epochs"], ended.json["machines"], ended.json["rows"]) == (EPOCHS, 2, 80)
+    assert ended.json["gradients_applied"] > 36 and ended.json["rounds"] > 1
+    assert (run.cli.directory / "model" / "weights.safetensors").exists()
+    assert not [one.name for one in place.iterdir() if one.name != "state"]
+
+
+def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
+    """Machines and agents are killed, machines leave and join; Ray is killed, and is not missed."""
+    command = run.start(nodes)
+
+    def all_train(rounds: int = 1, machines: tuple[int, ...] = (0, 1, 2)) -> bool:
+        assert command.process.poll() is None, command.err
+        return all(run.has_trained(number, rounds) for number in machines)
+
+    eventually(all_train, what=lambda: command.err)
+    # Alone, the job of group 0 would stay at 0.
+    weights = support.live_weights(f"{run.name}-0")
+    eventually(lambda: all_train() and weights[0] > 1, what=lambda: command.err)
+    told = run.cli("group", "status", run.name, "--json", **run.env).json
+    assert [one["machine"] for one in told["machines"]] == [0, 1, 2]
+    before = [told["machines"][1]["actor_pid"], *run.pids(1)]
+    for pid in before:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    rounds = run.rounds(2)
+    eventually(lambda: run.rounds(2) > rounds + 2, what=lambda: command.err)
+    eventually(lambda: all_train(rounds), what=lambda: command.err)
+    assert not set(run.pids(1)) & set(before)
+
+    lost = [run.facts(number)["agent"]["pid"] for number in (1, 2)]
+    for pid in lost:
+        os.kill(pid, signal.SIGKILL)  # then nobody has the state of group 1
+
+    def is_new(number: int) -> bool:
+        return run.facts(number)["agent"].get("pid") not in (None, *lost)
+
+    eventually(lambda: is_new(1) and is_new(2) and all_train(), what=lambda: command.err)
+
+    refused = run.cli("group", "join", run.name, "--group", 1, **run.env)
+    assert refused.code == 1 and "all nodes have a machine of" in refused.error
+    assert run.cli("group", "leave", run.name, 2, **run.env).code == 0
+    assert not door.lives(run.name, 2)
+    joined = run.cli("group", "join", run.name, "--group", 1, "--json", **run.env).json
+    assert joined["machine"] == 3
+    eventually(lambda: all_train(run.rounds(1) - 5, (1, 3)), what=lambda: command.err)
+
+    nodes.close()
+    ended = command.wait()
+    assert ended.code == 1 and "is gone: its machines train on" in ended.err
+    pids = [run.facts(number)["pid"] for number in (0, 1, 3)]
+    agents = [run.facts(number)["agent"]["pid"] for number in (0, 1, 3)]
+    rounds = run.rounds(3)
+    eventually(lambda: run.rounds(3) > rounds + 2)
+    told = run.cli("group", "status", run.name, "--json", **run.env).json
+    assert [one["pid"] for one in told["machines"]] == pids
+
+    with contextlib.closing(Nodes()) as others:
+        command = run.start(others)
+        eventually(lambda: "are taken over: 1, 3" in command.err, what=lambda: command.err)
+        rounds = run.rounds(3)
+        eventually(lambda: all_train(rounds, (1, 3)), what=lambda: command.err)
+        assert [run.facts(number)["pid"] for number in (0, 1, 3)] == pids
+        assert [run.facts(number)["agent"]["pid"] for number in (0, 1, 3)] == agents
+        ended = command.signal(signal.SIGINT)
+        assert ended.code == 130, ended.err
+        assert ended.json["exit_code"] == 130 and len(ended.json["machines"]) == 3
+    left = [one.name for one in place.iterdir() if one.name != "state"]
+    assert not left

@@ -1,0 +1,66 @@
+"""`gadei-ps group status` for people."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gadei_ps.show.groups import Machines
+from gadei_ps.show.tables import PIPE_WIDTH
+
+WHY = "agent 1 at 10.0.0.12:40123: Connection refused; this has lasted for 10 s and more"
+
+
+def row(number: int, group: int, **more: Any) -> dict[str, Any]:
+    """Of a machine that has trained for long."""
+    agent = {"state": "member", "rounds": 12_345, "last_round_s": None, "why": None}
+    job = {
+        "gradients_applied": 123_456_789,
+        "samples": 3_950_617_248,
+        "learners": [{"name": "agent", "loss": None}, {"name": "learner 0", "loss": 0.25}],
+    }
+    told = {"machine": number, "group": group, "host": "192.168.100.200", "state": "training"}
+    return told | {"agent": agent, "job": job, "why": None} | more
+
+
+def shown(rows: list[dict[str, Any]], width: int) -> list[str]:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(Machines(rows))
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, PIPE_WIDTH])
+def test_no_word_is_cut_where_lines_are_short(width: int) -> None:
+    rows = [row(0, 0), row(31, 5), {"machine": 2, "state": "away", "ended": None, "why": WHY}]
+    head, first, second, third, *notes = shown(rows, width)
+    assert len(first) <= width
+    assert head.split()[:2] == ["machine", "group"]
+    assert first.split()[:2] == ["0", "0"] and second.split()[:2] == ["31", "5"]
+    assert "training" in first and "12,345" in first and third.split() == ["2", "away"]
+    assert " ".join(one.strip() for one in notes) == f"machine 2: {WHY}"
+
+
+def test_what_is_said_of_a_machine() -> None:
+    """Not how it has come back, once it trains again; but how it has ended."""
+    why = "was killed by SIGKILL: it joins again"
+    agent = {"state": "joining", "rounds": 0, "last_round_s": None, "why": None}
+    assert shown([row(0, 0, why=why, agent=agent)], 80)[2:] == [f"machine 0: {why}"]
+    assert not shown([row(0, 0, why=why)], 80)[2:]
+    agent |= {"state": "member", "note": "its weights hold a NaN"}
+    assert shown([row(0, 0, agent=agent)], 80)[2:] == ["machine 0: its weights hold a NaN"]
+    over = {"exit_code": 1, "said": "no data", "log": "a-0.log"}
+    ended = {"machine": 0, "host": "h", "state": "ended", "why": None, "ended": over}
+    said = "machine 0: has ended with exit code 1: no data; see its log, a-0.log"
+    assert shown([ended], 80)[2:] == [said]
+
+
+def test_all_columns_are_there_where_lines_are_long() -> None:
+    head, line = shown([row(7, 1)], PIPE_WIDTH)
+    assert "last round" in head and "note" not in head
+    assert line.split() == [
+        *("7", "1", "192.168.100.200", "training", "member", "12,345", "1"),
+        *("123,456,789", "3,950,617,248", "0.2500"),
+    ]
