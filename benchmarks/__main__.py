@@ -10,7 +10,14 @@ from __future__ import annotations
 import argparse
 import subprocess
 
-from gadei_ps.benchmarks import asynchrony_tables, plots, script_tables, suite, virtual_tables
+from gadei_ps.benchmarks import (
+    asynchrony_tables,
+    group_tables,
+    plots,
+    script_tables,
+    suite,
+    virtual_tables,
+)
 from gadei_ps.machine import process
 
 
@@ -29,7 +36,7 @@ def main() -> None:
         for path in plots.draw(suite.RESULTS, suite.RESULTS.parents[1] / "docs" / "plots"):
             print(path)
         virtual_tables.write()
-        for table in (script_tables.TABLE, asynchrony_tables.TABLE):
+        for table in (script_tables.TABLE, asynchrony_tables.TABLE, *group_tables.TABLES):
             table.write()
 
 

@@ -10,6 +10,7 @@ one another before each aggregation; that time is left out.
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import statistics
 import tempfile
@@ -25,6 +26,9 @@ from gadei_ps.benchmarks.sizes import sizes
 PACKAGE = "gadei_ps.benchmarks"
 OURS, GLOO, RAY, HIVEMIND = "gadei-ps", "gloo all-reduce", "Ray's object store", "hivemind"
 REACH = {GLOO: 1.0, RAY: 3.0, HIVEMIND: 3.0}
+NEEDS = {GLOO: "torch", RAY: "ray", HIVEMIND: "hivemind"}
+MOST_BESIDE = 0.01
+"""Bytes sent beside 2 (m - 1) / m models, as a share of these."""
 ASK_S = 180.0
 
 Seconds = Callable[[], float]
@@ -99,6 +103,16 @@ def peers(
     return {name: starts[name] for name in wanted}
 
 
+def sent(report: Report, told: dict[str, Any], members: int, size: int) -> dict[str, Any]:
+    """What a member of ours has sent in an aggregation, beside the paper's figure."""
+    models, paper = told["sent_bytes"] / size, 2 * (members - 1) / members
+    if abs(models / paper - 1) > MOST_BESIDE:
+        report.notes.append(
+            f"{size / 1e6:g} MB among {members}: {models:.4f} models sent instead of {paper:.4f}"
+        )
+    return {"models_sent": models, "models_sent_paper": paper, "calls": told["calls"]}
+
+
 def compare(
     report: Report, ours: Ours, members: int, size: int, chosen: dict[str, Any], scratch: Path
 ) -> None:
@@ -125,7 +139,7 @@ def compare(
             continue
         row = {"contender": name, **told, **summary(figures[name])}
         if name == OURS:
-            row |= {"models_sent": ours.told["sent_bytes"] / size, "calls": ours.told["calls"]}
+            row |= sent(report, ours.told, members, size)
         report.rows.append(row)
         line.append(f"{1e3 * statistics.median(figures[name]):.2f} ±{row['spread']:.0%}")
         if name != OURS:
@@ -144,6 +158,9 @@ def measure(quick: bool) -> Report:
     for name in REACH:
         header += [name, "times"]
     report = Report(header)
+    missing = [one for one in chosen["peers"] if importlib.util.find_spec(NEEDS[one]) is None]
+    report.notes += [f"{one} is left out: pip install {NEEDS[one]}" for one in missing]
+    chosen = chosen | {"peers": [one for one in chosen["peers"] if one not in missing]}
     with tempfile.TemporaryDirectory(prefix="gadei-ps-", ignore_cleanup_errors=True) as scratch:
         for members in chosen["members"]:
             ours = Ours(members)

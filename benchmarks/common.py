@@ -19,7 +19,8 @@ from typing import Any
 # The load by other programs: read at the start, before the benchmark's own threads count.
 _LOAD = os.getloadavg()[0]
 _PACKAGES = (
-    "numpy", "numba", "llvmlite", "torch", "mpi4py", "mpich", "ray", "pyzmq", "iceoryx2",
+    "numpy", "numba", "llvmlite", "torch", "mpi4py", "mpich", "ray", "hivemind", "pyzmq",
+    "iceoryx2",
 )  # fmt: skip
 
 
@@ -73,11 +74,11 @@ def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dic
     """Let each contender measure itself once a round and return its figures, round by round.
 
     The order rotates by one each round, so that no contender always runs after the same other. One
-    round before the first is discarded.
+    round before the first is discarded, unless one round is all there is, as in a trial.
     """
     names = list(contenders)
     figures: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
+    for number in range(0 if rounds > 1 else 1, rounds + 1):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             figure = contenders[name]()

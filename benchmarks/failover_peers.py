@@ -68,6 +68,9 @@ class Members:
         """Starts a program of Python: the arguments of `python -m`."""
         quiet = subprocess.DEVNULL
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"}
+        # In the store that torchrun shares with its processes lie the addresses of dead ones: who
+        # is restarted first calls them, and fails (pytorch issue 135712).
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         child = process.spawn(
             process.module_command(*arguments), env=os.environ | env, stdout=quiet, stderr=quiet
         )

@@ -29,16 +29,24 @@ REACH = {(64, 0): 0.7, (200, 0): 0.5}  # shares of two learners' gradients a sec
 class Team:
     """Learners of one contender, which sleep between rounds (learners_team.py)."""
 
-    def __init__(self, stack: ExitStack, who: str, learners: int, silent: int, number: int) -> None:
-        """number: index of this team among those that exist at once."""
+    def __init__(
+        self,
+        stack: ExitStack,
+        who: str,
+        learners: int,
+        silent: int,
+        number: int,
+        values: int = VALUES,
+    ) -> None:
+        """number: index of this team among those that exist at once. values: of the model."""
         self.who, self.learners, self.silent = who, learners, silent
-        name = f"learners-{os.getpid()}-{number}"
+        self.job = name = f"learners-{os.getpid()}-{number}"
         config = from_mapping(
             {
                 "name": name,
                 "history": False,
                 "optimizer": {"kind": "sgd", "lr": 1e-6},
-                "tensors": [{"name": "w", "shape": [VALUES]}],
+                "tensors": [{"name": "w", "shape": [values]}],
             },
             "learners",
         )
@@ -47,7 +55,7 @@ class Team:
             stack.enter_context(Daemon(config, silent=True, learners=count))
         command = "-m", "gadei_ps.benchmarks.learners_team", who
         self._gang = stack.enter_context(Gang([command]))
-        order = {"learners": count, "bytes": 4 * VALUES, "job": name}
+        order = {"learners": count, "bytes": 4 * values, "job": name}
         self._gang.ask(order, timeout_s=START_S)
 
     def rate(self, seconds: float) -> float:

@@ -98,6 +98,18 @@ def parts(name: str, data: Dataset) -> tuple[Texts, Texts]:
     return _numbered(name, training, vocabulary), _numbered(name, held_out, vocabulary)
 
 
+def test_part(name: str) -> Texts:
+    """Return the rows of a data set's test file, numbered as the training part of `parts`.
+
+    Raises DatasetError if there is none.
+    """
+    whole = dataset.read_training(data_directory() / FILES[name])
+    training, _ = hold_out.split(whole, 0.1, SEED)
+    path = data_directory() / name / "test.csv"
+    found = dataset.read_test(path, whole.label_names)
+    return _numbered(name, found, Vocabulary.build(training.texts))
+
+
 def _numbered(name: str, data: Dataset, vocabulary: Vocabulary) -> Texts:
     encoded = words.encode(data.texts, vocabulary)
     return Texts(name, encoded, data.labels, len(vocabulary), len(data.label_names))

@@ -77,6 +77,28 @@ FULL: dict[str, dict[str, Any]] = {
         "gradients": 2000,
     },
     "failover": {"bytes": [22 * MB, 100 * MB], "kills": 60, "both": 50, "peer_kills": 20},
+    "idle_agent": {
+        "values": [1000, 10_000, 250_000],
+        "learners": 2,
+        "rounds": 30,
+        "call_s": 0.4,
+    },
+    "worker_groups": {
+        "tasks": {
+            "trec6": {"wait_s": 0.06, "every": 10, "seeds": [0, 1]},
+            "mnist": {"wait_s": 0.04, "every": 20, "seeds": [0, 1]},
+        },
+        "groups": [2, 2],
+        "learners": 2,
+        "rule": "mix:0.5",
+        "share": 1.0,
+    },
+    "group_deaths": {
+        "machines": 3,
+        "every": 30,
+        "kills": {"whole": (80, 15, 400.0), "divided": (20, 5, 120.0)},
+        "seed": 0,
+    },
     "asynchrony": {
         "tasks": ["gpt", "resnet", "text"],
         "steps": {"gpt": 800, "resnet": 800, "text": 1600},
@@ -162,6 +184,15 @@ QUICK: dict[str, dict[str, Any]] = {
         "gradients": 100,
     },
     "failover": {"bytes": [MB], "kills": 1, "both": 1, "peer_kills": 0},
+    "idle_agent": {"values": [1000], "learners": 1, "rounds": 2, "call_s": 0.03},
+    "worker_groups": {
+        "tasks": {"mnist": {"wait_s": 0.01, "every": 5, "seeds": [0]}},
+        "groups": [1, 1],
+        "learners": 1,
+        "rule": "mix:0.5",
+        "share": 0.02,
+    },
+    "group_deaths": {"machines": 2, "every": 10, "kills": {"whole": (1, 0, 60.0)}, "seed": 0},
     "asynchrony": {
         "tasks": ["text"],
         "steps": {"text": 80},

@@ -8,6 +8,7 @@ fails the test.
 from __future__ import annotations
 
 import configparser
+import importlib.util
 import os
 import re
 import shlex
@@ -136,6 +137,7 @@ SMALL = (
     (r"--for \S+", "--for 1s"),
     (r"--learners \S+", "--learners 2"),
     (r"--iterations \S+", "--iterations 4"),
+    (r" --address \S+", ""),
     (r"--rounds \S+", "--rounds 4"),
     (r"\bRULE\.\.\.", "replace"),
     (r"\b(FILE|TEST)\.csv\b", "rows.csv"),
@@ -156,7 +158,7 @@ SMALL = (
 MORE = {
     "train": ["--epochs", "1"],
     "simulate": ["--iterations", "4"],
-    "group": ["--rounds", "4"],
+    "group simulate": ["--rounds", "4"],
     "partition": ["--repeats", "1"],
     "runtime-model": ["--epochs", "1"],
     "install-unit": ["--dry-run"],
@@ -169,7 +171,7 @@ def substituted(text: str, job: str) -> tuple[str, ...]:
     for pattern, small in SMALL:
         text = re.sub(pattern, small.format(job=job), text)
     words = shlex.split(text)[1:]
-    more = MORE.get(words[0], [])
+    more = MORE.get(words[0]) or MORE.get(" ".join(words[:2]), [])
     if more and more[0] not in words:
         words += more
     return tuple(words)
@@ -177,6 +179,11 @@ def substituted(text: str, job: str) -> tuple[str, ...]:
 
 # In this order; each is a condition on the words. A line belongs to the first stage that takes it.
 STAGES: dict[str, Callable[[tuple[str, ...]], bool]] = {
+    "grouped": lambda words: words[:2] == ("group", "run"),
+    # tests/end_to_end/test_group_run.py runs these two.
+    "carried": lambda words: words[0] == "train" and "--groups" in words,
+    "changed": lambda words: words[0] == "group" and words[1] in ("join", "leave"),
+    "ungrouped": lambda words: words[0] == "group" and words[1] in ("status", "stop"),
     "alone": lambda words: (
         words[0] in ("doctor", "group", "ls", "install-unit", "uninstall-unit", "bench", "chaos")
     ),
@@ -227,6 +234,8 @@ class Bench:
         (cli.directory / "c").mkdir()
         (cli.directory / "c" / f"{job}.toml").write_text(text.replace("least_squares", job))
         (cli.directory / f"{job}.toml").write_text("")
+        groups = f'name = "{job}"\nevery = 5\n[[groups]]\nmachines = 2\n'
+        (cli.directory / "GROUPS.toml").write_text(groups)
         cli.made(job)
 
     def _see(self, command: str) -> None:
@@ -331,6 +340,17 @@ def test_lines_with_a_job(bench: Bench, compiled: None) -> None:
 def test_lines_without_a_job(bench: Bench, compiled: None) -> None:
     for stage in ("alone", "trained", "predicted", "planned"):
         bench.all(stage)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_lines_of_groups(bench: Bench, compiled: None) -> None:
+    for words in lines_of("grouped", bench.job):
+        command = bench.cli.start(*words, "for-ever", **bench.env)
+        support.eventually(lambda command=command: ": training" in command.err)
+        for others in sorted(lines_of("ungrouped", bench.job)):
+            bench.run(*others)
+        assert command.wait().code == 4, command.err
 
 
 # -- what is only looked up -----------------------------------------------------------------------

@@ -11,15 +11,15 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from gadei_ps.benchmarks import asynchrony_tables, script_tables, virtual_tables
+from gadei_ps.benchmarks import asynchrony_tables, group_tables, script_tables, virtual_tables
 from gadei_ps.benchmarks.failover import BOTH, CONTROL_ROW, NEXT, OURS, STANDBY
 from gadei_ps.benchmarks.memory import BESIDES
 from gadei_ps.benchmarks.reproduce import __main__ as reproduction
+from gadei_ps.benchmarks.tables import Table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -135,17 +135,18 @@ def memory() -> list[str]:
 
 
 def failover() -> list[str]:
-    """By size of the weights: p50 of a wait without a death; p50 and p99 of each death."""
+    """By size of the weights: p50 of a wait without a death; p50 and p99 of each death; peers."""
     shown = []
     for megabytes in (22, 100):
 
         def ms(contender: str, what: str, quantile: str, size: int = megabytes) -> str:
             wanted = {"contender": contender, "what": what, "bytes": size * 10**6}
-            return f"{1e3 * row('failover.json', **wanted)[quantile]:.0f}"
+            return f"{1e3 * row('failover.json', **wanted)[quantile]:,.0f}"
 
         shown += [str(megabytes), ms(CONTROL_ROW, NEXT, "p50")]
         for contender, what in ((OURS, NEXT), (OURS, STANDBY), (BOTH, NEXT)):
             shown += [ms(contender, what, quantile) for quantile in ("p50", "p99")]
+        shown += [ms(peer, NEXT, "p50") for peer in ("DDP under torchrun", "torchft")]
     return shown
 
 
@@ -309,9 +310,12 @@ def test_the_tables_of_virtual_workers_are_those_of_the_results() -> None:
     assert page == virtual_tables.filled(page)
 
 
-@pytest.mark.parametrize("tables", [script_tables, asynchrony_tables])
-def test_a_table_is_that_of_its_results(tables: ModuleType) -> None:
+TABLES = (script_tables.TABLE, asynchrony_tables.TABLE, *group_tables.TABLES)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.result)
+def test_a_table_is_that_of_its_results(table: Table) -> None:
     """It is what `python -m gadei_ps.benchmarks.script_tables`, or another one, writes."""
-    page = tables.TABLE.text()
-    assert tables.TABLE.mark.search(page)
-    assert page == tables.TABLE.filled()
+    page = table.text()
+    assert table.mark.search(page)
+    assert page == table.filled()

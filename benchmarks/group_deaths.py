@@ -1,0 +1,252 @@
+"""What the death of a machine costs its group, and whether anything is lost or counted twice.
+
+Machines train in one group, as jobs that Ray has placed (benchmarks/machines.py). All processes of
+a machine are killed (SIGKILL) at random instants, and so is the head of Ray. Times begin at the
+kill and end when a survivor's job has the weights of the next finished round.
+
+    no death       the same wait from instants without a kill: mostly the rest of a round
+    machine        beyond it is the price of the death
+    head of Ray    nobody should notice; then a machine is killed, which nobody starts again until
+                   the same command is run anew. That takes over those that live
+    all are back   until all machines are members again and have made two rounds
+
+What must not happen is counted (group_deaths_counts.py): a survivor that goes back, whose job has
+got a round twice, or that has other weights than others after the same round; a batch of a finished
+pass that is not in the weights, or twice (`divided` alone: the machines divide the batches of each
+pass, and each copy of the weights costs a pause of all servers and a process); anything that is
+left behind.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gadei_ps.benchmarks.common import Report, summary
+from gadei_ps.benchmarks.gang import Failed
+from gadei_ps.benchmarks.group_deaths_counts import (
+    AGAIN,
+    COMPARED,
+    FAULTS,
+    FINISHED,
+    LEFT,
+    MISSING,
+    Rounds,
+    Sight,
+    batches,
+)
+from gadei_ps.benchmarks.group_deaths_learner import BATCHES, PLACES
+from gadei_ps.benchmarks.machines import LOOK_S, Machines, job, needs_ray, place, settings, until
+from gadei_ps.benchmarks.sizes import sizes
+from gadei_ps.memory import segment, weights
+from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.shm import segment_name
+
+NONE, MACHINE, HEAD, AWAY = "no death", "machine", "head of Ray", "machine, without Ray"
+BACK = "all are back"
+REACH_S = 1.5
+SETTLED = 2
+"""Rounds that each machine makes before the next kill."""
+
+
+class Storm:
+    """Kills in one run, and what has been seen of its rounds."""
+
+    def __init__(self, run: Machines, machines: int, seed: int) -> None:
+        self.run, self._numbers = run, range(machines)
+        self._chance = random.Random(seed)
+        self.times: dict[str, list[float]] = {}
+        self.counts: Counter[str] = Counter()
+        self._rounds = Rounds(self.counts)
+        self._round_s = 0.5
+
+    def _look(self, numbers: Sequence[int]) -> dict[int, tuple[int, float]]:
+        """Rounds of these machines that are members, and when they had the last; counts faults."""
+        found = {}
+        for number in numbers:
+            facts = self.run.facts(number)
+            sight = Sight.of(number, facts)
+            if sight is not None and facts is not None:
+                self._rounds.saw(sight)
+                ago = facts["agent"]["last_round_s"]
+                found[number] = sight.rounds, time.monotonic() - (math.inf if ago is None else ago)
+        return found
+
+    def settle(self) -> None:
+        """Waits until all are members and have made SETTLED rounds more, then a random time."""
+        start = max((rounds for rounds, _ in self._look(self._numbers).values()), default=0)
+        begin = time.monotonic()
+
+        def settled() -> bool:
+            self.run.check()
+            seen = self._look(self._numbers)
+            return len(seen) == len(self._numbers) and all(
+                rounds >= start + SETTLED for rounds, _ in seen.values()
+            )
+
+        until(settled, "all machines in their group", self.run.said)
+        self._rounds.settle()
+        if self.times:  # not at the start
+            self.times.setdefault(BACK, []).append(time.monotonic() - begin)
+        time.sleep(2 * self._round_s * self._chance.random())
+
+    def _next_round(self, what: str, survivors: Sequence[int], begin: float, had: int) -> None:
+        """Waits for a round after `had` that a survivor's job has after `begin`."""
+        ends: list[float] = []
+
+        def come() -> bool:
+            seen = self._look(survivors)
+            ends.extend(at for rounds, at in seen.values() if rounds > had and at > begin)
+            return bool(ends)
+
+        until(come, f"the next round ({what})", self.run.said)
+        self.times.setdefault(what, []).append(min(ends) - begin)
+        self.counts[what] += 1
+
+    def wait(self) -> None:
+        """The control."""
+        self._next_round(NONE, self._numbers, time.monotonic(), self._most(self._numbers))
+        self._round_s = 2 * statistics.median(self.times[NONE])
+
+    def _most(self, numbers: Sequence[int]) -> int:
+        return max((rounds for rounds, _ in self._look(numbers).values()), default=0)
+
+    def kill(self, what: str = MACHINE) -> None:
+        """A machine dies."""
+        victim = self._chance.choice(self._numbers)
+        survivors = [number for number in self._numbers if number != victim]
+        had = self._most(survivors)
+        self._next_round(what, survivors, self.run.kill(victim, self._chance), had)
+
+    def kill_head(self) -> None:
+        """The head of Ray dies, then a machine; the command is run again."""
+        had = self._most(self._numbers)
+        self._next_round(HEAD, self._numbers, self.run.kill_head(), had)
+        self.run.await_loss()
+        time.sleep(2 * self._round_s * self._chance.random())
+        self.kill(AWAY)
+        self.run.start()
+
+
+def audit(run: Machines, machines: int, directory: Path) -> dict[str, int]:
+    """Counts batches of finished passes that are not in the group's weights, or twice."""
+    done = []
+    for number in range(machines):
+        facts = run.facts(number)
+        if facts is None or facts["job"] is None:
+            raise Failed(f"machine {number} is not there at the end")
+        done.append(int(facts["job"]["work"]["epochs_done"]))
+    run.await_rounds(range(machines), max(run.rounds(n) for n in range(machines)) + SETTLED)
+    mapped = segment.attach(
+        segment_name(job(run.name, 0), "weights"), SegmentKind.WEIGHTS, writable=False
+    )
+    flat = weights.data(mapped).copy()
+    numbers: dict[int, list[float]] = {}
+    for log in directory.glob("*.pushed"):
+        for line in log.read_text().splitlines():
+            if line.count(" ") == 1:  # the last one may be cut off
+                at, number_ = line.split()
+                numbers.setdefault(int(at), []).append(float(number_))
+    return batches(flat[:PLACES], flat[PLACES:], min(done) * BATCHES, numbers)
+
+
+def storm(
+    report: Report, size: dict[str, Any], divided: bool, kills: int, heads: int, most_s: float
+) -> None:
+    """One run with its kills, as many as there is time for; adds rows."""
+    kind = "divided" if divided else "whole"
+    with place() as directory:
+        name = f"deaths-{kind}-{os.getpid()}"
+        given = settings(
+            every=size["every"],
+            rule="outer:1:0",
+            optimizer="sgd",
+            lr=1.0,
+            divide=divided,
+            groups=[size["machines"]],
+        )
+        module = "gadei_ps.benchmarks.group_deaths_learner"
+        command = [sys.executable, "-P", "-m", module, str(directory)]
+        with closing(Machines(directory, name, given, command)) as run:
+            seen = Storm(run, size["machines"], size["seed"])
+            run.start()
+            every = max(1, kills // max(1, heads))
+            end = time.monotonic() + most_s
+            for number in range(max(kills, heads)):
+                if time.monotonic() > end:
+                    report.notes.append(f"{kind}: {number} of {kills} kills in {most_s:g} s")
+                    break
+                seen.settle()
+                seen.wait()
+                if number % every == 0 and number // every < heads:
+                    seen.kill_head()
+                elif number < kills:
+                    seen.kill()
+            for _ in range(2):  # the second one has seen nothing from before the first
+                seen.settle()
+            if divided:
+                seen.counts.update(audit(run, size["machines"], directory))
+            run.stop()
+            left = _left(run)
+            seen.counts[LEFT] = len(left)
+            report.notes += [f"left behind: {', '.join(left[:9])}"] if left else []
+    _tell(report, seen, kind)
+
+
+def _left(run: Machines) -> list[str]:
+    """What is left once what is ending has had its time."""
+    end = time.monotonic() + 5.0
+    while run.left() and time.monotonic() < end:
+        time.sleep(LOOK_S)
+    return run.left()
+
+
+def _tell(report: Report, seen: Storm, kind: str) -> None:
+    for what, seconds in seen.times.items():
+        p50, p99 = (float(one) for one in np.quantile(seconds, [0.5, 0.99]))
+        told = {"contender": "gadei-ps", "batches": kind, "what": what} | summary(seconds)
+        told |= {"p50": p50, "p99": p99, "most": max(seconds)}
+        if what in (MACHINE, AWAY, HEAD):
+            told |= {"reach_s": REACH_S, "reached": max(seconds) <= REACH_S}
+        report.rows.append(told)
+        shown = [f"{one:.2f}" for one in (p50, p99, max(seconds))]
+        report.lines.append([f"{kind}: {what}", *shown, str(len(seconds))])
+    for what in (COMPARED, FINISHED, *FAULTS):
+        if what in (FINISHED, MISSING, AGAIN) and kind != "divided":
+            continue
+        count = seen.counts[what]
+        row: dict[str, Any] = {"contender": "gadei-ps", "batches": kind, "what": what}
+        row |= {"unit": "count", "count": count}
+        report.rows.append(row | ({"reach": 0, "reached": count == 0} if what in FAULTS else {}))
+        report.lines.append([f"{kind}: {what}", "", "", "", str(count)])
+    base, theirs = seen.times[NONE], seen.times.get(MACHINE)
+    if theirs:
+        ratio = statistics.median(base) / statistics.median(theirs)
+        best = {"contender": NONE, "batches": kind, "best_ratio": min(base) / min(theirs)}
+        report.ratios.append(best | {"ratio": ratio})
+
+
+def measure(quick: bool) -> Report:
+    """Kills machines of a run with whole passes, then of one that divides them."""
+    needs_ray("group_deaths")
+    size = sizes("group_deaths", quick)
+    report = Report(["until the next round, s", "p50", "p99", "most", "number"])
+    for kind, (kills, heads, most_s) in size["kills"].items():
+        storm(report, size, kind == "divided", kills, heads, most_s)
+    machines = size["machines"]
+    report.notes.append(
+        f"{machines} machines on one host, Ray by ray.cluster_utils.Cluster; learners wait "
+        "10 ms after each gradient"
+    )
+    return report

@@ -1,0 +1,109 @@
+"""What must not happen when machines of a group die, counted from what is seen of them.
+
+`Rounds` looks at what machines tell of their rounds. After the same round, all machines of a group
+have the same weights. Each round reaches a machine's job as one frame of its agent.
+
+`batches` looks at the weights at the end (group_deaths_learner.py): which batches are in them, and
+which more than once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from gadei_ps.memory.weights import FloatArray
+
+LOST, TWICE, DIFFER = "rounds lost", "rounds applied twice", "rounds that differ"
+MISSING, AGAIN = "batches that are missing", "batches counted twice"
+LEFT = "left behind"
+FAULTS = (LOST, TWICE, DIFFER, MISSING, AGAIN, LEFT)
+COMPARED, FINISHED = "rounds compared", "batches of finished passes"
+NONE_BELOW, ONCE_BELOW, SAME_WITHIN = 1e-3, 1 + 1e-2, 1e-2
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a machine that is a member tells.
+
+    pid: of its agent. frames: of this agent that the job has applied; None if it is not told.
+    """
+
+    machine: int
+    pid: int
+    rounds: int
+    checksum: int
+    frames: int | None
+
+    @classmethod
+    def of(cls, machine: int, facts: Mapping[str, Any] | None) -> Self | None:
+        """From a machine's status; None if it is no member of its group."""
+        if facts is None or facts["agent"]["state"] != "member" or not facts["agent"]["pid"]:
+            return None
+        agent, job = facts["agent"], facts["job"] or {"learners": []}
+        frames = [one["applied"] for one in job["learners"] if one["pid"] == agent["pid"]]
+        told = int(agent["rounds"]), int(agent["checksum"]), (frames or [None])[0]
+        return cls(machine, int(agent["pid"]), *told)
+
+
+class Rounds:
+    """What has been seen of the rounds of one group."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        """counts: to which faults are added, and COMPARED: rounds that two machines have told."""
+        self._counts = counts
+        self._sums: dict[int, set[int]] = {}
+        self._told: dict[int, set[int]] = {}
+        """By round: the machines that have told of it."""
+        self._last: dict[int, Sight] = {}
+        self._surplus: dict[int, int] = {}
+        """By agent: the fewest frames beyond its rounds since the last `settle`."""
+        self._before: dict[int, int] = {}
+
+    def saw(self, sight: Sight) -> None:
+        """Compares a sight with those before it."""
+        before = self._last.get(sight.machine, sight)
+        if before.pid == sight.pid and sight.rounds < before.rounds:
+            self._counts[LOST] += before.rounds - sight.rounds
+        self._last[sight.machine] = sight
+        sums = self._sums.setdefault(sight.rounds, set())
+        self._counts[DIFFER] += bool(sums) and sight.checksum not in sums
+        sums.add(sight.checksum)
+        machines = self._told.setdefault(sight.rounds, set())
+        self._counts[COMPARED] += len(machines) == 1 and sight.machine not in machines
+        machines.add(sight.machine)
+        if sight.frames is not None:
+            surplus = sight.frames - sight.rounds
+            self._surplus[sight.pid] = min(surplus, self._surplus.get(sight.pid, surplus))
+
+    def settle(self) -> None:
+        """Counts frames that came beside those of rounds. After several sights of each machine:
+        a round's frame is applied before its agent tells of the round."""
+        for pid, surplus in self._surplus.items():
+            self._counts[TWICE] += max(0, surplus - self._before.get(pid, surplus))
+            self._before[pid] = surplus
+        self._surplus.clear()
+
+
+def batches(
+    counted: FloatArray, weighed: FloatArray, ends: int, numbers: Mapping[int, Sequence[float]]
+) -> dict[str, int]:
+    """Counts batches of finished passes that are not in the weights, and those that are twice.
+
+    counted: of each batch, how much of it is in the weights: the share that its machine had in its
+    round, so above 0 and at most 1. weighed: the same times the batch's number. ends: the batches
+    of finished passes. numbers: by batch, those that learners have drawn for it. Where it was
+    trained more than once, more than one of them is in the weights, which then have a mean of them.
+    """
+    missing = int((counted[:ends] <= NONE_BELOW).sum())
+    twice = set(np.flatnonzero(counted > ONCE_BELOW).tolist())
+    twice |= set(np.flatnonzero(counted < -NONE_BELOW).tolist())  # a round was taken off twice
+    for at in np.flatnonzero(counted > NONE_BELOW).tolist():
+        found = weighed[at] / counted[at]
+        if not any(abs(found - one) < SAME_WITHIN * one for one in numbers.get(at, ())):
+            twice.add(at)
+    return {FINISHED: ends, MISSING: missing, AGAIN: len(twice)}
