@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.c native/*.h)
 
+# Where it is set, each new interpreter would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-gpu test-systemd crash crash-all mutants verify stress fuzz soak lint typing bench bench-gpu \
 	reproduce gpu-ready docs clean
 
@@ -13,8 +16,11 @@ train: $(VENV)/built
 
 WORKERS ?= 3  # of pytest; most tests wait for processes, so more than the cores
 
+# In two parts: tests fork their own process, so those that make it large have processes of their own.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not systemd"
+
 test: $(VENV)/frameworks
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not systemd"
+	$(PYTEST) --part large; large=$$?; $(PYTEST) --part small && exit $$large
 
 # The units under a systemd that is booted in namespaces. Needs root, systemd, dbus and util-linux.
 # WALK_ROUNDS=500: a long random walk instead of one of 15 rounds, an hour or so.
@@ -88,17 +94,24 @@ docs: $(VENV)/built
 	$(BIN)/python -m pip install -q -e '.[torch,dev,docs]'
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
-# The stamp is made last: an interrupted set-up is done again. C sources are compiled by pip.
+# C sources are compiled by pip.
+EXTRAS = torch,dev
+define set-up
+$(BIN)/python native/build_identity.py
+$(BIN)/python -m pip install -q --upgrade pip
+$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
+endef
+
+# The stamp is made last: an interrupted set-up is done again.
 $(VENV)/built: pyproject.toml setup.py $(NATIVE) | $(VENV)/bin/python
-	$(BIN)/python native/build_identity.py
-	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q -e '.[torch,dev]'
+	$(set-up)
 	touch $@
 
-# Some 30 MB to fetch, 200 MB on the disk.
-$(VENV)/frameworks: $(VENV)/built
-	$(BIN)/python -m pip install -q -e '.[torch,dev,frameworks]'
-	touch $@
+# With the frameworks: some 30 MB more to fetch, 200 MB on the disk.
+$(VENV)/frameworks: EXTRAS = torch,dev,frameworks
+$(VENV)/frameworks: pyproject.toml setup.py $(NATIVE) | $(VENV)/bin/python
+	$(set-up)
+	touch $(VENV)/built $@
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -30,6 +31,39 @@ PR_SET_CHILD_SUBREAPER = 36
 JOBS = f"t{os.getpid()}-"
 TURNS = pytest.StashKey[Turns]()
 _numbers = itertools.count()
+NEEDS_TORCH = re.compile(
+    r"^(import|from) (torch\b|support.torch_models"
+    r"|gadei_ps\.(classifier|learners\.(torch|virtual)|benchmarks))|importorskip\(.torch",
+    re.M,
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Tests fork their own process; what makes it large makes all forks slow."""
+    parser.addoption(
+        "--part",
+        choices=("large", "small"),
+        help="large: only the tests that import torch or compile; small: only the others",
+    )
+
+
+def is_large(path: Path) -> bool:
+    """Whether tests of a file make their own process much larger. Few of them fork it."""
+    return path.parent.name == "unit" or NEEDS_TORCH.search(path.read_text()) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """As --part says."""
+    part = config.getoption("--part")
+    if part is None or not collection_path.match("test_*.py"):
+        return None
+    return True if is_large(collection_path) != (part == "large") else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A small part that has become large is refused."""
+    if session.config.getoption("--part") == "small" and "torch" in sys.modules:
+        raise pytest.UsageError("a file of the small part imports torch; see NEEDS_TORCH")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -154,9 +188,9 @@ def nothing_left() -> Iterator[None]:
     before = support.children()
     yield
     support.eventually(
-        lambda: not support.children() - before, 15, lambda: support.described(before)
+        lambda: not support.children() - before, 30, lambda: support.described(before)
     )
     try:
-        support.eventually(lambda: not support.segments(JOBS), 5, lambda: support.segments(JOBS))
+        support.eventually(lambda: not support.segments(JOBS), 30, lambda: support.segments(JOBS))
     finally:  # so that only the test fails that has left them
         support.remove_segments(JOBS)

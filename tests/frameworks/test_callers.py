@@ -7,24 +7,32 @@ where its framework is not installed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from shell import Cli
 from support import daemon
-from support.scripts import outputs
+from support.scripts import Loaded
 from support.torch_models import one_thread as one_thread
+from support.waiting import PATIENCE_S as SHORT_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 KERAS, JAX = "keras_fit", "optax_train"
 NEEDS = {KERAS: ("keras",), JAX: ("jax", "optax")}
+IMPORTS = {
+    KERAS: "import os; os.environ['KERAS_BACKEND'] = 'torch'; import keras",
+    JAX: "import jax, optax",
+}
 ADAPTERS = {KERAS: ("keras", "_step"), JAX: ("jax", "step")}
 SHORT = {KERAS: ["--epochs", "2", "--samples", "128"], JAX: ["--steps", "30"]}
 PUSHES = {KERAS: 2 * 128 // 32, JAX: 30}  # of one learner
 SAMPLES = {KERAS: 2 * 128, JAX: 30 * 32}
+PATIENCE_S = 4 * SHORT_S  # interpreters that import a framework, on a busy machine
 pytestmark = pytest.mark.timeout(400)
 # One of the two learners makes five steps, and is killed in the sixth.
 DIES = """
@@ -78,15 +86,25 @@ print("loss", model.get_weights()[0].sum())
 """
 
 
-def need(name: str) -> None:
-    for package in NEEDS[name]:
+@pytest.fixture(scope="module", params=NEEDS)
+def name(request: pytest.FixtureRequest) -> str:
+    """Of an example, whose framework is there."""
+    for package in NEEDS[request.param]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"there is no {package}: pip install {package}")
+    return str(request.param)
 
 
-def figure(name: str, words: list[str], job: str | None) -> float:
+@pytest.fixture(scope="module")
+def loaded(name: str) -> Iterator[Loaded]:
+    """Runs examples and scripts of the framework."""
+    with contextlib.closing(Loaded(IMPORTS[name])) as made:
+        yield made
+
+
+def figure(loaded: Loaded, name: str, words: list[str], job: str | None) -> float:
     variables = {"GADEI_PS_JOB": job, "GADEI_PS_LEARNER": "0"} if job else {}
-    ((output, error),) = outputs(str(EXAMPLES / name), words + SHORT[name], [variables])
+    ((output, error),) = loaded.outputs(str(EXAMPLES / name), words + SHORT[name], [variables])
     assert not error, output
     return float(re.findall(r"loss (\S+)", output)[-1])
 
@@ -100,39 +118,48 @@ def figure(name: str, words: list[str], job: str | None) -> float:
         (JAX, [], 1e-4),
         (JAX, ["--own"], 1e-5),
     ],
+    indirect=["name"],
 )
 def test_one_learner_does_what_the_framework_alone_does(
-    name: str, words: list[str], near: float, job_name: str
+    name: str, words: list[str], near: float, job_name: str, loaded: Loaded
 ) -> None:
-    need(name)
-    plain = figure(name, ["--plain", *words], None)
+    plain = figure(loaded, name, ["--plain", *words], None)
     with daemon(job_name, sync="bsp", start_with=1, optimizer={}) as served:
-        one = figure(name, words, job_name)
+        one = figure(loaded, name, words, job_name)
         served.check()
     assert one == pytest.approx(plain, rel=near)
 
 
-@pytest.mark.parametrize("name", NEEDS)
-@pytest.mark.parametrize("sync", ["bsp", "wsp:D=0,s_local=3"])
-def test_two_learners(name: str, sync: str, cli: Cli, interpreters: None, job_name: str) -> None:
-    """As users start them."""
-    need(name)
+def test_two_learners(name: str, cli: Cli, interpreters: None, job_name: str) -> None:
+    """As users start them; under BSP there are two in the next test."""
     script = [sys.executable, EXAMPLES / f"{name}.py", *SHORT[name]]
-    result = cli("run", job_name, "--learners", 2, "--sync", sync, "--json", "--", *script)
+    sync = ("--sync", "wsp:D=0,s_local=3")
+    result = cli(
+        "run", job_name, "--learners", 2, *sync, "--json", "--", *script, patience_s=PATIENCE_S
+    )
     assert result.code == 0, result
     assert result.json["gradients_refused"] == 0
     assert result.json["samples"] == 2 * SAMPLES[name]
 
 
-@pytest.mark.parametrize("name", NEEDS)
 def test_one_of_two_learners_dies(
     name: str, cli: Cli, interpreters: None, job_name: str, tmp_path: Path
 ) -> None:
-    need(name)
     path = tmp_path / "dies.py"
     path.write_text(DIES.format(*ADAPTERS[name]))
     script = [sys.executable, path, EXAMPLES / f"{name}.py", *SHORT[name]]
-    result = cli("run", job_name, "--learners", 2, "--sync", "bsp", "--json", "--", *script)
+    result = cli(
+        "run",
+        job_name,
+        "--learners",
+        2,
+        "--sync",
+        "bsp",
+        "--json",
+        "--",
+        *script,
+        patience_s=PATIENCE_S,
+    )
     assert result.code == 0, result
     assert result.json["gradients_applied"] == PUSHES[name] + 5
     assert re.search(r"^\[0\] .*loss", result.err, re.M), result.err
@@ -146,28 +173,28 @@ def test_one_of_two_learners_dies(
         (JAX, "{'a': 1}", "ModelMismatch: params: 'a' is int32"),
         (JAX, "{'a': {'b': 1.0}, 'a/b': 2.0}", "ModelMismatch: two arrays of a pytree"),
     ],
+    indirect=["name"],
 )
 def test_what_a_job_does_not_train_is_refused(
-    name: str, script: str, message: str, tmp_path: Path
+    name: str, script: str, message: str, tmp_path: Path, loaded: Loaded
 ) -> None:
-    need(name)
     path = tmp_path / "refused.py"
     path.write_text(REFUSED[name].format(script))
-    ((_, error),) = outputs(str(path.with_suffix("")), [], [{}])
+    ((_, error),) = loaded.outputs(str(path.with_suffix("")), [], [{}])
     assert re.search(message, error), error
 
 
 @pytest.mark.parametrize("order", ["--before", "--after"])
+@pytest.mark.parametrize("name", [KERAS], indirect=True)
 def test_a_wave_of_keras_is_one_sum_and_what_ends_a_fit_may_write(
-    order: str, tmp_path: Path, job_name: str
+    order: str, tmp_path: Path, job_name: str, loaded: Loaded
 ) -> None:
-    need(KERAS)
-    path = tmp_path / "waves.py"
-    path.write_text(WAVES)
+    (tmp_path / "waves.py").write_text(WAVES)
+    script = str(tmp_path / "waves")
     found = []
     with daemon(job_name, sync="wsp:D=0,s_local=3", start_with=1, optimizer={}) as served:
         for words, variables in ((["--plain"], {}), ([], {"GADEI_PS_JOB": job_name})):
-            ((output, error),) = outputs(str(path.with_suffix("")), [order, *words], [variables])
+            ((output, error),) = loaded.outputs(script, [order, *words], [variables])
             assert not error, output
             found.append(float(output.split()[-1]))
         served.check()
