@@ -96,7 +96,7 @@ FULL: dict[str, dict[str, Any]] = {
     "group_deaths": {
         "machines": 3,
         "every": 30,
-        "kills": {"whole": (80, 15, 400.0), "divided": (20, 5, 120.0)},
+        "kills": {"whole": (80, 15, 400.0), "divided": (20, 5, 240.0)},
         "seed": 0,
     },
     "asynchrony": {

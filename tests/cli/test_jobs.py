@@ -292,11 +292,8 @@ def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
 def test_silent_watchdog(cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "ANSWER_TIMEOUT_S", 0.5)  # also in the commands, which are forks
     daemon = cli.serve(job_name)
-    os.kill(daemon.pid, signal.SIGSTOP)
-    try:
+    with support.Stopped(daemon.pid):
         found = cli("ls", "--json").json["jobs"]
         assert [one["state"] for one in found if one["name"] == job_name] == ["silent"]
         assert not cli("gc", job_name, "--json").json["removed"]
         assert f"gadei-ps kill {job_name} --watchdog" in cli("stop", job_name).error
-    finally:
-        os.kill(daemon.pid, signal.SIGCONT)

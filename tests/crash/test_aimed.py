@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import itertools
-import os
 import random
 import signal
 from collections.abc import Callable
@@ -123,7 +122,6 @@ class Servers:
         with apart(self.child.pid):
             for _ in range(TRIES):
                 self.child.signal(signal.SIGSTOP)
-                os.waitid(os.P_PID, self.child.pid, os.WSTOPPED)  # all of its threads
                 if any(where(self.rig, shard) for shard in range(self.rig.shards)):
                     break
                 self.publish()

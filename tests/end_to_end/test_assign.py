@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
-from support import Child, daemon, eventually, fork, live_weights, spin, status
+from support import Child, Stopped, daemon, eventually, fork, live_weights, spin, status
 
 from gadei_ps.errors import ModelMismatch, PushTimeout, UsageError
 from gadei_ps.job.processes import Processes
@@ -130,12 +130,11 @@ def test_one_time_limit(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         Client(job_name, tensors={"w": np.zeros(3, np.float32)}) as client,
     ):
         server = eventually(lambda: Processes(job_name).server(ready=True))
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(PushTimeout, match=r"^the assignment was not made within 0 s$"):
-                client.assign({"w": np.ones(3)}, timeout_s=0)
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
+        with (
+            Stopped(server.pid),
+            pytest.raises(PushTimeout, match=r"^the assignment was not made within 0 s$"),
+        ):
+            client.assign({"w": np.ones(3)}, timeout_s=0)
         client.wait_applied()
         np.testing.assert_array_equal(client.weights["w"], 1)
         wait, left = client.wait_applied, []

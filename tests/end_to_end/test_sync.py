@@ -128,7 +128,6 @@ def test_bounded_spread(model: str, bound: int, job_name: str) -> None:
         watch(100, team)
         stopped, *others = team
         stopped.signal(signal.SIGSTOP)
-        eventually(lambda: os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT))
 
         def caught_up() -> bool:
             heads = _heads(job_name)

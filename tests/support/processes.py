@@ -81,7 +81,10 @@ class Child:
         self._pipe.send(value)
 
     def signal(self, number: int) -> None:
+        """Sends a signal; after SIGSTOP none of its threads runs any more when this returns."""
         os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     @property
     def alive(self) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import random
 import signal
 
-import psutil
 import pytest
 from support import eventually
 from support.rounds import CALM_S, Agent, alike, begin, go_on, join, last_words
@@ -17,10 +16,6 @@ from gadei_ps.agents.neighbours import Group
 from gadei_ps.agents.state import NOT_FINITE
 
 HANGS_S = 2.0  # one that is silent for so long, where one hangs
-
-
-def stopped(pid: int) -> bool:
-    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
 def machines(count: int, silence_s: float = CALM_S) -> list[Agent]:
@@ -87,7 +82,6 @@ def test_of_two_machines_one_goes_on_when_the_other_is_certainly_dead() -> None:
     one, other = begin(machines(2))
     go_on([one, other])
     other.child.signal(signal.SIGSTOP)
-    eventually(lambda: stopped(other.child.pid))
     other.child.kill()
     go_on([one])
     one.child.kill()
@@ -99,8 +93,6 @@ def test_one_of_three_waits_for_the_word_when_the_others_die_at_once() -> None:
     *lost, last = agents
     for one in lost:
         one.child.signal(signal.SIGSTOP)
-    for one in lost:
-        eventually(lambda one=one: stopped(one.child.pid))
     for one in lost:
         one.child.kill()
     rounds = max(last.written)
