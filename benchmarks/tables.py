@@ -16,7 +16,7 @@ MISSING = "Not measured yet."
 
 @dataclass(frozen=True)
 class Table:
-    """A table below the comment `<!-- RESULT.json: table -->` of a page.
+    """A table between the comments `<!-- RESULT.json: table -->` and `<!-- end of table -->`.
 
     lines: those of the table, given the result. The result's notes stand below it.
     """
@@ -27,8 +27,10 @@ class Table:
 
     @property
     def mark(self) -> re.Pattern[str]:
-        """The comment, and the table as it is now."""
-        return re.compile(rf"(<!-- {self.result}\.json: table -->\n).*?(?=\n\n|\Z)", re.S)
+        """The first comment, and the table as it is now, with its notes."""
+        return re.compile(
+            rf"(<!-- {self.result}\.json: table -->\n).*?(?=\n\n<!-- end of table -->)", re.S
+        )
 
     def text(self) -> str:
         """Of the page."""
