@@ -4,7 +4,7 @@ A machine that takes models calls, and asks for one after the other: for the new
 newer than the one that it has, or for a certain version, so that all machines of its group get the
 same. It may also ask a machine of its own group for what that one has got from a neighbour. What
 has been begun is sent to its end; then the newest is next. So a slow receiver gets fewer models,
-but whole ones.
+but whole ones. One that is slower than frames.LEAST_RATE gets none.
 
 There is room for SLOTS models. While all older ones are still being sent, a new one finds no room
 and is left out.
@@ -244,6 +244,7 @@ class Broadcast:
     def _send_model(self, connection: socket.socket, model: Model, wire: Wire, data: Bytes) -> None:
         """data: the whole model, encoded."""
         room = np.empty(compress.size(PIECE_VALUES, wire), np.uint8)
+        pace = frames.Pace(len(data), self._piece_s)
         for piece, start in enumerate(range(0, self._values, PIECE_VALUES)):
             here = slice(start, min(start + PIECE_VALUES, self._values))
             found = compress.cut_out(data, self._values, wire, here)
@@ -258,8 +259,7 @@ class Broadcast:
                 sender=self._number,
                 payload_sum=_mesh.checksum(payload.data),
             )
-            until = time.monotonic() + self._piece_s
-            sent = frames.send(connection, [header.pack(), payload.data], until)
+            sent = frames.send(connection, [header.pack(), payload.data], pace.until())
             with self._changed:
                 self.sent_bytes += sent
 

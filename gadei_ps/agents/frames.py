@@ -27,6 +27,9 @@ assert HEADER_BYTES == 56
 # 1 to 3 are REDUCE, GATHER and DONE of native/mesh.h.
 STATE, BEAT, ABORT, MODEL, GREETING, LETTER, SNAPSHOT, WANT, GONE, BOOK = range(4, 14)
 
+LEAST_RATE = 1 << 17
+"""Bytes a second. A model of another group that is slower is given up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -97,6 +100,25 @@ def receive_bytes(connection: socket.socket, count: int, until: float) -> bytes:
     room = bytearray(count)
     receive(connection, memoryview(room), until)
     return bytes(room)
+
+
+class Pace:
+    """Deadlines of a model that goes in pieces: of each piece, and of all of them together.
+
+    Without the second one, who drips could keep the other side busy for hours.
+    """
+
+    def __init__(self, size: int, piece_s: float) -> None:
+        """size: of the model, bytes. piece_s: patience for a piece, and once more for all."""
+        self._piece_s = piece_s
+        self._end = time.monotonic() + piece_s + size / LEAST_RATE
+
+    def until(self) -> float:
+        """By when the next piece is due. Raises AgentError if all of them are."""
+        now = time.monotonic()
+        if now >= self._end:
+            raise AgentError(f"takes less than {LEAST_RATE >> 10} KB/s for a model")
+        return min(now + self._piece_s, self._end)
 
 
 def send(connection: socket.socket, buffers: Sequence[bytes | memoryview], until: float) -> int:

@@ -379,8 +379,9 @@ class _Source:
         if not fits or code >= len(CODES):
             raise AgentError("sends a model that nobody awaits")
         wire = CODES[code]
+        pace = frames.Pace(compress.size(self._values, wire), self._piece_s)
         for piece, start in enumerate(range(0, self._values, PIECE_VALUES)):
-            until = time.monotonic() + self._piece_s
+            until = pace.until()
             if piece:
                 data = frames.receive_bytes(connection, HEADER_BYTES, until)
                 header = frames.unpack(data, (MODEL,), 4 * PIECE_VALUES)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +14,13 @@ import pytest
 from support import eventually
 from support.agents import HANDSHAKE_BYTES, IDENTITY, Proxy, nothing_of_agents_left
 
+from gadei_ps.agents import frames
 from gadei_ps.agents.broadcast import SLOTS, Broadcast
 from gadei_ps.agents.inbox import Goal, Inbox
 from gadei_ps.agents.letters import MOST_AGENTS, Book, Entry
 from gadei_ps.agents.listener import Address, Listener
 from gadei_ps.agents.plan import PIECE_VALUES
+from gadei_ps.errors import AgentError
 from gadei_ps.groups import compress
 from gadei_ps.groups.compress import Wire
 from gadei_ps.groups.messages import Model
@@ -196,6 +201,48 @@ def test_another_machine_is_asked_when_one_has_nothing_new(
     all_closed.callback(other.close)
     inbox = get(all_closed, sender, other, piece_s=0.1)
     eventually(lambda: other.offer(other.broadcast.version + 1) or newest(inbox))
+
+
+def test_who_drips_is_left_for_another_machine(
+    all_closed: contextlib.ExitStack, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece comes in its time, and all together too slowly."""
+    monkeypatch.setattr(frames, "LEAST_RATE", 1 << 24, raising=False)
+    cut_out, other = compress.cut_out, Sender(1)
+    all_closed.callback(other.close)
+
+    def slowly(*args: Any) -> list[compress.Bytes]:
+        if threading.current_thread() in sender.broadcast._threads:
+            time.sleep(0.3)
+        return cut_out(*args)
+
+    monkeypatch.setattr(compress, "cut_out", slowly)
+    inbox = get(all_closed, sender, other, piece_s=0.5)
+    sender.offer(100)
+    eventually(
+        lambda: other.offer(other.broadcast.version + 1) or newest(inbox), what=inbox.troubles
+    )
+    assert newest(inbox) < 100
+
+
+def test_who_reads_in_drips_keeps_no_model(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "LEAST_RATE", 1 << 24, raising=False)
+    monkeypatch.setattr(sender.broadcast, "_piece_s", 0.5)
+    near, far = socket.socketpair()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+
+    def read() -> None:
+        while far.recv(1 << 16, socket.MSG_WAITALL):
+            time.sleep(0.08)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with near, far:
+        data = model(1).view(np.uint8)
+        with pytest.raises((AgentError, TimeoutError)):
+            sender.broadcast._send_model(near, Model(OURS, 1), Wire.FLOAT32, data)
+        near.shutdown(socket.SHUT_RDWR)
+        reader.join()
 
 
 def test_a_damaged_piece_ends_the_connection_and_the_model_comes_again(
