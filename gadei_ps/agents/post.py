@@ -78,6 +78,7 @@ class Post:
         self._lock = threading.Lock()
         self._book: letters.Book = {self.number: Entry(me.incarnation, *address)}
         self._ways: dict[int, _Way] = {}
+        self._last: tuple[Letter, bytes] | None = None
         self._callers: dict[tuple[int, int], socket.socket] = {}
         self._readers: set[threading.Thread] = set()
         self._read_out = threading.Condition(self._lock)
@@ -124,7 +125,14 @@ class Post:
             except (AgentError, OSError) as error:  # no thread left, say: they come back
                 self.troubles.note(number, f"agent {number}: {in_words(error)}")
                 return
-        self._ways[number].send(letters.encode(Letter(message, self.book, self.terms)))
+        self._ways[number].send(self._encoded(message))
+
+    def _encoded(self, message: Message) -> bytes:
+        """As bytes; once for all to whom it goes, one right after the other."""
+        letter = Letter(message, self.book, self.terms)
+        if self._last is None or self._last[0] != letter:
+            self._last = letter, letters.encode(letter)
+        return self._last[1]
 
     def close(self) -> None:
         """Ends all threads and connections. For the thread that sends."""

@@ -325,6 +325,31 @@ def test_an_address_that_is_none_is_told(end: End) -> None:
     assert "'a..b' is no name of a host" in end.post.troubles[1]
 
 
+def test_a_letter_to_several_is_encoded_once(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    others, made = [End(1), End(2)], []
+    encode = letters.encode
+
+    def encoded(letter: Letter) -> bytes:
+        made.append(letter)
+        return encode(letter)
+
+    monkeypatch.setattr(letters, "encode", encoded)
+    for one in others:
+        end.post.learn(one.post.book)
+    for rounds in (1, 2):
+        for one in others:
+            end.say(one.me, rounds)
+        for one in others:
+            eventually(lambda one=one, rounds=rounds: len(one.heard) == rounds)
+    end.post.learn({5: Entry(0, "127.0.0.1", 9)})
+    end.say(others[0].me, 2)
+    eventually(lambda: len(others[0].heard) == 3)
+    assert others[0].heard == made and others[1].heard == made[:2]
+    assert 5 in made[2].book and 5 not in made[1].book
+    for one in others:
+        one.close()
+
+
 def test_a_stranger_in_another_name_is_not_heard(end: End) -> None:
     liar = End(1, 3)
     liar.post.learn(end.post.book)
