@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gadei_ps.agents import addresses, orders, threads, tls
 from gadei_ps.agents.driver import Driver
-from gadei_ps.agents.events import EXPELLED, LEFT, LOST, TRAINED
+from gadei_ps.agents.events import EXPELLED, LEFT, LOST, TRAINED, Mistake
 from gadei_ps.agents.handshake import Identity
 from gadei_ps.agents.letters import MOST_AGENTS, Entry
 from gadei_ps.agents.listener import Listener
@@ -222,7 +222,7 @@ def run(settings: Settings, told: Iterable[str] = ()) -> int:
         unused = driver.close(CLOSE_S)
         door.close()
     _tell(ended=ended)
-    code = _CODES.get(ended, 1)
+    code = UsageError.exit_code if isinstance(ended, Mistake) else _CODES.get(ended, 1)
     if code:
         print(f"gadei-ps: {ended}", file=sys.stderr, flush=True)
     if not unused:

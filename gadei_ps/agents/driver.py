@@ -62,9 +62,7 @@ from gadei_ps.groups.rules import Rule
 A_SILENCE = 4
 """Letters in the time after which a silent member counts as lost."""
 MOST_TICK_S = 5.0
-"""Between two looks at the job, which learners that stand still wait for."""
-MOST_LETTERS = 256
-"""That wait for the driver."""
+"""Letters may be lost: what is due is said again."""
 
 
 class Driver:
@@ -110,19 +108,14 @@ class Driver:
         group = group or Group()
         terms = f"{group}, rule {rule} in {wire}"
         terms += f", batches of {shares}" if shares is not None else ""
-        self.post = Post(
-            *(door, me, address, self._arrived, tell),
-            terms=terms,
-            piece_s=piece_s,
-        )
+        self.post = Post(*(door, me, address, self._arrived, tell), terms=terms, piece_s=piece_s)
         self._neighbours = Neighbours(door, me, group, self.state, self.post, tell, piece_s=piece_s)
         self._job, self._exchange, self._fetching, self._rule = (
             Worker(f"agent-{name}", tell) for name in ("job", "exchange", "fetch", "rule")
         )
         self._call = states.Call()
         self._leaves = False
-        self._copy = np.zeros(training.values, np.float32)
-        self._out = np.zeros(training.values, np.float32)
+        self._copy, self._out = (np.zeros(training.values, np.float32) for _ in range(2))
         self._samples = 0
         self._copied: int | None = None
         """The round whose copy is in `_copy`."""
@@ -153,16 +146,20 @@ class Driver:
     def run(self) -> str:
         """Takes part in rounds until this life is over; returns why."""
         tick_s = min(self._silence_s / A_SILENCE, MOST_TICK_S)
-        last = time.monotonic()
+        last = looked = time.monotonic()
         if self.agreement.view is not None:
             self._hearing.begin(self.agreement.view.members, last + self._start_s)
         while self.ended is None:
             self._lookout.look(self.agreement)
             self._next()
-            if (left := last + tick_s - time.monotonic()) > 0:
+            due = min(last + tick_s, looked + self.training.look_s)
+            if (left := due - time.monotonic()) > 0:
                 with contextlib.suppress(queue.Empty):
                     self._hear(self._events.get(timeout=left))
             now = time.monotonic()
+            if now >= looked + self.training.look_s:
+                self._look_at_job()
+                looked = now
             if now >= last + tick_s:
                 self._tick(now, stood_still_s=now - last - tick_s)
                 last = now
@@ -186,7 +183,7 @@ class Driver:
 
     def _arrived(self, letter: Letter) -> None:
         """A letter, in any thread. It is lost if too many wait: what is due will be said again."""
-        if self._events.qsize() < MOST_LETTERS:
+        if self._events.qsize() < events.MOST_WAITING:
             self._events.put(letter)
 
     def _hear(self, event: events.Event) -> None:
@@ -242,12 +239,14 @@ class Driver:
         else:
             self._carry_out(self.agreement.leave())
 
-    def _tick(self, now: float, *, stood_still_s: float) -> None:
-        """Looks for silence, and repeats what is due. stood_still_s: this process itself."""
+    def _look_at_job(self) -> None:
         try:
             self.training.check()
         except GadeiError as error:
             self.ended = self.ended or events.of_job(error)
+
+    def _tick(self, now: float, *, stood_still_s: float) -> None:
+        """Looks for silence, and repeats what is due. stood_still_s: this process itself."""
         view = self.agreement.view
         others = [one for one in view.members if one != self.me] if view is not None else []
         for member in self._hearing.silent(others, now, stood_still_s):
@@ -433,14 +432,14 @@ class Driver:
         view = self.agreement.view
         wanted = view is not None and view.generation == generation and self.agreement.lacks
         if events.is_final(done.error):
-            self.ended = in_words(done.error)
+            self.ended = events.why(done.error)
         elif done.error is None and wanted and not self.agreement.frozen:
             self.state.take(done.result)
             self._carry_out(self.agreement.fetched(generation))
 
     def _end_of_exchange(self, generation: int, number: int, done: Done) -> None:
         if events.is_final(done.error):
-            self.ended = in_words(done.error)
+            self.ended = events.why(done.error)
         elif done.error is not None:
             self._joined = -1
             self._carry_out(self.agreement.broken(generation))

@@ -20,6 +20,8 @@ JOB_ENDED = "the job cannot go on"
 TRAINED = "the training has ended"
 LEFT = "has left its group"
 """Why a life is over."""
+MOST_WAITING = 256
+"""Letters that wait for the driver."""
 
 
 class Wish(enum.Enum):
@@ -39,8 +41,19 @@ Event = Letter | Member | Model | Done | Wish | GoOn
 """What a driver hears of; a Member: this life has certainly ended; a Model: it has come."""
 
 
+class Mistake(str):
+    """Why a life is over after which another one would end as well, until a person acts."""
+
+
+def why(error: BaseException) -> str:
+    """Why a life is over that this has ended."""
+    return Mistake(in_words(error)) if isinstance(error, UsageError) else in_words(error)
+
+
 def of_job(error: BaseException) -> str:
     """Why a life is over whose job raises this."""
+    if isinstance(error, UsageError):
+        return why(error)
     return TRAINED if isinstance(error, JobStopped) else f"{JOB_ENDED}: {in_words(error)}"
 
 

@@ -17,14 +17,11 @@ import sys
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from gadei_ps.agents import said
 from gadei_ps.agents.plan import Floats
 from gadei_ps.agents.training import LOOK_S, JobTraining, StandingTraining
 from gadei_ps.errors import AgentError, GadeiError, UsageError
 from gadei_ps.groups.membership import Member
-from gadei_ps.groups.parts import is_finite
 from gadei_ps.groups.shares import Said, Shares, Span, Work, without
 from gadei_ps.learners.owned import Owned
 from gadei_ps.memory import layout, owned
@@ -89,8 +86,8 @@ class OwningTraining(JobTraining):
         """
         if shares.work is not None and shares.work != self._work():
             raise UsageError(
-                f"the group divides {shares.work}, but this job has {self._work()}: give all "
-                "machines the same data, batch size, epochs and seed"
+                f"the group divides {shares.work}, but the job of this machine has "
+                f"{self._work()}: give all machines the same data, batch size, epochs and seed"
             )
         new = without(shares.of(self._me), self._given)
         self._given = shares.of(self._me)
@@ -128,9 +125,8 @@ class OwningTraining(JobTraining):
     def _copy(self, into: Floats) -> int:
         """See JobTraining. Also notes what is not in the copy."""
         copied = self._owned.copy(into)
-        if into is not self._snapshot:
-            np.copyto(self._snapshot, into)
-        self._is_copied, self._is_finite = True, is_finite(into)
+        self._look_at(into)
+        self._keep(into)
         left = [*(Span(*one) for one in copied.unanswered), *self._rest]
         done = max(int(self._control["epochs_done"]), int(self._control["owned_passes"]))
         unanswered = tuple(without(left, []))

@@ -26,6 +26,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gadei_ps import _mesh
+from gadei_ps.agents.constants import Constants
 from gadei_ps.agents.plan import Floats
 from gadei_ps.errors import AgentError, JobNotFound, ModelMismatch, UsageError
 from gadei_ps.groups.parts import is_finite
@@ -39,11 +40,16 @@ NAME = "agent"
 LOOK_S = 0.005
 """Between two looks at the job's counts, where something is to come soon."""
 _MOST_LOOK_S = 0.05
+_BEAT_S = 0.1
+"""Between two signs of life while learners stand still; a job may give an agent little time."""
 _AGAIN_S = 0.05
 
 
 class JobTraining:
-    """The weights of a job. Buffers are exchanged as weights are; the optimizer's state is not."""
+    """The weights of a job. Buffers are exchanged as weights are, but for constants; the
+    optimizer's state is not."""
+
+    look_s = 5.0
 
     def __init__(
         self,
@@ -63,6 +69,7 @@ class JobTraining:
         self._control = self._client.place.control.view(CONTROL)
         self.values = self._client.model.elements
         self._snapshot = np.zeros(self.values, np.float32)
+        self._constants = Constants(self._client.model)
         self._is_copied = False
         self._is_finite = True
         """Whether the last copy is."""
@@ -83,10 +90,10 @@ class JobTraining:
         checksum = _mesh.checksum(weights.data)
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(weights, self._snapshot, out=self._snapshot)
-        if is_finite(self._snapshot):
-            self._client.add(self._client.model.views(self._snapshot))
+        if self._constants.keep(weights) and is_finite(self._snapshot):
+            self._client.add(self._constants.rest(self._snapshot))
         else:
-            self._client.assign(self._client.model.views(weights), reset=True)
+            self._client.assign(self._constants.rest(weights), reset=True)
         self._is_copied = False
         self._begun = self._gradients
         self._counted += 1  # the addition is no gradient
@@ -127,10 +134,20 @@ class JobTraining:
         """Copies the weights; returns the samples, else gradients, since the last copy."""
         trained = self._trained()
         self._client.pull(into, consistent=True, timeout_s=None)
-        if into is not self._snapshot:
-            np.copyto(self._snapshot, into)
-        self._is_copied, self._is_finite = True, is_finite(into)
+        self._look_at(into)
+        self._keep(into)
         return trained
+
+    def _look_at(self, copied: Floats) -> None:
+        """What of a copy is exchanged, and whether that is finite."""
+        self._constants.take_out(copied)
+        self._is_finite = is_finite(copied)
+
+    def _keep(self, copied: Floats) -> None:
+        """For the difference to the group's weights."""
+        if copied is not self._snapshot:
+            np.copyto(self._snapshot, copied)
+        self._is_copied = True
 
     def _weight(self, number: int, trained: int, copied: Floats) -> int:
         """What Training.copy returns. Says so if the copy does not count."""
@@ -159,6 +176,8 @@ class JobTraining:
 class StandingTraining(JobTraining):
     """The weights of a job whose learners stand still from the copy until they are assigned."""
 
+    look_s = _BEAT_S
+
     def __init__(
         self,
         job: str,
@@ -184,7 +203,8 @@ class StandingTraining(JobTraining):
         if not self._stands:
             self._stand_still()
             self._copy(self._snapshot)
-        self._client.assign(self._client.model.views(weights), reset=not self._is_finite)
+        self._constants.keep(weights)
+        self._client.assign(self._constants.rest(weights), reset=not self._is_finite)
         checksum = _mesh.checksum(self._client.pull(self._snapshot).data)
         self._trained()
         self._begun = self._gradients
@@ -197,7 +217,7 @@ class StandingTraining(JobTraining):
 
     def _copy(self, into: Floats) -> int:
         self._client.pull(into)
-        self._is_finite = is_finite(into)
+        self._look_at(into)
         return self._trained()
 
     def _stand_still(self) -> None:

@@ -12,6 +12,8 @@ class Training(Protocol):
     """What a machine trains. `copy` and `write` may take long; one thread calls them, in turn."""
 
     values: int
+    look_s: float
+    """Between two calls of `check`."""
 
     def copy(self, number: int, into: Floats) -> int:
         """Trains for round `number`, then copies the weights.

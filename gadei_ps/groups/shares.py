@@ -41,6 +41,9 @@ class Work:
     epochs: int
     seed: int
 
+    def __str__(self) -> str:
+        return f"{self.batches} batches, {self.epochs} epochs, seed {self.seed}"
+
 
 @dataclass(frozen=True)
 class Said:

@@ -17,13 +17,14 @@ import pytest
 from support import Child, daemon, eventually, live_weights, status
 from support.agents import certificates
 from support.beside import TOKEN, Agent, alike, ports
-from support.supervised import goes_on
+from support.supervised import TIMEOUT_S, Watched, goes_on, pushing
 
 from gadei_ps.agents import agent
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Client
 
 VALUES = 5_000
+MASK = np.triu(np.full((20, 20), -np.inf, np.float32), 1)
 
 
 def _spoil(job: str) -> None:
@@ -34,7 +35,8 @@ def _spoil(job: str) -> None:
 
 def _learn(pipe: Connection, job: str, target: float) -> None:
     """Draws the weights towards its target, until it is killed."""
-    with Client(job) as client:
+    weights = {"w": np.zeros(VALUES, np.float32)}
+    with Client(job, tensors=weights, buffers={"mask": MASK}) as client:
         pipe.send(None)
         while True:
             client.push({"w": client.weights["w"] - np.float32(target)}, samples=4)
@@ -46,15 +48,17 @@ def two_jobs(job_name: str) -> Iterator[list[str]]:
     """Jobs whose learners draw the weights towards -10 and towards 30."""
     names = [f"{job_name}-{one}" for one in ("a", "b")]
     optimizer = {"kind": "sgd", "lr": 0.0005}
-    tensors = [{"name": "w", "shape": [VALUES]}]
     with contextlib.ExitStack() as stack:
         for name, target in zip(names, (-10, 30), strict=True):
-            job = stack.enter_context(daemon(name, optimizer=optimizer, tensors=tensors))
+            job = stack.enter_context(daemon(name, optimizer=optimizer))
             learner = Child(_learn, name, target)
             stack.callback(job.check)
             stack.callback(learner.kill)
             learner.receive()
         yield names
+        for name in names:  # a mask is no part of any exchange
+            with Client(name) as client:
+                np.testing.assert_array_equal(client.weights["mask"], MASK)
 
 
 def test_two_jobs_train_together_and_an_agent_is_killed(two_jobs: list[str]) -> None:
@@ -119,6 +123,22 @@ def test_jobs_that_stand_still_have_the_same_bits(two_jobs: list[str]) -> None:
         told = status(job)
         assert told["supersteps"] > 3 and told["gradients_dropped"] == 0
         assert not any(one["others_stand_still"] for one in told["learners"])
+
+
+def test_an_agent_that_waits_while_learners_stand_still_shows_life(job_name: str) -> None:
+    """However long others may be silent, and however soon its job takes a learner for hung."""
+    one, other = (f"127.0.0.1:{port}" for port in ports(2))
+    with Watched(job_name, learner_timeout_s=TIMEOUT_S) as watched, pushing(job_name):
+        waits = Agent(job_name, 0, {0: one, 1: other}, overlap=False, silence_s=20.0)
+
+        def stands() -> bool:
+            return any(one["others_stand_still"] for one in status(job_name)["learners"])
+
+        eventually(stands)
+        watched.look(2 * TIMEOUT_S)
+        assert stands() and not status(job_name)["learner_deaths"]
+        assert waits.end(signal.SIGKILL) == -signal.SIGKILL
+        goes_on(job_name)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")

@@ -22,12 +22,12 @@ PLACES = BATCHES * EPOCHS
 EVERY = 20
 
 
-def _answers(pipe: Connection, job: str, log: Path) -> None:
+def _answers(pipe: Connection, job: str, log: Path, batches: int = BATCHES) -> None:
     """The gradient of a batch is 1 at its place, and at another place a number of its own."""
     chance = random.Random(os.getpid())
     with Client(job) as client, log.open("a", buffering=1) as lines:
         pipe.send(None)
-        for batch in client.batches(BATCHES, 1, EPOCHS):
+        for batch in client.batches(batches, 1, EPOCHS):
             place, number = batch.epoch * BATCHES + batch.index, chance.uniform(1, 1000)
             gradient = np.zeros(client.model.elements, np.float32)
             gradient[[place, PLACES + place]] = -1, -number
@@ -38,15 +38,15 @@ def _answers(pipe: Connection, job: str, log: Path) -> None:
 
 
 @contextlib.contextmanager
-def machines(prefix: str, count: int, log: Path) -> Iterator[tuple[list[str], list[Child]]]:
-    """Jobs, each with a learner."""
-    names = [f"{prefix}-{number}" for number in range(count)]
+def machines(prefix: str, log: Path, *batches: int) -> Iterator[tuple[list[str], list[Child]]]:
+    """Jobs, each with a learner that takes so many batches for a pass."""
+    names = [f"{prefix}-{number}" for number in range(len(batches))]
     with contextlib.ExitStack() as stack:
         learners = []
-        for name in names:
+        for name, count in zip(names, batches, strict=True):
             tensors = [{"name": "w", "shape": [2 * PLACES]}]
             job = stack.enter_context(daemon(name, tensors=tensors, shards=2, owned=True))
-            learners.append(Child(_answers, name, log))
+            learners.append(Child(_answers, name, log, count))
             stack.callback(job.check)
             stack.callback(learners[-1].kill)
             learners[-1].receive()
@@ -79,7 +79,7 @@ def test_each_batch_once_though_an_agent_is_killed(job_name: str, tmp_path: Path
     victim = 0
     log = tmp_path / "pushed"
     log.touch()
-    with machines(job_name, 3, log) as (jobs, learners):
+    with machines(job_name, log, *[BATCHES] * 3) as (jobs, learners):
         agents = {number: f"127.0.0.1:{port}" for number, port in enumerate(ports(3))}
         how = {"every": EVERY, "divides": 1}
         # The learners of machine 1 stand still in each exchange.
@@ -114,3 +114,22 @@ def test_each_batch_once_though_an_agent_is_killed(job_name: str, tmp_path: Path
         assert {one.end(signal.SIGTERM) for one in (*others, again)} == {0}
         alike(*group)
         alike(*others, again)
+
+
+def test_a_machine_with_other_data_ends_with_an_error(job_name: str, tmp_path: Path) -> None:
+    """Another life would end as well: its exit code says so. The group goes on without it."""
+    log = tmp_path / "pushed"
+    with machines(job_name, log, BATCHES, BATCHES + 1) as (jobs, _):
+        agents = {number: f"127.0.0.1:{port}" for number, port in enumerate(ports(2))}
+        one, other = (
+            Agent(job, number, agents, every=EVERY, divides=1) for number, job in enumerate(jobs)
+        )
+        assert other.process.stderr
+        assert other.process.stderr.read() == (
+            f"gadei-ps: the group divides {BATCHES} batches, {EPOCHS} epochs, seed 0, but the job "
+            f"of this machine has {BATCHES + 1} batches, {EPOCHS} epochs, seed 0: give all "
+            "machines the same data, batch size, epochs and seed\n"
+        )
+        assert other.end(signal.SIGTERM) == 2
+        one.go_on(3)
+        assert one.end(signal.SIGTERM) == 0

@@ -34,6 +34,7 @@ class Trained:
     """Weights that move by a step of their own in each round, and tell the test what is written."""
 
     values = VALUES
+    look_s = 5.0
 
     def __init__(self, pipe: Any, me: Member, first_s: float, bad: Collection[int]) -> None:
         self.pipe, self.number, self.first_s = pipe, int(me.machine), first_s
