@@ -136,12 +136,12 @@ class Driver:
         """Asks to leave after the round in hand. For any thread, or a signal's handler."""
         self._events.put(events.Wish.LEAVE)
 
-    def obey(self, order: Reached | events.GoOn) -> None:
+    def obey(self, order: Reached | events.GoOn | events.GiveUp) -> None:
         """What the agent is told while it lives. For any thread."""
-        if isinstance(order, events.GoOn):
-            self._events.put(order)
-        else:
+        if isinstance(order, Reached):
             self._neighbours.learn(order.group, order.book)
+        else:
+            self._events.put(order)
 
     def run(self) -> str:
         """Takes part in rounds until this life is over; returns why."""
@@ -203,8 +203,8 @@ class Driver:
         elif isinstance(event, events.Wish):
             self._leaves = True
             self._ask_to_leave()
-        elif isinstance(event, events.GoOn):
-            self._carry_out(self.agreement.go_on(event.generation))
+        elif isinstance(event, events.GoOn | events.GiveUp):
+            self._carry_out(event.tell(self.agreement))
         else:
             self._carry_out(self.agreement.dead(event))
 

@@ -10,8 +10,9 @@ from gadei_ps.agents.handshake import Verdict
 from gadei_ps.agents.letters import Letter
 from gadei_ps.agents.worker import Done
 from gadei_ps.errors import CallRefused, GadeiError, JobStopped, UsageError, in_words
+from gadei_ps.groups.agreement import Agreement
 from gadei_ps.groups.membership import Member
-from gadei_ps.groups.messages import Model
+from gadei_ps.groups.messages import Decision, Model
 from gadei_ps.sync.parameters import shown
 
 EXPELLED = "the group goes on without this machine: it was silent for too long"
@@ -36,8 +37,23 @@ class GoOn:
 
     generation: int
 
+    def tell(self, agreement: Agreement) -> list[Decision]:
+        """What follows."""
+        return agreement.go_on(self.generation)
 
-Event = Letter | Member | Model | Done | Wish | GoOn
+
+@dataclass(frozen=True)
+class GiveUp:
+    """See Agreement.give_up. number: of the machine."""
+
+    number: int
+
+    def tell(self, agreement: Agreement) -> list[Decision]:
+        """What follows."""
+        return agreement.give_up(str(self.number))
+
+
+Event = Letter | Member | Model | Done | Wish | GoOn | GiveUp
 """What a driver hears of; a Member: this life has certainly ended; a Model: it has come."""
 
 

@@ -54,11 +54,14 @@ class Standing:
 
     waits: machines without which the group decides nothing, for longer than a silence; dead ones
     only where none is left that may live. stands: these are dead, and fewer than half are left.
+    hears: other members of its view that are not silent. doubts: those that are, and may live.
     """
 
     view: int | None = None
     waits: tuple[int, ...] = ()
     stands: bool = False
+    hears: tuple[int, ...] = ()
+    doubts: tuple[int, ...] = ()
 
 
 class Lookout:
@@ -76,9 +79,15 @@ class Lookout:
         waits = self._since is not None and now - self._since > self._silence_s
         found = Standing(
             agreement.view.generation if agreement.view is not None else None,
-            tuple(int(one.machine) for one in missing) if waits else (),
+            _numbers(missing) if waits else (),
             waits and agreement.stands,
+            _numbers(agreement.hears),
+            _numbers(agreement.doubts),
         )
         if found != self._last:
             self._last = found
             self._told(found)
+
+
+def _numbers(members: Iterable[Member]) -> tuple[int, ...]:
+    return tuple(int(one.machine) for one in members)

@@ -1,7 +1,7 @@
 """What an agent is told while it lives: lines of JSON on its standard input.
 
 `{"group": 1, "agents": {"4": "10.0.0.4:4100"}}`: where agents of a group can be reached now.
-`{"go_on": 7}`: see Agreement.go_on.
+`{"go_on": 7}`: see Agreement.go_on. `{"give_up": 4}`: see Agreement.give_up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from gadei_ps.agents import addresses
 from gadei_ps.agents.addresses import Address
-from gadei_ps.agents.events import GoOn
+from gadei_ps.agents.events import GiveUp, GoOn
 from gadei_ps.agents.letters import Book, Entry
 from gadei_ps.errors import UsageError
 
@@ -43,7 +43,12 @@ class _GoOn(BaseModel):
     go_on: Annotated[int, Field(ge=0)]
 
 
-_ORDER: TypeAdapter[Reached | _GoOn] = TypeAdapter(Reached | _GoOn)
+class _GiveUp(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    give_up: Number
+
+
+_ORDER: TypeAdapter[Reached | _GoOn | _GiveUp] = TypeAdapter(Reached | _GoOn | _GiveUp)
 
 
 def lines(descriptor: int) -> Iterator[str]:
@@ -59,10 +64,12 @@ def lines(descriptor: int) -> Iterator[str]:
         yield rest.decode(errors="replace")
 
 
-def read(line: str) -> Reached | GoOn:
+def read(line: str) -> Reached | GoOn | GiveUp:
     """An order. Raises UsageError in one line."""
     try:
         found = _ORDER.validate_json(line)
     except ValidationError:
         raise UsageError(f"agent: no order: {line[:80]!r}") from None
-    return GoOn(found.go_on) if isinstance(found, _GoOn) else found
+    if isinstance(found, Reached):
+        return found
+    return GoOn(found.go_on) if isinstance(found, _GoOn) else GiveUp(found.give_up)

@@ -104,14 +104,23 @@ def join(
 def leave(
     name: RunArgument,
     machine: Annotated[int, typer.Argument(metavar="MACHINE", min=0, help="Number of it.")],
+    dead: Annotated[
+        bool,
+        typer.Option(
+            "--dead",
+            help="Nothing is heard of the machine, and you vouch that it is dead: the others go on "
+            "without it. If it lives, what it trains meanwhile is lost.",
+        ),
+    ] = False,
     address: Address = None,
     as_json: Json = False,
 ) -> int:
     """Have a machine leave its group; its job ends, and the others continue."""
     from gadei_ps.cluster import orders
+    from gadei_ps.show import groups
 
-    told = orders.ask("leave", name, address, _say, machine=machine)
-    tell(as_json, told, lambda: f"machine {machine} of {name} has left")
+    told = orders.ask("leave", name, address, _say, machine=machine, dead=dead)
+    tell(as_json, told, lambda: groups.left(told, machine, dead=dead))
     return 0
 
 

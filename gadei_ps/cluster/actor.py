@@ -129,15 +129,28 @@ class MachineActor:
             agent = plan["agent"] | {"joins": joins}
             plan = plan | {"agent": agent, "log": str(log)}
             try:
-                plan = door.ask(self._run, self._number, "plan")
-                if plan["program"] is not None:
-                    self._data = Data.at(plan["data"])
+                plan = self._living()
             except JobNotFound:
                 self._data = Data.of(data) if data is not None else None
                 self._begin(plan)
-            self._plan = plan
-            self._lives += 1
-            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+            self._look_after(plan)
+
+    def adopt(self) -> None:
+        """Looks after the process that has the machine. Raises JobNotFound if there is none."""
+        with self._starting:
+            if self._plan is None:
+                self._look_after(self._living())
+
+    def _living(self) -> Plan:
+        plan = door.ask(self._run, self._number, "plan")
+        if plan["program"] is not None:
+            self._data = Data.at(plan["data"])
+        return plan
+
+    def _look_after(self, plan: Plan) -> None:
+        self._plan = plan
+        self._lives += 1
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def plan(self) -> Plan | None:
         """Settings of the machine, if it has been started."""

@@ -14,9 +14,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from gadei_ps.agents import addresses
-from gadei_ps.cluster import copies, placing
+from gadei_ps.cluster import copies, lease, placing
 from gadei_ps.cluster.config import Run, job_name
-from gadei_ps.cluster.machines import ENDING, actors, kill, statuses
+from gadei_ps.cluster.machines import ENDING, actors, adopt, kill, statuses, take_back
 from gadei_ps.cluster.needs import Kind, Need, Needs
 from gadei_ps.cluster.placing import Actors
 from gadei_ps.cluster.program import Program
@@ -25,6 +25,8 @@ from gadei_ps.show.counts import counted
 from gadei_ps.show.groups import how_ended
 
 PROGRESS_S = 5.0
+STRAY_S, STRAYS_AGAIN_S = 3.0, 30.0
+"""So long others hear a machine that Ray does not know, before Ray is told of it; between tries."""
 
 Told = dict[str, Any]
 
@@ -61,6 +63,9 @@ class Conductor:
         self._needs = Needs(run.silence_s)
         self._is_new = False
         self._progress = time.monotonic()
+        self._lease: Any = None
+        self._adopts_at: float | None = None
+        """When to look for machines that Ray does not know."""
 
     def bring(self, data: str) -> None:
         """Has Ray carry the data of the program to each machine. data: path of a file here."""
@@ -69,6 +74,7 @@ class Conductor:
     def begin(self) -> None:
         """Places and starts the machines, or adopts those that are there. Raises ClusterError."""
         run = self.run
+        self._lease = lease.take(run.name)
         self._found = actors(run.name)
         self._is_new = not self._found
         if self._found:
@@ -192,9 +198,7 @@ class Conductor:
         """
         if not self._is_new:
             return False
-        for one in [actor.abandon.remote() for actor in self._found.values()]:
-            with contextlib.suppress(RayError, GetTimeoutError):
-                ray.get(one, timeout=placing.ANSWER_S)
+        take_back(self._found.values())
         kill(self._found)
         placing.drop(self.run.name)
         return True
@@ -232,6 +236,7 @@ class Conductor:
             self._tell_progress(rows)
             self._found = now
             self._look_after(rows)
+            self._adopt(rows)
             if all(row["ended"] is not None for row in rows):
                 break
             for row in rows if self._stops else ():
@@ -246,7 +251,8 @@ class Conductor:
         row = self._rows[number]
         if row["ended"] is None:
             stops = row["state"] == "stopping" or (is_last and row["state"] != "leaving")
-            over = {"exit_code": 0, "asked": "stop" if stops else "leave"}
+            leaves = "dead" if row["state"] == "away" else "leave"
+            over = {"exit_code": 0, "asked": "stop" if stops else leaves}
             if row.get("job"):
                 over["gradients_applied"] = row["job"]["gradients_applied"]
             self._hear(row | {"ended": over})
@@ -291,6 +297,17 @@ class Conductor:
             need = self._needs.due(group, ours)
             if need is not None:
                 self._help(group, need, ours)
+
+    def _adopt(self, rows: list[Told]) -> None:
+        """Has Ray know machines again that were given up, and live."""
+        heard = {one for row in rows for one in (row.get("agent") or {}).get("hears", ())}
+        strays, now = heard - {row["machine"] for row in rows}, time.monotonic()
+        if not strays or self._adopts_at is None:
+            self._adopts_at = now + STRAY_S if strays else None
+        elif now > self._adopts_at:
+            self._adopts_at = now + STRAYS_AGAIN_S
+            with contextlib.suppress(ClusterError):  # it is no node of the cluster, say
+                adopt(self.run.name, strays)
 
     def _help(self, group: int, need: Need, rows: list[Told]) -> None:
         which = ", ".join(map(str, need.numbers))

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -51,6 +52,7 @@ class Output:
 
 def main() -> None:
     """One order."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was ignored
     order = json.loads(sys.stdin.readline())
     out = Output()
     try:
@@ -147,6 +149,7 @@ class Requests(threading.Thread):
     def _put(self, asked: Told) -> None:
         self._lines.put(asked)
         if not self.begun.is_set():
+            self.begun.set()  # what is to be taken back is not interrupted
             _thread.interrupt_main()
 
     def next(self) -> Told:
@@ -171,16 +174,25 @@ def status(order: Told, address: str, out: Output) -> Told:
 
 
 def join(order: Told, address: str, out: Output) -> Told:
-    """One more machine."""
+    """One more machine; none if the command ends before."""
     from gadei_ps.cluster import machines
 
-    return machines.join(order["name"], order["group"], order["node"])
+    requests = Requests()
+    try:
+        requests.start()
+        joined = machines.join(order["name"], order["group"], order["node"])
+        requests.begun.set()
+        return joined
+    except KeyboardInterrupt:
+        raise ClusterError("interrupted: the machine was taken back") from None
 
 
 def leave(order: Told, address: str, out: Output) -> Told:
     """A machine leaves its group; its job ends."""
     from gadei_ps.cluster import machines
 
+    if order["dead"]:
+        return machines.give_up(order["name"], order["machine"])
     return machines.end(order["name"], "leave", order["machine"], END_S)
 
 

@@ -25,6 +25,7 @@ KILL_S = 3.0
 MISTAKE, STOPPED = 2, 4
 """Exit codes of an agent: another try would fail as well; its job was stopped."""
 _NOWHERE: dict[str, Any] = {"view": None, "waits": [], "stands": False}
+_NOWHERE |= {"hears": [], "doubts": []}
 """The standing of an agent that is no member."""
 
 
@@ -91,6 +92,11 @@ class Keeper(threading.Thread):
     def go_on(self, generation: int) -> None:
         """Of the machines that live, none has a later view of the group than this."""
         self._order({"go_on": generation})
+
+    def give_up(self, number: int) -> None:
+        """Somebody vouches that this machine is dead."""
+        _log(f"machine {number} counts as dead unless it is heard: somebody vouches for it")
+        self._order({"give_up": number})
 
     def leave(self) -> None:
         """Asks the agent to leave its group; the thread ends once it has."""
@@ -233,7 +239,9 @@ def _waiting(told: dict[str, Any]) -> str | None:
     which = ", ".join(map(str, told["waits"]))
     if told["stands"]:
         return f"machines {which} have died, most of its group: `group run` has the others go on"
-    return f"hears nothing of {which}, which may live: start them again" if which else None
+    if not which:
+        return None
+    return f"hears nothing of {which}, which may live: bring it back, or `group leave --dead`"
 
 
 def founded(settings: dict[str, Any], founding: str, agents: dict[str, str]) -> dict[str, Any]:

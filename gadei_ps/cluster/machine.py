@@ -177,6 +177,8 @@ class Machine:
             self._keeper.found(request["founding"], request["agents"])
         elif what == "go_on":
             self._keeper.go_on(request["generation"])
+        elif what == "give_up":
+            self._keeper.give_up(request["machine"])
         elif what == "signal":
             os.kill(os.getpid(), request["signal"])
         elif what in ("leave", "stop"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -21,10 +21,13 @@ from gadei_ps.errors import ClusterError, JobNotFound, UsageError
 ANSWER_S = 10.0
 AWAY_S = 20.0
 """So long a command waits for an actor that Ray has lost: its machine may live."""
+QUICK_S, GIVE_UP_S = 3.0, 30.0
+"""For machines to answer where one does not; for its group to go on without that one."""
 ENDING = ("ending", "leaving", "stopping")
 POLL_S = 0.2
 
 Told = dict[str, Any]
+_NOBODY: Told = {"hears": (), "doubts": (), "waits": ()}
 
 
 def actors(run: str) -> Actors:
@@ -36,9 +39,9 @@ def actors(run: str) -> Actors:
     return found
 
 
-def statuses(found: Actors) -> list[Told]:
+def statuses(found: Actors, wait_s: float = ANSWER_S) -> list[Told]:
     """What each machine is doing; of one whose actor does not answer, that it is away."""
-    said = _answers({number: one.status.remote() for number, one in found.items()})
+    said = _answers({number: one.status.remote() for number, one in found.items()}, wait_s)
     away = {"state": "away", "ended": None}
     return [
         {"machine": number, "why": _why(one)} | away if isinstance(one, Exception) else one
@@ -46,9 +49,9 @@ def statuses(found: Actors) -> list[Told]:
     ]
 
 
-def _answers(asked: dict[int, Any]) -> dict[int, Any]:
+def _answers(asked: dict[int, Any], wait_s: float = ANSWER_S) -> dict[int, Any]:
     """What each actor says, or the error of one that does not answer in time."""
-    until = time.monotonic() + ANSWER_S
+    until = time.monotonic() + wait_s
     found: dict[int, Any] = {}
     for number, reference in asked.items():
         try:
@@ -98,6 +101,7 @@ def join(run: str, group: int, node: str | None) -> Told:
     number = max(known | found.keys()) + 1
     port = plan["port"] + number if plan["port"] else 0
     one = placing.beside(run, number, used_nodes(statuses(found)), node)
+    has_begun = False
     try:
         place = ray.get(
             one.prepare.remote(port, plan["directory"], plan["program"]), timeout=placing.ANSWER_S
@@ -109,13 +113,92 @@ def join(run: str, group: int, node: str | None) -> Told:
         known_to_all = told(plan["agent"], group, {str(number): address})
         made = of_machine(plan | {"agent": known_to_all}, number)
         data = found[plan["number"]].data.remote()
+        has_begun = True
         ray.get(one.start.remote(made, True, data), timeout=placing.ANSWER_S)
+        for other in found.values():
+            other.ask.remote("agents", group=group, agents={str(number): address})
+        return {"run": run, "machine": number, "group": group, "host": place["host"]}
     except BaseException:
+        if has_begun:
+            take_back([one])
         ray.kill(one, no_restart=True)
         raise
-    for other in found.values():
-        other.ask.remote("agents", group=group, agents={str(number): address})
-    return {"run": run, "machine": number, "group": group, "host": place["host"]}
+
+
+def take_back(begun: Iterable[Any]) -> None:
+    """Ends the machines that these new actors have begun, also where that is still under way."""
+    for one in [actor.abandon.remote() for actor in begun]:
+        with contextlib.suppress(RayError, GetTimeoutError):
+            ray.get(one, timeout=placing.ANSWER_S)
+
+
+def adopt(run: str, numbers: Iterable[int]) -> None:
+    """New actors for machines that live on nodes of the cluster, though Ray does not know them.
+
+    Raises ClusterError.
+    """
+    there = placing.living(run)
+    for number in numbers:
+        if number not in there:
+            continue
+        one = placing.beside(run, number, used_nodes(statuses(actors(run))), there[number][0])
+        try:
+            ray.get(one.adopt.remote(), timeout=placing.ANSWER_S)
+        except (RayError, GetTimeoutError) as error:
+            ray.kill(one, no_restart=True)
+            raise ClusterError(f"machine {number}: {placing.told(error)}") from None
+
+
+def give_up(run: str, number: int) -> Told:
+    """Somebody vouches that a machine is dead for good: its group goes on without it, and Ray does
+    not begin it again.
+
+    Raises UsageError for one that lives, or that nobody knows; ClusterError.
+    """
+    found = _there(run)
+    rows = statuses(found, QUICK_S)
+    _check_gone(run, number, rows)
+    there = {row["machine"]: found[row["machine"]] for row in rows if row["state"] != "away"}
+    there.pop(number, None)
+    until = time.monotonic() + GIVE_UP_S
+    while doubting := [row["machine"] for row in rows if number in _agent(row)["doubts"]]:
+        if time.monotonic() > until:
+            which = ", ".join(map(str, doubting))
+            raise ClusterError(f"run {run}: machine {which} could not be told: try again")
+        for one in doubting:
+            there[one].ask.remote("give_up", machine=number)
+        time.sleep(POLL_S)
+        rows = statuses(there, QUICK_S)
+    if number in found:
+        ray.kill(found[number], no_restart=True)
+    return {"run": run, "machine": number}
+
+
+def _agent(row: Told) -> Told:
+    return row.get("agent") or _NOBODY
+
+
+def _check_gone(run: str, number: int, rows: Sequence[Told]) -> None:
+    """Raises UsageError unless nothing is heard of this machine."""
+    mine = next((row for row in rows if row["machine"] == number), None)
+    is_missed = any(number in (*_agent(row)["doubts"], *_agent(row)["waits"]) for row in rows)
+    hearers = [row["machine"] for row in rows if number in _agent(row)["hears"]]
+    if mine is None and not is_missed:
+        numbers = ", ".join(str(row["machine"]) for row in rows)
+        raise UsageError(f"run {run} has no machine {number}: it has {numbers}")
+    if hearers:
+        which = ", ".join(map(str, hearers))
+        raise UsageError(
+            f"machine {number} of {run} is not dead: machine {which} hears it; end its processes "
+            "first, on its host"
+        )
+    is_gone = mine is None or mine["state"] == "away" or mine["ended"] is not None
+    # Ray may have made a new actor elsewhere, which begins nothing while the old host is there.
+    if mine is not None and not is_gone and not (is_missed and not mine["lives"]):
+        raise UsageError(
+            f"machine {number} of {run} is not dead: its host {mine['host']} answers; without "
+            "--dead it leaves"
+        )
 
 
 def end(run: str, what: str, number: int | None, most_s: float) -> Told:

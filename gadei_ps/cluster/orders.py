@@ -100,6 +100,9 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> dic
     here = [number for _, number in door.here(name)]
     try:
         with Driven(given, say) as driven:
+            if order == "join":
+                with interrupts.first_told() as signalled:
+                    return _joined(driven, signalled)
             while (told := driven.hear()) is None:
                 pass
             return answered(told)
@@ -264,6 +267,19 @@ def _followed(driven: Driven, signalled: Callable[[], int | None]) -> Told:
         if "error" in told and passed:
             raise interrupts.Interrupted(passed)
         return answered(told) | ({"exit_code": 128 + passed} if passed else {})
+
+
+def _joined(driven: Driven, signalled: Callable[[], int | None]) -> Told:
+    """After the first signal the machine is taken back, unless it has begun before."""
+    passed: int | None = None
+    while True:
+        if passed is None and (passed := signalled()) is not None:
+            driven.tell({"signal": passed})
+        if (told := driven.hear()) is None:
+            continue
+        if "error" in told and passed:
+            raise interrupts.Interrupted(passed)
+        return answered(told)
 
 
 def _lost(order: Told) -> str:

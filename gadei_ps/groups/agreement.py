@@ -15,23 +15,18 @@ that a slow one is not left out.
 
 Where fewer than half of the members are left, they stand until whoever has started the machines
 says `go_on`: it alone knows that no machine lives which the dead have taken in meanwhile.
+
+Where nothing says for certain that a silent machine is dead, a person may: `give_up`. The others
+then make the next view without it, under a much later generation, and tell it of each view that
+they have. So whatever the person has overlooked that lives, it joins again, and one group remains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 
-from gadei_ps.groups.membership import (
-    APART,
-    MOST_MEMBERS,
-    Answer,
-    Changes,
-    Member,
-    View,
-    is_quorum,
-    next_view,
-)
+from gadei_ps.groups.lives import Lives
+from gadei_ps.groups.membership import MOST_MEMBERS, Answer, Changes, Member, View, is_quorum
 from gadei_ps.groups.messages import (
     Accept,
     Accepted,
@@ -54,6 +49,7 @@ from gadei_ps.groups.messages import (
     Reply,
     Send,
 )
+from gadei_ps.groups.proposal import Proposal
 
 
 class Agreement:
@@ -70,8 +66,7 @@ class Agreement:
         self.holds = False
         self.expelled = False
         self._contacts: tuple[Member, ...] = ()
-        self._silent: set[Member] = set()
-        self._dead: set[Member] = set()
+        self._lives = Lives()
         self._joining: set[Member] = set()
         self._leaving: set[Member] = set()
         self._working = False
@@ -99,12 +94,23 @@ class Agreement:
 
     def dead(self, member: Member) -> list[Decision]:
         """It is certain that this life of a machine has ended."""
-        self._dead.add(member)
+        self._lives.end(member)
         return self.silent(member)
+
+    def give_up(self, machine: str) -> list[Decision]:
+        """Somebody vouches that this machine is dead, of which nothing is heard.
+
+        Should it live, it is told to join again once there is a view without it.
+        """
+        for one in self.view.members if self.view is not None else ():
+            if one.machine == machine:
+                self._lives.give_up(one)
+        self._advance()
+        return self._decided()
 
     def silent(self, member: Member) -> list[Decision]:
         """Nothing is heard from this member."""
-        self._silent.add(member)
+        self._lives.silent.add(member)
         self._joining.discard(member)
         self._advance()
         self._consider()
@@ -112,8 +118,7 @@ class Agreement:
 
     def heard(self, member: Member) -> list[Decision]:
         """Something is heard again from a member that was silent."""
-        if member not in self._dead:
-            self._silent.discard(member)
+        self._lives.hear(member)
         return self._decided()
 
     def begin(self) -> None:
@@ -173,10 +178,12 @@ class Agreement:
         """Repeats what is due. To be called from time to time, such as with each sign of life."""
         if self.expelled:
             return []
+        for one in self.view.given_up if self.view is not None else ():
+            self._send(one, Notice())
         if self.view is None:
             for one in self._contacts:
                 self._send(one, Join(self.me))
-        elif self._phase:
+        elif self._own.phase:
             self._ask()
         elif self.frozen:
             if self._leads():
@@ -229,15 +236,28 @@ class Agreement:
     @property
     def missing(self) -> tuple[Member, ...]:
         """Members that this machine's proposal waits for: that may live, or else all dead ones."""
-        if self.view is None or not self._phase or self._is_quorum:
+        if self.view is None or not self._own.phase or self._is_quorum:
             return ()
-        missing = tuple(one for one in self.view.members if one not in self._answered)
-        return tuple(one for one in missing if one not in self._dead) or missing
+        missing = tuple(one for one in self.view.members if one not in self._own.answered)
+        return tuple(one for one in missing if one not in self._lives.dead) or missing
 
     @property
     def stands(self) -> bool:
         """Whether the missing are certainly dead: then those that are left need `go_on`."""
-        return bool(self.missing) and self._dead.issuperset(self.missing)
+        return bool(self.missing) and self._lives.dead.issuperset(self.missing)
+
+    @property
+    def hears(self) -> tuple[Member, ...]:
+        """Other members that are not silent."""
+        members = self.view.members if self.view is not None else ()
+        return tuple(one for one in members if one not in self._lives.silent and one != self.me)
+
+    @property
+    def doubts(self) -> tuple[Member, ...]:
+        """Members of which nothing is heard, and that may live."""
+        members = self.view.members if self.view is not None else ()
+        silent = self._lives.silent - self._lives.dead
+        return tuple(one for one in members if one in silent)
 
     # -- the present view -------------------------------------------------------------------------
 
@@ -246,18 +266,17 @@ class Agreement:
         self._broken = self._entrusted = False
         self._promised: Ballot | None = None
         self._accepted: tuple[Ballot, View] | None = None
-        self._ballot = Ballot(0, 0)
-        self._phase = 0  # of the own proposal: 0 none, 1 promises, 2 acceptances
-        self._answers: dict[Member, Promise] = {}
-        self._agreed: set[Member] = set()
-        self._chosen: View | None = None
+        self._own = Proposal()
         self._reached: dict[Member, int] = {}
 
     def _reach(self) -> int:
         return Answer(self.applied, self.holds).reach
 
     def _install(self, view: View) -> None:
-        if self.me not in view.members:
+        # A newcomer has nothing. What this machine has is of an earlier membership, or of machines
+        # that this group has given up, and that live.
+        has_other = self.me in view.newcomers and self.applied is not None
+        if self.me not in view.members or has_other:
             self.expelled = self.view is not None  # a machine that joins waits for a later view
             if self.expelled:
                 self.view = view
@@ -265,8 +284,7 @@ class Agreement:
             return
         self.view = view
         self._working = False
-        self._silent &= set(view.members)
-        self._dead &= set(view.members)
+        self._lives.keep(view.members)
         self._leaving.clear()
         self._joining = {
             one
@@ -295,7 +313,7 @@ class Agreement:
     def _fetch(self) -> None:
         if self.view and self.lacks and not self.frozen:
             have = [one for one, far in self._reached.items() if far >= self.view.settled]
-            live = [one for one in self.view.members if one in have and one not in self._silent]
+            live = [one for one in self.hears if one in have]
             if live:
                 # Each time another one, should the one before not answer.
                 self._out.append(Fetch(live[self._fetches % len(live)]))
@@ -320,23 +338,21 @@ class Agreement:
             answer = Answer(self.applied, self.holds)
             self._send(sender, Promise(body.ballot, answer, self._accepted))
         elif isinstance(body, Promise):
-            if self._phase == 1 and body.ballot == self._ballot:
-                self._answers[sender] = body
+            if self._own.phase == 1 and body.ballot == self._own.ballot:
+                self._own.promises[sender] = body
                 self._advance()
         elif isinstance(body, Accept):
             self._promised, self._accepted = body.ballot, (body.ballot, body.view)
             self._send(sender, Accepted(body.ballot))
         elif isinstance(body, Accepted):
-            if self._phase == 2 and body.ballot == self._ballot:
-                self._agreed.add(sender)
+            if self._own.phase == 2 and body.ballot == self._own.ballot:
+                self._own.agreed.add(sender)
                 self._advance()
         elif isinstance(body, Refused):
-            if self._phase and body.promised > self._ballot:
-                self._phase = 0
-                self._ballot = body.promised
+            self._own.give_way(body.promised)
         elif isinstance(body, Leave):
             self._leaving.add(body.member)
-        elif isinstance(body, Notice) and body.wanted and self._leads() and not self._phase:
+        elif isinstance(body, Notice) and body.wanted and self._leads() and not self._own.phase:
             self._propose()
 
     def _welcome(self, member: Member) -> None:
@@ -344,25 +360,26 @@ class Agreement:
         assert self.view is not None
         if member in self.view.members:
             self._send(member, Notice())
-        elif member not in self._dead:
+        elif member not in self._lives.dead:
             self._joining.add(member)
             for one in self.view.members:
                 if one.machine == member.machine and one < member:  # an earlier life has ended
-                    self._dead.add(one)
-                    self._silent.add(one)
+                    self._lives.end(one)
             self._advance()
 
     def _leads(self) -> bool:
         """Whether it is for this machine to make proposals."""
         assert self.view is not None
-        hears = (one for one in self.view.members if one == self.me or one not in self._silent)
-        return next(hears, None) == self.me
+        ours = (self.me, *self.hears)
+        return next(one for one in self.view.members if one in ours) == self.me
 
     def _consider(self) -> None:
         """Proposes a new view if there is a reason."""
-        if self.expelled or self.view is None or self._phase or self.frozen or not self._leads():
+        if self.expelled or self.view is None or self._own.phase or self.frozen:
             return
-        gone = self._broken or any(one in self._silent for one in self.view.members)
+        if not self._leads():
+            return
+        gone = self._broken or any(one in self._lives.silent for one in self.view.members)
         joins = self._joining and len(self.view.members) < self._most
         changes = joins or any(one in self._leaving for one in self.view.members)
         if gone or (changes and not self._working):
@@ -370,64 +387,45 @@ class Agreement:
 
     def _propose(self) -> None:
         assert self.view is not None
-        highest = max(self._ballot, self._promised or self._ballot)
-        self._ballot = Ballot(highest.attempt + 1, self.view.members.index(self.me))
-        self._phase, self._chosen = 1, None
-        self._answers, self._agreed = {}, set()
+        self._own.begin(self._promised, self.view.members.index(self.me))
         self._ask()
 
     def _ask(self) -> None:
         """Sends the present question to those that have not answered; to itself first."""
         assert self.view is not None
-        body: Body = Prepare(self._ballot)
-        if self._phase == 2:
-            assert self._chosen is not None
-            body = Accept(self._ballot, self._chosen)
-        waiting = [one for one in self.view.members if one not in self._answered]
+        body = self._own.question
+        waiting = [one for one in self.view.members if one not in self._own.answered]
         self._tell(body, [one for one in waiting if one != self.me])
         if self.me in waiting:
             self._hear(self.me, body)
 
     @property
-    def _answered(self) -> Collection[Member]:
-        """Those that have answered the present question."""
-        return self._answers if self._phase == 1 else self._agreed
-
-    @property
     def _is_quorum(self) -> bool:
         assert self.view is not None
-        return is_quorum(self.view, self._answered, self._dead, entrusted=self._entrusted)
+        answered, dead = self._own.answered, self._lives.dead
+        return is_quorum(self.view, answered, dead, entrusted=self._entrusted)
 
     def _advance(self) -> None:
         """Takes the next step of the own proposal, if enough have answered."""
-        if not self._phase or self.view is None or not self._is_quorum:
+        own = self._own
+        if self.expelled or not own.phase or self.view is None or not self._is_quorum:
             return
-        if self._phase == 2:
-            assert self._chosen is not None
-            both = dict.fromkeys((*self.view.members, *self._chosen.members))
-            told, chosen = [one for one in both if one != self.me], self._chosen
+        if own.phase == 2:
+            assert own.chosen is not None
+            both = dict.fromkeys((*self.view.members, *own.chosen.members))
+            told, chosen = [one for one in both if one != self.me], own.chosen
             self._install(chosen)
             for one in told:
                 self._out.append(Send(one, Message(self.me, chosen, Notice())))
             return
-        if any(one not in self._silent for one in self.view.members if one not in self._answered):
+        if any(one not in own.answered for one in self.hears):
             return
-        accepted = [one.accepted for one in self._answers.values() if one.accepted]
-        if accepted:
-            self._chosen = max(accepted, key=lambda one: one[0])[1]
+        given_up = frozenset(self._lives.given_up)
+        changes = Changes(tuple(self._joining), frozenset(self._leaving), given_up)
+        if own.choose(self.view, changes, self._most, entrusted=self._entrusted):
+            self._ask()
         else:
-            answers = {one: promise.answer for one, promise in self._answers.items()}
-            changes = Changes(tuple(self._joining), frozenset(self._leaving))
-            following = next_view(self.view, answers, changes, self._most)
-            if following is not None and self._entrusted:
-                following = replace(following, generation=self.view.generation + APART)
-            self._chosen = following
-        if self._chosen is None:
             self._out.append(Lost())
-            self._phase = 0
-            return
-        self._phase = 2
-        self._ask()
 
     # -- messages ---------------------------------------------------------------------------------
 

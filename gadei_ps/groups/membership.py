@@ -30,8 +30,9 @@ from typing import NamedTuple
 MOST_MEMBERS = 64
 """As native/mesh.h has room for."""
 APART = 1 << 20
-"""Generations between a view and the next one that those make who are entrusted: those that are
-dead now may have made others, of which a letter may still be under way."""
+"""Generations between a view and the next one that those make who are entrusted, or have given up
+others: those may have made views, too. Times the place of who proposes, counted from 1: then no two
+views of one generation come of it, whoever was given up by whom."""
 MOST_VACANT = 256
 """Vacant places that a view names; older ones are forgotten."""
 
@@ -51,7 +52,9 @@ class View:
     from the first of all, whose results the members of this view have or fetch; it is also the
     number of the first round that this generation makes. newcomers: members that have nothing yet.
     replaced: for each newcomer that has taken the place of a member, that member. vacant: members
-    that are gone, and whose places nobody has taken, in the order in which they went.
+    that are gone, and whose places nobody has taken, in the order in which they went. given_up:
+    former members for whose deaths somebody has vouched, until a later life of their machine is a
+    member. Should they live, they may go on by themselves: so they are told of this view.
     """
 
     generation: int
@@ -60,6 +63,7 @@ class View:
     newcomers: frozenset[Member] = frozenset()
     replaced: tuple[tuple[Member, Member], ...] = ()
     vacant: tuple[Member, ...] = ()
+    given_up: tuple[Member, ...] = ()
 
     @property
     def first(self) -> Member:
@@ -87,10 +91,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a machine knows of changes that the next view has to make."""
+    """What a machine knows of changes that the next view has to make.
+
+    given_up: members that have not answered, and for whose deaths somebody vouches.
+    """
 
     joining: tuple[Member, ...] = ()
     leaving: frozenset[Member] = field(default_factory=frozenset)
+    given_up: frozenset[Member] = field(default_factory=frozenset)
 
 
 def is_quorum(
@@ -105,7 +113,7 @@ def is_quorum(
     More than half of the view's members; or half of them, if all others are known to be dead. So
     two sets that decide have a member in common, or one died before the other could decide.
     `dead` must be certain: a connection that the other machine's kernel has closed, or the word of
-    whoever started the machine; silence is not. A machine that hears nothing from half of its view,
+    a person who has looked; silence is not. A machine that hears nothing from half of its view,
     and knows of no death, waits: the others may live, and continue without it. One of three waits
     also when the others are dead: they may have taken in a newcomer first, which continues.
 
@@ -162,6 +170,9 @@ def next_view(
     members = tuple(one for one in seats if one not in vacant)
     empty = {one for one in staying if answers[one].applied is None}
     newcomers = frozenset(empty | (set(members) - set(staying)))
+    machines = {one.machine for one in members}
+    given_up = [*view.given_up, *sorted(changes.given_up)]
+    given_up = [one for one in given_up if one.machine not in machines]
     return View(
         view.generation + 1,
         members,
@@ -169,6 +180,7 @@ def next_view(
         newcomers,
         tuple(replaced),
         tuple(vacant[-MOST_VACANT:]),
+        tuple(given_up[-MOST_VACANT:]),
     )
 
 

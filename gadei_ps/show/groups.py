@@ -95,6 +95,12 @@ def _loss(job: Mapping[str, Any]) -> str:
     return f"{sum(losses) / len(losses):.4f}" if losses else ""
 
 
+def left(told: Mapping[str, Any], machine: int, *, dead: bool) -> str:
+    """What `leave` has done, in one line."""
+    what = "counts as dead: its group goes on without it" if dead else "has left"
+    return f"machine {machine} of {told['run']} {what}"
+
+
 def ran(summary: Mapping[str, Any]) -> str:
     """The end of `run`, in one line."""
     rows = summary["machines"]
@@ -110,7 +116,7 @@ def ran(summary: Mapping[str, Any]) -> str:
 def how_ended(summary: Mapping[str, Any]) -> str:
     """How a machine has ended, to be put after its number."""
     if asked := summary.get("asked"):
-        return "has left its group" if asked == "leave" else "was stopped"
+        return {"leave": "has left its group", "dead": "counts as dead"}.get(asked, "was stopped")
     if "error" in summary:
         return f"has failed: {summary['error']}"
     code, applied = summary["exit_code"], summary.get("gradients_applied")

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import support
-from shell import Cli, Running
+from shell import Cli, Result, Running
 from support import eventually
 
 from gadei_ps.cluster import door
@@ -128,6 +129,11 @@ class Run:
         rounds: int = self.facts(number)["agent"]["rounds"]
         return rounds
 
+    def ends(self, number: int) -> list[int]:
+        """Processes of a machine that others can reach."""
+        facts = self.facts(number)
+        return [facts["pid"], facts["agent"]["pid"]]
+
     def pids(self, number: int) -> list[int]:
         """All processes of a machine."""
         facts = self.facts(number)
@@ -182,6 +188,27 @@ def test_train(run: Run, nodes: Nodes, place: Path) -> None:
     assert not [one.name for one in place.iterdir() if one.name != "state"]
 
 
+def interrupted(run: Run, place: Path) -> Result:
+    """A `join` that is interrupted while its machine begins."""
+
+    def machines() -> set[int]:
+        found = set()
+        for one in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_machine = "gadei_ps.cluster.machine" in one.cmdline()
+                if is_machine and one.environ().get("GADEI_PS_RUNTIME_DIR") == str(place):
+                    found.add(one.pid)
+        return found
+
+    before = machines()
+    command = run.cli.start("group", "join", run.name, "--group", 1, **run.env)
+    new = eventually(lambda: machines() - before, what=lambda: command.err)
+    with support.Stopped(new.pop()):
+        command.process.send_signal(signal.SIGINT)
+        time.sleep(LOOK_S)
+    return command.wait()
+
+
 def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     """Machines and agents are killed, machines leave and join; Ray is killed, and is not missed."""
     command = run.start(nodes)
@@ -196,6 +223,26 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     eventually(lambda: all_train() and weights[0] > 1, what=lambda: command.err)
     told = run.cli("group", "status", run.name, "--json", **run.env).json
     assert [one["machine"] for one in told["machines"]] == [0, 1, 2]
+    again = run.start(nodes)
+    cut_off = [told["machines"][2]["actor_pid"], *run.ends(2)]
+    with contextlib.ExitStack() as stack:
+        for pid in cut_off:
+            stack.enter_context(support.Stopped(pid))
+        eventually(lambda: run.facts(1)["agent"]["waits"] == [2], what=lambda: command.err)
+        given_up = run.cli("group", "leave", run.name, 2, "--dead", **run.env)
+        assert given_up.code == 0, given_up.err
+        rounds = run.rounds(1)
+        eventually(lambda: run.rounds(1) > rounds + 2, what=lambda: command.err)
+    eventually(lambda: all_train(rounds), what=lambda: command.err)
+    refused = again.wait()
+    assert refused.code == 1
+    assert f"has its group run already, at 127.0.0.2, process {command.pid}:" in refused.err
+
+    def is_back() -> bool:
+        """It trains, and Ray knows it again."""
+        return "machine 2 at" in command.err.partition("machine 2 counts as dead")[2]
+
+    eventually(is_back, what=lambda: command.err)
     before = [told["machines"][1]["actor_pid"], *run.pids(1)]
     for pid in before:
         with contextlib.suppress(ProcessLookupError):
@@ -218,6 +265,8 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     assert refused.code == 1 and "all nodes have a machine of" in refused.error
     assert run.cli("group", "leave", run.name, 2, **run.env).code == 0
     assert not door.lives(run.name, 2)
+    assert interrupted(run, place).code == 130
+    assert not door.lives(run.name, 3)
     joined = run.cli("group", "join", run.name, "--group", 1, "--json", **run.env).json
     assert joined["machine"] == 3
     eventually(lambda: all_train(run.rounds(1) - 5, (1, 3)), what=lambda: command.err)

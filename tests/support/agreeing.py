@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from gadei_ps.groups.agreement import Agreement
@@ -53,13 +54,17 @@ class Group:
                 assert one.round == len(machine.history), "a round twice, or left out"
                 machine.history.append(machine.held)
                 # Whoever applies a round, dead ones included, applies the same result.
-                assert self.results.setdefault(one.round, machine.held) == machine.held
+                self.compare(one.round, machine.held)
                 machine.held = None
                 self.applied += 1
             elif isinstance(one, Expelled):
                 machine.fetch = None
             elif isinstance(one, Lost):
                 self.die(machine)  # so does an agent
+
+    def compare(self, number: int, result: Result) -> None:
+        """A machine applies the result of a round."""
+        assert self.results.setdefault(number, result) == result
 
     def living(self) -> list[Machine]:
         return [one for one in self.machines.values() if one.alive and not one.agreement.expelled]
@@ -110,19 +115,23 @@ class Group:
         Rounds that only dead machines have applied are not in what the living continue.
         """
         views = {
-            one.me: one.agreement.view for one in self.living() if one.agreement.view is not None
+            one.me: one.agreement.view for one in self.known() if one.agreement.view is not None
         }
         newest = max((view.generation for view in views.values()), default=-1)
         ours = [self.machines[one] for one, view in views.items() if view.generation == newest]
         stands = any(one.agreement.stands for one in ours)
         trains = any(one.agreement.applied and not one.agreement.frozen for one in ours)
-        for one in self.living():
+        for one in self.known():
             if one in ours and stands:
                 longest = max((other.history for other in ours), key=len)
                 self.results, self.entrusted = dict(enumerate(longest)), True
                 self.carry_out(one, one.agreement.go_on(newest))
             elif one not in ours and trains and not stands:
                 self.carry_out(one, one.agreement.go_on(newest))
+
+    def known(self) -> list[Machine]:
+        """Those that whoever has started the machines can ask."""
+        return self.living()
 
     def die(self, machine: Machine) -> None:
         machine.alive = False
@@ -143,7 +152,8 @@ class Group:
         for _ in range(60):
             for machine in self.living():
                 for other in self.machines.values():
-                    event = machine.agreement.heard if other.alive else machine.agreement.dead
+                    lives = other.alive and not other.agreement.expelled
+                    event = machine.agreement.heard if lives else machine.agreement.dead
                     self.carry_out(machine, event(other.me))
                 self.carry_out(machine, machine.agreement.again())
             while self.flying:
@@ -156,3 +166,66 @@ class Group:
                 return
         able = [one for one in self.living() if one.history or one.agreement.applied is not None]
         assert not able, "the group stands still"
+
+
+class Parted(Group):
+    """Machines of which some are cut off from the others. All deaths become known to all, but of
+    those that are lost with their hosts."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.away: set[Member] = set()
+        self.lost: set[Member] = set()
+        self._names = iter(range(100))
+
+    def hear(self, one: Member, other: Member) -> bool:
+        return (one in self.away) == (other in self.away)
+
+    def news(self, one: Machine, other: Machine) -> Callable[[Member], list[Any]]:
+        """What one machine learns of the other's life."""
+        agreement, lives = one.agreement, other.alive and not other.agreement.expelled
+        if other.me in self.lost or (lives and not self.hear(one.me, other.me)):
+            return agreement.silent
+        return agreement.heard if lives else agreement.dead
+
+    def step(self, what: str, places: frozenset[int]) -> None:
+        """Something happens to the living machines at these places, or to all."""
+        living = self.living()
+        chosen = [living[place] for place in sorted(places) if place < len(living)]
+        if what == "part":
+            self.away = {one.me for one in chosen}
+        elif what == "entrust":
+            self.entrust()
+        elif what == "kill" and len(chosen) < len(living):
+            for one in chosen:
+                self.die(one)
+        elif what == "join":
+            for one in chosen:
+                new = Machine(Member(f"n{next(self._names)}", 0), None)
+                self.machines[new.me] = new
+                if one.me in self.away:
+                    self.away.add(new.me)
+                self.carry_out(new, new.agreement.join([one.me]))
+        self.settle()
+
+    def settle(self) -> None:
+        """All is heard that can be heard, and rounds are made where they can be made."""
+        for _ in range(3):
+            for one in self.living():
+                for other in self.machines.values():
+                    if other is not one:
+                        self.carry_out(one, self.news(one, other)(other.me))
+                self.carry_out(one, one.agreement.again())
+            while self.flying:
+                self.flying = [(to, said) for to, said in self.flying if self.hear(to, said.sender)]
+                if self.flying:
+                    self.deliver(0)
+            for one in self.living():
+                self.get(one)
+                self.work(one)
+
+    def check(self) -> None:
+        """Those that live have one line. `carry_out` has compared them with the dead, too."""
+        lines = [one.history for one in self.living()]
+        longest = max(lines, key=len, default=[])
+        assert all(longest[: len(one)] == one for one in lines)

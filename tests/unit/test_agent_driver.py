@@ -11,7 +11,7 @@ from support import eventually
 from support.rounds import CALM_S, Agent, alike, begin, go_on, join, last_words
 from support.waiting import spin
 
-from gadei_ps.agents.events import EXPELLED, LEFT, GoOn
+from gadei_ps.agents.events import EXPELLED, LEFT, GiveUp, GoOn
 from gadei_ps.agents.neighbours import Group
 from gadei_ps.agents.state import NOT_FINITE
 
@@ -127,6 +127,26 @@ def test_a_machine_that_hung_hears_that_the_group_goes_on_without_it() -> None:
     go_on(agents)
     for one in (*agents, lost):
         one.child.kill()
+
+
+def test_a_machine_that_was_given_up_and_lives_joins_again() -> None:
+    """Of one that is heard, nobody can say that it is dead."""
+    other, one = begin(machines(2, HANGS_S))
+    one.child.send(GiveUp(0))
+    go_on([one, other])
+    other.child.signal(signal.SIGSTOP)
+    eventually(lambda: one.hear() or one.standing.waits)
+    assert one.standing.waits == one.standing.doubts == (0,) and not one.standing.hears
+    one.child.send(GiveUp(0))
+    go_on([one])
+    other.child.signal(signal.SIGCONT)
+    assert last_words(other) == EXPELLED
+    back = Agent(0, 1, silence_s=HANGS_S)
+    join(back, [one])
+    go_on([one, back])
+    alike([one, other, back])
+    for agent in (one, other, back):
+        agent.child.kill()
 
 
 def test_a_rule_that_takes_longer_than_the_silence_expels_nobody() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import gadei_ps
 from gadei_ps.cluster import config, door, keeper, needs
 from gadei_ps.cluster.needs import Kind
-from gadei_ps.errors import ClusterError, JobInUse, JobNotFound
+from gadei_ps.errors import ClusterError, JobInUse, JobNotFound, UsageError
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'gadei-ps[cluster]'", allow_module_level=True)
@@ -88,11 +89,12 @@ def test_a_group_is_lost_with_its_last_machine() -> None:
     assert not needs.is_lost([{"state": "away", "lives": 0}])
 
 
-def row(number: int, view: int | None, **agent: object) -> dict[str, Any]:
+def row(number: int, view: int | None, /, **agent: object) -> dict[str, Any]:
     """A machine whose agent works under this view, or joins."""
     facts = {"state": "joining" if view is None else "member", "address": f"h:{number}"}
-    facts |= {"view": view, "waits": [], "stands": False}
-    return {"machine": number, "state": "training", "lives": 1, "agent": facts | agent}
+    facts |= {"view": view, "waits": [], "stands": False, "hears": [], "doubts": []}
+    there = {"machine": number, "state": "training", "host": "h", "lives": 1, "ended": None}
+    return there | {"agent": facts | agent}
 
 
 AWAY = {"machine": 9, "state": "away", "ended": None}
@@ -142,6 +144,29 @@ def test_a_node_whose_machine_has_ended_can_get_another_one() -> None:
     assert machines.used_nodes(rows) == {"x"}
 
 
+DOUBTS = row(2, 7, doubts=[9])
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([DOUBTS, AWAY], ""),
+        ([DOUBTS], ""),  # Ray does not know it any more
+        ([row(2, 7), AWAY], ""),  # its group has gone on without it
+        ([DOUBTS, row(9, None) | {"ended": {"exit_code": 1}}], ""),
+        # Ray has made an actor elsewhere, which does not begin it while the old host is there.
+        ([DOUBTS, row(9, None) | {"state": "starting", "lives": 0}], ""),
+        ([row(2, 7), row(9, 7)], "9 of a is not dead: its host h answers; without --dead it"),
+        ([DOUBTS, row(9, 7)], "9 of a is not dead: its host h answers"),
+        ([DOUBTS, row(3, 7, hears=[9]), AWAY], "9 of a is not dead: machine 3 hears it; end its"),
+        ([row(2, 7), row(3, 7)], "run a has no machine 9: it has 2, 3"),
+    ],
+)
+def test_who_can_be_given_up(rows: list[Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why) if why else contextlib.nullcontext():
+        machines._check_gone("a", 9, rows)
+
+
 @pytest.mark.parametrize(
     ("state", "is_last", "asked", "code"),
     [
@@ -150,6 +175,7 @@ def test_a_node_whose_machine_has_ended_can_get_another_one() -> None:
         ("stopping", False, "stop", 4),
         ("training", True, "stop", 4),
         ("leaving", True, "leave", 0),
+        ("away", False, "dead", 0),
     ],
 )
 def test_how_machines_have_ended_that_another_command_has_ended(
@@ -163,7 +189,8 @@ def test_how_machines_have_ended_that_another_command_has_ended(
     made._hear({"machine": 1, "state": state, "ended": None, "job": job})
     made._hear_no_more(1, is_last=is_last)
     made._hear_no_more(1, is_last=True)
-    assert said[1:] == [f"machine 1 {'has left its group' if asked == 'leave' else 'was stopped'}"]
+    words = {"leave": "has left its group", "stop": "was stopped", "dead": "counts as dead"}
+    assert said[1:] == [f"machine 1 {words[asked]}"]
     summary = made.summary()
     assert (summary["exit_code"], summary["stopped"]) == (code, asked == "stop")
     assert summary["machines"][0]["gradients_applied"] == 7

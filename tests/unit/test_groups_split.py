@@ -4,67 +4,7 @@ from __future__ import annotations
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.agreeing import Group, Machine
-
-from gadei_ps.groups.membership import Member
-
-
-class Parted(Group):
-    """Machines of which some are cut off from the others. All deaths become known to all."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.away: set[Member] = set()
-        self._names = iter(range(100))
-
-    def hear(self, one: Member, other: Member) -> bool:
-        return (one in self.away) == (other in self.away)
-
-    def step(self, what: str, places: frozenset[int]) -> None:
-        """Something happens to the living machines at these places, or to all."""
-        living = self.living()
-        chosen = [living[place] for place in sorted(places) if place < len(living)]
-        if what == "part":
-            self.away = {one.me for one in chosen}
-        elif what == "entrust":
-            self.entrust()
-        elif what == "kill" and len(chosen) < len(living):
-            for one in chosen:
-                self.die(one)
-        elif what == "join":
-            for one in chosen:
-                new = Machine(Member(f"n{next(self._names)}", 0), None)
-                self.machines[new.me] = new
-                if one.me in self.away:
-                    self.away.add(new.me)
-                self.carry_out(new, new.agreement.join([one.me]))
-        self.settle()
-
-    def settle(self) -> None:
-        """All is heard that can be heard, and rounds are made where they can be made."""
-        for _ in range(3):
-            for one in self.living():
-                for other in self.machines.values():
-                    if other is one:
-                        continue
-                    agreement = one.agreement
-                    event = agreement.heard if self.hear(one.me, other.me) else agreement.silent
-                    self.carry_out(one, (event if other.alive else agreement.dead)(other.me))
-                self.carry_out(one, one.agreement.again())
-            while self.flying:
-                self.flying = [(to, said) for to, said in self.flying if self.hear(to, said.sender)]
-                if self.flying:
-                    self.deliver(0)
-            for one in self.living():
-                self.get(one)
-                self.work(one)
-
-    def check(self) -> None:
-        """Those that live have one line. `carry_out` has compared them with the dead, too."""
-        lines = [one.history for one in self.living()]
-        longest = max(lines, key=len, default=[])
-        assert all(longest[: len(one)] == one for one in lines)
-
+from support.agreeing import Parted
 
 PLACES = st.frozensets(st.integers(0, 4), max_size=3)
 STEPS = st.tuples(st.sampled_from(["part", "join", "kill", "entrust"]), PLACES)
