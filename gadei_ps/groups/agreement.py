@@ -408,7 +408,7 @@ class Agreement:
     def _advance(self) -> None:
         """Takes the next step of the own proposal, if enough have answered."""
         own = self._own
-        if self.expelled or not own.phase or self.view is None or not self._is_quorum:
+        if not own.phase or self.view is None or not self._is_quorum:
             return
         if own.phase == 2:
             assert own.chosen is not None

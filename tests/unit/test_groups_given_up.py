@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from support.agreeing import Machine, Parted, Result
 
 from gadei_ps.groups.membership import APART, Member
+from gadei_ps.groups.messages import Join, Message
 
 PLACES = st.frozensets(st.integers(0, 4), max_size=3)
 
@@ -60,10 +61,13 @@ class GivenUp(Parted):
             self.entrust()
 
     def return_(self) -> None:
-        """Machines that are expelled join again."""
+        """Machines that are expelled join again. All addresses are known to them."""
         for one in list(self.machines.values()):
             if one.alive and one.agreement.expelled:
                 self.join(one)
+        for one in self.living():
+            if one.agreement.view is None:
+                self.carry_out(one, one.agreement.join(self.machines))
 
     def goes_on(self) -> bool:
         """Whether all that live make rounds, all the same ones."""
@@ -110,6 +114,11 @@ def test_a_machine_that_is_heard_is_not_given_up() -> None:
     assert a.agreement.stands
     group.carry_out(a, a.agreement.heard(c.me))
     assert a.agreement.missing == (c.me,) and not a.agreement.stands
+    group = GivenUp(2)
+    a, b = group.machines.values()
+    group.give_up(b.me)
+    group.step("part", frozenset({1}))
+    assert a.agreement.missing == (b.me,), "it was said before"
 
 
 def test_two_machines_of_which_the_wrong_one_was_given_up() -> None:
@@ -178,6 +187,27 @@ def test_the_larger_part_of_a_group_was_given_up_and_lives() -> None:
     group.step("part", frozenset())
     assert all(one.agreement.expelled for one in others)
     assert not a.agreement.expelled and not b.agreement.expelled
+    group.come_together()
+    assert group.goes_on() and len(group.living()) == 5
+
+
+def test_a_machine_that_has_the_state_of_the_other_part_drops_it() -> None:
+    """It has asked one part to join, and the letter comes when it is a member of the other one."""
+    group = Wrongly(5)
+    group.step("part", frozenset({0, 1}))
+    a, _, *others = group.machines.values()
+    group.give_up(*(one.me for one in others))
+    group.settle()
+    group.entrust()
+    new = group.join(others[0])
+    group.carry_out(new, new.agreement.join(one.me for one in others))
+    group.settle()
+    assert new.history and new.agreement.view == others[1].agreement.view
+    group.flying.append((a.me, Message(new.me, None, Join(new.me))))
+    group.away = {one.me for one in others}
+    group.settle()
+    assert new.agreement.expelled
+    assert any(new.me in one.newcomers for one in group.views.values() if one.generation >= APART)
     group.come_together()
     assert group.goes_on() and len(group.living()) == 5
 
