@@ -39,6 +39,7 @@ from gadei_ps.groups import reading
 from gadei_ps.groups.compress import Wire
 from gadei_ps.groups.membership import MOST_MEMBERS, Member, View
 from gadei_ps.groups.shares import Shares
+from gadei_ps.job.number_types import Real, Whole
 from gadei_ps.sync.parameters import SpecError
 
 CLOSE_S = 5.0
@@ -52,7 +53,7 @@ _CODES = {
     LOST: AGAIN,
     NOT_FINITE: UsageError.exit_code,
 }
-Number = Annotated[int, Field(ge=0, lt=2**31)]
+Number = Annotated[Whole, Field(ge=0, lt=2**31)]
 
 
 class Tls(BaseModel):
@@ -84,7 +85,7 @@ class Settings(BaseModel):
     number: Number
     agents: dict[Number, str] = Field(min_length=1, max_length=MOST_AGENTS)
     joins: bool = False
-    after: int = Field(0, ge=0)
+    after: Whole = Field(0, ge=0)
     group_number: Number = 0
     founding: str = Field("", max_length=100)
     sources: dict[Number, dict[Number, str]] = Field(default_factory=dict, max_length=64)
@@ -94,14 +95,14 @@ class Settings(BaseModel):
     token: str = Field(repr=False)
     tls: Tls | None = None
     rule: str = "replace"
-    every: int = Field(gt=0, description="gradients of a round")
-    divides: int | None = Field(
+    every: Whole = Field(gt=0, description="gradients of a round")
+    divides: Whole | None = Field(
         None, ge=1, le=1024, description="groups that divide each pass over the batches; None: none"
     )
     overlap: bool = Field(True, description="whether learners train on while groups exchange")
-    silence_s: float = Field(1.0, gt=0, le=3600)
-    piece_s: float = Field(5.0, gt=0, le=3600)
-    patience_s: float = Field(60.0, ge=0, le=86400, description="for the job, and for all to start")
+    silence_s: Real = Field(1.0, gt=0, le=3600)
+    piece_s: Real = Field(5.0, gt=0, le=3600)
+    patience_s: Real = Field(60.0, ge=0, le=86400, description="for the job, and for all to start")
 
     @field_validator("agents")
     @classmethod
@@ -187,6 +188,8 @@ def run(settings: Settings, told: Iterable[str] = ()) -> int:
     if settings.tls is not None:
         given = settings.tls
         contexts = tls.contexts(given.certificate, given.key, given.authority)
+        host, _ = addresses.parse(settings.address or settings.listen)
+        tls.check(contexts, given.certificate, given.authority, host)
     # A life that comes later has a greater number, also where the clock goes back.
     life = max(int(time.time() * 1000), settings.after + 1) if settings.joins else 0
     me = Member(str(settings.number), life)

@@ -51,8 +51,7 @@ class Listener:
         self._calls: dict[threading.Thread, tuple[str, socket.socket]] = {}
         self._closed = False
         try:
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            self._socket = socket.create_server(address, family=family, backlog=128)
+            self._socket = addresses.listening(address, 128)
         except OSError as error:
             where = addresses.written(*address)
             raise UsageError(f"cannot listen at {where}: {in_words(error)}") from None

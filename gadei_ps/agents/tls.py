@@ -22,6 +22,8 @@ ROOM = 1 << 17
 """Bytes that a thread has in hand in each direction."""
 LINGER_S = 5.0
 """For what was sent before the data plane has closed its end."""
+_MOST_STEPS = 10
+"""Of a handshake: each side waits for the other one a few times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +54,48 @@ def contexts(certificate: Path, key: Path, authority: Path) -> Contexts:
     return Contexts(*made)
 
 
+def check(given: Contexts, certificate: Path, authority: Path, host: str) -> None:
+    """Raises UsageError if other agents, which have the same authority, would refuse this one.
+
+    host: where they call it.
+    """
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    caller = given.calling.wrap_bio(back, there, server_hostname=host)
+    called = given.listening.wrap_bio(there, back, server_side=True)
+    try:
+        for one in _MOST_STEPS * (caller, called):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                one.do_handshake()
+    except ssl.SSLError as error:
+        raise UsageError(
+            f"{certificate}: other agents would refuse it: {_words(error)}; it must be signed by "
+            f"{authority} and name {host}"
+        ) from None
+
+
+def _words(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message.removesuffix(".")
+    return (error.reason or str(error)).replace("_", " ").lower()
+
+
 def tunnel(
     connection: socket.socket, given: Contexts, called_host: str | None, until: float
 ) -> socket.socket:
     """A plain socket to the other side of the connection, which this takes over.
 
-    called_host: that this side has called; None if it was called. Raises OSError, with ssl.SSLError
-    among them.
+    called_host: that this side has called; None if it was called. Raises OSError.
     """
     connection.settimeout(max(0.001, until - time.monotonic()))
-    if called_host is None:
-        secure = given.listening.wrap_socket(connection, server_side=True)
-    else:
-        secure = given.calling.wrap_socket(connection, server_hostname=called_host)
+    try:
+        if called_host is None:
+            secure = given.listening.wrap_socket(connection, server_side=True)
+        else:
+            secure = given.calling.wrap_socket(connection, server_hostname=called_host)
+    except ssl.SSLCertVerificationError as error:
+        raise OSError(f"its certificate cannot be trusted: {_words(error)}") from None
+    except ssl.SSLError as error:  # its number is none of the system's errors
+        raise OSError(f"TLS: {_words(error)}") from None
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(one) for one in (secure, *socket.socketpair())]
         threads.start("agent-tls", _carry, secure, ends[2])

@@ -127,7 +127,9 @@ def leave(
 def stop(name: RunArgument, address: Address = None, as_json: Json = False) -> int:
     """Stop all machines of a run and wait until they are gone."""
     from gadei_ps.cluster import orders
+    from gadei_ps.show.counts import counted
 
     told = orders.ask("stop", name, address, _say)
-    tell(as_json, told, lambda: f"run {name} has stopped: {len(told['machines'])} machines")
+    machines = counted(len(told["machines"]), "machine")
+    tell(as_json, told, lambda: f"run {name} has stopped: {machines}")
     return 0

@@ -76,7 +76,7 @@ class MachineActor:
         self._run, self._number = run, number
         self._plan: Plan | None = None
         self._data: Data | None = None
-        self._has_begun = self._is_abandoned = False
+        self._has_begun = self._is_abandoned = self._is_ending = False
         self._summary: dict[str, Any] | None = None
         self._starting = threading.Lock()
         self._over = threading.Event()
@@ -175,8 +175,8 @@ class MachineActor:
             return facts | door.ask(self._run, self._number, "status") | {"why": self._why}
         except NoAnswer as error:
             return facts | {"state": "silent", "why": in_words(error)}
-        except GadeiError:  # it has just ended, or is not there yet
-            return facts | {"state": "ending" if self._lives else "starting", "why": self._why}
+        except GadeiError:  # it has just ended, or is not there yet, or not again
+            return facts | {"state": "ending" if self._is_ending else "starting", "why": self._why}
 
     def ask(self, what: str, **how: Any) -> dict[str, Any]:
         """A request to the machine's process; nothing if there is none."""
@@ -222,6 +222,7 @@ class MachineActor:
             begin = time.monotonic()
             try:
                 told = door.ask(self._run, self._number, "await", timeout_s=None)
+                self._is_ending = True
                 door.wait_for_end(told["pid"])
                 self._summary = told["summary"]
                 self._over.set()
@@ -302,19 +303,14 @@ def names(run: str) -> list[str]:
 
 
 def _free_port(host: str) -> int:
-    with _door(host, 0) as found:
+    with addresses.listening((host, 0)) as found:
         return int(found.getsockname()[1])
-
-
-def _door(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)
 
 
 def _taken(host: str, port: int) -> str | None:
     """Why nobody can listen there, in one line."""
     try:
-        _door(host, port).close()
+        addresses.listening((host, port)).close()
     except OSError as error:
         return f"port {port}: {in_words(error)}: choose another `port`"
     return None

@@ -14,6 +14,7 @@ from gadei_ps.groups import reading
 from gadei_ps.groups.compress import Wire
 from gadei_ps.job import config as jobs
 from gadei_ps.job.config import JobConfig
+from gadei_ps.job.number_types import Real, Whole
 from gadei_ps.memory.layout import MAX_LEARNERS
 from gadei_ps.memory.shm import JOB_NAME
 from gadei_ps.sync.parameters import SpecError
@@ -47,10 +48,10 @@ class Group(_Table):
     models it takes, counted from 0; None: the groups before and after it, in a ring.
     """
 
-    machines: int | None = Field(None, ge=1, le=MOST_MACHINES)
+    machines: Whole | None = Field(None, ge=1, le=MOST_MACHINES)
     nodes: list[str] | None = Field(None, min_length=1, max_length=MOST_MACHINES)
-    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    neighbours: list[Annotated[int, Field(ge=0)]] | None = None
+    resources: dict[str, Annotated[Real, Field(gt=0)]] = {}
+    neighbours: list[Annotated[Whole, Field(ge=0)]] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Group:
@@ -85,18 +86,18 @@ class Run(_Table):
     """
 
     name: str
-    every: int = Field(gt=0, le=10**9)
+    every: Whole = Field(gt=0, le=10**9)
     rule: str = "outer:0.7:0.9"
     divide: bool = False
     overlap: bool = True
     wire: Wire = Wire.FLOAT32
-    learners: int = Field(1, ge=1, le=MAX_LEARNERS)
-    restart: int = Field(0, ge=0)
+    learners: Whole = Field(1, ge=1, le=MAX_LEARNERS)
+    restart: Whole = Field(0, ge=0)
     optimizer: str | None = None
-    lr: float | None = None
+    lr: Real | None = None
     sync: str | None = None
-    port: int = Field(0, ge=0, lt=2**16 - 1024)
-    silence_s: float = Field(1.0, gt=0, le=3600)
+    port: Whole = Field(0, ge=0, lt=2**16 - 1024)
+    silence_s: Real = Field(1.0, gt=0, le=3600)
     groups: list[Group] = Field(min_length=1, max_length=MOST_GROUPS)
     tls: Tls | None = None
 

@@ -7,7 +7,6 @@ host, and what has the name of the socket of a dead one may be removed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gadei_ps.cluster import locks
 from gadei_ps.cluster.config import job_name
 from gadei_ps.errors import ControlError, JobInUse, JobNotFound, NoAnswer, in_words
 from gadei_ps.job import paths
@@ -121,31 +121,18 @@ def clear(run: str, number: int) -> None:
         Lock(run, number, create=False).release()
 
 
-class Lock:
+class Lock(locks.Lock):
     """The lock of a machine. Raises JobInUse if another process has it."""
 
     def __init__(self, run: str, number: int, *, create: bool = True) -> None:
-        self._path = lock_path(run, number)
         self._socket = socket_path(run, number)
-        while True:
-            self._fd = paths.open_lock(self._path, create=create)
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(self._fd), self._path.stat()):
-                    return
-            except BlockingIOError:
-                os.close(self._fd)
-                job = job_name(run, number)
-                raise JobInUse(f"machine {job} has a process on this host already") from None
-            except FileNotFoundError:
-                pass  # the one before has just ended, and has removed its file
-            os.close(self._fd)
+        taken = f"machine {job_name(run, number)} has a process on this host already"
+        super().__init__(lock_path(run, number), taken, create=create)
 
     def release(self) -> None:
         """Also removes socket and file."""
         self._socket.unlink(missing_ok=True)
-        self._path.unlink(missing_ok=True)
-        os.close(self._fd)
+        super().release()
 
 
 class Door(socketserver.ThreadingUnixStreamServer):

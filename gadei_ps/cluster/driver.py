@@ -82,10 +82,16 @@ def _cluster(order: Told, out: Output) -> Iterator[str]:
             address, token = stack.enter_context(rays.own(machines, Path(order["files"])))
         ray = rays.connect(address, token)
         if order["order"] == "run":
-            rays.note(order["name"], address, token)
+            rays.note(order["name"], address, token, order.get("files"))
+        if order["address"] is None:  # else its node would stay, as long as this is connected
+            stack.callback(_disconnect, ray)
         yield address
-        with contextlib.suppress(Exception):  # it may be gone
-            ray.shutdown()
+        _disconnect(ray)
+
+
+def _disconnect(ray: Any) -> None:
+    with contextlib.suppress(Exception):  # the cluster may be gone
+        ray.shutdown()
 
 
 # -- run ------------------------------------------------------------------------------------------
@@ -163,14 +169,27 @@ class Requests(threading.Thread):
 # -- the others -----------------------------------------------------------------------------------
 
 
-def status(order: Told, address: str, out: Output) -> Told:
-    """A row for each machine."""
+def _found(order: Told, address: str) -> Any:
+    """The actors of the run. Raises JobNotFound if the cluster has none of them."""
     from gadei_ps.cluster import machines
 
     found = machines.actors(order["name"])
     if not found:
-        raise JobNotFound(f"the cluster at {address} has no run {order['name']!r}")
-    return {"run": order["name"], "address": address, "machines": machines.statuses(found)}
+        raise JobNotFound(
+            f"run {order['name']!r} begins or ends just now: try again in a moment"
+            if order["token"]  # the cluster is there for this run alone
+            else f"the cluster at {address} has no run {order['name']!r}: it has not begun there, "
+            "or has ended"
+        )
+    return found
+
+
+def status(order: Told, address: str, out: Output) -> Told:
+    """A row for each machine."""
+    from gadei_ps.cluster import machines
+
+    rows = machines.statuses(_found(order, address))
+    return {"run": order["name"], "address": address, "machines": rows}
 
 
 def join(order: Told, address: str, out: Output) -> Told:
@@ -180,7 +199,8 @@ def join(order: Told, address: str, out: Output) -> Told:
     requests = Requests()
     try:
         requests.start()
-        joined = machines.join(order["name"], order["group"], order["node"])
+        found = _found(order, address)
+        joined = machines.join(found, order["name"], order["group"], order["node"])
         requests.begun.set()
         return joined
     except KeyboardInterrupt:
@@ -191,16 +211,17 @@ def leave(order: Told, address: str, out: Output) -> Told:
     """A machine leaves its group; its job ends."""
     from gadei_ps.cluster import machines
 
+    found = _found(order, address)
     if order["dead"]:
-        return machines.give_up(order["name"], order["machine"])
-    return machines.end(order["name"], "leave", order["machine"], END_S)
+        return machines.give_up(found, order["name"], order["machine"])
+    return machines.end(found, order["name"], "leave", order["machine"], END_S)
 
 
 def stop(order: Told, address: str, out: Output) -> Told:
     """All machines end."""
     from gadei_ps.cluster import machines
 
-    done = machines.end(order["name"], "stop", None, END_S)
+    done = machines.end(_found(order, address), order["name"], "stop", None, END_S)
     rays.note_path(order["name"]).unlink(missing_ok=True)
     return done
 

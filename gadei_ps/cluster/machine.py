@@ -91,7 +91,7 @@ class Machine:
         self._asked = ""
         self._error: str | None = None
         """Why its agent cannot go on."""
-        self._is_seen = False
+        self._is_seen = self._is_ending = False
         self._stays_until: float | None = None
         self._ended = threading.Event()
         self._summary: dict[str, Any] = {"exit_code": 1}
@@ -104,7 +104,8 @@ class Machine:
         try:
             self._summary = self._train()
         except Interrupted as interrupted:
-            self._summary = {"exit_code": 128 + interrupted.number}
+            name = process.signal_name(interrupted.number)
+            self._summary = {"exit_code": 128 + interrupted.number, "interrupted": name}
         except (GadeiError, OSError, MemoryError) as error:
             code = error.exit_code if isinstance(error, GadeiError) else 1
             self._summary = {"exit_code": code, "error": in_words(error)}
@@ -112,15 +113,16 @@ class Machine:
         finally:
             # A stop that comes now, or twice, interrupts nothing any more.
             with contextlib.suppress(Interrupted), interrupts.held():
+                self._is_ending = True
                 self._close()
 
     def _close(self) -> None:
         """Tells all who wait for the end, and leaves nothing."""
         self._keeper.end()
         if self._asked:
-            self._summary |= {"exit_code": 0, "asked": self._asked}
+            self._summary |= {"exit_code": 0, "asked": self._asked, "interrupted": None}
         elif self._error is not None:
-            self._summary |= {"exit_code": 1, "error": self._error}
+            self._summary |= {"exit_code": 1, "error": self._error, "interrupted": None}
         elif self._summary["exit_code"] and "error" not in self._summary:
             killed = _killed(self._summary)
             self._summary |= {"said": killed or _last_words(self.settings.log)}
@@ -211,24 +213,26 @@ class Machine:
     def facts(self) -> dict[str, Any]:
         """What the machine is doing."""
         settings = self.settings
-        told: dict[str, Any] = {
+        state = "trained" if self._stays_until else "training"
+        job = None
+        try:
+            job = jobs.status(settings.job)
+            self._is_seen = True
+        except (GadeiError, OSError):  # also for a moment while another watchdog takes over
+            state = state if self._is_seen else "starting"
+        if self._is_ending or (job and job["phase"] == "draining"):
+            state = "ending"
+        return {
             "run": settings.run,
             "machine": settings.number,
             "group": settings.group,
             "pid": os.getpid(),
             "seconds": time.monotonic() - self._begin,
-            "state": _ASKED.get(self._asked, "trained" if self._stays_until else "training"),
+            "state": _ASKED.get(self._asked, state),
             "log": settings.log,
             "agent": self._keeper.facts(),
-            "job": None,
+            "job": job,
         }
-        try:
-            told["job"] = jobs.status(settings.job)
-            self._is_seen = True
-        except (GadeiError, OSError):
-            other = "ending" if self._is_seen else "starting"
-            told["state"] = _ASKED.get(self._asked, other)
-        return told
 
 
 class _Log(io.RawIOBase):

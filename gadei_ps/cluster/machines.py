@@ -16,7 +16,7 @@ from gadei_ps.cluster.actor import NAMESPACE, names, of_machine
 from gadei_ps.cluster.config import job_name
 from gadei_ps.cluster.keeper import told
 from gadei_ps.cluster.placing import Actors
-from gadei_ps.errors import ClusterError, JobNotFound, UsageError
+from gadei_ps.errors import ClusterError, UsageError
 
 ANSWER_S = 10.0
 AWAY_S = 20.0
@@ -80,16 +80,9 @@ def kill(found: Actors) -> None:
         ray.kill(one, no_restart=True)
 
 
-def _there(run: str) -> Actors:
-    found = actors(run)
-    if not found:
-        raise JobNotFound(f"the cluster has no run {run!r}")
-    return found
-
-
-def join(run: str, group: int, node: str | None) -> Told:
-    """Adds a machine to a group. Raises ClusterError if there is no node for it."""
-    found = _there(run)
+def join(found: Actors, run: str, group: int, node: str | None) -> Told:
+    """Adds a machine to a group. found: the run's actors. Raises ClusterError if there is no node
+    for it."""
     said = _answers({number: one.plan.remote() for number, one in found.items()})
     plans = [plan for plan in said.values() if isinstance(plan, dict)]
     ours = [plan for plan in plans if plan["group"] == group]
@@ -149,13 +142,13 @@ def adopt(run: str, numbers: Iterable[int]) -> None:
             raise ClusterError(f"machine {number}: {placing.told(error)}") from None
 
 
-def give_up(run: str, number: int) -> Told:
+def give_up(found: Actors, run: str, number: int) -> Told:
     """Somebody vouches that a machine is dead for good: its group goes on without it, and Ray does
     not begin it again.
 
-    Raises UsageError for one that lives, or that nobody knows; ClusterError.
+    found: the run's actors. Raises UsageError for one that lives, or that nobody knows;
+    ClusterError.
     """
-    found = _there(run)
     rows = statuses(found, QUICK_S)
     _check_gone(run, number, rows)
     there = {row["machine"]: found[row["machine"]] for row in rows if row["state"] != "away"}
@@ -186,6 +179,12 @@ def _check_gone(run: str, number: int, rows: Sequence[Told]) -> None:
     if mine is None and not is_missed:
         numbers = ", ".join(str(row["machine"]) for row in rows)
         raise UsageError(f"run {run} has no machine {number}: it has {numbers}")
+    if hearers:
+        which = ", ".join(map(str, hearers))
+        raise UsageError(
+            f"machine {number} of {run} is not dead: machine {which} hears it; end its processes "
+            "first, on its host"
+        )
     is_gone = mine is None or mine["state"] == "away" or mine["ended"] is not None
     # Ray may have made a new actor elsewhere, which begins nothing while the old host is there.
     if mine is not None and not is_gone and not (is_missed and not mine["lives"]):
@@ -193,17 +192,13 @@ def _check_gone(run: str, number: int, rows: Sequence[Told]) -> None:
             f"machine {number} of {run} is not dead: its host {mine['host']} answers; without "
             "--dead it leaves"
         )
-    if hearers:
-        which = ", ".join(map(str, hearers))
-        raise UsageError(
-            f"machine {number} of {run} is not dead: it is heard by {which}; end its processes "
-            "first, on its host"
-        )
 
 
-def end(run: str, what: str, number: int | None, most_s: float) -> Told:
-    """Has one machine leave, or all stop; waits until they have. Raises ClusterError."""
-    found = _there(run)
+def end(found: Actors, run: str, what: str, number: int | None, most_s: float) -> Told:
+    """Has one machine leave, or all stop; waits until they have. found: the run's actors.
+
+    Raises ClusterError.
+    """
     if number is not None and number not in found:
         numbers = ", ".join(map(str, sorted(found)))
         raise UsageError(f"run {run} has no machine {number}: it has {numbers}")

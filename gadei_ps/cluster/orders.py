@@ -6,23 +6,37 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from gadei_ps import errors
 from gadei_ps.cluster import config, door, rays
 from gadei_ps.cluster.config import Run
+from gadei_ps.cluster.locks import Lock
 from gadei_ps.commands.run import check_command
-from gadei_ps.errors import ClusterError, ClusterLost, GadeiError, JobNotFound, UsageError
+from gadei_ps.errors import (
+    ClusterError,
+    ClusterLost,
+    ControlError,
+    GadeiError,
+    JobInUse,
+    JobNotFound,
+    NoAnswer,
+    UsageError,
+)
+from gadei_ps.job import paths
+from gadei_ps.job.absence import locked
 from gadei_ps.machine import interrupts, process
 
 POLL_S = 0.2
 END_S = 60.0
-GONE_S = 3.0
+GONE_S, LAST_S = 3.0, 30.0
+"""For a cluster to end that has lost its run, or its command."""
 MOST_BYTES = 1 << 16
 LOOK_S, MOST_SILENT = 1.0, 3
 """How often to look whether the cluster is there, and how often it may be silent in a row."""
@@ -57,14 +71,6 @@ def to_run(wanted: Run, file: Path, address: str | None) -> Told:
     """
     if address is None:
         _check_own(wanted, file)
-    noted = rays.noted(wanted.name)
-    if address is None and noted is not None and rays.answers(noted["address"]):
-        raise UsageError(
-            f"run {wanted.name!r} has a Ray cluster at {noted['address']} already: stop it first "
-            f"(gadei-ps group stop {wanted.name})"
-            if noted["token"]
-            else f"run {wanted.name!r} is in the cluster at {noted['address']}: say --address"
-        )
     return {
         "order": "run",
         "name": wanted.name,
@@ -85,6 +91,42 @@ def _check_own(wanted: Run, file: Path) -> None:
                 )
 
 
+@contextlib.contextmanager
+def _alone(name: str, say: Say) -> Iterator[None]:
+    """In this block nobody else on this host starts a cluster for the run. Raises UsageError."""
+    there = f"run {name!r} is on this host already"
+    paths.directory(make=True)
+    try:
+        lock = Lock(rays.lock_path(name), f"{there}: stop it first (gadei-ps group stop {name})")
+    except JobInUse as error:
+        raise UsageError(str(error)) from None
+    try:
+        noted = rays.noted(name)
+        if noted is not None and rays.answers(noted["address"]):
+            where = noted["address"]
+            if not noted["token"]:
+                raise UsageError(f"run {name!r} is in the cluster at {where}: say --address")
+            say(
+                f"waiting for the end of the Ray cluster at {where}, whose command was killed",
+                False,
+            )
+            if not _is_gone(where, LAST_S):
+                note = rays.note_path(name)
+                raise UsageError(
+                    f"{there}, at {where}: end its Ray, or remove {note} if that is none"
+                )
+        rays.forget(name)
+        yield
+    finally:
+        lock.release()
+
+
+def _clear(name: str) -> None:
+    """Removes the lock that a killed command has left."""
+    with contextlib.suppress(JobInUse, FileNotFoundError, ControlError):
+        Lock(rays.lock_path(name), "", create=False).release()
+
+
 def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> dict[str, Any]:
     """What a command asks of a run that is there. Raises GadeiError.
 
@@ -94,7 +136,7 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> dic
     noted = None if address is not None else rays.noted(name)
     found = address or (noted["address"] if noted is not None else None)
     if found is None or (address is None and not rays.answers(found)):
-        return _here(order, name, found, say)
+        return _here(order, name, noted, say)
     token = noted["token"] if noted is not None else None
     given = {"order": order, "name": name, "address": found, "token": token} | how
     here = [number for _, number in door.here(name)]
@@ -105,19 +147,22 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> dic
                     return _joined(driven, signalled)
             while (told := driven.hear()) is None:
                 pass
-            return answered(told)
+        done = answered(told)
+        if order == "stop":
+            _clear(name)
+        return done
     except ClusterLost:
         # A cluster of this host's own ends with its run, perhaps before the answer has come.
-        if order != "stop" or token is None or not _is_gone(found):
+        if order != "stop" or token is None or not _is_gone(found, GONE_S):
             raise
         if door.here(name):
-            return _here(order, name, found, say)
+            return _here(order, name, noted, say)
         return {"run": name, "machines": [{"machine": one, "host": None} for one in here]}
 
 
-def _is_gone(address: str) -> bool:
-    """Whether a cluster ends now, or has ended."""
-    until = time.monotonic() + GONE_S
+def _is_gone(address: str, most_s: float) -> bool:
+    """Whether a cluster has ended, or does so in this time."""
+    until = time.monotonic() + most_s
     while rays.answers(address):
         if time.monotonic() > until:
             return False
@@ -125,14 +170,19 @@ def _is_gone(address: str) -> bool:
     return True
 
 
-def _here(order: str, name: str, address: str | None, say: Say) -> Told:
-    """Without a cluster: the machines on this host."""
+def _here(order: str, name: str, noted: Told | None, say: Say) -> Told:
+    """Without a cluster: the machines on this host. noted: of the cluster, as rays.noted() says."""
+    address = noted["address"] if noted is not None else None
     machines = [number for _, number in door.here(name)]
+    if (not machines or order == "stop") and locked(rays.lock_path(name)):
+        raise JobNotFound(f"run {name!r} begins or ends just now: try again in a moment")
     if not machines:
         if order == "stop":
-            door.sweep(name)
+            _sweep(name)
+            if noted is not None and noted["token"]:  # otherwise other hosts may have its machines
+                rays.forget(name)
         raise JobNotFound(
-            f"no run {name!r} on this host: say --address of its Ray cluster"
+            f"no run {name!r} on this host: it has ended, or say --address of its Ray cluster"
             if address is None
             else f"no run {name!r}: its Ray cluster at {address} is gone, and no machine is here"
         )
@@ -140,7 +190,7 @@ def _here(order: str, name: str, address: str | None, say: Say) -> Told:
     if order not in ("status", "stop"):
         raise ClusterError(f"{what}: run {name} again to bring its machines together")
     say(f"{what}: these are the machines on this host", False)
-    rows = [door.ask(name, number, "status") for number in machines]
+    rows = [row for number in machines if (row := _row(name, number))]
     if order == "stop":
         for number in machines:
             with contextlib.suppress(JobNotFound):
@@ -151,10 +201,27 @@ def _here(order: str, name: str, address: str | None, say: Say) -> Told:
                 raise ClusterError(f"run {name}: machine {late[0]} has not ended in {END_S:g} s")
             time.sleep(POLL_S)
         for row in rows:
-            door.wait_for_end(row["pid"])
-        door.sweep(name)
-        rays.note_path(name).unlink(missing_ok=True)
-    return {"run": name, "address": None, "machines": [row | {"ended": None} for row in rows]}
+            if "pid" in row:
+                door.wait_for_end(row["pid"])
+        _sweep(name)
+        rays.forget(name)
+    return {"run": name, "address": None, "machines": rows}
+
+
+def _row(name: str, number: int) -> Told | None:
+    """What a machine of this host is doing; None if it has just ended."""
+    try:
+        return door.ask(name, number, "status") | {"ended": None}
+    except NoAnswer as error:
+        return {"machine": number, "state": "silent", "why": str(error), "ended": None}
+    except GadeiError:
+        return None
+
+
+def _sweep(name: str) -> None:
+    """Removes what killed processes of the run have left on this host."""
+    door.sweep(name)
+    _clear(name)
 
 
 class Driven:
@@ -168,15 +235,17 @@ class Driven:
         self._lines: deque[Told] = deque()
         self._rest = b""
         self._looked, self._silent = time.monotonic(), 0
-        self._child = process.spawn(
-            process.module_command("gadei_ps.cluster.driver"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            how=None,  # it sees the end of its input, and ends what it has to end
-        )
-        self._files = contextlib.ExitStack()
-        if order["address"] is None:  # here, since Ray may end the process that uses them
-            order = order | {"files": str(self._files.enter_context(rays.directory()))}
+        with contextlib.ExitStack() as ours:
+            if order["address"] is None:  # here, since Ray may end the process that uses them
+                ours.enter_context(_alone(order["name"], say))
+                order = order | {"files": str(ours.enter_context(rays.directory()))}
+            self._child = process.spawn(
+                process.module_command("gadei_ps.cluster.driver"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                how=None,  # it sees the end of its input, and ends what it has to end
+            )
+            self._ours = ours.pop_all()
         self.tell(order)
 
     def __enter__(self) -> Self:
@@ -188,7 +257,7 @@ class Driven:
                 self._let_end()
             self._child.kill()
             self._child.wait()
-            self._files.close()
+            self._ours.close()
         for stream in (self._child.stdin, self._child.stdout):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
@@ -266,7 +335,10 @@ def _followed(driven: Driven, signalled: Callable[[], int | None]) -> Told:
             continue
         if "error" in told and passed:
             raise interrupts.Interrupted(passed)
-        return answered(told) | ({"exit_code": 128 + passed} if passed else {})
+        done = answered(told) | {"interrupted": None}
+        if passed:
+            done |= {"exit_code": 128 + passed, "interrupted": signal.Signals(passed).name}
+        return done
 
 
 def _joined(driven: Driven, signalled: Callable[[], int | None]) -> Told:

@@ -43,8 +43,13 @@ def note_path(run: str) -> Path:
     return paths.directory() / f"{run}.groups.json"
 
 
+def lock_path(run: str) -> Path:
+    """The file that is locked while a command of this host has a cluster of its own for a run."""
+    return paths.directory() / f"{run}.groups.lock"
+
+
 def noted(run: str) -> dict[str, Any] | None:
-    """What is noted of the cluster of a run: `address`, and the `token` of an own one."""
+    """What is noted of the cluster of a run: `address`; of an own one `token` and `files`."""
     try:
         found = json.loads(note_path(run).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -52,11 +57,21 @@ def noted(run: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "address" in found else None
 
 
-def note(run: str, address: str, token: str | None) -> None:
-    """Notes the cluster of a run, for this user alone."""
+def note(run: str, address: str, token: str | None, directory: str | None = None) -> None:
+    """Notes the cluster of a run, for this user alone. directory: of the files of an own one."""
     paths.directory(make=True)
+    told = {"address": address, "token": token, "files": directory}
     with files.replacing(note_path(run), 0o600) as stream:
-        stream.write(json.dumps({"address": address, "token": token}).encode())
+        stream.write(json.dumps(told).encode())
+
+
+def forget(run: str) -> None:
+    """Removes the note on a cluster that has ended, and the files of an own one: all that could
+    have removed them may have been killed."""
+    noted_here = noted(run)
+    if noted_here is not None and noted_here.get("files"):
+        _remove(Path(noted_here["files"]))
+    note_path(run).unlink(missing_ok=True)
 
 
 def loaded(token: str | None) -> Any:

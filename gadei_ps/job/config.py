@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gadei_ps import homes, sync
 from gadei_ps.errors import JobFailed, UsageError, is_lasting
 from gadei_ps.job.groups import Group
+from gadei_ps.job.number_types import Real, Whole
 from gadei_ps.job.optimizer import FIELDS, MOST_GROUPS, NOTHING, Said, Settings, rows
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
 from gadei_ps.machine import given, placement, process
@@ -34,11 +35,11 @@ class ScheduleConfig(_Table):
     """[optimizer.schedule]: how the learning rate moves."""
 
     kind: Literal["constant", "step", "cosine"] = "constant"
-    warmup_steps: int = 0
-    step_size: int = 0
-    step_gamma: float = 0.1
-    total_steps: int = 0
-    min_lr: float = 0.0
+    warmup_steps: Whole = 0
+    step_size: Whole = 0
+    step_gamma: Real = 0.1
+    total_steps: Whole = 0
+    min_lr: Real = 0.0
 
 
 class OptimizerConfig(Settings):
@@ -46,7 +47,7 @@ class OptimizerConfig(Settings):
 
     staleness_aware: bool = False
     spike_compensation: bool = True
-    clip_norm: float = 0.0
+    clip_norm: Real = 0.0
     schedule: ScheduleConfig = ScheduleConfig()
     groups: tuple[Group, ...] = ()
 
@@ -107,16 +108,16 @@ class TensorConfig(_Table):
     """[[tensors]]: a tensor of the model, for jobs whose learners do not bring it."""
 
     name: str
-    shape: list[Annotated[int, Field(gt=0)]]
+    shape: list[Annotated[Whole, Field(gt=0)]]
     role: Literal["parameter", "buffer"] = "parameter"
 
 
 class CheckpointConfig(_Table, allow_inf_nan=False):
     """[checkpoint]: copies on the disk, from which the job goes on after everything has died."""
 
-    every_s: float = Field(300.0, ge=0, description="0: not by time")
-    every_gradients: int = Field(0, ge=0, description="0: not by count")
-    keep: int = Field(3, ge=1, le=1000, description="how many of them")
+    every_s: Real = Field(300.0, ge=0, description="0: not by time")
+    every_gradients: Whole = Field(0, ge=0, description="0: not by count")
+    keep: Whole = Field(3, ge=1, le=1000, description="how many of them")
     on_stop: bool = Field(True, description="one more when the job is stopped")
     directory: Path | None = Field(None, description="default: the user's state directory")
 
@@ -125,7 +126,7 @@ class LearnersConfig(_Table):
     """[learners]: processes that the job starts itself, and starts again when they die."""
 
     command: list[str] = Field(min_length=1)
-    count: int = Field(1, ge=1, le=layout.MAX_LEARNERS)
+    count: Whole = Field(1, ge=1, le=layout.MAX_LEARNERS)
 
 
 class JobConfig(_Table, allow_inf_nan=False):
@@ -134,27 +135,27 @@ class JobConfig(_Table, allow_inf_nan=False):
     name: str
     optimizer: OptimizerConfig = OptimizerConfig()
     sync: str | dict[str, Any] = "asp"
-    shards: int = Field(0, ge=0, le=layout.MAX_SHARDS, description="0: by the machine")
+    shards: Whole = Field(0, ge=0, le=layout.MAX_SHARDS, description="0: by the machine")
     cores: str = Field("", description="of the shards, as '0-3,8', one each; empty: by the machine")
-    slots: int = Field(2, ge=1, le=64, description="gradients that a learner's ring holds")
-    ahead: int = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
+    slots: Whole = Field(2, ge=1, le=64, description="gradients that a learner's ring holds")
+    ahead: Whole = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
     owned: bool = Field(False, description="batches are handed out only as an agent says")
     nonfinite: Literal["refuse", "allow"] = "refuse"
-    spin_us: float = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
+    spin_us: Real = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
     standby: bool = Field(True, description="a second server, ready to take over at once")
-    hang_s: float = Field(5.0, description="a server that stands still for so long is killed")
-    learner_timeout_s: float = Field(
+    hang_s: Real = Field(5.0, description="a server that stands still for so long is killed")
+    learner_timeout_s: Real = Field(
         60.0,
         ge=0,
         description="a learner that holds up others for so long is killed; 0: never",
     )
-    start_with: int = Field(
+    start_with: Whole = Field(
         0,
         ge=0,
         le=layout.MAX_LEARNERS,
         description="learners that begin together under bsp; 0: those of [learners] or `run`",
     )
-    orphan_s: float = Field(
+    orphan_s: Real = Field(
         60.0, ge=1, description="how long servers wait for a new watchdog without learners"
     )
     core_dumps: bool = Field(False, description="of servers: a take-over waits until it is written")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gadei_ps.job.number_types import Real
 from gadei_ps.memory import layout
 
 FIELDS: Final = ("kind", "lr", "momentum", "beta1", "beta2", "alpha", "eps", "weight_decay")
@@ -37,13 +38,13 @@ class Settings(BaseModel):
     kind: (
         Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "adamw", "rmsprop", "add"] | None
     ) = None
-    lr: float | None = None
-    momentum: float | None = None
-    beta1: float | None = None
-    beta2: float | None = None
-    alpha: float | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
+    lr: Real | None = None
+    momentum: Real | None = None
+    beta1: Real | None = None
+    beta2: Real | None = None
+    alpha: Real | None = None
+    eps: Real | None = None
+    weight_decay: Real | None = None
 
     @property
     def said(self) -> dict[str, Any]:

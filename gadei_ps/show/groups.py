@@ -104,12 +104,16 @@ def left(told: Mapping[str, Any], machine: int, *, dead: bool) -> str:
 def ran(summary: Mapping[str, Any]) -> str:
     """The end of `run`, in one line."""
     rows = summary["machines"]
-    failed = [row["machine"] for row in rows if row["exit_code"]]
+    ours = summary["interrupted"]  # a signal that all machines have got is no failure of theirs
+    failed = [
+        row["machine"] for row in rows if row["exit_code"] and not (ours and row.get("interrupted"))
+    ]
     applied = sum(row.get("gradients_applied") or 0 for row in rows)
     told = f"run {summary['run']}: {counted(len(rows), 'machine')}"
     told += f", {counted(applied, 'gradient')} applied"
     if summary["stopped"]:
         return f"{told}; it was stopped"
+    told += f"; it was interrupted by {ours}" if ours else ""
     return told + (f"; failed: {', '.join(map(str, failed))}" if failed else "")
 
 
@@ -123,5 +127,7 @@ def how_ended(summary: Mapping[str, Any]) -> str:
     if code and code < 128:
         said = f": {summary['said']}" if summary.get("said") else ""
         return f"has ended with exit code {code}{said}; see its log, {summary['log']}"
-    told = f": {applied:,} gradients applied" if applied is not None else ""
+    told = f": {counted(applied, 'gradient')} applied" if applied is not None else ""
+    if summary.get("interrupted"):
+        return f"was interrupted by {summary['interrupted']}{told}"
     return f"has ended with exit code {code}{told}"

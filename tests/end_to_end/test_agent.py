@@ -170,6 +170,7 @@ def test_two_groups_of_one_job_each_draw_one_another(two_jobs: list[str], tmp_pa
     ("others", "line"),
     [
         ({"every": 0}, "agent: every: Input should be greater than 0"),
+        ({"every": True}, "agent: every: give a number, not true"),
         ({"agents": {0: "here"}}, "agent: agents: 'here' is no HOST:PORT"),
         ({"agents": {1: "h:1"}}, "agent: agents: number 0 is not among those that begin"),
         ({"sources": {1: {}}}, "agent: sources: name an agent of group 1"),

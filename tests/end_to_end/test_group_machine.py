@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shell import Cli
 from support import eventually
 
 from gadei_ps.cluster import door
@@ -21,10 +24,12 @@ from gadei_ps.machine import process
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LEARNER = """
-    import time
+    import signal, sys, time
     import numpy as np
     from gadei_ps.learners.client import Client
 
+    if "stays" in sys.argv:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Client(tensors={"w": np.zeros(8)}) as client:
         while True:
             client.push({"w": np.ones(8)}, samples=1)
@@ -71,19 +76,63 @@ def machine(job_name: str, *command: str, log: Path) -> Iterator[list[dict[str, 
     assert not door.here(job_name)
 
 
-def test_a_machine_that_is_stopped_again_and_again_ends_once(job_name: str, tmp_path: Path) -> None:
+@pytest.fixture
+def learner(tmp_path: Path) -> str:
     (tmp_path / "learner.py").write_text(textwrap.dedent(LEARNER))
+    return str(tmp_path / "learner.py")
 
-    def trains() -> bool:
-        job = door.ask(job_name, 0, "status")["job"]
-        return bool(job and job["gradients_applied"])
 
-    with machine(job_name, str(tmp_path / "learner.py"), log=tmp_path / "log") as told:
-        eventually(trains)
+def trains(job_name: str) -> bool:
+    job = door.ask(job_name, 0, "status")["job"]
+    return bool(job and job["gradients_applied"])
+
+
+def test_a_machine_that_is_stopped_again_and_again_ends_once(
+    job_name: str, learner: str, tmp_path: Path
+) -> None:
+    with machine(job_name, learner, log=tmp_path / "log") as told:
+        eventually(lambda: trains(job_name))
         while door.lives(job_name, 0):
             with contextlib.suppress(GadeiError):
                 door.ask(job_name, 0, "stop")
     assert told[0]["summary"]["asked"] == "stop"
+
+
+def test_machines_of_this_host_without_a_cluster(
+    cli: Cli, job_name: str, learner: str, tmp_path: Path
+) -> None:
+    """They are shown, and stopped. While another watchdog takes over, a machine trains."""
+    with machine(job_name, learner, log=tmp_path / "log") as told:
+        eventually(lambda: trains(job_name))
+        watchdog = door.ask(job_name, 0, "status")["job"]["watchdog_pid"]
+        os.kill(watchdog, signal.SIGKILL)
+        states, has_another = set(), False
+        while not has_another:
+            facts = door.ask(job_name, 0, "status")
+            states.add(facts["state"])
+            has_another = bool(facts["job"]) and facts["job"]["watchdog_pid"] != watchdog
+        assert states == {"training"}
+
+        report = cli("group", "status", job_name, "--json").json
+        assert [(one["machine"], one["state"]) for one in report["machines"]] == [(0, "training")]
+        assert "again to bring its machines together" in cli("group", "leave", job_name, 0).error
+        stopped = cli("group", "stop", job_name)
+        assert (stopped.code, stopped.out) == (0, f"run {job_name} has stopped: 1 machine\n")
+        assert "no cluster is known: these are the machines on this host" in stopped.err
+    assert told[0]["summary"]["asked"] == "stop"
+
+
+def test_a_second_signal_ends_learners_at_once(job_name: str, learner: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with machine(job_name, learner, "stays", log=log) as told:
+        eventually(lambda: trains(job_name))
+        door.ask(job_name, 0, "signal", signal=signal.SIGINT)
+        eventually(lambda: "once more ends them at once" in log.read_text())
+        assert trains(job_name)
+        door.ask(job_name, 0, "signal", signal=signal.SIGINT)
+    assert "did not end in time" not in log.read_text()
+    summary = told[0]["summary"]
+    assert (summary["exit_code"], summary["interrupted"]) == (130, "SIGINT")
 
 
 def test_a_machine_ends_once_though_its_log_is_on_a_full_disk(job_name: str) -> None:

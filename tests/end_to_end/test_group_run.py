@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import pytest
 import support
 from shell import Cli, Result, Running
 from support import eventually
+from support.agents import certificates
 
 from gadei_ps.cluster import door
 from gadei_ps.errors import GadeiError
@@ -35,16 +37,20 @@ pytestmark = [
 NODES = Path(support.__file__).parent / "ray_nodes.py"
 MACHINES = 3
 LOOK_S = 0.05
+HOST = "127.0.0.2"
 TOKEN = "a token of the tests"
 SCRIPT = """
-    import os, time
+    import os, pathlib, signal, sys, time
     import numpy as np
     from gadei_ps.learners.client import Client
 
-    assert os.environ["GADEI_PS_MACHINES"] == "3"
-    target = 10.0 * int(os.environ["GADEI_PS_MACHINE"])
+    assert os.environ["GADEI_PS_MACHINES"] == sys.argv[1]
+    machine = int(os.environ["GADEI_PS_MACHINE"])
+    target, end = 10.0 * machine, pathlib.Path("end")
+    if machine == 0:  # it does not end at Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Client(tensors={"w": np.zeros(500)}) as client:
-        while True:
+        while not end.exists():
             client.push({"w": client.weights["w"] - target}, samples=1)
             client.wait_applied()
             time.sleep(0.005)
@@ -95,7 +101,7 @@ class Run:
     """A run, seen through the sockets of its machines."""
 
     def __init__(self, cli: Cli, name: str, place: Path) -> None:
-        self.cli, self.name = cli, name
+        self.cli, self.name, self.machines = cli, name, MACHINES
         self._place = str(place)
         self.file = cli.directory / f"{name}.toml"
         self.file.write_text(
@@ -104,9 +110,14 @@ class Run:
         )
         (cli.directory / "train.py").write_text(textwrap.dedent(SCRIPT))
 
-    def start(self, nodes: Nodes) -> Running:
-        words = ("group", "run", self.file, "--address", nodes.address, "--json", "--")
-        return self.cli.start(*words, sys.executable, "train.py", **self.env)
+    def words(self, nodes: Nodes | None) -> tuple[object, ...]:
+        """nodes: of the cluster; None: one of the command's own."""
+        where = () if nodes is None else ("--address", nodes.address)
+        words = ("group", "run", self.file, *where, "--json", "--", sys.executable, "train.py")
+        return *words, str(self.machines)
+
+    def start(self, nodes: Nodes | None) -> Running:
+        return self.cli.start(*self.words(nodes), **self.env)
 
     @property
     def env(self) -> dict[str, str]:
@@ -162,6 +173,16 @@ LONG_S = 4 * support.PATIENCE_S
 """Torch is loaded by three processes, and again by one that has died."""
 
 
+def free_ports(count: int) -> int:
+    """The first of so many, where neither Ray nor the kernel takes one by chance."""
+    for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server((HOST, port)))
+            return first
+    raise AssertionError("no ports are free")
+
+
 @pytest.mark.timeout(600)
 def test_train(run: Run, nodes: Nodes, place: Path) -> None:
     """The classifier is trained to its end, though a machine dies meanwhile."""
@@ -207,6 +228,67 @@ def interrupted(run: Run, place: Path) -> Result:
         command.process.send_signal(signal.SIGINT)
         time.sleep(LOOK_S)
     return command.wait()
+
+
+def test_ports_certificates_and_the_end_of_learners(run: Run, nodes: Nodes, tmp_path: Path) -> None:
+    """Mistakes are told in one line; else the learners end by themselves, and so does the run."""
+
+    def refused(**env: str) -> str:
+        return run.cli(*run.words(nodes), **run.env | env).error
+
+    assert "set RAY_AUTH_TOKEN to that with which" in refused(RAY_AUTH_TOKEN="another token")
+    certificates(tmp_path, ["agent"], HOST)
+    run.machines = 2
+    text = "every = 20\n[[groups]]\nmachines = 2\n[tls]\ncertificate = 'agent.pem'\n"
+    text += "key = 'agent.key'\nauthority = 'authority.pem'\n"
+    port = free_ports(2)
+    with socket.create_server((HOST, port + 1)):
+        run.file.write_text(f"port = {port}\n{text}")
+        line = (
+            f"machine 1 at {HOST}: port {port + 1}: Address already in use: choose another `port`"
+        )
+        assert refused() == line
+    command = run.start(nodes)
+
+    def has_trained(number: int) -> bool:
+        assert command.process.poll() is None, command.err
+        return run.has_trained(number)
+
+    eventually(lambda: has_trained(0) and has_trained(1), what=lambda: command.err)
+    agents = [run.facts(number)["agent"]["address"] for number in range(2)]
+    assert agents == [f"{HOST}:{port}", f"{HOST}:{port + 1}"]
+    (run.cli.directory / "end").touch()
+    ended = command.wait()
+    assert ended.code == 0, ended.err
+    assert (ended.json["exit_code"], ended.json["interrupted"]) == (0, None)
+
+
+def test_a_command_that_is_killed(run: Run, place: Path) -> None:
+    """In a cluster of this host's own: the machine trains on, and the same command comes back."""
+    run.machines = 1
+    run.file.write_text("every = 20\n[[groups]]\nmachines = 1\n")
+    command = run.start(None)
+
+    def has_trained(rounds: int) -> bool:
+        assert command.process.poll() is None, command.err
+        return run.has_trained(0, rounds)
+
+    eventually(lambda: has_trained(1), what=lambda: command.err)
+    pid = run.facts(0)["pid"]
+    (driver,) = psutil.Process(command.pid).children()
+    command.signal(signal.SIGKILL)
+    command = run.start(None)
+    # What Ray itself has started is in the driver's process group.
+    eventually(lambda: not [one for one in support.children() if os.getpgid(one) == driver.pid])
+    eventually(lambda: "are taken over: 0" in command.err, what=lambda: command.err)
+    assert run.facts(0)["pid"] == pid
+    rounds = run.rounds(0)
+    eventually(lambda: has_trained(rounds + 2), what=lambda: command.err)
+    stopped = run.cli("group", "stop", run.name, **run.env)
+    assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 1 machine\n")
+    ended = command.wait()
+    assert (ended.code, ended.json["exit_code"], ended.json["stopped"]) == (4, 4, True)
+    assert not [one.name for one in place.iterdir() if one.name != "state"]
 
 
 def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
@@ -288,8 +370,13 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
         eventually(lambda: all_train(rounds, (1, 3)), what=lambda: command.err)
         assert [run.facts(number)["pid"] for number in (0, 1, 3)] == pids
         assert [run.facts(number)["agent"]["pid"] for number in (0, 1, 3)] == agents
+        command.process.send_signal(signal.SIGINT)
+        line = "machine {} was interrupted by SIGINT"
+        eventually(lambda: all(line.format(number) in command.err for number in (1, 3)))
+        assert run.has_trained(0)
         ended = command.signal(signal.SIGINT)
         assert ended.code == 130, ended.err
-        assert ended.json["exit_code"] == 130 and len(ended.json["machines"]) == 3
+        assert (ended.json["exit_code"], ended.json["interrupted"]) == (130, "SIGINT")
+        assert line.format(0) in ended.err and len(ended.json["machines"]) == 3
     left = [one.name for one in place.iterdir() if one.name != "state"]
     assert not left

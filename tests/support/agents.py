@@ -143,8 +143,8 @@ def nothing_of_agents_left() -> Iterator[None]:
     assert len(list(descriptors.iterdir())) <= files
 
 
-def certificates(folder: Path, names: list[str]) -> None:
-    """An authority, and a certificate for 127.0.0.1 for each name; also one of a stranger."""
+def certificates(folder: Path, names: list[str], host: str = "127.0.0.1") -> None:
+    """An authority, and a certificate for the host for each name; also one of a stranger."""
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
@@ -153,9 +153,9 @@ def certificates(folder: Path, names: list[str]) -> None:
     for name in ("authority", "stranger"):
         openssl(
             *("req", "-x509", *key, "-keyout", f"{name}.key", "-out", f"{name}.pem"),
-            *("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{host}"),
         )
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    (folder / "names").write_text(f"subjectAltName=IP:{host}\n")
     for name in names:
         openssl(
             *("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")

@@ -22,7 +22,7 @@ from gadei_ps.agents import handshake, listener, tls
 from gadei_ps.agents.handshake import Hello, Identity, Link, Verdict
 from gadei_ps.agents.listener import Address, Host, Listener
 from gadei_ps.agents.mesh import Mesh
-from gadei_ps.errors import CallRefused, MemberLost, UsageError
+from gadei_ps.errors import CallRefused, MemberLost, UsageError, in_words
 
 HELLO = Hello(Link.DATA, 1, 2, 1, 10)
 HOST = ("127.0.0.1", 0)
@@ -275,6 +275,13 @@ def test_tls_lets_in_certificates_of_the_authority_only(
     foreign = tls.contexts(tmp_path / "stranger.pem", tmp_path / "stranger.key", authority)
     with pytest.raises(UsageError, match="no certificates for TLS"):
         tls.contexts(tmp_path / "agent.csr", tmp_path / "agent.key", authority)
+    tls.check(ours, tmp_path / "agent.pem", authority, "127.0.0.1")
+    for contexts, host, why in (
+        (foreign, "127.0.0.1", "self-signed certificate; it must be signed by .*/authority.pem"),
+        (ours, "127.0.0.2", "IP address mismatch, .*; it must be signed by .* and name 127.0.0.2"),
+    ):
+        with pytest.raises(UsageError, match=f"^A: other agents would refuse it: {why}"):
+            tls.check(contexts, Path("A"), authority, host)
     values = 300_000
     group, addresses = meshes(2, lambda: Listener(HOST, IDENTITY, ours))
     try:
@@ -293,6 +300,10 @@ def test_tls_lets_in_certificates_of_the_authority_only(
         for contexts in (foreign, None):
             with pytest.raises((OSError, CallRefused)):
                 listener.call(addresses[0], HELLO, IDENTITY, contexts, time.monotonic() + 5)
+        stranger = tls.contexts(*(tmp_path / f"stranger.{kind}" for kind in ("pem", "key", "pem")))
+        with pytest.raises(OSError, match="its certificate cannot be trusted: self-signed") as it:
+            listener.call(addresses[0], HELLO, IDENTITY, stranger, time.monotonic() + 5)
+        assert in_words(it.value) == str(it.value)
         group[1].close()
         eventually(lambda: group[0].lost is not None)
     finally:

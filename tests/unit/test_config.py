@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -82,6 +83,10 @@ def test_updates_are_added_as_they_are_unless_a_rate_is_given(tmp_path: Path) ->
         ("shards = -1", "shards"),
         ("shards = 65", "shards"),
         ("shards = 1.5", "shards"),
+        ("shards = true", "shards: give a number, not true"),
+        ("[[optimizer.groups]]\nmatch = 'w'\nlr = true", "groups.0.lr: give a number, not true"),
+        ("[[tensors]]\nname = 'w'\nshape = [true]", "tensors.0.shape.0: give a number, not true"),
+        ("[learners]\ncommand = ['x']\ncount = true", "learners.count: give a number, not true"),
         ("slots = 0", "slots"),
         ("ahead = 17", "ahead"),
         ("spin_us = nan", "spin_us"),
@@ -110,6 +115,27 @@ def test_what_is_wrong_is_named(text: str, why: str, tmp_path: Path) -> None:
     assert why in said
     assert "\n" not in said
     assert str(path) in said or "name" in text or "optimizer" in text
+
+
+TABLES = {
+    "": JobConfig,
+    "optimizer": config.OptimizerConfig,
+    "optimizer.schedule": config.ScheduleConfig,
+    "checkpoint": config.CheckpointConfig,
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_true_is_no_number(table: str) -> None:
+    for name, field in TABLES[table].model_fields.items():
+        if field.annotation is bool:
+            continue
+        values: dict[str, Any] = {name: True}
+        for outer in reversed(table.split(".") if table else []):
+            values = {outer: values}
+        with pytest.raises(UsageError) as info:
+            from_mapping({"name": "job"} | values, "test")
+        assert str(info.value).startswith(f"test: {table and table + '.'}{name}")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

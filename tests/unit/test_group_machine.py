@@ -15,8 +15,9 @@ from support import PATIENCE_S
 
 from gadei_ps.cluster import door, machine, orders, rays
 from gadei_ps.cluster.keeper import Keeper
+from gadei_ps.cluster.locks import Lock
 from gadei_ps.cluster.machine import Machine, Settings
-from gadei_ps.errors import ClusterError, ClusterLost, JobNotFound
+from gadei_ps.errors import ClusterError, ClusterLost, JobNotFound, UsageError
 
 AGENT: dict[str, Any] = {"number": 0, "joins": False, "agents": {"0": "h:1"}, "listen": "h:1"}
 
@@ -63,7 +64,8 @@ def test_nobody_else_can_read_the_token_of_a_cluster(
     monkeypatch.setattr(Path, "chmod", None)
     rays.note("a", "h:1", "a token of the tests")
     assert stat.S_IMODE(rays.note_path("a").stat().st_mode) == 0o600
-    assert rays.noted("a") == {"address": "h:1", "token": "a token of the tests"}
+    told = {"address": "h:1", "token": "a token of the tests", "files": None}
+    assert rays.noted("a") == told
 
 
 def test_a_stop_sweeps_up_what_killed_machines_have_left(runtime_dir: Path) -> None:
@@ -91,6 +93,34 @@ def test_why_a_machine_has_ended(tmp_path: Path) -> None:
     assert machine._killed({"ended": ended[:1]}) == ""
 
 
+def say_nothing(line: str, progress: bool) -> None:
+    pass
+
+
+def test_where_no_machine_of_a_run_is(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended, or it begins just now: then nobody else begins it, and nobody stops it."""
+    with pytest.raises(JobNotFound, match=r"^no run 'a' on this host: it has ended, or say --add"):
+        orders.ask("status", "a", None, say_nothing)
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text("every = 1\n[[groups]]\nmachines = 1\n")
+    lock = Lock(rays.lock_path("a"), "")
+    for order in ("status", "stop", "join"):
+        with pytest.raises(JobNotFound, match=r"^run 'a' begins or ends just now: try again"):
+            orders.ask(order, "a", None, say_nothing)
+    with pytest.raises(
+        UsageError, match=r"on this host already: stop it first \(gadei-ps group st"
+    ):
+        orders.run(Path("a.toml"), ["true"], None, Path(), say_nothing)
+    os.close(lock._fd)  # as SIGKILL does
+    (tmp_path / "ray").mkdir()
+    rays.note("a", "127.0.0.1:1", "a token of the tests", str(tmp_path / "ray"))
+    with pytest.raises(JobNotFound, match=r"^no run 'a': its Ray cluster at 127.0.0.1:1 is gone"):
+        orders.ask("stop", "a", None, say_nothing)
+    assert not list(runtime_dir.iterdir()) and not (tmp_path / "ray").exists()
+
+
 DIES = """
 import json, os, pathlib, sys
 files = pathlib.Path(json.loads(sys.stdin.readline())["files"])
@@ -110,6 +140,29 @@ def test_no_file_of_a_cluster_is_left_where_its_process_is_killed(
     with pytest.raises(ClusterError, match="is gone"):
         orders.run(Path("a.toml"), ["true"], None, tmp_path, lambda *_: None)
     assert not Path(Path("told").read_text()).exists()
+
+
+def test_the_cluster_of_a_command_that_was_killed_ends_before_the_next_one(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], stdout=subprocess.PIPE) as cluster:
+        assert cluster.stdout is not None
+        where = f"127.0.0.1:{int(cluster.stdout.readline())}"
+        for token, line in ((None, "is in the cluster at"), ("secret", f"at {where}: end its Ray")):
+            rays.note("a", where, token)
+            with monkeypatch.context() as changed, pytest.raises(UsageError, match=line):
+                changed.setattr(orders, "LAST_S", 0.0)
+                orders._alone("a", say_nothing).__enter__()
+        said: list[str] = []
+
+        def kill(line: str, progress: bool) -> None:
+            said.append(line)
+            cluster.kill()
+
+        with orders._alone("a", kill):
+            assert not rays.answers(where)
+    assert said == [f"waiting for the end of the Ray cluster at {where}, whose command was killed"]
+    assert not rays.lock_path("a").exists()
 
 
 CLUSTER = """

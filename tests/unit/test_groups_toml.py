@@ -68,6 +68,13 @@ GROUP = "\n[[groups]]\nmachines = 2\n"
         ("every = 5", "groups: Field required: [[groups]] with machines = 2"),
         (GROUP, "every: Field required: the gradients between two exchanges"),
         ("every = 0" + GROUP, "every: Input should be greater than 0"),
+        ("every = true" + GROUP, "every: give a number, not true"),
+        ("every = 5\n[[groups]]\nmachines = true", "groups.0.machines: give a number, not true"),
+        (
+            "every = 5" + GROUP + "neighbours = [false]",
+            "groups.0.neighbours.0: give a number, not f",
+        ),
+        ("every = 5" + GROUP + "resources = {GPU = true}", "groups.0.resources.GPU: give a number"),
         ("every = 5\nsteps = 1" + GROUP, "steps: there is no such field"),
         ("every = 5" + GROUP + "neighbours = [0]", "groups.0.neighbours: 0 is this group itself"),
         ("every = 5" + GROUP + "neighbours = [1]", "groups.0.neighbours: 1 is no group"),
@@ -101,6 +108,13 @@ def test_mistakes_are_one_line(tmp_path: Path, text: str, line: str) -> None:
     said = str(error.value)
     assert said.startswith(str(path)) and "\n" not in said
     assert line in said
+
+
+@pytest.mark.parametrize("name", sorted(config.Run.model_fields.keys() - {"divide", "overlap"}))
+def test_true_is_no_number(name: str) -> None:
+    groups = [{"machines": 1}]
+    with pytest.raises(UsageError, match=f"test: {name}: "):
+        config.from_mapping({"name": "a", "every": 1, "groups": groups, name: True}, "test")
 
 
 def test_a_file_whose_name_is_none(tmp_path: Path) -> None:

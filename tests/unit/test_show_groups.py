@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gadei_ps.show.groups import Machines
+from gadei_ps.show.groups import Machines, how_ended, ran
 from gadei_ps.show.tables import PIPE_WIDTH
 
 WHY = "agent 1 at 10.0.0.12:40123: Connection refused; this has lasted for 10 s and more"
@@ -55,6 +55,22 @@ def test_what_is_said_of_a_machine() -> None:
     ended = {"machine": 0, "host": "h", "state": "ended", "why": None, "ended": over}
     said = "machine 0: has ended with exit code 1: no data; see its log, a-0.log"
     assert shown([ended], 80)[2:] == [said]
+
+
+def test_how_a_run_has_ended() -> None:
+    """A signal that was passed on to all machines is no failure of theirs."""
+    passed = {"exit_code": 130, "interrupted": "SIGINT", "gradients_applied": 1_000}
+    failed = {"machine": 1, "exit_code": 1, "interrupted": None, "gradients_applied": 1}
+    summary = {"run": "a", "machines": [{"machine": 0} | passed, failed], "stopped": False}
+    told = "run a: 2 machines, 1,001 gradients applied"
+    assert (
+        ran(summary | {"interrupted": "SIGINT"})
+        == f"{told}; it was interrupted by SIGINT; failed: 1"
+    )
+    assert ran(summary | {"interrupted": None}) == f"{told}; failed: 0, 1"
+    assert ran(summary | {"interrupted": None, "stopped": True}) == f"{told}; it was stopped"
+    assert how_ended(passed) == "was interrupted by SIGINT: 1,000 gradients applied"
+    assert how_ended(passed | {"asked": "stop"}) == "was stopped"
 
 
 def test_all_columns_are_there_where_lines_are_long() -> None:
