@@ -179,18 +179,18 @@ def _check_gone(run: str, number: int, rows: Sequence[Told]) -> None:
     if mine is None and not is_missed:
         numbers = ", ".join(str(row["machine"]) for row in rows)
         raise UsageError(f"run {run} has no machine {number}: it has {numbers}")
-    if hearers:
-        which = ", ".join(map(str, hearers))
-        raise UsageError(
-            f"machine {number} of {run} is not dead: machine {which} hears it; end its processes "
-            "first, on its host"
-        )
     is_gone = mine is None or mine["state"] == "away" or mine["ended"] is not None
     # Ray may have made a new actor elsewhere, which begins nothing while the old host is there.
     if mine is not None and not is_gone and not (is_missed and not mine["lives"]):
         raise UsageError(
             f"machine {number} of {run} is not dead: its host {mine['host']} answers; without "
             "--dead it leaves"
+        )
+    if hearers:
+        which = ", ".join(map(str, hearers))
+        raise UsageError(
+            f"machine {number} of {run} is not dead: it is heard by {which}; end its processes "
+            "first, on its host"
         )
 
 

@@ -158,7 +158,7 @@ DOUBTS = row(2, 7, doubts=[9])
         ([DOUBTS, row(9, None) | {"state": "starting", "lives": 0}], ""),
         ([row(2, 7), row(9, 7)], "9 of a is not dead: its host h answers; without --dead it"),
         ([DOUBTS, row(9, 7)], "9 of a is not dead: its host h answers"),
-        ([DOUBTS, row(3, 7, hears=[9]), AWAY], "9 of a is not dead: machine 3 hears it; end its"),
+        ([DOUBTS, row(3, 7, hears=[9]), AWAY], "9 of a is not dead: it is heard by 3; end its"),
         ([row(2, 7), row(3, 7)], "run a has no machine 9: it has 2, 3"),
     ],
 )
