@@ -93,34 +93,40 @@ def base() -> Path:
     can be written, a temporary directory that this process removes at its end. What lies there is
     run, so a directory that another user owns is never used.
     """
-    return _home() or _temporary()
+    return _made_home() or _temporary()
 
 
-def _home() -> Path | None:
+def home() -> Path:
+    """The directory that is wanted, whether it can be written or not."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     if not given and homes.of_the_system() and _is_ours(homes.CACHE):
         return homes.CACHE
-    home = Path(given) / "gadei-ps" if given else platformdirs.user_cache_path("gadei-ps")
+    return Path(given) / "gadei-ps" if given else platformdirs.user_cache_path("gadei-ps")
+
+
+def _made_home() -> Path | None:
+    wanted = home()
     with contextlib.suppress(OSError):
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return home if _is_ours(home) else None
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return wanted if _is_ours(wanted) else None
 
 
 def is_lasting() -> bool:
     """Whether code is kept beyond the life of this process."""
-    return _home() is not None
+    return _made_home() is not None
 
 
 def _is_ours(path: Path) -> bool:
     try:
-        return path.stat().st_uid == os.getuid() and os.access(path, os.W_OK)
+        ours = path.is_dir() and path.stat().st_uid == os.getuid()
+        return ours and os.access(path, os.W_OK | os.X_OK)
     except OSError:
         return False
 
 
 @functools.cache
 def _made() -> tuple[Path, int]:
-    """The temporary directory, and the process that has made it; its forks use it, too."""
+    """The temporary directory, and the process that has made it."""
     path = Path(tempfile.mkdtemp(prefix="gadei-ps-cache-")) / "gadei-ps"
     path.mkdir(mode=0o700)
     atexit.register(remove_temporary)
@@ -137,13 +143,6 @@ def remove_temporary() -> None:
         path, maker = _made()
         if maker == os.getpid():
             shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def environment() -> dict[str, str]:
-    """Variables by which a child keeps its code in the directory of this process."""
-    if _made.cache_info().currsize:
-        return {"NUMBA_CACHE_DIR": str(_temporary().parent)}
-    return {}
 
 
 def directory() -> Path:

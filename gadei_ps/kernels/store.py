@@ -46,11 +46,6 @@ def _checksum(path: Path, body: bytes) -> bytes:
     return hashlib.sha256(FORMAT + where + body).digest()
 
 
-def is_kept(name: str) -> bool:
-    """Whether there is a file of the unit. Quick: it is not read, and may be damaged."""
-    return _path(name).exists()
-
-
 def read(name: str) -> Code | None:
     """The code of a unit; None if there is none, or none that is whole."""
     path = _path(name)
@@ -68,6 +63,11 @@ def read(name: str) -> Code | None:
     line, _, made = body.partition(b"\n")
     entry, *needs = line.decode().split(" ")
     return Code(entry, tuple(needs), made)
+
+
+def is_kept(name: str) -> bool:
+    """Whether there is a whole file of the unit. Quick: it is some tens of kilobytes."""
+    return read(name) is not None
 
 
 def _remove_old(path: Path) -> None:

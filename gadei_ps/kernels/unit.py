@@ -13,4 +13,4 @@ class Unit(NamedTuple):
     load: Callable[[], object]
     """Loads it from the cache; compiles and keeps it if it is not there."""
     is_kept: Callable[[], bool]
-    """Whether the cache has its files. Quick: they are not read."""
+    """Whether the cache has it, whole. Quick: nothing is loaded."""

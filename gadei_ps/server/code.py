@@ -6,12 +6,15 @@ default. The synchronization model may change while the job runs.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
+from pathlib import Path
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import in_words
-from gadei_ps.job import modes
+from gadei_ps.errors import ControlError, in_words
+from gadei_ps.job import modes, paths
 from gadei_ps.kernels import cache, loaded, sharing
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.machine import log
@@ -20,6 +23,21 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.server import loading, units
 
 AGAIN_S = 10.0
+
+
+def spare_home() -> Path:
+    """Where servers keep their code if the user's cache cannot be written. Raises ControlError."""
+    return paths.directory() / ".cache"
+
+
+def find_home() -> None:
+    """Has this process, its forks and its helpers keep their code where all of them find it.
+
+    Otherwise each server would compile for itself, and one that is killed would leave its files.
+    """
+    if not cache.is_lasting():
+        with contextlib.suppress(ControlError, OSError):
+            os.environ["NUMBA_CACHE_DIR"] = str(spare_home())
 
 
 def load_kept(optimizer: int, model: str) -> None:
@@ -68,6 +86,7 @@ class Code:
 
     def load(self, tells: bool) -> None:
         """At the server's start. tells: see loading.load()."""
+        find_home()
         kind = int(self._control["optimizer"])
         number = modes.wanted(self._segment)
         loading.load([*units.units([kind]), *self._units(number)], log.get(), tells)

@@ -7,7 +7,6 @@ die with the server. Helpers may fail or be late: what is missing in the end, th
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -55,13 +54,12 @@ def _start_helpers(missing: Sequence[str]) -> list[subprocess.Popen[bytes]]:
     if len(missing) < LEAST_UNITS:
         return []
     count = min(HELPERS, process.cores() - 1, reserve.for_processes() // HELPER_BYTES)
-    env = os.environ | cache.environment()
     started: list[subprocess.Popen[bytes]] = []
     with contextlib.suppress(OSError):
         for _ in range(count):
             command = process.module_command("gadei_ps.server.helper", *missing)
             none = subprocess.DEVNULL
-            started.append(process.spawn(command, env=env, stdout=none, stderr=none))
+            started.append(process.spawn(command, stdout=none, stderr=none))
     return started
 
 

@@ -159,6 +159,7 @@ def main() -> None:
         end = socket.socket(fileno=int(sys.argv[1]))
         end.set_inheritable(False)
         process.allow_files(process.MANY_FILES)
+        code.find_home()
         code.load_kept(Kind.SGD, "asp")  # most of it is every job's
         gc.freeze()  # to look for garbage among these would copy their pages in each fork
         Nursery(end, files).run()

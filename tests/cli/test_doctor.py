@@ -59,6 +59,21 @@ def test_compiled_code(cli: Cli, compiled: None) -> None:
     assert said().startswith(f"{kept}, not filled: the next start compiles")
 
 
+@pytest.mark.parametrize("why", ["read-only", "a file"])
+def test_no_place_for_compiled_code(why: str, cli: Cli, tmp_path: Path) -> None:
+    """It says where it is kept instead, and what to do."""
+    runtime = str(cli.directory)
+    (tmp_path / "gadei-ps").touch()
+    home = Path("/proc/none") if why == "read-only" else tmp_path
+    told = cli("doctor", "--json", NUMBA_CACHE_DIR=str(home), GADEI_PS_RUNTIME_DIR=runtime)
+    found = next(one for one in told.json["checks"] if one["name"] == "Numba's cache")
+    assert found["level"] == "warning"
+    assert found["finding"].startswith(
+        f"{home}/gadei-ps cannot be written: what is compiled is kept in {runtime}/.cache"
+    )
+    assert "NUMBA_CACHE_DIR" in found["remedy"]
+
+
 @pytest.mark.parametrize(
     ("files", "removes"),
     [

@@ -30,12 +30,13 @@ from unittest import mock
 from gadei_ps.kernels import cache, sharing, store
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.machine import process
-from gadei_ps.server import loading, units as of_server
+from gadei_ps.server import code, loading, units as of_server
 
 def wait():
     while not Path(sys.argv[1]).exists():
         time.sleep(0.01)
 
+code.find_home()
 process.cores = lambda: 2
 sharing.LATE_S = float(sys.argv[2])
 log = mock.Mock()
@@ -64,7 +65,9 @@ class Server:
         self._go = scratch / "go"
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", SERVER, str(self._go), str(late_s)],
-            env=os.environ | {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(scratch)},
+            env=os.environ
+            | {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(scratch)}
+            | {"GADEI_PS_RUNTIME_DIR": str(scratch / "runtime")},
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=setup,
@@ -187,14 +190,17 @@ def test_code_that_cannot_be_kept(tmp_path: Path) -> None:
 
 
 def test_no_directory_for_code_can_be_written(tmp_path: Path) -> None:
-    """The helper and the server share a temporary one, and leave nothing."""
+    """It is in the runtime directory for all servers, and those that are killed leave nothing."""
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
     with server(tmp_path, "/proc/none") as one:
         one.ends_help()
-        temporary = next(tmp_path.glob("gadei-ps-cache-*"))
-        assert len(times(temporary)) == LOOPS
+        assert len(times(runtime)) == LOOPS
+        one.process.kill()
+    with server(tmp_path, "/proc/none") as one:
         directory, *told = one.go()
-    assert Path(directory).is_relative_to(temporary)
-    assert told == [str(LOOPS), COMPILES]
+    assert Path(directory).is_relative_to(runtime)
+    assert told == [str(LOOPS)], "the next one has it"
     assert not list(tmp_path.glob("gadei-ps-cache-*"))
 
 

@@ -65,17 +65,17 @@ import sys
 from gadei_ps.kernels import store
 from gadei_ps.server import units
 unit = next(one for one in units.units([1]) if one.name == "assign-0")
-assert unit.is_kept()
+kept = unit.is_kept()
 unit.load()
-print("numba" in sys.modules, store.read("assign-0") is not None)
+print(kept, "numba" in sys.modules, store.read("assign-0") is not None)
 """
 
 
 def test_a_damaged_file_is_compiled_anew(whole: Code) -> None:
-    """And kept: the next process imports no Numba."""
+    """And kept: the next process imports no Numba. Until then it is missing, for helpers too."""
     path = _path()
     path.write_bytes(path.read_bytes()[:-1])
-    for said in ("True True\n", "False True\n"):
+    for said in ("False True True\n", "True False True\n"):
         done = subprocess.run(
             [sys.executable, "-P", "-c", LOADS], stdout=subprocess.PIPE, text=True, check=True
         )

@@ -38,15 +38,24 @@ def numba() -> Found:
     try:
         from gadei_ps.kernels import cache, frozen  # noqa: F401 (whether it can be imported)
         from gadei_ps.kernels.optimizers import Kind
+        from gadei_ps.server import code
         from gadei_ps.server.units import units as of_server
     except ImportError as error:
         return Level.ERROR, f"Numba cannot be loaded: {error}", "pip install gadei-ps again"
+    writable = "set NUMBA_CACHE_DIR to a directory you may write"
+    if not cache.is_lasting():
+        return (
+            Level.WARNING,
+            f"{cache.home()} cannot be written: what is compiled is kept in {code.spare_home()}, "
+            "until the end of the session or of the machine",
+            writable,
+        )
     where = cache.directory()
     if not os.access(where, os.W_OK | os.X_OK):
         return (
             Level.WARNING,
             f"{where} cannot be written: every start compiles for up to half a minute",
-            "set NUMBA_CACHE_DIR to a directory you may write",
+            writable,
         )
     kept = all(unit.is_kept() for unit in of_server([Kind.SGD]))
     filled = "filled" if kept else "not filled: the next start compiles for up to half a minute"
