@@ -187,9 +187,8 @@ def run(settings: Settings, told: Iterable[str] = ()) -> int:
     contexts = None
     if settings.tls is not None:
         given = settings.tls
-        contexts = tls.contexts(given.certificate, given.key, given.authority)
         host, _ = addresses.parse(settings.address or settings.listen)
-        tls.check(contexts, given.certificate, given.authority, host)
+        contexts = tls.checked(given.certificate, given.key, given.authority, host=host)
     # A life that comes later has a greater number, also where the clock goes back.
     life = max(int(time.time() * 1000), settings.after + 1) if settings.joins else 0
     me = Member(str(settings.number), life)

@@ -54,11 +54,10 @@ def contexts(certificate: Path, key: Path, authority: Path) -> Contexts:
     return Contexts(*made)
 
 
-def check(given: Contexts, certificate: Path, authority: Path, host: str) -> None:
-    """Raises UsageError if other agents, which have the same authority, would refuse this one.
-
-    host: where they call it.
-    """
+def checked(certificate: Path, key: Path, authority: Path, *, host: str) -> Contexts:
+    """The same, for an agent that others call at this host. Raises UsageError also if these, which
+    have the same authority, would refuse it."""
+    given = contexts(certificate, key, authority)
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller = given.calling.wrap_bio(back, there, server_hostname=host)
     called = given.listening.wrap_bio(there, back, server_side=True)
@@ -71,6 +70,7 @@ def check(given: Contexts, certificate: Path, authority: Path, host: str) -> Non
             f"{certificate}: other agents would refuse it: {_words(error)}; it must be signed by "
             f"{authority} and name {host}"
         ) from None
+    return given
 
 
 def _words(error: ssl.SSLError) -> str:

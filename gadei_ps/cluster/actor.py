@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 import gadei_ps
-from gadei_ps.agents import addresses
+from gadei_ps.agents import addresses, tls
 from gadei_ps.cluster import copies, door, keeper
 from gadei_ps.cluster.config import job_name
 from gadei_ps.cluster.program import Bytes, Data, Program
@@ -85,14 +85,20 @@ class MachineActor:
         if ray.get_runtime_context().was_current_actor_reconstructed:
             threading.Thread(target=self._take_up, name="take-up", daemon=True).start()
 
-    def prepare(self, port: int, directory: str, program: dict[str, Any] | None) -> dict[str, Any]:
+    def prepare(
+        self,
+        port: int,
+        directory: str,
+        program: dict[str, Any] | None,
+        pem: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
         """What the host has, and where an agent can listen on it. port: 0 for a free one.
 
-        program: of learners, if the run brings it. Its `mistake` says in one line why no machine
-        can be here, its `taken` why none can listen.
+        program: of learners, if the run brings it. pem: files of [tls]. The `mistake` of what this
+        returns says in one line why no machine can be here, its `taken` why none can listen.
         """
         found = look() | {"alive": door.lives(self._run, self._number), "pid": os.getpid()}
-        found["mistake"] = self._mistake(found, directory, program)
+        found["mistake"] = self._mistake(found, directory, program, pem)
         found["port"], found["taken"] = port, None
         if not port:
             found["port"] = _free_port(found["host"])
@@ -104,7 +110,11 @@ class MachineActor:
         return found
 
     def _mistake(
-        self, found: dict[str, Any], directory: str, program: dict[str, Any] | None
+        self,
+        found: dict[str, Any],
+        directory: str,
+        program: dict[str, Any] | None,
+        pem: dict[str, str] | None = None,
     ) -> str | None:
         if not found["memory"]:
             return "there is no /dev/shm that can be written: mount a tmpfs there"
@@ -113,6 +123,9 @@ class MachineActor:
         try:
             paths.directory(make=True)
             state_directory().mkdir(parents=True, exist_ok=True)
+            if pem is not None and not found["alive"]:
+                files = (Path(pem[name]) for name in ("certificate", "key", "authority"))
+                tls.checked(*files, host=found["host"])
         except (GadeiError, OSError) as error:
             return in_words(error)
         return Program(**program).mistake() if program is not None else None

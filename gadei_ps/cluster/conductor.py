@@ -105,10 +105,9 @@ class Conductor:
     def _prepare(self, found: Actors) -> dict[int, Told]:
         """What the hosts of these actors say. Raises ClusterError for a mistake."""
         run = self.run
+        facts = self.directory, self.program, self._pem()
         asked = {
-            number: one.prepare.remote(
-                run.port + number if run.port else 0, self.directory, self.program
-            )
+            number: one.prepare.remote(run.port + number if run.port else 0, *facts)
             for number, one in found.items()
         }
         places = {}
@@ -153,6 +152,10 @@ class Conductor:
             for place, agents in self._agents.items():
                 self._found[number].ask.remote("agents", group=place, agents=agents)
 
+    def _pem(self) -> dict[str, str] | None:
+        """Files of [tls]."""
+        return None if self.run.tls is None else self.run.tls.model_dump(mode="json")
+
     def _plan(self, number: int, group: int) -> Told:
         run = self.run
         agents = self._agents[group]
@@ -174,8 +177,8 @@ class Conductor:
             "silence_s": run.silence_s,
             "divides": len(run.groups) if run.divide else None,
         }
-        if run.tls is not None:
-            agent["tls"] = run.tls.model_dump(mode="json")
+        if (pem := self._pem()) is not None:
+            agent["tls"] = pem
         return {
             "run": run.name,
             "number": number,

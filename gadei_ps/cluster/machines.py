@@ -97,7 +97,8 @@ def join(found: Actors, run: str, group: int, node: str | None) -> Told:
     has_begun = False
     try:
         place = ray.get(
-            one.prepare.remote(port, plan["directory"], plan["program"]), timeout=placing.ANSWER_S
+            one.prepare.remote(port, plan["directory"], plan["program"], plan["agent"].get("tls")),
+            timeout=placing.ANSWER_S,
         )
         placing.check(place["host"], place)
         if mistake := place["mistake"] or place["taken"]:

@@ -248,6 +248,10 @@ def test_ports_certificates_and_the_end_of_learners(run: Run, nodes: Nodes, tmp_
             f"machine 1 at {HOST}: port {port + 1}: Address already in use: choose another `port`"
         )
         assert refused() == line
+    run.file.write_text(f"port = {port}\n{text.replace('authority.pem', 'stranger.pem')}")
+    line = f"machine 0 at {HOST}: {tmp_path}/agent.pem: other agents would refuse it: unable to get"
+    assert refused().startswith(line)
+    run.file.write_text(f"port = {port}\n{text}")
     command = run.start(nodes)
 
     def has_trained(number: int) -> bool:

@@ -275,13 +275,13 @@ def test_tls_lets_in_certificates_of_the_authority_only(
     foreign = tls.contexts(tmp_path / "stranger.pem", tmp_path / "stranger.key", authority)
     with pytest.raises(UsageError, match="no certificates for TLS"):
         tls.contexts(tmp_path / "agent.csr", tmp_path / "agent.key", authority)
-    tls.check(ours, tmp_path / "agent.pem", authority, "127.0.0.1")
-    for contexts, host, why in (
-        (foreign, "127.0.0.1", "self-signed certificate; it must be signed by .*/authority.pem"),
-        (ours, "127.0.0.2", "IP address mismatch, .*; it must be signed by .* and name 127.0.0.2"),
+    for name, host, why in (
+        ("stranger", "127.0.0.1", "self-signed certificate; it must be signed by .*/authority.pem"),
+        ("agent", "127.0.0.2", "IP address mismatch, .*; it must be signed by .* and name 127.0"),
     ):
-        with pytest.raises(UsageError, match=f"^A: other agents would refuse it: {why}"):
-            tls.check(contexts, Path("A"), authority, host)
+        files = tmp_path / f"{name}.pem", tmp_path / f"{name}.key", authority
+        with pytest.raises(UsageError, match=f"{name}.pem: other agents would refuse it: {why}"):
+            tls.checked(*files, host=host)
     values = 300_000
     group, addresses = meshes(2, lambda: Listener(HOST, IDENTITY, ours))
     try:
