@@ -232,26 +232,29 @@ def interrupted(run: Run, place: Path) -> Result:
 
 def test_ports_certificates_and_the_end_of_learners(run: Run, nodes: Nodes, tmp_path: Path) -> None:
     """Mistakes are told in one line; else the learners end by themselves, and so does the run."""
+    port = free_ports(2)
+    certificates(tmp_path, ["agent"], HOST)
+
+    def write(machines: int, authority: str = "authority") -> None:
+        run.machines = machines
+        run.file.write_text(
+            f"every = 20\nport = {port}\n[[groups]]\nmachines = {machines}\n[tls]\n"
+            f"certificate = 'agent.pem'\nkey = 'agent.key'\nauthority = '{authority}.pem'\n"
+        )
 
     def refused(**env: str) -> str:
         return run.cli(*run.words(nodes), **run.env | env).error
 
+    write(1)
     assert "set RAY_AUTH_TOKEN to that with which" in refused(RAY_AUTH_TOKEN="another token")
-    certificates(tmp_path, ["agent"], HOST)
-    run.machines = 2
-    text = "every = 20\n[[groups]]\nmachines = 2\n[tls]\ncertificate = 'agent.pem'\n"
-    text += "key = 'agent.key'\nauthority = 'authority.pem'\n"
-    port = free_ports(2)
-    with socket.create_server((HOST, port + 1)):
-        run.file.write_text(f"port = {port}\n{text}")
-        line = (
-            f"machine 1 at {HOST}: port {port + 1}: Address already in use: choose another `port`"
-        )
-        assert refused() == line
-    run.file.write_text(f"port = {port}\n{text.replace('authority.pem', 'stranger.pem')}")
-    line = f"machine 0 at {HOST}: {tmp_path}/agent.pem: other agents would refuse it: unable to get"
-    assert refused().startswith(line)
-    run.file.write_text(f"port = {port}\n{text}")
+    place = f"machine 0 at {HOST}: "
+    with socket.create_server((HOST, port)):
+        assert refused() == f"{place}port {port}: Address already in use: choose another `port`"
+    write(1, "stranger")
+    assert refused().startswith(
+        f"{place}{tmp_path}/agent.pem: other agents would refuse it: unable"
+    )
+    write(2)
     command = run.start(nodes)
 
     def has_trained(number: int) -> bool:
