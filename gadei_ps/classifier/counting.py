@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gadei_ps.groups.shares import MOST_OPEN
+
+LEAST_PASSES = 0.05
+"""Trained, before it is told how long the rest may take."""
 COUNTED = (
     "samples",
     "gradients_applied",
@@ -23,9 +27,17 @@ class Counts:
     def __init__(self) -> None:
         self._jobs: dict[tuple[int, str], dict[str, int]] = {}
         self._passes: dict[int, int] = {}
+        self._groups: dict[int, int] = {}
+        """Of machines."""
+        self._there: set[int] | None = None
+        """Groups that have a machine, be it one that is away; None: not known yet."""
 
-    def hear(self, rows: Iterable[Row]) -> None:
+    def hear(self, rows: Sequence[Row]) -> None:
         """What each machine is doing now."""
+        self._groups |= {row["machine"]: row["group"] for row in rows if "group" in row}
+        there = {row["machine"] for row in rows if row.get("ended") is None}
+        if there and there <= self._groups.keys():
+            self._there = {self._groups[one] for one in there}
         for row in rows:
             if job := row.get("job"):
                 seen = {name: int(job[name]) for name in COUNTED}
@@ -38,8 +50,74 @@ class Counts:
         return sum(one[name] for one in self._jobs.values())
 
     def divided(self, groups: int) -> int:
-        """Passes that all groups have answered, where their machines divide the batches."""
-        return min(self._passes.get(group, 0) for group in range(groups))
+        """Passes that all groups have answered, where their machines divide the batches.
+
+        groups: how many have begun. One whose machines have all left or ended is not waited for:
+        nobody trains its part any more.
+        """
+        there = range(groups) if self._there is None else self._there
+        return min((self._passes.get(group, 0) for group in there if group < groups), default=0)
+
+
+class Progress:
+    """How far the machines are, and how fast they have been since this command hears of them.
+
+    They may have trained before it: a command comes back to a run whose cluster was lost.
+    """
+
+    def __init__(self, sentences: int, epochs: int, divided: int | None) -> None:
+        """sentences: of a pass. epochs: most passes. divided: how many groups divide each pass;
+        None: they do not."""
+        self.counts = Counts()
+        self.samples = 0
+        self.begun = 0.0
+        """Passes, with the part of those in hand."""
+        self.passes = 0
+        """Whole ones."""
+        self.train_seconds = 0.0
+        """Since the first gradient that this command knows of."""
+        self._sentences, self._epochs, self._divided = sentences, epochs, divided
+        self._first: tuple[float, int, float] | None = None
+        """When that was; samples and passes then."""
+        self._moved = 0.0
+
+    def hear(self, rows: Sequence[Row], now: float) -> None:
+        """What each machine is doing now. now: by the monotonic clock."""
+        self.counts.hear(rows)
+        samples = self.counts["samples"]
+        if samples != self.samples or not self._moved:
+            self._moved = now if rows else 0.0
+        self.samples = samples
+        self.begun = samples / self._sentences
+        self.passes = int(self.begun)
+        if self._divided is not None:  # samples of a machine that has died are trained again
+            self.passes = self.counts.divided(self._divided)
+            self.begun = min(max(self.begun, self.passes), self.passes + MOST_OPEN)
+        self.begun = min(self.begun, self._epochs)
+        self.passes = min(self.passes, self._epochs)
+        if samples and self._first is None:
+            self._first = now, samples, self.begun
+        if self._first is not None:
+            self.train_seconds = now - self._first[0]
+
+    def stands_s(self, now: float) -> float:
+        """Since when nothing has been trained."""
+        return now - self._moved if self._moved else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Mean of all the time."""
+        if self._first is None or not self.train_seconds:
+            return 0.0
+        return (self.samples - self._first[1]) / self.train_seconds
+
+    @property
+    def left_s(self) -> float | None:
+        """Until all passes are done; None where too little is known."""
+        done = self.begun - (self._first[2] if self._first is not None else 0.0)
+        if done < LEAST_PASSES or not self.train_seconds:
+            return None
+        return self.train_seconds / done * (self._epochs - self.begun)
 
 
 def sources(rows: Sequence[Row], passes: int) -> list[int]:

@@ -7,6 +7,7 @@ weights, keeps the best ones, and ends the run when they no longer improve.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -14,16 +15,15 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from gadei_ps.classifier.counting import Counts, sources
-from gadei_ps.classifier.measuring import Measuring, ended_by
+from gadei_ps.classifier.counting import Progress, sources
+from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
 from gadei_ps.classifier.plan import Plan
 from gadei_ps.classifier.settings import Settings
 from gadei_ps.classifier.train import MAX_REFUSED, STALLED_S
 from gadei_ps.cluster import config
 from gadei_ps.cluster.program import Program
 from gadei_ps.cluster.training import Training
-from gadei_ps.errors import JobFailed, JobStopped, UsageError
-from gadei_ps.groups.shares import MOST_OPEN
+from gadei_ps.errors import ClusterError, JobFailed, JobStopped, UsageError
 from gadei_ps.machine import interrupts
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.show.counts import counted
@@ -82,7 +82,11 @@ def train(
         with Training(run, file, settings.address, program, path, say) as training:
             launcher = _Launcher(plan, run, training, display, signalled)
             launcher.run()
-        return launcher.finish(begin)
+            error = launcher.end()
+        summary = launcher.finish(begin)
+    if error is not None:
+        raise ClusterError(f"{error}; the model is in {settings.out}")
+    return summary
 
 
 def combined(settings: Settings, given: Collection[str], run: config.Run) -> Settings:
@@ -125,12 +129,9 @@ class _Launcher:
         self.display = display
         self.signalled = signalled
         self.measuring = Measuring(plan, display)
-        self.counts = Counts()
+        divided = len(run.groups) if run.divide else None
+        self.progress = Progress(len(plan.corpus.train), plan.epochs, divided)
         self.rounds = 0
-        self.train_seconds = 0.0
-        self._first_gradient = self._last_progress = 0.0
-        self._samples, self._before = 0, 0
-        """Now, and when the first gradient was seen."""
 
     def run(self) -> None:
         """Trains until the passes are done or the held-out accuracy no longer improves."""
@@ -141,70 +142,43 @@ class _Launcher:
                 self._check_end(self.training.summary)
                 return
             self._hear()
-            begun, passes = self._done()
-            rows, left_s = self.training.rows, self._left(begun)
+            rows, now = self.training.rows, self.progress
             if rows:
-                self.display.machines(rows, self._samples_per_s(), begun, left_s)
+                self.display.machines(rows, now.samples_per_s, now.begun, now.left_s)
             if (number := self.signalled()) is not None:
-                self._wind_up(number, round(begun, 2) if begun > measured else None)
-                break
-            if passes > measured:
-                measured = passes
-                if self._measure(passes) or passes >= self.plan.epochs:
-                    break
-        self.training.stop()
+                self._wind_up(number, round(now.begun, 2) if now.begun > measured else None)
+                return
+            if now.passes > measured and (tensors := self._weights(now.passes)) is not None:
+                measured = now.passes
+                if self._measure(tensors, measured) or measured >= self.plan.epochs:
+                    return
 
     def _hear(self) -> None:
         """Takes over what the machines say. Raises JobFailed if training goes on no more."""
-        rows = self.training.rows
-        self.counts.hear(rows)
+        rows, now = self.training.rows, time.monotonic()
+        self.progress.hear(rows, now)
         agents = [row["agent"] for row in rows if row.get("agent")]
         self.rounds = max([self.rounds, *(one["rounds"] for one in agents)])
-        refused, applied = self.counts["gradients_refused"], self.counts["gradients_applied"]
+        counts = self.progress.counts
+        refused, applied = counts["gradients_refused"], counts["gradients_applied"]
         if refused > MAX_REFUSED and refused > applied:
             raise JobFailed(
                 f"{refused} of {refused + applied} gradients were refused: try a smaller --lr"
             )
-        now, samples = time.monotonic(), self.counts["samples"]
-        if samples != self._samples or not self._last_progress:
-            self._last_progress = now if rows else 0.0
-            if samples and not self._first_gradient:
-                self._first_gradient, self._before = now, samples
-            self._samples = samples
-        elif now - self._last_progress > STALLED_S:
+        if self.progress.stands_s(now) > STALLED_S:
             raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
-        if self._first_gradient:
-            self.train_seconds = now - self._first_gradient
 
-    def _done(self) -> tuple[float, int]:
-        """Passes over the data: begun, with the part of those in hand, and whole ones."""
-        begun = self._samples / len(self.plan.corpus.train)
-        passes = int(begun)
-        if self.groups.divide:  # samples of a machine that has died are trained again
-            passes = self.counts.divided(len(self.groups.groups))
-            begun = min(max(begun, passes), passes + MOST_OPEN)
-        return min(begun, self.plan.epochs), min(passes, self.plan.epochs)
+    def _weights(self, passes: int) -> Tensors | None:
+        """A copy of the run's weights; None while no machine can give one."""
+        return self.training.weights(sources(self.training.rows, passes))
 
-    def _left(self, done: float) -> float | None:
-        if done < 0.05 or not self.train_seconds:
-            return None
-        return self.train_seconds / done * (self.plan.epochs - done)
-
-    def _samples_per_s(self) -> float:
-        seconds = self.train_seconds
-        return (self._samples - self._before) / seconds if seconds > 0 else 0.0
-
-    def _measure(self, epoch: float) -> bool:
+    def _measure(self, tensors: Tensors, epoch: float) -> bool:
         """Measures the held-out tenth. True if it has not improved for `patience` epochs."""
-        rows = self.training.rows
-        tensors = self.training.weights(sources(rows, int(epoch)))
-        if tensors is None:
-            self.display.event(f"epoch {epoch:g}: no machine gives a copy of its weights")
-            return False
-        learners = [one for row in rows for one in (row.get("job") or {}).get("learners", ())]
+        jobs = [row.get("job") or {} for row in self.training.rows]
+        learners = [one for job in jobs for one in job.get("learners", ())]
         losses = [one["loss"] for one in learners if one["loss"] is not None]
         return self.measuring.measure(
-            tensors, epoch, losses, self.train_seconds, self._samples_per_s()
+            tensors, epoch, losses, self.progress.train_seconds, self.progress.samples_per_s
         )
 
     def _wind_up(self, number: int, epoch: float | None) -> None:
@@ -212,12 +186,24 @@ class _Launcher:
 
         Raises Interrupted if there is nothing to be kept.
         """
-        if not self._samples:
+        if not self.progress.samples:
             raise Interrupted(number)
         name = signal.Signals(number).name
         self.display.event(f"{name}: the best weights so far are kept; once more ends at once")
-        if epoch is not None:
-            self._measure(epoch)
+        with contextlib.suppress(ClusterError):  # of a cluster that is lost, end() says so
+            if epoch is not None and (tensors := self._weights(int(epoch))) is not None:
+                self._measure(tensors, epoch)
+
+    def end(self) -> ClusterError | None:
+        """Ends all machines. Returns why they may train on, where there is a model all the same."""
+        try:
+            if self.training.summary is None:
+                self.training.stop()
+        except ClusterError as error:
+            if self.measuring.best.tensors is None:
+                raise
+            return error
+        return None
 
     def _check_end(self, summary: dict[str, Any]) -> None:
         """Raises GadeiError unless all machines have ended by themselves, and well."""
@@ -231,16 +217,16 @@ class _Launcher:
     def finish(self, begin: float) -> dict[str, Any]:
         """Writes the model directory, returns the summary. begin: by the monotonic clock."""
         seconds = time.monotonic() - begin
-        machines = self.groups.machines
+        machines, counts = self.groups.machines, self.progress.counts
         facts = {
-            "samples_per_s": self._samples_per_s(),
-            "gradients_applied": self.counts["gradients_applied"],
-            "gradients_dropped": self.counts["gradients_dropped"],
-            "gradients_refused": self.counts["gradients_refused"],
+            "samples_per_s": self.progress.samples_per_s,
+            "gradients_applied": counts["gradients_applied"],
+            "gradients_dropped": counts["gradients_dropped"],
+            "gradients_refused": counts["gradients_refused"],
             "seconds": seconds,
-            "training_seconds": self.train_seconds,
+            "training_seconds": self.progress.train_seconds,
             "learners": self.plan.settings.learners * machines,
-            "learner_deaths": self.counts["learner_deaths"],
+            "learner_deaths": counts["learner_deaths"],
             "machines": machines,
             "groups": len(self.groups.groups),
             "rounds": self.rounds,

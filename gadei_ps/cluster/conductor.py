@@ -265,10 +265,11 @@ class Conductor:
         number, before = row["machine"], self._rows.get(row["machine"], {})
         self._rows[number] = row
         if row["ended"] is not None:
-            if before.get("ended") is None:
+            is_meant = self._stops and row["ended"].get("asked") == "stop"
+            if before.get("ended") is None and not is_meant:
                 self._out(say=f"machine {number} {how_ended(row['ended'])}")
             return
-        if row["state"] == "ending":
+        if row["state"] == "ending" or (self._stops and row["state"] == "stopping"):
             return
         if row["state"] != before.get("state"):
             where = f" at {row['host']}" if "host" in row else ""

@@ -55,7 +55,8 @@ class Keeper(threading.Thread):
         self.told |= _NOWHERE
         self.why: str | None = None
         """The last words of the life before, or of this one."""
-        self.lives = 0
+        self.lives = self.additions = 0
+        """Lives, and what they have written to the job: its servers count that as gradients."""
         self.since: float | None = None
         """When the last round was written, by time.monotonic()."""
 
@@ -209,6 +210,7 @@ class Keeper(threading.Thread):
                 self._joins_from_now(told["address"])
             if "rounds" in told:
                 self.state, self.why, self.since = "member", None, time.monotonic()
+                self.additions += 1
             self.told |= {name: told[name] for name in self.told if name in told}
         if told.get("waits"):
             _log(str(_waiting(self.told)))

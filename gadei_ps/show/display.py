@@ -120,8 +120,6 @@ class Display:
         if now - self._last_line < LINE_S:
             return
         self._last_line = now
-        print(
-            f"epoch {done:.2f} of at most {self._epochs}, {line}, at most {duration(left_s)} left",
-            file=sys.stderr,
-            flush=True,
-        )
+        left = "" if left_s is None else f", at most {duration(left_s)} left"
+        told = f"epoch {done:.2f} of at most {self._epochs}, {line}{left}"
+        print(told, file=sys.stderr, flush=True)

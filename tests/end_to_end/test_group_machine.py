@@ -38,7 +38,9 @@ LEARNER = """
 
 
 @contextlib.contextmanager
-def machine(job_name: str, *command: str, log: Path) -> Iterator[list[dict[str, Any]]]:
+def machine(
+    job_name: str, *command: str, log: Path, every: int = 10**6
+) -> Iterator[list[dict[str, Any]]]:
     """A machine that trains in this block. What it tells at its end; complete after the block."""
     here = "127.0.0.1:0"
     agent = {"job": f"{job_name}-0", "group": "a", "number": 0, "agents": {0: here}}
@@ -52,7 +54,7 @@ def machine(job_name: str, *command: str, log: Path) -> Iterator[list[dict[str, 
         "directory": str(Path.cwd()),
         "learners": 1,
         "restart": 0,
-        "agent": agent | {"listen": here, "token": "a" * 32, "every": 10**6, "joins": False},
+        "agent": agent | {"listen": here, "token": "a" * 32, "every": every, "joins": False},
         "log": str(log),
     }
     subprocess.run(
@@ -133,6 +135,18 @@ def test_a_second_signal_ends_learners_at_once(job_name: str, learner: str, tmp_
     assert "did not end in time" not in log.read_text()
     summary = told[0]["summary"]
     assert (summary["exit_code"], summary["interrupted"]) == (130, "SIGINT")
+
+
+def test_what_an_agent_writes_is_no_gradient(job_name: str, learner: str, tmp_path: Path) -> None:
+    def counts() -> bool:
+        told = door.ask(job_name, 0, "status")
+        job = told["job"]
+        known = job and told["agent"]["rounds"] > 2 and job["gradients_applied"]
+        return bool(known and job["gradients_applied"] == job["samples"] < job["version"])
+
+    with machine(job_name, learner, log=tmp_path / "log", every=3):
+        eventually(counts)
+        door.ask(job_name, 0, "stop")
 
 
 def test_a_machine_ends_once_though_its_log_is_on_a_full_disk(job_name: str) -> None:

@@ -196,6 +196,20 @@ def test_how_machines_have_ended_that_another_command_has_ended(
     assert summary["machines"][0]["gradients_applied"] == 7
 
 
+def test_nothing_is_said_of_machines_that_end_as_their_command_has_asked() -> None:
+    said: list[str] = []
+    made = conductor.Conductor(
+        config.from_mapping(RUN, "test"), [], "/", lambda say: said.append(say)
+    )
+    made.stop()
+    row: dict[str, Any] = {"machine": 0, "state": "stopping", "ended": None}
+    made._hear(row)
+    made._hear(row | {"ended": {"exit_code": 0, "asked": "stop"}})
+    assert not said
+    made._hear({"machine": 1, "state": "ended", "ended": {"exit_code": 1, "error": "no room"}})
+    assert said == ["machine 1 has failed: no room"]
+
+
 def test_one_process_for_each_machine(runtime_dir: Path) -> None:
     first = door.Lock("a", 0)
     with pytest.raises(JobInUse, match="machine a-0 has a process on this host already"):

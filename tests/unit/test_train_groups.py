@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gadei_ps.classifier.counting import COUNTED, Counts, sources
-from gadei_ps.classifier.grouped import combined
+from gadei_ps.classifier.counting import COUNTED, Counts, Progress, sources
+from gadei_ps.classifier.grouped import _Launcher, combined
+from gadei_ps.classifier.measuring import Best
 from gadei_ps.classifier.settings import Settings
 from gadei_ps.cluster import config
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import ClusterError, UsageError
 
 FILE = {"name": "a", "every": 5, "groups": [{"machines": 2}]}
 
@@ -56,12 +58,55 @@ def test_samples_of_lives_that_are_over_count() -> None:
     assert counts["samples"] == 20
 
 
+def test_what_is_left_of_a_run_that_has_trained_before_this_command() -> None:
+    progress = Progress(100, 10, None)
+    progress.hear([], 0.0)
+    assert (progress.left_s, progress.stands_s(500.0)) == (None, 0.0)
+    progress.hear([row(0, "a", 400)], 500.0)
+    assert (progress.begun, progress.passes, progress.left_s) == (4.0, 4, None)
+    progress.hear([row(0, "a", 500)], 510.0)
+    assert (progress.samples_per_s, progress.left_s) == (10.0, 50.0)
+    progress.hear([row(0, "a", 500)], 530.0)
+    assert (progress.stands_s(530.0), progress.passes) == (20.0, 5)
+    progress.hear([row(0, "a", 2000)], 540.0)
+    assert (progress.begun, progress.passes, progress.left_s) == (10.0, 10, 0.0)
+
+
 def test_a_divided_pass_is_over_once_all_groups_have_answered_it() -> None:
     counts = Counts()
-    counts.hear([row(0, "a", 0, done=3), row(1, "b", 0, done=2)])
+    begins = {"machine": 2, "job": None}
+    counts.hear([row(0, "a", 0, done=3), row(1, "b", 0, done=2), begins])
     assert (counts.divided(1), counts.divided(2)) == (3, 0)
     counts.hear([row(0, "c", 0, done=0), row(2, "d", 0, done=1)])
     assert (counts.divided(1), counts.divided(2)) == (3, 1)
+
+
+def test_a_pass_does_not_wait_for_a_group_that_has_left() -> None:
+    """One whose machine is away, or starts again, comes back."""
+    counts = Counts()
+    counts.hear([row(0, "a", 0, done=5), row(2, "b", 0, done=2)])
+    away = {"machine": 2, "state": "away", "ended": None}
+    for other in (away, away | {"job": None}, row(2, "c", 0, done=0)):
+        counts.hear([row(0, "a", 0, done=5), other])
+        assert counts.divided(2) == 2
+    counts.hear([row(0, "a", 0, done=6)])
+    assert counts.divided(2) == 6
+    over = {"machine": 2, "state": "ended", "ended": {"exit_code": 1}}
+    counts.hear([row(0, "a", 0, done=7), over])
+    assert counts.divided(2) == 7
+
+
+def test_a_model_is_kept_though_its_machines_cannot_be_ended() -> None:
+    def stop() -> None:
+        raise ClusterError("the cluster is gone")
+
+    launcher: Any = object.__new__(_Launcher)
+    launcher.training = SimpleNamespace(summary=None, stop=stop)
+    launcher.measuring = SimpleNamespace(best=Best())
+    with pytest.raises(ClusterError):
+        launcher.end()
+    launcher.measuring.best.offer(0.5, 1.0, 1, {})
+    assert str(launcher.end()) == "the cluster is gone"
 
 
 def test_whose_weights_are_measured() -> None:
