@@ -147,14 +147,22 @@ def call(
     identity: Identity,
     contexts: tls.Contexts | None,
     until: float,
+    unheard_s: float | None = None,
 ) -> socket.socket:
-    """A connection that the other side has welcomed. Raises CallRefused and OSError; AgentError."""
+    """A connection that the other side has welcomed. Raises CallRefused and OSError; AgentError.
+
+    unheard_s: the connection ends once the other host has not acknowledged for so long what was
+    sent. Otherwise the kernel tries for a quarter of an hour, with pauses of up to two minutes.
+    """
     try:
         connection = socket.create_connection(address, max(0.001, until - time.monotonic()))
     except ValueError:  # UnicodeError, of a label that is empty, say
         raise AgentError(f"{shown(address[0])} is no name of a host") from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if unheard_s is not None:
+            unheard_ms = max(1, int(unheard_s * 1000))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unheard_ms)
         if contexts is not None:
             connection = tls.tunnel(connection, contexts, address[0], until)
         handshake.call(connection, hello, identity, until)

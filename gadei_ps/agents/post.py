@@ -300,7 +300,8 @@ class _Way:
         hello = Hello(Link.LETTERS, *me, self._number)
         door, until = owner.door, time.monotonic() + owner.piece_s
         try:
-            connection = listener.call(self._address, hello, door.identity, door.contexts, until)
+            facts = door.identity, door.contexts, until, owner.piece_s
+            connection = listener.call(self._address, hello, *facts)
         except ConnectionRefusedError:
             self._is_over()
             raise

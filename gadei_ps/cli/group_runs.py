@@ -19,7 +19,7 @@ Address = Annotated[
     typer.Option(
         metavar="HOST:PORT",
         help="Address of the Ray cluster.",
-        show_default="that of the run, as noted on this host",
+        show_default="that of the run, or of this host",
     ),
 ]
 

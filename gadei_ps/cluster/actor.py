@@ -121,8 +121,7 @@ class MachineActor:
         if not Path(directory).is_dir():
             return f"there is no directory {directory}: put the script at the same place everywhere"
         try:
-            paths.directory(make=True)
-            state_directory().mkdir(parents=True, exist_ok=True)
+            _make_directories()
             if pem is not None and not found["alive"]:
                 files = (Path(pem[name]) for name in ("certificate", "key", "authority"))
                 tls.checked(*files, host=found["host"])
@@ -138,6 +137,7 @@ class MachineActor:
         with self._starting:
             if self._plan is not None or self._over.is_set() or self._is_abandoned:
                 return
+            _make_directories()  # the host may be another one than was prepared
             log = state_directory() / f"{job_name(self._run, self._number)}.log"
             agent = plan["agent"] | {"joins": joins}
             plan = plan | {"agent": agent, "log": str(log)}
@@ -313,6 +313,12 @@ def names(run: str) -> list[str]:
     ours = [one["name"] for one in found if one["namespace"] == NAMESPACE]
     ours = [one for one in ours if one.rpartition(".")[0] == run]
     return sorted(ours, key=lambda one: int(one.rpartition(".")[2]))
+
+
+def _make_directories() -> None:
+    """Of machines, on this host. Raises GadeiError, or OSError."""
+    paths.directory(make=True)
+    state_directory().mkdir(parents=True, exist_ok=True)
 
 
 def _free_port(host: str) -> int:

@@ -188,7 +188,8 @@ def status(order: Told, address: str, out: Output) -> Told:
     """A row for each machine."""
     from gadei_ps.cluster import machines
 
-    rows = machines.statuses(_found(order, address))
+    found = _found(order, address)
+    rows = machines.placed(found, machines.statuses(found))
     return {"run": order["name"], "address": address, "machines": rows}
 
 

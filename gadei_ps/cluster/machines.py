@@ -49,6 +49,20 @@ def statuses(found: Actors, wait_s: float = ANSWER_S) -> list[Told]:
     ]
 
 
+def placed(found: Actors, rows: Sequence[Told]) -> list[Told]:
+    """These rows; a machine that is away is told with the host where others know it."""
+    if all("host" in row for row in rows):
+        return list(rows)
+    there = {row["machine"] for row in rows if "host" in row}
+    asked = {number: one.plan.remote() for number, one in found.items() if number in there}
+    known: dict[int, Told] = {}
+    for plan in _answers(asked).values():
+        for number, where in plan["agent"]["agents"].items() if isinstance(plan, dict) else ():
+            host, _ = addresses.parse(where)
+            known[int(number)] = {"group": plan["group"], "host": host}
+    return [known.get(row["machine"], {}) | row for row in rows]
+
+
 def _answers(asked: dict[int, Any], wait_s: float = ANSWER_S) -> dict[int, Any]:
     """What each actor says, or the error of one that does not answer in time."""
     until = time.monotonic() + wait_s

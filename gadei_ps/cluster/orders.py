@@ -28,6 +28,7 @@ from gadei_ps.errors import (
     JobNotFound,
     NoAnswer,
     UsageError,
+    in_words,
 )
 from gadei_ps.job import paths
 from gadei_ps.job.absence import locked
@@ -134,11 +135,27 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> dic
     """
     config.check_name(name)
     noted = None if address is not None else rays.noted(name)
-    found = address or (noted["address"] if noted is not None else None)
-    if found is None or (address is None and not rays.answers(found)):
-        return _here(order, name, noted, say)
+    found = address or (noted["address"] if noted is not None else rays.nearby())
+    if found is None:
+        return _here(order, name, noted, None, say)
+    if address is None and not rays.answers(found):
+        return _here(order, name, noted, f"the Ray cluster at {found} does not answer", say)
     token = noted["token"] if noted is not None else None
-    given = {"order": order, "name": name, "address": found, "token": token} | how
+    try:
+        return _of_cluster(order, name, found, token, say, how)
+    except (JobNotFound, ClusterError) as error:  # it is a new cluster, or not that of this host
+        is_mistake = error.exit_code == UsageError.exit_code and order == "status"
+        is_known = isinstance(error, JobNotFound) or is_mistake
+        if address is not None or token is not None or not is_known or not door.here(name):
+            raise
+        return _here(order, name, noted, in_words(error), say)
+
+
+def _of_cluster(
+    order: str, name: str, address: str, token: str | None, say: Say, how: Told
+) -> Told:
+    """By its cluster."""
+    given = {"order": order, "name": name, "address": address, "token": token} | how
     here = [number for _, number in door.here(name)]
     try:
         with Driven(given, say) as driven:
@@ -153,10 +170,12 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> dic
         return done
     except ClusterLost:
         # A cluster of this host's own ends with its run, perhaps before the answer has come.
-        if order != "stop" or token is None or not _is_gone(found, GONE_S):
+        if order != "stop" or token is None or not _is_gone(address, GONE_S):
             raise
         if door.here(name):
-            return _here(order, name, noted, say)
+            return _here(
+                order, name, rays.noted(name), f"the Ray cluster at {address} is gone", say
+            )
         return {"run": name, "machines": [{"machine": one, "host": None} for one in here]}
 
 
@@ -170,9 +189,11 @@ def _is_gone(address: str, most_s: float) -> bool:
     return True
 
 
-def _here(order: str, name: str, noted: Told | None, say: Say) -> Told:
-    """Without a cluster: the machines on this host. noted: of the cluster, as rays.noted() says."""
-    address = noted["address"] if noted is not None else None
+def _here(order: str, name: str, noted: Told | None, what: str | None, say: Say) -> Told:
+    """Without a cluster: the machines on this host.
+
+    noted: of the cluster, as rays.noted() says. what: why without it; None: none is known.
+    """
     machines = [number for _, number in door.here(name)]
     if (not machines or order == "stop") and locked(rays.lock_path(name)):
         raise JobNotFound(f"run {name!r} begins or ends just now: try again in a moment")
@@ -183,10 +204,10 @@ def _here(order: str, name: str, noted: Told | None, say: Say) -> Told:
                 rays.forget(name)
         raise JobNotFound(
             f"no run {name!r} on this host: it has ended, or say --address of its Ray cluster"
-            if address is None
-            else f"no run {name!r}: its Ray cluster at {address} is gone, and no machine is here"
+            if what is None
+            else f"no run {name!r}: {what}, and no machine is here"
         )
-    what = f"the Ray cluster at {address} does not answer" if address else "no cluster is known"
+    what = what or "no cluster is known"
     if order not in ("status", "stop"):
         raise ClusterError(f"{what}: run {name} again to bring its machines together")
     say(f"{what}: these are the machines on this host", False)

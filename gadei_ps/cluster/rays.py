@@ -22,7 +22,7 @@ from gadei_ps.storage import files
 CONNECT_S = 5.0
 GONE_S, AGAIN_S = 5.0, 0.1
 """Until processes of a lost cluster have ended; between two tries to remove its files."""
-TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+ADDRESS_VARIABLE, TOKEN_VARIABLE = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
 _MODE = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 _TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "8"}
 """Where a cluster's port answers, but the cluster does not."""
@@ -35,6 +35,8 @@ _OWN: dict[str, Any] = {
     "include_log_monitor": False,
 }
 """A node of a cluster of this host's own."""
+_ALIVE = 0
+"""Ray's GcsNodeInfo.GcsNodeState."""
 _INSTALL = "pip install 'gadei-ps[cluster]'"
 
 
@@ -55,6 +57,20 @@ def noted(run: str) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return found if isinstance(found, dict) and "address" in found else None
+
+
+def nearby() -> str | None:
+    """Address of the cluster of which this host is a node, if `ray start` has been run here."""
+    place = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    noted = Path(place) / "ray" / "ray_current_cluster"
+    found = [os.environ.get(ADDRESS_VARIABLE, "")]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found.append(noted.read_text().strip())
+    for one in found:
+        with contextlib.suppress(ValueError):  # "auto", say
+            addresses.parse(one)
+            return one
+    return None
 
 
 def note(run: str, address: str, token: str | None, directory: str | None = None) -> None:
@@ -98,6 +114,7 @@ def connect(address: str, token: str | None = None) -> Any:
     ray = loaded(token)
     try:
         _knock(ray, address)
+        _check_node(ray, address)
         ray.init(
             address=address,
             namespace="gadei-ps",
@@ -105,6 +122,8 @@ def connect(address: str, token: str | None = None) -> Any:
             logging_level="ERROR",
             _node_ip_address=host if host.startswith("127.") else None,
         )
+    except ClusterError:
+        raise
     except Exception as error:  # Ray raises RuntimeError, ConnectionError and others
         raise _explained(error, address) from None
     return ray
@@ -119,6 +138,31 @@ def _knock(ray: Any, address: str) -> None:
         raise
     except Exception:
         return  # init() tries it again
+
+
+def _check_node(ray: Any, address: str) -> None:
+    """Raises ClusterError if no node of the cluster is on this host; init() would look for long."""
+    try:
+        found = ray._raylet.GcsClient(address=address).get_all_node_info(timeout=CONNECT_S)
+        living = {one.node_manager_address for one in found.values() if one.state == _ALIVE}
+    except Exception:
+        return  # init() tries it again
+    if not any(map(_is_here, living)):
+        raise ClusterMistake(
+            f"this host is no node of the Ray cluster at {address}: start Ray here (ray start "
+            f"--address={address}); if it runs, it is of another cluster: ray stop first"
+        )
+
+
+def _is_here(host: str) -> bool:
+    """Whether this host has the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as any_one:
+        try:
+            any_one.bind((host, 0))
+        except OSError:
+            return False
+    return True
 
 
 def answers(address: str) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +70,37 @@ def test_nobody_else_can_read_the_token_of_a_cluster(
     assert rays.noted("a") == told
 
 
+@pytest.mark.parametrize(
+    ("nodes", "is_node"),
+    [
+        ([("127.0.0.2", 0)], True),
+        ([("192.0.2.1", 0), ("127.0.0.1", 0)], True),
+        ([("192.0.2.1", 0), ("127.0.0.1", 1)], False),  # the one here has died
+    ],
+)
+def test_a_cluster_that_has_no_node_here(nodes: list[tuple[str, int]], is_node: bool) -> None:
+    """Ray itself would look for one for a minute, and say no more than that it cannot connect."""
+    found = {n: SimpleNamespace(node_manager_address=a, state=s) for n, (a, s) in enumerate(nodes)}
+    client = SimpleNamespace(get_all_node_info=lambda timeout: found)
+    given = SimpleNamespace(_raylet=SimpleNamespace(GcsClient=lambda address: client))
+    with contextlib.nullcontext() if is_node else pytest.raises(ClusterError, match="ray start"):
+        rays._check_node(given, "h:1")
+
+
+def test_the_cluster_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray notes it where `ray start` is run; commands need no address there."""
+    monkeypatch.delenv(rays.ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert rays.nearby() is None
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
+    assert rays.nearby() == "10.0.0.1:6379"
+    monkeypatch.setenv(rays.ADDRESS_VARIABLE, "10.0.0.2:6379")
+    assert rays.nearby() == "10.0.0.2:6379"
+    monkeypatch.setenv(rays.ADDRESS_VARIABLE, "auto")
+    assert rays.nearby() == "10.0.0.1:6379"
+
+
 def test_a_stop_sweeps_up_what_killed_machines_have_left(runtime_dir: Path) -> None:
     for run in ("a", "a-1"):
         lock = door.Lock(run, 0)
@@ -116,7 +149,8 @@ def test_where_no_machine_of_a_run_is(
     os.close(lock._fd)  # as SIGKILL does
     (tmp_path / "ray").mkdir()
     rays.note("a", "127.0.0.1:1", "a token of the tests", str(tmp_path / "ray"))
-    with pytest.raises(JobNotFound, match=r"^no run 'a': its Ray cluster at 127.0.0.1:1 is gone"):
+    gone = "^no run 'a': the Ray cluster at 127.0.0.1:1 does not answer, and no machine is here"
+    with pytest.raises(JobNotFound, match=gone):
         orders.ask("stop", "a", None, say_nothing)
     assert not list(runtime_dir.iterdir()) and not (tmp_path / "ray").exists()
 

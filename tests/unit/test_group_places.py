@@ -72,6 +72,21 @@ def test_a_machine_that_nobody_begins_can_be_stopped(runtime_dir: Path) -> None:
     made.start({}, True)  # too late
 
 
+def test_a_machine_comes_to_a_host_where_none_has_been(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray places it there after the death of its host; nobody has prepared this one."""
+    monkeypatch.setenv("GADEI_PS_STATE_DIR", str(tmp_path / "state" / "gadei-ps"))
+    monkeypatch.setattr(actor, "_start", lambda plan: Path(plan["log"]).touch())
+    made = actor.MachineActor.__new__(actor.MachineActor)
+    made._run, made._number, made._plan, made._data, made._lives = "a", 0, None, None, 0
+    made._is_abandoned, made._summary = False, None
+    made._starting, made._over = threading.Lock(), threading.Event()
+    monkeypatch.setattr(made, "_watch", lambda: None)
+    made.start({"agent": {"agents": {}}, "program": None}, True)
+    assert made.plan() is not None and made._lives == 1
+
+
 def test_what_another_machine_is_told() -> None:
     agent = {"job": "a-0", "number": 0, "agents": {"0": "h:1", "3": "x:2"}, "listen": "h:1"}
     plan = {"run": "a", "number": 0, "group": 0, "agent": agent, "command": ["python"]}
