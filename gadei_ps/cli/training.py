@@ -62,7 +62,12 @@ def train(
         ),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(metavar="RATE", help="Learning rate.", show_default="0.01")
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="Learning rate.",
+            show_default="0.01; of several machines with adagrad, up to 0.04",
+        ),
     ] = None,
     sync: Annotated[
         str | None,

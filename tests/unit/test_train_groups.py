@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from gadei_ps.classifier.counting import COUNTED, Counts, Progress, sources
-from gadei_ps.classifier.grouped import _Launcher, combined
+from gadei_ps.classifier.grouped import RESTARTS, _Launcher, combined, filled, raised
 from gadei_ps.classifier.measuring import Best
+from gadei_ps.classifier.plan import Plan
 from gadei_ps.classifier.settings import Settings
 from gadei_ps.cluster import config
 from gadei_ps.errors import ClusterError, UsageError
@@ -26,6 +27,31 @@ def test_options_and_file_agree() -> None:
     run = config.from_mapping(FILE | {"learners": 3, "lr": 0.5, "sync": "bsp"}, "test")
     found = combined(settings(lr=0.5, optimizer="sgd"), ("lr", "optimizer"), run)
     assert (found.learners, found.lr, found.optimizer, found.sync) == (3, 0.5, "sgd", "bsp")
+
+
+@pytest.mark.parametrize(
+    ("machines", "given", "lr"),
+    [
+        (1, {}, 0.01),
+        (2, {}, 0.02),
+        (4, {}, 0.04),
+        (9, {}, 0.04),
+        (4, {"lr": 0.01}, 0.01),
+        (4, {"optimizer": "adam"}, 0.01),
+    ],
+)
+def test_the_rate_of_several_machines(machines: int, given: dict[str, Any], lr: float) -> None:
+    plan = Plan(settings(**given), cast("Any", None), 1, 2, 0.01)
+    assert raised(plan, machines).lr == lr
+
+
+@pytest.mark.parametrize("said", [{}, {"rule": "mix:0.5", "divide": False, "restart": 3}])
+def test_what_the_file_does_not_say(said: dict[str, Any]) -> None:
+    run = config.from_mapping(FILE | said, "test")
+    found = filled(run, Plan(settings(), cast("Any", None), 1, 2, 0.02))
+    wanted = {"rule": "outer:1:0", "divide": True, "restart": RESTARTS} | said
+    assert {name: getattr(found, name) for name in wanted} == wanted
+    assert (found.lr, found.learners, found.optimizer) == (0.02, 2, "adagrad")
 
 
 @pytest.mark.parametrize(
