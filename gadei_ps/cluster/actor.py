@@ -21,7 +21,7 @@ import ray
 
 import gadei_ps
 from gadei_ps.agents import addresses, tls
-from gadei_ps.cluster import copies, door, keeper
+from gadei_ps.cluster import copies, door, keeper, rays
 from gadei_ps.cluster.config import job_name
 from gadei_ps.cluster.program import Bytes, Data, Program
 from gadei_ps.errors import GadeiError, JobNotFound, NoAnswer, UsageError, in_words
@@ -222,9 +222,14 @@ class MachineActor:
         self._over.wait(START_S)
         return self._summary
 
-    def clear(self) -> None:
-        """Removes what a killed process of the machine has left here."""
+    def clear(self, *, whole: bool = False) -> None:
+        """Removes what a killed process of the machine has left here.
+
+        whole: the run has ended. Another command may have noted its cluster here.
+        """
         door.clear(self._run, self._number)
+        if whole and (noted := rays.noted(self._run)) is not None and noted["token"] is None:
+            rays.forget(self._run)
 
     # -- threads ----------------------------------------------------------------------------------
 

@@ -202,7 +202,7 @@ class Conductor:
         if not self._is_new:
             return False
         take_back(self._found.values())
-        kill(self._found)
+        kill(self._found, whole=True)
         placing.drop(self.run.name)
         return True
 
@@ -246,7 +246,7 @@ class Conductor:
                 if row["ended"] is None and row["state"] not in ENDING:
                     now[row["machine"]].ask.remote("stop")
             yield rows
-        kill(self._found)
+        kill(self._found, whole=True)
         placing.drop(self.run.name)
 
     def _hear_no_more(self, number: int, *, is_last: bool) -> None:

@@ -86,11 +86,11 @@ def used_nodes(rows: Sequence[Told]) -> set[str]:
     return {row["node"] for row in rows if "node" in row and row["ended"] is None}
 
 
-def kill(found: Actors) -> None:
-    """Ends actors whose machines have ended."""
+def kill(found: Actors, *, whole: bool = False) -> None:
+    """Ends actors whose machines have ended. whole: they are all of a run."""
     for one in found.values():
         with contextlib.suppress(RayError):
-            ray.get(one.clear.remote(), timeout=ANSWER_S)
+            ray.get(one.clear.remote(whole=whole), timeout=ANSWER_S)
         ray.kill(one, no_restart=True)
 
 
@@ -236,7 +236,7 @@ def end(found: Actors, run: str, what: str, number: int | None, most_s: float) -
             if row["state"] not in ENDING:  # another actor has its machine now
                 wanted[row["machine"]].ask.remote(what)
         time.sleep(POLL_S)
-    kill(wanted)
+    kill(wanted, whole=number is None)
     if number is None:
         placing.drop(run)
     if away := [row["machine"] for row in rows if row["ended"] is None]:

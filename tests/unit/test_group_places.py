@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import gadei_ps
-from gadei_ps.cluster import config, door, keeper, needs
+from gadei_ps.cluster import config, door, keeper, needs, rays
 from gadei_ps.cluster.needs import Kind
 from gadei_ps.errors import ClusterError, JobInUse, JobNotFound, UsageError
 
@@ -70,6 +70,18 @@ def test_a_machine_that_nobody_begins_can_be_stopped(runtime_dir: Path) -> None:
     assert made.ask("leave") == {}
     assert made.end() == {"exit_code": 0, "asked": "leave"}
     made.start({}, True)  # too late
+
+
+def test_no_note_on_a_cluster_is_left_on_another_host(runtime_dir: Path) -> None:
+    """A run begins on one host, and is stopped on another one."""
+    made = actor.MachineActor.__new__(actor.MachineActor)
+    made._run, made._number = "a", 0
+    for token, is_left in (("that of a cluster of this host's own", True), (None, False)):
+        rays.note("a", "h:1", token)
+        made.clear()
+        assert rays.noted("a")
+        made.clear(whole=True)
+        assert rays.note_path("a").exists() == is_left
 
 
 def test_a_machine_comes_to_a_host_where_none_has_been(
