@@ -51,6 +51,8 @@ class Conductor:
         self._data: ray.ObjectRef | None = None
         self._stops = False
         self._rows: dict[int, Told] = {}
+        self._applied: dict[int, int] = {}
+        """Gradients, as they were last seen of each machine."""
         self._seen: dict[int, tuple[Any, ...]] = {}
         self._begun: set[int] = set()
         self._found: Actors = {}
@@ -255,20 +257,23 @@ class Conductor:
         if row["ended"] is None:
             stops = row["state"] == "stopping" or (is_last and row["state"] != "leaving")
             leaves = "dead" if row["state"] == "away" else "leave"
-            over = {"exit_code": 0, "asked": "stop" if stops else leaves}
-            if row.get("job"):
-                over["gradients_applied"] = row["job"]["gradients_applied"]
-            self._hear(row | {"ended": over})
+            self._hear(row | {"ended": {"exit_code": 0, "asked": "stop" if stops else leaves}})
 
     def _hear(self, row: Told) -> None:
         """Says what has changed."""
         number, before = row["machine"], self._rows.get(row["machine"], {})
-        self._rows[number] = row
         if row["ended"] is not None:
-            is_meant = self._stops and row["ended"].get("asked") == "stop"
-            if before.get("ended") is None and not is_meant:
-                self._out(say=f"machine {number} {how_ended(row['ended'])}")
+            if before.get("ended") is None:
+                if number in self._applied:  # a machine may have ended too soon to know it
+                    seen = {"gradients_applied": self._applied[number]}
+                    row = row | {"ended": seen | row["ended"]}
+                self._rows[number] = row
+                if not (self._stops and row["ended"].get("asked") == "stop"):
+                    self._out(say=f"machine {number} {how_ended(row['ended'])}")
             return
+        self._rows[number] = row
+        if row.get("job"):
+            self._applied[number] = row["job"]["gradients_applied"]
         if row["state"] == "ending" or (self._stops and row["state"] == "stopping"):
             return
         if row["state"] != before.get("state"):

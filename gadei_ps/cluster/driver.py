@@ -81,10 +81,12 @@ def _cluster(order: Told, out: Output) -> Iterator[str]:
             out(say=f"starting Ray on this host, with {counted(machines, 'node')}")
             address, token = stack.enter_context(rays.own(machines, Path(order["files"])))
         ray = rays.connect(address, token)
-        if order["order"] == "run":
-            rays.note(order["name"], address, token, order.get("files"))
         if order["address"] is None:  # else its node would stay, as long as this is connected
             stack.callback(_disconnect, ray)
+        if os.getppid() != order["command_pid"]:  # the next one may have begun
+            raise ClusterError("the command was killed")
+        if order["order"] == "run":
+            rays.note(order["name"], address, token, order.get("files"))
         yield address
         _disconnect(ray)
 
@@ -113,8 +115,8 @@ def run(order: Told, address: str, out: Output) -> Told:
         requests.begun.set()
         out(begun=address)
     except BaseException as error:
-        if conductor.abandon():
-            rays.note_path(wanted.name).unlink(missing_ok=True)
+        if conductor.abandon() or order["address"] is None:
+            rays.unnote(wanted.name, address)
         if isinstance(error, KeyboardInterrupt):
             raise ClusterError("interrupted before all machines had begun") from None
         raise
@@ -134,7 +136,7 @@ def run(order: Told, address: str, out: Output) -> Told:
             until = min(until, time.monotonic() + END_S)
         elif "killed" in asked:
             raise ClusterError("the command was killed; the machines go on")
-    rays.note_path(wanted.name).unlink(missing_ok=True)
+    rays.unnote(wanted.name, address)
     return conductor.summary()
 
 
@@ -223,7 +225,7 @@ def stop(order: Told, address: str, out: Output) -> Told:
     from gadei_ps.cluster import machines
 
     done = machines.end(_found(order, address), order["name"], "stop", None, END_S)
-    rays.note_path(order["name"]).unlink(missing_ok=True)
+    rays.unnote(order["name"], address)
     return done
 
 

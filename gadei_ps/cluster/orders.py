@@ -36,7 +36,7 @@ from gadei_ps.machine import interrupts, process
 
 POLL_S = 0.2
 END_S = 60.0
-GONE_S, LAST_S = 3.0, 30.0
+GONE_S, LAST_S = 3.0, 100.0
 """For a cluster to end that has lost its run, or its command."""
 MOST_BYTES = 1 << 16
 LOOK_S, MOST_SILENT = 1.0, 3
@@ -267,7 +267,7 @@ class Driven:
                 how=None,  # it sees the end of its input, and ends what it has to end
             )
             self._ours = ours.pop_all()
-        self.tell(order)
+        self.tell(order | {"command_pid": os.getpid()})
 
     def __enter__(self) -> Self:
         return self

@@ -81,6 +81,13 @@ def note(run: str, address: str, token: str | None, directory: str | None = None
         stream.write(json.dumps(told).encode())
 
 
+def unnote(run: str, address: str) -> None:
+    """Removes the note, unless it is on another cluster."""
+    found = noted(run)
+    if found is not None and found["address"] == address:
+        note_path(run).unlink(missing_ok=True)
+
+
 def forget(run: str) -> None:
     """Removes the note on a cluster that has ended, and the files of an own one: all that could
     have removed them may have been killed."""

@@ -68,6 +68,10 @@ def test_nobody_else_can_read_the_token_of_a_cluster(
     assert stat.S_IMODE(rays.note_path("a").stat().st_mode) == 0o600
     told = {"address": "h:1", "token": "a token of the tests", "files": None}
     assert rays.noted("a") == told
+    rays.unnote("a", "h:2")  # of a cluster that has ended since
+    assert rays.noted("a") == told
+    rays.unnote("a", "h:1")
+    assert rays.noted("a") is None
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,18 @@ def test_nothing_is_said_of_machines_that_end_as_their_command_has_asked() -> No
     assert said == ["machine 1 has failed: no room"]
 
 
+def test_gradients_of_a_machine_that_was_ended_at_once() -> None:
+    """It has no time to count them: those that were seen last are told."""
+    made = conductor.Conductor(config.from_mapping(RUN, "test"), [], "/", lambda **_: None)
+    row = {"machine": 0, "state": "training", "ended": None}
+    made._hear(row | {"job": {"gradients_applied": 7}})
+    made._hear(row | {"state": "ending", "job": None})
+    made._hear(row | {"ended": {"exit_code": 130, "interrupted": "SIGINT"}})
+    assert made.summary()["machines"][0]["gradients_applied"] == 7
+    made._hear(row | {"ended": {"exit_code": 130, "gradients_applied": 8}})
+    assert made.summary()["machines"][0]["gradients_applied"] == 7
+
+
 def test_one_process_for_each_machine(runtime_dir: Path) -> None:
     first = door.Lock("a", 0)
     with pytest.raises(JobInUse, match="machine a-0 has a process on this host already"):
