@@ -193,7 +193,8 @@ def measure(quick: bool) -> Report:
     for weights in size["bytes"]:
         for kind in Kind:
             work = Work(kind, weights // 4)
-            if not np.allclose(*map(work.after, contenders.values()), rtol=ROUNDING, atol=0):
+            one, other = map(work.after, contenders.values())
+            if not np.allclose(one, other, rtol=ROUNDING, atol=0):
                 raise AssertionError(f"{kind.name}: the loops do not compute the same")
             times = max(1, round(size["call_s"] / timed(without_log, work, 2)()))
             seconds = alternate(

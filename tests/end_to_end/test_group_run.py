@@ -331,7 +331,6 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
         """It trains, and Ray knows it again."""
         return "machine 2 at" in command.err.partition("machine 2 counts as dead")[2]
 
-    eventually(is_back, what=lambda: command.err)
     before = [told["machines"][1]["actor_pid"], *run.pids(1)]
     for pid in before:
         with contextlib.suppress(ProcessLookupError):
@@ -341,6 +340,7 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     eventually(lambda: all_train(rounds), what=lambda: command.err)
     assert not set(run.pids(1)) & set(before)
 
+    eventually(is_back, what=lambda: command.err)
     lost = [run.facts(number)["agent"]["pid"] for number in (1, 2)]
     for pid in lost:
         os.kill(pid, signal.SIGKILL)  # then nobody has the state of group 1
