@@ -16,17 +16,16 @@ from ray.exceptions import GetTimeoutError, RayError
 from gadei_ps.agents import addresses
 from gadei_ps.cluster import copies, lease, placing
 from gadei_ps.cluster.config import Run, job_name
-from gadei_ps.cluster.machines import ENDING, actors, adopt, kill, statuses, take_back
+from gadei_ps.cluster.machines import ENDING, actors, kill, statuses, take_back
 from gadei_ps.cluster.needs import Kind, Need, Needs
 from gadei_ps.cluster.placing import Actors
 from gadei_ps.cluster.program import Program
+from gadei_ps.cluster.strays import Strays
 from gadei_ps.errors import ClusterError
 from gadei_ps.show.counts import counted
 from gadei_ps.show.groups import how_ended
 
 PROGRESS_S = 5.0
-STRAY_S, STRAYS_AGAIN_S = 3.0, 30.0
-"""So long others hear a machine that Ray does not know, before Ray is told of it; between tries."""
 
 Told = dict[str, Any]
 
@@ -66,8 +65,7 @@ class Conductor:
         self._is_new = False
         self._progress = time.monotonic()
         self._lease: Any = None
-        self._adopts_at: float | None = None
-        """When to look for machines that Ray does not know."""
+        self._strays = Strays(run.name)
 
     def bring(self, data: str) -> None:
         """Has Ray carry the data of the program to each machine. data: path of a file here."""
@@ -240,8 +238,8 @@ class Conductor:
                 self._hear_no_more(number, is_last=not now)
             self._tell_progress(rows)
             self._found = now
+            self._strays.look(rows)
             self._look_after(rows)
-            self._adopt(rows)
             if all(row["ended"] is not None for row in rows):
                 break
             for row in rows if self._stops else ():
@@ -303,20 +301,10 @@ class Conductor:
         for group in sorted({*self._agents, *self._groups.values()}):
             ours = [row for row in rows if self._groups.get(row["machine"], group) == group]
             ours = [row for row in ours if row["ended"] is None]
-            need = self._needs.due(group, ours)
-            if need is not None:
+            need = self._needs.due(group, ours + self._strays.rows(group))
+            known = {row["machine"] for row in rows}
+            if need is not None and not self._strays.adopt(known, [group]):
                 self._help(group, need, ours)
-
-    def _adopt(self, rows: list[Told]) -> None:
-        """Has Ray know machines again that were given up, and live."""
-        heard = {one for row in rows for one in (row.get("agent") or {}).get("hears", ())}
-        strays, now = heard - {row["machine"] for row in rows}, time.monotonic()
-        if not strays or self._adopts_at is None:
-            self._adopts_at = now + STRAY_S if strays else None
-        elif now > self._adopts_at:
-            self._adopts_at = now + STRAYS_AGAIN_S
-            with contextlib.suppress(ClusterError):  # it is no node of the cluster, say
-                adopt(self.run.name, strays)
 
     def _help(self, group: int, need: Need, rows: list[Told]) -> None:
         which = ", ".join(map(str, need.numbers))

@@ -140,23 +140,6 @@ def take_back(begun: Iterable[Any]) -> None:
             ray.get(one, timeout=placing.ANSWER_S)
 
 
-def adopt(run: str, numbers: Iterable[int]) -> None:
-    """New actors for machines that live on nodes of the cluster, though Ray does not know them.
-
-    Raises ClusterError.
-    """
-    there = placing.living(run)
-    for number in numbers:
-        if number not in there:
-            continue
-        one = placing.beside(run, number, used_nodes(statuses(actors(run))), there[number][0])
-        try:
-            ray.get(one.adopt.remote(), timeout=placing.ANSWER_S)
-        except (RayError, GetTimeoutError) as error:
-            ray.kill(one, no_restart=True)
-            raise ClusterError(f"machine {number}: {placing.told(error)}") from None
-
-
 def give_up(found: Actors, run: str, number: int) -> Told:
     """Somebody vouches that a machine is dead for good: its group goes on without it, and Ray does
     not begin it again.
