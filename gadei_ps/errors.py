@@ -34,15 +34,14 @@ def in_words(error: BaseException) -> str:
         return "not enough memory"
     if not isinstance(error, OSError):
         return str(error) or type(error).__name__
+    return f"{error.filename}: {reason_of(error)}" if error.filename else reason_of(error)
+
+
+def reason_of(error: OSError) -> str:
+    """The same without where, for messages that have said it."""
     what = error.strerror or str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0)
-    return "".join(
-        (
-            f"{error.filename}: " if error.filename else "",
-            what,
-            f"; {remedy}" if remedy else "",
-        )
-    )
+    return f"{what}; {remedy}" if remedy else what
 
 
 def is_lasting(error: OSError) -> bool:

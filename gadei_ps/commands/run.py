@@ -22,7 +22,7 @@ from gadei_ps.commands import daemon, saved
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.commands.early import Child
 from gadei_ps.commands.served import Attached, Served
-from gadei_ps.errors import GadeiError, JobStopped, UsageError
+from gadei_ps.errors import GadeiError, JobStopped, UsageError, reason_of
 from gadei_ps.job import config
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import gpus, interrupts
@@ -171,7 +171,7 @@ def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoR
     try:
         os.execvpe(command[0], list(command), env)
     except OSError as error:
-        raise UsageError(f"cannot start {command[0]!r}: {error.strerror}") from None
+        raise UsageError(f"cannot start {command[0]!r}: {reason_of(error)}") from None
 
 
 def attach_and_wait(job: str, command: Sequence[str], options: RunOptions) -> dict[str, Any]:

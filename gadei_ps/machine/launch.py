@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
-from gadei_ps.errors import DeviceError, UsageError
+from gadei_ps.errors import DeviceError, UsageError, reason_of
 from gadei_ps.machine import gpus, interrupts, process
 from gadei_ps.machine.cuda import has_cupy
 from gadei_ps.machine.output import Output
@@ -176,7 +176,7 @@ class Learners:
                     child = process.spawn(self._command, env=env, stdout=stdout, stderr=stderr)
         except OSError as error:
             self.kill()
-            raise UsageError(f"cannot start {self._command[0]!r}: {error.strerror}") from None
+            raise UsageError(f"cannot start {self._command[0]!r}: {reason_of(error)}") from None
         self._running[index] = (child, time.monotonic())
 
     @property
