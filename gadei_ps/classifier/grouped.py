@@ -123,7 +123,10 @@ def filled(run: config.Run, plan: Plan) -> config.Run:
     values: dict[str, Any] = {"divide": True, "restart": RESTARTS, "rule": RULE}
     values |= run.model_dump(mode="json", exclude_unset=True)
     values |= {"learners": settings.learners, "optimizer": settings.optimizer, "lr": plan.lr}
-    return config.from_mapping(values | {"sync": settings.sync}, str(settings.groups))
+    # The file alone was checked before: what is wrong now comes from an option.
+    return config.from_mapping(
+        values | {"sync": settings.sync}, f"train --groups {settings.groups}"
+    )
 
 
 class _Launcher:

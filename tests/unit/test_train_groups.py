@@ -54,6 +54,12 @@ def test_what_the_file_does_not_say(said: dict[str, Any]) -> None:
     assert (found.lr, found.learners, found.optimizer) == (0.02, 2, "adagrad")
 
 
+def test_a_wrong_option_is_no_mistake_of_the_file() -> None:
+    run = config.from_mapping(FILE, "test")
+    with pytest.raises(UsageError, match=r"^train --groups GROUPS.toml: lr: "):
+        filled(run, Plan(settings(), cast("Any", None), 1, 2, float("nan")))
+
+
 @pytest.mark.parametrize(
     ("given", "line"),
     [
