@@ -21,7 +21,7 @@ from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import RING
 
-VALUES = 1_000_000  # so that a server can be seen in the middle of a gradient
+VALUES = 4_000_000  # so that a server can be seen in the middle of a gradient
 MINE = slice(1, None, 2)  # values that only the other learners' gradients leave to this one
 THEIRS = slice(0, None, 2)
 

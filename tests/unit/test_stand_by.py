@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 
-from support import Rig, eventually
+from support import PATIENCE_S, Rig, eventually
 
 from gadei_ps import _native
 from gadei_ps.memory import layout
@@ -12,7 +14,7 @@ from gadei_ps.memory.layout import SHARD, Mode
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.server.structs import NOT_READING
 
-VALUES = 1 << 23  # of a gradient whose rest takes long enough to be watched
+VALUES = 1 << 24  # of a gradient whose rest takes long enough to be watched
 PREVIOUS = 1 << 8 | Mode.HOLD  # what the server before had obeyed
 
 
@@ -32,9 +34,14 @@ def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
         part = rig.part(0)
         rig.board["quit"], rig.board["seen"] = 0, NOT_READING
         thread = threading.Thread(target=rig.units.stand_by, args=(part.ctypes.data,))
+        # On one core: one that looks all the time has its turn before the gradient is applied.
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})
         thread.start()
         try:
-            eventually(lambda: 0 < record["cursor"] < layout.ALL_APPLIED)
+            end = time.monotonic() + PATIENCE_S
+            while not 0 < record["cursor"] < layout.ALL_APPLIED:
+                assert time.monotonic() < end
             # What this thread reads must not be unmapped, and nobody may count on what was obeyed.
             meanwhile = int(rig.board["seen"][0]), int(told["mode"]), int(told["tid"])
             assert meanwhile == (0, Mode.ON_ARRIVAL, thread.native_id)
@@ -44,6 +51,7 @@ def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
             eventually(lambda: rig.board["seen"][0] == rig.board["table_version"])
             eventually(lambda: told["cpu"])  # it rests
         finally:
+            os.sched_setaffinity(0, cores)
             rig.board["quit"] = 1
             rig.bell()
             thread.join()
