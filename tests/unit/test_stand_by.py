@@ -19,6 +19,11 @@ PREVIOUS = 1 << 8 | Mode.HOLD  # what the server before had obeyed
 
 
 def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
+    """While it applies; on a busy machine it may be through before anybody looks."""
+    assert any(_is_seen_to_take_over(job_name) for _ in range(50))
+
+
+def _is_seen_to_take_over(job_name: str) -> bool:
     with Rig(job_name, [Tensor("w", (VALUES,))], shards=1, slots=2) as rig:
         told = rig.control["shard"][0]
         at = rig.word("shard")
@@ -34,22 +39,29 @@ def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
         part = rig.part(0)
         rig.board["quit"], rig.board["seen"] = 0, NOT_READING
         thread = threading.Thread(target=rig.units.stand_by, args=(part.ctypes.data,))
-        # On one core: one that looks all the time has its turn before the gradient is applied.
+        # Apart: on one core, the one that looks would have its turn when all is done.
         cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {min(cores)})
+        mine = {min(cores)} if len(cores) > 1 else cores
+        os.sched_setaffinity(0, (cores - mine) or cores)
         thread.start()
+        os.sched_setaffinity(0, mine)
         try:
             end = time.monotonic() + PATIENCE_S
-            while not 0 < record["cursor"] < layout.ALL_APPLIED:
+            while not (cursor := int(record["cursor"])):
                 assert time.monotonic() < end
+            if cursor >= layout.ALL_APPLIED:
+                return False
             # What this thread reads must not be unmapped, and nobody may count on what was obeyed.
-            meanwhile = int(rig.board["seen"][0]), int(told["mode"]), int(told["tid"])
-            assert meanwhile == (0, Mode.ON_ARRIVAL, thread.native_id)
-            assert told["heartbeat"] == 0
+            meanwhile = [int(rig.board["seen"][0]), int(told["mode"]), int(told["tid"])]
+            meanwhile += [int(told["heartbeat"])]
+            if record["cursor"] >= layout.ALL_APPLIED:
+                return False
+            assert meanwhile == [0, Mode.ON_ARRIVAL, thread.native_id, 0]
             rig.wait_applied(0, 0)
             assert told["recovered"] == 1
             eventually(lambda: rig.board["seen"][0] == rig.board["table_version"])
             eventually(lambda: told["cpu"])  # it rests
+            return True
         finally:
             os.sched_setaffinity(0, cores)
             rig.board["quit"] = 1
