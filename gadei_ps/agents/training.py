@@ -49,7 +49,7 @@ class JobTraining:
     """The weights of a job. Buffers are exchanged as weights are, but for constants; the
     optimizer's state is not."""
 
-    look_s = 5.0
+    look_s = 1.0
 
     def __init__(
         self,

@@ -243,7 +243,8 @@ def _waiting(told: dict[str, Any]) -> str | None:
         return f"machines {which} have died, most of its group: `group run` has the others go on"
     if not which:
         return None
-    return f"hears nothing of {which}, which may live: bring it back, or `group leave --dead`"
+    hosts = "its host" if len(told["waits"]) == 1 else "their hosts"
+    return f"hears nothing of {which}, which may live: bring back {hosts}, or `group leave --dead`"
 
 
 def founded(settings: dict[str, Any], founding: str, agents: dict[str, str]) -> dict[str, Any]:

@@ -160,6 +160,7 @@ def give_up(found: Actors, run: str, number: int) -> Told:
             there[one].ask.remote("give_up", machine=number)
         time.sleep(POLL_S)
         rows = statuses(there, QUICK_S)
+    _check_unheard(run, number, rows)
     if number in found:
         ray.kill(found[number], no_restart=True)
     return {"run": run, "machine": number}
@@ -173,7 +174,6 @@ def _check_gone(run: str, number: int, rows: Sequence[Told]) -> None:
     """Raises UsageError unless nothing is heard of this machine."""
     mine = next((row for row in rows if row["machine"] == number), None)
     is_missed = any(number in (*_agent(row)["doubts"], *_agent(row)["waits"]) for row in rows)
-    hearers = [row["machine"] for row in rows if number in _agent(row)["hears"]]
     if mine is None and not is_missed:
         numbers = ", ".join(str(row["machine"]) for row in rows)
         raise UsageError(f"run {run} has no machine {number}: it has {numbers}")
@@ -184,7 +184,12 @@ def _check_gone(run: str, number: int, rows: Sequence[Told]) -> None:
             f"machine {number} of {run} is not dead: its host {mine['host']} answers; without "
             "--dead it leaves"
         )
-    if hearers:
+    _check_unheard(run, number, rows)
+
+
+def _check_unheard(run: str, number: int, rows: Sequence[Told]) -> None:
+    """Raises UsageError if others hear this machine."""
+    if hearers := [row["machine"] for row in rows if number in _agent(row)["hears"]]:
         which = ", ".join(map(str, hearers))
         raise UsageError(
             f"machine {number} of {run} is not dead: it is heard by {which}; end its processes "

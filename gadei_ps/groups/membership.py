@@ -30,9 +30,11 @@ from typing import NamedTuple
 MOST_MEMBERS = 64
 """As native/mesh.h has room for."""
 APART = 1 << 20
-"""Generations between a view and the next one that those make who are entrusted, or have given up
-others: those may have made views, too. Times the place of who proposes, counted from 1: then no two
-views of one generation come of it, whoever was given up by whom."""
+"""Generations, at least, between a view and the next one that those make who are entrusted, or have
+given up others: those may have made views, too."""
+DRAWN_BYTES = 3
+"""Of a digest of the old members and the new ones, which says how many times APART. Two sides that
+have given up each other come to one generation once in 2^24 times."""
 MOST_VACANT = 256
 """Vacant places that a view names; older ones are forgotten."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import replace
 
-from gadei_ps.groups.membership import APART, Changes, Member, View, next_view
+from gadei_ps.groups.membership import APART, DRAWN_BYTES, Changes, Member, View, next_view
 from gadei_ps.groups.messages import Accept, Ballot, Prepare, Promise
 
 
@@ -59,7 +60,16 @@ class Proposal:
         else:
             self.chosen = next_view(view, answers, replace(changes, given_up=given_up), most)
             if self.chosen is not None and (entrusted or given_up):
-                generation = view.generation + APART * (1 + self.ballot.place)
-                self.chosen = replace(self.chosen, generation=generation)
+                self.chosen = _apart(view, self.chosen)
         self.phase = 2 if self.chosen is not None else 0
         return bool(self.phase)
+
+
+def _apart(view: View, chosen: View) -> View:
+    """Under a generation that nobody else comes to who goes on from this view with other members.
+
+    Neither in one step, nor in several: steps that depended on places would add up to the same.
+    """
+    said = repr((view.generation, view.members, chosen.members)).encode()
+    drawn = int.from_bytes(hashlib.blake2b(said, digest_size=DRAWN_BYTES).digest(), "big")
+    return replace(chosen, generation=view.generation + APART * (1 + drawn))

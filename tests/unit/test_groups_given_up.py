@@ -212,6 +212,16 @@ def test_a_machine_that_has_the_state_of_the_other_part_drops_it() -> None:
     assert group.goes_on() and len(group.living()) == 5
 
 
+# Each half gives up the other; a half then loses one more, and has made two such views.
+@example(
+    4,
+    [
+        ("part", frozenset({0, 2})),
+        ("give up", frozenset({0, 1, 2, 3})),
+        ("lose", frozenset({2})),
+        ("bury", frozenset()),
+    ],
+)
 # Each half gives up the other.
 @example(4, [("part", frozenset({0, 1})), ("give up", frozenset({0, 1, 2, 3}))])
 @settings(deadline=None, max_examples=100)
