@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import eventually
 
 from gadei_ps.benchmarks.group_deaths_counts import (
     AGAIN,
@@ -171,8 +172,9 @@ def test_what_is_left_behind_is_found() -> None:
             process = subprocess.Popen(["sleep", "100"])
             stack.callback(process.wait)
             stack.callback(process.kill)
-            left = run.left()
-        assert {f"process {process.pid}", memory.name, "socket"} <= set(left)
+            left = {f"process {process.pid}", memory.name, "socket"}
+            # A process that has just been started has no environment for a moment.
+            eventually(lambda: left <= set(run.left()), what=run.left)
         run.close()
     assert is_of("gadei-ps.0.run-3.weights", "run") and is_of("plasma", "run")
     assert not is_of("gadei-ps.0.runs-3.weights", "run")
