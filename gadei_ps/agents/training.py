@@ -174,22 +174,14 @@ class JobTraining:
 
 
 class StandingTraining(JobTraining):
-    """The weights of a job whose learners stand still from the copy until they are assigned."""
+    """The weights of a job whose learners stand still from the copy until they are assigned.
+
+    The checksum that is told is of the weights that the job has then.
+    """
 
     look_s = _BEAT_S
-
-    def __init__(
-        self,
-        job: str,
-        every: int,
-        patience_s: float,
-        told: Callable[[int, int], None],
-        noted: Callable[[str], None],
-    ) -> None:
-        """As JobTraining. The checksum is of the weights that the job has then."""
-        super().__init__(job, every, patience_s, told, noted)
-        self._stand = contextlib.ExitStack()
-        self._stands = False
+    _stand: contextlib.ExitStack | None = None
+    """Ends what has the learners stand still; None: nothing has."""
 
     def copy(self, number: int, into: Floats) -> int:
         """See Training."""
@@ -200,7 +192,7 @@ class StandingTraining(JobTraining):
 
     def write(self, rounds: int, weights: Floats) -> None:
         """See Training. Without a copy before, what has been trained is given up."""
-        if not self._stands:
+        if self._stand is None:
             self._stand_still()
             self._copy(self._snapshot)
         self._constants.keep(weights)
@@ -221,13 +213,15 @@ class StandingTraining(JobTraining):
         return self._trained()
 
     def _stand_still(self) -> None:
-        if not self._stands:
-            self._stand.enter_context(self._client.stand())
-            self._stands = True
+        if self._stand is None:
+            stand = contextlib.ExitStack()
+            stand.enter_context(self._client.stand())
+            self._stand = stand
 
     def _let_go(self) -> None:
-        self._stands = False
-        self._stand.close()
+        stand, self._stand = self._stand, None
+        if stand is not None:
+            stand.close()
 
 
 def _attached(job: str, patience_s: float) -> Client:
