@@ -16,7 +16,6 @@ from gadei_ps.agents.mesh import Mesh
 from gadei_ps.benchmarks.peers import answer, orders
 
 IDENTITY = Identity("bench", b"only for figures")
-SILENCE_S = 30.0
 
 
 def main() -> None:
@@ -25,8 +24,7 @@ def main() -> None:
     """
     number = int(sys.argv[1])
     door = Listener(("127.0.0.1", 0), IDENTITY)
-    # While contenders start, members that share two cores may be silent for seconds.
-    mesh = Mesh(door, number, silence_s=SILENCE_S)
+    mesh = Mesh(door, number)
     values = out = np.empty(0, np.float32)
     done = 0
     for order in orders():

@@ -21,11 +21,14 @@ from gadei_ps.cluster.needs import Kind, Need, Needs
 from gadei_ps.cluster.placing import Actors
 from gadei_ps.cluster.program import Program
 from gadei_ps.cluster.strays import Strays
+from gadei_ps.cluster.waits import Waits
 from gadei_ps.errors import ClusterError
 from gadei_ps.show.counts import counted
 from gadei_ps.show.groups import how_ended
 
 PROGRESS_S = 5.0
+LOST: dict[str, Any] = {"exit_code": 0, "asked": "lost"}
+"""How a machine has ended of which nobody knows whether it has."""
 
 Told = dict[str, Any]
 
@@ -48,7 +51,8 @@ class Conductor:
         self.run, self.command, self.directory, self._out = run, command, directory, out
         self.program = program.told() if program is not None else None
         self._data: ray.ObjectRef | None = None
-        self._stops = False
+        self._stops = self._was_stopped = False
+        """Whether this object ends all machines, and whether another command has."""
         self._rows: dict[int, Told] = {}
         self._applied: dict[int, int] = {}
         """Gradients, as they were last seen of each machine."""
@@ -64,8 +68,11 @@ class Conductor:
         self._needs = Needs(run.silence_s)
         self._is_new = False
         self._progress = time.monotonic()
-        self._lease: Any = None
+        self._lease: lease.Lease | None = None
         self._strays = Strays(run.name)
+        self._waits = Waits(run.name, run.silence_s, lambda line: self._out(say=line))
+        self._told: dict[int, Told] = {}
+        """How other commands have ended machines that Ray is about to forget."""
 
     def bring(self, data: str) -> None:
         """Has Ray carry the data of the program to each machine. data: path of a file here."""
@@ -74,9 +81,11 @@ class Conductor:
     def begin(self) -> None:
         """Places and starts the machines, or adopts those that are there. Raises ClusterError."""
         run = self.run
-        self._lease = lease.take(run.name)
+        self._lease = lease.take(run.name, lambda line: self._out(say=line))
         self._found = actors(run.name)
         self._is_new = not self._found
+        if not self._is_new:
+            self._has_begun()
         if self._found:
             there = counted(len(self._found), "machine")
             self._out(say=f"run {run.name} is there: {there}, whose settings stay")
@@ -101,6 +110,12 @@ class Conductor:
         self._agents = {group: _agents(members) for group, members in groups.items()}
         for group, members in groups.items():
             self._begin_group(group, members)
+        self._has_begun()
+
+    def _has_begun(self) -> None:
+        """From here on, nothing is to be ended if the command is killed."""
+        if self.program is None and self._lease is not None:
+            self._lease.begun()
 
     def _prepare(self, found: Actors) -> dict[int, Told]:
         """What the hosts of these actors say. Raises ClusterError for a mistake."""
@@ -234,13 +249,15 @@ class Conductor:
             rows = statuses(now)
             for row in rows:
                 self._hear(row)
+            self._learn_of_others(now)
             for number in self._rows.keys() - now.keys():
                 self._hear_no_more(number, is_last=not now)
             self._tell_progress(rows)
             self._found = now
             self._strays.look(rows)
             self._look_after(rows)
-            if all(row["ended"] is not None for row in rows):
+            self._waits.end(rows)
+            if all(row["ended"] is not None for row in rows) and not self._has_more(now):
                 break
             for row in rows if self._stops else ():
                 if row["ended"] is None and row["state"] not in ENDING:
@@ -249,13 +266,39 @@ class Conductor:
         kill(self._found, whole=True)
         placing.drop(self.run.name)
 
+    def _has_more(self, now: Actors) -> bool:
+        """Whether Ray knows a machine again, while all others have ended."""
+        strays = self._strays.numbers
+        groups = set(self._groups.values())
+        if strays and not self._was_stopped and self._strays.adopt(now, groups):
+            return True
+        for number in sorted(strays - self._rows.keys()):
+            self._out(say=f"machine {number} {how_ended(LOST)}")
+        return False
+
+    def _learn_of_others(self, now: Actors) -> None:
+        """What other commands have done to machines of the run."""
+        if self._lease is None:
+            return
+        running = {one for one, row in self._rows.items() if row["ended"] is None}
+        if self._strays.numbers or running - now.keys():
+            for number, ended in self._lease.told().items():
+                self._was_stopped |= ended.get("asked") == "stop"
+                if ended.get("asked") == "dead":
+                    self._strays.give_up(number)
+                if number in running:
+                    self._told[number] = ended
+        self._lease.miss(self._strays.numbers)
+
     def _hear_no_more(self, number: int, *, is_last: bool) -> None:
-        """Another command has ended a machine, or all: Ray does not know it any more."""
+        """Ray does not know a machine any more: another command has ended it, or its node is gone.
+
+        is_last: whether Ray knows none of the run.
+        """
         row = self._rows[number]
-        if row["ended"] is None:
-            stops = row["state"] == "stopping" or (is_last and row["state"] != "leaving")
-            leaves = "dead" if row["state"] == "away" else "leave"
-            self._hear(row | {"ended": {"exit_code": 0, "asked": "stop" if stops else leaves}})
+        if row["ended"] is not None:
+            return
+        self._hear(row | {"ended": self._told.pop(number, _guess(row["state"], is_last=is_last))})
 
     def _hear(self, row: Told) -> None:
         """Says what has changed."""
@@ -301,7 +344,9 @@ class Conductor:
         for group in sorted({*self._agents, *self._groups.values()}):
             ours = [row for row in rows if self._groups.get(row["machine"], group) == group]
             ours = [row for row in ours if row["ended"] is None]
-            need = self._needs.due(group, ours + self._strays.rows(group))
+            strays = self._strays.rows(group)
+            self._waits.group(group, ours, [row["machine"] for row in strays])
+            need = self._needs.due(group, ours + strays)
             known = {row["machine"] for row in rows}
             if need is not None and not self._strays.adopt(known, [group]):
                 self._help(group, need, ours)
@@ -348,6 +393,15 @@ class Conductor:
             "stopped": bool(stopped),
             "exit_code": 4 if stopped else next((code for code in codes if code), 0),
         }
+
+
+def _guess(state: str, *, is_last: bool) -> Told:
+    """How a machine has ended that Ray does not know any more, if nobody has told it."""
+    if state == "stopping" or (is_last and state not in ("leaving", "away")):
+        return {"exit_code": 0, "asked": "stop"}
+    if state in ("leaving", "starting"):  # a join that was interrupted takes it back
+        return {"exit_code": 0, "asked": "leave"}
+    return LOST
 
 
 def _agents(members: dict[int, Told]) -> dict[str, str]:

@@ -222,9 +222,11 @@ def leave(order: Told, address: str, out: Output) -> Told:
 
 def stop(order: Told, address: str, out: Output) -> Told:
     """All machines end."""
-    from gadei_ps.cluster import machines
+    from gadei_ps.cluster import machines, strays
 
-    done = machines.end(_found(order, address), order["name"], "stop", None, END_S)
+    living = strays.gather(order["name"])
+    found = _found(order, address)
+    done = machines.end(found, order["name"], "stop", None, END_S, living)
     rays.unnote(order["name"], address)
     return done
 

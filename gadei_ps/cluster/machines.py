@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from gadei_ps.agents import addresses
-from gadei_ps.cluster import placing
+from gadei_ps.cluster import lease, placing
 from gadei_ps.cluster.actor import NAMESPACE, names, of_machine
 from gadei_ps.cluster.config import job_name
 from gadei_ps.cluster.keeper import told
@@ -148,7 +148,7 @@ def give_up(found: Actors, run: str, number: int) -> Told:
     ClusterError.
     """
     rows = statuses(found, QUICK_S)
-    _check_gone(run, number, rows)
+    _check_gone(run, number, rows, lease.missed(run))
     there = {row["machine"]: found[row["machine"]] for row in rows if row["state"] != "away"}
     there.pop(number, None)
     until = time.monotonic() + GIVE_UP_S
@@ -161,6 +161,7 @@ def give_up(found: Actors, run: str, number: int) -> Told:
         time.sleep(POLL_S)
         rows = statuses(there, QUICK_S)
     _check_unheard(run, number, rows)
+    lease.tell(run, {number: {"exit_code": 0, "asked": "dead"}})
     if number in found:
         ray.kill(found[number], no_restart=True)
     return {"run": run, "machine": number}
@@ -170,11 +171,14 @@ def _agent(row: Told) -> Told:
     return row.get("agent") or _NOBODY
 
 
-def _check_gone(run: str, number: int, rows: Sequence[Told]) -> None:
-    """Raises UsageError unless nothing is heard of this machine."""
+def _check_gone(run: str, number: int, rows: Sequence[Told], missed: Collection[int] = ()) -> None:
+    """Raises UsageError unless nothing is heard of this machine.
+
+    missed: machines that `group run` waits for.
+    """
     mine = next((row for row in rows if row["machine"] == number), None)
     is_missed = any(number in (*_agent(row)["doubts"], *_agent(row)["waits"]) for row in rows)
-    if mine is None and not is_missed:
+    if mine is None and not is_missed and number not in missed:
         numbers = ", ".join(str(row["machine"]) for row in rows)
         raise UsageError(f"run {run} has no machine {number}: it has {numbers}")
     is_gone = mine is None or mine["state"] == "away" or mine["ended"] is not None
@@ -197,10 +201,18 @@ def _check_unheard(run: str, number: int, rows: Sequence[Told]) -> None:
         )
 
 
-def end(found: Actors, run: str, what: str, number: int | None, most_s: float) -> Told:
+def end(
+    found: Actors,
+    run: str,
+    what: str,
+    number: int | None,
+    most_s: float,
+    living: Collection[int] = (),
+) -> Told:
     """Has one machine leave, or all stop; waits until they have. found: the run's actors.
 
-    Raises ClusterError.
+    living: machines of the run that live. Raises ClusterError, also where one of them, or one that
+    the others know of, could not be asked.
     """
     if number is not None and number not in found:
         numbers = ", ".join(map(str, sorted(found)))
@@ -209,8 +221,10 @@ def end(found: Actors, run: str, what: str, number: int | None, most_s: float) -
     for one in wanted.values():
         one.ask.remote(what)
     begin = time.monotonic()
+    others = set(living)
     while True:
         rows = statuses(wanted)
+        others.update(*((*_agent(row)["hears"], *_agent(row)["doubts"]) for row in rows))
         passed_s = time.monotonic() - begin
         late = [row for row in rows if row["ended"] is None]
         if passed_s > AWAY_S:
@@ -224,16 +238,33 @@ def end(found: Actors, run: str, what: str, number: int | None, most_s: float) -
             if row["state"] not in ENDING:  # another actor has its machine now
                 wanted[row["machine"]].ask.remote(what)
         time.sleep(POLL_S)
+    lease.tell(run, {row["machine"]: row["ended"] or _unreached(what) for row in rows})
+    missed = [row["machine"] for row in rows if row["ended"] is None]
+    missed += sorted(others - found.keys()) if number is None else []
+    hosts = _hosts(found, missed) if missed else {}
     kill(wanted, whole=number is None)
     if number is None:
         placing.drop(run)
-    if away := [row["machine"] for row in rows if row["ended"] is None]:
-        which = ", ".join(map(str, away))
+    if missed:
+        which = ", ".join(f"{one}{hosts[one]}" for one in missed)
+        there = ", ".join(f"gadei-ps stop {job_name(run, one)}" for one in missed)
         raise ClusterError(
-            f"run {run}: machine {which} could not be asked, for Ray has lost its actor; if its "
-            f"host lives, end its job there (gadei-ps stop {job_name(run, away[0])})"
+            f"run {run}: machine {which} could not be asked to {what}, for Ray does not reach it: "
+            f"if it lives, end its job on its host ({there})"
         )
     return {
         "run": run,
         "machines": [{"machine": row["machine"], "host": row.get("host")} for row in rows],
     }
+
+
+def _unreached(what: str) -> Told:
+    return {"exit_code": 0, "asked": what, "unreached": True}
+
+
+def _hosts(found: Actors, numbers: Collection[int]) -> dict[int, str]:
+    """Where these machines are, in words; nothing where no other machine knows it."""
+    rows = statuses(found, QUICK_S)
+    new = [{"machine": one} for one in numbers if one not in found]
+    hosts = {row["machine"]: row.get("host") for row in placed(found, [*rows, *new])}
+    return {one: f" at {hosts[one]}" if hosts[one] else "" for one in numbers}

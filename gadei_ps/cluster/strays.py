@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -28,6 +28,11 @@ class Strays:
         self._groups: dict[int, int] = {}
         self._at: float | None = None
         """When to adopt them."""
+
+    @property
+    def numbers(self) -> set[int]:
+        """Of these machines."""
+        return set(self._groups)
 
     def look(self, rows: Sequence[Told]) -> None:
         """Has Ray know those again that it can reach."""
@@ -53,26 +58,51 @@ class Strays:
         ours = [one for one, of in self._groups.items() if of == group]
         return [{"machine": one, "state": "away", "ended": None} for one in ours]
 
-    def adopt(self, known: Collection[int], groups: Iterable[int]) -> bool:
+    def give_up(self, number: int) -> None:
+        """Somebody vouches that this machine is dead: nobody waits for it, unless it is heard."""
+        self._groups.pop(number, None)
+
+    def adopt(self, known: Collection[int], groups: Collection[int]) -> bool:
         """Makes new actors for machines of these groups that live on nodes of the cluster.
 
         known: machines that have actors. Returns whether there are any that answer.
         """
-        wanted, found = set(groups), False
-        with contextlib.suppress(ClusterError):  # a node that cannot be asked, say
-            for number, (host, group) in placing.living(self._run).items():
-                if group in wanted and number not in known:
-                    found = self._adopt(number, host) or found
-        return found
+        there = living(self._run)
+        ours = {one: host for one, (host, group) in there.items() if group in groups}
+        return _adopt_all(self._run, {one: ours[one] for one in ours.keys() - known})
 
-    def _adopt(self, number: int, host: str) -> bool:
-        try:
-            one = placing.beside(self._run, number, used_nodes(statuses(actors(self._run))), host)
-        except ValueError:  # it has just got one
-            return True
-        try:
-            ray.get(one.adopt.remote(), timeout=placing.ANSWER_S)
-            return True
-        except (RayError, GetTimeoutError):
-            ray.kill(one, no_restart=True)
-            return False
+
+def gather(run: str) -> dict[int, str]:
+    """Has Ray know all machines of a run that live on nodes of the cluster. Returns their hosts."""
+    hosts = {one: host for one, (host, _) in living(run).items()}
+    _adopt_all(run, {one: hosts[one] for one in hosts.keys() - actors(run)})
+    return hosts
+
+
+def living(run: str) -> dict[int, tuple[str, int]]:
+    """As placing.living(); none while a node of the cluster cannot be asked."""
+    with contextlib.suppress(ClusterError):
+        return placing.living(run)
+    return {}
+
+
+def _adopt_all(run: str, hosts: Mapping[int, str]) -> bool:
+    """Whether any of these machines has an actor now that answers. hosts: by their numbers."""
+    found = False
+    for number in sorted(hosts):
+        with contextlib.suppress(ClusterError):  # its node has just been lost, say
+            found = _adopt(run, number, hosts[number]) or found
+    return found
+
+
+def _adopt(run: str, number: int, host: str) -> bool:
+    try:
+        one = placing.beside(run, number, used_nodes(statuses(actors(run))), host)
+    except ValueError:  # it has just got one
+        return True
+    try:
+        ray.get(one.adopt.remote(), timeout=placing.ANSWER_S)
+        return True
+    except (RayError, GetTimeoutError):
+        ray.kill(one, no_restart=True)
+        return False

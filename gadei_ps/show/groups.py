@@ -27,6 +27,12 @@ NUMBERS = ("machine", "group", "rounds", "learners", "gradients", "samples", "lo
 DISPENSABLE = ("samples", "learners", "last round", "host", "loss", "gradients")
 """Columns that are left out where lines are short, the first one first."""
 WIDEST = 1000
+_ASKED = {
+    "leave": "has left its group",
+    "stop": "was stopped",
+    "dead": "counts as dead",
+    "lost": "is not known to Ray any more, and may train on",
+}
 
 
 class Machines:
@@ -120,7 +126,9 @@ def ran(summary: Mapping[str, Any]) -> str:
 def how_ended(summary: Mapping[str, Any]) -> str:
     """How a machine has ended, to be put after its number."""
     if asked := summary.get("asked"):
-        return {"leave": "has left its group", "dead": "counts as dead"}.get(asked, "was stopped")
+        if summary.get("unreached"):
+            return f"could not be asked to {asked}, and may train on"
+        return _ASKED[asked]
     if "error" in summary:
         return f"has failed: {summary['error']}"
     code, applied = summary["exit_code"], summary.get("gradients_applied")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,11 +14,10 @@ from typing import Any
 
 import pytest
 from shell import Cli
-from support import eventually
+from support import eventually, group_machines
 
 from gadei_ps.cluster import door
 from gadei_ps.errors import GadeiError
-from gadei_ps.machine import process
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LEARNER = """
@@ -42,27 +39,7 @@ def machine(
     job_name: str, *command: str, log: Path, every: int = 10**6
 ) -> Iterator[list[dict[str, Any]]]:
     """A machine that trains in this block. What it tells at its end; complete after the block."""
-    here = "127.0.0.1:0"
-    agent = {"job": f"{job_name}-0", "group": "a", "number": 0, "agents": {0: here}}
-    plan = {
-        "run": job_name,
-        "number": 0,
-        "group": 0,
-        "machines": 1,
-        "port": 0,
-        "command": [sys.executable, *command],
-        "directory": str(Path.cwd()),
-        "learners": 1,
-        "restart": 0,
-        "agent": agent | {"listen": here, "token": "a" * 32, "every": every, "joins": False},
-        "log": str(log),
-    }
-    subprocess.run(
-        process.module_command("gadei_ps.cluster.machine"),
-        input=json.dumps(plan),
-        text=True,
-        check=True,
-    )
+    group_machines.begin(job_name, sys.executable, *command, log=log, every=every)
     told: list[dict[str, Any]] = []
 
     def wait() -> None:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import support
 from shell import Cli, Result, Running
-from support import eventually
+from support import eventually, group_machines
 from support.agents import certificates
 
 from gadei_ps.cluster import door
@@ -298,6 +298,30 @@ def test_a_command_that_is_killed(run: Run, place: Path) -> None:
     assert not [one.name for one in place.iterdir() if one.name != "state"]
 
 
+@contextlib.contextmanager
+def killed_when_stopped(command: Running) -> Iterator[None]:
+    """Kills a command, whose driver goes on as one that waits for a machine that does not answer:
+    for long."""
+    (driver,) = psutil.Process(command.pid).children()
+    driver.suspend()
+    try:
+        command.signal(signal.SIGKILL)
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            driver.kill()
+
+
+def test_a_stop_of_a_machine_that_ray_does_not_know(run: Run, nodes: Nodes, tmp_path: Path) -> None:
+    """Its head has died, say, and another one has come."""
+    sleeps = sys.executable, "-c", "import time; time.sleep(1000)"
+    group_machines.begin(run.name, *sleeps, log=tmp_path / "log")
+    assert door.lives(run.name, 0)
+    stopped = run.cli("group", "stop", run.name, "--address", nodes.address, **run.env)
+    assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 1 machine\n")
+    assert not door.lives(run.name, 0)
+
+
 def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     """Machines and agents are killed, machines leave and join; Ray is killed, and is not missed."""
     command = run.start(nodes)
@@ -312,6 +336,9 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     eventually(lambda: all_train() and weights[0] > 1, what=lambda: command.err)
     told = run.cli("group", "status", run.name, "--json", **run.env).json
     assert [one["machine"] for one in told["machines"]] == [0, 1, 2]
+    with killed_when_stopped(command):
+        command = run.start(nodes)
+        eventually(lambda: "are taken over: 1, 2" in command.err, what=lambda: command.err)
     again = run.start(nodes)
     cut_off = [told["machines"][2]["actor_pid"], *run.ends(2)]
     with contextlib.ExitStack() as stack:

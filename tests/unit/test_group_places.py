@@ -191,36 +191,118 @@ DOUBTS = row(2, 7, doubts=[9])
 )
 def test_who_can_be_given_up(rows: list[Any], why: str) -> None:
     with pytest.raises(UsageError, match=why) if why else contextlib.nullcontext():
-        machines._check_gone("a", 9, rows)
+        machines._check_gone("a", 9, rows, [3])
+
+
+def test_a_machine_that_the_run_waits_for_can_be_given_up() -> None:
+    """All others of its group have died, so that nobody else knows it."""
+    machines._check_gone("a", 9, [row(2, 7)], [9])
+    with pytest.raises(UsageError, match="is heard by 2"):
+        machines._check_gone("a", 9, [row(2, 7, hears=[9])], [9])
+
+
+WORDS = {
+    "leave": "has left its group",
+    "stop": "was stopped",
+    "dead": "counts as dead",
+    "lost": "is not known to Ray any more, and may train on",
+}
 
 
 @pytest.mark.parametrize(
     ("state", "is_last", "asked", "code"),
     [
         ("leaving", False, "leave", 0),
-        ("training", False, "leave", 0),
+        ("starting", False, "leave", 0),
+        ("training", False, "lost", 0),  # an actor that was begun beside others, for its node
         ("stopping", False, "stop", 4),
         ("training", True, "stop", 4),
         ("leaving", True, "leave", 0),
-        ("away", False, "dead", 0),
+        ("away", False, "lost", 0),
+        ("away", True, "lost", 0),
     ],
 )
 def test_how_machines_have_ended_that_another_command_has_ended(
     state: str, is_last: bool, asked: str, code: int
 ) -> None:
     """A run that one machine has left was not stopped."""
+    made, said = watching(state)
+    made._hear_no_more(1, is_last=is_last)
+    made._hear_no_more(1, is_last=True)
+    assert said[1:] == [f"machine 1 {WORDS[asked]}"]
+    summary = made.summary()
+    assert (summary["exit_code"], summary["stopped"]) == (code, asked == "stop")
+    assert summary["machines"][0]["gradients_applied"] == 7
+
+
+def watching(state: str) -> tuple[conductor.Conductor, list[str]]:
+    """A conductor that has seen machine 1 in this state, and what it says."""
     said: list[str] = []
     run = config.from_mapping(RUN, "test")
     made = conductor.Conductor(run, [], "/", lambda say: said.append(say))
     job = {"gradients_applied": 7}
     made._hear({"machine": 1, "state": state, "ended": None, "job": job})
-    made._hear_no_more(1, is_last=is_last)
+    return made, said
+
+
+@pytest.mark.parametrize("state", ["away", "training", "leaving", "stopping"])
+@pytest.mark.parametrize("asked", ["leave", "stop", "dead"])
+def test_the_command_that_has_ended_a_machine_says_how(state: str, asked: str) -> None:
+    """Whatever the machine was seen to do last: it may have been away meanwhile."""
+    made, said = watching(state)
+    told = [{1: {"exit_code": 0, "asked": asked}, 2: {"exit_code": 0, "asked": "leave"}}]
+    made._lease = SimpleNamespace(told=told.pop, miss=lambda _: None)  # type: ignore[assignment]
+    made._learn_of_others({1: None})
+    assert told, "nothing is asked while all are known"
+    made._learn_of_others({})
     made._hear_no_more(1, is_last=True)
-    words = {"leave": "has left its group", "stop": "was stopped", "dead": "counts as dead"}
-    assert said[1:] == [f"machine 1 {words[asked]}"]
-    summary = made.summary()
-    assert (summary["exit_code"], summary["stopped"]) == (code, asked == "stop")
-    assert summary["machines"][0]["gradients_applied"] == 7
+    assert said[1:] == [f"machine 1 {WORDS[asked]}"]
+    assert made.summary()["stopped"] == (asked == "stop")
+
+
+def test_a_machine_that_could_not_be_asked_was_not_stopped() -> None:
+    made, said = watching("away")
+    made._told[1] = machines._unreached("stop")
+    made._hear_no_more(1, is_last=True)
+    assert said[1:] == ["machine 1 could not be asked to stop, and may train on"]
+    assert made.summary()["exit_code"] == 4
+
+
+STOPPED = {"machine": 0, "host": "x", "state": "stop", "ended": {"exit_code": 0, "asked": "stop"}}
+
+
+@pytest.mark.parametrize("what", ["stop", "leave"])
+def test_what_is_said_of_machines_that_cannot_be_ended(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray has lost the actor of one, and does not know another one that a third one hears."""
+    told: dict[int, Any] = {}
+    plan = {"agent": {"agents": {"0": "x:1", "7": "y:1", "9": "z:1"}}, "group": 0}
+    asked = SimpleNamespace(remote=lambda *_: None)
+    found = {number: SimpleNamespace(ask=asked, plan=asked) for number in (0, 9)}
+    seen = [[row(0, 7, hears=[7]), AWAY], [STOPPED, AWAY]]
+    monkeypatch.setattr(machines, "AWAY_S", 0.0)
+    monkeypatch.setattr(machines, "POLL_S", 0.0)
+    monkeypatch.setattr(machines, "_answers", lambda asked, *_: dict.fromkeys(asked, plan))
+
+    def statuses(of: Any, *_: Any) -> list[Any]:
+        rows = seen[0] if len(seen) == 1 else seen.pop(0)
+        return [one for one in rows if one["machine"] in of]
+
+    monkeypatch.setattr(machines, "statuses", statuses)
+    monkeypatch.setattr(machines, "kill", lambda *_, **__: None)
+    monkeypatch.setattr(machines.placing, "drop", lambda _: None)
+    monkeypatch.setattr(machines.lease, "tell", lambda run, ended: told.update(ended))
+    lost = "machine 9 at z" if what == "leave" else "machine 9 at z, 7 at y, 8"
+    there = ", ".join(f"gadei-ps stop a-{one}" for one in ((9,) if what == "leave" else (9, 7, 8)))
+    with pytest.raises(ClusterError) as caught:
+        machines.end(found, "a", what, 9 if what == "leave" else None, 10.0, [0, 8])
+    assert str(caught.value) == (
+        f"run a: {lost} could not be asked to {what}, for Ray does not reach it: if it lives, end "
+        f"its job on its host ({there})"
+    )
+    unreached = {9: {"exit_code": 0, "asked": what, "unreached": True}}
+    assert told == (unreached if what == "leave" else {0: STOPPED["ended"]} | unreached)
 
 
 def test_nothing_is_said_of_machines_that_end_as_their_command_has_asked() -> None:

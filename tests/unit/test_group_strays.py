@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'gadei-ps[cluster]'", allow_module_level=True)
 
-from gadei_ps.cluster import needs, strays
+from gadei_ps.cluster import conductor, config, needs, strays, waits
 from gadei_ps.cluster.strays import Strays
+from gadei_ps.errors import ClusterError
 
 NEW = {"machine": 1, "state": "starting", "lives": 0, "ended": None}
 
@@ -48,3 +50,147 @@ def test_machines_are_adopted_once_they_have_been_heard_for_long(
         now[0] = at
         known.look([row(0, group=1), row(1, hears=[2])])
     assert asked == [({0, 1}, {0}), ({0, 1}, {0})]
+
+
+class Actor:
+    """Of Ray; what it is asked, with the answer that the test has for it."""
+
+    def __init__(self) -> None:
+        self.adopt = SimpleNamespace(remote=lambda: None)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Machines that live on nodes of a cluster, by hosts; one of those at `full` has no place."""
+    hosts: dict[str, list[int]] = {}
+
+    def beside(run: str, number: int, used: set[str], host: str) -> Actor:
+        if host == "full":
+            raise ClusterError("its node has a machine already")
+        hosts["adopted"].append(number)
+        return Actor()
+
+    def living(run: str) -> dict[int, tuple[str, int]]:
+        there = {name: numbers for name, numbers in hosts.items() if name != "adopted"}
+        return {one: (name, one // 10) for name, numbers in there.items() for one in numbers}
+
+    hosts["adopted"] = []
+    monkeypatch.setattr(strays.placing, "beside", beside)
+    monkeypatch.setattr(strays.placing, "living", living)
+    monkeypatch.setattr(strays, "actors", lambda run: {1: None})
+    monkeypatch.setattr(strays, "statuses", lambda found: [])
+    monkeypatch.setattr(strays, "ray", SimpleNamespace(get=lambda *_, **__: None))
+    return hosts
+
+
+def test_one_that_cannot_be_adopted_does_not_keep_others_away(
+    cluster: dict[str, list[int]],
+) -> None:
+    cluster |= {"full": [2], "x": [1, 3], "y": [13]}
+    assert Strays("a").adopt({1}, [0]) and cluster["adopted"] == [3]
+    cluster["adopted"].clear()
+    assert not Strays("a").adopt({1, 3}, [0]) and not cluster["adopted"]
+
+
+def test_a_stop_reaches_machines_that_ray_does_not_know(cluster: dict[str, list[int]]) -> None:
+    cluster |= {"full": [2], "x": [1, 3], "y": [13]}
+    assert strays.gather("a") == {1: "x", 2: "full", 3: "x", 13: "y"}
+    assert cluster["adopted"] == [3, 13]
+
+
+class Lease:
+    """As `group run` has it; another command has ended machines."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, dict[str, Any]] = {}
+        self.missed: set[int] = set()
+
+    def told(self) -> dict[int, dict[str, Any]]:
+        told, self.ended = self.ended, {}
+        return told
+
+    def miss(self, machines: set[int]) -> None:
+        self.missed = set(machines)
+
+
+class Run(conductor.Conductor):
+    """Of one group, and what it says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.lease, self.helped = Lease(), list[needs.Kind]()
+        wanted = {"name": "a", "every": 1, "groups": [{"machines": 3}]}
+        super().__init__(
+            config.from_mapping(wanted, "test"), [], "/", lambda say: self.said.append(say)
+        )
+        self._lease = self.lease  # type: ignore[assignment]
+
+    def _help(self, group: int, need: needs.Need, rows: list[dict[str, Any]]) -> None:
+        self.helped.append(need.kind)
+
+
+def test_a_group_says_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, cluster: dict[str, list[int]]
+) -> None:
+    """All machines of it have died but one, which Ray does not know and which may live."""
+    now = [0.0]
+    for module in (needs, strays, waits):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    run = Run()
+
+    def see(*rows: dict[str, Any]) -> None:
+        run._learn_of_others({one["machine"]: None for one in rows})
+        run._strays.look(rows)
+        run._look_after(list(rows))
+
+    see(row(1, hears=[2]))
+    for now[0] in (1.0, 60.0, 120.0):
+        see(NEW)
+    assert run.said == [
+        "group 0 waits for machine 2, which Ray does not know and which may live: bring back its "
+        "host, or `gadei-ps group leave a 2 --dead`"
+    ]
+    assert run.lease.missed == {2} and not run.helped
+    run.lease.ended[2] = {"exit_code": 0, "asked": "dead"}
+    for now[0] in (121.0, 130.0, 140.0):
+        see(NEW)
+    assert run.helped == [needs.Kind.MACHINES] and len(run.said) == 1 and not run.lease.missed
+
+
+def test_a_run_waits_for_machines_that_it_can_reach(cluster: dict[str, list[int]]) -> None:
+    """All that Ray knows have ended. If another command has stopped the run, none is taken up."""
+    run = Run()
+    run._strays.look([row(1, hears=[2])])
+    run._groups[1] = 0
+    assert not run._has_more({1: None})
+    assert run.said.pop() == "machine 2 is not known to Ray any more, and may train on"
+    cluster["x"] = [2]
+    assert run._has_more({1: None}) and cluster["adopted"] == [2]
+    run.lease.ended[1] = {"exit_code": 0, "asked": "stop"}
+    run._learn_of_others({1: None})
+    assert not run._has_more({1: None}) and cluster["adopted"] == [2]
+
+
+def test_a_run_says_whom_it_waits_for_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    said: list[str] = []
+    made = waits.Waits("a", 1.0, said.append)
+    away = {"machine": 2, "state": "away", "ended": None}
+    ended = row(1) | {"ended": {"exit_code": 0}}
+    for now[0], rows, count in (
+        *((0.0, [row(1), away], 0), (30.0, [row(1), away], 0), (31.0, [ended, away], 0)),
+        *((50.0, [ended, away], 0), (52.0, [ended, away], 1), (90.0, [ended, away], 1)),
+        *((91.0, [ended, row(2)], 1), (92.0, [ended, away], 1), (113.0, [ended, away], 2)),
+        *((114.0, [ended], 2), (140.0, [ended], 2), (170.0, [], 2)),
+    ):
+        made.end(rows)
+        assert len(said) == count, now[0]
+    assert (
+        said[0]
+        == said[1]
+        == (
+            "the run waits for machine 2, which Ray does not reach: bring back its host, or "
+            "`gadei-ps group leave a 2 --dead`"
+        )
+    )
