@@ -1,8 +1,10 @@
 """Seconds of one aggregation of a model among members of a group, over loopback.
 
 Each member is a process with a model in its own memory; at the end each has the mean of all. They
-stand for machines, so all contenders use TCP except Ray, whose store is shared memory. The cores
-of this machine are shared by all members, other than those of a group of machines.
+stand for machines, so all contenders use TCP: Ray has a node for each member, and carries objects
+from store to store. Beside it stands Ray with one store for all members, in shared memory, which no
+group of machines can have. The cores of this machine are shared by all members, other than those
+of a group of machines.
 
 gloo sums in place, without checksums and without knowing who has died. hivemind's members look for
 one another before each aggregation; that time is left out.
@@ -24,12 +26,16 @@ from gadei_ps.benchmarks.gang import Failed, Gang
 from gadei_ps.benchmarks.sizes import sizes
 
 PACKAGE = "gadei_ps.benchmarks"
-OURS, GLOO, RAY, HIVEMIND = "gadei-ps", "gloo all-reduce", "Ray's object store", "hivemind"
-REACH = {GLOO: 1.0, RAY: 3.0, HIVEMIND: 3.0}
-NEEDS = {GLOO: "torch", RAY: "ray", HIVEMIND: "hivemind"}
+OURS, GLOO, HIVEMIND = "gadei-ps", "gloo all-reduce", "hivemind"
+RAY, ONE_STORE = "Ray's object store", "Ray, one store for all"
+REACH = {GLOO: 1.0, HIVEMIND: 3.0, RAY: 3.0, ONE_STORE: None}
+TURNS = ((GLOO, HIVEMIND), (RAY,), (ONE_STORE,))
+"""Who is measured beside us in the same minute: Ray's idle processes take time from others."""
+NEEDS = {GLOO: "torch", RAY: "ray", ONE_STORE: "ray", HIVEMIND: "hivemind"}
 MOST_BESIDE = 0.01
 """Bytes sent beside 2 (m - 1) / m models, as a share of these."""
 ASK_S = 180.0
+RAY_START_S = 120.0  # of a node for each member
 
 Seconds = Callable[[], float]
 
@@ -92,14 +98,18 @@ def peers(
         order = {"bytes": size, "times": times}
         return lambda: gang.seconds(order, timeout_s=ASK_S) / times
 
-    def ray() -> Seconds:
-        gang = stack.enter_context(
-            Gang([["-m", f"{PACKAGE}.peers_store", str(scratch)]], how=signal.SIGTERM)
-        )
+    def ray(*nodes: str) -> Seconds:
+        command = ["-m", f"{PACKAGE}.peers_store", str(scratch), *nodes]
+        gang = stack.enter_context(Gang([command], how=signal.SIGTERM, start_s=RAY_START_S))
         order = {"bytes": size, "members": members, "times": times}
         return lambda: gang.seconds(order, timeout_s=ASK_S) / times
 
-    starts = {GLOO: gloo, RAY: ray, HIVEMIND: lambda: hivemind(members, size, stack)}
+    starts = {
+        GLOO: gloo,
+        RAY: lambda: ray(str(members)),
+        ONE_STORE: ray,
+        HIVEMIND: lambda: hivemind(members, size, stack),
+    }
     return {name: starts[name] for name in wanted}
 
 
@@ -118,46 +128,45 @@ def compare(
 ) -> None:
     """One row of each contender for one size and number of members."""
     times = max(1, round(chosen["bytes_per_call"] / size / members))
-    with ExitStack() as stack:
-        ours.join(size)
-        contenders: dict[str, Seconds] = {OURS: lambda: ours.seconds(times)}
-        started = peers(members, size, times, chosen["peers"], stack, scratch)
-        for name, start in started.items():
-            try:
-                contenders[name] = start()
-                contenders[name]()
-            except Failed as error:
-                contenders.pop(name, None)
-                note = f"{name} is left out at {size / 1e6:g} MB among {members}: {error}"
-                report.notes.append(note)
-        figures = alternate(contenders, chosen["rounds"])
     told = {"bytes": size, "members": members}
-    line = [f"{size / 1e6:g} MB among {members}"]
-    for name in (OURS, *REACH):
-        if name not in figures:
-            line += ["-"] if name == OURS else ["-", "-"]
+    what = f"{size / 1e6:g} MB among {members}"
+    cells: dict[str, str] = {}
+    ours.join(size)
+    for turn in TURNS:
+        wanted = [one for one in turn if one in chosen["peers"]]
+        if not wanted:
             continue
-        row = {"contender": name, **told, **summary(figures[name])}
-        if name == OURS:
-            row |= sent(report, ours.told, members, size)
-        report.rows.append(row)
-        line.append(f"{1e3 * statistics.median(figures[name]):.2f} ±{row['spread']:.0%}")
-        if name != OURS:
-            found = ratios_of(figures[OURS], figures[name])
-            reached = found["ratio"] >= REACH[name]
-            whole = {"contender": name, **told, **found, "reach": REACH[name], "reached": reached}
-            report.ratios.append(whole)
-            line.append(f"{found['ratio']:.2f}")
-    report.lines.append(line)
+        contenders: dict[str, Seconds] = {OURS: lambda: ours.seconds(times)}
+        with ExitStack() as stack:
+            for name, start in peers(members, size, times, wanted, stack, scratch).items():
+                try:
+                    contenders[name] = start()
+                    contenders[name]()
+                except Failed as error:
+                    contenders.pop(name, None)
+                    report.notes.append(f"{name} is left out at {what}: {error}")
+            figures = alternate(contenders, chosen["rounds"])
+        for name, found in figures.items():
+            row = {"contender": name, **told, **summary(found)}
+            if name == OURS:
+                row |= {"beside": wanted} | sent(report, ours.told, members, size)
+            report.rows.append(row)
+            milliseconds = f"{1e3 * statistics.median(found):.2f} ±{row['spread']:.0%}"
+            if name == OURS:
+                cells.setdefault(name, milliseconds)
+                continue
+            ratio = ratios_of(figures[OURS], found)
+            reach = REACH[name]
+            reached = {} if reach is None else {"reach": reach, "reached": ratio["ratio"] >= reach}
+            report.ratios.append({"contender": name, **told, **ratio, **reached})
+            cells[name] = f"{milliseconds}, {ratio['ratio']:.2f} times"
+    report.lines.append([what, *(cells.get(name, "-") for name in (OURS, *REACH))])
 
 
 def measure(quick: bool) -> Report:
     """Milliseconds of an aggregation, and the others' as a multiple of ours."""
     chosen = sizes("aggregate", quick)
-    header = ["one aggregation, ms", OURS]
-    for name in REACH:
-        header += [name, "times"]
-    report = Report(header)
+    report = Report(["one aggregation, ms", OURS, *REACH])
     missing = [one for one in chosen["peers"] if importlib.util.find_spec(NEEDS[one]) is None]
     report.notes += [f"{one} is left out: pip install {NEEDS[one]}" for one in missing]
     chosen = chosen | {"peers": [one for one in chosen["peers"] if one not in missing]}

@@ -1,4 +1,4 @@
-"""Writes the tables of worker groups in docs/performance.md from the results of three benchmarks.
+"""Writes the tables of worker groups in docs/performance.md from the results of four benchmarks.
 
     python -m gadei_ps.benchmarks.group_tables
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gadei_ps.benchmarks.aggregate import OURS, REACH
 from gadei_ps.benchmarks.group_deaths import AWAY, BACK, HEAD, MACHINE, NONE
 from gadei_ps.benchmarks.group_deaths_counts import COMPARED, FAULTS, FINISHED
 from gadei_ps.benchmarks.idle_agent import ALONE, BESIDE
@@ -64,12 +65,34 @@ def _idle_agent(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _aggregate(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"| model | machines | {OURS}, ms | models sent | {' | '.join(REACH)} |",
+        "| --- " * (4 + len(REACH)) + "|",
+    ]
+    ratios = {(one["contender"], one["bytes"], one["members"]): one for one in result["ratios"]}
+    seen = set()
+    for row in result["rows"]:
+        what = row["bytes"], row["members"]
+        if row["contender"] != OURS or what in seen:
+            continue
+        seen.add(what)
+        cells = [f"{row['bytes'] / 1e6:g} MB", str(row["members"]), f"{1e3 * row['median']:.1f}"]
+        cells.append(f"{row['models_sent']:.3f}")
+        for name in REACH:
+            one = ratios.get((name, *what))
+            cells.append(f"{one['ratio']:.2f} times" if one else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 TABLES = tuple(
     Table(name, "performance.md", lines)
     for name, lines in (
         ("worker_groups", _worker_groups),
         ("group_deaths", _deaths),
         ("idle_agent", _idle_agent),
+        ("aggregate", _aggregate),
     )
 )
 

@@ -16,6 +16,7 @@ from gadei_ps.agents.mesh import Mesh
 from gadei_ps.benchmarks.peers import answer, orders
 
 IDENTITY = Identity("bench", b"only for figures")
+SILENCE_S = 30.0
 
 
 def main() -> None:
@@ -24,7 +25,8 @@ def main() -> None:
     """
     number = int(sys.argv[1])
     door = Listener(("127.0.0.1", 0), IDENTITY)
-    mesh = Mesh(door, number)
+    # While contenders start, members that share two cores may be silent for seconds.
+    mesh = Mesh(door, number, silence_s=SILENCE_S)
     values = out = np.empty(0, np.float32)
     done = 0
     for order in orders():

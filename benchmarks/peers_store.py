@@ -3,12 +3,19 @@
 An actor for each member returns its model in parts, sums one part of all models, and puts the sums
 together. Only references go through the driver.
 
-    python -m gadei_ps.benchmarks.peers_store DIRECTORY
+With NODES each member is on a node of its own, as on machines of their own: Ray carries what others
+ask for from store to store, over loopback. Without it all share one store.
+
+    python -m gadei_ps.benchmarks.peers_store DIRECTORY [NODES]
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +25,9 @@ from gadei_ps.benchmarks.peers import Floats, answer, orders
 from gadei_ps.benchmarks.peers_ray import begin_ray
 
 STORE_BYTES = 4_000_000_000
+NODE_STORE_BYTES = 1_000_000_000
+PLACE = "member"
+"""Each node has one of this resource, and each member takes one."""
 
 
 class Member:
@@ -53,10 +63,51 @@ def aggregate(actors: list[Any]) -> None:
     ray.get([actor.take.remote(*means) for actor in actors])
 
 
+@contextmanager
+def _nodes(number: int) -> Iterator[None]:
+    """A Ray cluster with so many nodes on this machine, to which this process is connected."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    cluster = Cluster()
+    try:
+        for _ in range(number):
+            cluster.add_node(
+                wait=False,
+                temp_dir=sys.argv[1],
+                include_dashboard=False,
+                object_store_memory=NODE_STORE_BYTES,
+                resources={PLACE: 1},
+            )
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@contextmanager
+def _one_store() -> Iterator[None]:
+    begin_ray(STORE_BYTES)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def main() -> None:
     """Order {"bytes", "members", "times"}: aggregates `times` times."""
-    begin_ray(STORE_BYTES)
-    member: Any = ray.remote(Member)
+    if len(sys.argv) > 2:
+        with _nodes(int(sys.argv[2])):
+            serve(ray.remote(resources={PLACE: 1})(Member))
+    else:
+        with _one_store():
+            serve(ray.remote(Member))
+
+
+def serve(member: Any) -> None:
+    """Answers orders with actors of this class."""
     made: tuple[int, int] | None = None
     actors: list[Any] = []
     for order in orders():
@@ -71,7 +122,6 @@ def main() -> None:
         for _ in range(order["times"]):
             aggregate(actors)
         answer({"begin": begin, "end": time.perf_counter()})
-    ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ FULL: dict[str, dict[str, Any]] = {
     "aggregate": {
         "bytes": [1 * MB, 25 * MB, 100 * MB],
         "members": [2, 4, 8],
-        "peers": ["gloo all-reduce", "Ray's object store", "hivemind"],
+        "peers": ["gloo all-reduce", "hivemind", "Ray's object store", "Ray, one store for all"],
         "rounds": 7,
         "bytes_per_call": 400 * MB,
     },

@@ -65,16 +65,18 @@ class Broadcast:
         got: Callable[[Model], contextlib.AbstractContextManager[Floats | None]],
         told: Callable[[int, Book], None],
         *,
+        constants: Callable[[], int] = int,
         piece_s: float = 5.0,
     ) -> None:
-        """number: of this machine. book: where the machines of its group can be reached.
+        """number: of this machine. book: where the machines of its group can be reached. constants:
+        a checksum of those of its group, which goes with each model.
 
         got: a model of another group, read-only within the block; None if it is not here. told: is
         called in a thread of this object with where a caller's group can be reached.
         """
         self._door, self._number, self._group = door, number, group
         self._values, self._wire, self._book, self._got = values, wire, book, got
-        self._told = told
+        self._told, self._constants = told, constants
         self._piece_s = piece_s
         self._slots = [_Slot() for _ in range(SLOTS)]
         self._staged: tuple[int, _Slot] | None = None
@@ -252,7 +254,7 @@ class Broadcast:
             if len(found) > 1:  # of each piece its scales come first
                 payload = np.concatenate(found, out=room[: sum(map(len, found))])
             header = Header(
-                *(MODEL, 0, model.version, model.group),
+                *(MODEL, self._constants(), model.version, model.group),
                 part=CODES.index(wire),
                 piece=piece,
                 length=len(payload),

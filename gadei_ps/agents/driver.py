@@ -94,7 +94,7 @@ class Driver:
         self.me, self.training = me, training
         self._owning = owning
         shares = owning.shares if owning is not None else None
-        self.state = State(rule, training.values, wire, shares)
+        self.state = State(rule, training.values, wire, shares, training.buffers)
         self.agreement = Agreement(me, view)
         self.ended: str | None = None
         """Why this life is over; None: it is not."""
@@ -371,7 +371,7 @@ class Driver:
             with self.state.lock:
                 np.copyto(self._copy, self.state.weights)
                 shares = self.state.shares.copy() if self.state.shares is not None else None
-            self.training.write(rounds, self._copy)
+            self.training.write(rounds, self._copy, self.state.constants)
             if self._owning is not None and shares is not None:
                 self._owning.own(shares)
 

@@ -66,15 +66,17 @@ class Inbox:
         *,
         group: int = 0,
         book: Callable[[], Book] = dict,
+        constants: Callable[[], int] = int,
         piece_s: float = 5.0,
     ) -> None:
         """number: of this machine, of this group. book: where its group's machines can be reached;
         told to those that are called. sources: for each group where its machines can be reached.
+        constants: a checksum of those of this group; a group with others has no values for them.
 
         came: is called in a thread of this object when a model has come. piece_s: patience for a
         piece, and until another machine is asked for a newer model.
         """
-        self._troubles, told = Troubles(), (group, book)
+        self._troubles, told = Troubles(), (group, book, constants)
         self._sources = {
             one: _Source(door, number, one, machines, values, came, piece_s, told, self._troubles)
             for one, machines in sources.items()
@@ -139,7 +141,7 @@ class _Source:
         values: int,
         came: Callable[[Model], None],
         piece_s: float,
-        told: tuple[int, Callable[[], Book]],
+        told: tuple[int, Callable[[], Book], Callable[[], int]],
         troubles: Troubles,
     ) -> None:
         self._door, self._number, self._group = door, number, group
@@ -332,7 +334,7 @@ class _Source:
             self._connection, self._peer = made, peer
             if self._closed:
                 raise AgentError("is not awaited any more")
-        group, book = self._told
+        group, book, _ = self._told
         payload = letters.pack_book(book())
         header = Header(
             *(BOOK, 0, 0, group),
@@ -378,6 +380,8 @@ class _Source:
         fits = version == goal.version if goal.exactly else version > self._least(goal)
         if not fits or code >= len(CODES):
             raise AgentError("sends a model that nobody awaits")
+        if header.generation != self._told[2]():
+            raise AgentError("has other constants: begin all groups with the same weights")
         wire = CODES[code]
         pace = frames.Pace(compress.size(self._values, wire), self._piece_s)
         for piece, start in enumerate(range(0, self._values, PIECE_VALUES)):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gadei_ps.agents.broadcast import Broadcast
+from gadei_ps.agents.constants import checksum
 from gadei_ps.agents.inbox import Addresses, Goal, Inbox
 from gadei_ps.agents.letters import Book
 from gadei_ps.agents.listener import Listener
@@ -74,11 +75,13 @@ class Neighbours:
             *(door, number, group.sources, state.values, came),
             group=group.number,
             book=lambda: post.book,
+            constants=self._constants,
             piece_s=piece_s,
         )
         self._broadcast = Broadcast(
             *(door, number, group.number, state.values, state.wire),
             *(lambda: post.book, self._inbox.weights, self._inbox.learn),
+            constants=self._constants,
             piece_s=piece_s,
         )
 
@@ -180,6 +183,9 @@ class Neighbours:
             for group, version in self._choosing.aims.items()
             if Model(group, version) not in held and version > self._state.taken.get(group, 0)
         }
+
+    def _constants(self) -> int:
+        return checksum(self._state.constants)
 
     def _decides(self, number: int) -> bool:
         """Whether there is a choice to make for a round."""

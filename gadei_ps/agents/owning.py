@@ -15,7 +15,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gadei_ps.agents import said
 from gadei_ps.agents.plan import Floats
@@ -69,7 +69,7 @@ class OwningTraining(JobTraining):
         self._empty()
         return super().copy(number, into)
 
-    def write(self, rounds: int, weights: Floats) -> None:
+    def write(self, rounds: int, weights: Floats, constants: Sequence[str]) -> None:
         """See Training. After a copy that does not count, others have what this machine had."""
         if self._is_copied and not self._is_finite:
             self._let_go()
@@ -77,7 +77,7 @@ class OwningTraining(JobTraining):
             self._is_empty = self._is_copied = False
             self._given, self._rest = [], []
         self._empty()
-        super().write(rounds, weights)
+        super().write(rounds, weights, constants)
 
     def own(self, shares: Shares) -> None:
         """Gives the job what has become its own. After a write, in the same thread.

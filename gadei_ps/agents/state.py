@@ -1,8 +1,9 @@
 """What all members of a group have alike after a round, and how one that lacks it gets it.
 
-The state after n rounds is the group's weights, the state of its rule of exchange, which models of
-other groups are in it, and what rounding has left out of the models that it has sent. It changes at
-one place, `State`. A state that changes while it is sent does not arrive: the connection ends.
+The state after n rounds is the group's weights, which buffers are constants, the state of its rule
+of exchange, which models of other groups are in it, and what rounding has left out of the models
+that it has sent. It changes at one place, `State`. A state that changes while it is sent does not
+arrive: the connection ends.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gadei_ps import _mesh
-from gadei_ps.agents import frames, listener, threads, tls
+from gadei_ps.agents import constants, frames, listener, threads, tls
 from gadei_ps.agents.addresses import Address
+from gadei_ps.agents.constants import Buffers
 from gadei_ps.agents.frames import HEADER_BYTES, SNAPSHOT, Header
 from gadei_ps.agents.handshake import Hello, Identity, Link, Verdict
 from gadei_ps.agents.listener import Host, Listener
@@ -54,6 +57,7 @@ class _Contents(BaseModel):
     counts: dict[str, int]
     wire: Wire
     taken: dict[int, int]
+    constants: list[str]
     shares: dict[str, Any] | None = None
 
 
@@ -67,6 +71,7 @@ class Fetched:
     counts: dict[str, int]
     taken: dict[int, int]
     shares: Shares | None = None
+    constants: tuple[str, ...] = ()
 
 
 class State:
@@ -81,9 +86,13 @@ class State:
         values: int,
         wire: Wire = Wire.FLOAT32,
         shares: Shares | None = None,
+        buffers: Buffers = MappingProxyType({}),
     ) -> None:
         """wire: of the models for other groups. shares: of a group that divides the batches."""
         self.rule, self.values, self.wire, self.shares = rule, values, wire, shares
+        self.buffers = buffers
+        self.constants: tuple[str, ...] = ()
+        """Buffers that are not exchanged, from the first round on: the weights have zeros there."""
         self.rounds = 0
         self.weights: Floats = np.zeros(values, np.float32)
         self.taken: dict[int, int] = {}
@@ -106,14 +115,17 @@ class State:
 
         arrived: models of other groups, the same on all machines of the group; `models` says which
         they are. said: by the machines whose copies are in the aggregate. The first round only
-        brings the weights with which the group begins. Raises AgentError, on all machines of the
-        group, if the weights are not finite then; the state is of no round any more.
+        brings the weights with which the group begins, and so its constants. Raises AgentError, on
+        all machines of the group, if the weights are not finite then; the state is of no round any
+        more.
         """
         with self.lock, np.errstate(over="ignore", invalid="ignore"):
             np.copyto(self.weights, aggregate)
             if self.rounds:
                 self.rule.end_round(self.weights, arrived)
             else:
+                self.constants = constants.found(self.weights, self.buffers)
+                constants.take_out(self.weights, self.constants, self.buffers)
                 self.rule.begin(self.weights)
             if not is_finite(self.weights):
                 self.rounds = -1
@@ -155,7 +167,7 @@ class State:
                 np.copyto(self._feedback.residual, residual)
             np.copyto(self.weights, fetched.weights)
             self.taken, self.told = dict(fetched.taken), None
-            self.shares = fetched.shares
+            self.shares, self.constants = fetched.shares, fetched.constants
             self.rounds = fetched.rounds
 
 
@@ -224,6 +236,7 @@ class Giving:
                 counts=state.rule.state()[1],
                 wire=state.wire,
                 taken=state.taken,
+                constants=list(state.constants),
                 shares=None if state.shares is None else state.shares.told(),
             )
         yield self._frame(rounds, 0, 0, contents.model_dump_json().encode())
@@ -318,6 +331,11 @@ def fetch(
                 f"machine {source} has the rule {theirs}, this machine {ours}: give all machines "
                 "the same"
             )
+        if strange := [one for one in contents.constants if one not in like.buffers]:
+            raise UsageError(
+                f"machine {source} has the buffer {strange[0]!r}, and the model of this machine "
+                "has none of that name: give all machines the same model"
+            )
         try:
             shares = None if contents.shares is None else Shares.heard(contents.shares)
         except (ValueError, TypeError, KeyError, OverflowError):
@@ -331,4 +349,7 @@ def fetch(
                     raise AgentError("sends a piece of a state that is too short")
                 part[:] = np.frombuffer(payload, np.float32)
     named = dict(zip(contents.arrays, arrays[1:], strict=True))
-    return Fetched(rounds, arrays[0], named, contents.counts, contents.taken, shares)
+    return Fetched(
+        *(rounds, arrays[0], named, contents.counts, contents.taken, shares),
+        constants=tuple(contents.constants),
+    )

@@ -21,12 +21,12 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from gadei_ps import _mesh
-from gadei_ps.agents.constants import Constants
+from gadei_ps.agents.constants import MOST, buffers, found, in_words, take_out
 from gadei_ps.agents.plan import Floats
 from gadei_ps.errors import AgentError, JobNotFound, ModelMismatch, UsageError
 from gadei_ps.groups.parts import is_finite
@@ -68,8 +68,12 @@ class JobTraining:
         self._client = _attached(job, patience_s)
         self._control = self._client.place.control.view(CONTROL)
         self.values = self._client.model.elements
+        self.buffers = buffers(self._client.model)
         self._snapshot = np.zeros(self.values, np.float32)
-        self._constants = Constants(self._client.model)
+        self._constants: Sequence[str] | None = None
+        """Of the group; None: not known yet."""
+        self._great: Sequence[str] = ()
+        """What would be constants if this machine were the group's first."""
         self._is_copied = False
         self._is_finite = True
         """Whether the last copy is."""
@@ -83,17 +87,21 @@ class JobTraining:
             self._train()
         return self._weight(number, self._copy(into), into)
 
-    def write(self, rounds: int, weights: Floats) -> None:
+    def write(self, rounds: int, weights: Floats, constants: Sequence[str]) -> None:
         """See Training."""
+        self._learn(constants)
         if not self._is_copied:
             self._copy(self._snapshot)
+            if not self._is_finite:
+                self._say_diverged(self._snapshot, "")
+        take_out(self._snapshot, constants, self.buffers)  # the first copy has them
         checksum = _mesh.checksum(weights.data)
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(weights, self._snapshot, out=self._snapshot)
-        if self._constants.keep(weights) and is_finite(self._snapshot):
-            self._client.add(self._constants.rest(self._snapshot))
+        if self._is_finite and is_finite(self._snapshot):
+            self._client.add(self._exchanged(self._snapshot))
         else:
-            self._client.assign(self._constants.rest(weights), reset=True)
+            self._client.assign(self._exchanged(weights), reset=True)
         self._is_copied = False
         self._begun = self._gradients
         self._counted += 1  # the addition is no gradient
@@ -139,9 +147,40 @@ class JobTraining:
         return trained
 
     def _look_at(self, copied: Floats) -> None:
-        """What of a copy is exchanged, and whether that is finite."""
-        self._constants.take_out(copied)
-        self._is_finite = is_finite(copied)
+        """Takes out of a copy what is not exchanged; whether the rest is finite.
+
+        The first copy stays as it is: if this machine is the group's first one, it says which
+        buffers are constants.
+        """
+        if self._constants is not None:
+            take_out(copied, self._constants, self.buffers)
+            self._is_finite = is_finite(copied)
+        else:
+            self._great = found(copied, self.buffers)
+            rest = self._exchanged(copied).items()
+            self._is_finite = all(is_finite(one) for name, one in rest if name not in self._great)
+
+    def _learn(self, constants: Sequence[str]) -> None:
+        """Which constants the group has. Says so once, and which of its own are none."""
+        if self._constants is not None:
+            return
+        self._constants = constants
+        if constants:
+            self._noted(
+                f"{in_words(constants)} held an infinity, or a value beyond {MOST:g}, when the "
+                "group began: each machine keeps its own"
+            )
+        if diverged := [one for one in self._great if one not in constants]:
+            self._is_finite = False
+            self._noted(
+                f"{in_words(diverged)} of this machine held an infinity, or a value beyond "
+                f"{MOST:g}: it continues with the weights of its group"
+            )
+
+    def _exchanged(self, weights: Floats) -> dict[str, Floats]:
+        """Views of all tensors but constants, by their names."""
+        views = self._client.model.views(weights).items()
+        return {name: values for name, values in views if name not in (self._constants or ())}
 
     def _keep(self, copied: Floats) -> None:
         """For the difference to the group's weights."""
@@ -153,14 +192,18 @@ class JobTraining:
         """What Training.copy returns. Says so if the copy does not count."""
         if self._is_finite:
             return max(1, trained)
-        views = self._client.model.views(copied).items()
-        name = next(name for name, values in views if not is_finite(values))
-        self._noted(
-            f"the weights of this machine ({name!r}) hold a NaN or an infinity: they do not count "
-            f"in round {number + 1}, and it continues with those of its group; if this goes on, "
-            "lower the learning rate"
-        )
+        self._say_diverged(copied, f"they do not count in round {number + 1}, and ")
         return 0
+
+    def _say_diverged(self, copied: Floats, what: str) -> None:
+        """The first tensor that is not finite, and what follows from it."""
+        views = self._exchanged(copied).items()
+        great = self._great if self._constants is None else ()
+        name = next(name for name, one in views if name not in great and not is_finite(one))
+        self._noted(
+            f"the weights of this machine ({name!r}) hold a NaN or an infinity: {what}it continues "
+            "with those of its group; if this goes on, lower the learning rate"
+        )
 
     def _let_go(self) -> None:
         """Learners that stand still train on."""
@@ -176,7 +219,7 @@ class JobTraining:
 class StandingTraining(JobTraining):
     """The weights of a job whose learners stand still from the copy until they are assigned.
 
-    The checksum that is told is of the weights that the job has then.
+    The checksum that is told is of what the job has then, constants left out.
     """
 
     look_s = _BEAT_S
@@ -190,14 +233,18 @@ class StandingTraining(JobTraining):
         self._stand_still()
         return self._weight(number, self._copy(into), into)
 
-    def write(self, rounds: int, weights: Floats) -> None:
+    def write(self, rounds: int, weights: Floats, constants: Sequence[str]) -> None:
         """See Training. Without a copy before, what has been trained is given up."""
+        self._learn(constants)
         if self._stand is None:
             self._stand_still()
             self._copy(self._snapshot)
-        self._constants.keep(weights)
-        self._client.assign(self._constants.rest(weights), reset=not self._is_finite)
-        checksum = _mesh.checksum(self._client.pull(self._snapshot).data)
+            if not self._is_finite:
+                self._say_diverged(self._snapshot, "")
+        self._client.assign(self._exchanged(weights), reset=not self._is_finite)
+        self._client.pull(self._snapshot)
+        take_out(self._snapshot, constants, self.buffers)
+        checksum = _mesh.checksum(self._snapshot.data)
         self._trained()
         self._begun = self._gradients
         self._let_go()

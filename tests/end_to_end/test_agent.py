@@ -25,6 +25,7 @@ from gadei_ps.learners.client import Client
 
 VALUES = 5_000
 MASK = np.triu(np.full((20, 20), -np.inf, np.float32), 1)
+FLOOR = np.triu(np.full((20, 20), np.finfo(np.float32).min), 1)
 
 
 def _spoil(job: str) -> None:
@@ -33,10 +34,11 @@ def _spoil(job: str) -> None:
         client.push({"w": np.full(VALUES, 3e38, np.float32)}, rate_scale=1e9)
 
 
-def _learn(pipe: Connection, job: str, target: float) -> None:
+def _learn(pipe: Connection, job: str, target: float, variance: float = 1) -> None:
     """Draws the weights towards its target, until it is killed."""
     weights = {"w": np.zeros(VALUES, np.float32)}
-    with Client(job, tensors=weights, buffers={"mask": MASK}) as client:
+    buffers = {"mask": MASK, "floor": FLOOR, "variance": np.full(3, variance, np.float32)}
+    with Client(job, tensors=weights, buffers=buffers) as client:
         pipe.send(None)
         while True:
             client.push({"w": client.weights["w"] - np.float32(target)}, samples=4)
@@ -45,20 +47,31 @@ def _learn(pipe: Connection, job: str, target: float) -> None:
 
 @pytest.fixture
 def two_jobs(job_name: str) -> Iterator[list[str]]:
+    with _two_jobs(job_name) as names:
+        yield names
+
+
+@contextlib.contextmanager
+def _two_jobs(job_name: str, last_variance: float = 1) -> Iterator[list[str]]:
     """Jobs whose learners draw the weights towards -10 and towards 30."""
     names = [f"{job_name}-{one}" for one in ("a", "b")]
     optimizer = {"kind": "sgd", "lr": 0.0005}
     with contextlib.ExitStack() as stack:
-        for name, target in zip(names, (-10, 30), strict=True):
+        for name, how in zip(names, ((-10,), (30, last_variance)), strict=True):
             job = stack.enter_context(daemon(name, optimizer=optimizer))
-            learner = Child(_learn, name, target)
+            learner = Child(_learn, name, *how)
             stack.callback(job.check)
             stack.callback(learner.kill)
             learner.receive()
         yield names
-        for name in names:  # a mask is no part of any exchange
-            with Client(name) as client:
-                np.testing.assert_array_equal(client.weights["mask"], MASK)
+        for name in names:  # masks are no part of any exchange
+            np.testing.assert_array_equal(_weights(name)["mask"], MASK)
+            np.testing.assert_array_equal(_weights(name)["floor"], FLOOR)
+
+
+def _weights(job: str) -> dict[str, np.ndarray[Any, Any]]:
+    with Client(job) as client:
+        return {name: np.array(values) for name, values in client.weights.items()}
 
 
 def test_two_jobs_train_together_and_an_agent_is_killed(two_jobs: list[str]) -> None:
@@ -80,15 +93,54 @@ def test_two_jobs_train_together_and_an_agent_is_killed(two_jobs: list[str]) -> 
     eventually(lambda: one.next() and again.next() and all(0 < w[0] < 20 for w in weights))
     alike(one, other)
     _spoil(b)
-    while "note" not in (told := again.next()):
-        pass
-    assert "the weights of this machine ('w') hold a NaN or an infinity" in told["note"]
+    again.hears("the weights of this machine ('w') hold a NaN or an infinity")
     eventually(lambda: one.next() and again.next() and all(0 < w[0] < 20 for w in weights))
     assert again.end(signal.SIGTERM) == 0
     assert one.end(signal.SIGTERM) == 0
     alike(one, again)
     for job in two_jobs:
         eventually(lambda job=job: len(status(job)["learners"]) == 1)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_statistic_that_has_diverged_where_a_group_begins(overlap: bool, job_name: str) -> None:
+    """It is the group's where the first machine has it, and no other one's."""
+    with _two_jobs(job_name, last_variance=np.inf) as jobs:
+        a, b = jobs
+        agents = dict(zip((0, 1), (f"127.0.0.1:{port}" for port in ports(2)), strict=True))
+        one = Agent(a, 0, agents, overlap=overlap)
+        other = Agent(b, 1, agents, overlap=overlap)
+        for machine in (one, other):
+            machine.go_on(3)
+        assert (_weights(b)["variance"] == 1).all() and (_weights(a)["variance"] == 1).all()
+        for machine in (one, other):
+            told = ["buffers 'mask', 'floor' held an infinity" in note for note in machine.notes]
+            assert told.count(True) == 1, machine.notes
+        assert [note for note in other.notes if "'variance' of this machine held" in note]
+        assert one.end(signal.SIGTERM) == other.end(signal.SIGTERM) == 0
+        alike(one, other)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_constant_stays_one_through_the_death_of_an_agent(overlap: bool, job_name: str) -> None:
+    """Also one that only the group's first machine has: the others keep their own."""
+    with _two_jobs(job_name, last_variance=np.inf) as jobs:
+        a, b = jobs
+        agents = dict(zip((0, 1), (f"127.0.0.1:{port}" for port in ports(2)), strict=True))
+        one = Agent(b, 0, agents, overlap=overlap)
+        other = Agent(a, 1, agents, overlap=overlap)
+        for machine in (one, other):
+            machine.go_on(2)
+        assert other.end(signal.SIGKILL) == -signal.SIGKILL
+        one.go_on(1)
+        again = Agent(a, 1, {0: agents[0]}, overlap=overlap, joins=True)
+        again.go_on(2)
+        assert (_weights(a)["variance"] == 1).all() and np.isinf(_weights(b)["variance"]).all()
+        for machine in (one, other, again):
+            (note,) = machine.notes
+            assert "buffers 'mask', 'floor', 'variance' held an infinity" in note
+        assert one.end(signal.SIGTERM) == again.end(signal.SIGTERM) == 0
+        alike(one, again)
 
 
 def test_jobs_that_stand_still_have_the_same_bits(two_jobs: list[str]) -> None:
@@ -104,8 +156,7 @@ def test_jobs_that_stand_still_have_the_same_bits(two_jobs: list[str]) -> None:
     for machine in (one, other):
         machine.go_on(4)
     _spoil(b)
-    while "note" not in other.next():
-        pass
+    other.hears("hold a NaN or an infinity")
     for machine in (one, other):
         machine.go_on(2)
     assert np.isfinite(live_weights(b)[:VALUES]).all()

@@ -33,6 +33,7 @@ class Agent:
         self.orders = self.process.stdin
         self.order(settings)
         self.rounds: dict[int, int] = {}
+        self.notes: list[str] = []
 
     def order(self, told: dict[str, Any]) -> None:
         """Tells it something; its settings come first."""
@@ -47,12 +48,19 @@ class Agent:
         if "rounds" in told:
             assert told["rounds"] not in self.rounds
             self.rounds[told["rounds"]] = told["checksum"]
+        if "note" in told:
+            self.notes.append(told["note"])
         return told
 
     def go_on(self, rounds: int) -> None:
         """Returns after this many rounds more."""
         until = max(self.rounds, default=0) + rounds
         while max(self.rounds, default=0) < until:
+            self.next()
+
+    def hears(self, note: str) -> None:
+        """Returns once people are to know something with these words."""
+        while not any(note in one for one in self.notes):
             self.next()
 
     def end(self, how: signal.Signals) -> int:

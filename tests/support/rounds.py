@@ -7,7 +7,8 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class Trained:
     """Weights that move by a step of their own in each round, and tell the test what is written."""
 
     values = VALUES
+    buffers: Mapping[str, slice] = MappingProxyType({})
     look_s = 5.0
 
     def __init__(self, pipe: Any, me: Member, first_s: float, bad: Collection[int]) -> None:
@@ -53,7 +55,7 @@ class Trained:
             return 0
         return 1 + self.number
 
-    def write(self, rounds: int, weights: np.ndarray) -> None:
+    def write(self, rounds: int, weights: np.ndarray, constants: Sequence[str]) -> None:
         self.weights[:] = weights
         self.tell(rounds, f"{digest(weights)} {self.taken()}")
 

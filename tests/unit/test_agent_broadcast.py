@@ -37,6 +37,7 @@ class Sender:
     """A machine of group OURS. `others`: where it says that machines of its group are."""
 
     def __init__(self, number: int, others: dict[int, Address] | None = None) -> None:
+        self.constants = 0
         self.door = Listener(("127.0.0.1", 0), IDENTITY)
         self.told: list[tuple[int, Book]] = []
         book = {one: Entry(0, *where) for one, where in (others or {}).items()}
@@ -44,6 +45,7 @@ class Sender:
             *(self.door, number, OURS, VALUES, Wire.FLOAT32, lambda: book),
             lambda _: contextlib.nullcontext(),
             lambda group, book: self.told.append((group, book)),
+            constants=lambda: self.constants,
         )
 
     def offer(self, version: int) -> None:
@@ -104,6 +106,20 @@ def test_models_come_whole_and_the_newest_comes(
     eventually(lambda: newest(inbox) == sender.broadcast.version, what=inbox.troubles)
     assert sender.broadcast.version == 60 or sender.broadcast.left_out
     assert len(inbox.held()) <= SLOTS
+
+
+def test_a_model_of_a_group_with_other_constants_is_not_taken(
+    all_closed: contextlib.ExitStack, sender: Sender
+) -> None:
+    """It has zeros where this group has values."""
+    inbox = get(all_closed, sender)
+    sender.constants = 5
+    sender.offer(1)
+    eventually(lambda: "has other constants" in inbox.troubles().get(OURS, ""))
+    assert not inbox.held()
+    sender.constants = 0
+    sender.offer(2)
+    eventually(lambda: newest(inbox) == 2, what=inbox.troubles)
 
 
 def test_a_model_that_is_not_finite_is_not_taken(

@@ -109,6 +109,51 @@ def test_the_first_round_brings_the_weights_themselves() -> None:
     np.testing.assert_array_equal(after(1).rule.state()[0]["common"], first)
 
 
+BUFFERS = {"mask": slice(0, 64), "mean": slice(64, 128)}
+
+
+def with_buffers(rule: str = RULE) -> State:
+    return State(reading.parse(rule), VALUES, buffers=BUFFERS)
+
+
+def test_constants_are_those_of_the_first_round_and_a_newcomer_has_the_same(
+    door: Listener,
+) -> None:
+    """Whatever later models hold there, no infinity comes into the rule."""
+    first = model(0, VALUES)
+    first[3] = -np.inf
+    old, new = with_buffers(), with_buffers()
+    old.advance(first)
+    assert old.constants == ("mask",)
+    assert not old.weights[:64].any()
+    np.testing.assert_array_equal(old.weights[64:], first[64:])
+    giving = Giving(door, 3, old)
+    new.take(ask(door, rounds=1, like=new))
+    giving.close()
+    assert new.constants == old.constants
+    for one in (old, new):
+        later = model(1, VALUES)
+        later[:64] = 0
+        one.advance(later)
+        assert one.constants == ("mask",)
+    np.testing.assert_array_equal(new.weights, old.weights)
+    assert not old.weights[:64].any()
+    later[100] = np.inf  # it has diverged
+    with pytest.raises(AgentError, match="hold a NaN or an infinity"):
+        old.advance(later)
+
+
+def test_a_model_without_the_groups_constants_is_refused(door: Listener) -> None:
+    first = model(0, VALUES)
+    first[70] = np.inf
+    old = with_buffers()
+    old.advance(first)
+    giving = Giving(door, 3, old)
+    with pytest.raises(UsageError, match="has the buffer 'mean', and the model of this machine"):
+        ask(door, rounds=1)
+    giving.close()
+
+
 def test_what_does_not_fit_is_refused(door: Listener, given: State) -> None:
     for other, verdict in (
         ({"rounds": 4}, Verdict.OLD),

@@ -1,0 +1,151 @@
+"""What an agent does to its job: what it exchanges, what it keeps, and what it says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gadei_ps.agents import training
+from gadei_ps.agents.training import JobTraining, StandingTraining
+from gadei_ps.memory.layout import CONTROL, Role
+from gadei_ps.memory.weights import FloatArray, Tensor, place
+
+MODEL = place(
+    [Tensor("w", (3,)), Tensor("mask", (2, 2), Role.BUFFER), Tensor("variance", (5,), Role.BUFFER)]
+)
+KINDS = pytest.mark.parametrize("kind", [JobTraining, StandingTraining])
+
+
+class Job:
+    """In the place of a client. The optimizer has its state while it `is_warm`."""
+
+    model, current_version = MODEL, 0
+    place = SimpleNamespace(
+        control=SimpleNamespace(view=lambda of: np.zeros((), CONTROL)[()] if of is CONTROL else 0)
+    )
+
+    def __init__(self, **values: float) -> None:
+        self.weights, self.is_warm = weights(**values), True
+
+    def check_job(self) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def stand(self) -> Iterator[None]:
+        yield
+
+    def pull(self, into: FloatArray, **_: object) -> FloatArray:
+        into[:] = self.weights
+        return into
+
+    def add(self, values: dict[str, FloatArray]) -> None:
+        for name, one in values.items():
+            assert np.isfinite(one).all()
+            self.views[name][:] += one
+
+    def assign(self, values: dict[str, FloatArray], *, reset: bool) -> None:
+        for name, one in values.items():
+            assert np.isfinite(one).all()
+            self.views[name][:] = one
+        self.is_warm &= not reset
+
+    @property
+    def views(self) -> dict[str, FloatArray]:
+        return MODEL.views(self.weights)
+
+
+def weights(**values: float) -> FloatArray:
+    """Ones; of some tensors the first value is another one."""
+    made = MODEL.flatten({one.name: np.ones(one.shape) for one in MODEL.tensors})
+    for name, value in values.items():
+        MODEL.views(made)[name].flat[0] = value
+    return made
+
+
+def begun(
+    kind: type[JobTraining], job: Job, monkeypatch: pytest.MonkeyPatch
+) -> tuple[JobTraining, list[str], list[int]]:
+    """The training, what it notes, and its checksums."""
+    monkeypatch.setattr(training, "_attached", lambda *_: job)
+    notes: list[str] = []
+    sums: list[int] = []
+    made = kind("job", 0, 0, lambda _, checksum: sums.append(checksum), notes.append)
+    return made, notes, sums
+
+
+@KINDS
+def test_the_optimizer_keeps_its_state_and_buffers_follow_the_group(
+    kind: type[JobTraining], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(w=3)
+    one, notes, _ = begun(kind, job, monkeypatch)
+    copied, group = weights(), weights(w=5, variance=7)
+    for rounds in (1, 2):
+        assert one.copy(rounds - 1, copied) == 1
+        one.write(rounds, group, ())
+        assert job.weights.tobytes() == group.tobytes() and job.is_warm
+    assert not notes
+
+
+@KINDS
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_machine_that_has_diverged_gets_all_of_the_group(
+    kind: type[JobTraining], copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that joins, and so has not copied before; and one more than once."""
+    job = Job(mask=-np.inf)
+    one, notes, _ = begun(kind, job, monkeypatch)
+    copied, group = weights(), weights(mask=0, w=5)
+    group[MODEL.tensors[1].start :][:4] = 0
+    if copies:
+        assert one.copy(0, copied) == 1 and np.isinf(copied).sum() == 1
+        one.write(1, group, ["mask"])
+        assert job.is_warm
+    for rounds, diverged in ((2, "variance"), (3, "w")):
+        job.views[diverged][1] = np.inf
+        job.is_warm = True
+        notes.clear()
+        if copies:
+            assert one.copy(rounds, copied) == 0
+        one.write(rounds, group, ["mask"])
+        assert f"the weights of this machine ('{diverged}') hold" in notes[-1]
+        assert ("they do not count" in notes[-1]) == copies
+        assert not job.is_warm
+        assert job.views[diverged][1] == 1 and job.views["mask"].flat[0] == -np.inf
+        copies = True
+
+
+@KINDS
+@pytest.mark.parametrize("great", [np.inf, 3e38])
+def test_what_the_groups_first_machine_has_not_is_no_constant(
+    kind: type[JobTraining], great: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(variance=great)
+    one, notes, _ = begun(kind, job, monkeypatch)
+    copied, group = weights(), weights(variance=2)
+    assert one.copy(0, copied) == 1 and copied.tobytes() == job.weights.tobytes()
+    one.write(1, group, ())
+    assert job.weights.tobytes() == group.tobytes() and not job.is_warm
+    (note,) = notes
+    assert note.startswith("buffer 'variance' of this machine held an infinity, or a value beyond")
+
+
+@KINDS
+def test_machines_with_other_constants_tell_the_same_checksum(
+    kind: type[JobTraining], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, found = weights(w=5), set()
+    group[MODEL.tensors[1].start :][:4] = 0
+    for mask in (-np.inf, 1):
+        job = Job(mask=mask)
+        one, notes, sums = begun(kind, job, monkeypatch)
+        one.copy(0, weights())
+        for rounds in (1, 2):
+            one.write(rounds, group, ["mask"])
+        assert len(notes) == 1 and job.views["mask"].flat[0] == mask
+        found.update(sums)
+    assert len(found) == 1
