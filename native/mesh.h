@@ -80,8 +80,9 @@ struct mesh_plan {
 uint32_t mesh_checksum(const void *bytes, size_t length);
 uint32_t mesh_checksum_plain(const void *bytes, size_t length);
 
-/* out = weight[0] * from[0] + weight[1] * from[1] + ..., each step rounded to float32. A weight
-   of 0 leaves its values out, whatever they are. */
+/* out = from[0] + weight[1] * (from[1] - from[0]) + weight[2] * (from[2] - from[0]) + ..., each step
+   rounded to float32. The weights have the sum 1. A weight of 0 leaves its values out, whatever they
+   are: then the first of the others is in the place of from[0]. */
 void mesh_sum(float *out, const float *const *from, const float *weight, uint32_t members,
               uint64_t count);
 

@@ -4,6 +4,8 @@
  */
 #include "mesh.h"
 
+#include <string.h>
+
 /* Values that stay in the core's first cache while all members are added to them. */
 #define BLOCK 2048
 
@@ -14,29 +16,56 @@
 #define WIDE
 #endif
 
-static void WIDE scale(float *restrict out, const float *restrict from, float weight, uint64_t count)
+/* The differences are weighted, not the values: what is equal in all stays as it is, and no sum of
+   equal values overflows. */
+static void WIDE draw(float *restrict out, const float *restrict first, const float *restrict from,
+                      float weight, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
-        out[i] = weight * from[i];
+        out[i] += weight * (from[i] - first[i]);
 }
 
-static void WIDE add(float *restrict out, const float *restrict from, float weight, uint64_t count)
+static void WIDE draw_first(float *restrict out, const float *restrict first,
+                            const float *restrict from, float weight, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
-        out[i] += weight * from[i];
+        out[i] = first[i] + weight * (from[i] - first[i]);
+}
+
+/* Two members, one after the other: values of `out` and `first` are loaded once for both. */
+static void WIDE draw_two(float *restrict out, const float *restrict first,
+                          const float *restrict one, float of_one, const float *restrict other,
+                          float of_other, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        float moved = out[i] + of_one * (one[i] - first[i]);
+        out[i] = moved + of_other * (other[i] - first[i]);
+    }
 }
 
 void mesh_sum(float *out, const float *const *from, const float *weight, uint32_t members,
               uint64_t count)
 {
-    uint32_t first = 0;
+    uint32_t counted[MESH_MEMBERS], others = 0, first = 0;
     while (first + 1 < members && weight[first] == 0)
         first++;
+    for (uint32_t i = first + 1; i < members; i++)
+        if (weight[i] != 0)
+            counted[others++] = i;
     for (uint64_t at = 0; at < count; at += BLOCK) {
         uint64_t here = count - at < BLOCK ? count - at : BLOCK;
-        scale(out + at, from[first] + at, weight[first], here);
-        for (uint32_t i = first + 1; i < members; i++)
-            if (weight[i] != 0)
-                add(out + at, from[i] + at, weight[i], here);
+        const float *base = from[first] + at;
+        if (!others) {
+            memcpy(out + at, base, here * sizeof *out);
+            continue;
+        }
+        draw_first(out + at, base, from[counted[0]] + at, weight[counted[0]], here);
+        uint32_t k = 1;
+        for (; k + 1 < others; k += 2) {
+            uint32_t i = counted[k], j = counted[k + 1];
+            draw_two(out + at, base, from[i] + at, weight[i], from[j] + at, weight[j], here);
+        }
+        if (k < others)
+            draw(out + at, base, from[counted[k]] + at, weight[counted[k]], here);
     }
 }

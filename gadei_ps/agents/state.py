@@ -91,6 +91,7 @@ class State:
         """wire: of the models for other groups. shares: of a group that divides the batches."""
         self.rule, self.values, self.wire, self.shares = rule, values, wire, shares
         self.buffers = buffers
+        rule.buffers_at = min((one.start for one in buffers.values()), default=None)
         self.constants: tuple[str, ...] = ()
         """Buffers that are not exchanged, from the first round on: the weights have zeros there."""
         self.rounds = 0

@@ -60,23 +60,25 @@ def is_finite(values: Floats) -> bool:
 
 
 def aggregate(models: Sequence[Floats], weights: Floats, out: Floats) -> None:
-    """Writes the weighted sum of the models, or of one part of each, to `out`.
+    """Writes the weighted mean of the models, or of one part of each, to `out`.
 
     models: float32 of one shape (values,), in the members' order; `out` may be one of them.
-    weights: as from `shares`; a model with a weight of 0 is left out, whatever its values are. Each
-    product and each sum is rounded to float32, in the members' order, so every machine gets the
-    same bits.
+    weights: as from `shares`; a model with a weight of 0 is left out, whatever its values are. The
+    mean is the first model that counts, moved by the weighted differences of the others to it. So
+    values that are equal in all stay as they are, though the sum of the weights is rounded. Each
+    operation is rounded to float32, in the members' order, so every machine gets the same bits.
     """
     if len(models) != len(weights) or not models:
         raise ValueError(f"{len(models)} models, {len(weights)} weights")
     counted = [one for one in zip(models, weights, strict=True) if one[1]]
-    first, *rest = counted or [(models[-1], weights[-1])]
+    (first, _), *rest = counted or [(models[-1], weights[-1])]
     scratch = np.empty((2, min(BLOCK, len(out))), np.float32)
     for begin in range(0, len(out), BLOCK):
         here = slice(begin, begin + BLOCK)
         total, product = scratch[:, : len(out[here])]
-        np.multiply(first[0][here], first[1], out=total)
+        total[:] = before = first[here]
         for model, weight in rest:
-            np.multiply(model[here], weight, out=product)
+            np.subtract(model[here], before, out=product)
+            np.multiply(product, weight, out=product)
             np.add(total, product, out=total)
         out[here] = total

@@ -18,15 +18,15 @@ f32 = np.float32
 
 
 def aggregate(models: Sequence[Floats], weights: Floats) -> list[np.float32]:
-    """The weighted sum, in the members' order, of the models that weigh something."""
-    total = []
+    """The weighted mean, in the members' order, of the models that weigh something."""
+    means = []
     for values in zip(*models, strict=True):
-        terms = [f32(value * one) for value, one in zip(values, weights, strict=True) if one]
-        sum_ = terms[0]
-        for term in terms[1:]:
-            sum_ = f32(sum_ + term)
-        total.append(sum_)
-    return total
+        (first, _), *rest = [pair for pair in zip(values, weights, strict=True) if pair[1]]
+        mean = first
+        for value, weight in rest:
+            mean = f32(mean + f32(f32(value - first) * weight))
+        means.append(mean)
+    return means
 
 
 def mix(own: Floats, arrived: Sequence[Floats], weight: float) -> list[np.float32]:
@@ -36,9 +36,9 @@ def mix(own: Floats, arrived: Sequence[Floats], weight: float) -> list[np.float3
     each = f32(weight / len(arrived))
     mixed = []
     for place, value in enumerate(own):
-        value_ = f32(value * f32(1 - weight))
+        value_ = value
         for model in arrived:
-            value_ = f32(value_ + f32(model[place] * each))
+            value_ = f32(value_ + f32(f32(model[place] - value) * each))
         mixed.append(value_)
     return mixed
 

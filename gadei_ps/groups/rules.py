@@ -41,7 +41,18 @@ def number(low: float, high: float) -> Parameter:
 
 def blocks(values: int) -> Iterator[slice]:
     """Slices that cover an array, so that what a step needs besides stays small."""
-    return (slice(begin, begin + BLOCK) for begin in range(0, values, BLOCK))
+    return (slice(begin, min(begin + BLOCK, values)) for begin in range(0, values, BLOCK))
+
+
+def draw(own: Floats, models: Sequence[Floats], each: float) -> None:
+    """Moves `own`, in place, by `each` of its difference to every one of the models.
+
+    Values that are equal in all stay as they are, whatever `each` is rounded to.
+    """
+    for here in blocks(len(own)):
+        before = own[here].copy()
+        for model in models:
+            own[here] += (model[here] - before) * np.float32(each)
 
 
 class Rule(ABC):
@@ -70,6 +81,11 @@ class Rule(ABC):
     state_arrays: tuple[str, ...] = ()
     """Names of the arrays of the state, each as long as the model. A newcomer to a group needs them
     beside the weights, and so does a member whose part has changed."""
+
+    buffers_at: int | None = None
+    """Where buffers begin, such as statistics of batch-norm, which follow the parameters; None:
+    there are none. Of these a rule makes means: a variance that goes on beyond them may be below 0.
+    """
 
     state_counts: ClassVar[tuple[str, ...]] = ()
     """Names of the whole numbers of the state."""
@@ -142,12 +158,4 @@ class Mix(Rule):
 
     def end_round(self, aggregate: Floats, arrived: Sequence[Floats]) -> None:
         """See Rule."""
-        if not arrived:
-            return
-        own = np.float32(1 - self.weight)
-        each = np.float32(self.weight / len(arrived))
-        for here in blocks(len(aggregate)):
-            total = aggregate[here]
-            np.multiply(total, own, out=total)
-            for model in arrived:
-                total += model[here] * each
+        draw(aggregate, arrived, self.weight / max(1, len(arrived)))

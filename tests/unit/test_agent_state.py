@@ -143,6 +143,13 @@ def test_constants_are_those_of_the_first_round_and_a_newcomer_has_the_same(
         old.advance(later)
 
 
+def test_the_rule_knows_where_buffers_are() -> None:
+    state = State(reading.parse("outer:0.7:0.9"), VALUES, buffers={"mean": slice(99, VALUES)})
+    for value in (1, 0.01):
+        state.advance(np.full(VALUES, value, np.float32))
+    assert state.weights[98] < 0 and (state.weights[99:] == np.float32(0.01)).all()
+
+
 def test_a_model_without_the_groups_constants_is_refused(door: Listener) -> None:
     first = model(0, VALUES)
     first[70] = np.inf

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gadei_ps.groups import compress, parts, reading, reference, traffic
@@ -100,8 +100,24 @@ def test_a_long_model_is_summed_in_blocks() -> None:
     weights = parts.shares([1, 2, 3])
     out = np.empty_like(all_[0])
     parts.aggregate(all_, weights, out)
-    plain = all_[0] * weights[0] + all_[1] * weights[1] + all_[2] * weights[2]
+    first, *rest = all_
+    plain = first + (rest[0] - first) * weights[1] + (rest[1] - first) * weights[2]
     assert out.tobytes() == plain.tobytes()
+
+
+@quick
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=8), st.integers(1, 3))
+@example([5, 1, 1, 1, 1, 1], 3)
+def test_what_is_equal_in_all_stays_as_it_is(samples: list[int], arrived: int) -> None:
+    """However weights are rounded, and however great the values are."""
+    most = np.finfo(np.float32).max
+    values = np.array([most, -most, 1 / 3, -2.7e-40, 0, np.pi], np.float32)
+    out = np.empty_like(values)
+    parts.aggregate([values] * len(samples), parts.shares(samples), out)
+    assert out.tolist() == values.tolist()
+    for text in RULES:
+        found = run(reading.parse(text), values, [[values, *[values] * arrived]])
+        assert found.tolist() == values.tolist(), text
 
 
 # -- formats --------------------------------------------------------------------------------------
@@ -287,6 +303,24 @@ def test_outer_is_nesterov_of_torch() -> None:
         weights = weights - 0.7 * (gradient + 0.9 * speed)
         rule.end_round(own, [])
         np.testing.assert_allclose(own, weights, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["outer:0.7:0.9", "outer:0.7:0.9:2", "outer:1:0"])
+@pytest.mark.parametrize("arrived", [0, 1, 2])
+def test_buffers_have_no_momentum(text: str, arrived: int) -> None:
+    """A variance that falls, as at the begin of training, stays above 0."""
+    rule = reading.parse(text)
+    rule.buffers_at = 3
+    own = np.ones(5, np.float32)
+    rule.begin(own)
+    for number in range(6):
+        own[:] = 0.01
+        rule.end_round(own, [np.full(5, 0.01 * one, np.float32) for one in range(1, 1 + arrived)])
+        np.testing.assert_allclose(own[3:], 0.01 * np.mean([1, *range(1, 1 + arrived)]))
+        assert rule.state()[0]["common"].tobytes() == own.tobytes()
+        if not number:
+            goes_beyond = text != "outer:1:0" or arrived > 0
+            assert (own[0] != pytest.approx(own[3], rel=1e-4)) == goes_beyond
 
 
 def test_late_differences_move_the_momentum_only_every_so_often() -> None:
