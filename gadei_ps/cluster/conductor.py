@@ -83,12 +83,13 @@ class Conductor:
         run = self.run
         self._lease = lease.take(run.name, lambda line: self._out(say=line))
         self._found = actors(run.name)
-        self._is_new = not self._found
-        if not self._is_new:
-            self._has_begun()
+        self._is_new, away = not self._found, set[int]()
         if self._found:
+            self._has_begun()
             there = counted(len(self._found), "machine")
             self._out(say=f"run {run.name} is there: {there}, whose settings stay")
+            away = self._away(self._found)
+            self._found = {one: self._found[one] for one in sorted(self._found.keys() - away)}
         else:
             self._found = placing.place(run)
         places = self._prepare(self._found)
@@ -106,11 +107,26 @@ class Conductor:
             if "plan" in one:
                 self._foundings[group] = one["plan"]["agent"].get("founding", "")
         plans = [one["plan"] for one in places.values() if "plan" in one]
+        if away and not plans:
+            raise ClusterError(
+                f"run {run.name} is there, and no machine that trains answers: bring back the "
+                f"hosts of the others, or end it (gadei-ps group stop {run.name})"
+            )
         self._token = plans[0]["agent"]["token"] if plans else secrets.token_hex(32)
         self._agents = {group: _agents(members) for group, members in groups.items()}
         for group, members in groups.items():
-            self._begin_group(group, members)
+            # One that does not answer may have the state of a group in which nobody trains.
+            if not away or any("plan" in one for one in members.values()):
+                self._begin_group(group, members)
         self._has_begun()
+
+    def _away(self, found: Actors) -> set[int]:
+        """Machines that do not answer. The others know them, and they come back by themselves."""
+        away = {row["machine"] for row in statuses(found) if row["state"] == "away"}
+        if away:
+            which = ", ".join(map(str, sorted(away)))
+            self._out(say=f"machine {which} does not answer: the others are taken over without it")
+        return away
 
     def _has_begun(self) -> None:
         """From here on, nothing is to be ended if the command is killed."""

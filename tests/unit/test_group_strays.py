@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,7 +120,7 @@ class Run(conductor.Conductor):
     def __init__(self) -> None:
         self.said: list[str] = []
         self.lease, self.helped = Lease(), list[needs.Kind]()
-        wanted = {"name": "a", "every": 1, "groups": [{"machines": 3}]}
+        wanted = {"name": "a", "every": 1, "groups": [{"machines": 1}, {"machines": 2}]}
         super().__init__(
             config.from_mapping(wanted, "test"), [], "/", lambda say: self.said.append(say)
         )
@@ -194,3 +195,37 @@ def test_a_run_says_whom_it_waits_for_at_its_end(monkeypatch: pytest.MonkeyPatch
             "`gadei-ps group leave a 2 --dead`"
         )
     )
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_run_is_taken_over_though_one_of_its_machines_does_not_answer(
+    is_away: bool, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command before was killed while a host was gone, and all of group 1 was dead: the state
+    of that group may be on the machine that does not answer."""
+    run = Run()
+    rows = [row(0), row(1), {"machine": 2, "state": "away", "ended": None}][: 2 + is_away]
+    plan = {"group": 0, "agent": {"token": "t", "agents": {"0": "h:1"}}}
+    places: dict[int, Any] = {0: {"host": "h", "port": 1}, 1: {"host": "h", "port": 2}}
+    places[0] |= {"plan": plan} if trains else {}
+    prepared: list[list[int]] = []
+    begun: list[int] = []
+
+    def prepare(found: dict[int, Any]) -> dict[int, Any]:
+        prepared.append(sorted(found))
+        return places
+
+    monkeypatch.setattr(conductor.lease, "take", lambda *_: None)
+    monkeypatch.setattr(conductor, "actors", lambda _: {one["machine"]: None for one in rows})
+    monkeypatch.setattr(conductor, "statuses", lambda found: rows)
+    monkeypatch.setattr(run, "_prepare", prepare)
+    monkeypatch.setattr(run, "_check_program", lambda _: None)
+    monkeypatch.setattr(run, "_begin_group", lambda group, _: begun.append(group))
+    refused = is_away and not trains
+    with pytest.raises(ClusterError, match="trains answers") if refused else nullcontext():
+        run.begin()
+    assert prepared == [[0, 1]]
+    assert begun == ([] if refused else [0] if is_away else [0, 1])
+    line = "machine 2 does not answer: the others are taken over without it"
+    assert run.said[1:] == [line] * is_away
