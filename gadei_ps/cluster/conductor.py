@@ -100,8 +100,11 @@ class Conductor:
         of = dict(enumerate(self.run.numbers()))
         groups: dict[int, dict[int, Told]] = {place: {} for place in range(len(self.run.groups))}
         for number, one in places.items():
-            # Machines that have joined later say themselves where they belong.
-            group = one["plan"]["group"] if "plan" in one else of[number]
+            # Machines that have joined later say themselves where they belong. One of them that has
+            # just died is begun again by its actor.
+            group = one["plan"]["group"] if "plan" in one else of.get(number)
+            if group is None:
+                continue
             groups.setdefault(group, {})[number] = one
             self._groups[number] = group
             if "plan" in one:

@@ -229,3 +229,21 @@ def test_a_run_is_taken_over_though_one_of_its_machines_does_not_answer(
     assert begun == ([] if refused else [0] if is_away else [0, 1])
     line = "machine 2 does not answer: the others are taken over without it"
     assert run.said[1:] == [line] * is_away
+
+
+def test_a_run_is_taken_over_while_a_machine_that_joined_begins_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only its actor knows its group, and begins it again."""
+    run = Run()
+    plan = {"group": 0, "agent": {"token": "t", "agents": {"0": "h:1"}}}
+    places = {0: {"host": "h", "port": 1, "plan": plan}, 3: {"host": "h", "port": 2}}
+    begun: list[list[int]] = []
+    monkeypatch.setattr(conductor.lease, "take", lambda *_: None)
+    monkeypatch.setattr(conductor, "actors", lambda _: dict.fromkeys(places))
+    monkeypatch.setattr(conductor, "statuses", lambda found: [row(0), row(3)])
+    monkeypatch.setattr(run, "_prepare", lambda _: places)
+    monkeypatch.setattr(run, "_check_program", lambda _: None)
+    monkeypatch.setattr(run, "_begin_group", lambda _, members: begun.append(sorted(members)))
+    run.begin()
+    assert begun == [[0], []]
